@@ -1,0 +1,411 @@
+"""A pair of two engines: continuous batching, chunked prefill and the draft-verify round.
+
+It knows nothing of tensors: engines return logits and a sampler reads them, whatever array they
+are. B requests in a step, K draft tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from specpipe.errors import RequestError
+from specpipe.runtimes.base import DetokenizerFactory, PairOptions
+from specpipe.speculative.adaptive import DraftLength, StepCosts
+from specpipe.speculative.decode import UNUSABLE_LOGITS
+from specpipe.speculative.request import Chunk, Limits, Request, RequestState
+
+Logits = Any
+"""An array [rows, V] of the engine's library."""
+
+SequenceId = int
+
+
+class Engine(Protocol):
+    """One model with its KV cache; sequences are opaque ids."""
+
+    vocab_size: int
+    max_seq_len: int
+    max_batch_size: int
+
+    def can_admit(self, max_tokens: int) -> bool:
+        """True when a sequence of max_tokens fits beside those that are there."""
+
+    def allocate(self, *, prompt_length: int, max_tokens: int) -> SequenceId:
+        """Makes an empty sequence."""
+
+    def length(self, sequence: SequenceId) -> int:
+        """Tokens whose keys and values are cached."""
+
+    def forward(
+        self, batch: Sequence[tuple[SequenceId, Sequence[int]]], num_logits: Sequence[int]
+    ) -> Logits:
+        """Appends tokens to sequences; logits [sum(num_logits), V] of the last num_logits[i] of
+        each.
+        """
+
+    def truncate(self, sequence: SequenceId, length: int) -> None:
+        """Forgets what comes after the first length tokens."""
+
+    def free(self, sequence: SequenceId) -> None:
+        """Gives the sequence's memory back."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The draft tokens of one request in one step, and what the accept test needs of their rows."""
+
+    state: RequestState
+    token_ids: list[int] = field(default_factory=list)
+    probs: list[Any] = field(default_factory=list)
+    """The probabilities [V] that each token was drawn from; empty for requests verified by
+    matching.
+    """
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the verification of one request lets out; token_ids is None when the first row is
+    unusable.
+    """
+
+    token_ids: Sequence[int] | None
+    log_probs: Sequence[float] = ()
+    num_draft_tokens: int = 0
+    """Those that were judged: fewer than drafted when a later row was unusable."""
+
+
+class Sampler(Protocol):
+    """Chooses tokens from logits, for many requests at once."""
+
+    def draft(self, logits: Logits, drafted: Sequence[Drafted]) -> list[bool]:
+        """Adds one draft token to each request from its row of logits [B, V].
+
+        False where there is none to be had (a NaN): the request drafts no further in this step.
+        """
+
+    def verify(self, logits: Logits, drafted: Sequence[Drafted]) -> list[Outcome]:
+        """Runs the accept test of each request on its K + 1 rows of logits [sum(K + 1), V]."""
+
+
+@dataclass(eq=False)
+class _Running:
+    state: RequestState
+    deadline: float
+    target_sequence: SequenceId
+    draft_sequence: SequenceId | None = None
+
+
+@dataclass(order=True)
+class _Waiting:
+    priority: int
+    arrival: int
+    request: Request = field(compare=False)
+    submitted: float = field(compare=False)
+    deadline: float = field(compare=False)
+
+
+class EnginePair:
+    """The `Pair` of runtimes that run both engines themselves.
+
+    A step gives each running request one draft-verify round. A request whose prompt is not yet
+    cached gets at most what is left of max_num_tokens instead, so that a long prompt does not stall
+    the others.
+    """
+
+    def __init__(
+        self,
+        draft: Engine,
+        target: Engine,
+        sampler: Sampler,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        *,
+        costs: CostTable | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """costs decides the draft length of adaptive requests; None keeps it fixed."""
+        self._draft, self._target, self._sampler = draft, target, sampler
+        self._options, self._detokenizer, self._clock = options, detokenizer, clock
+        self._costs = costs if options.adaptive else None
+        self._limits = Limits(
+            max_num_draft_tokens=options.num_draft_tokens,
+            max_seq_len=min(options.max_seq_len, target.max_seq_len),
+            draft_max_seq_len=draft.max_seq_len,
+            vocab_size=min(draft.vocab_size, target.vocab_size),
+        )
+        self._max_batch_size = min(options.max_batch_size, target.max_batch_size)
+        self._waiting: list[_Waiting] = []
+        self._running: list[_Running] = []
+        self._ended: list[Chunk] = []
+        self._arrivals = itertools.count()
+
+    def submit(self, request: Request) -> str:
+        self._limits.check(request)
+        if len(self._waiting) >= self._options.max_queue_size:
+            raise RequestError(
+                f"the queue is full: {len(self._waiting)} requests wait "
+                f"(serving.max_queue_size), {len(self._running)} run; try again later"
+            )
+        now = self._clock()
+        timeout_s = request.timeout_s or self._options.request_timeout_s
+        waiting = _Waiting(request.priority, next(self._arrivals), request, now, now + timeout_s)
+        heapq.heappush(self._waiting, waiting)
+        return request.request_id
+
+    def cancel(self, request_id: str) -> None:
+        for running in self._running:
+            if running.state.request.request_id == request_id:
+                self._end(running, running.state.finish("cancelled"))
+                return
+        for waiting in self._waiting:
+            if waiting.request.request_id == request_id:
+                self._drop(waiting, self._new_state(waiting.request).finish("cancelled"))
+                return
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting or self._ended)
+
+    def step(self) -> list[Chunk]:
+        self._end_overdue()
+        self._admit()
+        if self._running:
+            self._round()
+        chunks, self._ended = self._ended, []
+        return chunks
+
+    def _end_overdue(self) -> None:
+        now = self._clock()
+        for running in [r for r in self._running if r.deadline <= now]:
+            error = "the request ran into its time limit (timeout_s or serving.request_timeout_s)"
+            self._end(running, running.state.finish("error", error))
+        for waiting in [w for w in self._waiting if w.deadline <= now]:
+            error = (
+                f"the request waited {now - waiting.submitted:.1f} s without being started, "
+                f"which is its time limit (timeout_s or serving.request_timeout_s)"
+            )
+            self._drop(waiting, self._new_state(waiting.request).finish("error", error))
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_batch_size:
+            request = self._waiting[0].request
+            num_prompt = len(request.prompt_token_ids)
+            max_tokens = min(num_prompt + request.max_tokens, self._limits.max_seq_len)
+            if not self._target.can_admit(max_tokens):
+                return
+            waiting = heapq.heappop(self._waiting)
+            sequence = self._target.allocate(prompt_length=num_prompt, max_tokens=max_tokens)
+            self._running.append(_Running(self._new_state(request), waiting.deadline, sequence))
+
+    def _new_state(self, request: Request) -> RequestState:
+        return RequestState(
+            request,
+            self._limits,
+            self._detokenizer(request.prompt_token_ids),
+            draft_length=DraftLength() if self._costs is not None else None,
+        )
+
+    def _round(self) -> None:
+        """One forward of the target over all that runs, and up to K of the draft before it."""
+        decoding, prefill = self._schedule()
+        drafted = self._run_draft(decoding)
+        batch: list[tuple[SequenceId, Sequence[int]]] = []
+        num_logits = []
+        for running, draft in zip(decoding, drafted, strict=True):
+            batch.append((running.target_sequence, [*self._missing(running), *draft.token_ids]))
+            num_logits.append(len(draft.token_ids) + 1)
+        for running, token_ids in prefill:
+            batch.append((running.target_sequence, token_ids))
+            num_logits.append(0)
+        num_cached = [self._draft_length(r) for r in decoding]
+        logits = self._target.forward(batch, num_logits)
+        outcomes = self._sampler.verify(logits, drafted) if decoding else []
+        for running, draft, outcome, cached in zip(
+            decoding, drafted, outcomes, num_cached, strict=True
+        ):
+            self._take(running, draft, outcome, cached)
+
+    def _schedule(self) -> tuple[list[_Running], list[tuple[_Running, list[int]]]]:
+        """Who decodes in this step, and which piece of whose prompt is cached in it instead."""
+        decoding: list[_Running] = []
+        prefill: list[tuple[_Running, list[int]]] = []
+        budget = self._options.max_num_tokens
+        for running in self._running:
+            missing = self._missing(running)
+            if len(missing) > 1:
+                piece = missing[:budget]
+                budget -= len(piece)
+                if len(piece) < len(missing):
+                    if piece:
+                        prefill.append((running, piece))
+                    continue
+            decoding.append(running)
+        self._prefill_draft([running for running, _ in prefill])
+        return decoding, prefill
+
+    def _prefill_draft(self, running: Sequence[_Running]) -> None:
+        """Lets the draft read along while the target still reads the prompt."""
+        batch = []
+        for r in running:
+            if r.state.is_speculative and self._has_draft_sequence(r):
+                assert r.draft_sequence is not None
+                end = self._target.length(r.target_sequence) + self._options.max_num_tokens
+                end = min(end, self._draft.max_seq_len, len(r.state.token_ids))
+                piece = r.state.token_ids[self._draft_length(r) : end]
+                if piece:
+                    batch.append((r.draft_sequence, piece[: self._options.max_num_tokens]))
+        if batch:
+            self._draft.forward(batch, [0] * len(batch))
+
+    def _run_draft(self, decoding: Sequence[_Running]) -> list[Drafted]:
+        costs = self._costs.at(len(decoding)) if self._costs is not None and decoding else None
+        drafted = [Drafted(r.state) for r in decoding]
+        feeds: list[tuple[_Running, Drafted, int, list[int]]] = []
+        catching_up = []
+        for running, draft in zip(decoding, drafted, strict=True):
+            num_draft_tokens = running.state.next_num_draft_tokens(costs)
+            if num_draft_tokens == 0 or not self._has_draft_sequence(running):
+                continue
+            assert running.draft_sequence is not None
+            feed = running.state.token_ids[self._draft_length(running) :]
+            if len(feed) > self._options.max_num_tokens:
+                catching_up.append((running.draft_sequence, feed[: self._options.max_num_tokens]))
+            else:
+                feeds.append((running, draft, num_draft_tokens, feed))
+        if catching_up:
+            self._draft.forward(catching_up, [0] * len(catching_up))
+        while feeds:
+            batch = [(running.draft_sequence or 0, feed) for running, _, _, feed in feeds]
+            logits = self._draft.forward(batch, [1] * len(batch))
+            has_token = self._sampler.draft(logits, [draft for _, draft, _, _ in feeds])
+            feeds = [
+                (running, draft, limit, [draft.token_ids[-1]])
+                for (running, draft, limit, _), has in zip(feeds, has_token, strict=True)
+                if has and len(draft.token_ids) < limit
+            ]
+        return drafted
+
+    def _take(
+        self, running: _Running, drafted: Drafted, outcome: Outcome, num_draft_cached: int
+    ) -> None:
+        """Hands the outcome to the request and cuts both caches back to what it accepted."""
+        state = running.state
+        if outcome.token_ids is None:
+            self._end(running, state.finish("error", UNUSABLE_LOGITS))
+            return
+        num_before = len(state.token_ids)
+        chunk = state.accept(
+            outcome.token_ids, outcome.log_probs, num_draft_tokens=outcome.num_draft_tokens
+        )
+        if chunk.finish_reason is not None:
+            self._end(running, chunk)
+            return
+        if chunk.token_ids or chunk.text:
+            self._ended.append(chunk)
+        num_valid = num_before + len(outcome.token_ids) - 1
+        self._target.truncate(running.target_sequence, num_valid)
+        if running.draft_sequence is not None and num_draft_cached > num_valid:
+            self._draft.truncate(running.draft_sequence, num_valid)
+
+    def _missing(self, running: _Running) -> list[int]:
+        """The accepted tokens that the target has not cached yet; one in a running decode."""
+        return running.state.token_ids[self._target.length(running.target_sequence) :]
+
+    def _draft_length(self, running: _Running) -> int:
+        if running.draft_sequence is None:
+            return 0
+        return self._draft.length(running.draft_sequence)
+
+    def _has_draft_sequence(self, running: _Running) -> bool:
+        """Makes the draft's sequence when it is first wanted; False when there is no room."""
+        if running.draft_sequence is None:
+            prompt_length = len(running.state.request.prompt_token_ids)
+            max_tokens = min(
+                prompt_length + running.state.request.max_tokens, self._draft.max_seq_len
+            )
+            if not self._draft.can_admit(max_tokens):
+                return False
+            running.draft_sequence = self._draft.allocate(
+                prompt_length=prompt_length, max_tokens=max_tokens
+            )
+        return True
+
+    def _end(self, running: _Running, chunk: Chunk) -> None:
+        self._running.remove(running)
+        self._target.free(running.target_sequence)
+        if running.draft_sequence is not None:
+            self._draft.free(running.draft_sequence)
+        self._ended.append(chunk)
+
+    def _drop(self, waiting: _Waiting, chunk: Chunk) -> None:
+        self._waiting.remove(waiting)
+        heapq.heapify(self._waiting)
+        self._ended.append(chunk)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured times of plain forwards, in seconds, by number of rows (one row per sequence, or K +
+    1).
+    """
+
+    num_draft_tokens: int
+    draft: dict[int, float]
+    """Times by number of sequences, one token each."""
+    target: dict[int, float]
+    """Times by number of tokens in all."""
+
+    def at(self, batch_size: int) -> StepCosts:
+        """The costs of drafting while batch_size requests decode; between measurements,
+        interpolated.
+        """
+        plain = self._time(self.target, batch_size)
+        num_rows = batch_size * (1 + self.num_draft_tokens)
+        verify = self._time(self.target, num_rows) - plain
+        return StepCosts(
+            draft_step=self._time(self.draft, batch_size) / plain,
+            verify_token=max(verify, 0.0) / (max(self.num_draft_tokens, 1) * plain),
+        )
+
+    @staticmethod
+    def _time(times: dict[int, float], num_rows: int) -> float:
+        rows = sorted(times)
+        return float(np.interp(num_rows, rows, [times[r] for r in rows]))
+
+
+def measure_costs(draft: Engine, target: Engine, options: PairOptions) -> CostTable:
+    """Times both engines on a few tokens; takes some tens of forwards and leaves their caches
+    empty.
+    """
+    num_draft_tokens = max(options.num_draft_tokens, 1)
+    sizes = sorted({1, min(options.max_batch_size, draft.max_batch_size, target.max_batch_size)})
+    return CostTable(
+        num_draft_tokens=num_draft_tokens,
+        draft={size: _time_forward(draft, size, 1) for size in sizes},
+        target={
+            size * num_tokens: _time_forward(target, size, num_tokens)
+            for num_tokens in (1, num_draft_tokens + 1)
+            for size in sizes
+        },
+    )
+
+
+def _time_forward(engine: Engine, batch_size: int, num_tokens: int, repeats: int = 7) -> float:
+    sequences = [engine.allocate(prompt_length=1, max_tokens=num_tokens) for _ in range(batch_size)]
+    times = []
+    for _ in range(repeats):
+        for sequence in sequences:
+            engine.truncate(sequence, 0)
+        start = time.perf_counter()
+        engine.forward([(s, [0] * num_tokens) for s in sequences], [num_tokens] * batch_size)
+        times.append(time.perf_counter() - start)
+    for sequence in sequences:
+        engine.free(sequence)
+    return statistics.median(times)

@@ -1,0 +1,285 @@
+"""Warping, drawing and the accept test for many requests at once: `speculative/` in batched torch.
+
+R rows (one per position to decide), V vocabulary. Scores are float64, so that a choice differs from
+the NumPy specification only where that would be a tie. Plain greedy requests take none of this:
+they are one argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specpipe.runtimes.engine_pair import Drafted, Outcome
+from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
+from specpipe.speculative.request import Request, Sampling
+from specpipe.speculative.verify import verify_by_matching
+from specpipe.speculative.warp import banned_token_ids
+
+
+@dataclass(frozen=True)
+class Row:
+    """One position to decide: the token after `output` of a request, draft tokens included."""
+
+    request: Request
+    output: list[int]
+
+    @property
+    def position(self) -> int:
+        """The place of the token in prompt and output."""
+        return len(self.request.prompt_token_ids) + len(self.output)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.request.sampling
+
+    @property
+    def is_plain(self) -> bool:
+        """True when the token is the argmax of the raw logits."""
+        return self.sampling.is_greedy and not self.sampling.changes_scores
+
+
+class TorchSampler:
+    """The `Sampler` over torch logits; vocab_size is what draft and target have in common."""
+
+    def __init__(self, vocab_size: int, unused_token_ids: Sequence[tuple[int, int]] = ()) -> None:
+        self._vocab_size = vocab_size
+        self._unused = [(a, min(b, vocab_size)) for a, b in unused_token_ids if a < vocab_size]
+
+    @torch.inference_mode()
+    def draft(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[bool]:
+        rows = [_row(d, d.token_ids) for d in drafted]
+        choices = _Choices(self._usable_columns(logits), rows, Purpose.DRAFT)
+        for index, (draft, row) in enumerate(zip(drafted, rows, strict=True)):
+            if not choices.is_usable[index]:
+                continue
+            draft.token_ids.append(choices.token_ids[index])
+            if not _is_matched(row.sampling):
+                draft.probs.append(choices.probs(index))
+        return choices.is_usable
+
+    @torch.inference_mode()
+    def verify(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[Outcome]:
+        rows = [_row(d, d.token_ids[:i]) for d in drafted for i in range(len(d.token_ids) + 1)]
+        raw = logits.clone() if any(d.state.request.return_log_probs for d in drafted) else logits
+        choices = _Choices(self._usable_columns(logits), rows, Purpose.RECOVERED)
+        outcomes = []
+        first = 0
+        for draft in drafted:
+            end = first + len(draft.token_ids) + 1
+            outcome = _verify(draft, choices, first, end)
+            if draft.state.request.return_log_probs and outcome.token_ids is not None:
+                outcome = _with_log_probs(outcome, raw[first : first + len(outcome.token_ids)])
+            outcomes.append(outcome)
+            first = end
+        return outcomes
+
+    def _usable_columns(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] of ids that both models and the tokenizer have; writes into its
+        argument.
+        """
+        logits = logits[:, : self._vocab_size]
+        for start, stop in self._unused:
+            logits[:, start:stop] = -torch.inf
+        return logits
+
+
+def _row(drafted: Drafted, draft_token_ids: list[int]) -> Row:
+    request = drafted.state.request
+    if request.sampling.is_greedy and not request.sampling.changes_scores:
+        return Row(request, draft_token_ids)  # nothing looks at the output
+    return Row(request, [*drafted.state.output_token_ids, *draft_token_ids])
+
+
+def _is_matched(sampling: Sampling) -> bool:
+    """True when draft tokens are accepted by matching; False for rejection sampling."""
+    return sampling.is_greedy or sampling.is_seeded
+
+
+class _Choices:
+    """The token that each row would choose by itself, and the scores behind it."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[Row], purpose: Purpose) -> None:
+        best, token_ids = logits.max(dim=-1)
+        self.is_usable: list[bool] = best.isfinite().tolist()
+        self.token_ids: list[int] = token_ids.tolist()
+        self.rows = rows
+        warped = [i for i, row in enumerate(rows) if not row.is_plain and self.is_usable[i]]
+        self._place = {index: place for place, index in enumerate(warped)}
+        if not warped:
+            return
+        warped_rows = [rows[i] for i in warped]
+        self._scores = warp(logits[warped], warped_rows)
+        noisy = self._scores + _noise(warped_rows, purpose, self._scores)
+        is_usable = self._scores.max(dim=-1).values.isfinite().tolist()
+        for index, token_id, usable in zip(
+            warped, noisy.argmax(dim=-1).tolist(), is_usable, strict=True
+        ):
+            self.token_ids[index] = token_id
+            self.is_usable[index] = usable
+
+    def probs(self, index: int) -> torch.Tensor:
+        """The probabilities [V] that row index draws from."""
+        return self._scores[self._place[index]].softmax(dim=-1)
+
+
+def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> Outcome:
+    """The accept test of one request, on rows first ... end of choices."""
+    usable = choices.is_usable[first:end]
+    num_rows = usable.index(False) if False in usable else len(usable)
+    if num_rows == 0:
+        return Outcome(None)
+    # A later row counts only if the draft tokens before it stand: the next step will tell.
+    token_ids = drafted.token_ids[: num_rows - 1]
+    if _is_matched(drafted.state.request.sampling):
+        verified = verify_by_matching(token_ids, choices.token_ids[first : first + num_rows])
+        return Outcome(verified.token_ids, num_draft_tokens=len(token_ids))
+    accepted: list[int] = []
+    for index, (token_id, draft_probs) in enumerate(
+        zip(token_ids, drafted.probs, strict=False), first
+    ):
+        row = choices.rows[index]
+        target_probs = choices.probs(index)
+        accept = uniform([row.sampling.seed], [row.position], Purpose.ACCEPT, 1)[0, 0]
+        if accept * draft_probs[token_id] < target_probs[token_id]:
+            accepted.append(token_id)
+            continue
+        residual = (target_probs - draft_probs).clamp_min(0.0)
+        weights = residual if residual.sum() > 0 else target_probs
+        noise = _noise([row], Purpose.RECOVERED, weights[None])[0]
+        accepted.append(int((weights.log() + noise).argmax()))
+        return Outcome(accepted, num_draft_tokens=len(token_ids))
+    bonus = choices.token_ids[first + len(accepted)]
+    return Outcome([*accepted, bonus], num_draft_tokens=len(token_ids))
+
+
+def _with_log_probs(outcome: Outcome, raw_logits: torch.Tensor) -> Outcome:
+    assert outcome.token_ids is not None
+    log_probs = raw_logits.float().log_softmax(dim=-1)
+    index = torch.tensor(list(outcome.token_ids), device=raw_logits.device)[:, None]
+    return Outcome(
+        outcome.token_ids,
+        log_probs.gather(1, index)[:, 0].tolist(),
+        outcome.num_draft_tokens,
+    )
+
+
+def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Scores [R, V] in float64 from raw logits [R, V], each row as in `speculative/warp.py`."""
+    scores = logits.double()
+    for index, row in enumerate(rows):
+        if row.sampling.changes_scores:
+            _penalize_and_ban(scores[index], row)
+    column = _columns(scores.device, rows)
+    is_greedy = column([row.sampling.is_greedy for row in rows], torch.bool)
+    if is_greedy.all():
+        return scores
+    temperature = column([row.sampling.temperature for row in rows], torch.float64)
+    warped = scores / temperature.where(~is_greedy, torch.ones_like(temperature))
+    if any(
+        r.sampling.top_k > 0 or r.sampling.top_p < 1.0 for r in rows if not r.sampling.is_greedy
+    ):
+        _truncate(warped, rows)
+    min_p = column([row.sampling.min_p for row in rows], torch.float64)
+    floor = warped.max(dim=-1, keepdim=True).values + min_p.log()
+    warped.masked_fill_(warped < floor, -torch.inf)
+    return warped.where(~is_greedy, scores)
+
+
+def _penalize_and_ban(scores: torch.Tensor, row: Row) -> None:
+    """Penalties and bans of one row, in place on its scores [V]."""
+    sampling, prompt, output = row.sampling, row.request.prompt_token_ids, row.output
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*prompt, *output}), device=scores.device)
+        s = scores[seen]
+        scores[seen] = torch.where(
+            s > 0, s / sampling.repetition_penalty, s * sampling.repetition_penalty
+        )
+    if output and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids, counts = torch.unique(torch.tensor(output, device=scores.device), return_counts=True)
+        scores[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.double()
+    banned = banned_token_ids(sampling.bad_words, prompt, output)
+    if len(output) < sampling.min_tokens:
+        banned += [i for i in row.request.end_token_ids if i < len(scores)]
+    if banned:
+        scores[torch.tensor(banned, device=scores.device)] = -torch.inf
+
+
+def _truncate(scores: torch.Tensor, rows: Sequence[Row]) -> None:
+    """top-k, then top-p, in place; equal scores at a cut: the lower ids stay."""
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    column = _columns(scores.device, rows)
+    vocab_size = scores.shape[-1]
+    top_k = column([row.sampling.top_k or vocab_size for row in rows], torch.int64)
+    rank = torch.arange(vocab_size, device=scores.device)
+    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
+    probs = ordered.softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs
+    top_p = column([row.sampling.top_p for row in rows], torch.float64)
+    ordered.masked_fill_((before >= top_p) & (top_p < 1.0), -torch.inf)
+    scores.scatter_(-1, order, ordered)
+
+
+def _columns(
+    device: torch.device, rows: Sequence[Row]
+) -> Callable[[Sequence[float], torch.dtype], torch.Tensor]:
+    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+    return column
+
+
+def _noise(rows: Sequence[Row], purpose: Purpose, like: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise [R, V], zero for greedy rows; a seeded row's is the same when drafting."""
+    noise = torch.zeros_like(like)
+    for shared in (True, False):
+        chosen = [
+            i
+            for i, row in enumerate(rows)
+            if not row.sampling.is_greedy and row.sampling.is_seeded == shared
+        ]
+        if chosen:
+            u = uniform(
+                [rows[i].sampling.seed for i in chosen],
+                [rows[i].position for i in chosen],
+                Purpose.TOKEN if shared else purpose,
+                like.shape[-1],
+                device=like.device,
+            )
+            noise[chosen] = -(-u.log()).log()
+    return noise
+
+
+def uniform(
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    purpose: Purpose,
+    size: int,
+    *,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Uniform numbers [R, size] with the bits of `speculative/noise.py` for each row."""
+
+    def words(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)[:, None]
+
+    blocks = torch.arange((size + 3) // 4, dtype=torch.int64, device=device)[None]
+    c0 = blocks.expand(len(seeds), -1)
+    c1 = words([p & MASK_32 for p in positions])
+    c2 = words([p >> 32 for p in positions])
+    c3 = words([int(purpose)] * len(seeds))
+    k0, k1 = words([s & MASK_32 for s in seeds]), words([s >> 32 for s in seeds])
+    for _ in range(NUM_ROUNDS):
+        # int64 products wrap, but their 64 bits are those of the unsigned ones.
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & MASK_32) ^ c1 ^ k0,
+            p1 & MASK_32,
+            ((p0 >> 32) & MASK_32) ^ c3 ^ k1,
+            p0 & MASK_32,
+        )
+        k0, k1 = (k0 + KEY_INCREMENTS[0]) & MASK_32, (k1 + KEY_INCREMENTS[1]) & MASK_32
+    bits = torch.stack([c0, c1, c2, c3], dim=-1).reshape(len(seeds), -1)[:, :size]
+    return (bits.double() + 0.5) * 2.0**-32

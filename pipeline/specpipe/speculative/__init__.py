@@ -1,0 +1,3 @@
+"""The algorithm: draft, verify, accept, count. NumPy only; it is read and tested without any
+runtime.
+"""

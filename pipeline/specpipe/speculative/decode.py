@@ -1,0 +1,133 @@
+"""The draft-verify loop in its plainest form: one request, no KV cache, NumPy.
+
+It is the specification that the batched loops of the runtimes are tested against. K draft tokens, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from specpipe.speculative.noise import Purpose, gumbel, uniform
+from specpipe.speculative.request import Chunk, Request, RequestState
+from specpipe.speculative.verify import Verified, verify_by_matching, verify_by_rejection
+from specpipe.speculative.warp import softmax, warp
+
+Floats = npt.NDArray[np.float64]
+
+UNUSABLE_LOGITS = "the target model returned NaN, or no token is allowed here"
+
+
+class Model(Protocol):
+    """A causal language model."""
+
+    def logits(self, token_ids: Sequence[int], num_rows: int) -> Floats:
+        """Raw logits [num_rows, V] that follow each of the last num_rows tokens."""
+
+
+def decode(state: RequestState, target: Model, draft: Model | None = None) -> Iterator[Chunk]:
+    """Runs one request to its end and yields what each step emits.
+
+    A draft row with a NaN ends the draft there; a target row with one ends the request with an
+    error when the output gets to it.
+    """
+    while not state.is_finished:
+        limit = state.next_num_draft_tokens() if draft is not None else 0
+        draft_token_ids, draft_scores = _draft(state, draft, limit)
+        rows = target.logits([*state.token_ids, *draft_token_ids], len(draft_token_ids) + 1)
+        num_usable = next((i for i, row in enumerate(rows) if not _is_usable(row)), len(rows))
+        if num_usable == 0:
+            yield state.finish("error", UNUSABLE_LOGITS)
+            return
+        # A later row counts only if the draft tokens before it stand: the next step will tell.
+        rows, draft_token_ids = rows[:num_usable], draft_token_ids[: num_usable - 1]
+        draft_scores = draft_scores[: len(draft_token_ids)]
+        scores = np.stack([_warp(state, row, draft_token_ids[:i]) for i, row in enumerate(rows)])
+        verified = _verify(
+            state.request, len(state.token_ids), draft_token_ids, draft_scores, scores
+        )
+        log_probs = [
+            float(np.log(softmax(np.asarray(row, np.float64))[token_id]))
+            for row, token_id in zip(rows, verified.token_ids, strict=False)
+        ]
+        yield state.accept(verified.token_ids, log_probs, num_draft_tokens=len(draft_token_ids))
+
+
+def _draft(
+    state: RequestState, draft: Model | None, num_draft_tokens: int
+) -> tuple[list[int], list[Floats]]:
+    """Draft tokens, at most num_draft_tokens, and the scores [V] that each was chosen from."""
+    token_ids: list[int] = []
+    scores: list[Floats] = []
+    for _ in range(num_draft_tokens):
+        assert draft is not None
+        row = draft.logits([*state.token_ids, *token_ids], 1)[0]
+        if not _is_usable(row):
+            break
+        scores.append(_warp(state, row, token_ids))
+        position = len(state.token_ids) + len(token_ids)
+        token_ids.append(_choose(state.request, scores[-1], position, Purpose.DRAFT))
+    return token_ids, scores
+
+
+def _verify(
+    request: Request,
+    position: int,
+    draft_token_ids: list[int],
+    draft_scores: list[Floats],
+    target_scores: Floats,
+) -> Verified:
+    """position is the place of the first draft token; target_scores [K + 1, V]."""
+    positions = range(position, position + len(target_scores))
+    sampling = request.sampling
+    if sampling.is_greedy or sampling.is_seeded:
+        return verify_by_matching(
+            draft_token_ids,
+            [
+                _choose(request, row, at, Purpose.TOKEN)
+                for at, row in zip(positions, target_scores, strict=True)
+            ],
+        )
+    vocab_size = target_scores.shape[1]
+    return verify_by_rejection(
+        draft_token_ids,
+        softmax(np.stack(draft_scores)) if draft_scores else np.empty((0, vocab_size)),
+        softmax(target_scores),
+        accept_uniform=np.array(
+            [uniform(sampling.seed, p, Purpose.ACCEPT, 1)[0] for p in positions]
+        ),
+        recovered_gumbel=np.stack(
+            [gumbel(sampling.seed, p, Purpose.RECOVERED, vocab_size) for p in positions]
+        ),
+    )
+
+
+def _choose(request: Request, scores: Floats, position: int, purpose: Purpose) -> int:
+    """One token id from scores [V]; a seeded request uses one noise vector for draft and target."""
+    sampling = request.sampling
+    if sampling.is_greedy:
+        return int(np.argmax(scores))
+    noise = gumbel(
+        sampling.seed, position, Purpose.TOKEN if sampling.is_seeded else purpose, scores.size
+    )
+    return int(np.argmax(scores + noise))
+
+
+def _warp(state: RequestState, logits: Floats, draft_token_ids: Sequence[int]) -> Floats:
+    request = state.request
+    return warp(
+        logits,
+        request.sampling,
+        prompt=request.prompt_token_ids,
+        output=[*state.output_token_ids, *draft_token_ids],
+        end_token_ids=request.end_token_ids,
+    )
+
+
+def _is_usable(logits: Floats) -> bool:
+    """False with a NaN, or when no token has a finite score."""
+    return bool(np.isfinite(logits.max()))

@@ -1,0 +1,444 @@
+"""One request: what was asked for, what a step may emit, and the state between steps.
+
+`RequestState` is a pure state machine; every loop (NumPy, torch, BLS) drives it. All that ends or
+cuts a request lives here and nowhere else: end ids, stop strings, the token cap, the end of the
+context. They cut text, ids, log-probabilities and counts at the same place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Protocol
+
+from specpipe.errors import RequestError
+from specpipe.speculative.adaptive import DraftLength, StepCosts
+from specpipe.speculative.metrics import AcceptanceCounts
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Detokenizer(Protocol):
+    """Turns token ids into text as they come; it has state, so each request has its own."""
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that became final; "" while a character is incomplete."""
+
+    def flush(self) -> str:
+        """Returns what is left at the end, as decoding everything at once gives it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen; the defaults are greedy. `warp.py` says what each setting does."""
+
+    temperature: float = 0.0
+    """0 is greedy: temperature, top_k, top_p and min_p then have no say."""
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    """No end id and no stop string ends the request before this many tokens."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not appear."""
+    seed: int = 0
+    """Unsigned, 64 bits."""
+    is_seeded: bool = False
+    """The seed was asked for: the output then equals target-only sampling with that seed."""
+
+    def __post_init__(self) -> None:
+        for name, low, high, what in (
+            ("temperature", 0.0, math.inf, "0 (greedy) or a positive number"),
+            ("top_k", 0, math.inf, "0 (off) or a positive count"),
+            ("top_p", 0.0, 1.0, "between 0 (exclusive) and 1"),
+            ("min_p", 0.0, 1.0, "between 0 and 1"),
+            ("repetition_penalty", 0.0, math.inf, "a positive number"),
+            ("presence_penalty", -math.inf, math.inf, "a number"),
+            ("frequency_penalty", -math.inf, math.inf, "a number"),
+            ("min_tokens", 0, math.inf, "0 or a positive count"),
+            ("seed", 0, 2**64 - 1, "an unsigned 64-bit integer"),
+        ):
+            value = getattr(self, name)
+            is_excluded_zero = value == 0 and name in ("top_p", "repetition_penalty")
+            if not (math.isfinite(value) and low <= value <= high) or is_excluded_zero:
+                raise RequestError(f"{name} is {value}; it must be {what}")
+        if () in self.bad_words:
+            raise RequestError("bad_words has an empty entry; leave it out")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the highest score is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def changes_scores(self) -> bool:
+        """True when the scores of a token depend on the tokens before it by more than the model."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.min_tokens > 0
+            or bool(self.bad_words)
+        )
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a client asked for, tokenized."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    num_draft_tokens: int | None = None
+    """Draft tokens per step, at most; None: what the pair was packaged with; 0: no speculation."""
+    end_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    return_log_probs: bool = False
+    priority: int = 0
+    """A lower number is served first; equal ones in order of arrival."""
+    timeout_s: float | None = None
+    """From submission to the last token; None: the limit that the pair was packaged with."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise RequestError("the prompt is empty; send at least one token")
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}; it must be 1 or more")
+        if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
+            raise RequestError(
+                f"num_draft_tokens is {self.num_draft_tokens}; "
+                "it must be 0 (no speculation) or more"
+            )
+        if "" in self.stop_strings:
+            raise RequestError("stop_words has an empty entry; leave it out")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise RequestError(f"timeout_s is {self.timeout_s}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a pair can hold for one request."""
+
+    max_num_draft_tokens: int
+    max_seq_len: int
+    """Prompt and output tokens together."""
+    draft_max_seq_len: int
+    """The same for the draft; past it the request goes on without drafting."""
+    vocab_size: int
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError, with the numbers, for a request that can never run here."""
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt >= self.max_seq_len:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; prompt and output together may have "
+                f"{self.max_seq_len} (engine.max_seq_len)"
+            )
+        if request.max_tokens > self.max_seq_len:
+            raise RequestError(
+                f"max_tokens is {request.max_tokens}; prompt and output together may have "
+                f"{self.max_seq_len} (engine.max_seq_len)"
+            )
+        if (request.num_draft_tokens or 0) > self.max_num_draft_tokens:
+            raise RequestError(
+                f"num_draft_tokens is {request.num_draft_tokens}; this pair drafts at most "
+                f"{self.max_num_draft_tokens} (speculation.num_draft_tokens)"
+            )
+        for token_id in (
+            *request.prompt_token_ids,
+            *(i for w in request.sampling.bad_words for i in w),
+        ):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"token id {token_id} is outside the vocabulary of {self.vocab_size}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What the last response of a request reports."""
+
+    num_input_tokens: int
+    num_output_tokens: int
+    num_steps: int
+    total_draft_tokens: int
+    total_accepted_draft_tokens: int
+    seed_used: int
+    acceptance_rate: float | None
+    """None when nothing was drafted."""
+
+    def to_json(self) -> dict[str, int | float | None]:
+        """The fields by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What one step lets one request emit; the last one has a finish_reason and the statistics."""
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    """One per token id when the request asked for them: log-softmax of the raw target logits."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    statistics: Statistics | None = None
+
+
+class RequestState:
+    """A running request. A loop alternates `next_num_draft_tokens` and `accept` until it is
+    finished.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        limits: Limits,
+        detokenizer: Detokenizer,
+        *,
+        draft_length: DraftLength | None = None,
+    ) -> None:
+        """draft_length adapts the draft length to acceptance and costs; None keeps it fixed."""
+        limits.check(request)
+        self.request = request
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        """Prompt and every token that was accepted; the next step continues it."""
+        self.counts = AcceptanceCounts()
+        self.finish_reason: FinishReason | None = None
+        self._limits = limits
+        self._detokenizer = detokenizer
+        self._draft_length = draft_length
+        wanted = request.num_draft_tokens
+        self._max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
+        self._output = _Output(request)
+
+    @property
+    def is_finished(self) -> bool:
+        """True after the last chunk."""
+        return self.finish_reason is not None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Accepted tokens, those whose text is still held back included."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The accepted tokens."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def is_speculative(self) -> bool:
+        """False for a request that will never draft."""
+        return self._max_num_draft_tokens > 0
+
+    def next_num_draft_tokens(self, costs: StepCosts | None = None) -> int:
+        """How many tokens to draft in the next step; 0 makes it a plain one-token step.
+
+        Never more than could be emitted beside the target's own token, nor than the draft's context
+        holds.
+        """
+        limit = min(
+            self._max_num_draft_tokens,
+            self._num_tokens_left() - 1,
+            self._limits.draft_max_seq_len - len(self.token_ids) + 1,
+        )
+        if self._draft_length is not None and costs is not None:
+            return self._draft_length.choose(limit, costs)
+        return max(limit, 0)
+
+    def accept(
+        self,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float] = (),
+        *,
+        num_draft_tokens: int,
+    ) -> Chunk:
+        """Takes in what one step verified: accepted draft tokens, then the target's own token.
+
+        log_probs has one entry per token when the request asked for them. Returns what may be
+        emitted now, which is empty while a character is incomplete or a stop string may be under
+        way.
+        """
+        assert not self.is_finished
+        num_accepted = len(token_ids) - 1
+        assert 0 <= num_accepted <= num_draft_tokens
+        if self._draft_length is not None:
+            self._draft_length.observe(
+                num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted
+            )
+        for row, token_id in enumerate(token_ids):
+            self._append(token_id, log_probs[row] if log_probs else None)
+            if self.finish_reason is not None:
+                # What was drafted past the end was never judged.
+                num_draft_tokens = min(num_draft_tokens, row + 1)
+                num_accepted = min(num_accepted, row + 1)
+                break
+        self.counts.record(num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted)
+        return self._chunk()
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> Chunk:
+        """Ends the request from outside: cancelled, timed out, or failed. Text held back is
+        emitted.
+        """
+        assert not self.is_finished
+        self._end(reason)
+        return self._chunk(error)
+
+    def _append(self, token_id: int, log_prob: float | None) -> None:
+        can_stop = self.num_output_tokens >= self.request.sampling.min_tokens
+        if token_id in self.request.end_token_ids and can_stop:
+            self._end("stop")
+            return
+        self.token_ids.append(token_id)
+        text = self._detokenizer.append([token_id])
+        stop_strings = self.request.stop_strings if can_stop else ()
+        if self._output.append(token_id, log_prob, text, stop_strings):
+            self._end("stop")
+        elif self._num_tokens_left() == 0:
+            self._end("length")
+
+    def _num_tokens_left(self) -> int:
+        return min(
+            self.request.max_tokens - self.num_output_tokens,
+            self._limits.max_seq_len - len(self.token_ids),
+        )
+
+    def _end(self, reason: FinishReason) -> None:
+        can_stop = self.num_output_tokens > self.request.sampling.min_tokens
+        stopped = self._output.finish(
+            self._detokenizer.flush(), self.request.stop_strings if can_stop else ()
+        )
+        self.finish_reason = "stop" if stopped and reason == "length" else reason
+
+    def _chunk(self, error: str | None = None) -> Chunk:
+        text, token_ids, log_probs = self._output.take()
+        return Chunk(
+            request_id=self.request.request_id,
+            text=text,
+            token_ids=token_ids,
+            log_probs=log_probs,
+            finish_reason=self.finish_reason,
+            error=error,
+            statistics=self._statistics() if self.is_finished else None,
+        )
+
+    def _statistics(self) -> Statistics:
+        return Statistics(
+            num_input_tokens=len(self.request.prompt_token_ids),
+            num_output_tokens=self._output.num_taken_tokens,
+            num_steps=self.counts.num_steps,
+            total_draft_tokens=self.counts.num_draft_tokens,
+            total_accepted_draft_tokens=self.counts.num_accepted_tokens,
+            seed_used=self.request.sampling.seed,
+            acceptance_rate=self.counts.acceptance_rate,
+        )
+
+
+class _Output:
+    """Text, ids and log-probabilities on their way out, held back while a stop string may be under
+    way.
+
+    A token leaves together with the text that it completes, so that a cut takes both.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._with_log_probs = request.return_log_probs
+        self._text = ""  # decoded, not yet taken; offsets count from its start
+        self._tokens: list[_Token] = []
+        self._search_from = 0  # text before min_tokens is not searched for stop strings
+        self._num_held_chars = 0
+        self._is_cut = self._is_finished = False
+        self.num_taken_tokens = 0
+
+    def append(
+        self, token_id: int, log_prob: float | None, text: str, stop_strings: Sequence[str]
+    ) -> bool:
+        """Adds one token; True when its text completes a stop string, which is then cut off.
+
+        Without stop_strings the text so far can no longer become part of one.
+        """
+        start = len(self._text)
+        self._text += text
+        self._tokens.append(_Token(token_id, log_prob, start, len(self._text)))
+        if not stop_strings:
+            self._search_from = len(self._text)
+        return bool(text) and self._search(stop_strings)
+
+    def finish(self, text: str, stop_strings: Sequence[str]) -> bool:
+        """Adds the last text and holds nothing back; True when a stop string was cut off."""
+        self._is_finished = True
+        if text and not self._is_cut:
+            self._text += text
+            self._search(stop_strings)
+        self._num_held_chars = 0
+        return self._is_cut
+
+    def take(self) -> tuple[str, tuple[int, ...], tuple[float, ...]]:
+        """What may leave now: text, token ids, log-probabilities."""
+        num_chars = len(self._text) - self._num_held_chars
+        num_tokens = len(self._tokens)
+        if not self._is_finished:
+            # A token without text of its own (the start of a character) waits for the one that
+            # completes it.
+            num_tokens = self._num_tokens(lambda token: token.end <= num_chars)
+        taken, left = self._tokens[:num_tokens], self._tokens[num_tokens:]
+        text, self._text = self._text[:num_chars], self._text[num_chars:]
+        self._tokens = [replace(t, start=t.start - num_chars, end=t.end - num_chars) for t in left]
+        self._search_from = max(self._search_from - num_chars, 0)
+        self.num_taken_tokens += num_tokens
+        log_probs = [t.log_prob for t in taken if t.log_prob is not None]
+        return (
+            text,
+            tuple(t.token_id for t in taken),
+            tuple(log_probs) if self._with_log_probs else (),
+        )
+
+    def _search(self, stop_strings: Sequence[str]) -> bool:
+        starts = [self._text.find(s, self._search_from) for s in stop_strings]
+        if any(at >= 0 for at in starts):
+            num_chars = min(at for at in starts if at >= 0)
+            self._text = self._text[:num_chars]
+            del self._tokens[self._num_tokens(lambda token: token.start < num_chars) :]
+            self._is_cut = True
+            return True
+        searched = self._text[self._search_from :]
+        self._num_held_chars = max((_overlap(searched, s) for s in stop_strings), default=0)
+        return False
+
+    def _num_tokens(self, condition: Callable[[_Token], bool]) -> int:
+        """How many tokens it takes up to the last one with text that meets the condition."""
+        return max(
+            (
+                number
+                for number, token in enumerate(self._tokens, 1)
+                if token.end > token.start and condition(token)
+            ),
+            default=0,
+        )
+
+
+@dataclass(frozen=True)
+class _Token:
+    token_id: int
+    log_prob: float | None
+    start: int
+    end: int
+
+
+def _overlap(text: str, stop_string: str) -> int:
+    """Length of the longest end of text that is a beginning of stop_string, but not all of it."""
+    for length in range(min(len(text), len(stop_string) - 1), 0, -1):
+        if text.endswith(stop_string[:length]):
+            return length
+    return 0

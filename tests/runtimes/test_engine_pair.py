@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from specpipe.errors import RequestError
+from specpipe.runtimes.engine_pair import CostTable, EnginePair
+from specpipe.speculative.decode import decode
+from specpipe.speculative.request import Request, Sampling
+from tests.runtimes.table_engine import TableEngine, ids, make_pair, run
+from tests.speculative.table import (
+    DRAFT_RULES,
+    NoisyModel,
+    TableModel,
+    new_state,
+    target_rule,
+)
+
+
+def request(name: str = "r", prompt_length: int = 3, **settings: object) -> Request:
+    arguments: dict[str, object] = {
+        "request_id": name,
+        "prompt_token_ids": tuple(range(4, 4 + prompt_length)),
+        "max_tokens": 17,
+        **settings,
+    }
+    return Request(**arguments)  # type: ignore[arg-type]
+
+
+def greedy_reference(r: Request) -> list[int]:
+    context = list(r.prompt_token_ids)
+    for _ in range(r.max_tokens):
+        context.append(target_rule(context))
+    return context[len(r.prompt_token_ids) :]
+
+
+def engines(pair: EnginePair) -> tuple[TableEngine, TableEngine]:
+    draft, target = pair._draft, pair._target
+    assert isinstance(draft, TableEngine) and isinstance(target, TableEngine)
+    return draft, target
+
+
+@pytest.mark.parametrize("draft_name", DRAFT_RULES)
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 3, 5, 8])
+def test_greedy_requests_of_all_sizes_together(draft_name: str, num_draft_tokens: int) -> None:
+    """More requests than slots, prompts longer than a step's budget, joining and leaving at any
+    step.
+    """
+    pair = make_pair(
+        TableModel(target_rule),
+        TableModel(DRAFT_RULES[draft_name]),
+        num_draft_tokens=num_draft_tokens,
+    )
+    requests = [request(f"{p}-{m}", p, max_tokens=m) for p in (1, 7, 60) for m in (1, 2, 17, 32)]
+    chunks = run(pair, requests)
+    assert {n: ids(c) for n, c in chunks.items()} == {
+        r.request_id: greedy_reference(r) for r in requests
+    }
+    assert all(c[-1].finish_reason == "length" for c in chunks.values())
+    for engine in engines(pair):
+        assert engine.sequences == {}
+
+
+def sampled_requests(is_seeded: bool) -> list[Request]:
+    rng = random.Random(5)
+    requests = []
+    for number in range(24):
+        sampling = Sampling(
+            temperature=rng.choice([0.0, 0.7, 1.3]),
+            top_k=rng.choice([0, 1, 3, 8]),
+            top_p=rng.choice([1.0, 0.9, 0.5]),
+            min_p=rng.choice([0.0, 0.1]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            frequency_penalty=rng.choice([0.0, 0.3]),
+            min_tokens=rng.choice([0, 9]),
+            bad_words=rng.choice([(), ((5,), (6, 7), (1, 2, 3))]),
+            seed=rng.getrandbits(64),
+            is_seeded=is_seeded,
+        )
+        requests.append(
+            request(
+                str(number),
+                prompt_token_ids=tuple(rng.choices(range(12), k=rng.choice([1, 5, 40]))),
+                max_tokens=rng.choice([1, 12, 30]),
+                end_token_ids=frozenset({11}),
+                num_draft_tokens=rng.choice([0, 1, 4]),
+                sampling=sampling,
+                return_log_probs=rng.choice([True, False]),
+            )
+        )
+    return requests
+
+
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_batched_loop_equals_the_specification(is_seeded: bool) -> None:
+    """Token by token and count by count, for both accept rules and every warper."""
+    target, draft = NoisyModel(1), NoisyModel(2, blend=0.4)
+    requests = sampled_requests(is_seeded)
+    chunks = run(make_pair(target, draft), requests)
+    for r in requests:
+        state = new_state(r, vocab_size=12)
+        # float32, as the batched loop gets its logits
+        expected = list(decode(state, _Rounded(target), _Rounded(draft)))
+        found = chunks[r.request_id]
+        assert ids(found) == ids(expected)
+        assert found[-1].finish_reason == expected[-1].finish_reason
+        assert found[-1].statistics == expected[-1].statistics
+        if r.return_log_probs:
+            assert [p for c in found for p in c.log_probs] == pytest.approx(
+                [p for c in expected for p in c.log_probs], abs=1e-5
+            )
+
+
+class _Rounded:
+    def __init__(self, model: NoisyModel) -> None:
+        self.model = model
+
+    def logits(self, token_ids: object, num_rows: int) -> np.ndarray:
+        return self.model.logits(token_ids, num_rows).astype(np.float32)  # type: ignore[arg-type]
+
+
+def test_padding_ids_are_never_proposed_or_emitted() -> None:
+    """250 used ids, 256 draft rows and 320 target rows; unused rows have the largest logits."""
+
+    class Heavy(TableModel):
+        def logits(self, token_ids: object, num_rows: int) -> np.ndarray:
+            rows = super().logits(token_ids, num_rows)  # type: ignore[arg-type]
+            rows[:, 252:] = 9.0
+            return rows
+
+    for target_rows in (320, 384, 456):
+        pair = make_pair(
+            Heavy(target_rule, target_rows),
+            Heavy(target_rule, 256),
+            unused_token_ids=((250, target_rows),),
+        )
+        sampled = Sampling(temperature=1.0, seed=1)
+        chunks = run(pair, [request("g"), request("s", sampling=sampled)])
+        assert ids(chunks["g"]) == greedy_reference(request())
+        assert chunks["g"][-1].statistics.acceptance_rate == 1.0  # type: ignore[union-attr]
+        assert max(ids(chunks["s"])) < 250
+
+
+def test_long_prompt_does_not_stall_the_others() -> None:
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=0)
+    pair.submit(request("short", 1, max_tokens=10))
+    pair.submit(request("long", 60, max_tokens=2))
+    order = []
+    while pair.has_work():
+        order.append(sorted(c.request_id for c in pair.step()))
+    # 60 tokens at 16 a step: the long prompt is read in the first three steps and starts in the
+    # fourth.
+    assert order[:5] == [["short"]] * 3 + [["long", "short"]] * 2
+    _, target = engines(pair)
+    assert target.forwards[:4] == [[1, 16], [1, 16], [1, 16], [1, 12]]
+
+
+def test_draft_reads_a_long_prompt_along() -> None:
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=2)
+    run(pair, [request("long", 40, max_tokens=6)])
+    draft, target = engines(pair)
+    assert target.forwards == [[16], [16], [8 + 2], [1 + 2]]
+    assert draft.forwards == [[16], [16], [8], [1], [2], [1]]
+
+
+def test_all_accepted_feeds_the_last_draft_token_first() -> None:
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=3)
+    run(pair, [request(max_tokens=17)])
+    draft, _ = engines(pair)
+    assert draft.forwards == [[3], [1], [1]] + [[2], [1], [1]] * 3
+
+
+def test_cancel_frees_both_engines_before_the_next_step() -> None:
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=1)
+    pair.submit(request("a", max_tokens=100))
+    pair.submit(request("b", max_tokens=4))
+    pair.step()
+    pair.cancel("a")
+    assert [len(e.sequences) for e in engines(pair)] == [1, 1]
+    last = {c.request_id: c for c in pair.step() if c.finish_reason}
+    assert last["a"].finish_reason == "cancelled"
+    assert last["a"].statistics is not None and last["a"].statistics.num_output_tokens == 2
+    pair.cancel("a")
+    pair.cancel("unknown")
+    while pair.has_work():
+        pair.step()
+
+
+def test_cancel_in_the_queue() -> None:
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), max_batch_size=1)
+    pair.submit(request("a", max_tokens=8))
+    pair.submit(request("b"))
+    pair.step()
+    pair.cancel("b")
+    (chunk,) = [c for c in pair.step() if c.request_id == "b"]
+    assert chunk.finish_reason == "cancelled"
+
+
+def test_full_queue_refuses_with_the_numbers() -> None:
+    pair = make_pair(
+        TableModel(target_rule), TableModel(target_rule), max_batch_size=1, max_queue_size=2
+    )
+    pair.submit(request("a"))
+    pair.step()
+    pair.submit(request("b"))
+    pair.submit(request("c"))
+    with pytest.raises(RequestError) as caught:
+        pair.submit(request("d"))
+    assert str(caught.value) == (
+        "the queue is full: 2 requests wait (serving.max_queue_size), 1 run; try again later"
+    )
+
+
+def test_lower_priority_number_is_served_first() -> None:
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), max_batch_size=1)
+    for name, priority in (("a", 5), ("b", 0), ("c", 5), ("d", 1)):
+        pair.submit(request(name, priority=priority, max_tokens=2))
+    order = []
+    while pair.has_work():
+        order += [c.request_id for c in pair.step() if c.finish_reason]
+    assert order == ["b", "d", "a", "c"]
+
+
+def test_time_limit_in_the_queue_and_while_running() -> None:
+    now = [0.0]
+    pair = make_pair(
+        TableModel(target_rule),
+        TableModel(target_rule),
+        clock=lambda: now[0],
+        max_batch_size=1,
+        num_draft_tokens=0,
+        request_timeout_s=60.0,
+    )
+    pair.submit(request("running", max_tokens=100))
+    pair.submit(request("waiting", timeout_s=5.0))
+    pair.step()
+    now[0] = 6.0
+    errors = {c.request_id: c.error for c in pair.step() if c.finish_reason == "error"}
+    assert errors == {
+        "waiting": "the request waited 6.0 s without being started, which is its time limit "
+        "(timeout_s or serving.request_timeout_s)"
+    }
+    now[0] = 61.0
+    (chunk,) = pair.step()
+    assert chunk.finish_reason == "error"
+    assert chunk.error is not None and "time limit" in chunk.error
+    assert not pair.has_work()
+
+
+def test_nan_of_the_target_fails_that_request_alone() -> None:
+    class NanForPromptOfFive(TableModel):
+        def logits(self, token_ids: object, num_rows: int) -> np.ndarray:
+            rows = super().logits(token_ids, num_rows)  # type: ignore[arg-type]
+            return rows * np.nan if token_ids[0] == 99 else rows  # type: ignore[index]
+
+    pair = make_pair(NanForPromptOfFive(target_rule), TableModel(target_rule))
+    chunks = run(pair, [request("bad", prompt_token_ids=(99, 4)), request("good")])
+    assert chunks["bad"][-1].error == "the target model returned NaN, or no token is allowed here"
+    assert ids(chunks["good"]) == greedy_reference(request())
+
+
+def test_nan_of_the_draft_means_no_draft() -> None:
+    class AlwaysNan(TableModel):
+        def logits(self, token_ids: object, num_rows: int) -> np.ndarray:
+            return super().logits(token_ids, num_rows) * np.nan  # type: ignore[arg-type]
+
+    chunks = run(make_pair(TableModel(target_rule), AlwaysNan(target_rule)), [request()])["r"]
+    assert ids(chunks) == greedy_reference(request())
+    assert chunks[-1].statistics is not None
+    assert chunks[-1].statistics.acceptance_rate is None
+
+
+def test_draft_with_a_shorter_context() -> None:
+    pair = make_pair(
+        TableModel(target_rule), TableModel(target_rule), draft_max_seq_len=20, num_draft_tokens=4
+    )
+    requests = [request("a", 3, max_tokens=60), request("b", 30, max_tokens=20)]
+    chunks = run(pair, requests)
+    for r in requests:
+        assert ids(chunks[r.request_id]) == greedy_reference(r)
+
+
+def test_hopeless_draft_is_given_up() -> None:
+    costs = CostTable(num_draft_tokens=4, draft={1: 0.2, 4: 0.2}, target={1: 1.0, 20: 1.2})
+    pair = make_pair(
+        TableModel(target_rule), TableModel(DRAFT_RULES["wrong"]), costs=costs, num_draft_tokens=4
+    )
+    r = request(max_tokens=400)
+    chunks = run(pair, [r])["r"]
+    assert ids(chunks) == greedy_reference(r)
+    statistics = chunks[-1].statistics
+    assert statistics is not None and statistics.total_draft_tokens < 25
+
+
+def test_costs_are_interpolated_between_measurements() -> None:
+    costs = CostTable(
+        num_draft_tokens=4, draft={1: 1.0, 8: 2.4}, target={1: 4.0, 5: 6.0, 8: 6.0, 40: 14.0}
+    )
+    at_one = costs.at(1)
+    assert (at_one.draft_step, at_one.verify_token) == (0.25, 0.125)
+    at_eight = costs.at(8)
+    assert at_eight.draft_step == pytest.approx(0.4)
+    assert at_eight.verify_token == pytest.approx((14.0 - 6.0) / (4 * 6.0))

@@ -1,0 +1,20 @@
+from specpipe.speculative.metrics import AcceptanceCounts
+
+
+def test_acceptance_arithmetic() -> None:
+    counts = AcceptanceCounts()
+    for drafted, accepted in ((4, 4), (4, 1), (2, 0), (0, 0)):
+        counts.record(num_draft_tokens=drafted, num_accepted_tokens=accepted)
+    assert counts.num_draft_tokens == 10
+    assert counts.num_accepted_tokens == 5
+    assert counts.acceptance_rate == 0.5
+    assert counts.acceptance_length == 2.25
+    assert counts.histogram == {0: 1, 1: 1, 4: 1}
+    assert counts.num_undrafted_steps == 1
+
+
+def test_nothing_drafted_has_no_rate() -> None:
+    counts = AcceptanceCounts()
+    counts.record(num_draft_tokens=0, num_accepted_tokens=0)
+    assert counts.acceptance_rate is None
+    assert counts.acceptance_length == 1.0
