@@ -1,0 +1,383 @@
+"""Checkpoints on disk: safetensors files read by header, and whole Hugging Face folders.
+
+Only headers and small JSON files are read when a folder is opened; weights are mapped into memory
+when asked for. Tensors are handled as raw bytes in NumPy: unsigned integers as wide as an element,
+with the dtype beside them, so that bfloat16 needs no library. No pickle is read, no code imported.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from specpipe.errors import CheckpointError
+
+RawArray = npt.NDArray[np.unsignedinteger[Any]]
+"""A tensor's elements as unsigned integers of their width, in the tensor's shape."""
+
+ELEMENT_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+}
+"""The dtypes of safetensors that fill whole bytes."""
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+_LISTED = 3  # so many names stand in a message; the rest is a count
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies; `offset` is that of its first byte in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return num_elements(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class HFCheckpoint:
+    """A Hugging Face folder whose files agree with one another; no weight has been read."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    """Returns the number of elements of a shape, 1 for a scalar, without overflow."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def some(names: Sequence[str]) -> str:
+    """Lists the first names for a message, and how many more there are."""
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def raw_dtype(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
+    """Returns the NumPy dtype that carries a safetensors dtype's elements."""
+    return np.dtype(f"<u{ELEMENT_BYTES[dtype]}")
+
+
+def map_tensor(info: TensorInfo) -> RawArray:
+    """Maps one tensor read-only; its bytes come from the file when they are used."""
+    if info.num_bytes == 0:
+        return np.empty(info.shape, raw_dtype(info.dtype))
+    with info.file.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    array: RawArray = np.frombuffer(
+        mapped, raw_dtype(info.dtype), count=num_elements(info.shape), offset=info.offset
+    )
+    return array.reshape(info.shape)
+
+
+def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
+    """Reads and checks the header of one safetensors file.
+
+    Checked: the file is neither a Git LFS pointer nor truncated, and the tensors fill the data
+    without hole or overlap. No more is allocated than the file is long.
+    """
+    with _open(path) as file:
+        file_bytes = path.stat().st_size
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in {path.parent}"
+            )
+        if file_bytes < 8:
+            raise CheckpointError(f"{path} is truncated: {file_bytes} bytes; download it again")
+        (header_bytes,) = struct.unpack("<Q", start[:8])
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read")
+        if header_bytes > file_bytes - 8:
+            raise CheckpointError(
+                f"{path} is truncated: its header has {header_bytes} bytes, the whole file "
+                f"{file_bytes}; download it again"
+            )
+        file.seek(8)
+        header = _parse_json(file.read(header_bytes), f"{path} is not a safetensors file")
+    header.pop("__metadata__", None)
+    data_start = 8 + header_bytes
+    tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in header.items()}
+    end = data_start
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if info.offset != end:
+            raise CheckpointError(
+                f"{path} is damaged: tensor {name} begins at byte {info.offset}, expected {end}"
+            )
+        end += info.num_bytes
+    if end > file_bytes:
+        raise CheckpointError(
+            f"{path} is truncated: its tensors need {end} bytes, the file has {file_bytes}; "
+            "download it again"
+        )
+    if end < file_bytes:
+        raise CheckpointError(f"{path} is damaged: {file_bytes - end} bytes follow its last tensor")
+    return tensors
+
+
+class SafetensorsWriter:
+    """Writes one safetensors file tensor by tensor: the header first, then bytes in its order."""
+
+    def __init__(self, file: BinaryIO, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Writes the header; `tensors` gives dtype and shape by name, in the order of the data."""
+        self._file = file
+        self._expected = [(name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()]
+        self._next = 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, dtype, shape in self._expected:
+            end = offset + num_elements(shape) * ELEMENT_BYTES[dtype]
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # aligned data can be mapped and used in place
+        file.write(struct.pack("<Q", len(text)) + text)
+
+    def write(self, name: str, array: RawArray) -> None:
+        """Appends one tensor, which must be the next one of the header."""
+        expected_name, dtype, shape = self._expected[self._next]
+        assert (name, raw_dtype(dtype), shape) == (expected_name, array.dtype, array.shape)
+        self._file.write(np.ascontiguousarray(array).data)
+        self._next += 1
+
+    def finish(self) -> None:
+        """States that every tensor of the header was written."""
+        assert self._next == len(self._expected)
+
+
+@contextmanager
+def create_safetensors(
+    path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> Iterator[SafetensorsWriter]:
+    """Opens a new file for writing and checks at the end that it is whole."""
+    with path.open("xb") as file:
+        writer = SafetensorsWriter(file, tensors)
+        yield writer
+        writer.finish()
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """Returns the files of a Hugging Face folder that decide what is converted."""
+    small = (folder / CONFIG_NAME, folder / INDEX_NAME)
+    return (*(path for path in small if path.is_file()), *_weight_files(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads `config.json`; refuses what is no plain checkpoint or would need remote code."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder")
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        base = _read_json(adapter).get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{folder} is an adapter{f' for {base}' if base else ''}, which is not supported; "
+            "merge it into its base model and save the result"
+        )
+    if (folder / "hf_quant_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} is already quantized (hf_quant_config.json); "
+            "use the one it was quantized from"
+        )
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json, so it is no Hugging Face checkpoint")
+    config = _read_json(path)
+    if auto_map := config.get("auto_map"):
+        classes = sorted(auto_map) if isinstance(auto_map, dict) else [str(auto_map)]
+        raise CheckpointError(
+            f"{path} asks for remote code (auto_map: {some(classes)}), "
+            "which specpipe never runs; use a checkpoint of a supported architecture"
+        )
+    return config
+
+
+def open_checkpoint(folder: Path) -> HFCheckpoint:
+    """Opens a Hugging Face folder after checking that its files are whole and agree.
+
+    Every fault has its own message: no config, remote code, an adapter, pickles only, a missing or
+    a surplus shard, an index that names other tensors than the shards hold, a Git LFS pointer, a
+    truncated file.
+    """
+    config = read_config(folder)
+    weights = _weight_files(folder)
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return HFCheckpoint(folder, config, read_safetensors_header(_only_file(folder, weights)))
+
+    weight_map = _read_weight_map(index)
+    by_file: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        by_file.setdefault(file, set()).add(name)
+    for file, names in sorted(by_file.items()):
+        if not (folder / file).is_file():
+            raise CheckpointError(
+                f"{folder} lacks {file}, which holds {len(names)} of its {len(weight_map)} "
+                "tensors; the download seems incomplete, run it again"
+            )
+    surplus = [path.name for path in weights if path.name not in by_file]
+    if surplus:
+        raise CheckpointError(
+            f"{folder} has {some(surplus)}, which {INDEX_NAME} does not name; "
+            "delete what does not belong to this checkpoint"
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for file, names in sorted(by_file.items()):
+        held = read_safetensors_header(folder / file)
+        if absent := sorted(names - held.keys()):
+            raise CheckpointError(
+                f"{index} is stale: {file} does not hold {some(absent)}; "
+                "download index and shards from one revision"
+            )
+        if unnamed := sorted(held.keys() - names):
+            raise CheckpointError(
+                f"{index} is stale: it does not place {some(unnamed)} in {file}; "
+                "download index and shards from one revision"
+            )
+        tensors |= held
+    return HFCheckpoint(folder, config, tensors)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Returns `model.safetensors` and shards; `consolidated.safetensors` and so on are copies."""
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    named = [
+        path
+        for path in files
+        if path.name == "model.safetensors" or _SHARD_NAME.fullmatch(path.name)
+    ]
+    return named or files
+
+
+def _only_file(folder: Path, weights: Sequence[Path]) -> Path:
+    """Returns the weights file of a folder without an index."""
+    if len(weights) == 1:
+        return weights[0]
+    if weights:
+        raise CheckpointError(
+            f"{folder} has {len(weights)} safetensors files but no {INDEX_NAME}; "
+            "the download seems incomplete, run it again"
+        )
+    pickles = sorted(
+        path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLE_SUFFIXES
+    )
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds its weights as pickles only ({some(pickles)}), which can run code "
+            "when they are read; save the model as safetensors"
+        )
+    raise CheckpointError(
+        f"{folder} has no *.safetensors file, the only kind of weights that specpipe reads"
+    )
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map; download it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise CheckpointError(f"{index} places {name} in {file!r}, which is no file name")
+    return weight_map
+
+
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    fault = f"{path} is not a safetensors file: its entry for {name}"
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{fault} is no object")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if dtype not in ELEMENT_BYTES:
+        raise CheckpointError(
+            f"{path}: tensor {name} has dtype {dtype}, which is not supported; "
+            "use a checkpoint that is not quantized"
+        )
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{fault} has no valid shape or data_offsets")
+    info = TensorInfo(dtype, tuple(shape), path, data_start + offsets[0])
+    if offsets[1] - offsets[0] != info.num_bytes:
+        raise CheckpointError(
+            f"{path} is damaged: tensor {name} of shape {list(shape)} and dtype {dtype} "
+            f"needs {info.num_bytes} bytes, its entry spans {offsets[1] - offsets[0]}"
+        )
+    return info
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with _open(path) as file:
+        data = file.read()
+    if data.startswith(_LFS_POINTER):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, not the file; run `git lfs pull` in {path.parent}"
+        )
+    return _parse_json(data, f"{path} cannot be read")
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
+
+
+def _parse_json(data: bytes, fault: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as exc:
+        raise CheckpointError(f"{fault}: {exc}") from exc
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{fault}: expected a JSON object")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        double, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {double!r} stands twice")
+    return value

@@ -1,0 +1,459 @@
+"""Model families: which Hugging Face tensors make up each tensor of the unified checkpoint.
+
+Conversion is data. A `Family` says how the keys of a Hugging Face `config.json` map to those of the
+unified one, and lists one `TensorRule` per unified tensor: its name, the tensors that it is
+concatenated from, and how each is split over the tensor-parallel ranks. Converting and merging back
+both read these tables, plain weights here and quantized ones with their scales alike.
+
+Names, keys and splits: TensorRT-LLM's checkpoint format, release lines 0.16 to 1.2. Note that
+`mlp.fc` is Hugging Face's gate_proj and `mlp.gate` its up_proj.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from specpipe.errors import CheckpointError, ConfigError
+from specpipe.hf_config import (
+    Windows,
+    activation,
+    count,
+    flag,
+    number,
+    rope,
+    sliding_window,
+)
+
+Split = Literal["none", "rows", "columns", "kv_heads", "vocab"]
+"""How a tensor is divided over the TP ranks.
+
+none      every rank holds all of it
+rows      equal blocks of rows, rank by rank
+columns   equal blocks of columns
+kv_heads  rows of whole KV heads; with fewer heads than ranks, neighbouring ranks share a copy
+vocab     equal blocks of rows after zero rows were added to make them equal
+"""
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""The dtypes of a plain checkpoint, as `config.json` and as safetensors spell them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Hugging Face tensor inside a unified tensor; parts are concatenated along rows.
+
+    source  its name, with `{n}` for the layer
+    shape   the unified config's sizes by name (see `part_shape`)
+    """
+
+    source: str
+    shape: tuple[str, ...]
+    split: Split = "none"
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One unified tensor.
+
+    name   with `{n}` for the layer, where the tensor belongs to one
+    stage  the pipeline stage that holds it: that of its layer, the first or the last
+    when   the key of the unified config that must be true for the tensor to exist
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    stage: Literal["layer", "first", "last"] = "layer"
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture that specpipe converts.
+
+    defaults  what transformers assumes for a key that `config.json` leaves out
+    fixed     unified keys that do not depend on `config.json`
+    biases    unified bias keys that `config.json` decides, with the key that decides each
+    windows   where its sliding windows come from
+    """
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    biases: Mapping[str, str] = field(default_factory=dict)
+    windows: Windows = "never"
+    tensors: tuple[TensorRule, ...] = ()
+
+
+def _linear(
+    name: str, parts: tuple[Part, ...], bias_when: str | None = None
+) -> tuple[TensorRule, ...]:
+    """Returns the rules of a linear layer: its weight and, if it can have one, its bias.
+
+    A bias has its weight's rows. Where the weight is split by columns, each rank adds the bias
+    after the all-reduce (TensorRT-LLM, layers/linear.py, RowLinear), so every rank holds all of it.
+    """
+    weight = TensorRule(
+        f"{name}.weight",
+        tuple(Part(f"{part.source}.weight", part.shape, part.split) for part in parts),
+    )
+    if bias_when is None:
+        return (weight,)
+    bias_parts = tuple(
+        Part(
+            f"{part.source}.bias",
+            part.shape[:1],
+            "none" if part.split == "columns" else part.split,
+        )
+        for part in parts
+    )
+    return weight, TensorRule(f"{name}.bias", bias_parts, when=bias_when)
+
+
+def _norm(name: str, source: str, size: str, when: str | None = None) -> TensorRule:
+    return TensorRule(f"{name}.weight", (Part(f"{source}.weight", (size,)),), when=when)
+
+
+_UNIFIED_LAYER = "transformer.layers.{n}"
+_HF_LAYER = "model.layers.{n}"
+
+_DECODER: tuple[TensorRule, ...] = (
+    TensorRule(
+        "transformer.vocab_embedding.weight",
+        (Part("model.embed_tokens.weight", ("vocab", "hidden")),),
+        stage="first",
+    ),
+    _norm(f"{_UNIFIED_LAYER}.input_layernorm", f"{_HF_LAYER}.input_layernorm", "hidden"),
+    *_linear(
+        f"{_UNIFIED_LAYER}.attention.qkv",
+        (
+            Part(f"{_HF_LAYER}.self_attn.q_proj", ("heads", "hidden"), "rows"),
+            Part(f"{_HF_LAYER}.self_attn.k_proj", ("kv_heads", "hidden"), "kv_heads"),
+            Part(f"{_HF_LAYER}.self_attn.v_proj", ("kv_heads", "hidden"), "kv_heads"),
+        ),
+        bias_when="attn_bias",
+    ),
+    _norm(
+        f"{_UNIFIED_LAYER}.attention.q_layernorm",
+        f"{_HF_LAYER}.self_attn.q_norm",
+        "head_size",
+        when="qk_layernorm",
+    ),
+    _norm(
+        f"{_UNIFIED_LAYER}.attention.k_layernorm",
+        f"{_HF_LAYER}.self_attn.k_norm",
+        "head_size",
+        when="qk_layernorm",
+    ),
+    *_linear(
+        f"{_UNIFIED_LAYER}.attention.dense",
+        (Part(f"{_HF_LAYER}.self_attn.o_proj", ("hidden", "heads"), "columns"),),
+        bias_when="attn_dense_bias",
+    ),
+    _norm(f"{_UNIFIED_LAYER}.post_layernorm", f"{_HF_LAYER}.post_attention_layernorm", "hidden"),
+    *_linear(
+        f"{_UNIFIED_LAYER}.mlp.fc",
+        (Part(f"{_HF_LAYER}.mlp.gate_proj", ("intermediate", "hidden"), "rows"),),
+        bias_when="mlp_bias",
+    ),
+    *_linear(
+        f"{_UNIFIED_LAYER}.mlp.gate",
+        (Part(f"{_HF_LAYER}.mlp.up_proj", ("intermediate", "hidden"), "rows"),),
+        bias_when="mlp_bias",
+    ),
+    *_linear(
+        f"{_UNIFIED_LAYER}.mlp.proj",
+        (Part(f"{_HF_LAYER}.mlp.down_proj", ("hidden", "intermediate"), "columns"),),
+        bias_when="mlp_bias",
+    ),
+    TensorRule("transformer.ln_f.weight", (Part("model.norm.weight", ("hidden",)),), stage="last"),
+    TensorRule(
+        "lm_head.weight", (Part("lm_head.weight", ("vocab", "hidden"), "vocab"),), stage="last"
+    ),
+)
+"""Llama's decoder, which Mistral, Qwen2 and Qwen3 share up to biases and q/k norms."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Hugging Face's names of the two tensors that `tie_word_embeddings` makes one."""
+
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+"""Buffers that old releases of transformers saved; they follow from the config."""
+
+_LLAMA_KEYS = {
+    "residual_mlp": False,
+    "disable_weight_only_quant_plugin": False,
+    "remove_duplicated_kv_heads": False,
+}
+_QWEN_KEYS = {"seq_length": 8192, "use_logn_attn": False, "mlp_bias": False}
+_COMMON_DEFAULTS = {
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": 4096,
+}
+_QWEN_DEFAULTS = _COMMON_DEFAULTS | {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+}
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        Family(
+            architecture="LlamaForCausalLM",
+            model_type="llama",
+            defaults=_COMMON_DEFAULTS
+            | {"num_key_value_heads": None, "max_position_embeddings": 2048},
+            fixed=_LLAMA_KEYS | {"qk_layernorm": False},
+            biases={
+                "attn_bias": "attention_bias",
+                "attn_dense_bias": "attention_bias",
+                "mlp_bias": "mlp_bias",
+            },
+            tensors=_DECODER,
+        ),
+        Family(
+            architecture="MistralForCausalLM",
+            model_type="mistral",
+            defaults=_COMMON_DEFAULTS
+            | {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+            fixed=_LLAMA_KEYS
+            | {
+                "qk_layernorm": False,
+                "attn_bias": False,
+                "attn_dense_bias": False,
+                "mlp_bias": False,
+            },
+            windows="always",
+            tensors=_DECODER,
+        ),
+        Family(
+            architecture="Qwen2ForCausalLM",
+            model_type="qwen2",
+            defaults=_QWEN_DEFAULTS,
+            fixed=_QWEN_KEYS
+            | {
+                "qwen_type": "qwen2",
+                "qk_layernorm": False,
+                "attn_bias": True,
+                "attn_dense_bias": False,
+            },
+            windows="optional",
+            tensors=_DECODER,
+        ),
+        Family(
+            architecture="Qwen3ForCausalLM",
+            model_type="qwen3",
+            defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+            fixed=_QWEN_KEYS
+            | {
+                "qwen_type": "qwen3",
+                "qk_layernorm": True,
+                "attn_bias": False,
+                "attn_dense_bias": False,
+            },
+            windows="optional",
+            tensors=_DECODER,
+        ),
+    )
+}
+
+_MAX_LISTED_TP = 64  # the sizes that a message offers
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """Returns the family of a Hugging Face config; refuses by name what is not supported."""
+    architectures = hf_config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise CheckpointError(
+            f'config.json names no architecture; add "architectures" ({_supported()})'
+        )
+    name = str(architectures[0])
+    kind = _unsupported_kind(name, hf_config)
+    if kind:
+        raise CheckpointError(f"{name} is {kind}, which is not supported; {_supported()}")
+    if name not in FAMILIES:
+        raise CheckpointError(f"architecture {name} is not supported; {_supported()}")
+    quantization = hf_config.get("quantization_config") or hf_config.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CheckpointError(
+            f"the checkpoint is already quantized ({method or 'no quant_method given'}); "
+            "use the one it was quantized from"
+        )
+    family = FAMILIES[name]
+    model_type = hf_config.get("model_type", family.model_type)
+    if model_type != family.model_type:
+        raise CheckpointError(
+            f"config.json contradicts itself: architecture {name} has model_type "
+            f"'{family.model_type}', not '{model_type}'"
+        )
+    return family
+
+
+def unified_config(
+    hf_config: Mapping[str, Any], *, tp_size: int = 1, pp_size: int = 1
+) -> dict[str, Any]:
+    """Maps a Hugging Face `config.json` to that of the unified checkpoint.
+
+    Both spellings of transformers, 4.57 and 5.x, give the same result. Beside TensorRT-LLM's keys
+    it has `attn_dense_bias` and `sliding_window` (null where no window cuts the context short).
+    """
+    family = family_of(hf_config)
+    config = {**family.defaults, **hf_config}
+    hidden_size = count(config, "hidden_size")
+    num_heads = count(config, "num_attention_heads")
+    num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    if config["head_dim"] is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"config.json: hidden_size {hidden_size} is not a multiple of "
+            f"num_attention_heads {num_heads}, and head_dim is not given"
+        )
+    head_size = count(config, "head_dim", default=hidden_size // num_heads)
+    if head_size % 2:
+        raise CheckpointError(f"config.json: head_dim {head_size} is odd; rotary needs an even one")
+    max_position_embeddings = count(config, "max_position_embeddings")
+    rotary_base, rotary_scaling = rope(config, max_position_embeddings)
+    unified: dict[str, Any] = {
+        "architecture": family.architecture,
+        "dtype": _dtype(config),
+        "logits_dtype": "float32",
+        "vocab_size": count(config, "vocab_size"),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": count(config, "num_hidden_layers"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_size": head_size,
+        "intermediate_size": count(config, "intermediate_size"),
+        "hidden_act": activation(config),
+        "norm_epsilon": number(config, "rms_norm_eps"),
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": max_position_embeddings,
+        "rotary_embedding_dim": head_size,
+        "rotary_base": rotary_base,
+        "rotary_scaling": rotary_scaling,
+        "sliding_window": sliding_window(family.windows, config, max_position_embeddings),
+        "use_parallel_embedding": False,
+        "embedding_sharding_dim": 0,
+        "tie_word_embeddings": flag(config, "tie_word_embeddings"),
+        "mapping": {
+            "world_size": tp_size * pp_size,
+            "tp_size": tp_size,
+            "pp_size": pp_size,
+        },
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        **family.fixed,
+        **{key: flag(config, hf_key) for key, hf_key in family.biases.items()},
+    }
+    if family.model_type == "qwen3" and flag(config, "attention_bias"):
+        raise CheckpointError(
+            "config.json: attention_bias true is not supported for Qwen3ForCausalLM"
+        )
+    _check_mapping(unified)
+    return unified
+
+
+def tensor_rules(config: Mapping[str, Any]) -> Iterator[tuple[TensorRule, int | None]]:
+    """Yields the rules that hold for a unified config, each layer's with the number of the layer.
+
+    The order is that of the forward pass, and of the tensors in the rank files.
+    """
+    rules = [
+        rule
+        for rule in FAMILIES[config["architecture"]].tensors
+        if rule.when is None or config[rule.when]
+    ]
+    yield from ((rule, None) for rule in rules if rule.stage == "first")
+    for layer in range(config["num_hidden_layers"]):
+        yield from ((rule, layer) for rule in rules if rule.stage == "layer")
+    yield from ((rule, None) for rule in rules if rule.stage == "last")
+
+
+def part_shape(config: Mapping[str, Any], part: Part) -> tuple[int, ...]:
+    """Returns the shape that a Hugging Face tensor must have for this config."""
+    sizes = {
+        "vocab": config["vocab_size"],
+        "hidden": config["hidden_size"],
+        "intermediate": config["intermediate_size"],
+        "head_size": config["head_size"],
+        "heads": config["num_attention_heads"] * config["head_size"],
+        "kv_heads": config["num_key_value_heads"] * config["head_size"],
+    }
+    return tuple(sizes[name] for name in part.shape)
+
+
+def pipeline_layers(config: Mapping[str, Any], pp_rank: int) -> range:
+    """Returns the layers of one pipeline stage; the first stages take the layers left over.
+
+    As TensorRT-LLM 1.x divides them (mapping.py, pp_layers).
+    """
+    size, rest = divmod(config["num_hidden_layers"], config["mapping"]["pp_size"])
+    start = pp_rank * size + min(pp_rank, rest)
+    return range(start, start + size + (pp_rank < rest))
+
+
+def _supported() -> str:
+    return "supported: " + ", ".join(FAMILIES)
+
+
+def _unsupported_kind(name: str, config: Mapping[str, Any]) -> str | None:
+    if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")) or (
+        "Moe" in name or "Mixtral" in name
+    ):
+        return "a mixture of experts"
+    modalities = [
+        key
+        for key in ("vision_config", "audio_config", "text_config", "thinker_config")
+        if config.get(key)
+    ]
+    if modalities or name.endswith("ForConditionalGeneration"):
+        return "a multimodal or encoder-decoder model"
+    return None
+
+
+def _check_mapping(config: Mapping[str, Any]) -> None:
+    tp_size: int = config["mapping"]["tp_size"]
+    pp_size: int = config["mapping"]["pp_size"]
+    num_heads: int = config["num_attention_heads"]
+    num_kv_heads: int = config["num_key_value_heads"]
+    intermediate: int = config["intermediate_size"]
+    num_layers: int = config["num_hidden_layers"]
+
+    def splits(size: int) -> bool:
+        kv_fits = num_kv_heads % size == 0 or size % num_kv_heads == 0
+        return kv_fits and num_heads % size == 0 and intermediate % size == 0
+
+    if tp_size < 1 or not splits(tp_size):
+        possible = (size for size in range(1, min(num_heads, _MAX_LISTED_TP) + 1) if splits(size))
+        raise ConfigError(
+            f"tp_size {tp_size} cannot split {num_heads} query heads, {num_kv_heads} KV heads and "
+            f"an intermediate size of {intermediate}: it must divide the first and the last, and "
+            "divide the KV heads or be a multiple of them; possible: "
+            + ", ".join(map(str, possible))
+        )
+    if not 1 <= pp_size <= num_layers:
+        raise ConfigError(
+            f"pp_size {pp_size} cannot split {num_layers} layers; possible: 1 to {num_layers}"
+        )
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    name = config.get("dtype") or config.get("torch_dtype")
+    name = str(name).removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(
+            f"config.json: dtype '{name}' is not supported; supported: {', '.join(DTYPES)}"
+        )
+    return name

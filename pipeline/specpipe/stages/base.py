@@ -1,0 +1,43 @@
+"""What a stage is: named inputs, and work that writes into one folder.
+
+A stage is a frozen dataclass whose fields are its inputs. It knows neither the cache nor the path
+of its artifact, and prints nothing; `cache.build` decides whether it runs and where `out` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+Role = Literal["draft", "target"]
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """Everything that decides what a stage makes: equal inputs, equal artifact.
+
+    files      files, or folders: every regular file below one counts, except hidden ones and
+               what lies in `__pycache__`
+    settings   JSON-able values by name; the stale reasons compare them one by one and print them
+    libraries  distributions whose version decides what is made; specpipe itself always counts
+    """
+
+    files: tuple[Path, ...]
+    settings: Mapping[str, Any]
+    libraries: tuple[str, ...] = ()
+
+
+class Stage(Protocol):
+    """One step of the road from two checkpoints to a Triton repository."""
+
+    @property
+    def name(self) -> str:
+        """Names the stage in messages: `check`, `draft/convert`, `target/build_engine`."""
+
+    def inputs(self) -> StageInputs:
+        """Returns what the artifact depends on; reads no file contents."""
+
+    def run(self, out: Path) -> None:
+        """Makes the artifact in `out`, an empty folder, and writes nowhere else."""

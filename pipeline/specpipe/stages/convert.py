@@ -1,0 +1,206 @@
+"""Hugging Face folder → unified checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specpipe.checkpoint import (
+    HFCheckpoint,
+    RawArray,
+    TensorInfo,
+    checkpoint_files,
+    map_tensor,
+    open_checkpoint,
+    raw_dtype,
+    some,
+)
+from specpipe.errors import CheckpointError, SpecpipeError
+from specpipe.families import (
+    DTYPES,
+    EMBEDDING,
+    HEAD,
+    IGNORED_SUFFIXES,
+    Part,
+    part_shape,
+    tensor_rules,
+    unified_config,
+)
+from specpipe.stages.base import Role, StageInputs
+from specpipe.unified import write_unified
+
+_BLOCK_BYTES = 1 << 20  # so much of a tensor is compared or rounded at a time
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Converts one Hugging Face folder to TensorRT-LLM's checkpoint format, split for TP and PP."""
+
+    role: Role  # for messages only
+    checkpoint: Path
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/convert"
+
+    def inputs(self) -> StageInputs:
+        return StageInputs(
+            files=checkpoint_files(self.checkpoint),
+            settings={"tp_size": self.tp_size, "pp_size": self.pp_size},
+        )
+
+    def run(self, out: Path) -> None:
+        try:
+            convert(self.checkpoint, out, tp_size=self.tp_size, pp_size=self.pp_size)
+        except SpecpipeError as exc:
+            raise type(exc)(f"{self.role}: {exc}") from exc
+
+
+def convert(checkpoint: Path, out: Path, *, tp_size: int = 1, pp_size: int = 1) -> None:
+    """Writes the unified checkpoint of a Hugging Face folder into the empty folder `out`.
+
+    Everything that can be refused is refused before a weight is read.
+    """
+    source = open_checkpoint(checkpoint)
+    hf_config = dict(source.config)
+    if not (hf_config.get("dtype") or hf_config.get("torch_dtype")):
+        hf_config["dtype"] = _stored_dtype(source)
+    try:
+        config = unified_config(hf_config, tp_size=tp_size, pp_size=pp_size)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{checkpoint}: {exc}") from exc
+    tensors = _match(source, config)
+    if config["tie_word_embeddings"] and tensors[HEAD] != tensors[EMBEDDING]:
+        _check_tied(source, tensors)
+    dtype = DTYPES[config["dtype"]]
+
+    def read(part: Part, layer: int | None) -> RawArray:
+        name = part.source.format(n=layer)
+        return _as_dtype(name, tensors[name], dtype)
+
+    write_unified(out, config, read)
+
+
+def _stored_dtype(source: HFCheckpoint) -> str:
+    """Returns the dtype of the embedding, for a config.json that names none."""
+    info = source.tensors.get(EMBEDDING)
+    names = {stored: name for name, stored in DTYPES.items()}
+    return names.get(info.dtype, info.dtype) if info else "float32"
+
+
+def _match(source: HFCheckpoint, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Finds every tensor that the config calls for; refuses missing, surplus and misshapen ones."""
+    if config["num_hidden_layers"] > len(source.tensors):
+        raise CheckpointError(
+            f"{source.folder} has {len(source.tensors)} tensors, too few for the "
+            f"{config['num_hidden_layers']} layers of its config.json"
+        )
+    found: dict[str, TensorInfo] = {}
+    missing: list[str] = []
+    for rule, layer in tensor_rules(config):
+        for part in rule.parts:
+            name = part.source.format(n=layer)
+            info = source.tensors.get(name)
+            if info is None and name == HEAD and config["tie_word_embeddings"]:
+                info = source.tensors.get(EMBEDDING)
+            if info is None:
+                missing.append(name)
+                continue
+            expected = part_shape(config, part)
+            if info.shape != expected:
+                raise CheckpointError(
+                    f"{source.folder}: {name} has shape {list(info.shape)}, "
+                    f"but config.json makes it {list(expected)}"
+                )
+            if info.dtype not in DTYPES.values():
+                raise CheckpointError(
+                    f"{source.folder}: {name} has dtype {info.dtype}, which no plain checkpoint "
+                    "has; use the checkpoint that it was quantized from"
+                )
+            found[name] = info
+    if missing == [HEAD]:
+        raise CheckpointError(
+            f"{source.folder} has no {HEAD}, but tie_word_embeddings is false in config.json; "
+            "set it to true if the head is the embedding, else download the weights again"
+        )
+    if missing:
+        raise CheckpointError(
+            f"{source.folder} lacks {len(missing)} tensors of its config.json: {some(missing)}"
+        )
+    surplus = sorted(
+        name for name in source.tensors.keys() - found.keys() if not name.endswith(IGNORED_SUFFIXES)
+    )
+    if surplus:
+        raise CheckpointError(
+            f"{source.folder} holds {len(surplus)} tensors for which {config['architecture']} "
+            f"with this config.json has no use: {some(surplus)}"
+        )
+    return found
+
+
+def _check_tied(source: HFCheckpoint, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuses a head that is said to be the embedding, is stored all the same, and differs."""
+    head, embedding = tensors[HEAD], tensors[EMBEDDING]
+    if head.dtype != embedding.dtype or not all(
+        np.array_equal(ours, theirs)
+        for ours, theirs in zip(_blocks(head), _blocks(embedding), strict=True)
+    ):
+        raise CheckpointError(
+            f"{source.folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from "
+            f"{EMBEDDING}; set it to false if the head was trained, else delete the tensor"
+        )
+
+
+def _blocks(info: TensorInfo) -> Iterator[RawArray]:
+    """Yields a tensor in blocks of whole rows."""
+    whole = map_tensor(info)
+    rows = max(1, _BLOCK_BYTES * len(whole) // info.num_bytes)
+    for row in range(0, len(whole), rows):
+        yield whole[row : row + rows]
+
+
+def _as_dtype(name: str, info: TensorInfo, dtype: str) -> RawArray:
+    """Returns a tensor in the dtype of config.json, rounded as transformers does on loading."""
+    if info.dtype == dtype:
+        return map_tensor(info)
+    result: RawArray = np.empty(info.shape, raw_dtype(dtype))
+    row = 0
+    for block in _blocks(info):
+        rounded = _from_float32(_to_float32(block, info.dtype), dtype)
+        if rounded is None:
+            raise CheckpointError(
+                f"{info.file}: {name} has values that float16 cannot hold; "
+                "set dtype to bfloat16 in config.json"
+            )
+        result[row : row + len(block)] = rounded
+        row += len(block)
+    return result
+
+
+def _to_float32(raw: RawArray, dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "F32":
+        return raw.view(np.float32)
+    if dtype == "F16":
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.astype(np.uint32) << 16).view(np.float32)
+
+
+def _from_float32(values: npt.NDArray[np.float32], dtype: str) -> RawArray | None:
+    """Rounds to nearest, ties to even; None if a finite value becomes infinite in float16."""
+    if dtype == "F32":
+        return values.view(np.uint32)
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            halves = values.astype(np.float16)
+        return None if (np.isinf(halves) & np.isfinite(values)).any() else halves.view(np.uint16)
+    bits = values.view(np.uint32)
+    # Adding just under half of the last place kept carries upwards only where it should.
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from specpipe.errors import CheckpointError, ConfigError
+from specpipe.families import FAMILIES, pipeline_layers, tensor_rules, unified_config
+from tests.toy import toy_config
+
+SUPPORTED = "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def refusal(config: Mapping[str, Any], **mapping: int) -> str:
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        unified_config(config, **mapping)
+    return str(caught.value)
+
+
+def test_llama_config_in_full() -> None:
+    config = toy_config(rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3})
+    assert unified_config(config, tp_size=2, pp_size=2) == {
+        "architecture": "LlamaForCausalLM",
+        "dtype": "bfloat16",
+        "logits_dtype": "float32",
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_size": 8,
+        "intermediate_size": 64,
+        "hidden_act": "silu",
+        "norm_epsilon": 1e-5,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": 512,
+        "rotary_embedding_dim": 8,
+        "rotary_base": 500000.0,
+        "rotary_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "sliding_window": None,
+        "use_parallel_embedding": False,
+        "embedding_sharding_dim": 0,
+        "tie_word_embeddings": False,
+        "mapping": {"world_size": 4, "tp_size": 2, "pp_size": 2},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        "residual_mlp": False,
+        "disable_weight_only_quant_plugin": False,
+        "remove_duplicated_kv_heads": False,
+        "qk_layernorm": False,
+        "attn_bias": False,
+        "attn_dense_bias": False,
+        "mlp_bias": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "expected"),
+    [
+        ("llama", {"attention_bias": True}, (True, True, False, False)),
+        ("llama", {"mlp_bias": True}, (False, False, True, False)),
+        ("mistral", {}, (False, False, False, False)),
+        ("qwen2", {}, (True, False, False, False)),
+        ("qwen3", {}, (False, False, False, True)),
+    ],
+)
+def test_biases_and_norms(
+    family: str, overrides: dict[str, Any], expected: tuple[bool, ...]
+) -> None:
+    config = unified_config(toy_config(family, **overrides))
+    keys = ("attn_bias", "attn_dense_bias", "mlp_bias", "qk_layernorm")
+    assert tuple(config[key] for key in keys) == expected
+    names = {rule.name.removeprefix("transformer.layers.{n}.") for rule, _ in tensor_rules(config)}
+    assert (
+        "attention.qkv.bias" in names,
+        "attention.dense.bias" in names,
+        {"mlp.fc.bias", "mlp.gate.bias", "mlp.proj.bias"} <= names,
+        {"attention.q_layernorm.weight", "attention.k_layernorm.weight"} <= names,
+    ) == expected
+
+
+def test_left_out_keys_mean_what_transformers_assumes() -> None:
+    names = "head_dim num_key_value_heads max_position_embeddings rms_norm_eps rope_parameters"
+    names += " tie_word_embeddings hidden_act sliding_window"
+    bare: dict[str, Any] = dict.fromkeys(names.split(), ...)
+    heads = {"num_attention_heads": 32, "hidden_size": 256}
+    expected = {
+        "llama": (8, 32, 2048, None),
+        "mistral": (8, 8, 131072, 4096),
+        "qwen2": (8, 32, 32768, None),
+        "qwen3": (128, 32, 32768, None),
+    }
+    for family, values in expected.items():
+        config = unified_config(toy_config(family, **bare, **heads))
+        keys = ("head_size", "num_key_value_heads", "max_position_embeddings", "sliding_window")
+        assert tuple(config[key] for key in keys) == values
+        assert (config["norm_epsilon"], config["rotary_base"]) == (1e-6, 10000.0)
+        assert config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+            f"MixtralForCausalLM is a mixture of experts, which is not supported; {SUPPORTED}",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128},
+            f"Qwen3MoeForCausalLM is a mixture of experts, which is not supported; {SUPPORTED}",
+        ),
+        (
+            {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {"depth": 1}},
+            "LlavaForConditionalGeneration is a multimodal or encoder-decoder model, "
+            f"which is not supported; {SUPPORTED}",
+        ),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            f"architecture GPT2LMHeadModel is not supported; {SUPPORTED}",
+        ),
+        (
+            {"architectures": ...},
+            f'config.json names no architecture; add "architectures" ({SUPPORTED})',
+        ),
+        (
+            {"model_type": "mistral"},
+            "config.json contradicts itself: architecture LlamaForCausalLM has model_type 'llama', "
+            "not 'mistral'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            "the checkpoint is already quantized (awq); use the one it was quantized from",
+        ),
+        (
+            {"hidden_act": "gelu"},
+            "config.json: hidden_act 'gelu' is not supported; only silu is",
+        ),
+        (
+            {"dtype": "float8_e4m3fn"},
+            "config.json: dtype 'float8_e4m3fn' is not supported; "
+            "supported: float32, bfloat16, float16",
+        ),
+        (
+            {"num_hidden_layers": 0},
+            "config.json: num_hidden_layers is 0, expected a whole number of at least 1",
+        ),
+        (
+            {"hidden_size": "32"},
+            "config.json: hidden_size is '32', expected a whole number of at least 1",
+        ),
+        (
+            {"vocab_size": ...},
+            "config.json: vocab_size is None, expected a whole number of at least 1",
+        ),
+        (
+            {"rms_norm_eps": -1e-5},
+            "config.json: rms_norm_eps is -1e-05, expected a positive number",
+        ),
+        (
+            {"tie_word_embeddings": "yes"},
+            "config.json: tie_word_embeddings is 'yes', expected true or false",
+        ),
+        (
+            {"num_key_value_heads": 3},
+            "config.json: num_attention_heads 4 is not a multiple of num_key_value_heads 3",
+        ),
+        (
+            {"head_dim": None, "num_attention_heads": 6, "num_key_value_heads": 2},
+            "config.json: hidden_size 32 is not a multiple of num_attention_heads 6, "
+            "and head_dim is not given",
+        ),
+        ({"head_dim": 7}, "config.json: head_dim 7 is odd; rotary needs an even one"),
+    ],
+)
+def test_unsupported_is_refused_by_name(overrides: dict[str, Any], message: str) -> None:
+    assert refusal(toy_config(**overrides)) == message
+
+
+def test_qwen3_with_attention_bias_is_refused() -> None:
+    assert refusal(toy_config("qwen3", attention_bias=True)) == (
+        "config.json: attention_bias true is not supported for Qwen3ForCausalLM"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "overrides", "numbers", "possible"),
+    [
+        (3, {}, "4 query heads, 2 KV heads and an intermediate size of 64", "1, 2, 4"),
+        (0, {}, "4 query heads, 2 KV heads and an intermediate size of 64", "1, 2, 4"),
+        (8, {}, "4 query heads, 2 KV heads and an intermediate size of 64", "1, 2, 4"),
+        (
+            4,
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            "12 query heads, 6 KV heads and an intermediate size of 64",
+            "1, 2",
+        ),
+        (
+            4,
+            {"intermediate_size": 66},
+            "4 query heads, 2 KV heads and an intermediate size of 66",
+            "1, 2",
+        ),
+    ],
+)
+def test_impossible_tp_is_refused_with_the_numbers(
+    tp_size: int, overrides: dict[str, Any], numbers: str, possible: str
+) -> None:
+    assert refusal(toy_config(**overrides), tp_size=tp_size) == (
+        f"tp_size {tp_size} cannot split {numbers}: it must divide the first and the last, and "
+        f"divide the KV heads or be a multiple of them; possible: {possible}"
+    )
+
+
+@pytest.mark.parametrize("pp_size", [0, 3])
+def test_impossible_pp_is_refused_with_the_numbers(pp_size: int) -> None:
+    assert refusal(toy_config(), pp_size=pp_size) == (
+        f"pp_size {pp_size} cannot split 2 layers; possible: 1 to 2"
+    )
+
+
+def test_first_pipeline_stages_take_the_layers_left_over() -> None:
+    config = unified_config(toy_config(num_hidden_layers=11), pp_size=4)
+    assert [pipeline_layers(config, rank) for rank in range(4)] == [
+        range(3),
+        range(3, 6),
+        range(6, 9),
+        range(9, 11),
+    ]
+
+
+def test_each_family_is_listed_under_its_architecture() -> None:
+    assert {name: family.model_type for name, family in FAMILIES.items()} == {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+    }

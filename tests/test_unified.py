@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from specpipe import unified
+from specpipe.checkpoint import map_tensor, read_safetensors_header
+from specpipe.errors import CheckpointError, SpecpipeError
+from specpipe.families import Part, unified_config
+from specpipe.unified import load_unified, write_unified
+from tests.toy import toy_config, toy_tensors
+
+Raw = npt.NDArray[Any]
+
+
+def write(
+    out: Path, *, tp_size: int = 1, pp_size: int = 1, family: str = "llama", **overrides: Any
+) -> dict[str, Raw]:
+    """Writes the unified checkpoint of a toy into a new folder; returns the toy's tensors."""
+    hf_config = toy_config(family, **overrides)
+    tensors = toy_tensors(hf_config)
+
+    def read(part: Part, layer: int | None) -> Raw:
+        return tensors[part.source.format(n=layer)]
+
+    out.mkdir()
+    write_unified(out, unified_config(hf_config, tp_size=tp_size, pp_size=pp_size), read)
+    return tensors
+
+
+def rank(out: Path, index: int) -> Mapping[str, Raw]:
+    header = read_safetensors_header(out / f"rank{index}.safetensors")
+    return {name: map_tensor(info) for name, info in header.items()}
+
+
+def test_tensors_of_one_rank(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    layer = {
+        "input_layernorm.weight": (32,),
+        "attention.qkv.weight": (64, 32),
+        "attention.dense.weight": (32, 32),
+        "post_layernorm.weight": (32,),
+        "mlp.fc.weight": (64, 32),
+        "mlp.gate.weight": (64, 32),
+        "mlp.proj.weight": (32, 64),
+    }
+    expected = {"transformer.vocab_embedding.weight": (256, 32)}
+    for n in (0, 1):
+        expected |= {f"transformer.layers.{n}.{name}": shape for name, shape in layer.items()}
+    expected |= {"transformer.ln_f.weight": (32,), "lm_head.weight": (256, 32)}
+    assert {name: array.shape for name, array in rank(tmp_path / "out", 0).items()} == expected
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "rank0.safetensors",
+    ]
+
+
+def test_fc_is_the_activated_branch(tmp_path: Path) -> None:
+    hf = write(tmp_path / "out")
+    tensors = rank(tmp_path / "out", 0)
+    prefix = "model.layers.1.mlp"
+    assert np.array_equal(
+        tensors["transformer.layers.1.mlp.fc.weight"], hf[f"{prefix}.gate_proj.weight"]
+    )
+    assert np.array_equal(
+        tensors["transformer.layers.1.mlp.gate.weight"], hf[f"{prefix}.up_proj.weight"]
+    )
+
+
+def test_tensor_parallel_pieces(tmp_path: Path) -> None:
+    hf = write(tmp_path / "out", tp_size=2, family="qwen2")
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    for tp_rank in (0, 1):
+        tensors = rank(tmp_path / "out", tp_rank)
+        q, kv = slice(16 * tp_rank, 16 * tp_rank + 16), slice(8 * tp_rank, 8 * tp_rank + 8)
+        for kind in ("weight", "bias"):
+            qkv = [
+                hf[f"{attention}.q_proj.{kind}"][q],
+                hf[f"{attention}.k_proj.{kind}"][kv],
+                hf[f"{attention}.v_proj.{kind}"][kv],
+            ]
+            merged = tensors[f"transformer.layers.0.attention.qkv.{kind}"]
+            assert np.array_equal(merged, np.concatenate(qkv))
+        columns = slice(32 * tp_rank, 32 * tp_rank + 32)
+        expected = {
+            "transformer.vocab_embedding.weight": hf["model.embed_tokens.weight"],
+            "transformer.layers.0.input_layernorm.weight": hf[
+                "model.layers.0.input_layernorm.weight"
+            ],
+            "transformer.layers.0.attention.dense.weight": hf[f"{attention}.o_proj.weight"][:, q],
+            "transformer.layers.0.mlp.fc.weight": hf[f"{mlp}.gate_proj.weight"][columns],
+            "transformer.layers.0.mlp.gate.weight": hf[f"{mlp}.up_proj.weight"][columns],
+            "transformer.layers.0.mlp.proj.weight": hf[f"{mlp}.down_proj.weight"][:, columns],
+            "lm_head.weight": hf["lm_head.weight"][128 * tp_rank : 128 * tp_rank + 128],
+        }
+        for name, array in expected.items():
+            assert np.array_equal(tensors[name], array), name
+
+
+def test_bias_of_a_column_split_is_whole_on_every_rank(tmp_path: Path) -> None:
+    hf = write(tmp_path / "out", tp_size=2, attention_bias=True, mlp_bias=True)
+    for tp_rank in (0, 1):
+        tensors = rank(tmp_path / "out", tp_rank)
+        dense = hf["model.layers.1.self_attn.o_proj.bias"]
+        proj = hf["model.layers.1.mlp.down_proj.bias"]
+        fc = hf["model.layers.1.mlp.gate_proj.bias"][32 * tp_rank : 32 * tp_rank + 32]
+        assert np.array_equal(tensors["transformer.layers.1.attention.dense.bias"], dense)
+        assert np.array_equal(tensors["transformer.layers.1.mlp.proj.bias"], proj)
+        assert np.array_equal(tensors["transformer.layers.1.mlp.fc.bias"], fc)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "heads"), [(1, [0, 0, 0, 0]), (2, [0, 0, 1, 1]), (4, [0, 1, 2, 3])]
+)
+def test_ranks_share_kv_heads(tmp_path: Path, num_kv_heads: int, heads: list[int]) -> None:
+    hf = write(tmp_path / "out", tp_size=4, num_key_value_heads=num_kv_heads)
+    for tp_rank, head in enumerate(heads):
+        qkv = rank(tmp_path / "out", tp_rank)["transformer.layers.0.attention.qkv.weight"]
+        key = hf["model.layers.0.self_attn.k_proj.weight"][8 * head : 8 * head + 8]
+        value = hf["model.layers.0.self_attn.v_proj.weight"][8 * head : 8 * head + 8]
+        assert np.array_equal(qkv[8:], np.concatenate([key, value]))
+
+
+def test_odd_vocabulary_is_padded_with_zeros(tmp_path: Path) -> None:
+    hf = write(tmp_path / "out", tp_size=4, vocab_size=250)
+    heads = [rank(tmp_path / "out", tp_rank)["lm_head.weight"] for tp_rank in range(4)]
+    assert [head.shape for head in heads] == [(63, 32)] * 4
+    assert np.array_equal(np.concatenate(heads)[:250], hf["lm_head.weight"])
+    assert not heads[3][61:].any()
+    assert heads[3][60].any()
+    loaded = load_unified(tmp_path / "out")
+    assert loaded.config["vocab_size"] == 250
+    assert np.array_equal(loaded.tensor("lm_head.weight").data, hf["lm_head.weight"])
+
+
+def test_vocabulary_smaller_than_its_padding(tmp_path: Path) -> None:
+    hf = write(tmp_path / "out", tp_size=4, vocab_size=5)  # 2 rows a rank: 2, 2, 1, 0
+    loaded = load_unified(tmp_path / "out")
+    assert np.array_equal(loaded.tensor("lm_head.weight").data, hf["lm_head.weight"])
+
+
+def test_pipeline_stages_count_their_own_layers(tmp_path: Path) -> None:
+    hf = write(tmp_path / "out", pp_size=2, tp_size=2, num_hidden_layers=3)
+    layers: list[set[str]] = []
+    outside: list[set[str]] = []
+    for index in range(4):
+        names = set(rank(tmp_path / "out", index))
+        layers.append({name.split(".")[2] for name in names if ".layers." in name})
+        outside.append({name for name in names if ".layers." not in name})
+    assert layers == [{"0", "1"}, {"0", "1"}, {"0"}, {"0"}]
+    first, last = (
+        {"transformer.vocab_embedding.weight"},
+        {"transformer.ln_f.weight", "lm_head.weight"},
+    )
+    assert outside == [first, first, last, last]
+    norm = rank(tmp_path / "out", 3)["transformer.layers.0.post_layernorm.weight"]
+    assert np.array_equal(norm, hf["model.layers.2.post_attention_layernorm.weight"])
+    merged = load_unified(tmp_path / "out").tensor("transformer.layers.2.post_layernorm.weight")
+    assert np.array_equal(merged.data, norm)
+
+
+def test_what_is_read_is_owned(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    loaded = load_unified(tmp_path / "out")
+    tensor = loaded.tensor("transformer.ln_f.weight")
+    assert (tensor.dtype, tensor.data.dtype) == ("BF16", np.uint16)
+    tensor.data[:] = 0
+    assert loaded.tensor("transformer.ln_f.weight").data.all()
+
+
+def damage(out: Path, index: int, name: str) -> None:
+    """Flips the last bit of one tensor of one rank."""
+    path = out / f"rank{index}.safetensors"
+    info = read_safetensors_header(path)[name]
+    with path.open("r+b") as file:
+        file.seek(info.offset + info.num_bytes - 1)
+        last = file.read(1)[0]
+        file.seek(info.offset + info.num_bytes - 1)
+        file.write(bytes([last ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("index", "name"),
+    [
+        (1, "transformer.layers.0.input_layernorm.weight"),  # replicated
+        (3, "transformer.layers.0.attention.qkv.weight"),  # its value head is shared with rank 2
+        (3, "lm_head.weight"),  # ends with padding
+        (2, "transformer.vocab_embedding.weight"),
+    ],
+)
+def test_ranks_that_disagree_are_found(tmp_path: Path, index: int, name: str) -> None:
+    write(tmp_path / "out", tp_size=4, vocab_size=250)
+    damage(tmp_path / "out", index, name)
+    with pytest.raises(CheckpointError) as caught:
+        load_unified(tmp_path / "out").tensor(name)
+    assert str(caught.value) == (
+        f"{tmp_path / 'out'}: the ranks disagree about {name}; convert again"
+    )
+
+
+def test_missing_rank_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "out", tp_size=2)
+    (tmp_path / "out" / "rank1.safetensors").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        load_unified(tmp_path / "out")
+    assert str(caught.value) == (
+        f"{tmp_path / 'out'} lacks rank1.safetensors, one of its 2 ranks; convert again"
+    )
+
+
+def test_rank_of_another_conversion_is_found(tmp_path: Path) -> None:
+    write(tmp_path / "out", tp_size=2)
+    write(tmp_path / "other")
+    (tmp_path / "other" / "rank0.safetensors").replace(tmp_path / "out" / "rank1.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load_unified(tmp_path / "out")
+    assert str(caught.value) == (
+        f"{tmp_path / 'out' / 'rank1.safetensors'} does not fit its config.json: lm_head.weight is "
+        "('BF16', (256, 32)), expected ('BF16', (128, 32)); convert again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "OUT has no config.json; convert again"),
+        ("[]", "OUT/config.json is not that of a unified checkpoint of a supported family"),
+        (
+            json.dumps(toy_config()),
+            "OUT/config.json is not that of a unified checkpoint of a supported family",
+        ),
+    ],
+)
+def test_other_folders_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        load_unified(tmp_path)
+    assert str(caught.value).replace(str(tmp_path), "OUT") == message
+
+
+def test_full_disk_is_refused_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 40_000
+
+    monkeypatch.setattr(unified.shutil, "disk_usage", lambda path: Usage())
+    with pytest.raises(SpecpipeError) as caught:
+        write(tmp_path / "out")
+    assert str(caught.value) == (
+        f"the unified checkpoint needs 0.1 MB, but the disk of {tmp_path / 'out'} has 0.0 MB free"
+    )
+    assert list((tmp_path / "out").iterdir()) == []
