@@ -1,0 +1,292 @@
+"""Token ids to text a few at a time, equal to decoding them all at once.
+
+A tokenizer's decoder is a chain of small steps over token strings ("pieces"). Each that can work
+piece by piece stands here as a `_Step`; together they form a `StreamingDetokenizer`. Where one can
+change text that is long past (a regular expression over the whole text, CTC), nothing is final
+before the end, and `BufferedDetokenizer` decodes once, there.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+from tokenizers import decoders
+
+Piece = Callable[[int], "str | None"]
+"""The string of a token id; None where decoding skips it: a special token, or no token at all."""
+
+
+class StreamingDetokenizer:
+    """One request's output, decoded as it comes; work per token is bounded by the token's length.
+
+    The joined results of every `append` and of the final `flush` equal the one-shot decode of the
+    same ids, however they were split. Text is returned as soon as no later token can change it: an
+    incomplete character waits for its last byte, and a run of byte pieces (byte fallback) for its
+    end, since one bad byte turns all of a run into replacement characters.
+    """
+
+    def __init__(self, piece: Piece, steps: Sequence[_Step]) -> None:
+        self._piece = piece
+        self._steps = steps
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that became final with these tokens; may be ""."""
+        pieces: Iterable[str] = [
+            piece for token_id in token_ids if (piece := self._piece(token_id)) is not None
+        ]
+        for step in self._steps:
+            pieces = [out for piece in pieces for out in step.push(piece)]
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """Returns what is left at the end; the detokenizer is used up by it."""
+        pieces: list[str] = []
+        for step in self._steps:
+            pieces = [out for piece in pieces for out in step.push(piece)]
+            pieces += step.finish()
+        return "".join(pieces)
+
+
+class BufferedDetokenizer:
+    """Keeps all ids until `flush`: for decoders whose text may depend on any later token."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._token_ids: list[int] = []
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Returns "": nothing is final before the end."""
+        self._token_ids += token_ids
+        return ""
+
+    def flush(self) -> str:
+        """Returns the whole text; the detokenizer is used up by it."""
+        token_ids, self._token_ids = self._token_ids, []
+        return self._decode(token_ids)
+
+
+def streaming_steps(decoder: decoders.Decoder | None) -> Callable[[], list[_Step]] | None:
+    """Returns a factory of steps that do what `decoder` does; None where that cannot stream."""
+    if decoder is None:
+        return lambda: [_Spaced()]
+    factories: list[Callable[[], _Step]] = []
+    is_fused = False  # all pieces so far are one text, which later steps see in fragments
+    for description in _flatten(json.loads(decoder.__getstate__())):
+        kind = description["type"]
+        factory = (_fused_step if is_fused else _piece_step)(kind, description)
+        if factory is None:
+            return None
+        factories.append(factory)
+        is_fused = is_fused or kind in ("Fuse", "ByteLevel")
+    return lambda: [factory() for factory in factories]
+
+
+def _flatten(description: dict[str, Any]) -> list[dict[str, Any]]:
+    if description["type"] != "Sequence":
+        return [description]
+    return [leaf for child in description["decoders"] for leaf in _flatten(child)]
+
+
+def _piece_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] | None:
+    """A step over separate pieces."""
+    if kind == "ByteLevel":
+        return _ByteLevel
+    if kind == "ByteFallback":
+        return _ByteFallback
+    if kind == "Fuse":
+        return _Unchanged
+    if kind == "BPEDecoder" and description["suffix"]:
+        return lambda: _WordSuffix(description["suffix"])
+    if kind == "Strip" and description["stop"] > 0:
+        return None  # the library fails on a piece of nothing but stripped characters
+    if kind in ("Metaspace", "WordPiece", "Replace", "Strip"):
+        single = _library_decoder(description)
+        first = lru_cache(maxsize=1 << 16)(lambda piece: single.decode([piece]))
+        anchor_length = len(single.decode([_ANCHOR]))
+        later = lru_cache(maxsize=1 << 16)(
+            lambda piece: single.decode([_ANCHOR, piece])[anchor_length:]
+        )
+        return lambda: _EachPiece(first, later)
+    return None
+
+
+def _fused_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] | None:
+    """A step over one text that arrives in fragments."""
+    if kind == "Fuse":
+        return _Unchanged
+    if kind == "Strip" and description["stop"] == 0:
+        return lambda: _StripStart(description["content"], description["start"])
+    if kind == "Replace" and description["pattern"].get("String"):
+        return lambda: _ReplaceText(description["pattern"]["String"], description["content"])
+    return None
+
+
+_ANCHOR = "a"
+
+
+def _library_decoder(description: dict[str, Any]) -> decoders.Decoder:
+    decoder = decoders.Fuse()
+    decoder.__setstate__(json.dumps(description).encode())
+    return decoder
+
+
+class _Step(Protocol):
+    def push(self, piece: str) -> Iterable[str]: ...
+
+    def finish(self) -> Iterable[str]: ...
+
+
+class _Unchanged:
+    def push(self, piece: str) -> Iterable[str]:
+        return (piece,)
+
+    def finish(self) -> Iterable[str]:
+        return ()
+
+
+class _Spaced(_Unchanged):
+    """No decoder at all: the library joins the pieces with spaces."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def push(self, piece: str) -> Iterable[str]:
+        is_first, self._is_first = self._is_first, False
+        return (piece if is_first else f" {piece}",)
+
+
+class _EachPiece(_Unchanged):
+    """A step whose result for a piece depends only on the piece and on whether it is the first."""
+
+    def __init__(self, first: Callable[[str], str], later: Callable[[str], str]) -> None:
+        self._first = first
+        self._later = later
+        self._is_first = True
+
+    def push(self, piece: str) -> Iterable[str]:
+        decode = self._first if self._is_first else self._later
+        self._is_first = False
+        return (decode(piece),)
+
+
+class _ByteLevel:
+    """GPT-2's alphabet: a printable character for each byte; all pieces' bytes are one text."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, piece: str) -> Iterable[str]:
+        return (self._decoder.decode(_byte_level_bytes(piece)),)
+
+    def finish(self) -> Iterable[str]:
+        return (self._decoder.decode(b"", final=True),)
+
+
+@lru_cache(maxsize=1 << 18)
+def _byte_level_bytes(piece: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHARACTER[character] for character in piece)
+    except KeyError:  # an added token is kept as it is written
+        return piece.encode()
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Printable Latin-1 stands for itself, the other bytes in order for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+class _ByteFallback:
+    """Pieces such as <0xE2> are bytes. A run of them is a text if all of it is valid UTF-8; else
+    each of its bytes becomes a replacement character."""
+
+    def __init__(self) -> None:
+        self._run = bytearray()
+
+    def push(self, piece: str) -> Iterable[str]:
+        byte = _fallback_byte(piece)
+        if byte is None:
+            return (*self.finish(), piece)
+        self._run.append(byte)
+        return ()
+
+    def finish(self) -> Iterable[str]:
+        if not self._run:
+            return ()
+        run, self._run = self._run, bytearray()
+        try:
+            return (run.decode(),)
+        except UnicodeDecodeError:
+            return ("\ufffd",) * len(run)
+
+
+def _fallback_byte(piece: str) -> int | None:
+    match = _BYTE_PIECE.fullmatch(piece)
+    return int(match[1], 16) if match else None
+
+
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class _WordSuffix:
+    """A mark such as </w> at a word's end is a space, but nothing in the last piece of all."""
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+        self._last: str | None = None
+
+    def push(self, piece: str) -> Iterable[str]:
+        last, self._last = self._last, piece
+        return () if last is None else (last.replace(self._suffix, " "),)
+
+    def finish(self) -> Iterable[str]:
+        return () if self._last is None else (self._last.replace(self._suffix, ""),)
+
+
+class _StripStart(_Unchanged):
+    """Removes up to `count` characters `content` from the start of the text."""
+
+    def __init__(self, content: str, count: int) -> None:
+        self._content = content
+        self._count = count
+
+    def push(self, piece: str) -> Iterable[str]:
+        while self._count and piece:
+            if not piece.startswith(self._content):
+                self._count = 0
+                break
+            piece = piece[len(self._content) :]
+            self._count -= 1
+        return (piece,)
+
+
+class _ReplaceText:
+    """Replaces every `pattern` in a text, also where it is spread over fragments."""
+
+    def __init__(self, pattern: str, content: str) -> None:
+        self._pattern = pattern
+        self._content = content
+        self._rest = ""
+
+    def push(self, piece: str) -> Iterable[str]:
+        *done, rest = (self._rest + piece).split(self._pattern)
+        kept = next(
+            length
+            for length in range(min(len(self._pattern) - 1, len(rest)), -1, -1)
+            if self._pattern.startswith(rest[len(rest) - length :])
+        )
+        self._rest = rest[len(rest) - kept :]
+        return (self._content.join([*done, rest[: len(rest) - kept]]),)
+
+    def finish(self) -> Iterable[str]:
+        return (self._rest,)

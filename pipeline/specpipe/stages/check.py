@@ -1,0 +1,36 @@
+"""The first stage: the pair contract, before anything costly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specpipe.pairing import check_pair
+from specpipe.stages.base import StageInputs
+from specpipe.tokenizer_files import TOKENIZER_FILES
+
+
+@dataclass(frozen=True)
+class Check:
+    """Writes pair.json, the contract of a draft and a target checkpoint folder."""
+
+    draft: Path
+    target: Path
+
+    @property
+    def name(self) -> str:
+        return "check"
+
+    def inputs(self) -> StageInputs:
+        """The small files that are there; a file that appears later is a change, too."""
+        files = tuple(
+            path
+            for folder in (self.draft, self.target)
+            for name in TOKENIZER_FILES
+            if (path := folder / name).is_file()
+        )
+        return StageInputs(files=files, settings={}, libraries=("tokenizers",))
+
+    def run(self, out: Path) -> None:
+        contract = check_pair(self.draft, self.target)
+        (out / "pair.json").write_text(contract.to_json(), encoding="utf-8")

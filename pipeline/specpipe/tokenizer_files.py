@@ -1,0 +1,277 @@
+"""The small text files of a checkpoint folder: read, checked, and made into a tokenizer's parts.
+
+transformers 4.57 (`PreTrainedTokenizerFast`: `added_tokens_decoder`, `additional_special_tokens`,
+`special_tokens_map.json`, templates by name) and 5 (`TokenizersBackend`: `extra_special_tokens`,
+`chat_template.jinja`) spell the same things differently; both are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+from specpipe.chat_template import ChatTemplate
+from specpipe.errors import CheckpointError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
+"""What is read of a folder; only the first must be there."""
+
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+_CONVERT = (
+    'python -c "from transformers import AutoTokenizer; '
+    "AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
+)
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """What the files of one folder say."""
+
+    backend: tokenizers.Tokenizer
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    end_token_ids: frozenset[int]
+    chat_template: ChatTemplate | None
+
+
+def load_parts(folder: Path) -> TokenizerParts:
+    """Reads the `TOKENIZER_FILES`; CheckpointError names the file at fault."""
+    backend = _load_backend(folder)
+    settings = read_json(folder / "tokenizer_config.json", default={})
+    older = read_json(folder / "special_tokens_map.json", default={})
+    config = read_json(folder / "config.json", default={})
+    generation = read_json(folder / "generation_config.json", default={})
+    try:
+        named = {
+            name: text
+            for name in _NAMED_TOKENS
+            if (text := _token_text(settings.get(name)) or _token_text(older.get(name)))
+        }
+        extra = [*_extra_special_tokens(settings), *_extra_special_tokens(older)]
+        declared = _declared_tokens(settings)
+        chat_template = _chat_template(folder, settings, named)
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'} is not as transformers writes it ({exc!r}); "
+            "download it again"
+        ) from exc
+    _add_tokens(backend, folder, declared, [*named.values(), *extra])
+
+    def id_of(role: str) -> int | None:
+        token = named.get(f"{role}_token")
+        token_id = None if token is None else backend.token_to_id(token)
+        if token_id is not None:
+            return token_id
+        return next(iter(_token_ids(config, f"{role}_token_id", folder / "config.json")), None)
+
+    bos, eos = id_of("bos"), id_of("eos")
+    _set_ends(backend, settings, named, bos, eos)
+    if settings.get("split_special_tokens"):
+        backend.encode_special_tokens = True
+    ends = {
+        *_token_ids(config, "eos_token_id", folder / "config.json"),
+        *_token_ids(generation, "eos_token_id", folder / "generation_config.json"),
+    }
+    return TokenizerParts(
+        backend=backend,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=id_of("pad"),
+        end_token_ids=frozenset(ends if eos is None else ends | {eos}),
+        chat_template=chat_template,
+    )
+
+
+def added_ends(
+    backend: tokenizers.Tokenizer, bos: int | None, eos: int | None
+) -> tuple[bool, bool]:
+    """Says whether the post-processor adds BOS before a text, and EOS after it."""
+    added = backend.encode("", add_special_tokens=True).ids
+    adds_bos = bool(added) and added[0] == bos
+    return adds_bos, len(added) > adds_bos and added[-1] == eos
+
+
+def read_json(path: Path, *, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Reads a JSON object; a missing file is the default, and an error where there is none."""
+    if default is not None and not path.is_file():
+        return default
+    text = _read_text(path)
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise CheckpointError(f"{path} is not valid JSON ({exc}); download it again") from exc
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{path} does not exist; download the checkpoint again") from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+    if text.startswith("version https://git-lfs"):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, not the file; run `git lfs pull` in its repository"
+        )
+    return text
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder")
+    if not path.is_file():
+        others = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+        found = next((name for name in others if (folder / name).is_file()), None)
+        if found is None:
+            raise CheckpointError(
+                f"{folder} has no tokenizer; copy the model's tokenizer.json and "
+                "tokenizer_config.json into it"
+            )
+        raise CheckpointError(
+            f"{folder} has {found} but no tokenizer.json, which specpipe reads; make one, with "
+            "transformers, sentencepiece and tiktoken installed: "
+            f"{_CONVERT.format(folder=folder)}"
+        )
+    text = _read_text(path)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as exc:  # the library raises nothing narrower
+        raise CheckpointError(
+            f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {exc}"
+        ) from exc
+    backend.no_truncation()  # the file keeps what its last user had set
+    backend.no_padding()
+    return backend
+
+
+def _token_text(value: Any) -> str | None:
+    """A token stands in the files as a string, or as an object with its content."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
+    values: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        listed = settings.get(key) or []
+        values += listed.values() if isinstance(listed, Mapping) else listed
+    return [text for value in values if (text := _token_text(value))]
+
+
+def _declared_tokens(settings: Mapping[str, Any]) -> dict[int, AddedToken]:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return {
+        int(key): AddedToken(
+            entry["content"], **{flag: entry[flag] for flag in flags if flag in entry}
+        )
+        for key, entry in (settings.get("added_tokens_decoder") or {}).items()
+    }
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    folder: Path,
+    declared: Mapping[int, AddedToken],
+    special: Iterable[str],
+) -> None:
+    """Adds what tokenizer_config.json declares, and makes special what it names in a role.
+
+    A named token without an id is left out: no embedding row belongs to it.
+    """
+    backend.add_tokens([declared[token_id] for token_id in sorted(declared)])
+    for token_id, token in sorted(declared.items()):
+        found = backend.token_to_id(token.content)
+        if found != token_id:
+            raise CheckpointError(
+                f"{folder}: tokenizer_config.json gives {token.content!r} the id {token_id}, "
+                f"tokenizer.json {found}; take both files from one download"
+            )
+    known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    backend.add_tokens(
+        [
+            AddedToken(text, normalized=False, special=True)
+            for text in dict.fromkeys(special)
+            if text not in known and backend.token_to_id(text) is not None
+        ]
+    )
+
+
+def _token_ids(config: Mapping[str, Any], key: str, path: Path) -> list[int]:
+    """Returns the ids under a key that may hold none, one or several; −1 means none."""
+    value = config.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+        raise CheckpointError(f"{path}: {key} is {value!r}; it must be token ids")
+    return [token_id for token_id in ids if token_id >= 0]
+
+
+def _set_ends(
+    backend: tokenizers.Tokenizer,
+    settings: Mapping[str, Any],
+    named: Mapping[str, str],
+    bos: int | None,
+    eos: int | None,
+) -> None:
+    """Replaces the post-processor where `add_bos_token` or `add_eos_token` ask for another."""
+    now = added_ends(backend, bos, eos)
+    wanted = tuple(
+        is_added if settings.get(f"add_{name}") is None else bool(settings[f"add_{name}"])
+        for name, is_added in zip(("bos_token", "eos_token"), now, strict=True)
+    )
+    if wanted == now:
+        return
+    before = [named["bos_token"]] if wanted[0] and "bos_token" in named else []
+    after = [named["eos_token"]] if wanted[1] and "eos_token" in named else []
+    backend.post_processor = TemplateProcessing(
+        single=[*before, "$A", *after],
+        special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
+    )
+
+
+def _chat_template(
+    folder: Path, settings: Mapping[str, Any], named: Mapping[str, str]
+) -> ChatTemplate | None:
+    """The template named `default` where there are several."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return ChatTemplate(_read_text(path), file=str(path), special_tokens=named)
+    source = settings.get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}
+    if isinstance(source, Mapping):
+        source = source.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise TypeError("chat_template")
+    path = folder / "tokenizer_config.json"
+    return ChatTemplate(source, file=str(path), special_tokens=named)
