@@ -166,6 +166,17 @@ def test_draft_reads_a_long_prompt_along() -> None:
     assert draft.forwards == [[16], [16], [8], [1], [2], [1]]
 
 
+def test_draft_never_reads_the_whole_prompt_ahead() -> None:
+    """The second prompt gets 6 of the 16 tokens of a step; the draft could take all of its 10."""
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=2)
+    requests = [request(name, 10, max_tokens=5) for name in "ab"]
+    chunks = run(pair, requests)
+    assert [ids(chunks[name]) for name in "ab"] == [greedy_reference(r) for r in requests]
+    draft, target = engines(pair)
+    assert target.forwards[0] == [10 + 2, 6]
+    assert draft.forwards[0] == [9]
+
+
 def test_all_accepted_feeds_the_last_draft_token_first() -> None:
     pair = make_pair(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=3)
     run(pair, [request(max_tokens=17)])
