@@ -5,6 +5,7 @@ serves them.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
 }
-
-# A missing module, and what installs it.
-_EXTRAS = {"torch": "torch"}
 
 DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
 """Makes the detokenizer of one request from its prompt's token ids."""
@@ -78,6 +76,9 @@ class Runtime(Protocol):
 
     name: str
 
+    def require(self) -> None:
+        """Raises RuntimeUnavailable when the library that builds and runs is not installed."""
+
     def build_stage(
         self,
         *,
@@ -96,15 +97,14 @@ class Runtime(Protocol):
 
 
 def load_runtime(name: str) -> Runtime:
-    """Imports a runtime on demand; a missing library says what to install."""
+    """Imports a runtime, without its library: that is for planning."""
     module_name, _, class_name = RUNTIMES[name].partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as exc:
-        extra = _EXTRAS.get(exc.name or "")
-        if extra is None:
-            raise
+    return cast(Runtime, getattr(importlib.import_module(module_name), class_name)())
+
+
+def require_library(runtime: str, library: str, *, extra: str) -> None:
+    """Raises RuntimeUnavailable when the library of a runtime is not installed."""
+    if importlib.util.find_spec(library) is None:
         raise RuntimeUnavailable(
-            f"runtime '{name}' needs '{exc.name}': pip install 'specpipe[{extra}]'"
-        ) from exc
-    return cast(Runtime, getattr(module, class_name)())
+            f"runtime '{runtime}' needs '{library}': pip install 'specpipe[{extra}]'"
+        )

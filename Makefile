@@ -1,0 +1,35 @@
+# Two commands on a fresh machine with Python 3.10 to 3.12: `make quickstart`, `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: quickstart test test-all lint clean
+
+quickstart: $(VENV)/.serve
+	$(VENV)/bin/specpipe build --config configs/quickstart.yaml
+	$(VENV)/bin/python scripts/quickstart.py
+
+test: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) engines/*/
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP_INSTALL) --editable '.[torch,triton]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@

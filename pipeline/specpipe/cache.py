@@ -1,0 +1,236 @@
+"""Artifacts that are built once: why one is stale, and how one appears whole or not at all.
+
+Beside an artifact `engine/` stands `engine.manifest.json`: what it was made from (digests of the
+input files, settings, versions) and what it consists of. An artifact is stale exactly when one of
+these differs; a file that was touched, copied or fetched again is hashed and causes no build.
+
+    .engine.lock      held while `engine/` is made; a second build waits and finds the work done
+    .engine.staging/  where the stage writes; renamed to `engine/` when it is whole
+    .engine.old/      the artifact that is being replaced; lives for two renames
+
+What a killed build leaves of these is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from specpipe import provenance
+from specpipe.errors import SpecpipeError
+from specpipe.manifest import (
+    InputRecord,
+    Manifest,
+    compare_files,
+    manifest_path,
+    read_manifest,
+    record_files,
+)
+from specpipe.stages.base import Stage
+
+
+def stale_reasons(stage: Stage, artifact: Path) -> list[str]:
+    """Returns, as sentences, why the artifact is not what the stage would make now; [] if it is."""
+    return _compare(stage, artifact).reasons
+
+
+@dataclass(frozen=True)
+class Built:
+    """What `build` did: nothing where there are no reasons."""
+
+    reasons: tuple[str, ...]
+    duration_s: float
+
+
+def build(
+    stage: Stage,
+    artifact: Path,
+    *,
+    on_start: Callable[[list[str]], None] = lambda reasons: None,
+    on_wait: Callable[[], None] = lambda: None,
+) -> Built:
+    """Makes the artifact unless it is there already.
+
+    on_start gets the reasons before the stage runs; on_wait is called when another build of this
+    artifact has to finish first.
+    """
+    comparison = _compare(stage, artifact)
+    if not comparison.reasons:
+        _refresh_times(artifact, comparison)
+        return Built((), 0.0)
+    with _naming_os_faults(stage, artifact):
+        artifact.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(artifact, on_wait):
+            reasons = stale_reasons(stage, artifact)
+            if not reasons:
+                return Built((), 0.0)
+            on_start(reasons)
+            started = time.monotonic()
+            _make(stage, artifact, started)
+            return Built(tuple(reasons), time.monotonic() - started)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    reasons: list[str]
+    recorded: Manifest | None = None
+    current: Manifest | None = None  # `recorded` with today's paths and times, if all is equal
+
+
+def _compare(stage: Stage, artifact: Path) -> _Comparison:
+    recorded = read_manifest(artifact)
+    if recorded is None or not artifact.is_dir():
+        return _Comparison(["missing"])
+    wanted = stage.inputs()
+    reasons = _value_reasons(recorded.versions, provenance.versions(wanted.libraries))
+    reasons += _value_reasons(recorded.settings, _as_json(wanted.settings))
+    inputs = []
+    for root, old in _pair_up(wanted.files, recorded.inputs):
+        if root is None or old is None:
+            reasons.append(f"input {root} is new" if old is None else f"input {old.path} is gone")
+            continue
+        path = os.path.abspath(root)
+        differences, files = compare_files(root, old.files, trust_times=old.path == path)
+        reasons += [f"input {root / name} {what}" for name, what in differences.items()]
+        inputs.append(InputRecord(path, files))
+    differences, outputs = compare_files(artifact, recorded.outputs, trust_times=True)
+    words = {"is new": "was not built", "changed": "is not what was built", "is gone": "is missing"}
+    reasons += [f"damaged: file {name} {words[what]}" for name, what in differences.items()]
+    current = replace(recorded, inputs=tuple(inputs), outputs=outputs)
+    return _Comparison(reasons, recorded, current)
+
+
+def _pair_up(
+    roots: Sequence[Path], recorded: Sequence[InputRecord]
+) -> Iterator[tuple[Path | None, InputRecord | None]]:
+    """Pairs inputs in order, since what an input is for lies in its place.
+
+    Where their number changed, the artifact is stale anyhow; then paths say best what came or went.
+    """
+    if len(roots) == len(recorded):
+        yield from zip(roots, recorded, strict=True)
+        return
+    by_path = {old.path: old for old in recorded}
+    for root in roots:
+        yield root, by_path.pop(os.path.abspath(root), None)
+    for old in by_path.values():
+        yield None, old
+
+
+def _value_reasons(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Compares value by value; a nested mapping counts as settings with dotted names."""
+    was, now = dict(_leaves(old)), dict(_leaves(new))
+    reasons = []
+    for key in [*now, *(key for key in was if key not in now)]:
+        before, after = was.get(key, "not set"), now.get(key, "not set")
+        if before != after:
+            is_long = max(len(before), len(after)) > 60
+            change = "changed" if is_long else f"was {before}, is now {after}"
+            reasons.append(f"{key} {change}")
+    return reasons
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields dotted names and printed values; printed, since in Python True == 1 == 1.0."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+
+
+def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings as they come back from the manifest: tuples as lists, keys as strings."""
+    normalised: dict[str, Any] = json.loads(json.dumps(settings))
+    return normalised
+
+
+def _make(stage: Stage, artifact: Path, started: float) -> None:
+    """Runs the stage in a staging folder and renames that into place; the lock is held."""
+    staging = artifact.with_name(f".{artifact.name}.staging")
+    replaced = artifact.with_name(f".{artifact.name}.old")
+    for leftover in (staging, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    wanted = stage.inputs()
+    inputs = []
+    for root in wanted.files:
+        if not root.exists():
+            raise SpecpipeError(f"{stage.name}: input {root} does not exist")
+        inputs.append(InputRecord(os.path.abspath(root), record_files(root)))
+    staging.mkdir()
+    try:
+        stage.run(staging)
+        for root, record in zip(wanted.files, inputs, strict=True):
+            differences, _ = compare_files(root, record.files, trust_times=True)
+            for name, what in differences.items():
+                raise SpecpipeError(
+                    f"{stage.name}: input {root / name} {what} while the stage ran: build again"
+                )
+        manifest = Manifest(
+            stage=stage.name,
+            inputs=tuple(inputs),
+            settings=_as_json(wanted.settings),
+            versions=provenance.versions(wanted.libraries),
+            outputs=record_files(staging),
+            build=provenance.describe_build(duration_s=time.monotonic() - started),
+        )
+        assert manifest.outputs, f"{stage.name} made nothing"
+        manifest_path(artifact).unlink(missing_ok=True)
+        if artifact.exists():
+            artifact.rename(replaced)
+        staging.rename(artifact)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    manifest.write(manifest_path(artifact))
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _refresh_times(artifact: Path, comparison: _Comparison) -> None:
+    """Records new times of equal files, so that the next build need not hash them again."""
+    if comparison.current is None or comparison.current == comparison.recorded:
+        return
+    # Only a shortcut is lost where another build holds the lock or the folder is read-only.
+    with suppress(OSError, Timeout), _file_lock(artifact).acquire(timeout=0):
+        if read_manifest(artifact) == comparison.recorded:
+            comparison.current.write(manifest_path(artifact))
+
+
+@contextmanager
+def _lock(artifact: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    lock = _file_lock(artifact)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        on_wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _file_lock(artifact: Path) -> FileLock:
+    return FileLock(artifact.with_name(f".{artifact.name}.lock"))
+
+
+@contextmanager
+def _naming_os_faults(stage: Stage, artifact: Path) -> Iterator[None]:
+    """Full disks and missing permissions are no bugs: one sentence instead of a traceback."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        where = exc.filename or artifact
+        raise SpecpipeError(f"{stage.name}: {where}: {exc.strerror}") from exc

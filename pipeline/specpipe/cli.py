@@ -1,0 +1,311 @@
+"""The command `specpipe`: parses, calls and prints.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0, 1 (refused or failed, with one
+sentence that says what to do), 2 (usage), 130 (Ctrl-C). What a command needs is imported when it
+runs, so that `--help` is quick and no command needs another one's libraries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from specpipe import __version__
+from specpipe.errors import SpecpipeError
+
+if TYPE_CHECKING:
+    from specpipe.config import PipelineConfig
+    from specpipe.pipeline import StageReport
+    from specpipe.triton.client import Completion
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class _Group(click.Group):
+    """Turns expected failures into one sentence, and Ctrl-C into 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SpecpipeError as exc:
+            if ctx.params["debug"]:
+                traceback.print_exc()
+            raise click.ClickException(str(exc)) from exc
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="specpipe")
+@click.option("--debug", is_flag=True, help="Show the traceback of a failure.")
+def main(debug: bool) -> None:
+    """Two checkpoints in, a draft–target pair served by Triton out."""
+
+
+def _config_options(command: Command) -> Command:
+    command = click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override a setting, as in engine.max_batch_size=4; may be given several times.",
+    )(command)
+    return click.option(
+        "--config",
+        "config_path",
+        required=True,
+        type=click.Path(path_type=Path),
+        help="The YAML of the pair; paths in it are relative to it.",
+    )(command)
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+@main.command()
+@click.argument("draft")
+@click.argument("target")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write; left out: NAME.yaml.",
+)
+@click.option("--name", help="Name of the pair; left out: the target's.")
+def init(draft: str, target: str, output: Path | None, name: str | None) -> None:
+    """Check a pair and write a commented YAML for it.
+
+    DRAFT and TARGET are folders or ids on the Hugging Face hub; only their small files are read.
+    """
+    from specpipe.init import write_config
+
+    click.echo(write_config(draft, target, output=output, name=name))
+
+
+@main.command()
+@_config_options
+@click.option("--dry-run", is_flag=True, help="Print each stage that would run, and why.")
+@_json_option
+def build(config_path: Path, overrides: Sequence[str], dry_run: bool, as_json: bool) -> None:
+    """Build engines and Triton repository; do only what is not done yet."""
+    from specpipe import pipeline
+
+    config = _load(config_path, overrides)
+    stages = pipeline.plan(config)
+    repository = pipeline.repository_dir(config)
+    if dry_run:
+        reports = pipeline.preview(stages)
+        if as_json:
+            _print_json({"stages": [_stage_json(report) for report in reports]})
+        else:
+            for report in reports:
+                for reason in report.reasons or ("up to date",):
+                    click.echo(f"{report.stage}: {reason}")
+        return
+    reports = pipeline.run(stages, _Progress())
+    if as_json:
+        _print_json(
+            {
+                "repository": str(repository),
+                "stages": [
+                    {**_stage_json(report), "duration_s": round(report.duration_s, 3)}
+                    for report in reports
+                ],
+            }
+        )
+    else:
+        click.echo(_shown(repository))
+
+
+@main.command()
+@_config_options
+@_json_option
+def check(config_path: Path, overrides: Sequence[str], as_json: bool) -> None:
+    """Check that draft and target can be paired; reads small files only."""
+    from specpipe import pipeline
+
+    contract = pipeline.check(_load(config_path, overrides))
+    if as_json:
+        _print_json(dataclasses.asdict(contract))
+        return
+    click.echo(
+        f"draft and target fit: {contract.num_used_token_ids} token ids in use; embedding rows: "
+        f"draft {contract.draft_vocab_size}, target {contract.target_vocab_size}"
+    )
+    click.echo(f"context: draft {contract.draft_max_seq_len}, target {contract.target_max_seq_len}")
+    click.echo(f"end ids: {', '.join(map(str, contract.end_token_ids)) or 'none'}")
+    for note in contract.notes:
+        click.echo(f"note: {note}")
+
+
+@main.command()
+@_config_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--http-port", default=8000, show_default=True, help="0: any free port.")
+@click.option("--grpc-port", default=8001, show_default=True, help="0: any free port.")
+@click.option("--metrics-port", default=8002, show_default=True, help="0: any free port.")
+def serve(config_path: Path, overrides: Sequence[str], **listen: Any) -> None:
+    """Serve the built pair with Triton until it is stopped."""
+    from specpipe import pipeline
+    from specpipe.triton import launcher
+
+    def announce(server: launcher.Server) -> None:
+        click.echo(f"ready: {server.http_url} {server.grpc_url} {server.metrics_url}")
+
+    launcher.serve(
+        pipeline.built_repository(_load(config_path, overrides)),
+        launcher.ServeOptions(**listen),
+        report=_log,
+        log=_log,
+        on_ready=announce,
+    )
+
+
+@main.command()
+@click.argument("prompt", required=False)
+@click.option(
+    "--file",
+    "prompt_file",
+    type=click.File(encoding="utf-8"),
+    help="Read the prompt from a file; `-` is standard input.",
+)
+@click.option(
+    "--url",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="http://HOST:PORT or grpc://HOST:PORT",
+)
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
+@click.option("--stream", is_flag=True, help="Print the text as it comes.")
+@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option("--num-draft-tokens", type=int, help="Draft tokens per step; 0: target alone.")
+@click.option("--temperature", type=float, help="0: greedy, as without it.")
+@click.option("--top-k", type=int)
+@click.option("--top-p", type=float)
+@click.option("--min-p", type=float)
+@click.option("--seed", type=int, help="Makes sampled output repeatable.")
+@click.option("--stop", "stop_words", multiple=True, help="End before this text; repeatable.")
+@_json_option
+def generate(
+    prompt: str | None,
+    prompt_file: Any,
+    url: str,
+    chat: bool,
+    stream: bool,
+    stop_words: Sequence[str],
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Ask a running server; the prompt is PROMPT, --file, or standard input."""
+    from specpipe.triton.client import Client
+
+    text = _prompt(prompt, prompt_file)
+    if stop_words:
+        settings["stop_words"] = list(stop_words)
+    if chat:
+        settings["messages"] = [{"role": "user", "content": text}]
+    with Client(url) as client:
+        asked = None if chat else text
+        if stream:
+            completions = client.stream(asked, **settings)
+        else:
+            completions = iter([client.generate(asked, **settings)])
+        for completion in completions:
+            if as_json:
+                _print_json(_completion_json(completion), indent=None)
+            else:
+                click.echo(completion.text, nl=False)
+    if not as_json:
+        click.echo()
+        click.echo(_summary(completion), err=True)
+
+
+@main.command()
+def schema() -> None:
+    """Print the JSON Schema of the YAML, for editors."""
+    from specpipe.config import json_schema
+
+    _print_json(json_schema())
+
+
+class _Progress:
+    """Writes to stderr what `build` does."""
+
+    def started(self, stage: str, reasons: Sequence[str]) -> None:
+        for reason in reasons:
+            _log(f"{stage}: {reason}")
+
+    def waiting(self, stage: str) -> None:
+        _log(f"{stage}: another build of it is running, waiting")
+
+    def finished(self, report: StageReport) -> None:
+        done = f"built in {report.duration_s:.1f} s" if report.reasons else "up to date"
+        _log(f"{report.stage}: {done}")
+
+
+def _load(path: Path, overrides: Sequence[str]) -> PipelineConfig:
+    from specpipe.config import load_config
+
+    return load_config(path, overrides)
+
+
+def _prompt(prompt: str | None, file: Any) -> str:
+    if prompt is not None and file is not None:
+        raise click.UsageError("Give the prompt once: as PROMPT or with --file.")
+    if prompt is not None:
+        return prompt
+    if file is not None:
+        return str(file.read())
+    if sys.stdin.isatty():
+        raise click.UsageError("Missing prompt: give PROMPT or --file, or pipe it in.")
+    return sys.stdin.read()
+
+
+def _stage_json(report: StageReport) -> dict[str, Any]:
+    return {
+        "stage": report.stage,
+        "artifact": str(report.artifact),
+        "reasons": list(report.reasons),
+    }
+
+
+def _completion_json(completion: Completion) -> dict[str, Any]:
+    values = dataclasses.asdict(completion)
+    return {key: value for key, value in values.items() if value not in (None, ())}
+
+
+def _summary(completion: Completion) -> str:
+    """Writes what the last response reports in one line."""
+    statistics = completion.statistics
+    if statistics is None:
+        return f"finish reason: {completion.finish_reason}"
+    parts = [
+        f"finish reason: {completion.finish_reason}",
+        f"{statistics.num_output_tokens} tokens in {statistics.num_steps} steps",
+    ]
+    if statistics.acceptance_rate is not None:
+        accepted = f"{statistics.total_accepted_draft_tokens}/{statistics.total_draft_tokens}"
+        parts.append(f"acceptance rate {statistics.acceptance_rate:.2f} ({accepted})")
+    return " · ".join(parts)
+
+
+def _shown(path: Path) -> str:
+    """Returns a path as it is seen from here, where it lies below."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _print_json(data: Any, indent: int | None = 2) -> None:
+    click.echo(json.dumps(data, indent=indent, ensure_ascii=False))
+
+
+def _log(line: str) -> None:
+    click.echo(line, err=True)

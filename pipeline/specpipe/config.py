@@ -1,0 +1,224 @@
+"""The YAML as frozen models, and `load_config`, the only door to it.
+
+Keys that no model knows are refused, values are not converted (`"4"` is not 4), and every message
+names file, line, key path, value and what was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from specpipe import config_messages
+from specpipe.errors import ConfigError
+from specpipe.yaml_document import parse_yaml, read_yaml
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+
+class CheckpointConfig(_Section):
+    """One Hugging Face checkpoint, and how its weights are split."""
+
+    checkpoint: str = Field(min_length=1)
+    """A folder, relative to this file, or the id of a model on the Hugging Face hub."""
+
+    revision: str | None = None
+    """Commit, tag or branch of a hub id; none: what `main` is when it is first resolved."""
+
+    tp_size: int = Field(default=1, ge=1)
+    """Ranks that share every layer (tensor parallelism)."""
+
+    pp_size: int = Field(default=1, ge=1)
+    """Groups of ranks that share the layers (pipeline parallelism)."""
+
+
+class SpeculationConfig(_Section):
+    """How the draft model speculates."""
+
+    num_draft_tokens: int = Field(default=4, ge=0, le=32)
+    """Draft tokens per step (K); a request may ask for fewer. 0: the target model alone."""
+
+    adaptive: bool = True
+    """Whether each request's K follows its own acceptance, so that a poor draft costs little."""
+
+
+class EngineConfig(_Section):
+    """What is built, and what it must hold at once."""
+
+    runtime: Literal["torch"] = "torch"
+    """The library that builds and runs the engines."""
+
+    max_batch_size: int = Field(default=8, ge=1)
+    """Requests that run at once; more wait in the queue."""
+
+    max_seq_len: int | None = Field(default=None, ge=2)
+    """Tokens of prompt and answer together; none: the target's context length, up to 4096."""
+
+    max_num_tokens: int = Field(default=256, ge=1)
+    """Tokens of all requests that one forward takes; longer prompts are prefilled in chunks."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the engines compute in; auto: float32 on a CPU, the checkpoint's own on a GPU."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engines run; auto: the GPU where there is one."""
+
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engines; none: all cores but one, which is left to Triton."""
+
+
+class ServingConfig(_Section):
+    """What the server refuses or gives up."""
+
+    max_queue_size: int = Field(default=128, ge=1)
+    """Requests that may wait; one more is refused."""
+
+    request_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Seconds from arrival to the last token; then the request ends with what it has."""
+
+
+class PipelineConfig(_Section):
+    """One draft–target pair: where it comes from, what is built and how it is served."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    """Names the folder of the artifacts: letters, digits, `.`, `_` and `-`."""
+
+    draft: CheckpointConfig
+    """The small model, which proposes tokens."""
+
+    target: CheckpointConfig
+    """The large model, which verifies them and whose output is served."""
+
+    speculation: SpeculationConfig = SpeculationConfig()
+    """How the draft model speculates."""
+
+    engine: EngineConfig = EngineConfig()
+    """What is built, and what it must hold at once."""
+
+    serving: ServingConfig = ServingConfig()
+    """What the server refuses or gives up."""
+
+    output_dir: Path = Field(default=Path("engines"), strict=False)
+    """Folder, relative to this file, under which `<name>/` holds the artifacts."""
+
+    _source: Path = PrivateAttr(default=Path("specpipe.yaml"))
+
+    def model_post_init(self, context: Any, /) -> None:
+        if isinstance(context, Path):
+            self._source = context
+
+    @model_validator(mode="after")
+    def _check_num_tokens(self) -> PipelineConfig:
+        num_tokens = self.speculation.num_draft_tokens + 1
+        if self.engine.max_num_tokens < num_tokens:
+            raise config_messages.broken_rule(
+                "engine.max_num_tokens",
+                self.engine.max_num_tokens,
+                f"at least {num_tokens}, one more than speculation.num_draft_tokens",
+            )
+        return self
+
+    @property
+    def source(self) -> Path:
+        """The YAML file; relative paths start at its folder."""
+        return self._source
+
+    @property
+    def base_dir(self) -> Path:
+        """The folder that relative paths start at."""
+        return self._source.parent
+
+    @property
+    def artifacts_dir(self) -> Path:
+        """The folder of everything that is built for this pair."""
+        return (self.base_dir / self.output_dir / self.name).resolve()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Reads a YAML file, applies `a.b=value` overrides in order and validates the whole."""
+    document = read_yaml(path)
+    if document.data is None:
+        raise ConfigError(f"{path} is empty: expected the keys {_required_keys()}")
+    if not isinstance(document.data, dict):
+        raise ConfigError(
+            f"{path}:{document.line(())}: the file holds {_kind(document.data)}: "
+            f"expected a mapping with the keys {_required_keys()}"
+        )
+    data: Any = document.data
+    sets = [_parse_override(text) for text in overrides]
+    for override in sets:
+        data = override.apply(data)
+    try:
+        return PipelineConfig.model_validate(data, context=path)
+    except ValidationError as exc:
+        schema = PipelineConfig.model_json_schema()
+        sentences = []
+        for error in exc.errors(include_url=False):
+            keys = config_messages.key_path(error)
+            blamed = [override.text for override in sets if override.covers(keys)]
+            place = f"--set {blamed[-1]}" if blamed else f"{path}:{document.line(keys)}"
+            sentences.append(f"{place}: {config_messages.explain(error, schema)}")
+        raise ConfigError("\n".join(sentences)) from None
+
+
+def json_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of the YAML, for editors; the docstrings are its descriptions."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **PipelineConfig.model_json_schema(),
+    }
+
+
+@dataclass(frozen=True)
+class _Override:
+    text: str
+    keys: tuple[str, ...]
+    value: Any
+
+    def apply(self, data: Any, depth: int = 0) -> Any:
+        """Returns `data` with the value set; the mapping it was read into stays as it is."""
+        if depth == len(self.keys):
+            return self.value
+        if data is None:
+            data = {}
+        if not isinstance(data, dict):
+            parent = ".".join(self.keys[:depth])
+            value = config_messages.show(data)
+            raise ConfigError(
+                f"--set {self.text}: {parent} is {value}, which has no settings below it"
+            )
+        key = self.keys[depth]
+        return {**data, key: self.apply(data.get(key), depth + 1)}
+
+    def covers(self, keys: tuple[str | int, ...]) -> bool:
+        """Says whether this override decided what stands, or is missing, at a key path."""
+        common = min(len(keys), len(self.keys))
+        return keys[:common] == self.keys[:common]
+
+
+def _parse_override(text: str) -> _Override:
+    key, equals, value = text.partition("=")
+    keys = tuple(key.strip().split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {text}: expected KEY=VALUE, as in --set engine.max_batch_size=8")
+    return _Override(text, keys, parse_yaml(value, origin=f"--set {text}").data)
+
+
+def _required_keys() -> str:
+    return ", ".join(n for n, field in PipelineConfig.model_fields.items() if field.is_required())
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list):
+        return "a list"
+    return "text" if isinstance(value, str) else f"the value {config_messages.show(value)}"

@@ -1,0 +1,129 @@
+"""Validation errors as sentences; what a setting takes is read from the JSON Schema."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+KeyPath = tuple[str | int, ...]
+Schema = Mapping[str, Any]
+
+_RULE = "rule_across_settings"
+
+
+def broken_rule(key: str, value: Any, expected: str) -> PydanticCustomError:
+    """Returns the error of a rule over several settings, to be raised by a validator.
+
+    `key` names the setting, with dots, that the message points at.
+    """
+    context = {"keys": tuple(key.split(".")), "value": value, "expected": expected}
+    return PydanticCustomError(_RULE, "expected {expected}", context)
+
+
+def key_path(error: ErrorDetails) -> KeyPath:
+    """Returns the setting that an error is about."""
+    keys: KeyPath = error["ctx"]["keys"] if error["type"] == _RULE else error["loc"]
+    return keys
+
+
+def explain(error: ErrorDetails, schema: Schema) -> str:
+    """Writes an error as: key path, value, what was expected; or the key that was meant."""
+    keys = key_path(error)
+    name = _dotted(keys)
+    if error["type"] == "extra_forbidden":
+        return f"{name} is not a setting: {_nearest(keys, schema)}"
+    if error["type"] == _RULE:
+        context = error["ctx"]
+        return f"{name} is {show(context['value'])}: expected {context['expected']}"
+    expected = _expected(_schema_at(keys, schema))
+    if error["type"] == "missing":
+        return f"{name} is missing: expected {expected}"
+    return f"{name} is {show(error['input'])}: expected {expected}"
+
+
+def show(value: Any) -> str:
+    """Writes a value as the YAML has it, shortened."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return reprlib.repr(value)
+
+
+def _nearest(keys: KeyPath, schema: Schema) -> str:
+    """Names the setting that was probably meant, or lists those of the section."""
+    *section, mistyped = keys
+    here = list(_schema_at(section, schema).get("properties", {}))
+    everywhere = list(_all_keys((), schema))
+    same_name = [key for key in everywhere if key[-1] == mistyped]
+    close_here = difflib.get_close_matches(str(mistyped), here, n=1)
+    close_names = difflib.get_close_matches(
+        str(mistyped), [str(key[-1]) for key in everywhere], n=1
+    )
+    if len(same_name) == 1:
+        return f"did you mean {_dotted(same_name[0])}?"
+    if close_here:
+        return f"did you mean {_dotted((*section, close_here[0]))}?"
+    if close_names:
+        return f"did you mean {_dotted(next(k for k in everywhere if k[-1] == close_names[0]))}?"
+    return f"expected one of {', '.join(here)}"
+
+
+def _all_keys(section: KeyPath, schema: Schema) -> Iterator[KeyPath]:
+    for name in _schema_at(section, schema).get("properties", {}):
+        yield (*section, name)
+        yield from _all_keys((*section, name), schema)
+
+
+def _schema_at(keys: Sequence[str | int], schema: Schema) -> Schema:
+    definitions: Schema = schema["$defs"]
+    for key in keys:
+        schema = schema.get("properties", {}).get(key, {})
+        if "$ref" in schema:
+            schema = definitions[schema["$ref"].rpartition("/")[2]]
+    return schema
+
+
+def _expected(schema: Schema) -> str:
+    """Describes what a setting takes, from its JSON Schema."""
+    if "anyOf" in schema:
+        return " or ".join(_expected(choice) for choice in schema["anyOf"])
+    if "const" in schema:
+        return f"'{schema['const']}'"
+    if "enum" in schema:
+        return "one of " + ", ".join(f"'{choice}'" for choice in schema["enum"])
+    match schema.get("type"):
+        case "object":
+            keys = schema.get("required") or list(schema["properties"])
+            return f"a mapping with {', '.join(keys)}"
+        case "integer":
+            return f"a whole number{_range(schema)}"
+        case "number":
+            return f"a number{_range(schema)}"
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case _:
+            hint = schema.get("description", "").removesuffix(".")
+            return f"text ({hint[0].lower()}{hint[1:]})" if hint else "text"
+
+
+def _range(schema: Schema) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    if low is not None:
+        return f" of at least {low}"
+    return f" above {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else ""
+
+
+def _dotted(keys: KeyPath) -> str:
+    return ".".join(str(key) for key in keys)

@@ -1,0 +1,241 @@
+"""The road from a config to a Triton repository: which stages, in which order, and running them.
+
+check ─→ draft/convert ──→ draft/build_engine ───┐
+         target/convert ─→ target/build_engine ──┴→ package
+
+<output_dir>/<name>/  check/  draft/{checkpoint,engine}/  target/{checkpoint,engine}/  model_repo/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from specpipe import cache, source
+from specpipe.checkpoint import read_config
+from specpipe.config import CheckpointConfig, PipelineConfig
+from specpipe.errors import CheckpointError, ConfigError, RepositoryError
+from specpipe.families import unified_config
+from specpipe.pairing import PairContract, check_pair
+from specpipe.runtimes.base import PairOptions, load_runtime
+from specpipe.runtimes.torch.build import context_length
+from specpipe.stages.base import Role, Stage
+from specpipe.stages.check import Check
+from specpipe.stages.convert import Convert
+from specpipe.stages.package import Package
+
+
+_DEFAULT_MAX_SEQ_LEN = 4096
+"""Contexts are long by now, and the KV cache of a whole one for each request seldom fits."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Brings the weights of a hub checkpoint, at the commit whose small files made the plan."""
+
+    repo_id: str
+    commit: str
+    base: Path
+    role: Role
+
+    def __call__(self) -> None:
+        source.resolve(self.repo_id, revision=self.commit, base=self.base, role=self.role)
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage and the folder that it makes.
+
+    `fetch` brings what it reads, just before it runs; `require` raises where a library that it
+    needs is missing, before any stage runs.
+    """
+
+    stage: Stage
+    artifact: Path
+    fetch: Fetch | None = None
+    require: Callable[[], None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    def reads(self, other: PlannedStage) -> bool:
+        """True if the other's artifact, or a file in it, is an input of this stage."""
+        files = self.stage.inputs().files
+        return any(other.artifact in (path, *path.parents) for path in files)
+
+
+Plan = tuple[PlannedStage, ...]
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What became of a stage, or would: no reasons, no run."""
+
+    stage: str
+    artifact: Path
+    reasons: tuple[str, ...]
+    duration_s: float = 0.0
+
+
+class Reporter(Protocol):
+    """Hears how a run goes on."""
+
+    def started(self, stage: str, reasons: Sequence[str]) -> None: ...
+
+    def waiting(self, stage: str) -> None:
+        """Another build of the same artifact has to finish first."""
+
+    def finished(self, report: StageReport) -> None: ...
+
+
+def plan(config: PipelineConfig) -> Plan:
+    """Returns the stages in order; refuses unsupported checkpoints, reads small files only."""
+    draft = _Side.resolve(config, config.draft, "draft")
+    target = _Side.resolve(config, config.target, "target")
+    max_seq_len = _max_seq_len(config, target)
+    runtime = load_runtime(config.engine.runtime)
+    check = PlannedStage(Check(draft.folder, target.folder), config.artifacts_dir / "check")
+    converts, builds = [], []
+    for side in (draft, target):
+        folder = config.artifacts_dir / side.role
+        convert = Convert(
+            side.role, side.folder, tp_size=side.checkpoint.tp_size, pp_size=side.checkpoint.pp_size
+        )
+        build_engine = runtime.build_stage(
+            role=side.role,
+            checkpoint=folder / "checkpoint",
+            engine=config.engine,
+            # A draft with a shorter context stops drafting there; the request goes on.
+            max_seq_len=min(max_seq_len, side.max_seq_len),
+            max_draft_len=config.speculation.num_draft_tokens,
+        )
+        converts.append(PlannedStage(convert, folder / "checkpoint", side.fetch))
+        builds.append(PlannedStage(build_engine, folder / "engine", require=runtime.require))
+    package = Package(
+        draft_engine=builds[0].artifact,
+        target_engine=builds[1].artifact,
+        tokenizer=target.folder,
+        contract=check.artifact / "pair.json",
+        runtime=config.engine.runtime,
+        options=PairOptions(
+            num_draft_tokens=config.speculation.num_draft_tokens,
+            adaptive=config.speculation.adaptive,
+            max_batch_size=config.engine.max_batch_size,
+            max_seq_len=max_seq_len,
+            max_num_tokens=config.engine.max_num_tokens,
+            max_queue_size=config.serving.max_queue_size,
+            request_timeout_s=config.serving.request_timeout_s,
+            num_threads=config.engine.num_threads,
+        ),
+    )
+    return (check, *converts, *builds, PlannedStage(package, repository_dir(config)))
+
+
+def check(config: PipelineConfig) -> PairContract:
+    """Returns the pair contract, or raises what `plan` and the check stage would; makes nothing."""
+    draft = _Side.resolve(config, config.draft, "draft")
+    target = _Side.resolve(config, config.target, "target")
+    _max_seq_len(config, target)
+    return check_pair(draft.folder, target.folder)
+
+
+def repository_dir(config: PipelineConfig) -> Path:
+    """Returns where the Triton repository of a pair is, or will be."""
+    return config.artifacts_dir / "model_repo"
+
+
+def built_repository(config: PipelineConfig) -> Path:
+    """Returns the Triton repository of a pair; raises RepositoryError where none was built."""
+    folder = repository_dir(config)
+    if not folder.is_dir():
+        raise RepositoryError(
+            f"{folder} does not exist: run `specpipe build --config {config.source}` first"
+        )
+    return folder
+
+
+def preview(stages: Plan) -> tuple[StageReport, ...]:
+    """Returns why each stage would run; nothing is made."""
+    reports: list[StageReport] = []
+    running: list[PlannedStage] = []
+    for planned in stages:
+        reasons = cache.stale_reasons(planned.stage, planned.artifact)
+        if reasons != ["missing"]:
+            reasons += [f"upstream {other.name} runs" for other in running if planned.reads(other)]
+        if reasons:
+            running.append(planned)
+        reports.append(StageReport(planned.name, planned.artifact, tuple(reasons)))
+    return tuple(reports)
+
+
+def run(stages: Plan, reporter: Reporter) -> tuple[StageReport, ...]:
+    """Makes what is stale, in order. A stage whose inputs came out as before does not run."""
+    for planned in stages:
+        if planned.require is not None:
+            planned.require()
+    return tuple(_run_stage(planned, reporter) for planned in stages)
+
+
+def _run_stage(planned: PlannedStage, reporter: Reporter) -> StageReport:
+    if planned.fetch and cache.stale_reasons(planned.stage, planned.artifact):
+        planned.fetch()
+    built = cache.build(
+        planned.stage,
+        planned.artifact,
+        on_start=lambda reasons: reporter.started(planned.name, reasons),
+        on_wait=lambda: reporter.waiting(planned.name),
+    )
+    report = StageReport(planned.name, planned.artifact, built.reasons, built.duration_s)
+    reporter.finished(report)
+    return report
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One checkpoint, resolved to a folder that holds its small files at least."""
+
+    role: Role
+    checkpoint: CheckpointConfig
+    folder: Path
+    max_seq_len: int  # positions within which an engine computes what the checkpoint means
+    limit: str  # what that number is
+    fetch: Fetch | None
+
+    @classmethod
+    def resolve(cls, config: PipelineConfig, checkpoint: CheckpointConfig, role: Role) -> _Side:
+        found = source.resolve(
+            checkpoint.checkpoint,
+            revision=checkpoint.revision,
+            base=config.base_dir,
+            role=role,
+            weights=False,
+        )
+        try:
+            # The dtype may be left to the weights, and has no part in this.
+            unified = unified_config({**read_config(found.path), "dtype": "float32"})
+        except CheckpointError as exc:
+            raise CheckpointError(f"{role} {found.path}: {exc}") from exc
+        window = unified["sliding_window"]
+        return cls(
+            role=role,
+            checkpoint=checkpoint,
+            folder=found.path,
+            max_seq_len=window or context_length(unified),
+            limit="sliding window" if window else "context length",
+            fetch=Fetch(found.name, found.revision, config.base_dir, role)
+            if found.revision
+            else None,
+        )
+
+
+def _max_seq_len(config: PipelineConfig, target: _Side) -> int:
+    wanted = config.engine.max_seq_len
+    if wanted is not None and wanted > target.max_seq_len:
+        raise ConfigError(
+            f"{config.source}: engine.max_seq_len is {wanted}: expected at most "
+            f"{target.max_seq_len}, the {target.limit} of the target {target.checkpoint.checkpoint}"
+        )
+    return wanted or min(target.max_seq_len, _DEFAULT_MAX_SEQ_LEN)

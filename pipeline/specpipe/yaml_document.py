@@ -1,0 +1,139 @@
+"""YAML that remembers where every value stands, for messages that name file and line.
+
+PyYAML's safe loader resolves the scalars; the tree is built here, since the library's own
+constructor keeps the last of two equal keys and forgets the lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specpipe.errors import ConfigError
+
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML document: plain Python values, and the nodes that they were read from."""
+
+    data: Any
+    root: yaml.Node | None
+
+    def line(self, keys: Sequence[str | int]) -> int:
+        """Returns the line of the key (or list item) at a path, or of the last part that exists."""
+        node = self.root
+        line = 1
+        for key in keys:
+            if isinstance(node, yaml.MappingNode):
+                found = next((kv for kv in node.value if kv[0].value == key), None)
+                if found is None:
+                    break
+                line, node = found[0].start_mark.line + 1, found[1]
+            elif (
+                isinstance(node, yaml.SequenceNode)
+                and isinstance(key, int)
+                and key < len(node.value)
+            ):
+                node = node.value[key]
+                line = node.start_mark.line + 1
+            else:
+                break
+        return line
+
+
+def read_yaml(path: Path) -> Document:
+    """Reads a file that holds one YAML document; raises ConfigError with its line otherwise."""
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: expected a YAML file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder: expected a YAML file") from None
+    except UnicodeDecodeError as exc:
+        raise ConfigError(
+            f"{path} is not text in UTF-8 (byte {exc.start}): expected a YAML file"
+        ) from exc
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    return parse_yaml(text, origin=str(path))
+
+
+def parse_yaml(text: str, *, origin: str) -> Document:
+    """Parses one YAML document; `origin` begins the messages: a path, or a command-line option."""
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.reader.ReaderError as exc:
+        line = text.count("\n", 0, exc.position) + 1
+        character = f"U+{ord(text[exc.position]):04X}"
+        raise ConfigError(
+            f"{origin}:{line}: not YAML: the character {character} is not allowed"
+        ) from exc
+    try:
+        root = loader.get_single_node()
+        return Document(_Builder(loader, origin).build(root) if root else None, root)
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        where = f"{origin}:{mark.line + 1}" if mark else origin
+        problem = " ".join(part for part in (exc.context, exc.problem) if part)
+        raise ConfigError(f"{where}: not YAML: {problem}") from exc
+    except RecursionError:
+        raise ConfigError(f"{origin}: not a configuration: nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+class _Builder:
+    """Builds Python values from nodes; an aliased node is built once and shared."""
+
+    def __init__(self, loader: yaml.SafeLoader, origin: str) -> None:
+        self._loader = loader
+        self._origin = origin
+        self._built: dict[yaml.Node, Any] = {}
+        self._open: set[yaml.Node] = set()
+
+    def build(self, node: yaml.Node) -> Any:
+        if node in self._built:
+            return self._built[node]
+        if node in self._open:
+            raise self._error(node, "this value contains itself")
+        self._open.add(node)
+        value: Any
+        if isinstance(node, yaml.MappingNode):
+            value = self._mapping(node)
+        elif isinstance(node, yaml.SequenceNode):
+            value = [self.build(item) for item in node.value]
+        else:
+            value = self._scalar(node)
+        self._open.discard(node)
+        self._built[node] = value
+        return value
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.tag == _MERGE_TAG:
+                continue
+            name = self._scalar(key) if isinstance(key, yaml.ScalarNode) else None
+            if not isinstance(name, str):
+                shown = f"the key {key.value}" if isinstance(key, yaml.ScalarNode) else "this key"
+                raise self._error(key, f"{shown} is not text: put it in quotes")
+            if name in lines:
+                raise self._error(key, f"duplicate key '{name}', first set in line {lines[name]}")
+            lines[name] = key.start_mark.line + 1
+        self._loader.flatten_mapping(node)
+        return {key.value: self.build(value) for key, value in node.value}
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        try:
+            return self._loader.construct_object(node)
+        except ValueError as exc:  # such as the date 2026-13-45
+            raise self._error(node, f"'{node.value}' has no meaning in YAML: {exc}") from exc
+
+    def _error(self, node: yaml.Node, problem: str) -> ConfigError:
+        return ConfigError(f"{self._origin}:{node.start_mark.line + 1}: {problem}")

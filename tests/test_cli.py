@@ -1,0 +1,456 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specpipe import __version__, pipeline
+from specpipe.cli import main
+from specpipe.config import PipelineConfig, load_config
+from specpipe.errors import SpecpipeError
+from specpipe.pipeline import Plan, PlannedStage
+from specpipe.speculative.request import Statistics
+from specpipe.stages.base import StageInputs
+from specpipe.triton.client import Completion
+
+ROOT = Path(__file__).parents[1]
+PAIR = ROOT / "models" / "python-code"
+MINIMAL = "name: toy\ndraft: {checkpoint: a}\ntarget: {checkpoint: b}\n"
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(MINIMAL)
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, arguments, input=stdin)
+
+
+@dataclass(frozen=True)
+class Write:
+    """Writes the batch size, or does what the hook does."""
+
+    batch_size: int
+    hook: Callable[[], object] = lambda: None
+    name: str = "draft/write"
+
+    def inputs(self) -> StageInputs:
+        return StageInputs(files=(), settings={"max_batch_size": self.batch_size})
+
+    def run(self, out: Path) -> None:
+        (out / "half").write_text("x")
+        self.hook()
+
+
+def plan_of(hook: Callable[[], object] = lambda: None) -> Callable[[PipelineConfig], Plan]:
+    def plan(config: PipelineConfig) -> Plan:
+        stage = Write(config.engine.max_batch_size, hook)
+        return (PlannedStage(stage, config.artifacts_dir / "model_repo"),)
+
+    return plan
+
+
+@pytest.fixture
+def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "plan", plan_of())
+
+
+def test_help_lists_the_commands() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    commands = result.output.partition("Commands:")[2].split("\n")
+    assert [line.split()[0] for line in commands if line.strip()] == [
+        "build",
+        "check",
+        "generate",
+        "init",
+        "schema",
+        "serve",
+    ]
+
+
+@pytest.mark.parametrize("command", ["build", "check", "generate", "init", "schema", "serve"])
+def test_each_command_has_help(command: str) -> None:
+    assert run(command, "--help").exit_code == 0
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"specpipe, version {__version__}\n"
+
+
+def test_usage_errors_exit_2() -> None:
+    result = run("build")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("Error: Missing option '--config'.\n")
+    assert run("biuld").exit_code == 2
+
+
+def test_config_errors_exit_1_with_one_sentence() -> None:
+    result = run("build", "--config", "nothing.yaml")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == "Error: nothing.yaml does not exist: expected a YAML file\n"
+
+
+def test_set_is_validated() -> None:
+    result = run("build", "--config", "x.yaml", "--set", "engine.max_batch_size=0")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "Error: --set engine.max_batch_size=0: engine.max_batch_size is 0:"
+        " expected a whole number of at least 1\n"
+    )
+
+
+def test_missing_checkpoint_is_one_sentence(tmp_path: Path) -> None:
+    result = run("build", "--config", "x.yaml", "--set", "draft.checkpoint=./a")
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: draft.checkpoint ./a: there is no folder {tmp_path}/a\n"
+
+
+def test_debug_adds_the_traceback() -> None:
+    result = run("--debug", "build", "--config", "nothing.yaml")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Traceback (most recent call last):\n")
+    assert result.stderr.endswith("Error: nothing.yaml does not exist: expected a YAML file\n")
+
+
+def test_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "plan", lambda config: 1 / 0)
+    assert isinstance(run("build", "--config", "x.yaml").exception, ZeroDivisionError)
+
+
+@pytest.mark.usefixtures("one_stage")
+def test_build_prints_the_repository_and_reports_progress() -> None:
+    result = run("build", "--config", "x.yaml")
+    assert result.exit_code == 0
+    assert result.stdout == "engines/toy/model_repo\n"
+    assert result.stderr == "draft/write: missing\ndraft/write: built in 0.0 s\n"
+    again = run("build", "--config", "x.yaml")
+    assert again.stdout == "engines/toy/model_repo\n"
+    assert again.stderr == "draft/write: up to date\n"
+
+
+@pytest.mark.usefixtures("one_stage")
+def test_dry_run_prints_reasons_and_makes_nothing(tmp_path: Path) -> None:
+    result = run("build", "--config", "x.yaml", "--dry-run")
+    assert (result.exit_code, result.stdout) == (0, "draft/write: missing\n")
+    assert not (tmp_path / "engines").exists()
+    run("build", "--config", "x.yaml")
+    assert run("build", "--config", "x.yaml", "--dry-run").stdout == "draft/write: up to date\n"
+    changed = run("build", "--config", "x.yaml", "--dry-run", "--set", "engine.max_batch_size=4")
+    assert changed.stdout == "draft/write: max_batch_size was 8, is now 4\n"
+
+
+@pytest.mark.usefixtures("one_stage")
+def test_json_results(tmp_path: Path) -> None:
+    artifact = f"{tmp_path}/engines/toy/model_repo"
+    stage = {"stage": "draft/write", "artifact": artifact, "reasons": ["missing"]}
+    planned = run("build", "--config", "x.yaml", "--dry-run", "--json")
+    assert json.loads(planned.stdout) == {"stages": [stage]}
+    built = json.loads(run("build", "--config", "x.yaml", "--json").stdout)
+    assert built.pop("stages")[0].items() >= stage.items()
+    assert built == {"repository": artifact}
+
+
+def test_failed_stage_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise SpecpipeError("the checkpoint is broken: download it again")
+
+    monkeypatch.setattr(pipeline, "plan", plan_of(fail))
+    result = run("build", "--config", "x.yaml")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "draft/write: missing\nError: the checkpoint is broken: download it again\n"
+    )
+    assert [path.name for path in (tmp_path / "engines" / "toy").iterdir()] == [".model_repo.lock"]
+
+
+SLOW_BUILD = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from specpipe import pipeline
+from specpipe.cli import main
+from tests.test_cli import plan_of
+
+def hang():
+    print("running", flush=True)
+    time.sleep(60)
+
+pipeline.plan = plan_of(hang)
+main(["build", "--config", "x.yaml"])
+"""
+
+
+@pytest.fixture
+def slow_build() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_BUILD.format(tests=str(ROOT))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing(
+    slow_build: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "engines" / "toy"
+    assert (folder / ".model_repo.staging" / "half").is_file()
+    slow_build.send_signal(signal.SIGINT)
+    _, errors = slow_build.communicate(timeout=20)
+    assert slow_build.returncode == 130
+    assert errors == "draft/write: missing\nInterrupted.\n"
+    assert [path.name for path in folder.iterdir()] == [".model_repo.lock"]
+
+
+@pytest.mark.usefixtures("one_stage")
+def test_killed_build_is_made_again(slow_build: subprocess.Popen[str], tmp_path: Path) -> None:
+    slow_build.kill()
+    slow_build.wait()
+    assert run("build", "--config", "x.yaml").exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "engines" / "toy").iterdir()) == [
+        ".model_repo.lock",
+        "model_repo",
+        "model_repo.manifest.json",
+    ]
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from specpipe.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'pydantic', 'yaml', 'tritonclient'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_schema_is_json() -> None:
+    result = run("schema")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["title"] == "PipelineConfig"
+
+
+def test_check_states_the_contract() -> None:
+    result = run("check", "--config", str(ROOT / "configs" / "quickstart.yaml"))
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == (
+        "draft and target fit: 4096 token ids in use; embedding rows: draft 4096, target 4096\n"
+        "context: draft 1024, target 1024\n"
+        "end ids: 0\n"
+    )
+
+
+def test_check_as_json() -> None:
+    result = run("check", "--config", str(ROOT / "configs" / "quickstart.yaml"), "--json")
+    contract = json.loads(result.stdout)
+    assert contract["num_used_token_ids"] == 4096
+    assert contract["end_token_ids"] == [0]
+
+
+def test_serve_without_a_build_says_what_to_run(tmp_path: Path) -> None:
+    result = run("serve", "--config", "x.yaml")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: {tmp_path}/engines/toy/model_repo does not exist:"
+        " run `specpipe build --config x.yaml` first\n"
+    )
+
+
+def test_init_writes_a_config_that_loads(tmp_path: Path) -> None:
+    result = run("init", str(PAIR / "draft"), str(PAIR / "target"))
+    assert (result.exit_code, result.stdout) == (0, "python-code.yaml\n")
+    config = load_config(Path("python-code.yaml"))
+    assert config.name == "python-code"
+    assert (tmp_path / config.draft.checkpoint).resolve() == PAIR / "draft"
+    assert (tmp_path / config.target.checkpoint).resolve() == PAIR / "target"
+    assert config.engine.max_seq_len == 1024
+    pipeline.plan(config)
+
+
+def test_init_takes_paths_from_here_and_writes_them_from_the_file(tmp_path: Path) -> None:
+    os.symlink(PAIR, "pair")
+    Path("configs").mkdir()
+    result = run("init", "pair/draft", "pair/target", "--output", "configs/a.yaml", "--name", "no")
+    assert (result.exit_code, result.stdout) == (0, "configs/a.yaml\n")
+    config = load_config(Path("configs/a.yaml"))
+    assert config.name == "no"
+    assert (tmp_path / "configs" / config.draft.checkpoint).resolve() == PAIR / "draft"
+
+
+def test_init_keeps_an_existing_file() -> None:
+    result = run("init", str(PAIR / "draft"), str(PAIR / "target"), "--output", "x.yaml")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: x.yaml exists: delete it, or name another --output\n"
+    assert Path("x.yaml").read_text() == MINIMAL
+
+
+def test_init_refuses_a_name_that_no_config_may_have() -> None:
+    result = run("init", str(PAIR / "draft"), str(PAIR / "target"), "--name", "a/b")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "Error: --name a/b: expected letters, digits, '.', '_' and '-', a letter or digit first\n"
+    )
+
+
+STATISTICS = Statistics(
+    num_input_tokens=3,
+    num_output_tokens=4,
+    num_steps=2,
+    total_draft_tokens=5,
+    total_accepted_draft_tokens=2,
+    seed_used=7,
+    acceptance_rate=0.4,
+)
+
+
+class FakeClient:
+    """Stands in for a server; remembers what it was asked."""
+
+    asked: list[tuple[str, str | None, dict[str, object]]] = []
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __enter__(self) -> FakeClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def generate(self, prompt: str | None, **settings: object) -> Completion:
+        self._remember(prompt, settings)
+        return Completion(text="ab", finish_reason="stop", statistics=STATISTICS)
+
+    def stream(self, prompt: str | None, **settings: object) -> Iterator[Completion]:
+        self._remember(prompt, settings)
+        yield Completion(text="a")
+        yield Completion(text="b", finish_reason="stop", statistics=STATISTICS)
+
+    def _remember(self, prompt: str | None, settings: dict[str, object]) -> None:
+        given = {key: value for key, value in settings.items() if value is not None}
+        self.asked.append((self.url, prompt, given))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, dict[str, object]]]:
+    monkeypatch.setattr("specpipe.triton.client.Client", FakeClient)
+    FakeClient.asked = []
+    return FakeClient.asked
+
+
+Asked = list[tuple[str, str | None, dict[str, object]]]
+
+
+@pytest.mark.parametrize("streamed", [[], ["--stream"]])
+def test_generate_prints_text_and_statistics(asked: Asked, streamed: list[str]) -> None:
+    result = run("generate", "def f", "--seed", "7", "--stop", "\n", "--stop", "a,b", *streamed)
+    assert result.exit_code == 0
+    assert result.stdout == "ab\n"
+    assert result.stderr == (
+        "finish reason: stop · 4 tokens in 2 steps · acceptance rate 0.40 (2/5)\n"
+    )
+    settings = {"max_tokens": 128, "seed": 7, "stop_words": ["\n", "a,b"]}
+    assert asked == [("http://127.0.0.1:8000", "def f", settings)]
+
+
+def test_generate_as_json(asked: Asked) -> None:
+    result = run("generate", "x", "--json", "--url", "grpc://host:1", "--stream")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert lines[0] == {"text": "a"}
+    assert lines[1]["finish_reason"] == "stop"
+    assert lines[1]["statistics"]["acceptance_rate"] == 0.4
+    assert result.stderr == ""
+    assert asked[0][0] == "grpc://host:1"
+
+
+def test_generate_reads_file_and_stdin(asked: Asked) -> None:
+    Path("prompt.txt").write_text("from file\n")
+    assert run("generate", "--file", "prompt.txt").exit_code == 0
+    assert run("generate", "--file", "-", stdin="from stdin").exit_code == 0
+    assert run("generate", stdin="piped").exit_code == 0
+    assert [prompt for _, prompt, _ in asked] == ["from file\n", "from stdin", "piped"]
+
+
+def test_generate_takes_one_prompt(asked: Asked) -> None:
+    result = run("generate", "a", "--file", "x.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("Error: Give the prompt once: as PROMPT or with --file.\n")
+    assert asked == []
+
+
+def test_generate_sends_chat_as_messages(asked: Asked) -> None:
+    run("generate", "hi", "--chat", "--max-tokens", "5")
+    assert asked[0][1:] == (
+        None,
+        {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]},
+    )
+
+
+def test_generate_without_a_server_is_one_sentence() -> None:
+    result = run("generate", "x", "--url", "http://127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: http://127.0.0.1:1 does not answer")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is not None, reason="torch is installed here"
+)
+def test_build_without_torch_is_refused_before_it_starts(tmp_path: Path) -> None:
+    config = str(ROOT / "configs" / "quickstart.yaml")
+    result = run("build", "--config", config, "--set", f"output_dir={tmp_path / 'out'}")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: runtime 'torch' needs 'torch': pip install 'specpipe[torch]'\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_quickstart_builds_once(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", "from specpipe.cli import main; main()", "build"]
+    command += ["--config", str(ROOT / "configs" / "quickstart.yaml")]
+    command += ["--set", f"output_dir={tmp_path}"]
+
+    def build() -> list[str]:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "python-code/model_repo\n"
+        return done.stderr.splitlines()
+
+    first = build()
+    assert first[0] == "check: missing"
+    assert first[-1].startswith("package: built in ")
+    used = cpu_seconds_of_children()
+    assert build() == [
+        "check: up to date",
+        "draft/convert: up to date",
+        "target/convert: up to date",
+        "draft/build_engine: up to date",
+        "target/build_engine: up to date",
+        "package: up to date",
+    ]
+    assert cpu_seconds_of_children() - used < 1
+
+
+def cpu_seconds_of_children() -> float:
+    """Processor time, since the tests of others may run on the same cores."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from specpipe.config import PipelineConfig, json_schema, load_config
+from specpipe.errors import ConfigError
+
+MINIMAL = """\
+name: toy
+draft:
+  checkpoint: models/draft
+target:
+  checkpoint: models/target
+"""
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(text: str, *overrides: str) -> PipelineConfig:
+    Path("x.yaml").write_text(text)
+    return load_config(Path("x.yaml"), overrides)
+
+
+def refusal(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_committed_configs_load(path: Path) -> None:
+    assert load_config(path).source == path
+
+
+def test_quickstart_names_the_committed_pair() -> None:
+    config = load_config(next(path for path in CONFIGS if path.name == "quickstart.yaml"))
+    for checkpoint in (config.draft.checkpoint, config.target.checkpoint):
+        assert (config.base_dir / checkpoint / "config.json").is_file()
+
+
+def test_defaults() -> None:
+    config = load(MINIMAL)
+    assert config.model_dump(mode="json") == {
+        "name": "toy",
+        "draft": {"checkpoint": "models/draft", "revision": None, "tp_size": 1, "pp_size": 1},
+        "target": {"checkpoint": "models/target", "revision": None, "tp_size": 1, "pp_size": 1},
+        "speculation": {"num_draft_tokens": 4, "adaptive": True},
+        "engine": {
+            "runtime": "torch",
+            "max_batch_size": 8,
+            "max_seq_len": None,
+            "max_num_tokens": 256,
+            "dtype": "auto",
+            "device": "auto",
+            "num_threads": None,
+        },
+        "serving": {"max_queue_size": 128, "request_timeout_s": 600.0},
+        "output_dir": "engines",
+    }
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "x.yaml").write_text(MINIMAL + "output_dir: ../built\n")
+    config = load_config(folder / "x.yaml")
+    assert config.source == folder / "x.yaml"
+    assert config.base_dir == folder
+    assert config.artifacts_dir == tmp_path / "built" / "toy"
+
+
+def test_config_is_frozen() -> None:
+    config = load(MINIMAL)
+    with pytest.raises(ValidationError):
+        config.engine.max_batch_size = 2
+
+
+def test_merge_keys_and_anchors() -> None:
+    config = load(
+        "name: toy\ndraft: &one {checkpoint: a, tp_size: 2}\ntarget: {<<: *one, checkpoint: b}\n"
+    )
+    assert config.target.checkpoint == "b"
+    assert config.target.tp_size == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            "speculation:\n  num_draft_tokens: 64\n",
+            "x.yaml:7: speculation.num_draft_tokens is 64: expected a whole number from 0 to 32",
+        ),
+        (
+            'engine:\n  max_batch_size: "4"\n',
+            "x.yaml:7: engine.max_batch_size is '4': expected a whole number of at least 1",
+        ),
+        (
+            "engine:\n  max_batch_size: true\n",
+            "x.yaml:7: engine.max_batch_size is true: expected a whole number of at least 1",
+        ),
+        (
+            "engine:\n  max_seq_len: 1.5\n",
+            "x.yaml:7: engine.max_seq_len is 1.5: expected a whole number of at least 2 or null",
+        ),
+        (
+            "engine:\n\n  # a comment\n  dtype: float8\n",
+            "x.yaml:9: engine.dtype is 'float8':"
+            " expected one of 'auto', 'float32', 'bfloat16', 'float16'",
+        ),
+        (
+            "engine: {runtime: tensorrt}\n",
+            "x.yaml:6: engine.runtime is 'tensorrt': expected 'torch'",
+        ),
+        (
+            "speculation: {adaptive: 1}\n",
+            "x.yaml:6: speculation.adaptive is 1: expected true or false",
+        ),
+        (
+            "serving:\n  request_timeout_s: 0\n",
+            "x.yaml:7: serving.request_timeout_s is 0: expected a number above 0",
+        ),
+        (
+            "serving:\n",
+            "x.yaml:6: serving is empty: expected a mapping with max_queue_size, request_timeout_s",
+        ),
+        (
+            "engine: fast\n",
+            "x.yaml:6: engine is 'fast': expected a mapping with runtime, max_batch_size,"
+            " max_seq_len, max_num_tokens, dtype, device, num_threads",
+        ),
+        (
+            "engine:\n  max_num_tokens: 4\n",
+            "x.yaml:7: engine.max_num_tokens is 4:"
+            " expected at least 5, one more than speculation.num_draft_tokens",
+        ),
+        (
+            "output_dir: [a]\n",
+            "x.yaml:6: output_dir is ['a']: expected text"
+            " (folder, relative to this file, under which `<name>/` holds the artifacts)",
+        ),
+    ],
+)
+def test_wrong_values_name_line_key_value_and_expectation(extra: str, message: str) -> None:
+    assert refusal(MINIMAL + extra) == message
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            "engine:\n  max_batchsize: 4\n",
+            "x.yaml:7: engine.max_batchsize is not a setting: did you mean engine.max_batch_size?",
+        ),
+        (
+            "engine:\n  num_draft_tokens: 4\n",
+            "x.yaml:7: engine.num_draft_tokens is not a setting:"
+            " did you mean speculation.num_draft_tokens?",
+        ),
+        (
+            "max_sequence_len: 4\n",
+            "x.yaml:6: max_sequence_len is not a setting: did you mean engine.max_seq_len?",
+        ),
+        (
+            "speculation: {colour: red}\n",
+            "x.yaml:6: speculation.colour is not a setting:"
+            " expected one of num_draft_tokens, adaptive",
+        ),
+    ],
+)
+def test_mistyped_keys_name_the_nearest(extra: str, message: str) -> None:
+    assert refusal(MINIMAL + extra) == message
+
+
+def test_missing_keys_name_their_section() -> None:
+    assert refusal("name: toy\ndraft:\n  checkpoint: a\ntarget:\n  tp_size: 2\n") == (
+        "x.yaml:4: target.checkpoint is missing: expected text"
+        " (a folder, relative to this file, or the id of a model on the Hugging Face hub)"
+    )
+
+
+def test_all_faults_are_named_at_once() -> None:
+    assert refusal(MINIMAL.replace("toy", "a/b") + "engine: {max_batch_size: 0}\n") == (
+        "x.yaml:1: name is 'a/b': expected text"
+        " (names the folder of the artifacts: letters, digits, `.`, `_` and `-`)\n"
+        "x.yaml:6: engine.max_batch_size is 0: expected a whole number of at least 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "x.yaml is empty: expected the keys name, draft, target"),
+        ("# nothing\n", "x.yaml is empty: expected the keys name, draft, target"),
+        (
+            "- a\n",
+            "x.yaml:1: the file holds a list: expected a mapping with the keys name, draft, target",
+        ),
+        (
+            "hello\n",
+            "x.yaml:1: the file holds text: expected a mapping with the keys name, draft, target",
+        ),
+        (
+            "3\n",
+            "x.yaml:1: the file holds the value 3:"
+            " expected a mapping with the keys name, draft, target",
+        ),
+        ("a: 1\nb: c: d\n", "x.yaml:2: not YAML: mapping values are not allowed here"),
+        (
+            "a: 1\nb: [1,\n",
+            "x.yaml:3: not YAML: while parsing a flow node expected the node"
+            " content, but found '<stream end>'",
+        ),
+        ("a: 1\nb: 2\na: 3\n", "x.yaml:3: duplicate key 'a', first set in line 1"),
+        ("a:\n  b: 1\n  b: 1\n", "x.yaml:3: duplicate key 'b', first set in line 2"),
+        ("a: &x [*x]\n", "x.yaml:1: this value contains itself"),
+        ("1: 2\n", "x.yaml:1: the key 1 is not text: put it in quotes"),
+        ("? [a]\n: 2\n", "x.yaml:1: this key is not text: put it in quotes"),
+        (
+            "a: 2026-13-45\n",
+            "x.yaml:1: '2026-13-45' has no meaning in YAML: month must be in 1..12",
+        ),
+        ("a: \x00\n", "x.yaml:1: not YAML: the character U+0000 is not allowed"),
+        (
+            "a: !!python/object:os.system x\n",
+            "x.yaml:1: not YAML: could not determine a constructor for the tag"
+            " 'tag:yaml.org,2002:python/object:os.system'",
+        ),
+        (
+            "a: 1\n---\nb: 2\n",
+            "x.yaml:2: not YAML: expected a single document in the stream"
+            " but found another document",
+        ),
+        ("[" * 1000, "x.yaml: not a configuration: nested too deeply"),
+    ],
+)
+def test_unreadable_files_are_one_sentence(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+def test_missing_file_folder_and_binary_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"name: \xff\n")
+    messages = []
+    for name in ("nothing.yaml", ".", "binary.yaml"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(Path(name))
+        messages.append(str(caught.value))
+    assert messages == [
+        "nothing.yaml does not exist: expected a YAML file",
+        ". is a folder: expected a YAML file",
+        "binary.yaml is not text in UTF-8 (byte 6): expected a YAML file",
+    ]
+
+
+def test_many_aliases_stay_small() -> None:
+    levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 30)]
+    assert refusal("l0: &l0 [x]\n" + "\n".join(levels)).startswith("x.yaml:")
+
+
+def test_overrides_apply_in_order_and_leave_the_rest() -> None:
+    config = load(
+        MINIMAL + "engine: {max_batch_size: 2, max_seq_len: 64}\n",
+        "engine.max_batch_size=3",
+        "engine.max_batch_size=5",
+        "speculation.adaptive=false",
+        "draft.checkpoint=other/draft",
+    )
+    assert config.engine.max_batch_size == 5
+    assert config.engine.max_seq_len == 64
+    assert config.speculation.adaptive is False
+    assert config.draft.checkpoint == "other/draft"
+
+
+def test_override_values_are_yaml() -> None:
+    assert load(MINIMAL, "engine.max_seq_len=null").engine.max_seq_len is None
+    assert load(MINIMAL, "speculation={num_draft_tokens: 2}").speculation.num_draft_tokens == 2
+    assert load(MINIMAL, "name='12'").name == "12"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "engine.max_batch_size=0",
+            "engine.max_batch_size is 0: expected a whole number of at least 1",
+        ),
+        (
+            "engine.max_batch=4",
+            "engine.max_batch is not a setting: did you mean engine.max_batch_size?",
+        ),
+        ("draft=x", "draft is 'x': expected a mapping with checkpoint"),
+        (
+            "engine.dtype.x=4",
+            "engine.dtype is {'x': 4}: expected one of 'auto', 'float32', 'bfloat16', 'float16'",
+        ),
+        ("name.x=4", "name is 'toy', which has no settings below it"),
+        ("engine", "expected KEY=VALUE, as in --set engine.max_batch_size=8"),
+        ("=3", "expected KEY=VALUE, as in --set engine.max_batch_size=8"),
+        ("engine..x=3", "expected KEY=VALUE, as in --set engine.max_batch_size=8"),
+    ],
+)
+def test_wrong_overrides_name_the_option(override: str, message: str) -> None:
+    assert refusal(MINIMAL, override) == f"--set {override}: {message}"
+
+
+def test_override_that_is_not_yaml_names_the_option() -> None:
+    assert refusal(MINIMAL, "name=[").startswith("--set name=[:1: not YAML: ")
+
+
+def test_override_can_supply_what_the_file_lacks() -> None:
+    assert load("draft: {checkpoint: a}\ntarget: {checkpoint: b}\n", "name=toy").name == "toy"
+
+
+def test_fault_in_the_file_is_not_blamed_on_an_override() -> None:
+    message = refusal(MINIMAL + "engine: {max_batch_size: 0}\n", "engine.max_seq_len=64")
+    assert message.startswith("x.yaml:6: engine.max_batch_size is 0")
+
+
+def test_schema_describes_every_setting() -> None:
+    schema = json.loads(json.dumps(json_schema()))
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["required"] == ["name", "draft", "target"]
+    draft_tokens = schema["$defs"]["SpeculationConfig"]["properties"]["num_draft_tokens"]
+    assert draft_tokens == {
+        "type": "integer",
+        "title": "Num Draft Tokens",
+        "default": 4,
+        "minimum": 0,
+        "maximum": 32,
+        "description": "Draft tokens per step (K); a request may ask for fewer."
+        " 0: the target model alone.",
+    }
+    for section in schema["$defs"].values():
+        assert section["additionalProperties"] is False
+        for setting in section["properties"].values():
+            assert setting["description"].endswith(".")
