@@ -238,7 +238,12 @@ def print_report(
         print(f"acceptance length, {side}\n{'':24}" + "".join(cells))
     if arguments.per_prompt:
         print_prompts(prompts, runs)
-    ratios = [a.rate / b.rate for a, b in zip(runs[ADAPTIVE], runs[ALONE], strict=True)]
+    # An answer that ends at its first token says nothing about decoding.
+    ratios = [
+        a.rate / b.rate
+        for a, b in zip(runs[ADAPTIVE], runs[ALONE], strict=True)
+        if len(b.token_ids) > 1
+    ]
     print(f"\nworst prompt, {ADAPTIVE} / {ALONE}: {min(ratios):.2f}")
     print_differences(prompts, runs)
 

@@ -250,12 +250,16 @@ def test_schema_is_json() -> None:
 
 
 def test_check_states_the_contract() -> None:
-    result = run("check", "--config", str(ROOT / "configs" / "quickstart.yaml"))
+    result = run(
+        "check", "--config", str(ROOT / "configs" / "quickstart.yaml"), "--set", "engine.device=cpu"
+    )
     assert result.exit_code == 0, result.stderr
     assert result.stdout == (
         "draft and target fit: 4096 token ids in use; embedding rows: draft 4096, target 4096\n"
         "context: draft 1024, target 1024\n"
         "end ids: 0\n"
+        "memory of the draft: 18.4 MB (3.6 MB weights, 8.4 MB KV cache, 6.4 MB workspace)\n"
+        "memory of the target: 81.9 MB (21.9 MB weights, 50.6 MB KV cache, 9.4 MB workspace)\n"
     )
 
 
@@ -412,9 +416,7 @@ def test_generate_without_a_server_is_one_sentence() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch") is not None, reason="torch is installed here"
-)
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed here")
 def test_build_without_torch_is_refused_before_it_starts(tmp_path: Path) -> None:
     config = str(ROOT / "configs" / "quickstart.yaml")
     result = run("build", "--config", config, "--set", f"output_dir={tmp_path / 'out'}")

@@ -129,12 +129,17 @@ def build(config_path: Path, overrides: Sequence[str], dry_run: bool, as_json: b
 @_config_options
 @_json_option
 def check(config_path: Path, overrides: Sequence[str], as_json: bool) -> None:
-    """Check that draft and target can be paired; reads small files only."""
+    """Check that draft and target can be paired, and what memory they take.
+
+    Reads small files only.
+    """
     from specpipe import pipeline
 
-    contract = pipeline.check(_load(config_path, overrides))
+    checked = pipeline.check(_load(config_path, overrides))
+    contract = checked.contract
     if as_json:
-        _print_json(dataclasses.asdict(contract))
+        memory = {role: dataclasses.asdict(found) for role, found in checked.memory.items()}
+        _print_json({**dataclasses.asdict(contract), "memory": memory})
         return
     click.echo(
         f"draft and target fit: {contract.num_used_token_ids} token ids in use; embedding rows: "
@@ -142,6 +147,8 @@ def check(config_path: Path, overrides: Sequence[str], as_json: bool) -> None:
     )
     click.echo(f"context: draft {contract.draft_max_seq_len}, target {contract.target_max_seq_len}")
     click.echo(f"end ids: {', '.join(map(str, contract.end_token_ids)) or 'none'}")
+    for role, estimate in checked.memory.items():
+        click.echo(f"memory of the {role}: {estimate}")
     for note in contract.notes:
         click.echo(f"note: {note}")
 

@@ -8,24 +8,24 @@ check ─→ draft/convert ──→ draft/build_engine ───┐
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from specpipe import cache, source
 from specpipe.checkpoint import read_config
 from specpipe.config import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, RepositoryError
 from specpipe.families import unified_config
+from specpipe.hf_config import context_length
 from specpipe.pairing import PairContract, check_pair
 from specpipe.runtimes.base import PairOptions, load_runtime
-from specpipe.runtimes.torch.build import context_length
+from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.stages.base import Role, Stage
 from specpipe.stages.check import Check
 from specpipe.stages.convert import Convert
 from specpipe.stages.package import Package
-
 
 _DEFAULT_MAX_SEQ_LEN = 4096
 """Contexts are long by now, and the KV cache of a whole one for each request seldom fits."""
@@ -134,12 +134,32 @@ def plan(config: PipelineConfig) -> Plan:
     return (check, *converts, *builds, PlannedStage(package, repository_dir(config)))
 
 
-def check(config: PipelineConfig) -> PairContract:
-    """Returns the pair contract, or raises what `plan` and the check stage would; makes nothing."""
+@dataclass(frozen=True)
+class Checked:
+    """What is known of a pair before anything is built."""
+
+    contract: PairContract
+    memory: Mapping[Role, MemoryEstimate]
+
+
+def check(config: PipelineConfig) -> Checked:
+    """Returns the pair contract and memory; raises what a build would, and makes nothing."""
     draft = _Side.resolve(config, config.draft, "draft")
     target = _Side.resolve(config, config.target, "target")
-    _max_seq_len(config, target)
-    return check_pair(draft.folder, target.folder)
+    max_seq_len = _max_seq_len(config, target)
+    runtime = load_runtime(config.engine.runtime)
+    return Checked(
+        check_pair(draft.folder, target.folder),
+        {
+            side.role: runtime.estimate_memory(
+                side.unified,
+                engine=config.engine,
+                max_seq_len=min(max_seq_len, side.max_seq_len),
+                max_draft_len=config.speculation.num_draft_tokens,
+            )
+            for side in (draft, target)
+        },
+    )
 
 
 def repository_dir(config: PipelineConfig) -> Path:
@@ -200,6 +220,7 @@ class _Side:
     role: Role
     checkpoint: CheckpointConfig
     folder: Path
+    unified: Mapping[str, Any]  # the config that conversion will write, but for its dtype
     max_seq_len: int  # positions within which an engine computes what the checkpoint means
     limit: str  # what that number is
     fetch: Fetch | None
@@ -223,7 +244,9 @@ class _Side:
             role=role,
             checkpoint=checkpoint,
             folder=found.path,
-            max_seq_len=window or context_length(unified),
+            unified=unified,
+            max_seq_len=window
+            or context_length(unified["max_position_embeddings"], unified["rotary_scaling"]),
             limit="sliding window" if window else "context length",
             fetch=Fetch(found.name, found.revision, config.base_dir, role)
             if found.revision

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from specpipe.speculative.noise import Purpose, gumbel, philox, uniform
+from specpipe.speculative.noise import Purpose, gumbel, philox, uniform, uniform_at
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,21 @@ from specpipe.speculative.noise import Purpose, gumbel, philox, uniform
     ],
 )
 def test_philox_known_answers(counter: tuple[int, ...], seed: int, words: tuple[int, ...]) -> None:
-    assert tuple(philox(np.array(counter, dtype=np.uint64), seed).tolist()) == words
+    key = np.array([seed & 0xFFFFFFFF, seed >> 32], dtype=np.uint64)
+    assert tuple(philox(np.array(counter, dtype=np.uint64), key).tolist()) == words
 
 
 def test_noise_of_an_id_does_not_depend_on_the_vocabulary_size() -> None:
     small, large = (uniform(7, 3, Purpose.TOKEN, n) for n in (5, 1000))
     assert small.tolist() == large[:5].tolist()
+
+
+def test_noise_at_some_ids_is_that_of_the_whole_vocabulary() -> None:
+    ids = np.array([[0, 3, 998, 5], [7, 7, 1, 2]])
+    rows = uniform_at([5, 2**64 - 1], [0, 2**40], Purpose.DRAFT, ids)
+    for row, seed, position in ((0, 5, 0), (1, 2**64 - 1, 2**40)):
+        whole = uniform(seed, position, Purpose.DRAFT, 1000)
+        assert rows[row].tolist() == whole[ids[row]].tolist()
 
 
 def test_noise_differs_by_seed_position_and_purpose() -> None:

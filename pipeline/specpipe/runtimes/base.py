@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from specpipe.errors import RuntimeUnavailable
+from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.speculative.request import Chunk, Detokenizer, Request
 
 if TYPE_CHECKING:
@@ -89,6 +90,16 @@ class Runtime(Protocol):
         max_draft_len: int,
     ) -> Stage:
         """The stage that turns one unified checkpoint into one engine; imports nothing heavy."""
+
+    def estimate_memory(
+        self,
+        unified: Mapping[str, Any],
+        *,
+        engine: EngineConfig,
+        max_seq_len: int,
+        max_draft_len: int,
+    ) -> MemoryEstimate:
+        """What one engine will take, from the config of its unified checkpoint alone."""
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory

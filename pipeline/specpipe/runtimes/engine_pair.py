@@ -399,9 +399,7 @@ def measure_costs(draft: Engine, target: Engine, options: PairOptions) -> CostTa
 
 def _time_forward(engine: Engine, batch_size: int, num_tokens: int) -> float:
     """The fastest of several forwards: what else the machine does only ever adds time."""
-    sequences = [
-        engine.allocate(prompt_length=1, max_tokens=num_tokens) for _ in range(batch_size)
-    ]
+    sequences = [engine.allocate(prompt_length=1, max_tokens=num_tokens) for _ in range(batch_size)]
     batch = [(sequence, [0] * num_tokens) for sequence in sequences]
     times: list[float] = []
     while len(times) < _MIN_TIMINGS or (

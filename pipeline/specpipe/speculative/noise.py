@@ -8,6 +8,7 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -30,40 +31,62 @@ class Purpose(IntEnum):
     RECOVERED = 3  # the token of the target after a rejection, or the bonus token
 
 
-def philox(counters: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
-    """Philox4x32-10 over counters [4, ...] of 32-bit words; as many words come back."""
-    c0, c1, c2, c3 = counters
-    k0, k1 = seed & MASK_32, (seed >> 32) & MASK_32
+Words = npt.NDArray[np.uint64]
+"""32-bit words, held in 64 bits."""
+
+
+def philox(counters: Words, keys: Words) -> Words:
+    """Philox4x32-10: from counters [4, ...] and keys [2, ...] of 32-bit words, words [4, ...]."""
     mask, shift = np.uint64(MASK_32), np.uint64(32)
-    m0, m1 = (np.uint64(m) for m in MULTIPLIERS)
+    multipliers = np.array(MULTIPLIERS, np.uint64).reshape(2, *[1] * (counters.ndim - 1))
+    increments = np.array(KEY_INCREMENTS, np.uint64).reshape(2, *[1] * (keys.ndim - 1))
+    even, odd = counters[::2], counters[1::2]
     for _ in range(NUM_ROUNDS):
-        p0, p1 = c0 * m0, c2 * m1
-        c0, c1, c2, c3 = (
-            (p1 >> shift) ^ c1 ^ np.uint64(k0),
-            p1 & mask,
-            (p0 >> shift) ^ c3 ^ np.uint64(k1),
-            p0 & mask,
-        )
-        k0, k1 = (k0 + KEY_INCREMENTS[0]) & MASK_32, (k1 + KEY_INCREMENTS[1]) & MASK_32
-    return np.stack([c0, c1, c2, c3])
+        products = (even * multipliers)[::-1]
+        even, odd = (products >> shift) ^ odd ^ keys, products & mask
+        keys = (keys + increments) & mask
+    return np.stack([even[0], odd[0], even[1], odd[1]])
 
 
 def uniform(seed: int, position: int, purpose: Purpose, size: int) -> Floats:
     """Uniform numbers [size] strictly between 0 and 1, one per token id; 32 bits each."""
-    blocks = np.arange((size + 3) // 4, dtype=np.uint64)
-    counters = np.stack(
-        [
-            blocks,
-            np.full_like(blocks, position & MASK_32),
-            np.full_like(blocks, position >> 32),
-            np.full_like(blocks, purpose),
-        ]
-    )
-    words = philox(counters, seed).T.reshape(-1)[:size]
-    return (words.astype(np.float64) + 0.5) * 2.0**-32
+    token_ids = np.arange(0, size, 4)[None]
+    words = _words([seed], [position], purpose, token_ids)
+    return _to_unit_interval(words[:, 0].T.reshape(-1)[:size])
+
+
+def uniform_at(
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    purpose: Purpose,
+    token_ids: npt.NDArray[np.int64],
+) -> Floats:
+    """The entries of `uniform` at some token ids [R, C] only; row r has seeds[r], positions[r]."""
+    words = _words(seeds, positions, purpose, token_ids)
+    chosen = np.take_along_axis(words, (token_ids % 4)[None], axis=0)[0]
+    return _to_unit_interval(chosen)
 
 
 def gumbel(seed: int, position: int, purpose: Purpose, size: int) -> Floats:
     """Standard Gumbel noise [size]: argmax(log p + gumbel) is distributed as p."""
     noise: Floats = -np.log(-np.log(uniform(seed, position, purpose, size)))
     return noise
+
+
+def _words(
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    purpose: Purpose,
+    token_ids: npt.NDArray[np.int64],
+) -> Words:
+    """The four words [4, R, C] of the block that each token id [R, C] is in."""
+    blocks = (token_ids // 4).astype(np.uint64)
+    place = np.array([(p & MASK_32, p >> 32) for p in positions], np.uint64).T[..., None]
+    counters = np.empty((4, *np.broadcast_shapes(blocks.shape, (len(seeds), 1))), np.uint64)
+    counters[0], counters[1], counters[2], counters[3] = blocks, *place, purpose
+    keys = np.array([(s & MASK_32, s >> 32) for s in seeds], np.uint64).T[..., None]
+    return philox(counters, keys)
+
+
+def _to_unit_interval(words: Words) -> Floats:
+    return (words.astype(np.float64) + 0.5) * 2.0**-32

@@ -6,20 +6,35 @@ import numpy as np
 import pytest
 import torch
 
-from specpipe.runtimes.torch.sampling import Row, uniform, warp
+from specpipe.runtimes.torch.sampling import Row, philox, uniform_at, warp
 from specpipe.speculative import noise
 from specpipe.speculative import warp as specification
 from specpipe.speculative.noise import Purpose
 from specpipe.speculative.request import Request, Sampling
 
 
-def test_noise_has_the_bits_of_the_specification() -> None:
+def test_philox_in_torch_has_the_bits_of_the_specification() -> None:
+    rng = np.random.default_rng(0)
+    counters = rng.integers(0, 2**32, size=(4, 3, 50), dtype=np.uint64)
+    keys = rng.integers(0, 2**32, size=(2, 3, 1), dtype=np.uint64)
+    counters[:, 0], keys[:, 0] = 2**32 - 1, 2**32 - 1
+    expected = noise.philox(counters, keys)
+    found = philox(
+        tuple(torch.from_numpy(c.astype(np.int64)) for c in counters),
+        tuple(torch.from_numpy(k.astype(np.int64)) for k in keys),
+    )
+    assert [f.tolist() for f in found] == expected.tolist()
+
+
+@pytest.mark.gpu
+def test_noise_on_a_gpu_has_the_bits_of_the_specification() -> None:
     seeds, positions = [0, 2**63 + 12345, 2**64 - 1], [0, 7, 2**32 + 1]
+    ids = torch.arange(1001).expand(3, -1)
     for purpose in Purpose:
-        batched = uniform(seeds, positions, purpose, 1001)
+        found = uniform_at(seeds, positions, purpose, ids.cuda()).cpu()
         for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
             expected = noise.uniform(seed, position, purpose, 1001)
-            assert batched[row].numpy().tobytes() == expected.tobytes()
+            assert found[row].numpy().tobytes() == expected.tobytes()
 
 
 SETTINGS = [
@@ -34,13 +49,16 @@ SETTINGS = [
     Sampling(temperature=1.1, presence_penalty=0.7, frequency_penalty=-0.2, top_k=30),
     Sampling(temperature=1.0, min_tokens=9, bad_words=((3,), (1, 2), (2, 2, 8))),
     Sampling(temperature=1.0, top_k=10_000, top_p=0.999),
+    Sampling(temperature=5.0, top_p=0.95),
+    Sampling(temperature=5.0, top_k=300, top_p=0.95),
 ]
 
 
+@pytest.mark.parametrize("vocab_size", [64, 2000])  # 2000: more than is sorted at first
 @pytest.mark.parametrize("has_ties", [False, True])
-def test_warped_rows_equal_the_specification(has_ties: bool) -> None:
+def test_warped_rows_equal_the_specification(has_ties: bool, vocab_size: int) -> None:
     rng = np.random.default_rng(0)
-    logits = rng.normal(scale=3.0, size=(len(SETTINGS), 64)).astype(np.float32)
+    logits = rng.normal(scale=3.0, size=(len(SETTINGS), vocab_size)).astype(np.float32)
     if has_ties:
         logits = np.round(logits)
     rows = [

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from specpipe.runtimes.engine_pair import Drafted, Outcome
+from specpipe.speculative import noise
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
 from specpipe.speculative.request import Request, Sampling
 from specpipe.speculative.verify import verify_by_matching
@@ -112,10 +113,9 @@ class _Choices:
             return
         warped_rows = [rows[i] for i in warped]
         self._scores = warp(logits[warped], warped_rows)
-        noisy = self._scores + _noise(warped_rows, purpose, self._scores)
         is_usable = self._scores.max(dim=-1).values.isfinite().tolist()
         for index, token_id, usable in zip(
-            warped, noisy.argmax(dim=-1).tolist(), is_usable, strict=True
+            warped, _draw(self._scores, warped_rows, purpose), is_usable, strict=True
         ):
             self.token_ids[index] = token_id
             self.is_usable[index] = usable
@@ -142,14 +142,13 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> Outcom
     ):
         row = choices.rows[index]
         target_probs = choices.probs(index)
-        accept = uniform([row.sampling.seed], [row.position], Purpose.ACCEPT, 1)[0, 0]
+        accept = float(noise.uniform(row.sampling.seed, row.position, Purpose.ACCEPT, 1)[0])
         if accept * draft_probs[token_id] < target_probs[token_id]:
             accepted.append(token_id)
             continue
         residual = (target_probs - draft_probs).clamp_min(0.0)
         weights = residual if residual.sum() > 0 else target_probs
-        noise = _noise([row], Purpose.RECOVERED, weights[None])[0]
-        accepted.append(int((weights.log() + noise).argmax()))
+        accepted += _draw(weights.log()[None], [row], Purpose.RECOVERED)
         return Outcome(accepted, num_draft_tokens=len(token_ids))
     bonus = choices.token_ids[first + len(accepted)]
     return Outcome([*accepted, bonus], num_draft_tokens=len(token_ids))
@@ -172,20 +171,22 @@ def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     for index, row in enumerate(rows):
         if row.sampling.changes_scores:
             _penalize_and_ban(scores[index], row)
-    column = _columns(scores.device, rows)
-    is_greedy = column([row.sampling.is_greedy for row in rows], torch.bool)
-    if is_greedy.all():
+    sampled = [row.sampling for row in rows if not row.sampling.is_greedy]
+    if not sampled:
         return scores
-    temperature = column([row.sampling.temperature for row in rows], torch.float64)
-    warped = scores / temperature.where(~is_greedy, torch.ones_like(temperature))
-    if any(
-        r.sampling.top_k > 0 or r.sampling.top_p < 1.0 for r in rows if not r.sampling.is_greedy
-    ):
-        _truncate(warped, rows)
-    min_p = column([row.sampling.min_p for row in rows], torch.float64)
-    floor = warped.max(dim=-1, keepdim=True).values + min_p.log()
-    warped.masked_fill_(warped < floor, -torch.inf)
-    return warped.where(~is_greedy, scores)
+    column = _columns(scores.device, rows)
+    raw = scores
+    scores = raw / column([row.sampling.temperature or 1.0 for row in rows], torch.float64)
+    if any(sampling.top_k > 0 or sampling.top_p < 1.0 for sampling in sampled):
+        _truncate(scores, rows)
+    if any(sampling.min_p > 0.0 for sampling in sampled):
+        min_p = column([row.sampling.min_p for row in rows], torch.float64)
+        floor = scores.max(dim=-1, keepdim=True).values + min_p.log()
+        scores.masked_fill_(scores < floor, -torch.inf)
+    if len(sampled) == len(rows):
+        return scores
+    is_greedy = column([row.sampling.is_greedy for row in rows], torch.bool)
+    return raw.where(is_greedy, scores)
 
 
 def _penalize_and_ban(scores: torch.Tensor, row: Row) -> None:
@@ -208,18 +209,44 @@ def _penalize_and_ban(scores: torch.Tensor, row: Row) -> None:
 
 
 def _truncate(scores: torch.Tensor, rows: Sequence[Row]) -> None:
-    """top-k, then top-p, in place; equal scores at a cut: the lower ids stay."""
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    column = _columns(scores.device, rows)
+    """top-k, then top-p, in place; equal scores at a cut: the lower ids stay.
+
+    Only the best scores of each row are sorted, as many as it takes to find where all rows are cut.
+    """
     vocab_size = scores.shape[-1]
+    column = _columns(scores.device, rows)
     top_k = column([row.sampling.top_k or vocab_size for row in rows], torch.int64)
-    rank = torch.arange(vocab_size, device=scores.device)
-    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
-    probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
     top_p = column([row.sampling.top_p for row in rows], torch.float64)
-    ordered.masked_fill_((before >= top_p) & (top_p < 1.0), -torch.inf)
-    scores.scatter_(-1, order, ordered)
+    size = _FIRST_SORTED
+    while True:
+        size = min(size, vocab_size)
+        best = scores.topk(size, dim=-1).values
+        rank = torch.arange(size, device=scores.device)
+        best.masked_fill_(rank >= top_k, -torch.inf)
+        has_all_of_top_k = top_k <= size
+        total = torch.where(
+            has_all_of_top_k,
+            best.logsumexp(dim=-1, keepdim=True),
+            scores.logsumexp(dim=-1, keepdim=True),
+        )
+        probs = (best - total).exp()
+        before = probs.cumsum(dim=-1) - probs
+        kept = (rank < top_k) & ((before < top_p) | (top_p >= 1.0))
+        num_kept = kept.sum(dim=-1, keepdim=True)
+        is_off = (top_k >= vocab_size) & (top_p >= 1.0)
+        if size == vocab_size or (has_all_of_top_k | is_off | (num_kept < size)).all():
+            break
+        size *= 8
+    cut = best.gather(-1, num_kept - 1).masked_fill_(is_off, -torch.inf)
+    excluded = scores < cut
+    is_tied = scores == cut
+    num_tied_kept = num_kept - (scores > cut).sum(dim=-1, keepdim=True)
+    if (~is_off & (is_tied.sum(dim=-1, keepdim=True) > num_tied_kept)).any():
+        excluded |= ~is_off & is_tied & (is_tied.cumsum(dim=-1) > num_tied_kept)
+    scores.masked_fill_(excluded, -torch.inf)
+
+
+_FIRST_SORTED = 128
 
 
 def _columns(
@@ -231,46 +258,65 @@ def _columns(
     return column
 
 
-def _noise(rows: Sequence[Row], purpose: Purpose, like: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise [R, V], zero for greedy rows; a seeded row's is the same when drafting."""
-    noise = torch.zeros_like(like)
-    for shared in (True, False):
-        chosen = [
-            i
-            for i, row in enumerate(rows)
-            if not row.sampling.is_greedy and row.sampling.is_seeded == shared
-        ]
-        if chosen:
-            u = uniform(
-                [rows[i].sampling.seed for i in chosen],
-                [rows[i].position for i in chosen],
-                Purpose.TOKEN if shared else purpose,
-                like.shape[-1],
-                device=like.device,
+def _draw(scores: torch.Tensor, rows: Sequence[Row], purpose: Purpose) -> list[int]:
+    """One token id for each row of scores [R, V]: the best, for all but greedy rows under noise.
+
+    A seeded row draws with the same noise whatever the purpose, so that draft and target agree.
+    """
+    token_ids: list[int] = scores.argmax(dim=-1).tolist()
+    noisy = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
+    if not noisy:
+        return token_ids
+    scores = scores[noisy]
+    # Noise is only needed where a token is left to draw.
+    num_left = int((scores > -torch.inf).sum(dim=-1).max())
+    best, candidates = scores.topk(max(num_left, 1), dim=-1)
+    for purpose_used, is_seeded in ((Purpose.TOKEN, True), (purpose, False)):
+        places = [n for n, i in enumerate(noisy) if rows[i].sampling.is_seeded == is_seeded]
+        if places:
+            chosen = [rows[noisy[n]] for n in places]
+            u = uniform_at(
+                [row.sampling.seed for row in chosen],
+                [row.position for row in chosen],
+                purpose_used,
+                candidates[places],
             )
-            noise[chosen] = -(-u.log()).log()
-    return noise
+            best[places] -= (-u.log()).log()
+    drawn = candidates.gather(-1, best.argmax(dim=-1, keepdim=True))[:, 0].tolist()
+    for index, token_id in zip(noisy, drawn, strict=True):
+        token_ids[index] = token_id
+    return token_ids
 
 
-def uniform(
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    purpose: Purpose,
-    size: int,
-    *,
-    device: torch.device | str = "cpu",
+def uniform_at(
+    seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Uniform numbers [R, size] with the bits of `speculative/noise.py` for each row."""
+    """Uniform numbers at token ids [R, C], with the bits of `speculative/noise.py` everywhere."""
+    if token_ids.device.type == "cpu":
+        return torch.from_numpy(noise.uniform_at(seeds, positions, purpose, token_ids.numpy()))
+    device = token_ids.device
 
     def words(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)[:, None]
 
-    blocks = torch.arange((size + 3) // 4, dtype=torch.int64, device=device)[None]
-    c0 = blocks.expand(len(seeds), -1)
-    c1 = words([p & MASK_32 for p in positions])
-    c2 = words([p >> 32 for p in positions])
-    c3 = words([int(purpose)] * len(seeds))
-    k0, k1 = words([s & MASK_32 for s in seeds]), words([s >> 32 for s in seeds])
+    word = token_ids % 4
+    counters = (
+        token_ids // 4,
+        words([p & MASK_32 for p in positions]),
+        words([p >> 32 for p in positions]),
+        words([int(purpose)] * len(seeds)),
+    )
+    keys = words([s & MASK_32 for s in seeds]), words([s >> 32 for s in seeds])
+    bits = torch.stack(philox(counters, keys), dim=-1).gather(-1, word[..., None])[..., 0]
+    return (bits.double() + 0.5) * 2.0**-32
+
+
+def philox(
+    counters: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Philox4x32-10 on int64 tensors of 32-bit words, which broadcast."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counters)
+    k0, k1 = keys
     for _ in range(NUM_ROUNDS):
         # int64 products wrap, but their 64 bits are those of the unsigned ones.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
@@ -281,5 +327,4 @@ def uniform(
             p0 & MASK_32,
         )
         k0, k1 = (k0 + KEY_INCREMENTS[0]) & MASK_32, (k1 + KEY_INCREMENTS[1]) & MASK_32
-    bits = torch.stack([c0, c1, c2, c3], dim=-1).reshape(len(seeds), -1)[:, :size]
-    return (bits.double() + 0.5) * 2.0**-32
+    return c0, c1, c2, c3

@@ -1,0 +1,56 @@
+"""What a pair takes in memory, and what the machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that an engine takes once it is loaded."""
+
+    weights_bytes: int
+    kv_cache_bytes: int
+    workspace_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_cache_bytes + self.workspace_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.total_bytes)} ({format_bytes(self.weights_bytes)} weights, "
+            f"{format_bytes(self.kv_cache_bytes)} KV cache, "
+            f"{format_bytes(self.workspace_bytes)} workspace)"
+        )
+
+
+def available_bytes() -> int | None:
+    """Returns how much memory this process may still take; None where that cannot be told.
+
+    On Linux: what the kernel calls available, or what a container's limit leaves if that is less.
+    """
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, max(int(limit) - used, 0))
+
+
+def format_bytes(count: int) -> str:
+    """Writes a number of bytes as people say it: 5.5 GB, 22.0 MB."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1000:.1f} kB"

@@ -1,0 +1,118 @@
+"""Unified checkpoint → an engine folder of the torch runtime.
+
+The folder holds `config.json` (`version`, `pretrained_config` and `build_config`, as trtllm-build
+has them) and `model.safetensors`, arranged as model.py computes with it: loading converts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specpipe import __version__
+from specpipe.errors import EngineBuildError, RuntimeUnavailable
+from specpipe.hf_config import context_length
+from specpipe.stages.base import Role, StageInputs
+from specpipe.unified import load_unified
+
+ENGINE_KIND = {"name": "torch", "format": 1}
+"""Stands in an engine's config.json as `runtime`; the format numbers the layout of its weights."""
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildTorchEngine:
+    """Merges the ranks of a unified checkpoint and arranges the weights for the torch runtime."""
+
+    role: Role
+    checkpoint: Path
+    max_batch_size: int
+    max_seq_len: int
+    max_draft_len: int
+    max_num_tokens: int
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/build_engine"
+
+    def inputs(self) -> StageInputs:
+        settings = asdict(self)
+        del settings["role"], settings["checkpoint"]
+        return StageInputs(
+            files=(self.checkpoint,), settings={"format": ENGINE_KIND["format"], **settings}
+        )
+
+    def run(self, out: Path) -> None:
+        # Deciding whether to build must not take the seconds that importing torch does.
+        from specpipe.runtimes.torch.layout import write_weights
+
+        checkpoint = load_unified(self.checkpoint)
+        self._check(checkpoint.config)
+        device = self._device()
+        dtype = compute_dtype(self.dtype, device, checkpoint.config["dtype"])
+        write_weights(out / WEIGHTS_NAME, checkpoint, dtype)
+        config = {
+            "version": __version__,
+            "runtime": ENGINE_KIND,
+            "pretrained_config": checkpoint.config,
+            "build_config": {
+                "max_batch_size": self.max_batch_size,
+                "max_seq_len": self.max_seq_len,
+                "max_num_tokens": self.max_num_tokens,
+                "max_draft_len": self.max_draft_len,
+                "max_beam_width": 1,
+                "kv_cache_type": "CONTINUOUS",
+                "dtype": dtype,
+                "device": device,
+            },
+        }
+        text = json.dumps(config, indent=2) + "\n"
+        (out / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+    def _check(self, config: Mapping[str, Any]) -> None:
+        """Refuses what the engine would compute otherwise than the checkpoint means it."""
+        quantization = config["quantization"]
+        for key in ("quant_algo", "kv_cache_quant_algo"):
+            if quantization.get(key) is not None:
+                raise EngineBuildError(
+                    f"{self.role}: {key} {quantization[key]} is not supported by runtime 'torch', "
+                    "which runs plain weights"
+                )
+        window = config["sliding_window"]
+        if window is not None and self.max_seq_len > window:
+            raise EngineBuildError(
+                f"{self.role}: the model attends over a sliding window of {window} tokens, which "
+                f"runtime 'torch' does not; set engine.max_seq_len to at most {window} "
+                f"(it is {self.max_seq_len}), where the window makes no difference"
+            )
+        context = context_length(config["max_position_embeddings"], config["rotary_scaling"])
+        if self.max_seq_len > context:
+            raise EngineBuildError(
+                f"{self.role}: engine.max_seq_len {self.max_seq_len} is more than the model's "
+                f"context of {context} tokens; lower it"
+            )
+
+    def _device(self) -> str:
+        import torch
+
+        has_gpu = torch.cuda.is_available()
+        if self.device == "cuda" and not has_gpu:
+            raise RuntimeUnavailable(
+                "engine.device is cuda, but torch sees no GPU here; "
+                "set engine.device to cpu or auto"
+            )
+        return ("cuda" if has_gpu else "cpu") if self.device == "auto" else self.device
+
+
+def compute_dtype(wanted: str, device: str, checkpoint_dtype: str) -> str:
+    """What an engine computes in; "auto": float32 on a CPU, the checkpoint's dtype on a GPU."""
+    if wanted != "auto":
+        return wanted
+    return "float32" if device == "cpu" else checkpoint_dtype

@@ -1,0 +1,227 @@
+"""One engine: a decoder with its KV cache, run on batches of sequences of different lengths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specpipe import __version__
+from specpipe.errors import EngineMismatch, RuntimeUnavailable
+from specpipe.runtimes.memory import MemoryEstimate, available_bytes, format_bytes
+from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, WEIGHTS_NAME
+from specpipe.runtimes.torch.kv_cache import KVCache, Span
+from specpipe.runtimes.torch.memory import estimate_memory
+from specpipe.runtimes.torch.model import Model, ModelConfig
+
+SequenceId = int
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine folder's `config.json` says."""
+
+    model: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_batch_size: int
+    max_seq_len: int
+    max_draft_len: int
+    memory: MemoryEstimate
+
+    @classmethod
+    def read(cls, folder: Path) -> EngineSpec:
+        path = folder / CONFIG_NAME
+        try:
+            config = json.loads(path.read_bytes())
+            found = config["runtime"]
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            raise EngineMismatch(f"{folder} is not an engine of runtime 'torch'") from exc
+        if found != ENGINE_KIND:
+            raise EngineMismatch(
+                f"{folder} was built for {found}, specpipe {__version__} runs {ENGINE_KIND}; "
+                "build it again"
+            )
+        build, model = config["build_config"], config["pretrained_config"]
+        if build["device"] == "cuda" and not torch.cuda.is_available():
+            raise RuntimeUnavailable(
+                f"{folder} was built for a GPU and torch sees none here; "
+                "build it again with engine.device: cpu"
+            )
+        limits = {name: build[name] for name in ("max_batch_size", "max_seq_len", "max_draft_len")}
+        return cls(
+            model=ModelConfig.from_unified(model),
+            dtype=getattr(torch, build["dtype"]),
+            device=torch.device(build["device"]),
+            memory=estimate_memory(
+                model, dtype=build["dtype"], max_num_tokens=build["max_num_tokens"], **limits
+            ),
+            **limits,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a sequence: its text, and draft tokens that a step may have to take back."""
+        return self.max_seq_len + self.max_draft_len + 1
+
+
+@dataclass
+class _Sequence:
+    slot: int
+    length: int
+    rotations: Tensor  # [capacity, 1, D / 2]
+
+
+class TorchEngine:
+    """A decoder and the KV cache of the sequences that run on it. One thread uses it at a time."""
+
+    def __init__(self, spec: EngineSpec, model: Model) -> None:
+        self._spec = spec
+        self._model = model
+        self.vocab_size = spec.model.vocab_size
+        self.max_seq_len = spec.max_seq_len
+        self.max_batch_size = spec.max_batch_size
+        self.max_draft_len = spec.max_draft_len
+        self.memory = spec.memory
+        self._cache = KVCache(
+            num_layers=spec.model.num_layers,
+            num_slots=spec.max_batch_size,
+            capacity=spec.capacity,
+            num_kv_heads=spec.model.num_kv_heads,
+            group_size=spec.model.group_size,
+            head_size=spec.model.head_size,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        self._rotations = self._rotation_table(0)
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._next_id = 0
+
+    @classmethod
+    def load(cls, folder: Path, *, num_threads: int | None = None) -> TorchEngine:
+        """Loads a built engine; `num_threads` sets torch's threads for the whole process."""
+        spec = EngineSpec.read(folder)
+        check_memory([folder])
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        with torch.inference_mode():
+            return cls(spec, Model(spec.model, _load_weights(folder / WEIGHTS_NAME, spec.device)))
+
+    def can_admit(self, max_tokens: int) -> bool:
+        """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
+        return self._cache.num_free_slots > 0 and max_tokens <= self.max_seq_len
+
+    @torch.inference_mode()
+    def allocate(self, *, prompt_length: int, max_tokens: int) -> SequenceId:
+        """Makes an empty sequence; `can_admit(max_tokens)` must hold."""
+        assert self.can_admit(max_tokens)
+        rotations = self._rotations
+        if self._spec.model.rotary.depends_on(prompt_length):
+            rotations = self._rotation_table(prompt_length)
+        sequence = self._next_id
+        self._next_id += 1
+        self._sequences[sequence] = _Sequence(self._cache.allocate(), 0, rotations)
+        return sequence
+
+    def length(self, sequence: SequenceId) -> int:
+        """Returns how many tokens of a sequence have their keys and values cached."""
+        return self._sequences[sequence].length
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Sequence[tuple[SequenceId, Sequence[int]]], num_logits: Sequence[int]
+    ) -> Tensor:
+        """Appends one or more tokens to each sequence and scores what follows them.
+
+        Returns float32 logits [sum(num_logits), V]: those after the last num_logits[i] tokens of
+        sequence i, in the order of the batch. It is an inference tensor.
+        """
+        sequences = [self._sequences[sequence] for sequence, _ in batch]
+        order = sorted(range(len(batch)), key=lambda i: sequences[i].slot)
+        token_ids: list[int] = []
+        spans: list[Span] = []
+        last_rows = [0] * len(batch)
+        for i in order:
+            tokens, sequence = batch[i][1], sequences[i]
+            spans.append(Span(sequence.slot, sequence.length, len(tokens)))
+            if not tokens or spans[-1].stop > self._cache.capacity:
+                raise ValueError(
+                    f"{len(tokens)} tokens after {sequence.length}: expected 1 to "
+                    f"{self._cache.capacity - sequence.length}"
+                )
+            token_ids.extend(tokens)
+            last_rows[i] = len(token_ids)
+        ids = torch.tensor(token_ids, device=self._spec.device)
+        rotations = self._gather_rotations(spans, [sequences[i] for i in order])
+        hidden = self._model.forward(ids, rotations, self._cache.step(spans))
+        for sequence, (_, tokens) in zip(sequences, batch, strict=True):
+            sequence.length += len(tokens)
+        rows = [
+            row
+            for stop, count in zip(last_rows, num_logits, strict=True)
+            for row in range(stop - count, stop)
+        ]
+        return self._score(hidden, rows)
+
+    @torch.inference_mode()
+    def truncate(self, sequence: SequenceId, length: int) -> None:
+        """Forgets all tokens of a sequence after the first `length`."""
+        state = self._sequences[sequence]
+        if length < state.length:
+            self._cache.clear(state.slot, length, state.length)
+            state.length = length
+
+    @torch.inference_mode()
+    def free(self, sequence: SequenceId) -> None:
+        """Ends a sequence and gives its room to others."""
+        state = self._sequences.pop(sequence)
+        self._cache.free(state.slot, state.length)
+
+    def _rotation_table(self, prompt_length: int) -> Tensor:
+        table = self._spec.model.rotary.table(self._spec.capacity, prompt_length=prompt_length)
+        return table.to(self._spec.device)
+
+    def _gather_rotations(self, spans: list[Span], sequences: list[_Sequence]) -> Tensor:
+        parts = [
+            sequence.rotations[span.start : span.stop]
+            for span, sequence in zip(spans, sequences, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _score(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        if not rows:
+            return torch.empty(0, self.vocab_size, device=self._spec.device)
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return self._model.logits(hidden[rows[0] : rows[0] + len(rows)])
+        return self._model.logits(hidden[torch.tensor(rows, device=hidden.device)])
+
+
+def check_memory(folders: Sequence[Path]) -> None:
+    """Refuses engines that together do not fit into what memory is left."""
+    specs = [EngineSpec.read(folder) for folder in folders]
+    on_gpu = specs[0].device.type == "cuda"
+    available = torch.cuda.mem_get_info()[0] if on_gpu else available_bytes()
+    needed = sum(spec.memory.total_bytes for spec in specs)
+    if available is not None and needed > available:
+        each = "; ".join(
+            f"{folder} needs {spec.memory}" for folder, spec in zip(folders, specs, strict=True)
+        )
+        raise RuntimeUnavailable(
+            f"{format_bytes(available)} of {'GPU ' if on_gpu else ''}memory are free: {each}; "
+            "lower engine.max_batch_size or engine.max_seq_len"
+        )
+
+
+def _load_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
+    """Maps the weights into memory; on a CPU they are used where they lie in the file."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            names = file.keys()  # not an iterable itself
+            return {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as exc:
+        raise EngineMismatch(f"{path} cannot be read ({exc}); build it again") from exc

@@ -1,0 +1,276 @@
+"""The decoder itself: Llama's, with the biases and q/k norms of Mistral, Qwen2 and Qwen3.
+
+Letters beyond style: T rows of one forward (the tokens of all its sequences, one after the other),
+G query heads per key-value head, C channels (hidden_size), I channels of the MLP
+(intermediate_size).
+
+Weights are as layout.py arranges them for this file:
+
+- matrices are [in, out]: MKL multiplies 4 to 40 rows by one up to twice as fast as by [out, in];
+- query heads stand in the order (G, H_kv), so that the heads of N tokens are one axis [N · G] for
+  each key-value head: grouped-query attention is plain attention with more rows, without repeats;
+- the channels 2i and 2i + 1 of a query or key head are those that rope turns together, so that
+  turning a head is one complex multiplication.
+
+Small models spend as much time on calls as on arithmetic. So buffers and views of them are made
+once per row count, and operations write into them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specpipe.runtimes.torch.kv_cache import AttentionGroup, KVCacheStep
+from specpipe.runtimes.torch.rotary import Rotary
+
+_MAX_KEPT_ROWS = 64
+"""Buffers of larger forwards (prefill) are not kept; their cost vanishes in the arithmetic."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model, from the unified checkpoint's `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_epsilon: float
+    has_qk_norm: bool
+    rotary: Rotary
+
+    @classmethod
+    def from_unified(cls, config: Mapping[str, Any]) -> ModelConfig:
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_size=config["head_size"],
+            norm_epsilon=config["norm_epsilon"],
+            has_qk_norm=config["qk_layernorm"],
+            rotary=Rotary(config["head_size"], config["rotary_base"], config["rotary_scaling"]),
+        )
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads per key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Channels of one token's keys, or of its values."""
+        return self.num_kv_heads * self.head_size
+
+
+class _Norm:
+    """RMSNorm over the last axis, as transformers computes it: float32 inside."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        self._weight = weight
+        self._epsilon = epsilon
+        # torch 2.13 has no CPU kernel for it, but makes six calls, 12 µs. In float32 four do, 5 µs:
+        # x / sqrt(mean(x²) + ε) · w  =  x / hypot(|x|, sqrt(ε · size)) · (w · sqrt(size))
+        self._is_composed = weight.device.type == "cpu" and weight.dtype == torch.float32
+        if self._is_composed:
+            size = weight.shape[-1]
+            self._floor = torch.tensor(math.sqrt(epsilon * size))
+            self._scaled_weight = weight * math.sqrt(size)
+
+    def write(self, x: Tensor, out: Tensor, length: Tensor) -> None:
+        """Writes the normalized x to `out`, which may be x itself; `length` takes |x|."""
+        if self._is_composed:
+            torch.linalg.vector_norm(x, 2, -1, True, out=length)
+            length.hypot_(self._floor)
+            torch.div(x, length, out=out)
+            out.mul_(self._scaled_weight)
+        else:
+            normed = F.rms_norm(x, x.shape[-1:], eps=self._epsilon)
+            torch.mul(normed, self._weight, out=out)
+
+
+class _Linear:
+    """A matrix [in, out] and perhaps a bias."""
+
+    def __init__(self, weights: Mapping[str, Tensor], name: str) -> None:
+        self._weight = weights[f"{name}.weight"]
+        self._bias = weights.get(f"{name}.bias")
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """out = x · W + b"""
+        if self._bias is None:
+            torch.mm(x, self._weight, out=out)
+        else:
+            torch.addmm(self._bias, x, self._weight, out=out)
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        """out += x · W + b"""
+        out.addmm_(x, self._weight)
+        if self._bias is not None:
+            out.add_(self._bias)
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], n: int) -> None:
+        prefix = f"layers.{n}"
+        epsilon = config.norm_epsilon
+        self.attention_norm = _Norm(weights[f"{prefix}.attention_norm.weight"], epsilon)
+        self.qkv = _Linear(weights, f"{prefix}.qkv")
+        self.dense = _Linear(weights, f"{prefix}.dense")
+        self.mlp_norm = _Norm(weights[f"{prefix}.mlp_norm.weight"], epsilon)
+        self.mlp_in = _Linear(weights, f"{prefix}.mlp_in")
+        self.mlp_out = _Linear(weights, f"{prefix}.mlp_out")
+        self.head_norm: _Norm | None = None
+        if config.has_qk_norm:
+            q, k = (weights[f"{prefix}.{name}_norm.weight"] for name in "qk")
+            per_head = [q] * config.num_heads + [k] * config.num_kv_heads
+            self.head_norm = _Norm(torch.stack(per_head), epsilon)
+
+
+class _Buffers:
+    """The intermediate tensors of a forward of T rows, and the views of them that layers use."""
+
+    def __init__(self, config: ModelConfig, num_rows: int, like: Tensor) -> None:
+        def rows(*shape: int) -> Tensor:
+            return torch.empty(num_rows, *shape, dtype=like.dtype, device=like.device)
+
+        query_size, key_size, head_size = config.query_size, config.key_size, config.head_size
+        num_rotated = config.num_heads + config.num_kv_heads
+        self.hidden = rows(config.hidden_size)
+        self.normed = rows(config.hidden_size)
+        self.length = rows(1)
+        self.head_length = rows(num_rotated, 1)
+        self.qkv = rows(query_size + 2 * key_size)
+        self.query = rows(query_size)
+        self.attention = rows(query_size)
+        self.mlp = rows(2 * config.intermediate_size)
+        self.fc, self.gate = self.mlp.chunk(2, dim=1)
+
+        self.key_value = self.qkv[:, query_size:]
+        pairs = (-1, head_size // 2, 2)
+        self.heads = self.qkv[:, : query_size + key_size].unflatten(1, (num_rotated, head_size))
+        self.raw_query = self.qkv[:, :query_size].unflatten(1, pairs)
+        self.key = self.qkv[:, query_size:-key_size].unflatten(1, pairs)
+        self.query_pairs = self.query.unflatten(1, pairs)
+        if like.dtype == torch.float32:
+            self.raw_query = torch.view_as_complex(self.raw_query)
+            self.key = torch.view_as_complex(self.key)
+            self.query_pairs = torch.view_as_complex(self.query_pairs)
+
+
+class _Attention:
+    """The attention of one group of sequences, from the query buffer to the attention buffer."""
+
+    def __init__(self, group: AttentionGroup, config: ModelConfig, buffers: _Buffers) -> None:
+        self._group = group
+        self._shape = (
+            group.num_sequences,
+            group.num_tokens * config.group_size,
+            config.num_kv_heads,
+            config.head_size,
+        )
+        self._query = buffers.query[group.rows]
+        self._out = buffers.attention[group.rows]
+        if group.padding is None:
+            self._heads = self._query.view(self._shape).transpose(1, 2)
+            self._out_heads = self._out.view(self._shape)
+
+    def run(self, layer: int) -> None:
+        group = self._group
+        if group.padding is None:
+            heads = self._heads
+        else:
+            padded = self._query.index_select(0, group.padding.rows)
+            heads = padded.view(self._shape).transpose(1, 2)
+        result = F.scaled_dot_product_attention(
+            heads, group.keys[layer], group.values[layer], attn_mask=group.mask
+        ).transpose(1, 2)
+        if group.padding is None:
+            self._out_heads.copy_(result)
+        else:
+            padded = result.reshape(-1, self._out.shape[1])
+            torch.index_select(padded, 0, group.padding.kept, out=self._out)
+
+
+class Model:
+    """The weights of one decoder, and its forward; keys and values live in a KVCacheStep."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+        self.config = config
+        self._head = weights["head.weight"]
+        self._embedding = weights.get("embedding.weight")
+        self._layers = [_Layer(config, weights, n) for n in range(config.num_layers)]
+        self._norm = _Norm(weights["norm.weight"], config.norm_epsilon)
+        self._buffers: dict[int, _Buffers] = {}
+
+    def forward(self, token_ids: Tensor, rotations: Tensor, step: KVCacheStep) -> Tensor:
+        """Runs T tokens through all layers and stores their keys and values.
+
+        token_ids [T], rotations [T, 1, D / 2] complex. Returns the last hidden states [T, C], a
+        buffer that the next forward overwrites.
+        """
+        buffers = self._buffers_for(len(token_ids))
+        self._embed(token_ids, buffers.hidden)
+        attentions = [_Attention(group, self.config, buffers) for group in step.groups]
+        for index, layer in enumerate(self._layers):
+            layer.attention_norm.write(buffers.hidden, buffers.normed, buffers.length)
+            layer.qkv.write(buffers.normed, buffers.qkv)
+            if layer.head_norm is not None:
+                layer.head_norm.write(buffers.heads, buffers.heads, buffers.head_length)
+            _rotate(buffers.raw_query, rotations, buffers.query_pairs)
+            _rotate(buffers.key, rotations, buffers.key)
+            step.store(index, buffers.key_value)
+            for attention in attentions:
+                attention.run(index)
+            layer.dense.add(buffers.attention, buffers.hidden)
+            layer.mlp_norm.write(buffers.hidden, buffers.normed, buffers.length)
+            layer.mlp_in.write(buffers.normed, buffers.mlp)
+            F.silu(buffers.fc, inplace=True)
+            buffers.fc.mul_(buffers.gate)
+            layer.mlp_out.add(buffers.fc, buffers.hidden)
+        return buffers.hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores the vocabulary for hidden states [T, C]: float32 [T, V]."""
+        normed = torch.empty_like(hidden)
+        self._norm.write(hidden, normed, hidden.new_empty(len(hidden), 1))
+        return torch.mm(normed, self._head).float()
+
+    def _embed(self, token_ids: Tensor, out: Tensor) -> None:
+        if self._embedding is not None:
+            torch.index_select(self._embedding, 0, token_ids, out=out)
+        else:  # the head, [C, V], is the same matrix
+            out.copy_(self._head.index_select(1, token_ids).t())
+
+    def _buffers_for(self, num_rows: int) -> _Buffers:
+        buffers = self._buffers.get(num_rows)
+        if buffers is None:
+            buffers = _Buffers(self.config, num_rows, self._head)
+            if num_rows <= _MAX_KEPT_ROWS:
+                self._buffers[num_rows] = buffers
+        return buffers
+
+
+def _rotate(x: Tensor, rotations: Tensor, out: Tensor) -> None:
+    """Turns every pair of channels; half precision is turned in float32, pairs last."""
+    if x.is_complex():
+        torch.mul(x, rotations, out=out)
+    else:
+        turned = torch.view_as_complex(x.float()) * rotations
+        out.copy_(torch.view_as_real(turned))

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from specpipe.errors import EngineMismatch, RuntimeUnavailable
+from specpipe.runtimes.memory import format_bytes
+from specpipe.runtimes.torch.engine import TorchEngine, check_memory
+from tests.runtimes.torch.engines import build_engine, load_engine
+from tests.toy import toy_config, toy_tensors, write_tensors, write_toy_checkpoint
+
+NUM_POSITIONS = 301
+TOLERANCE = 2e-4  # float32, relative to the largest logit
+QUICKSTART = Path(__file__).parents[3] / "models" / "python-code"
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "llama-tied": {"family": "llama", "tie_word_embeddings": True},
+    "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-every-head-its-own": {"family": "llama", "num_key_value_heads": 4},
+    "llama-one-kv-head": {"family": "llama", "num_key_value_heads": 1},
+    "llama-rope-llama3": {"family": "llama", "head_dim": 16, "rope_parameters": LLAMA3},
+    "llama-rope-linear": {"family": "llama", "rope_parameters": LINEAR},
+    "llama-rope-dynamic": {
+        "family": "llama",
+        "rope_parameters": DYNAMIC,
+        "max_position_embeddings": 64,
+    },
+    "mistral": {"family": "mistral"},
+    "mistral-explicit-head-dim": {"family": "mistral", "head_dim": 20},
+    "qwen2": {"family": "qwen2"},
+    "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3"},
+    "qwen3-explicit-head-dim": {"family": "qwen3", "head_dim": 16, "num_attention_heads": 6},
+}
+
+
+def tokens(seed: int, count: int = NUM_POSITIONS, vocab_size: int = 256) -> list[int]:
+    return random.Random(seed).choices(range(vocab_size), k=count)
+
+
+def reference(folder: Path, texts: Sequence[list[int]]) -> list[Tensor]:
+    """Returns what transformers computes for each text, float32 [len(text), V]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return [model(torch.tensor([text])).logits[0] for text in texts]
+
+
+def difference(logits: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest logit; infinite for a NaN."""
+    assert logits.shape == expected.shape
+    largest = ((logits - expected).abs().max() / expected.abs().max()).item()
+    return largest if largest == largest else float("inf")
+
+
+def run(engine: TorchEngine, texts: Sequence[list[int]], chunks: Sequence[Sequence[int]]) -> Any:
+    """Feeds each text in chunks of the given sizes, over and over; returns all logits of each.
+
+    In each round every text that is not at its end gets one chunk, the last text first.
+    """
+    sequences = [engine.allocate(prompt_length=len(text), max_tokens=len(text)) for text in texts]
+    logits: list[list[Tensor]] = [[] for _ in texts]
+    step = 0
+    while any(engine.length(s) < len(text) for s, text in zip(sequences, texts, strict=True)):
+        batch, members = [], []
+        for i in reversed(range(len(texts))):
+            start = engine.length(sequences[i])
+            chunk = texts[i][start : start + chunks[i][step % len(chunks[i])]]
+            if chunk:
+                batch.append((sequences[i], chunk))
+                members.append(i)
+        counts = [len(chunk) for _, chunk in batch]
+        rows = engine.forward(batch, counts).split(counts)
+        for i, part in zip(members, rows, strict=True):
+            logits[i].append(part)
+        step += 1
+    for sequence in sequences:
+        engine.free(sequence)
+    return [torch.cat(parts) for parts in logits]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    settings = dict(CHECKPOINTS[name])
+    folder = write_toy_checkpoint(tmp_path / "hf", settings.pop("family"), **settings)
+    engine = load_engine(folder, tmp_path)
+    texts = [tokens(1), tokens(2, 97), tokens(3, 230)]
+    expected = reference(folder, texts[:1])[0]
+    each = [reference(folder, [text])[0] for text in texts]
+
+    (whole,) = run(engine, texts[:1], [[NUM_POSITIONS]])
+    assert difference(whole, expected) <= TOLERANCE
+    (one_by_one,) = run(engine, texts[:1], [[1]])
+    assert difference(one_by_one, expected) <= TOLERANCE
+    together = run(engine, texts, [[1, 5, 40, 2], [7, 1], [1, 9, 3]])
+    for logits, alone in zip(together, each, strict=True):
+        assert difference(logits, alone) <= TOLERANCE
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_quickstart_logits_equal_those_of_transformers(role: str, tmp_path: Path) -> None:
+    engine = load_engine(QUICKSTART / role, tmp_path)
+    text = tokens(1, vocab_size=4096)
+    (expected,) = reference(QUICKSTART / role, [text])
+    (logits,) = run(engine, [text], [[100, 1, 5, 1, 9]])
+    assert difference(logits, expected) <= TOLERANCE
+
+
+def test_rope_scaling_shows_in_the_logits(tmp_path: Path) -> None:
+    """The comparison above would notice dropped scaling: early tokens agree, late ones do not."""
+    scaled = write_toy_checkpoint(tmp_path / "scaled", head_dim=16, rope_parameters=LLAMA3)
+    plain = write_toy_checkpoint(tmp_path / "plain", head_dim=16)
+    (logits,) = run(load_engine(plain, tmp_path), [tokens(1)], [[NUM_POSITIONS]])
+    (expected,) = reference(scaled, [tokens(1)])
+    assert difference(logits[:2], expected[:2]) < 0.02
+    assert difference(logits[200:], expected[200:]) > 100 * TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # its old and common name
+@pytest.mark.parametrize("prompt_length", [40, 100])
+def test_dynamic_rope_follows_transformers_while_it_generates(
+    prompt_length: int, tmp_path: Path
+) -> None:
+    folder = write_toy_checkpoint(
+        tmp_path / "hf", rope_parameters=DYNAMIC, max_position_embeddings=64
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = tokens(1, 200)
+    with torch.inference_mode():
+        output = model(torch.tensor([text[:prompt_length]]), use_cache=True)
+        expected = [output.logits[0]]
+        for token in text[prompt_length:]:
+            output = model(torch.tensor([[token]]), past_key_values=output.past_key_values)
+            expected.append(output.logits[0])
+    engine = load_engine(folder, tmp_path)
+    sequence = engine.allocate(prompt_length=prompt_length, max_tokens=200)
+    chunks = [text[:33], text[33:prompt_length]]
+    chunks += [text[start : start + 5] for start in range(prompt_length, 200, 5)]
+    logits = [engine.forward([(sequence, chunk)], [len(chunk)]) for chunk in chunks]
+    assert difference(torch.cat(logits), torch.cat(expected)) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine's folder; token 7 of this model is not a number."""
+    work = tmp_path_factory.mktemp("toy")
+    folder = write_toy_checkpoint(work / "hf", dtype="float32")
+    weights = toy_tensors(toy_config(dtype="float32"))
+    weights["model.embed_tokens.weight"][7] = 0x7FC00000
+    write_tensors_anew(folder / "model.safetensors", weights)
+    return build_engine(folder, work)
+
+
+def write_tensors_anew(path: Path, tensors: Any) -> None:
+    path.unlink()
+    write_tensors(path, tensors, dtype="F32")
+
+
+@pytest.fixture
+def engine(toy: Path) -> TorchEngine:
+    return TorchEngine.load(toy)
+
+
+def test_only_the_last_logits_asked_for_come_back(engine: TorchEngine) -> None:
+    first, second = (engine.allocate(prompt_length=9, max_tokens=20) for _ in range(2))
+    everything = engine.forward([(first, [10, 11, 12]), (second, [20, 21])], [3, 2])
+    for sequence in (first, second):
+        engine.truncate(sequence, 0)
+    some = engine.forward([(second, [20, 21]), (first, [10, 11, 12])], [0, 2])
+    assert torch.allclose(some, everything[1:3], atol=1e-5)
+    nothing = engine.forward([(first, [1]), (second, [2])], [0, 0])
+    assert nothing.shape == (0, 256)
+    assert [engine.length(first), engine.length(second)] == [4, 3]
+
+
+def test_truncated_tokens_leave_no_trace(engine: TorchEngine) -> None:
+    sequence = engine.allocate(prompt_length=9, max_tokens=20)
+    engine.forward([(sequence, [10, 11, 12])], [0])
+    expected = engine.forward([(sequence, [13])], [1])
+    engine.truncate(sequence, 3)
+    assert engine.length(sequence) == 3
+    engine.forward([(sequence, [50, 51, 52, 53])], [0])
+    engine.truncate(sequence, 3)
+    assert torch.equal(engine.forward([(sequence, [13])], [1]), expected)
+
+
+def test_a_nan_stays_in_its_sequence_and_ends_with_its_token(engine: TorchEngine) -> None:
+    healthy, sick = (engine.allocate(prompt_length=9, max_tokens=20) for _ in range(2))
+    logits = engine.forward([(healthy, [10, 11]), (sick, [12])], [2, 1])
+    assert torch.isfinite(logits).all()
+    logits = engine.forward([(healthy, [14]), (sick, [13, 7])], [1, 2])
+    assert torch.isfinite(logits).all(dim=1).tolist() == [True, False, False]
+    engine.truncate(sick, 1)
+    logits = engine.forward([(healthy, [15, 16, 17, 18]), (sick, [13])], [4, 1])
+    assert torch.isfinite(logits).all()
+    engine.forward([(sick, [7])], [0])
+    engine.free(sick)
+    successor = engine.allocate(prompt_length=9, max_tokens=20)
+    logits = engine.forward([(healthy, [14, 15, 16, 17]), (successor, [18])], [4, 1])
+    assert torch.isfinite(logits).all()
+
+
+def test_slots_limit_admission_and_come_back(engine: TorchEngine) -> None:
+    assert engine.can_admit(320)
+    assert not engine.can_admit(321)
+    sequences = [engine.allocate(prompt_length=1, max_tokens=320) for _ in range(4)]
+    assert not engine.can_admit(1)
+    engine.free(sequences[1])
+    assert engine.can_admit(1)
+    assert engine.allocate(prompt_length=1, max_tokens=320) not in sequences
+
+
+def test_sequences_with_a_gap_between_them_run_together(engine: TorchEngine) -> None:
+    sequences = [engine.allocate(prompt_length=3, max_tokens=20) for _ in range(4)]
+    alone = engine.forward([(sequences[0], [10, 11, 12])], [1])
+    others = engine.forward([(sequences[3], [20, 21])], [1])
+    for sequence in (sequences[0], sequences[3]):
+        engine.truncate(sequence, 0)
+    engine.free(sequences[1])
+    batch = [(sequences[3], [20, 21]), (sequences[2], [5]), (sequences[0], [10, 11, 12])]
+    logits = engine.forward(batch, [1, 1, 1])
+    assert torch.allclose(logits[[0, 2]], torch.cat([others, alone]), atol=1e-5)
+
+
+def test_more_tokens_than_the_cache_holds_are_refused(engine: TorchEngine) -> None:
+    sequence = engine.allocate(prompt_length=9, max_tokens=320)
+    engine.forward([(sequence, [1] * 320)], [0])
+    engine.forward([(sequence, [1] * 9)], [0])  # draft tokens and one more have their own room
+    with pytest.raises(ValueError, match="1 tokens after 329: expected 1 to 0"):
+        engine.forward([(sequence, [1])], [0])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float16", 0.005)])
+def test_half_precision_computes_the_same(dtype: str, tolerance: float, tmp_path: Path) -> None:
+    folder = write_toy_checkpoint(tmp_path / "hf", "qwen3")
+    text = tokens(1, 60)
+    (expected,) = reference(folder, [text])
+    (logits,) = run(load_engine(folder, tmp_path, dtype=dtype), [text], [[40, 1, 5]])
+    assert logits.dtype == torch.float32
+    assert difference(logits, expected) <= tolerance
+
+
+def test_a_foreign_or_damaged_engine_is_refused(toy: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineMismatch, match=f"{tmp_path} is not an engine of runtime 'torch'"):
+        TorchEngine.load(tmp_path)
+    config = json.loads((toy / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(EngineMismatch, match="cannot be read .*; build it again"):
+        TorchEngine.load(tmp_path)
+    config["runtime"]["format"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineMismatch, match="was built for {'name': 'torch', 'format': 0}"):
+        TorchEngine.load(tmp_path)
+
+
+def test_engines_that_do_not_fit_are_refused_with_the_numbers(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = TorchEngine.load(toy).memory.total_bytes
+    monkeypatch.setattr("specpipe.runtimes.torch.engine.available_bytes", lambda: 2 * need - 1)
+    check_memory([toy])
+    with pytest.raises(RuntimeUnavailable) as caught:
+        check_memory([toy, toy])
+    free = format_bytes(2 * need - 1)
+    assert str(caught.value).startswith(f"{free} of memory are free: {toy} needs ")
+    assert str(caught.value).endswith("lower engine.max_batch_size or engine.max_seq_len")

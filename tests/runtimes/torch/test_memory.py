@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specpipe.families import unified_config
+from specpipe.runtimes import memory
+from specpipe.runtimes.memory import MemoryEstimate, available_bytes
+from specpipe.runtimes.torch.memory import estimate_memory
+from tests.toy import toy_config
+
+GIB_16_KB = "MemTotal:       32000000 kB\nMemFree:  1000 kB\nMemAvailable:   16000000 kB\n"
+
+
+def estimate(dtype: str = "float32", *, is_tied: bool = False) -> MemoryEstimate:
+    config = unified_config(toy_config(tie_word_embeddings=is_tied), tp_size=1, pp_size=1)
+    return estimate_memory(
+        config,
+        dtype=dtype,
+        max_batch_size=8,
+        max_seq_len=100,
+        max_draft_len=3,
+        max_num_tokens=64,
+    )
+
+
+def test_weights_and_kv_cache_are_counted_exactly() -> None:
+    layer = 2 * 32 + 64 * 32 + 32 * 32 + 3 * 64 * 32
+    assert estimate().weights_bytes == 4 * (2 * 256 * 32 + 2 * layer + 32)
+    # layers, slots, positions, keys and values, KV heads, head size
+    assert estimate().kv_cache_bytes == 4 * 2 * 8 * 104 * 2 * 2 * 8
+    assert estimate("bfloat16").kv_cache_bytes == 2 * 2 * 8 * 104 * 2 * 2 * 8
+
+
+def test_a_tied_head_counts_once() -> None:
+    assert estimate().weights_bytes - estimate(is_tied=True).weights_bytes == 4 * 256 * 32
+
+
+def test_estimate_reads_as_a_sentence() -> None:
+    text = str(MemoryEstimate(5_480_000_000, 22_000_000, 1_500))
+    assert text == "5.5 GB (5.5 GB weights, 22.0 MB KV cache, 1.5 kB workspace)"
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("max", 16_000_000 * 1024),
+        ("3000000000", 2_000_000_000),
+        ("500000000", 0),
+        (None, 16384000000),
+    ],
+)
+def test_a_container_limit_counts_where_it_is_lower(
+    limit: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text(GIB_16_KB)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        (tmp_path / "memory.current").write_text("1000000000\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert available_bytes() == expected
+
+
+def test_memory_is_unknown_where_the_kernel_does_not_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "missing")
+    assert available_bytes() is None

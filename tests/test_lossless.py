@@ -1,0 +1,131 @@
+"""The quickstart pair in process: what comes out is the target's own, whatever the draft length."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from specpipe.runtimes.base import Pair, PairOptions, load_runtime
+from specpipe.speculative.request import GREEDY, Request, Sampling
+from specpipe.stages.convert import convert
+from specpipe.text import Tokenizer
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[1]
+PROMPTS = [
+    json.loads(line)["prompt"]
+    for line in (ROOT / "benchmarks" / "prompts.jsonl").read_text().splitlines()
+]
+SEEDED = Sampling(temperature=0.8, top_p=0.95, repetition_penalty=1.05, seed=11, is_seeded=True)
+MAX_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """draft/engine and target/engine, for up to 8 draft tokens."""
+    from specpipe.config import EngineConfig
+
+    folder = tmp_path_factory.mktemp("pair")
+    for role in ("draft", "target"):
+        checkpoint, engine = folder / role / "checkpoint", folder / role / "engine"
+        checkpoint.mkdir(parents=True)
+        engine.mkdir()
+        convert(ROOT / "models" / "python-code" / role, checkpoint)
+        load_runtime("torch").build_stage(
+            role=role,  # type: ignore[arg-type]
+            checkpoint=checkpoint,
+            engine=EngineConfig(device="cpu"),
+            max_seq_len=1024,
+            max_draft_len=8,
+        ).run(engine)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(ROOT / "models" / "python-code" / "target")
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Path, tokenizer: Tokenizer) -> Pair:
+    """Drafts as many tokens as a request asks for."""
+    return load_runtime("torch").load_pair(
+        engines / "draft" / "engine",
+        engines / "target" / "engine",
+        PairOptions(num_draft_tokens=8, adaptive=False),
+        tokenizer.detokenizer,
+    )
+
+
+@pytest.fixture(scope="module")
+def target_alone(pair: Pair, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
+    """The output ids of every prompt without speculation, one request at a time."""
+    return {
+        name: answers(pair, tokenizer, sampling, num_draft_tokens=0, at_once=1)
+        for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED))
+    }
+
+
+def answers(
+    pair: Pair, tokenizer: Tokenizer, sampling: Sampling, *, num_draft_tokens: int, at_once: int
+) -> list[list[int]]:
+    output: list[list[int]] = [[] for _ in PROMPTS]
+    for first in range(0, len(PROMPTS), at_once):
+        for index in range(first, min(first + at_once, len(PROMPTS))):
+            pair.submit(
+                Request(
+                    request_id=str(index),
+                    prompt_token_ids=tuple(tokenizer.encode(PROMPTS[index])),
+                    max_tokens=MAX_TOKENS,
+                    num_draft_tokens=num_draft_tokens,
+                    sampling=dataclasses.replace(sampling, seed=sampling.seed + index),
+                    end_token_ids=tokenizer.end_token_ids,
+                )
+            )
+        while pair.has_work():
+            for chunk in pair.step():
+                output[int(chunk.request_id)] += chunk.token_ids
+    return output
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+def test_speculative_output_is_that_of_the_target_alone(
+    pair: Pair,
+    tokenizer: Tokenizer,
+    target_alone: dict[str, list[list[int]]],
+    name: str,
+    num_draft_tokens: int,
+    at_once: int,
+) -> None:
+    sampling = GREEDY if name == "greedy" else SEEDED
+    output = answers(pair, tokenizer, sampling, num_draft_tokens=num_draft_tokens, at_once=at_once)
+    assert output == target_alone[name]
+
+
+def test_the_target_alone_is_transformers_greedy(
+    tokenizer: Tokenizer, target_alone: dict[str, list[list[int]]]
+) -> None:
+    """An independent implementation of the same checkpoint, in float32."""
+    import torch
+
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        ROOT / "models" / "python-code" / "target", dtype=torch.float32
+    )
+    for prompt, expected in list(zip(PROMPTS, target_alone["greedy"], strict=True))[::4]:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False
+        )
+        assert without_end(output[0, ids.shape[1] :].tolist(), tokenizer) == expected
+
+
+def without_end(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    return [i for i in token_ids if i not in tokenizer.end_token_ids]
