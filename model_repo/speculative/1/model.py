@@ -1,0 +1,72 @@
+"""Runs the draft and the target: one thread steps all requests, each answers as its chunks come."""
+
+import uuid
+from functools import partial
+
+import triton_python_backend_utils as pb_utils
+
+from specpipe.errors import RequestError, ServerError
+from specpipe.text import Tokenizer
+from specpipe.triton import repository, serving
+from specpipe.triton.loop import PairLoop
+from specpipe.triton.metrics import Counters
+
+# Only a caller outside an ensemble is seen to cancel here (postprocessing sees the others), and
+# asking costs as much as a tenth of sending a response.
+RESPONSES_PER_POLL = 8
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        tokenizer = Tokenizer.load(repository.tokenizer_folder(args))
+        self._counters = Counters(pb_utils.MetricFamily)
+        self._loop = PairLoop(
+            repository.load_pair(args, tokenizer.detokenizer),
+            on_steps=self._counters.count_steps,
+        )
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            if serving.CANCEL.name in tensors:
+                self._loop.cancel(serving.read_cancel(tensors))
+                sender.send(flags=FINAL)
+                continue
+            stream_id = uuid.uuid4().hex
+            refuse = partial(_send_error, sender, code=pb_utils.TritonError.INVALID_ARG)
+            try:
+                generation = serving.Generation.from_tensors(tensors, request_id=stream_id)
+            except RequestError as exc:
+                refuse(exc)
+                continue
+            self._loop.submit(
+                generation.request,
+                on_chunk=partial(self._on_chunk, sender, serving.Answer(generation, stream_id)),
+                on_refusal=refuse,
+            )
+
+    def finalize(self):
+        self._loop.close()
+
+    def _on_chunk(self, sender, answer, chunk):
+        is_last = chunk.finish_reason is not None
+        if is_last:
+            self._counters.count_request(chunk)
+        elif answer.num_responses % RESPONSES_PER_POLL == 0 and sender.is_cancelled():
+            self._loop.cancel(chunk.request_id)
+        try:
+            arrays = answer.add(chunk)
+        except ServerError as exc:
+            _send_error(sender, exc, code=pb_utils.TritonError.INTERNAL)
+            return
+        if arrays is not None:
+            tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+            sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if is_last else 0)
+
+
+def _send_error(sender, error, *, code):
+    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+    sender.send(response, flags=FINAL)

@@ -1,0 +1,124 @@
+"""Keeps a repository served: probes, restarts a server that died or hangs, drains on a signal.
+
+Triton restarts nothing by itself, and calls itself ready meanwhile; so one real request for one
+token goes through every few seconds.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from specpipe.errors import ServerError, SpecpipeError
+from specpipe.triton import lint
+from specpipe.triton.server import Log, ServeOptions, Server, running
+
+__all__ = ["Report", "ServeOptions", "Server", "running", "serve"]
+
+Report = Callable[[str], None]
+
+
+def serve(
+    repository: Path,
+    options: ServeOptions,
+    *,
+    report: Report,
+    log: Log = lambda line: None,
+    on_ready: Callable[[Server], None] = lambda server: None,
+) -> None:
+    """Serves a repository until SIGTERM or SIGINT; restarts a server that died or hangs.
+
+    The first signal drains, a second one ends the server at once. Returns after SIGTERM, raises
+    KeyboardInterrupt after SIGINT, and ServerError when the server does not come (back) up. To
+    be called from the main thread.
+    """
+    lint.check(repository)
+    server = Server(repository, options, log=log)
+    with _Signals(server) as signals:
+        try:
+            server.start(signals.received)
+            if not signals.received():
+                on_ready(server)
+                _supervise(server, signals, report)
+            if signals.received():
+                report(f"stopping: running requests have {options.drain_timeout_s:g} s to finish")
+        finally:
+            server.stop()
+    if signals.number == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def _supervise(server: Server, signals: _Signals, report: Report) -> None:
+    """Probes until a signal comes; restarts with a pause that doubles."""
+    num_failed = num_restarts = 0
+    while not signals.wait(server.options.probe_interval_s):
+        reason = _trouble(server)
+        if reason is None:
+            num_failed = num_restarts = 0
+            continue
+        num_failed += 1
+        if server.is_running and num_failed < 2:
+            continue
+        while True:
+            if num_restarts == server.options.max_restarts:
+                raise ServerError(f"Triton fails again and again, last: {reason}")
+            pause_s = min(2.0**num_restarts - 1, 30.0)
+            num_restarts += 1
+            report(f"Triton is restarted in {pause_s:g} s: {reason}")
+            server.kill()
+            if signals.wait(pause_s):
+                return
+            try:
+                server.start(signals.received)
+                break
+            except ServerError as exc:
+                reason = str(exc)
+        num_failed = 0
+
+
+def _trouble(server: Server) -> str | None:
+    """Returns why the server counts as dead or hung, None while it answers or makes progress."""
+    if not server.is_running:
+        return "it exited"
+    try:
+        server.probe()
+    except SpecpipeError as exc:
+        # A full queue or a long one is no fault.
+        return None if server.makes_progress() else f"a request for one token failed: {exc}"
+    server.makes_progress()
+    return None
+
+
+class _Signals:
+    """SIGTERM and SIGINT, remembered; the second one kills the server."""
+
+    def __init__(self, server: Server) -> None:
+        self.number: int | None = None
+        self._server = server
+        self._event = threading.Event()
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def received(self) -> bool:
+        return self.number is not None
+
+    def wait(self, seconds: float) -> bool:
+        """Waits, True as soon as a signal came."""
+        return self._event.wait(seconds)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            self._server.signal_group(signal.SIGKILL)
+        self.number = number
+        self._event.set()

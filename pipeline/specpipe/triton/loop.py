@@ -1,0 +1,163 @@
+"""The threads around a pair: requests come from many, one runs the steps, one sends answers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from specpipe.errors import RequestError
+from specpipe.runtimes.base import Pair
+from specpipe.speculative.request import Chunk, Request
+
+_LOGGER = logging.getLogger(__name__)
+
+OnChunk = Callable[[Chunk], None]
+OnRefusal = Callable[[RequestError], None]
+
+_STEP_REPORT_INTERVAL_S = 1.0
+
+
+def exit_process() -> None:
+    """Ends this process at once, since without its loop it would hang every request.
+
+    Triton never restarts a Python model's process: launcher.py notices and restarts the server.
+    """
+    os._exit(1)
+
+
+class PairLoop:
+    """Runs draft-verify rounds while there is work; `submit` and `cancel` may come from any thread.
+
+    Every request gets an answer, whatever happens: chunks until one has a finish_reason, or the
+    pair's refusal. After a fault of the pair itself all open requests fail, every later one does,
+    and `on_fault` is called once those that were open have their answers.
+
+    Answers are sent by a thread of their own, in order, so that no round waits for Triton.
+    `on_steps` gets the number of rounds since its last call, once a second while they go on: a sign
+    of life for the launcher while long requests keep its probe waiting.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        *,
+        on_fault: Callable[[], None] = exit_process,
+        on_steps: Callable[[int], None] = lambda num_steps: None,
+    ) -> None:
+        self._pair = pair
+        self._on_fault = on_fault
+        self._on_steps = on_steps
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: dict[str, OnChunk] = {}
+        self._fault: str | None = None
+        self._is_closed = False
+        self._num_unreported_steps = 0
+        self._last_step_report = 0.0
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._run, "specpipe-steps"), (self._send, "specpipe-answers"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, request: Request, *, on_chunk: OnChunk, on_refusal: OnRefusal) -> None:
+        """Queues a request; it is answered through one of the two, on another thread."""
+        self._inbox.put(partial(self._submit, request, on_chunk, on_refusal))
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request before the next step; unknown and finished ids are ignored."""
+        self._inbox.put(partial(self._cancel, request_id))
+
+    def close(self) -> None:
+        """Ends the threads; requests that are still open end as cancelled."""
+        self._inbox.put(self._close)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                if self._fault is None and self._pair.has_work():
+                    self._step()
+                else:
+                    self._report_steps()
+                    self._inbox.get()()
+                while not self._inbox.empty():
+                    self._inbox.get()()
+            except Exception as exc:
+                _LOGGER.exception("the draft-verify loop failed")
+                self._fail(f"the draft-verify loop failed: {type(exc).__name__}: {exc}")
+
+    def _send(self) -> None:
+        while (send := self._outbox.get()) is not None:
+            try:
+                send()
+            except Exception:
+                _LOGGER.exception("an answer could not be sent")
+
+    def _step(self) -> None:
+        for chunk in self._pair.step():
+            self._deliver(chunk)
+        self._num_unreported_steps += 1
+        if time.monotonic() - self._last_step_report >= _STEP_REPORT_INTERVAL_S:
+            self._report_steps()
+
+    def _report_steps(self) -> None:
+        if self._num_unreported_steps:
+            self._on_steps(self._num_unreported_steps)
+        self._num_unreported_steps = 0
+        self._last_step_report = time.monotonic()
+
+    def _submit(self, request: Request, on_chunk: OnChunk, on_refusal: OnRefusal) -> None:
+        self._open[request.request_id] = on_chunk
+        if self._fault is not None:
+            self._deliver(_failure(request.request_id, self._fault))
+            return
+        try:
+            self._pair.submit(request)
+        except RequestError as exc:
+            del self._open[request.request_id]
+            self._outbox.put(partial(on_refusal, exc))
+
+    def _cancel(self, request_id: str) -> None:
+        if self._fault is None and request_id in self._open:
+            self._pair.cancel(request_id)
+
+    def _close(self) -> None:
+        self._is_closed = True
+        for request_id in tuple(self._open):
+            self._deliver(Chunk(request_id=request_id, finish_reason="cancelled"))
+        self._outbox.put(None)
+
+    def _fail(self, message: str) -> None:
+        if self._fault is not None:
+            return
+        self._fault = message
+        for request_id in tuple(self._open):
+            self._deliver(_failure(request_id, message))
+        self._outbox.put(self._on_fault)
+
+    def _deliver(self, chunk: Chunk) -> None:
+        on_chunk = self._open.get(chunk.request_id)
+        if on_chunk is None:
+            return
+        if chunk.finish_reason is not None:
+            del self._open[chunk.request_id]
+        self._outbox.put(partial(self._answer, on_chunk, chunk))
+
+    def _answer(self, on_chunk: OnChunk, chunk: Chunk) -> None:
+        try:
+            on_chunk(chunk)
+        except Exception:
+            self.cancel(chunk.request_id)  # nobody is there to hear more
+            raise
+
+
+def _failure(request_id: str, error: str) -> Chunk:
+    return Chunk(request_id=request_id, finish_reason="error", error=error)

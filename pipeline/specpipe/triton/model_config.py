@@ -1,0 +1,158 @@
+"""The `config.pbtxt` of every model, as Triton's own ModelConfig messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as pb
+
+from specpipe.errors import RepositoryError
+from specpipe.triton import serving
+from specpipe.triton.serving import Tensor
+
+ENSEMBLE, PREPROCESSING, SPECULATIVE, POSTPROCESSING = (
+    "ensemble",
+    "preprocessing",
+    "speculative",
+    "postprocessing",
+)
+
+# Parameters of our models; lint.py reads the same names.
+CANCELS = "cancels"  # the model that is told of a client's cancellation
+PATH_SUFFIXES = ("_dir", "_file")  # such a parameter is a path, relative to the version's folder
+TOKENIZER_DIR, PAIR_FILE = "tokenizer_dir", "pair_file"
+DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR = "draft_engine_dir", "target_engine_dir"
+
+_MAX_BATCH_SIZE = 1
+"""Requests are batched by the pair, step by step; each Triton request is one prompt."""
+
+
+def model_configs() -> tuple[pb.ModelConfig, ...]:
+    """Returns the configs of the whole repository, callers first."""
+    preprocessing = _python_model(
+        PREPROCESSING,
+        serving.PREPROCESSING_INPUTS,
+        serving.PREPROCESSING_OUTPUTS,
+        parameters={TOKENIZER_DIR: "tokenizer"},
+    )
+    speculative = _python_model(
+        SPECULATIVE,
+        serving.SPECULATIVE_INPUTS,
+        serving.SPECULATIVE_OUTPUTS,
+        is_decoupled=True,
+        parameters={
+            PAIR_FILE: "pair.json",
+            DRAFT_ENGINE_DIR: "draft",
+            TARGET_ENGINE_DIR: "target",
+            TOKENIZER_DIR: "tokenizer",
+        },
+    )
+    # Not decoupled, one response a chunk: an ensemble may have one decoupled step alone.
+    postprocessing = _python_model(
+        POSTPROCESSING,
+        serving.POSTPROCESSING_INPUTS,
+        serving.POSTPROCESSING_OUTPUTS,
+        parameters={CANCELS: SPECULATIVE},
+    )
+    models = (preprocessing, speculative, postprocessing)
+    return (_ensemble(*models), *models)
+
+
+def to_text(config: pb.ModelConfig) -> str:
+    """Returns the config as `config.pbtxt`, parsed back once to be sure that it says the same."""
+    text: str = text_format.MessageToString(config)
+    assert text_format.Parse(text, pb.ModelConfig()) == config
+    return text
+
+
+def read_config(path: Path) -> pb.ModelConfig:
+    """Parses a `config.pbtxt`; raises RepositoryError with the file, line and column."""
+    try:
+        return text_format.Parse(path.read_text(encoding="utf-8"), pb.ModelConfig())
+    except OSError as exc:
+        raise RepositoryError(f"{path} cannot be read: {exc.strerror}") from exc
+    except (text_format.ParseError, UnicodeDecodeError) as exc:
+        raise RepositoryError(f"{path} is not a model configuration: {exc}") from exc
+
+
+def parameter(config: pb.ModelConfig, name: str) -> str | None:
+    """Returns a parameter's text, None when the config does not have it."""
+    if name not in config.parameters:
+        return None
+    value: str = config.parameters[name].string_value
+    return value
+
+
+def _ensemble(*models: pb.ModelConfig) -> pb.ModelConfig:
+    """Chains the models: a step reads what earlier ones wrote, or an input, of the same name.
+
+    What only lives between the models has a leading underscore in the ensemble, as in NVIDIA's.
+    """
+    inputs = {tensor.name for tensor in serving.ENSEMBLE_INPUTS}
+    outputs = {tensor.name for tensor in serving.ENSEMBLE_OUTPUTS}
+    config = pb.ModelConfig(
+        name=ENSEMBLE,
+        platform="ensemble",
+        max_batch_size=_MAX_BATCH_SIZE,
+        input=_inputs(serving.ENSEMBLE_INPUTS),
+        output=_outputs(serving.ENSEMBLE_OUTPUTS),
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+    )
+    known = set(inputs)
+    for model in models:
+        step = config.ensemble_scheduling.step.add(model_name=model.name, model_version=-1)
+        for tensor in model.input:
+            if tensor.name in known:
+                step.input_map[tensor.name] = _ensemble_name(tensor.name, inputs | outputs)
+        for tensor in model.output:
+            step.output_map[tensor.name] = _ensemble_name(tensor.name, inputs | outputs)
+            known.add(tensor.name)
+    return config
+
+
+def _ensemble_name(name: str, face: set[str]) -> str:
+    return name if name in face else f"_{name}"
+
+
+def _python_model(
+    name: str,
+    inputs: Iterable[Tensor],
+    outputs: Iterable[Tensor],
+    *,
+    is_decoupled: bool = False,
+    parameters: Mapping[str, str],
+) -> pb.ModelConfig:
+    config = pb.ModelConfig(
+        name=name,
+        backend="python",
+        max_batch_size=_MAX_BATCH_SIZE,
+        input=_inputs(inputs),
+        output=_outputs(outputs),
+        # One instance each: two of `speculative` would load the engines twice, two of
+        # `postprocessing` would send chunks out of order.
+        instance_group=[pb.ModelInstanceGroup(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)],
+        model_transaction_policy=pb.ModelTransactionPolicy(decoupled=is_decoupled),
+    )
+    for key, value in parameters.items():
+        config.parameters[key].string_value = value
+    return config
+
+
+def _inputs(tensors: Iterable[Tensor]) -> list[pb.ModelInput]:
+    """All optional: Triton answers a missing required input of an ensemble with an empty success,
+    so what a request must have is checked by preprocessing."""
+    return [
+        pb.ModelInput(
+            name=tensor.name, data_type=f"TYPE_{tensor.dtype}", dims=tensor.dims, optional=True
+        )
+        for tensor in tensors
+    ]
+
+
+def _outputs(tensors: Iterable[Tensor]) -> list[pb.ModelOutput]:
+    return [
+        pb.ModelOutput(name=tensor.name, data_type=f"TYPE_{tensor.dtype}", dims=tensor.dims)
+        for tensor in tensors
+    ]

@@ -1,0 +1,121 @@
+"""A whole Triton repository, movable: hand-written models, their configs, engines and tokenizer.
+
+ensemble/       config.pbtxt  1/
+preprocessing/  config.pbtxt  1/model.py  1/tokenizer/
+speculative/    config.pbtxt  1/model.py  1/tokenizer/  1/draft/  1/target/  1/pair.json
+postprocessing/ config.pbtxt  1/model.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specpipe.runtimes.base import DetokenizerFactory, Pair, PairOptions, load_runtime
+from specpipe.tokenizer_files import TOKENIZER_FILES
+from specpipe.triton import model_config
+from specpipe.triton.model_config import (
+    DRAFT_ENGINE_DIR,
+    PAIR_FILE,
+    PREPROCESSING,
+    SPECULATIVE,
+    TARGET_ENGINE_DIR,
+    TOKENIZER_DIR,
+)
+
+VERSION = "1"
+
+
+@dataclass(frozen=True)
+class PairFile:
+    """`pair.json`: which runtime serves the pair, and how."""
+
+    runtime: str
+    options: PairOptions
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> PairFile:
+        fields = json.loads(text)
+        options = fields["options"]
+        unused = tuple((start, stop) for start, stop in options.pop("unused_token_ids"))
+        return cls(fields["runtime"], PairOptions(unused_token_ids=unused, **options))
+
+
+def write(
+    out: Path,
+    *,
+    models: Path,
+    draft_engine: Path,
+    target_engine: Path,
+    tokenizer: Path,
+    pair: PairFile,
+) -> None:
+    """Writes the repository into `out`, an empty folder; `models` holds the hand-written models.
+
+    Engines are linked where they can be.
+    """
+    for config in model_config.model_configs():
+        version = out / config.name / VERSION
+        version.mkdir(parents=True)
+        (out / config.name / "config.pbtxt").write_text(
+            model_config.to_text(config), encoding="utf-8"
+        )
+        if config.backend == "python":
+            shutil.copyfile(models / config.name / VERSION / "model.py", version / "model.py")
+    for model in (PREPROCESSING, SPECULATIVE):
+        folder = out / model / VERSION / "tokenizer"
+        folder.mkdir()
+        for name in TOKENIZER_FILES:
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
+    speculative = out / SPECULATIVE / VERSION
+    _link_folder(draft_engine, speculative / "draft")
+    _link_folder(target_engine, speculative / "target")
+    (speculative / "pair.json").write_text(pair.to_json(), encoding="utf-8")
+
+
+def parameter_path(arguments: Mapping[str, str], name: str) -> Path:
+    """Returns a file or folder that a model's config names; `arguments` are those of `initialize`.
+
+    It is relative to the version's folder, wherever the repository lies now.
+    """
+    config: dict[str, Any] = json.loads(arguments["model_config"])
+    relative: str = config["parameters"][name]["string_value"]
+    return Path(arguments["model_repository"], arguments["model_version"], relative)
+
+
+def load_pair(arguments: Mapping[str, str], detokenizer: DetokenizerFactory) -> Pair:
+    """Loads the engines of the `speculative` model with the runtime that `pair.json` names."""
+    pair = PairFile.from_json(parameter_path(arguments, PAIR_FILE).read_text(encoding="utf-8"))
+    return load_runtime(pair.runtime).load_pair(
+        parameter_path(arguments, DRAFT_ENGINE_DIR),
+        parameter_path(arguments, TARGET_ENGINE_DIR),
+        pair.options,
+        detokenizer,
+    )
+
+
+def tokenizer_folder(arguments: Mapping[str, str]) -> Path:
+    """Returns the folder of the tokenizer that a model's config names."""
+    return parameter_path(arguments, TOKENIZER_DIR)
+
+
+def _link_folder(source: Path, destination: Path) -> None:
+    """Copies a folder by hard links: engines are large, and no build changes one in place."""
+    shutil.copytree(source, destination, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, destination: str) -> None:
+    try:
+        os.link(source, destination)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, destination)

@@ -1,0 +1,345 @@
+"""One Triton process group: found, started, asked whether it answers, drained, killed.
+
+Triton calls itself ready while nothing can answer: after the death of a Python model's process, and
+while its thread hangs (Triton 2.51). Ready means here that one real request went through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from specpipe.errors import ServerError, SpecpipeError
+from specpipe.triton import metrics
+from specpipe.triton.client import Client
+
+Log = Callable[[str], None]
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PROBE_PROMPT = "Hello"
+_MAX_LOG_LINES = 200
+_PORTS = ("http_port", "grpc_port", "metrics_port")
+
+# Linux sends Triton a SIGTERM when the thread that started it dies, however that came (1 is
+# PR_SET_PDEATHSIG), so that no server is left behind with its ports and its memory.
+_EXEC = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+@dataclass(frozen=True)
+class TritonBinary:
+    """A tritonserver to run, with what it needs around it."""
+
+    path: Path
+    library_path: Path | None = None
+    backends: Path | None = None  # None: where the installation has them
+    python_stub: Path | None = None  # the process that runs a Python model, for this Python
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where the server listens and how patient the launcher is. Port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    startup_timeout_s: float = 600.0
+    probe_interval_s: float = 5.0
+    probe_timeout_s: float = 30.0
+    drain_timeout_s: float = 30.0
+    max_restarts: int = 5  # in a row, without one probe answered in between
+
+
+def find_tritonserver() -> TritonBinary:
+    """Finds `tritonserver` on PATH, else in the nvidia-pytriton wheel; raises ServerError."""
+    on_path = shutil.which("tritonserver")
+    if on_path is not None:
+        return TritonBinary(Path(on_path))
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or not spec.submodule_search_locations:
+        raise ServerError(
+            "tritonserver is not on PATH: run inside a Triton container, or pip install "
+            "'specpipe[triton]'"
+        )
+    root = Path(spec.submodule_search_locations[0])
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    server = root / "tritonserver"
+    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.is_file():
+        raise ServerError(
+            f"nvidia-pytriton has no Python {version} backend: use Python 3.10 to 3.12"
+        )
+    return TritonBinary(
+        path=server / "bin" / "tritonserver",
+        library_path=root.parent / "nvidia_pytriton.libs",
+        backends=server / "backends",
+        python_stub=stub,
+    )
+
+
+class Server:
+    """One Triton process group; `start` returns when a real request went through.
+
+    It lives no longer than the thread that called `start`.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        options: ServeOptions,
+        *,
+        binary: TritonBinary | None = None,
+        log: Log = lambda line: None,
+    ) -> None:
+        self.options = _with_free_ports(options)
+        self._repository = repository
+        self._binary = find_tritonserver() if binary is None else binary
+        self._log = log
+        self._last_lines: deque[str] = deque(maxlen=_MAX_LOG_LINES)
+        self._process: subprocess.Popen[str] | None = None
+        self._log_reader: threading.Thread | None = None
+        self._backends: tempfile.TemporaryDirectory[str] | None = None
+        self._shared_memory_prefix = f"specpipe_{os.getpid()}_{id(self):x}_"
+        self._num_steps = -1.0
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self._client_host}:{self.options.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"grpc://{self._client_host}:{self.options.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self._client_host}:{self.options.metrics_port}/metrics"
+
+    @property
+    def _client_host(self) -> str:
+        return "127.0.0.1" if self.options.host == "0.0.0.0" else self.options.host
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def last_log_lines(self) -> list[str]:
+        """What Triton and the models wrote last."""
+        return list(self._last_lines)
+
+    def start(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Starts Triton and waits until it answers; raises ServerError with the reason."""
+        _check_ports(self.options)
+        self._last_lines.clear()
+        self._num_steps = -1.0
+        self._process = subprocess.Popen(
+            self._command(),
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a process group of its own, for `kill`
+        )
+        assert self._process.stdout is not None
+        self._log_reader = threading.Thread(
+            target=self._read_log, args=(self._process.stdout,), name="triton-log", daemon=True
+        )
+        self._log_reader.start()
+        deadline = time.monotonic() + self.options.startup_timeout_s
+        while not is_interrupted():
+            if not self.is_running:
+                self.kill()
+                raise ServerError(f"Triton did not start: {self._failure()}")
+            if self._is_live():
+                break
+            if time.monotonic() > deadline:
+                self.kill()
+                raise ServerError(
+                    f"Triton was not ready after {self.options.startup_timeout_s:g} s: "
+                    f"{self._failure()}"
+                )
+            time.sleep(0.1)
+        if is_interrupted():
+            return
+        try:
+            self.probe()
+        except SpecpipeError as exc:
+            self.kill()
+            raise ServerError(f"Triton started, but the first request failed: {exc}") from exc
+
+    def probe(self) -> None:
+        """Sends one request for one token through everything; raises when no answer comes."""
+        with Client(self.http_url, timeout_s=self.options.probe_timeout_s) as client:
+            # First in the queue, and out of it when nobody waits for the answer any more.
+            client.generate(
+                _PROBE_PROMPT, max_tokens=1, priority=-1, timeout_s=self.options.probe_timeout_s
+            )
+
+    def makes_progress(self) -> bool:
+        """True when the loop ran steps since the last call: busy, however long a probe waits."""
+        before, self._num_steps = self._num_steps, self._read_num_steps()
+        return self._num_steps > before >= 0
+
+    def stop(self) -> None:
+        """Lets running requests finish, up to the drain limit, then ends the process group."""
+        if self.is_running:
+            assert self._process is not None
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self.options.drain_timeout_s + 5)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the whole process group at once and removes what it leaves behind."""
+        if self._process is not None:
+            self.signal_group(signal.SIGKILL)
+            self._process.wait()
+            assert self._log_reader is not None
+            self._log_reader.join(timeout=5)
+            self._process = None
+        for left in _SHARED_MEMORY.glob(f"{self._shared_memory_prefix}*"):
+            left.unlink(missing_ok=True)
+        if self._backends is not None:
+            self._backends.cleanup()
+            self._backends = None
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Sends a signal to Triton and the processes of its models."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def _command(self) -> list[str]:
+        options = self.options
+        command = [
+            *(sys.executable, "-c", _EXEC),
+            str(self._binary.path),
+            f"--model-repository={self._repository.resolve()}",
+            "--disable-auto-complete-config",
+            f"--http-address={options.host}",
+            f"--http-port={options.http_port}",
+            f"--grpc-address={options.host}",
+            f"--grpc-port={options.grpc_port}",
+            f"--metrics-address={options.host}",
+            f"--metrics-port={options.metrics_port}",
+            f"--exit-timeout-secs={int(options.drain_timeout_s)}",
+            f"--backend-config=python,shm-region-prefix-name={self._shared_memory_prefix}",
+        ]
+        if self._binary.backends is not None:
+            command.append(f"--backend-directory={self._stage_backends()}")
+        return command
+
+    def _stage_backends(self) -> Path:
+        """The wheel keeps the stub of each Python version apart from the backend that runs it."""
+        assert self._binary.backends is not None and self._binary.python_stub is not None
+        self._backends = tempfile.TemporaryDirectory(prefix="specpipe-triton-")
+        folder = Path(self._backends.name)
+        (folder / "python").mkdir()
+        for source in (self._binary.backends / "python").iterdir():
+            (folder / "python" / source.name).symlink_to(source)
+        (folder / "python" / self._binary.python_stub.name).symlink_to(self._binary.python_stub)
+        return folder
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        # The stub finds this environment's packages through the `python3` that comes first on PATH.
+        bin_folder = Path(sys.executable).parent
+        environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', os.defpath)}"
+        environment["PYTHONUNBUFFERED"] = "1"
+        if self._binary.library_path is not None:
+            libraries = [str(self._binary.library_path), environment.get("LD_LIBRARY_PATH", "")]
+            environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
+        return environment
+
+    def _read_log(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                self._last_lines.append(line.rstrip("\n"))
+                self._log(line.rstrip("\n"))
+
+    def _failure(self) -> str:
+        """The last error lines of the log, which say why."""
+        lines = self.last_log_lines
+        errors = [line for line in lines if re.match(r"E\d{4} |error:", line)] or lines
+        return "\n".join(errors[-5:]) or "it wrote no log"
+
+    def _is_live(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    def _read_num_steps(self) -> float:
+        try:
+            with urllib.request.urlopen(self.metrics_url, timeout=5) as response:
+                text = response.read().decode()
+        except OSError:
+            return -1.0
+        found = re.search(rf"^{metrics.STEPS}(?:{{.*}})? ([\d.e+]+)$", text, re.MULTILINE)
+        return float(found[1]) if found else -1.0
+
+
+@contextlib.contextmanager
+def running(
+    repository: Path, options: ServeOptions | None = None, *, log: Log = lambda line: None
+) -> Iterator[Server]:
+    """Serves a repository for the time of a `with` block, on free ports unless `options` says."""
+    ports = ServeOptions(http_port=0, grpc_port=0, metrics_port=0)
+    server = Server(repository, ports if options is None else options, log=log)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def _with_free_ports(options: ServeOptions) -> ServeOptions:
+    """Replaces each port 0 by a free port."""
+    with contextlib.ExitStack() as stack:
+        ports = {}
+        for name in _PORTS:
+            if getattr(options, name) == 0:
+                # Open until all are chosen, so that no two are the same.
+                listener = stack.enter_context(socket.socket())
+                listener.bind((options.host, 0))
+                ports[name] = listener.getsockname()[1]
+        return replace(options, **ports)
+
+
+def _check_ports(options: ServeOptions) -> None:
+    """Another server on one of the ports would answer in our place until ours has failed."""
+    for name in _PORTS:
+        port = getattr(options, name)
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((options.host, port))
+            except OSError as exc:
+                option = f"--{name.replace('_', '-')}"
+                raise ServerError(
+                    f"{options.host}:{port} cannot be listened on ({exc.strerror}): choose another "
+                    f"port with {option}"
+                ) from exc

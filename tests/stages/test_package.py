@@ -1,0 +1,95 @@
+"""Packaging: the contract's ids, the linter's word, and what makes it stale."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specpipe.errors import RepositoryError
+from specpipe.pairing import PairContract
+from specpipe.runtimes.base import PairOptions
+from specpipe.stages.package import Package, models_folder
+
+CONTRACT = PairContract(
+    num_used_token_ids=250,
+    draft_vocab_size=256,
+    target_vocab_size=320,
+    unused_token_ids=((250, 320),),
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    end_token_ids=(2,),
+    draft_max_seq_len=1024,
+    target_max_seq_len=1024,
+)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    """Two engines that are nothing but their limits, and a tokenizer."""
+    build_config = {"max_batch_size": 8, "max_seq_len": 1024, "max_draft_len": 4}
+    for role in ("draft", "target"):
+        (tmp_path / role).mkdir()
+        text = json.dumps({"build_config": build_config})
+        (tmp_path / role / "config.json").write_text(text)
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "tokenizer.json").write_text("{}")
+    (tmp_path / "checkpoint" / "model.safetensors").write_text("weights")
+    (tmp_path / "pair.json").write_text(CONTRACT.to_json())
+    return Package(
+        contract=tmp_path / "pair.json",
+        draft_engine=tmp_path / "draft",
+        target_engine=tmp_path / "target",
+        tokenizer=tmp_path / "checkpoint",
+        runtime="torch",
+        options=PairOptions(num_draft_tokens=4),
+    )
+
+
+def test_the_pair_file_has_the_options_and_the_contracts_unused_ids(
+    package: Package, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    package.run(out)
+    assert json.loads((out / "speculative" / "1" / "pair.json").read_text()) == {
+        "runtime": "torch",
+        "options": {
+            "num_draft_tokens": 4,
+            "adaptive": True,
+            "max_batch_size": 8,
+            "max_seq_len": 1024,
+            "max_num_tokens": 256,
+            "max_queue_size": 128,
+            "request_timeout_s": 600.0,
+            "num_threads": None,
+            "unused_token_ids": [[250, 320]],
+        },
+    }
+
+
+def test_more_draft_tokens_than_the_target_was_built_for_are_refused(
+    package: Package, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    asking = replace(package, options=PairOptions(num_draft_tokens=8))
+    with pytest.raises(RepositoryError, match="num_draft_tokens is 8, but the target engine was"):
+        asking.run(out)
+
+
+def test_inputs_are_small_files_engines_and_models(package: Package, tmp_path: Path) -> None:
+    inputs = package.inputs()
+    assert inputs.files == (
+        tmp_path / "pair.json",
+        tmp_path / "draft",
+        tmp_path / "target",
+        tmp_path / "checkpoint" / "tokenizer.json",
+        models_folder(),
+    )
+    assert inputs.settings["runtime"] == "torch"
+    assert inputs.settings["num_draft_tokens"] == 4
+    assert "unused_token_ids" not in inputs.settings

@@ -1,0 +1,108 @@
+"""One real Triton for all tests of this folder, with a pair that repeats its prompt."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from specpipe.runtimes.base import PairOptions
+from specpipe.stages.package import models_folder
+from specpipe.triton import launcher, repository
+from specpipe.triton.server import Server
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "models" / "python-code" / "target"
+
+_PLAIN_CONFIG = """
+name: "plain"  backend: "python"  max_batch_size: 1
+input { name: "text_input" data_type: TYPE_STRING dims: 1 optional: true }
+input { name: "max_tokens" data_type: TYPE_INT32 dims: 1 optional: true }
+input { name: "stream" data_type: TYPE_BOOL dims: 1 optional: true }
+output { name: "text_output" data_type: TYPE_STRING dims: -1 }
+instance_group { count: 1 kind: KIND_CPU }
+"""
+
+_PLAIN_MODEL = '''
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """Not decoupled: answers with the prompt."""
+
+    def execute(self, requests):
+        texts = [pb_utils.get_input_tensor_by_name(r, "text_input").as_numpy() for r in requests]
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)]) for text in texts
+        ]
+'''
+
+
+def write_engine(folder: Path, **limits: int) -> Path:
+    """An engine folder with nothing but its limits."""
+    folder.mkdir(parents=True)
+    build_config = {"max_batch_size": 8, "max_seq_len": 1024, "max_draft_len": 4, **limits}
+    (folder / "config.json").write_text(json.dumps({"build_config": build_config}))
+    return folder
+
+
+def write_echo_repository(out: Path, **options: int | float) -> Path:
+    """A repository of the hand-written models around EchoPair, and a model `plain`."""
+    engine = write_engine(out.parent / f"{out.name}-engine")
+    out.mkdir()
+    repository.write(
+        out,
+        models=models_folder(),
+        draft_engine=engine,
+        target_engine=engine,
+        tokenizer=TOKENIZER,
+        pair=repository.PairFile("echo", PairOptions(**options)),  # type: ignore[arg-type]
+    )
+    model = out / "speculative" / "1" / "model.py"
+    register = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import echo_pair\n"
+    model.write_text(f"{register}echo_pair.register()\n{model.read_text()}")
+    plain = out / "plain" / "1"
+    plain.mkdir(parents=True)
+    (plain.parent / "config.pbtxt").write_text(_PLAIN_CONFIG)
+    (plain / "model.py").write_text(_PLAIN_MODEL)
+    return out
+
+
+@pytest.fixture
+def echo_repository(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a repository of its own for a test that will break it; takes PairOptions' fields."""
+
+    def write(**options: int | float) -> Path:
+        return write_echo_repository(tmp_path / "model_repo", **options)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., bool]:
+    """Returns whether a condition became true within some seconds."""
+
+    def wait(condition: Callable[[], bool], *, seconds: float = 20.0) -> bool:
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return condition()
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A running server; no test may crash it."""
+    folder = write_echo_repository(tmp_path_factory.mktemp("echo") / "model_repo")
+    with launcher.running(folder) as server:
+        yield server
+
+
+@pytest.fixture(params=["http", "grpc"])
+def url(request: pytest.FixtureRequest, echo_server: Server) -> str:
+    """The server's address, by each protocol."""
+    return echo_server.http_url if request.param == "http" else echo_server.grpc_url

@@ -1,0 +1,87 @@
+"""A pair that repeats its prompt, two tokens a step: what Triton tests need without weights.
+
+Words in the prompt make it misbehave: "<refuse>" at submit, "<fail N>" that request alone after N
+steps, "<crash N>" the pair itself, "<slow>" 50 ms a step.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from specpipe.errors import RequestError
+from specpipe.runtimes.base import DetokenizerFactory, PairOptions
+from specpipe.speculative.request import Chunk, Limits, Request, RequestState
+from specpipe.triton import repository
+
+
+class EchoPair:
+    def __init__(self, options: PairOptions, detokenizer: DetokenizerFactory) -> None:
+        self._detokenizer = detokenizer
+        self._limits = Limits(
+            max_num_draft_tokens=options.num_draft_tokens,
+            max_seq_len=options.max_seq_len,
+            draft_max_seq_len=options.max_seq_len,
+            vocab_size=1 << 20,
+        )
+        self._running: dict[str, tuple[RequestState, str]] = {}
+        self._cancelled: list[str] = []
+
+    def submit(self, request: Request) -> str:
+        decoder = self._detokenizer(())
+        prompt = decoder.append(request.prompt_token_ids) + decoder.flush()
+        if "<refuse>" in prompt:
+            raise RequestError("the queue is full (0 requests)")
+        state = RequestState(request, self._limits, self._detokenizer(request.prompt_token_ids))
+        self._running[request.request_id] = (state, prompt)
+        return request.request_id
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._running:
+            self._cancelled.append(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[Chunk]:
+        chunks = [self._running[id_][0].finish("cancelled") for id_ in self._cancelled]
+        for request_id in self._cancelled:
+            del self._running[request_id]
+        self._cancelled.clear()
+        for state, prompt in list(self._running.values()):
+            chunks.append(self._step(state, prompt))
+            if state.is_finished:
+                del self._running[state.request.request_id]
+        return chunks
+
+    def _step(self, state: RequestState, prompt: str) -> Chunk:
+        if "<slow>" in prompt:
+            time.sleep(0.05)
+        if _is_due(state, prompt, "crash"):
+            raise ZeroDivisionError("as asked")
+        if _is_due(state, prompt, "fail"):
+            return state.finish("error", "a target row is NaN")
+        num_draft_tokens = min(state.next_num_draft_tokens(), 1)
+        ids = state.request.prompt_token_ids
+        first = state.num_output_tokens
+        tokens = [ids[(first + i) % len(ids)] for i in range(num_draft_tokens + 1)]
+        log_probs = [-0.5] * len(tokens) if state.request.return_log_probs else ()
+        return state.accept(tokens, log_probs, num_draft_tokens=num_draft_tokens)
+
+
+def _is_due(state: RequestState, prompt: str, what: str) -> bool:
+    asked = re.search(rf"<{what} (\d+)>", prompt)
+    return asked is not None and state.counts.num_steps == int(asked[1])
+
+
+class EchoRuntime:
+    def load_pair(
+        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+    ) -> EchoPair:
+        return EchoPair(options, detokenizer)
+
+
+def register() -> None:
+    """Makes this process load an EchoPair, whatever runtime pair.json names."""
+    repository.load_runtime = lambda name: EchoRuntime()  # type: ignore[assignment,return-value]

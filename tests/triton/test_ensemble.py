@@ -1,0 +1,280 @@
+"""The repository on a real Triton: what clients see of the ensemble."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tritonclient import grpc
+
+from specpipe.errors import RequestError, ServerError
+from specpipe.triton import serving
+from specpipe.triton.client import Client
+from specpipe.triton.server import Server
+
+PROMPT = "def f(x):"  # five tokens: "def", " f", "(", "x", "):"; the echo pair repeats them
+
+
+def post(server: Server, body: dict[str, object], path: str = "generate") -> tuple[int, str]:
+    """Plain HTTP, as curl sends it."""
+    request = urllib.request.Request(
+        f"{server.http_url}/v2/models/ensemble/{path}", json.dumps(body).encode(), method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, exc.read().decode()
+
+
+def counters(server: Server) -> dict[str, float]:
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+        text = response.read().decode()
+    lines = re.findall(r"^(specpipe_\S+) ([\d.e+]+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in lines}
+
+
+def test_whole_answer(url: str) -> None:
+    with Client(url) as client:
+        completion = client.generate(PROMPT, max_tokens=6, seed=2**64 - 1)
+    assert completion.text == "def f(x):def"
+    assert completion.finish_reason == "length"
+    assert completion.statistics is not None
+    assert completion.statistics.to_json() == {
+        "num_input_tokens": 5,
+        "num_output_tokens": 6,
+        "num_steps": 3,
+        "total_draft_tokens": 3,
+        "total_accepted_draft_tokens": 3,
+        "seed_used": 2**64 - 1,
+        "acceptance_rate": 1.0,
+    }
+
+
+def test_streamed_chunks_join_to_the_whole_and_only_the_last_has_statistics(url: str) -> None:
+    with Client(url) as client:
+        chunks = list(client.stream(PROMPT, max_tokens=6))
+    assert [chunk.text for chunk in chunks] == ["def f", "(x", "):def"]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+    assert [chunk.statistics is None for chunk in chunks] == [True, True, False]
+
+
+def test_no_draft_no_acceptance_rate(url: str) -> None:
+    with Client(url) as client:
+        completion = client.generate(PROMPT, max_tokens=6, num_draft_tokens=0)
+    assert completion.statistics is not None
+    assert completion.statistics.num_steps == 6
+    assert completion.statistics.acceptance_rate is None
+
+
+def test_several_stop_words_as_people_write_them(url: str) -> None:
+    with Client(url) as client:
+        completion = client.generate(
+            'foo a,b bar "\n end', max_tokens=40, stop_words=["\n", "a,b", '"', " end", ""]
+        )
+        assert (completion.text, completion.finish_reason) == ("foo ", "stop")
+        newline_only = client.generate("foo a,b bar\n end", max_tokens=40, stop_words="\n")
+        assert newline_only.text == "foo a,b bar"
+
+
+def test_log_probs_come_with_their_tokens(url: str) -> None:
+    with Client(url) as client:
+        whole = client.generate(PROMPT, max_tokens=5, return_log_probs=True)
+        chunks = list(client.stream(PROMPT, max_tokens=5, return_log_probs=True))
+    assert whole.log_probs == (-0.5,) * 5
+    assert [chunk.log_probs for chunk in chunks] == [(-0.5, -0.5), (-0.5, -0.5), (-0.5,)]
+
+
+def test_echo_begins_the_first_chunk(url: str) -> None:
+    with Client(url) as client:
+        whole = client.generate(PROMPT, max_tokens=3, exclude_input_in_output=False)
+        chunks = list(client.stream(PROMPT, max_tokens=3, exclude_input_in_output=False))
+    assert whole.text == "def f(x):def f("
+    assert [chunk.text for chunk in chunks] == ["def f(x):def f", "("]
+
+
+def test_refused_before_the_first_response(url: str) -> None:
+    with Client(url) as client:
+        for ask in (client.generate, lambda *a, **k: list(client.stream(*a, **k))):
+            with pytest.raises(RequestError, match="^beam_width is not supported: send 1 or leave"):
+                ask(PROMPT, max_tokens=3, beam_width=2)
+            with pytest.raises(RequestError, match=r"^the queue is full \(0 requests\)$"):
+                ask("<refuse>", max_tokens=3)
+            with pytest.raises(RequestError, match="a target row is NaN"):
+                ask("<fail 0>", max_tokens=3)
+        assert client.generate(PROMPT, max_tokens=2).text == "def f"
+
+
+def test_failure_after_the_first_chunk_ends_the_stream_with_its_text(url: str) -> None:
+    texts = []
+    with Client(url) as client:
+        with pytest.raises(ServerError, match="the request failed: a target row is NaN"):
+            for chunk in client.stream("<fail 2>", max_tokens=30):
+                texts.append(chunk.text)  # noqa: PERF401
+        assert "".join(texts) == "<fail 2>"
+        assert client.generate(PROMPT, max_tokens=2).text == "def f"
+
+
+def test_failure_of_a_whole_answer_is_a_triton_error(url: str) -> None:
+    with Client(url) as client, pytest.raises(RequestError, match="is NaN"):
+        client.generate("<fail 2>", max_tokens=30)
+
+
+def test_closing_a_stream_early_cancels_the_request(
+    url: str, echo_server: Server, wait_until: Callable[..., bool]
+) -> None:
+    name = 'specpipe_requests_total{finish_reason="cancelled"}'
+    before = counters(echo_server)[name]
+    with Client(url) as client:
+        stream = client.stream(f"<slow> {PROMPT}", max_tokens=400)
+        next(stream)
+        stream.close()
+        assert wait_until(lambda: counters(echo_server)[name] == before + 1, seconds=3)
+
+
+def test_32_streams_at_once_stay_in_order(url: str) -> None:
+    texts: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        with Client(url) as client:
+            chunks = client.stream(f"{number} = {number}", max_tokens=60)
+            texts[number] = "".join(chunk.text for chunk in chunks)
+
+    with Client(url) as client:
+        expected = {
+            number: client.generate(f"{number} = {number}", max_tokens=60).text
+            for number in range(32)
+        }
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == expected
+
+
+def test_http_needs_nothing_but_curl(echo_server: Server) -> None:
+    status, text = post(echo_server, {"text_input": PROMPT, "max_tokens": 3, "stop_words": ["("]})
+    answer = json.loads(text)
+    assert (status, answer["text_output"], answer["finish_reason"]) == (200, "def f", "stop")
+
+    status, text = post(
+        echo_server, {"text_input": PROMPT, "max_tokens": 3, "stream": True}, "generate_stream"
+    )
+    events = [json.loads(line[5:]) for line in text.splitlines() if line.startswith("data:")]
+    assert (status, [event["text_output"] for event in events]) == (200, ["def f", "("])
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"text_input": "a"}, "max_tokens is missing"),
+        ({"max_tokens": 3}, "text_input and messages: exactly one is needed, neither was given"),
+        (
+            {"text_input": "a", "max_token": 3},
+            "unknown request parameter 'max_token': did you mean 'max_tokens'?",
+        ),
+        ({"text_input": ["a", "b"], "max_tokens": [3, 3]}, "batch-size must be <= 1"),
+    ],
+)
+def test_http_refusals_name_the_field(
+    echo_server: Server, body: dict[str, object], expected: str
+) -> None:
+    status, text = post(echo_server, body)
+    assert status == 400
+    assert expected in json.loads(text)["error"]
+
+
+def test_http_request_id_is_no_unknown_parameter(echo_server: Server) -> None:
+    assert post(echo_server, {"id": "7", "text_input": "a", "max_tokens": 1})[0] == 200
+
+
+def test_statistics_are_counted_on_the_metrics_endpoint(echo_server: Server) -> None:
+    before = counters(echo_server)
+    with Client(echo_server.http_url) as client:
+        client.generate(PROMPT, max_tokens=6)
+    after = counters(echo_server)
+    assert {name: after[name] - before[name] for name in before if after[name] != before[name]} == {
+        'specpipe_requests_total{finish_reason="length"}': 1,
+        "specpipe_loop_steps_total": 3,
+        "specpipe_input_tokens_total": 5,
+        "specpipe_output_tokens_total": 6,
+        "specpipe_request_steps_total": 3,
+        "specpipe_draft_tokens_total": 3,
+        "specpipe_accepted_draft_tokens_total": 3,
+    }
+
+
+def test_grpc_final_response_carries_the_last_text(echo_server: Server) -> None:
+    """Without `enable_empty_final_response` a client would wait forever for an empty one."""
+    client = grpc.InferenceServerClient(echo_server.grpc_url.removeprefix("grpc://"))
+    done = threading.Event()
+    responses = []
+
+    def receive(result: grpc.InferResult, error: Exception | None) -> None:
+        assert error is None
+        responses.append(result)
+        if result.get_response().parameters["triton_final_response"].bool_param:
+            done.set()
+
+    inputs = []
+    for name, value in (("text_input", b"a b"), ("max_tokens", 3), ("stream", True)):
+        tensor = serving.input_tensor(name)
+        array = serving.as_array(tensor, [value])
+        dtype = "BYTES" if tensor.dtype == "STRING" else tensor.dtype
+        inputs.append(grpc.InferInput(name, array.shape, dtype))
+        inputs[-1].set_data_from_numpy(array)
+    outputs = [
+        grpc.InferRequestedOutput(name)
+        for name in ("text_output", "finish_reason", "context_logits", "arrival_time_ns")
+    ]
+    client.start_stream(receive)
+    client.async_stream_infer("ensemble", inputs, outputs=outputs)
+    assert done.wait(5)
+    client.stop_stream()
+    client.close()
+    assert [r.as_numpy("text_output").tolist() for r in responses] == [[[b"a b"]], [[b"a"]]]
+    assert responses[-1].as_numpy("context_logits") is None  # NVIDIA's; declared, never sent
+    assert responses[-1].as_numpy("finish_reason") == np.array([[b"length"]], dtype=object)
+
+
+def test_the_policy_decides_the_call(url: str) -> None:
+    with Client(url) as ensemble, Client(url, model="plain") as plain:
+        assert ensemble.is_decoupled
+        assert not plain.is_decoupled
+        assert plain.generate("whole", max_tokens=1).text == "whole"
+        with pytest.raises(
+            RequestError, match="plain cannot stream: model_transaction_policy.decoupled is false"
+        ):
+            plain.stream("streamed", max_tokens=1)
+
+
+def test_unknown_model_and_unreachable_server(url: str) -> None:
+    with Client(url, model="nobody") as client, pytest.raises(RequestError, match="nobody"):
+        client.generate("a", max_tokens=1)
+    scheme = url.split(":")[0]
+    with (
+        Client(f"{scheme}://127.0.0.1:9") as client,
+        pytest.raises(ServerError, match="127.0.0.1:9"),
+    ):
+        client.generate("a", max_tokens=1)
+
+
+def test_client_refuses_a_mistyped_setting_before_sending() -> None:
+    with (
+        Client("http://127.0.0.1:9") as client,
+        pytest.raises(RequestError, match="'temprature': did you mean 'temperature'"),
+    ):
+        client.generate("a", max_tokens=1, temprature=1.0)
+
+
+def test_client_refuses_an_address_without_scheme() -> None:
+    with pytest.raises(ServerError, match="'localhost:8000' is not http://HOST:PORT or grpc://"):
+        Client("localhost:8000")

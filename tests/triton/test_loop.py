@@ -1,0 +1,186 @@
+"""The loop's thread: order, cancellation, refusals, faults."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from specpipe.errors import RequestError
+from specpipe.speculative.request import Chunk, Request
+from specpipe.triton.loop import PairLoop
+
+
+class CountingPair:
+    """Emits "1", "2", ... for each request, max_tokens of them; its steps wait for `go`."""
+
+    def __init__(self) -> None:
+        self.go = threading.Semaphore(0)
+        self.fault: Exception | None = None
+        self._running: dict[str, list[int]] = {}
+        self._cancelled: set[str] = set()
+
+    def submit(self, request: Request) -> str:
+        if request.max_tokens > 100:
+            raise RequestError("max_tokens is 101; prompt and output together may have 100")
+        self._running[request.request_id] = [0, request.max_tokens]
+        return request.request_id
+
+    def cancel(self, request_id: str) -> None:
+        self._cancelled.add(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[Chunk]:
+        self.go.acquire()
+        if self.fault is not None:
+            raise self.fault
+        chunks = []
+        for request_id in list(self._running):
+            count = self._running[request_id]
+            count[0] += 1
+            is_cancelled = request_id in self._cancelled
+            is_last = is_cancelled or count[0] == count[1]
+            chunks.append(
+                Chunk(
+                    request_id=request_id,
+                    text="" if is_cancelled else str(count[0]),
+                    finish_reason="cancelled" if is_cancelled else "length" if is_last else None,
+                )
+            )
+            if is_last:
+                del self._running[request_id]
+        return chunks
+
+
+class Caller:
+    """One request's end of the loop."""
+
+    def __init__(self, loop: PairLoop, name: str, max_tokens: int) -> None:
+        self.received: queue.SimpleQueue[Chunk | RequestError] = queue.SimpleQueue()
+        request = Request(request_id=name, prompt_token_ids=(1,), max_tokens=max_tokens)
+        loop.submit(request, on_chunk=self.received.put, on_refusal=self.received.put)
+
+    def next(self) -> Chunk:
+        chunk = self.received.get(timeout=5)
+        assert isinstance(chunk, Chunk)
+        return chunk
+
+    def texts(self) -> list[str]:
+        """The texts up to the last chunk's."""
+        texts = []
+        while True:
+            chunk = self.next()
+            texts.append(chunk.text)
+            if chunk.finish_reason is not None:
+                return texts
+
+
+@pytest.fixture
+def pair() -> CountingPair:
+    return CountingPair()
+
+
+@pytest.fixture
+def faults() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def loop(pair: CountingPair, faults: list[str]) -> Iterator[PairLoop]:
+    made = PairLoop(pair, on_fault=lambda: faults.append("fault"))
+    yield made
+    pair.go.release(1000)
+    made.close()
+
+
+def test_requests_join_while_others_run_and_each_gets_its_chunks_in_order(
+    loop: PairLoop, pair: CountingPair
+) -> None:
+    first = Caller(loop, "a", 3)
+    pair.go.release()
+    assert first.next().text == "1"
+    second = Caller(loop, "b", 2)
+    pair.go.release(10)
+    assert first.texts() == ["2", "3"]
+    assert second.texts() == ["1", "2"]
+
+
+def test_a_refused_request_hears_why_and_others_go_on(loop: PairLoop, pair: CountingPair) -> None:
+    good, bad = Caller(loop, "a", 2), Caller(loop, "b", 101)
+    pair.go.release(10)
+    assert str(bad.received.get(timeout=5)).startswith("max_tokens is 101; ")
+    assert good.texts() == ["1", "2"]
+
+
+def test_cancel_ends_a_request_and_unknown_ids_are_ignored(
+    loop: PairLoop, pair: CountingPair
+) -> None:
+    caller = Caller(loop, "a", 100)
+    loop.cancel("nobody")
+    pair.go.release()
+    caller.next()
+    loop.cancel("a")
+    pair.go.release(3)
+    last = caller.next()
+    while last.finish_reason is None:
+        last = caller.next()
+    assert last.finish_reason == "cancelled"
+
+
+def test_a_fault_fails_open_and_later_requests_and_is_reported_once(
+    loop: PairLoop, pair: CountingPair, faults: list[str]
+) -> None:
+    callers = [Caller(loop, name, 5) for name in ("a", "b")]
+    pair.fault = ValueError("shapes differ")
+    pair.go.release()
+    for caller in callers:
+        last = caller.next()
+        assert last.finish_reason == "error"
+        assert last.error == "the draft-verify loop failed: ValueError: shapes differ"
+    late = Caller(loop, "c", 5).next()
+    assert late.error == "the draft-verify loop failed: ValueError: shapes differ"
+    assert faults == ["fault"]
+
+
+def test_a_caller_that_cannot_be_answered_does_not_stop_the_others(
+    loop: PairLoop, pair: CountingPair
+) -> None:
+    def fail(chunk: Chunk) -> None:
+        raise OSError("the client is gone")
+
+    request = Request(request_id="a", prompt_token_ids=(1,), max_tokens=50)
+    loop.submit(request, on_chunk=fail, on_refusal=lambda exc: None)
+    other = Caller(loop, "b", 3)
+    pair.go.release(10)
+    assert other.texts() == ["1", "2", "3"]
+
+
+def test_close_cancels_what_is_open(pair: CountingPair) -> None:
+    loop = PairLoop(pair)
+    caller = Caller(loop, "a", 100)
+    pair.go.release(2)
+    caller.next()
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    pair.go.release(10)
+    closing.join(5)
+    assert not closing.is_alive()
+    last = caller.next()
+    while last.finish_reason is None:
+        last = caller.next()
+    assert last.finish_reason == "cancelled"
+
+
+def test_every_step_is_reported(pair: CountingPair) -> None:
+    reported: list[int] = []
+    loop = PairLoop(pair, on_steps=reported.append)
+    caller = Caller(loop, "a", 5)
+    pair.go.release(5)
+    caller.texts()
+    loop.close()
+    assert sum(reported) == 5
+    assert len(reported) <= 2

@@ -1,0 +1,200 @@
+"""The quickstart pair, built and served: speculation changes the time, not the text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from specpipe import pipeline
+from specpipe.config import load_config
+from specpipe.errors import RequestError
+from specpipe.runtimes.base import load_runtime
+from specpipe.speculative.request import Request
+from specpipe.text import Tokenizer
+from specpipe.triton import launcher, lint
+from specpipe.triton.client import Client
+from specpipe.triton.repository import PairFile
+from specpipe.triton.server import Server
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [
+    json.loads(line)["prompt"]
+    for line in (ROOT / "benchmarks" / "prompts.jsonl").read_text().splitlines()
+]
+GREEDY = {"max_tokens": 24}
+SEEDED = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.95, "seed": 11}
+
+Generate = Callable[..., list[str]]
+
+
+class Quiet:
+    """A reporter that says nothing."""
+
+    def started(self, stage: str, reasons: object) -> None: ...
+
+    def waiting(self, stage: str) -> None: ...
+
+    def finished(self, report: object) -> None: ...
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `specpipe build` does, for up to 8 draft tokens, then moved."""
+    output_dir = tmp_path_factory.mktemp("engines")
+    overrides = [f"output_dir={output_dir}", "speculation.num_draft_tokens=8"]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    pipeline.run(pipeline.plan(config), Quiet())
+    return pipeline.built_repository(config).rename(output_dir / "moved")
+
+
+@pytest.fixture(scope="session")
+def server(repository: Path) -> Iterator[Server]:
+    with launcher.running(repository) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def generate(server: Server) -> Generate:
+    """Answers to all prompts, some at once."""
+
+    def answers(
+        *,
+        protocol: str,
+        stream: bool,
+        at_once: int,
+        prompts: list[str] = PROMPTS,
+        **settings: object,
+    ) -> list[str]:
+        url = server.http_url if protocol == "http" else server.grpc_url
+
+        def answer(prompt: str) -> str:
+            with Client(url) as client:
+                if stream:
+                    return "".join(chunk.text for chunk in client.stream(prompt, **settings))
+                return client.generate(prompt, **settings).text
+
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(answer, prompts))
+
+    return answers
+
+
+@pytest.fixture(scope="session")
+def target_alone(generate: Generate) -> Callable[[str], list[str]]:
+    """The texts without speculation, one request at a time."""
+    made: dict[str, list[str]] = {}
+
+    def texts(kind: str) -> list[str]:
+        if kind not in made:
+            settings = GREEDY if kind == "greedy" else SEEDED
+            made[kind] = generate(
+                protocol="http", stream=False, at_once=1, num_draft_tokens=0, **settings
+            )
+        return made[kind]
+
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "protocol", "stream", "at_once"),
+    [
+        (0, "grpc", True, 8),
+        (1, "http", False, 8),
+        (2, "grpc", True, 8),
+        (4, "http", True, 8),
+        (4, "grpc", False, 1),
+        (8, "grpc", False, 8),
+        (8, "http", True, 1),
+    ],
+)
+def test_the_text_is_the_targets_own(
+    generate: Generate,
+    target_alone: Callable[[str], list[str]],
+    kind: str,
+    num_draft_tokens: int,
+    protocol: str,
+    stream: bool,
+    at_once: int,
+) -> None:
+    texts = generate(
+        protocol=protocol,
+        stream=stream,
+        at_once=at_once,
+        num_draft_tokens=num_draft_tokens,
+        **(GREEDY if kind == "greedy" else SEEDED),
+    )
+    assert texts == target_alone(kind)
+
+
+def test_the_server_answers_as_the_pair_does_in_process(
+    repository: Path, generate: Generate
+) -> None:
+    version = repository / "speculative" / "1"
+    tokenizer = Tokenizer.load(version / "tokenizer")
+    pair_file = PairFile.from_json((version / "pair.json").read_text())
+    pair = load_runtime(pair_file.runtime).load_pair(
+        version / "draft", version / "target", pair_file.options, tokenizer.detokenizer
+    )
+    prompts = PROMPTS[:6]
+    texts = dict.fromkeys(prompts, "")
+    for prompt in prompts:
+        pair.submit(
+            Request(
+                request_id=prompt,
+                prompt_token_ids=tuple(tokenizer.encode(prompt)),
+                max_tokens=24,
+                end_token_ids=tokenizer.end_token_ids,
+            )
+        )
+    while pair.has_work():
+        for chunk in pair.step():
+            texts[chunk.request_id] += chunk.text
+    served = generate(protocol="grpc", stream=True, at_once=6, prompts=prompts, **GREEDY)
+    assert served == list(texts.values())
+
+
+def test_the_draft_is_of_use_and_the_numbers_add_up(server: Server) -> None:
+    with Client(server.grpc_url) as client:
+        completion = client.generate("def fibonacci(n):", max_tokens=64, end_id=-1)
+    statistics = completion.statistics
+    assert statistics is not None
+    assert statistics.num_output_tokens == 64
+    assert statistics.num_steps < 64
+    assert statistics.total_accepted_draft_tokens + statistics.num_steps == 64
+    assert statistics.acceptance_rate == pytest.approx(
+        statistics.total_accepted_draft_tokens / statistics.total_draft_tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 2000}, "max_tokens is 2000; prompt and output together may have 1024"),
+        ({"max_tokens": 4, "num_draft_tokens": 9}, "num_draft_tokens is 9; this pair drafts at"),
+        ({"max_tokens": 4, "top_p": 1.5}, "top_p is 1.5; it must be between 0 .exclusive. and 1"),
+        ({"max_tokens": 4, "temperature": -1.0}, "temperature is -1.0; it must be 0 .greedy. or"),
+    ],
+)
+def test_a_request_over_a_limit_is_refused_with_the_numbers(
+    server: Server, settings: dict[str, float], message: str
+) -> None:
+    for url in (server.http_url, server.grpc_url):
+        with Client(url) as client, pytest.raises(RequestError, match=f"^{message}"):
+            client.generate("def f():", **settings)
+
+
+def test_an_over_long_prompt_is_refused_with_the_numbers(server: Server) -> None:
+    with (
+        Client(server.grpc_url) as client,
+        pytest.raises(RequestError, match=r"the prompt has \d{4} tokens; prompt and output toget"),
+    ):
+        client.generate("x = 1\n" * 1000, max_tokens=4)
+
+
+def test_the_built_repository_has_no_fault_after_its_move(repository: Path) -> None:
+    assert lint.lint(repository) == []
