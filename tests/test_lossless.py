@@ -25,9 +25,9 @@ SEEDED = Sampling(temperature=0.8, top_p=0.95, repetition_penalty=1.05, seed=11,
 MAX_TOKENS = 32
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """draft/engine and target/engine, for up to 8 draft tokens."""
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """draft/engine and target/engine in float32, for up to 8 draft tokens."""
     from specpipe.config import EngineConfig
 
     folder = tmp_path_factory.mktemp("pair")
@@ -39,7 +39,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
         load_runtime("torch").build_stage(
             role=role,  # type: ignore[arg-type]
             checkpoint=checkpoint,
-            engine=EngineConfig(device="cpu"),
+            engine=EngineConfig(device=request.param, dtype="float32"),
             max_seq_len=1024,
             max_draft_len=8,
         ).run(engine)

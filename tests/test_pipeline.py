@@ -197,6 +197,16 @@ def test_max_seq_len_over_the_context_is_refused_with_the_numbers() -> None:
     )
 
 
+def test_serving_an_outdated_build_is_told(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [f"output_dir={tmp_path}"])
+    assert pipeline.outdated(config)[0] == "check: missing"
+
+
+def test_serving_needs_no_checkpoint(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [f"output_dir={tmp_path}", "draft.checkpoint=gone"])
+    assert pipeline.outdated(config) == []
+
+
 def test_one_draft_setting_changes_the_draft_stages_alone() -> None:
     before, after = pipeline.plan(quickstart()), pipeline.plan(quickstart("draft.tp_size=2"))
     changed = [

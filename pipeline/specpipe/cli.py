@@ -167,8 +167,12 @@ def serve(config_path: Path, overrides: Sequence[str], **listen: Any) -> None:
     def announce(server: launcher.Server) -> None:
         click.echo(f"ready: {server.http_url} {server.grpc_url} {server.metrics_url}")
 
+    config = _load(config_path, overrides)
+    repository = pipeline.built_repository(config)
+    for line in pipeline.outdated(config):
+        _log(f"warning: not what {config.source} says now: {line}")
     launcher.serve(
-        pipeline.built_repository(_load(config_path, overrides)),
+        repository,
         launcher.ServeOptions(**listen),
         report=_log,
         log=_log,

@@ -177,6 +177,18 @@ def built_repository(config: PipelineConfig) -> Path:
     return folder
 
 
+def outdated(config: PipelineConfig) -> list[str]:
+    """Returns what a build would do now, as sentences, where that can be told without the hub.
+
+    Serving needs no checkpoint: where one is gone, there is nothing to compare with.
+    """
+    folders = [config.base_dir / side.checkpoint for side in (config.draft, config.target)]
+    if not all(folder.is_dir() for folder in folders):
+        return []
+    reports = preview(plan(config))
+    return [f"{report.stage}: {reason}" for report in reports for reason in report.reasons]
+
+
 def preview(stages: Plan) -> tuple[StageReport, ...]:
     """Returns why each stage would run; nothing is made."""
     reports: list[StageReport] = []
