@@ -273,6 +273,24 @@ def test_nan_of_the_target_fails_that_request_alone() -> None:
     assert ids(chunks["good"]) == greedy_reference(request())
 
 
+def test_nan_that_a_draft_token_brings_into_every_row_does_no_harm() -> None:
+    class PoisonedByWrongTokens(TableModel):
+        def logits(self, token_ids: object, num_rows: int) -> np.ndarray:
+            rows = super().logits(token_ids, num_rows)  # type: ignore[arg-type]
+            context = list(token_ids)  # type: ignore[call-overload]
+            drafts = [target_rule(context[:i]) != context[i] for i in range(3, len(context))]
+            return rows * np.nan if any(drafts) else rows
+
+    pair = make_pair(
+        PoisonedByWrongTokens(target_rule), TableModel(DRAFT_RULES["half"]), num_draft_tokens=3
+    )
+    chunks = run(pair, [request()])["r"]
+    assert ids(chunks) == greedy_reference(request())
+    # A draft of three is never right in all; the last step has room for one, which is.
+    statistics = chunks[-1].statistics
+    assert statistics is not None and statistics.total_draft_tokens == 1
+
+
 def test_nan_of_the_draft_means_no_draft() -> None:
     class AlwaysNan(TableModel):
         def logits(self, token_ids: object, num_rows: int) -> np.ndarray:

@@ -102,6 +102,8 @@ class _Running:
     deadline: float
     target_sequence: SequenceId
     draft_sequence: SequenceId | None = None
+    is_draft_suspect: bool = False
+    """The last step gave no usable row; the next one shows whether its draft tokens were to blame."""
 
 
 @dataclass(order=True)
@@ -272,6 +274,9 @@ class EnginePair:
         feeds: list[tuple[_Running, Drafted, int, list[int]]] = []
         catching_up = []
         for running, draft in zip(decoding, drafted, strict=True):
+            if running.is_draft_suspect:
+                running.is_draft_suspect = False
+                continue
             num_draft_tokens = running.state.next_num_draft_tokens(costs)
             if num_draft_tokens == 0 or not self._has_draft_sequence(running):
                 continue
@@ -299,10 +304,16 @@ class EnginePair:
     ) -> None:
         """Hands the outcome to the request and cuts both caches back to what it accepted."""
         state = running.state
-        if outcome.token_ids is None:
+        num_before = len(state.token_ids)
+        if outcome.token_ids is None and not drafted.token_ids:
             self._end(running, state.finish("error", UNUSABLE_LOGITS))
             return
-        num_before = len(state.token_ids)
+        if outcome.token_ids is None:
+            # Attention gives later positions the weight 0, but 0 times the NaN of a draft token's
+            # values is NaN: only a step without draft tokens tells what the target thinks.
+            running.is_draft_suspect = True
+            self._cut_back(running, num_before - 1, num_draft_cached)
+            return
         chunk = state.accept(
             outcome.token_ids, outcome.log_probs, num_draft_tokens=outcome.num_draft_tokens
         )
@@ -311,7 +322,10 @@ class EnginePair:
             return
         if chunk.token_ids or chunk.text:
             self._ended.append(chunk)
-        num_valid = num_before + len(outcome.token_ids) - 1
+        self._cut_back(running, num_before + len(outcome.token_ids) - 1, num_draft_cached)
+
+    def _cut_back(self, running: _Running, num_valid: int, num_draft_cached: int) -> None:
+        """Forgets what both caches hold beyond the first num_valid tokens."""
         self._target.truncate(running.target_sequence, num_valid)
         if running.draft_sequence is not None and num_draft_cached > num_valid:
             self._draft.truncate(running.draft_sequence, num_valid)
