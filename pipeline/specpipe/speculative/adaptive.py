@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _DECAY = 0.93  # weight of an observation after each later one: a memory of some fourteen steps
-_PRIOR = (1.5, 0.5)  # accepted and rejected tokens that a new request is taken to have seen
+_PRIOR = (3.0, 1.5)  # accepted and rejected tokens that a new request is taken to have seen
 _MIN_GAIN = 1.02  # speculation must promise this much, so that it does not flap around 1
-_MIN_PAUSE, _MAX_PAUSE = 8, 64  # tokens without drafting before the draft is tried again
+_MIN_PAUSE, _MAX_PAUSE = 2, 64  # tokens without drafting before the draft is tried again
 
 
 @dataclass(frozen=True)

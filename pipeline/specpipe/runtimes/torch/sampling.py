@@ -7,6 +7,7 @@ they are one argmax.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ class _Choices:
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row], purpose: Purpose) -> None:
         best, token_ids = logits.max(dim=-1)
-        self.is_usable: list[bool] = best.isfinite().tolist()
+        self.is_usable = [math.isfinite(value) for value in best.tolist()]
         self.token_ids: list[int] = token_ids.tolist()
         self.rows = rows
         warped = [i for i, row in enumerate(rows) if not row.is_plain and self.is_usable[i]]
