@@ -12,10 +12,7 @@ a pair that has been built. Nothing else should keep the cores busy.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
-import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,34 +22,27 @@ from typing import Any
 
 import torch
 import transformers
+from measure import (
+    PROMPTS,
+    QUICKSTART,
+    Prompt,
+    Run,
+    ask,
+    cpu_name,
+    load_pair,
+    load_tokenizer,
+    read_prompts,
+)
 
 from specpipe.config import PipelineConfig, load_config
-from specpipe.pipeline import built_repository
-from specpipe.runtimes.base import Pair, load_runtime
-from specpipe.speculative.request import Request
+from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.speculative.adaptive import StepCosts
 from specpipe.text import Tokenizer
-from specpipe.triton.repository import PairFile
 
-ROOT = Path(__file__).parents[1]
 TRANSFORMERS, ASSISTED = "transformers generate", "transformers assisted"
 ALONE, FIXED, ADAPTIVE = "target alone", "speculation, K fixed", "speculation, adaptive K"
 SIDES = (TRANSFORMERS, ASSISTED, ALONE, FIXED, ADAPTIVE)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One prompt on one side."""
-
-    seconds: float
-    token_ids: tuple[int, ...]
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Output tokens per second, the prompt's prefill included."""
-        return len(self.token_ids) / self.seconds
+RATIOS = ((ALONE, TRANSFORMERS), (FIXED, ASSISTED), (FIXED, ALONE), (ADAPTIVE, ALONE))
 
 
 @dataclass
@@ -69,97 +59,52 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config = load_config(arguments.config)
-    tokenizer = Tokenizer.load(built_repository(config) / "speculative" / "1" / "tokenizer")
+    tokenizer = load_tokenizer(config)
+    options = {
+        "num_draft_tokens": arguments.num_draft_tokens,
+        "num_threads": arguments.threads,
+    }
+    fixed = load_pair(config, tokenizer, adaptive=False, **options)
+    adaptive = load_pair(config, tokenizer, adaptive=True, **options)
+    assert isinstance(adaptive, EnginePair) and adaptive.costs is not None
     sides = {
         **transformers_sides(config, tokenizer, arguments.num_draft_tokens),
-        **specpipe_sides(config, tokenizer, arguments),
+        ALONE: Side(lambda ids, limit: ask(fixed, tokenizer, ids, limit, 0)),
+        FIXED: Side(lambda ids, limit: ask(fixed, tokenizer, ids, limit)),
+        ADAPTIVE: Side(lambda ids, limit: ask(adaptive, tokenizer, ids, limit)),
     }
-    prompts = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
-    prompts = prompts[: arguments.limit]
+    prompts = read_prompts(arguments.prompts, arguments.limit)
     for side in sides.values():
-        side.ask(tokenizer.encode(prompts[0]["prompt"]), 16)
+        side.ask(tokenizer.encode(prompts[0].prompt), 16)
     for prompt in prompts:
-        token_ids = tokenizer.encode(prompt["prompt"])
+        token_ids = tokenizer.encode(prompt.prompt)
         for side in sides.values():
             side.runs.append(side.ask(token_ids, arguments.max_tokens))
-    print_report(arguments, config, prompts, {name: side.runs for name, side in sides.items()})
+    print(
+        f"{cpu_name()}, {os.cpu_count()} cores, {arguments.threads} threads; pair {config.name}, "
+        f"float32, batch 1, greedy,\nK = {arguments.num_draft_tokens}, {len(prompts)} prompts of "
+        f"{arguments.prompts.name}, up to {arguments.max_tokens} tokens; "
+        f"torch {torch.__version__}, transformers {transformers.__version__}\n"
+    )
+    runs = {name: side.runs for name, side in sides.items()}
+    print_table(prompts, runs)
+    if arguments.per_prompt:
+        print_prompts(prompts, runs)
+    print_verdict(prompts, runs, adaptive.costs.at(1))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
-    parser.add_argument("--prompts", type=Path, default=ROOT / "benchmarks" / "prompts.jsonl")
+    parser.add_argument("--config", type=Path, default=QUICKSTART)
+    parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--limit", type=int, help="use the first prompts only")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--per-prompt", action="store_true", help="also print a line per prompt")
     return parser.parse_args()
-
-
-def specpipe_sides(
-    config: PipelineConfig, tokenizer: Tokenizer, arguments: argparse.Namespace
-) -> dict[str, Side]:
-    """The built pair with K fixed (which also runs the target alone), and adaptive."""
-    folder = built_repository(config) / "speculative" / "1"
-    pair_file = PairFile.from_json((folder / "pair.json").read_text())
-
-    def load(*, adaptive: bool) -> Pair:
-        options = dataclasses.replace(
-            pair_file.options,
-            adaptive=adaptive,
-            num_draft_tokens=arguments.num_draft_tokens,
-            num_threads=arguments.threads,
-        )
-        return load_runtime(pair_file.runtime).load_pair(
-            folder / "draft", folder / "target", options, tokenizer.detokenizer
-        )
-
-    fixed, adaptive = load(adaptive=False), load(adaptive=True)
-    end_token_ids = tokenizer.end_token_ids
-
-    def asks(pair: Pair, num_draft_tokens: int) -> Side:
-        return Side(lambda ids, limit: ask_pair(pair, ids, limit, num_draft_tokens, end_token_ids))
-
-    return {
-        ALONE: asks(fixed, 0),
-        FIXED: asks(fixed, arguments.num_draft_tokens),
-        ADAPTIVE: asks(adaptive, arguments.num_draft_tokens),
-    }
-
-
-def ask_pair(
-    pair: Pair,
-    prompt: Sequence[int],
-    max_tokens: int,
-    num_draft_tokens: int,
-    end_token_ids: frozenset[int],
-) -> Run:
-    """Runs one request to its end."""
-    request = Request(
-        request_id="benchmark",
-        prompt_token_ids=tuple(prompt),
-        max_tokens=max_tokens,
-        num_draft_tokens=num_draft_tokens,
-        end_token_ids=end_token_ids,
-    )
-    token_ids: list[int] = []
-    start = time.perf_counter()
-    pair.submit(request)
-    while pair.has_work():
-        for chunk in pair.step():
-            token_ids += chunk.token_ids
-    seconds = time.perf_counter() - start
-    assert chunk.statistics is not None
-    return Run(
-        seconds,
-        tuple(token_ids),
-        chunk.statistics.num_steps,
-        chunk.statistics.total_draft_tokens,
-        chunk.statistics.total_accepted_draft_tokens,
-    )
 
 
 def transformers_sides(
@@ -176,7 +121,7 @@ def transformers_sides(
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
 
-    def ask(prompt: Sequence[int], max_tokens: int, **settings: Any) -> Run:
+    def generate(prompt: Sequence[int], max_tokens: int, **settings: Any) -> Run:
         ids = torch.tensor([list(prompt)])
         start = time.perf_counter()
         output = target.generate(
@@ -193,79 +138,78 @@ def transformers_sides(
         return Run(seconds, tuple(new))
 
     return {
-        TRANSFORMERS: Side(ask),
-        ASSISTED: Side(lambda ids, limit: ask(ids, limit, assistant_model=draft)),
+        TRANSFORMERS: Side(generate),
+        ASSISTED: Side(lambda ids, limit: generate(ids, limit, assistant_model=draft)),
     }
 
 
-def print_report(
-    arguments: argparse.Namespace,
-    config: PipelineConfig,
-    prompts: Sequence[dict[str, str]],
-    runs: dict[str, list[Run]],
-) -> None:
-    print(f"machine: {cpu_name()}, {os.cpu_count()} cores, {arguments.threads} threads")
-    print(
-        f"pair: {config.name}, float32, batch 1, K = {arguments.num_draft_tokens}, greedy, "
-        f"{len(prompts)} prompts of {arguments.prompts.name}, up to {arguments.max_tokens} tokens; "
-        f"torch {torch.__version__}, transformers {transformers.__version__}\n"
-    )
-    kinds: dict[str, list[int]] = defaultdict(list)
+def print_table(prompts: Sequence[Prompt], runs: dict[str, list[Run]]) -> None:
+    """Rates, ratios and acceptance lengths by kind of prompt."""
+    columns: dict[str, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
-        kinds[prompt["kind"]].append(index)
-    columns = {**kinds, "all": list(range(len(prompts)))}
-    print(f"{'tokens/s':24}" + "".join(f"{kind:>12}" for kind in columns))
+        columns[prompt.kind].append(index)
+    columns["all"] = list(range(len(prompts)))
+
+    def row(name: str, cells: Sequence[str]) -> None:
+        print(f"{name:48}" + "".join(f"{cell:>12}" for cell in cells))
+
+    def chosen(side: str, indices: Sequence[int]) -> list[Run]:
+        return [runs[side][i] for i in indices]
+
+    row("tokens/s", list(columns))
     for side in SIDES:
-        cells = (f"{rate([runs[side][i] for i in rows]):12.0f}" for rows in columns.values())
-        print(f"{side:24}" + "".join(cells))
-    print()
-    for side, base in (
-        (ALONE, TRANSFORMERS),
-        (FIXED, ASSISTED),
-        (FIXED, ALONE),
-        (ADAPTIVE, ALONE),
-    ):
-        cells = (
-            f"{rate([runs[side][i] for i in rows]) / rate([runs[base][i] for i in rows]):12.2f}"
-            for rows in columns.values()
-        )
-        print(f"{side} / {base}\n{'':24}" + "".join(cells))
-    print()
+        row(side, [f"{rate(chosen(side, i)):.0f}" for i in columns.values()])
+    for side, base in RATIOS:
+        ratios = [rate(chosen(side, i)) / rate(chosen(base, i)) for i in columns.values()]
+        row(f"{side} / {base}", [f"{ratio:.2f}" for ratio in ratios])
     for side in (FIXED, ADAPTIVE):
-        cells = (
-            f"{acceptance_length([runs[side][i] for i in rows]):12.2f}" for rows in columns.values()
-        )
-        print(f"acceptance length, {side}\n{'':24}" + "".join(cells))
-    if arguments.per_prompt:
-        print_prompts(prompts, runs)
-    # An answer that ends at its first token says nothing about decoding.
-    ratios = [
-        a.rate / b.rate
-        for a, b in zip(runs[ADAPTIVE], runs[ALONE], strict=True)
-        if len(b.token_ids) > 1
-    ]
-    print(f"\nworst prompt, {ADAPTIVE} / {ALONE}: {min(ratios):.2f}")
-    print_differences(prompts, runs)
+        lengths = [acceptance_length(chosen(side, i)) for i in columns.values()]
+        row(f"acceptance length, {side}", [f"{length:.2f}" for length in lengths])
 
 
-def print_prompts(prompts: Sequence[dict[str, str]], runs: dict[str, list[Run]]) -> None:
-    print(f"\n{'tokens/s by prompt':28}" + "".join(f"{side[:22]:>24}" for side in SIDES))
+def print_prompts(prompts: Sequence[Prompt], runs: dict[str, list[Run]]) -> None:
+    """Rates by prompt."""
+    print(f"\n{'tokens/s by prompt':28}" + "".join(f"{side:>25}" for side in SIDES))
     for index, prompt in enumerate(prompts):
-        cells = "".join(f"{runs[side][index].rate:24.0f}" for side in SIDES)
+        cells = "".join(f"{runs[side][index].rate:25.0f}" for side in SIDES)
         length = acceptance_length([runs[FIXED][index]])
-        print(f"{prompt['name'][:27]:28}{cells}   acceptance length {length:.2f}")
+        print(f"{prompt.name[:27]:28}{cells}   acceptance length {length:.2f}")
 
 
-def print_differences(prompts: Sequence[dict[str, str]], runs: dict[str, list[Run]]) -> None:
-    """Says where an answer is not that of the target alone."""
+def print_verdict(prompts: Sequence[Prompt], runs: dict[str, list[Run]], costs: StepCosts) -> None:
+    """The worst prompts, and how much of what acceptance and costs predict was reached."""
+    # An answer that ends at its first token says nothing about decoding.
+    rows = [i for i, run in enumerate(runs[ALONE]) if len(run.token_ids) > 1]
+    print(
+        f"\ncosts in plain target steps: a draft step {costs.draft_step:.2f}, "
+        f"a draft token to verify {costs.verify_token:.2f}"
+    )
+    for side in (FIXED, ADAPTIVE):
+        reached = [predicted_seconds(runs, side, i, costs) / runs[side][i].seconds for i in rows]
+        print(f"{side}: {min(reached):.2f} to {max(reached):.2f} of the predicted rate")
+    ratios = {i: runs[ADAPTIVE][i].rate / runs[ALONE][i].rate for i in rows}
+    worst = min(ratios, key=ratios.__getitem__)
+    print(f"{ADAPTIVE} / {ALONE}: {ratios[worst]:.2f} on the worst prompt, {prompts[worst].name}")
+    good = [i for i in rows if acceptance_length([runs[FIXED][i]]) >= 2.6]
+    if good:
+        ratio = rate([runs[FIXED][i] for i in good]) / rate([runs[ALONE][i] for i in good])
+        print(f"{FIXED} / {ALONE}: {ratio:.2f} on {len(good)} prompts of acceptance length >= 2.6")
     for side in SIDES:
         names = [
-            prompt["name"]
+            prompt.name
             for prompt, run, alone in zip(prompts, runs[side], runs[ALONE], strict=True)
             if run.token_ids != alone.token_ids
         ]
         if names:
             print(f"{side} differs from {ALONE} on: {', '.join(names)}")
+
+
+def predicted_seconds(runs: dict[str, list[Run]], side: str, index: int, costs: StepCosts) -> float:
+    """What the steps and draft tokens of a run should take, by the target's time per token."""
+    alone, statistics = runs[ALONE][index], runs[side][index].statistics
+    assert statistics is not None
+    extra = statistics.total_draft_tokens * (costs.draft_step + costs.verify_token)
+    return alone.seconds / len(alone.token_ids) * (statistics.num_steps + extra)
 
 
 def rate(runs: Sequence[Run]) -> float:
@@ -275,17 +219,9 @@ def rate(runs: Sequence[Run]) -> float:
 
 def acceptance_length(runs: Sequence[Run]) -> float:
     """Mean tokens that a step of the target emits."""
-    return 1 + sum(run.num_accepted_tokens for run in runs) / sum(run.num_steps for run in runs)
-
-
-def cpu_name() -> str:
-    """The processor's name where Linux tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    counts = [run.statistics for run in runs if run.statistics is not None]
+    accepted = sum(c.total_accepted_draft_tokens for c in counts)
+    return 1 + accepted / sum(c.num_steps for c in counts)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def answers(
 
 
 @pytest.mark.parametrize("at_once", [1, 8])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
 def test_speculative_output_is_that_of_the_target_alone(
     pair: Pair,

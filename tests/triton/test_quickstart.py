@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from specpipe import pipeline
-from specpipe.config import load_config
 from specpipe.errors import RequestError
 from specpipe.runtimes.base import load_runtime
 from specpipe.speculative.request import Request
 from specpipe.text import Tokenizer
-from specpipe.triton import launcher, lint
+from specpipe.triton import lint
 from specpipe.triton.client import Client
 from specpipe.triton.repository import PairFile
 from specpipe.triton.server import Server
@@ -31,34 +29,8 @@ SEEDED = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.95, "seed": 11}
 Generate = Callable[..., list[str]]
 
 
-class Quiet:
-    """A reporter that says nothing."""
-
-    def started(self, stage: str, reasons: object) -> None: ...
-
-    def waiting(self, stage: str) -> None: ...
-
-    def finished(self, report: object) -> None: ...
-
-
 @pytest.fixture(scope="session")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `specpipe build` does, for up to 8 draft tokens, then moved."""
-    output_dir = tmp_path_factory.mktemp("engines")
-    overrides = [f"output_dir={output_dir}", "speculation.num_draft_tokens=8"]
-    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
-    pipeline.run(pipeline.plan(config), Quiet())
-    return pipeline.built_repository(config).rename(output_dir / "moved")
-
-
-@pytest.fixture(scope="session")
-def server(repository: Path) -> Iterator[Server]:
-    with launcher.running(repository) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def generate(server: Server) -> Generate:
+def generate(quickstart_server: Server) -> Generate:
     """Answers to all prompts, some at once."""
 
     def answers(
@@ -69,7 +41,7 @@ def generate(server: Server) -> Generate:
         prompts: list[str] = PROMPTS,
         **settings: object,
     ) -> list[str]:
-        url = server.http_url if protocol == "http" else server.grpc_url
+        url = quickstart_server.http_url if protocol == "http" else quickstart_server.grpc_url
 
         def answer(prompt: str) -> str:
             with Client(url) as client:
@@ -131,10 +103,30 @@ def test_the_text_is_the_targets_own(
     assert texts == target_alone(kind)
 
 
-def test_the_server_answers_as_the_pair_does_in_process(
-    repository: Path, generate: Generate
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_the_text_is_the_targets_own_in_every_way_of_asking(
+    generate: Generate,
+    target_alone: Callable[[str], list[str]],
+    kind: str,
+    num_draft_tokens: int,
+    protocol: str,
+    stream: bool,
+    at_once: int,
 ) -> None:
-    version = repository / "speculative" / "1"
+    test_the_text_is_the_targets_own(
+        generate, target_alone, kind, num_draft_tokens, protocol, stream, at_once
+    )
+
+
+def test_the_server_answers_as_the_pair_does_in_process(
+    quickstart_repository: Path, generate: Generate
+) -> None:
+    version = quickstart_repository / "speculative" / "1"
     tokenizer = Tokenizer.load(version / "tokenizer")
     pair_file = PairFile.from_json((version / "pair.json").read_text())
     pair = load_runtime(pair_file.runtime).load_pair(
@@ -158,8 +150,8 @@ def test_the_server_answers_as_the_pair_does_in_process(
     assert served == list(texts.values())
 
 
-def test_the_draft_is_of_use_and_the_numbers_add_up(server: Server) -> None:
-    with Client(server.grpc_url) as client:
+def test_the_draft_is_of_use_and_the_numbers_add_up(quickstart_server: Server) -> None:
+    with Client(quickstart_server.grpc_url) as client:
         completion = client.generate("def fibonacci(n):", max_tokens=64, end_id=-1)
     statistics = completion.statistics
     assert statistics is not None
@@ -181,20 +173,20 @@ def test_the_draft_is_of_use_and_the_numbers_add_up(server: Server) -> None:
     ],
 )
 def test_a_request_over_a_limit_is_refused_with_the_numbers(
-    server: Server, settings: dict[str, float], message: str
+    quickstart_server: Server, settings: dict[str, float], message: str
 ) -> None:
-    for url in (server.http_url, server.grpc_url):
+    for url in (quickstart_server.http_url, quickstart_server.grpc_url):
         with Client(url) as client, pytest.raises(RequestError, match=f"^{message}"):
             client.generate("def f():", **settings)
 
 
-def test_an_over_long_prompt_is_refused_with_the_numbers(server: Server) -> None:
+def test_an_over_long_prompt_is_refused_with_the_numbers(quickstart_server: Server) -> None:
     with (
-        Client(server.grpc_url) as client,
+        Client(quickstart_server.grpc_url) as client,
         pytest.raises(RequestError, match=r"the prompt has \d{4} tokens; prompt and output toget"),
     ):
         client.generate("x = 1\n" * 1000, max_tokens=4)
 
 
-def test_the_built_repository_has_no_fault_after_its_move(repository: Path) -> None:
-    assert lint.lint(repository) == []
+def test_the_built_repository_has_no_fault_after_its_move(quickstart_repository: Path) -> None:
+    assert lint.lint(quickstart_repository) == []

@@ -137,7 +137,7 @@ class EnginePair:
         """costs decides the draft length of adaptive requests; None keeps it fixed."""
         self._draft, self._target, self._sampler = draft, target, sampler
         self._options, self._detokenizer, self._clock = options, detokenizer, clock
-        self._costs = costs if options.adaptive else None
+        self.costs = costs if options.adaptive else None
         self._limits = Limits(
             max_num_draft_tokens=options.num_draft_tokens,
             max_seq_len=min(options.max_seq_len, target.max_seq_len),
@@ -212,7 +212,7 @@ class EnginePair:
             request,
             self._limits,
             self._detokenizer(request.prompt_token_ids),
-            draft_length=DraftLength() if self._costs is not None else None,
+            draft_length=DraftLength() if self.costs is not None else None,
         )
 
     def _round(self) -> None:
@@ -269,7 +269,7 @@ class EnginePair:
             self._draft.forward(batch, [0] * len(batch))
 
     def _run_draft(self, decoding: Sequence[_Running]) -> list[Drafted]:
-        costs = self._costs.at(len(decoding)) if self._costs is not None and decoding else None
+        costs = self.costs.at(len(decoding)) if self.costs is not None and decoding else None
         drafted = [Drafted(r.state) for r in decoding]
         feeds: list[tuple[_Running, Drafted, int, list[int]]] = []
         catching_up = []
