@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from specpipe.runtimes.base import PairOptions
-from specpipe.runtimes.engine_pair import CostTable, EnginePair
+from specpipe.runtimes.costs import CostTable
+from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.runtimes.torch.sampling import TorchSampler
 from specpipe.speculative.request import Chunk, Request
 from tests.speculative.table import WordDetokenizer

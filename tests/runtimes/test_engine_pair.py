@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.engine_pair import CostTable, EnginePair
+from specpipe.runtimes.costs import CostTable
+from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.speculative.decode import decode
 from specpipe.speculative.request import Request, Sampling
 from tests.runtimes.table_engine import TableEngine, ids, make_pair, run
@@ -322,14 +323,3 @@ def test_hopeless_draft_is_given_up() -> None:
     assert ids(chunks) == greedy_reference(r)
     statistics = chunks[-1].statistics
     assert statistics is not None and statistics.total_draft_tokens < 25
-
-
-def test_costs_are_interpolated_between_measurements() -> None:
-    costs = CostTable(
-        num_draft_tokens=4, draft={1: 1.0, 8: 2.4}, target={1: 4.0, 5: 6.0, 8: 6.0, 40: 14.0}
-    )
-    at_one = costs.at(1)
-    assert (at_one.draft_step, at_one.verify_token) == (0.25, 0.125)
-    at_eight = costs.at(8)
-    assert at_eight.draft_step == pytest.approx(0.4)
-    assert at_eight.verify_token == pytest.approx((14.0 - 6.0) / (4 * 6.0))

@@ -9,15 +9,15 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from specpipe.errors import RequestError
 from specpipe.runtimes.base import DetokenizerFactory, PairOptions
-from specpipe.speculative.adaptive import DraftLength, StepCosts
+from specpipe.runtimes.costs import CostTable, Role
+from specpipe.speculative.adaptive import DraftLength
 from specpipe.speculative.decode import UNUSABLE_LOGITS
 from specpipe.speculative.request import Chunk, Limits, Request, RequestState
 
@@ -25,8 +25,6 @@ Logits = Any
 """An array [rows, V] of the engine's library."""
 
 SequenceId = int
-
-_MIN_TIMINGS, _MAX_TIMINGS, _TIMING_BUDGET_S = 3, 30, 0.5
 
 
 class Engine(Protocol):
@@ -103,7 +101,7 @@ class _Running:
     target_sequence: SequenceId
     draft_sequence: SequenceId | None = None
     is_draft_suspect: bool = False
-    """The last step gave no usable row; the next one shows whether its draft tokens were to blame."""
+    """The last step gave no usable row; the next shows whether its draft tokens were to blame."""
 
 
 @dataclass(order=True)
@@ -228,8 +226,9 @@ class EnginePair:
             batch.append((running.target_sequence, token_ids))
             num_logits.append(0)
         num_cached = [self._draft_length(r) for r in decoding]
-        logits = self._target.forward(batch, num_logits)
-        outcomes = self._sampler.verify(logits, drafted) if decoding else []
+        with self._timing("target", None if prefill else sum(num_logits)):
+            logits = self._target.forward(batch, num_logits)
+            outcomes = self._sampler.verify(logits, drafted) if decoding else []
         for running, draft, outcome, cached in zip(
             decoding, drafted, outcomes, num_cached, strict=True
         ):
@@ -286,18 +285,30 @@ class EnginePair:
                 catching_up.append((running.draft_sequence, feed[: self._options.max_num_tokens]))
             else:
                 feeds.append((running, draft, num_draft_tokens, feed))
+        if costs is not None and self.costs is not None and not feeds:
+            self.costs.hope()
         if catching_up:
             self._draft.forward(catching_up, [0] * len(catching_up))
         while feeds:
             batch = [(running.draft_sequence or 0, feed) for running, _, _, feed in feeds]
-            logits = self._draft.forward(batch, [1] * len(batch))
-            has_token = self._sampler.draft(logits, [draft for _, draft, _, _ in feeds])
+            is_plain = all(len(feed) == 1 for _, feed in batch)
+            with self._timing("draft", len(batch) if is_plain else None):
+                logits = self._draft.forward(batch, [1] * len(batch))
+                has_token = self._sampler.draft(logits, [draft for _, draft, _, _ in feeds])
             feeds = [
                 (running, draft, limit, [draft.token_ids[-1]])
                 for (running, draft, limit, _), has in zip(feeds, has_token, strict=True)
                 if has and len(draft.token_ids) < limit
             ]
         return drafted
+
+    @contextmanager
+    def _timing(self, role: Role, num_rows: int | None) -> Iterator[None]:
+        """Lets the costs learn from a forward of num_rows single tokens; None: not one."""
+        start = time.perf_counter()
+        yield
+        if self.costs is not None and num_rows is not None:
+            self.costs.observe(role, num_rows, time.perf_counter() - start)
 
     def _take(
         self, running: _Running, drafted: Drafted, outcome: Outcome, num_draft_cached: int
@@ -364,66 +375,3 @@ class EnginePair:
         self._waiting.remove(waiting)
         heapq.heapify(self._waiting)
         self._ended.append(chunk)
-
-
-@dataclass(frozen=True)
-class CostTable:
-    """Measured times of plain forwards, in seconds, by number of rows (one row per sequence, or K +
-    1).
-    """
-
-    num_draft_tokens: int
-    draft: dict[int, float]
-    """Times by number of sequences, one token each."""
-    target: dict[int, float]
-    """Times by number of tokens in all."""
-
-    def at(self, batch_size: int) -> StepCosts:
-        """The costs of drafting while batch_size requests decode; between measurements,
-        interpolated.
-        """
-        plain = self._time(self.target, batch_size)
-        num_rows = batch_size * (1 + self.num_draft_tokens)
-        verify = self._time(self.target, num_rows) - plain
-        return StepCosts(
-            draft_step=self._time(self.draft, batch_size) / plain,
-            verify_token=max(verify, 0.0) / (max(self.num_draft_tokens, 1) * plain),
-        )
-
-    @staticmethod
-    def _time(times: dict[int, float], num_rows: int) -> float:
-        rows = sorted(times)
-        return float(np.interp(num_rows, rows, [times[r] for r in rows]))
-
-
-def measure_costs(draft: Engine, target: Engine, options: PairOptions) -> CostTable:
-    """Times both engines on a few tokens, some hundred forwards at most; their caches end empty."""
-    num_draft_tokens = max(options.num_draft_tokens, 1)
-    sizes = sorted({1, min(options.max_batch_size, draft.max_batch_size, target.max_batch_size)})
-    return CostTable(
-        num_draft_tokens=num_draft_tokens,
-        draft={size: _time_forward(draft, size, 1) for size in sizes},
-        target={
-            size * num_tokens: _time_forward(target, size, num_tokens)
-            for num_tokens in (1, num_draft_tokens + 1)
-            for size in sizes
-        },
-    )
-
-
-def _time_forward(engine: Engine, batch_size: int, num_tokens: int) -> float:
-    """The fastest of several forwards: what else the machine does only ever adds time."""
-    sequences = [engine.allocate(prompt_length=1, max_tokens=num_tokens) for _ in range(batch_size)]
-    batch = [(sequence, [0] * num_tokens) for sequence in sequences]
-    times: list[float] = []
-    while len(times) < _MIN_TIMINGS or (
-        len(times) < _MAX_TIMINGS and sum(times) < _TIMING_BUDGET_S
-    ):
-        start = time.perf_counter()
-        engine.forward(batch, [num_tokens] * batch_size)
-        times.append(time.perf_counter() - start)
-        for sequence in sequences:
-            engine.truncate(sequence, 0)
-    for sequence in sequences:
-        engine.free(sequence)
-    return min(times)

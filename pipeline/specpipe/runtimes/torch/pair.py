@@ -7,7 +7,8 @@ from pathlib import Path
 
 from specpipe.errors import EngineMismatch
 from specpipe.runtimes.base import DetokenizerFactory, PairOptions
-from specpipe.runtimes.engine_pair import EnginePair, measure_costs
+from specpipe.runtimes.costs import measure_costs
+from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.runtimes.torch.engine import TorchEngine, check_memory
 from specpipe.runtimes.torch.sampling import TorchSampler
 
@@ -24,7 +25,14 @@ def load_pair(
     draft_engine, target_engine = engines
     for engine, folder in zip(engines, (draft, target), strict=True):
         _check(engine, folder, options)
-    is_adaptive = options.adaptive and options.num_draft_tokens > 0
+    costs = None
+    if options.adaptive and options.num_draft_tokens > 0:
+        costs = measure_costs(
+            draft_engine,
+            target_engine,
+            max_batch_size=options.max_batch_size,
+            num_draft_tokens=options.num_draft_tokens,
+        )
     return EnginePair(
         draft_engine,
         target_engine,
@@ -33,7 +41,7 @@ def load_pair(
         ),
         options,
         detokenizer,
-        costs=measure_costs(draft_engine, target_engine, options) if is_adaptive else None,
+        costs=costs,
     )
 
 
