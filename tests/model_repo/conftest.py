@@ -117,11 +117,11 @@ class Metric:
 
 
 class MetricFamily:
-    COUNTER = 0
+    COUNTER, GAUGE = 0, 1
     made: dict[str, dict[str, Metric]] = {}
 
     def __init__(self, name: str, description: str, kind: int) -> None:
-        assert kind == self.COUNTER
+        assert kind == (self.GAUGE if name.endswith("_in_flight") else self.COUNTER)
         self._metrics = self.made[name] = {}
 
     def Metric(self, labels: dict[str, str]) -> Metric:

@@ -185,6 +185,7 @@ def test_speculative_streams_chunks_and_flags_the_last(
     counted = pb_utils.MetricFamily.made
     assert counted["specpipe_requests_total"]["stop"].value == 1
     assert counted["specpipe_accepted_draft_tokens_total"][""].value == 3
+    assert counted["specpipe_requests_in_flight"][""].value == 0
 
 
 def test_speculative_merges_chunks_unless_asked_to_stream(

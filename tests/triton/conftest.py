@@ -1,4 +1,6 @@
-"""One real Triton for all tests of this folder, with a pair that repeats its prompt."""
+"""Two real Tritons for all tests of this folder: one whose pair repeats its prompt, one with the
+quickstart pair.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from specpipe import pipeline
+from specpipe.config import load_config
 from specpipe.runtimes.base import PairOptions
 from specpipe.stages.package import models_folder
 from specpipe.triton import launcher, repository
@@ -106,3 +110,29 @@ def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def url(request: pytest.FixtureRequest, echo_server: Server) -> str:
     """The server's address, by each protocol."""
     return echo_server.http_url if request.param == "http" else echo_server.grpc_url
+
+
+class Quiet:
+    """A reporter that says nothing."""
+
+    def started(self, stage: str, reasons: object) -> None: ...
+
+    def waiting(self, stage: str) -> None: ...
+
+    def finished(self, report: object) -> None: ...
+
+
+@pytest.fixture(scope="session")
+def quickstart_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `specpipe build` does, for up to 8 draft tokens, then moved."""
+    output_dir = tmp_path_factory.mktemp("engines")
+    overrides = [f"output_dir={output_dir}", "speculation.num_draft_tokens=8"]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    pipeline.run(pipeline.plan(config), Quiet())
+    return pipeline.built_repository(config).rename(output_dir / "moved")
+
+
+@pytest.fixture(scope="session")
+def quickstart_server(quickstart_repository: Path) -> Iterator[Server]:
+    with launcher.running(quickstart_repository) as running:
+        yield running

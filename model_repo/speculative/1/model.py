@@ -24,7 +24,7 @@ class TritonPythonModel:
         self._counters = Counters(pb_utils.MetricFamily)
         self._loop = PairLoop(
             repository.load_pair(args, tokenizer.detokenizer),
-            on_steps=self._counters.count_steps,
+            on_steps=self._counters.report,
         )
 
     def execute(self, requests):
@@ -36,25 +36,29 @@ class TritonPythonModel:
                 sender.send(flags=FINAL)
                 continue
             stream_id = uuid.uuid4().hex
-            refuse = partial(_send_error, sender, code=pb_utils.TritonError.INVALID_ARG)
+            self._counters.begin_request()
             try:
                 generation = serving.Generation.from_tensors(tensors, request_id=stream_id)
             except RequestError as exc:
-                refuse(exc)
+                self._refuse(sender, exc)
                 continue
             self._loop.submit(
                 generation.request,
                 on_chunk=partial(self._on_chunk, sender, serving.Answer(generation, stream_id)),
-                on_refusal=refuse,
+                on_refusal=partial(self._refuse, sender),
             )
 
     def finalize(self):
         self._loop.close()
 
+    def _refuse(self, sender, error):
+        self._counters.end_request()
+        _send_error(sender, error, code=pb_utils.TritonError.INVALID_ARG)
+
     def _on_chunk(self, sender, answer, chunk):
         is_last = chunk.finish_reason is not None
         if is_last:
-            self._counters.count_request(chunk)
+            self._counters.end_request(chunk)
         elif answer.num_responses % RESPONSES_PER_POLL == 0 and sender.is_cancelled():
             self._loop.cancel(chunk.request_id)
         try:

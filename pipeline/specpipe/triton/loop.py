@@ -19,7 +19,7 @@ _LOGGER = logging.getLogger(__name__)
 OnChunk = Callable[[Chunk], None]
 OnRefusal = Callable[[RequestError], None]
 
-_STEP_REPORT_INTERVAL_S = 1.0
+_STEP_REPORT_INTERVAL_S = 0.2
 
 
 def exit_process() -> None:
@@ -38,8 +38,9 @@ class PairLoop:
     and `on_fault` is called once those that were open have their answers.
 
     Answers are sent by a thread of their own, in order, so that no round waits for Triton.
-    `on_steps` gets the number of rounds since its last call, once a second while they go on: a sign
-    of life for the launcher while long requests keep its probe waiting.
+    `on_steps` gets the number of rounds since its last call, some times a second while they go on
+    and when they end, on the thread of the answers and after those of these rounds. It is a sign of
+    life for the launcher while long requests keep its probe waiting.
     """
 
     def __init__(
@@ -109,8 +110,7 @@ class PairLoop:
             self._report_steps()
 
     def _report_steps(self) -> None:
-        if self._num_unreported_steps:
-            self._on_steps(self._num_unreported_steps)
+        self._outbox.put(partial(self._on_steps, self._num_unreported_steps))
         self._num_unreported_steps = 0
         self._last_step_report = time.monotonic()
 

@@ -7,6 +7,7 @@ while its thread hangs (Triton 2.51). Ready means here that one real request wen
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
 import os
 import re
@@ -36,6 +37,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 _PROBE_PROMPT = "Hello"
 _MAX_LOG_LINES = 200
 _PORTS = ("http_port", "grpc_port", "metrics_port")
+_EXIT_TIME_S = 10.0  # what Triton may take to unload its models
+_DRAIN_INTERVAL_S = 0.5
+_MAX_NUM_STUCK = 6  # looks without a step; the loop reports its steps once a second
 
 # Linux sends Triton a SIGTERM when the thread that started it dies, however that came (1 is
 # PR_SET_PDEATHSIG), so that no server is left behind with its ports and its memory.
@@ -120,7 +124,7 @@ class Server:
         self._log_reader: threading.Thread | None = None
         self._backends: tempfile.TemporaryDirectory[str] | None = None
         self._shared_memory_prefix = f"specpipe_{os.getpid()}_{id(self):x}_"
-        self._num_steps = -1.0
+        self._num_steps: float | None = None
 
     @property
     def http_url(self) -> str:
@@ -151,7 +155,7 @@ class Server:
         """Starts Triton and waits until it answers; raises ServerError with the reason."""
         _check_ports(self.options)
         self._last_lines.clear()
-        self._num_steps = -1.0
+        self._num_steps = None
         self._process = subprocess.Popen(
             self._command(),
             env=self._environment(),
@@ -199,17 +203,80 @@ class Server:
 
     def makes_progress(self) -> bool:
         """True when the loop ran steps since the last call: busy, however long a probe waits."""
-        before, self._num_steps = self._num_steps, self._read_num_steps()
-        return self._num_steps > before >= 0
+        before, self._num_steps = self._num_steps, self._read_metric(metrics.STEPS)
+        return before is not None and self._num_steps is not None and self._num_steps > before
 
     def stop(self) -> None:
         """Lets running requests finish, up to the drain limit, then ends the process group."""
         if self.is_running:
             assert self._process is not None
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(self.options.drain_timeout_s + 5)
+            with self._connection():
+                self._process.terminate()
+                is_done = self._drain()
+            if is_done and not self._has_dead_model():
+                # Not for longer: idle connections of clients would keep Triton for its whole limit.
+                self._wait(_EXIT_TIME_S)
         self.kill()
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[None]:
+        """Keeps Triton at work after its SIGTERM, while the context lasts.
+
+        It waits for its HTTP connections to be closed before it stops its models. Without one it
+        stops them at once: an ensemble's later steps are then refused, so that every gRPC stream
+        breaks off, and its request stays in flight (Triton 2.51).
+        """
+        connection = http.client.HTTPConnection(
+            self._client_host, self.options.http_port, timeout=_EXIT_TIME_S
+        )
+        with contextlib.closing(connection):
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection.request("GET", "/v2/health/live")
+                connection.getresponse().read()
+            yield
+
+    def _drain(self) -> bool:
+        """Waits until nothing is in flight; False at the limit, or when that will never be.
+
+        A model's process that died never answers the requests that were inside it.
+        """
+        deadline = time.monotonic() + self.options.drain_timeout_s
+        last_num: float | None = -1.0
+        num_stuck = 0
+        self.makes_progress()
+        while self.is_running and time.monotonic() < deadline:
+            num_in_flight = self._read_metric(metrics.IN_FLIGHT)
+            if num_in_flight == last_num == 0:
+                return True
+            is_stuck = num_in_flight == last_num and not self.makes_progress()
+            num_stuck = num_stuck + 1 if is_stuck and self._has_dead_model() else 0
+            if num_stuck == _MAX_NUM_STUCK:
+                return False
+            last_num = num_in_flight
+            self._wait(_DRAIN_INTERVAL_S)
+        return not self.is_running
+
+    def _wait(self, seconds: float) -> None:
+        """Waits for the end of Triton, at most some seconds."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def _has_dead_model(self) -> bool:
+        """True when a child of Triton died that Triton does not look after: a model's process.
+
+        Triton reaps those that it unloads itself, which it does once no request is in flight.
+        """
+        assert self._process is not None
+        try:
+            states = [
+                Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+                for children in Path(f"/proc/{self._process.pid}/task").glob("*/children")
+                for child in children.read_text().split()
+            ]
+        except OSError:
+            return False
+        return "Z" in states
 
     def kill(self) -> None:
         """Ends the whole process group at once and removes what it leaves behind."""
@@ -277,7 +344,10 @@ class Server:
         with lines:
             for line in lines:
                 self._last_lines.append(line.rstrip("\n"))
-                self._log(line.rstrip("\n"))
+                # A log that cannot be written, such as a closed terminal, must not end this thread:
+                # with nobody at the other end of its pipe each line fails Triton and the models.
+                with contextlib.suppress(OSError, ValueError):
+                    self._log(line.rstrip("\n"))
 
     def _failure(self) -> str:
         """The last error lines of the log, which say why."""
@@ -292,14 +362,14 @@ class Server:
         except OSError:
             return False
 
-    def _read_num_steps(self) -> float:
+    def _read_metric(self, name: str) -> float | None:
         try:
             with urllib.request.urlopen(self.metrics_url, timeout=5) as response:
                 text = response.read().decode()
         except OSError:
-            return -1.0
-        found = re.search(rf"^{metrics.STEPS}(?:{{.*}})? ([\d.e+]+)$", text, re.MULTILINE)
-        return float(found[1]) if found else -1.0
+            return None
+        found = re.search(rf"^{name}(?:{{.*}})? ([\d.e+]+)$", text, re.MULTILINE)
+        return float(found[1]) if found else None
 
 
 @contextlib.contextmanager
