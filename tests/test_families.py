@@ -9,12 +9,22 @@ from specpipe.errors import CheckpointError, ConfigError
 from specpipe.families import FAMILIES, pipeline_layers, tensor_rules, unified_config
 from tests.toy import toy_config
 
-SUPPORTED = "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+SUPPORTED = (
+    "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+    "Phi3ForCausalLM, Gemma2ForCausalLM"
+)
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.0, 1.0, 1.0],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
 }
 
 
@@ -74,6 +84,9 @@ def test_llama_config_in_full() -> None:
         ("mistral", {}, (False, False, False, False)),
         ("qwen2", {}, (True, False, False, False)),
         ("qwen3", {}, (False, False, False, True)),
+        ("phi3", {}, (False, False, False, False)),
+        ("gemma2", {}, (False, False, False, False)),
+        ("gemma2", {"attention_bias": True}, (True, True, False, False)),
     ],
 )
 def test_biases_and_norms(
@@ -101,13 +114,86 @@ def test_left_out_keys_mean_what_transformers_assumes() -> None:
         "mistral": (8, 8, 131072, 4096),
         "qwen2": (8, 32, 32768, None),
         "qwen3": (128, 32, 32768, None),
+        "phi3": (8, 32, 4096, None),
+        "gemma2": (256, 4, 8192, 4096),
     }
     for family, values in expected.items():
         config = unified_config(toy_config(family, **bare, **heads))
         keys = ("head_size", "num_key_value_heads", "max_position_embeddings", "sliding_window")
         assert tuple(config[key] for key in keys) == values
-        assert (config["norm_epsilon"], config["rotary_base"]) == (1e-6, 10000.0)
-        assert config["tie_word_embeddings"] is False
+        assert config["norm_epsilon"] == (1e-5 if family == "phi3" else 1e-6)
+        assert config["rotary_base"] == 10000.0
+        assert config["tie_word_embeddings"] is (family == "gemma2")
+    names = "hidden_activation query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
+    config = unified_config(toy_config("gemma2", **dict.fromkeys(names.split(), ...)))
+    assert config["hidden_act"] == "gelu_pytorch_tanh"
+    assert config["query_pre_attn_scalar"] == 256
+    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (50.0, 30.0)
+
+
+def test_what_phi3_has_otherwise() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    rope |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
+    config = unified_config(
+        toy_config("phi3", rope_parameters=rope, original_max_position_embeddings=128)
+    )
+    plain = unified_config(toy_config("phi3"))
+    assert {key: value for key, value in config.items() if plain.get(key) != value} == {
+        "position_embedding_type": "long_rope",
+        "rotary_embedding_dim": 4,
+        "rotary_pct": 0.5,
+        "rotary_scaling": {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 128,
+            # sqrt(1 + ln(512 / 128) / ln(128))
+            "attention_factor": pytest.approx(1.133893, abs=1e-6),
+            "short_factor": [1.0, 1.5],
+            "long_factor": [2.0, 4.0],
+        },
+        "original_max_position_embeddings": 128,
+        "longrope_scaling_short_factors": [1.0, 1.5],
+        "longrope_scaling_long_factors": [2.0, 4.0],
+    }
+    assert plain["hidden_act"] == "swiglu"
+    assert (plain["rotary_pct"], plain["rotary_embedding_dim"]) == (1.0, 8)
+    names = [rule.name.rsplit("}.")[-1] for rule, layer in tensor_rules(plain) if layer == 0]
+    assert names == [
+        "input_layernorm.weight",
+        "attention.qkv.weight",
+        "attention.dense.weight",
+        "post_layernorm.weight",
+        "mlp.fc.weight",
+        "mlp.proj.weight",
+    ]
+
+
+def test_what_gemma2_has_otherwise() -> None:
+    config, llama = unified_config(toy_config("gemma2")), unified_config(toy_config())
+    assert {key: value for key, value in config.items() if llama.get(key) != value} == {
+        "architecture": "Gemma2ForCausalLM",
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+        "inter_layernorms": True,
+        "query_pre_attn_scalar": 24.0,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "embedding_multiplier": pytest.approx(5.656854, abs=1e-6),
+    }
+    assert unified_config(toy_config("gemma2"), tp_size=2)["use_parallel_embedding"] is True
+    names = [rule.name.rsplit("}.")[-1] for rule, layer in tensor_rules(config) if layer == 0]
+    assert names == [
+        "input_layernorm.weight",
+        "attention.qkv.weight",
+        "attention.dense.weight",
+        "post_layernorm.weight",
+        "pre_feedforward_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+        "mlp.fc.weight",
+        "mlp.gate.weight",
+        "mlp.proj.weight",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -188,10 +274,57 @@ def test_unsupported_is_refused_by_name(overrides: dict[str, Any], message: str)
     assert refusal(toy_config(**overrides)) == message
 
 
-def test_qwen3_with_attention_bias_is_refused() -> None:
-    assert refusal(toy_config("qwen3", attention_bias=True)) == (
-        "config.json: attention_bias true is not supported for Qwen3ForCausalLM"
-    )
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        (
+            "qwen3",
+            {"attention_bias": True},
+            "attention_bias true is not supported for Qwen3ForCausalLM",
+        ),
+        (
+            "gemma2",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention true is not supported for Gemma2ForCausalLM",
+        ),
+        (
+            "gemma2",
+            {"hidden_activation": "relu"},
+            "hidden_activation 'relu' is not supported; only gelu_pytorch_tanh is",
+        ),
+        (
+            "gemma2",
+            {"attn_logit_softcapping": -1.0},
+            "attn_logit_softcapping is -1.0, expected a positive number",
+        ),
+        (
+            "gemma2",
+            {"layer_types": ["sliding_attention"]},
+            "layer_types is ['sliding_attention'], expected a list with one entry for each of the "
+            "2 layers",
+        ),
+        (
+            "gemma2",
+            {"layer_types": ["sliding_attention", "linear_attention"]},
+            "layer type 'linear_attention' is not supported; "
+            "supported: full_attention, sliding_attention",
+        ),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.4},
+            "partial_rotary_factor 0.4 turns 3 channels of a head; rotary needs an even number",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": LONGROPE | {"long_factor": [1.0, 2.0, 3.0]}},
+            "long_factor has 3 numbers, expected 4, half of the rotary channels of a head",
+        ),
+    ],
+)
+def test_what_a_family_cannot_have_is_refused(
+    family: str, overrides: dict[str, Any], message: str
+) -> None:
+    assert refusal(toy_config(family, **overrides)) == f"config.json: {message}"
 
 
 @pytest.mark.parametrize(
@@ -246,4 +379,6 @@ def test_each_family_is_listed_under_its_architecture() -> None:
         "MistralForCausalLM": "mistral",
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
+        "Phi3ForCausalLM": "phi3",
+        "Gemma2ForCausalLM": "gemma2",
     }

@@ -9,7 +9,8 @@ import pytest
 
 from specpipe.errors import CheckpointError
 from specpipe.families import unified_config
-from tests.toy import ARCHITECTURES, toy_config
+from specpipe.hf_config import context_length
+from tests.toy import ARCHITECTURES, spelled_as_4_57, toy_config
 
 LLAMA3 = {
     "factor": 8.0,
@@ -18,15 +19,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
-
-def legacy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Spells a config as transformers 4.57 does."""
-    config = dict(config)
-    rope = dict(config.pop("rope_parameters"))
-    config["rope_theta"] = rope.pop("rope_theta")
-    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
-    config["torch_dtype"] = config.pop("dtype")
-    return config
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.0, 1.0, 1.0],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
 
 
 def refusal(config: Mapping[str, Any]) -> str:
@@ -43,17 +41,91 @@ def refusal(config: Mapping[str, Any]) -> str:
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 4.0},
         {"rope_type": "llama3", **LLAMA3},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16},
+        {"rope_type": "longrope", **LONGROPE},
     ],
     ids=lambda rope: rope["rope_type"],
 )
 def test_both_spellings_of_transformers(family: str, rope: dict[str, Any]) -> None:
     new = toy_config(family, rope_parameters={"rope_theta": 5e5, **rope})
-    old = legacy(new)
+    old = spelled_as_4_57(new)
     assert unified_config(old) == unified_config(new)
     assert unified_config(new)["rotary_base"] == 500000.0
-    if old["rope_scaling"]:
+    if old["rope_scaling"] and family != "phi3":
         old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
         assert unified_config(old) == unified_config(new)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_first_names_of_longrope(name: str) -> None:
+    old = spelled_as_4_57(toy_config("phi3", rope_parameters={"rope_theta": 1e4, **LONGROPE}))
+    old["rope_scaling"]["type"] = name
+    assert unified_config(old)["rotary_scaling"]["rope_type"] == "longrope"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        # 0.1 ln 4 + 1
+        ({}, (512, 1.138629, 32.0, 1.0, True)),
+        ({"original_max_position_embeddings": 64}, (64, 1.138629, 32.0, 1.0, True)),
+        ({"attention_factor": 1.5, "mscale": 2.0}, (512, 1.5, 32.0, 1.0, True)),
+        # (0.2 ln 4 + 1) / (0.05 ln 4 + 1)
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, (512, 1.194465, 32.0, 1.0, True)),
+        ({"mscale": 2.0, "mscale_all_dim": 0}, (512, 1.138629, 32.0, 1.0, True)),
+        (
+            {"beta_fast": 8, "beta_slow": 2, "truncate": False},
+            (512, 1.138629, 8.0, 2.0, False),
+        ),
+    ],
+)
+def test_yarn_is_written_with_all_its_numbers(
+    numbers: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4, **numbers}
+    scaling = unified_config(toy_config(rope_parameters=rope))["rotary_scaling"]
+    original, attention_factor, beta_fast, beta_slow, truncate = expected
+    assert scaling == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": original,
+        "attention_factor": pytest.approx(attention_factor, abs=1e-6),
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "truncate": truncate,
+    }
+
+
+def test_phi3_has_the_original_length_beside_its_rope() -> None:
+    rope = {"rope_theta": 1e4, **LONGROPE, "original_max_position_embeddings": 64}
+    for beside, expected in ((100, 100), (None, 64), (..., 4096)):
+        config = toy_config("phi3", rope_parameters=rope, original_max_position_embeddings=beside)
+        scaling = unified_config(config)["rotary_scaling"]
+        assert scaling["original_max_position_embeddings"] == expected
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({}, 1.224745),  # sqrt(1 + ln(512 / 64) / ln(64))
+        ({"factor": 4.0}, 1.154701),  # sqrt(1 + ln(4) / ln(64))
+        ({"factor": 4.0, "attention_factor": 1.5}, 1.5),
+        ({"original_max_position_embeddings": 600}, 1.0),
+    ],
+)
+def test_longrope_attention_factor(numbers: dict[str, Any], expected: float) -> None:
+    rope = {"rope_theta": 1e4, **LONGROPE, "original_max_position_embeddings": 64, **numbers}
+    scaling = unified_config(toy_config(rope_parameters=rope))["rotary_scaling"]
+    assert scaling["attention_factor"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_context_length() -> None:
+    assert context_length(512, None) == 512
+    assert context_length(512, {"rope_type": "linear", "factor": 4.0}) == 2048
+    assert context_length(512, {"rope_type": "llama3", "factor": 8.0}) == 512
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert (context_length(512, yarn), context_length(2048, yarn)) == (2048, 2048)
+    assert context_length(512, {"rope_type": "longrope"}) == 512
 
 
 @pytest.mark.parametrize("empty", [{"rope_type": None}, {"type": "default"}, {}, None])
@@ -76,8 +148,9 @@ def test_dynamic_scaling_starts_at_the_context_length() -> None:
     ("rope", "message"),
     [
         (
-            {"type": "yarn", "factor": 4.0},
-            "rope type 'yarn' is not supported; supported: default, linear, dynamic, llama3",
+            {"type": "spiral", "factor": 4.0},
+            "rope type 'spiral' is not supported; "
+            "supported: default, linear, dynamic, llama3, yarn, longrope",
         ),
         (
             {"rope_type": "llama3", "type": "linear", "factor": 4.0},
@@ -96,7 +169,33 @@ def test_dynamic_scaling_starts_at_the_context_length() -> None:
         ),
         (
             {"type": "default", "partial_rotary_factor": 0.5},
-            "partial_rotary_factor 0.5 is not supported; only 1 is",
+            "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM; only 1 is",
+        ),
+        ({"type": "default", "partial_rotary_factor": 2}, "partial_rotary_factor 2.0 is above 1"),
+        ({"type": "yarn"}, "factor is None, expected a positive number"),
+        (
+            {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2},
+            "rope beta_fast 1.0 is below beta_slow 2.0",
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "rope_theta": 1},
+            "rope_theta 1.0 is not above 1, which yarn needs",
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "truncate": 0},
+            "truncate is 0, expected true or false",
+        ),
+        (
+            {"type": "longrope", "short_factor": [1.0]},
+            "long_factor is None, expected a list of numbers",
+        ),
+        (
+            {"type": "longrope", "short_factor": [1.0, "2"]},
+            "short_factor[1] is '2', expected a positive number",
+        ),
+        (
+            {"type": "longrope", "original_max_position_embeddings": 1},
+            "original_max_position_embeddings is 1, expected a whole number of at least 2",
         ),
         ([2.0], "rope_scaling is [2.0], expected an object"),
     ],
@@ -114,28 +213,38 @@ def test_contradicting_rope_is_refused() -> None:
     )
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "expected"),
     [
-        ("llama", {"sliding_window": 64}, None),
-        ("mistral", {"sliding_window": None}, None),
-        ("mistral", {"sliding_window": 64}, 64),
-        ("mistral", {"sliding_window": 512}, None),
-        ("qwen2", {"sliding_window": 64}, None),
-        ("qwen2", {"sliding_window": 64, "use_sliding_window": True}, None),
+        ("llama", {"sliding_window": 64}, (None, None)),
+        ("mistral", {"sliding_window": None}, (None, None)),
+        ("mistral", {"sliding_window": 64}, (64, None)),
+        ("mistral", {"sliding_window": 64, "layer_types": [FULL, SLIDING]}, (64, None)),
+        ("mistral", {"sliding_window": 512}, (None, None)),
+        ("mistral", {"sliding_window": 512, "rope_parameters": LINEAR}, (512, None)),
+        ("qwen2", {"sliding_window": 64}, (None, None)),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True}, (None, None)),
         (
             "qwen2",
             {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
-            64,
+            (64, [FULL, SLIDING]),
+        ),
+        (
+            "qwen2",
+            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0},
+            (64, None),
         ),
         (
             "qwen3",
             {
                 "sliding_window": 64,
                 "use_sliding_window": True,
-                "layer_types": ["full_attention", "sliding_attention"],
+                "layer_types": [SLIDING, FULL],
             },
-            64,
+            (64, [SLIDING, FULL]),
         ),
         (
             "qwen3",
@@ -143,36 +252,55 @@ def test_contradicting_rope_is_refused() -> None:
                 "sliding_window": 64,
                 "use_sliding_window": True,
                 "max_window_layers": 0,
-                "layer_types": ["full_attention", "full_attention"],
+                "layer_types": [FULL, FULL],
             },
-            None,
+            (None, None),
         ),
+        ("phi3", {"sliding_window": 64}, (64, None)),
+        ("gemma2", {"num_hidden_layers": 3}, (64, [SLIDING, FULL, SLIDING])),
+        ("gemma2", {"layer_types": [FULL, SLIDING]}, (64, [FULL, SLIDING])),
+        ("gemma2", {"sliding_window": 512}, (None, None)),
     ],
 )
 def test_sliding_window_is_kept_where_it_has_an_effect(
-    family: str, overrides: dict[str, Any], expected: int | None
+    family: str, overrides: dict[str, Any], expected: tuple[int | None, list[str] | None]
 ) -> None:
-    assert unified_config(toy_config(family, **overrides))["sliding_window"] == expected
+    config = unified_config(toy_config(family, **overrides))
+    assert (config["sliding_window"], config.get("layer_types")) == expected
+
+
+def test_no_list_is_made_of_more_layers_than_any_model_has() -> None:
+    assert refusal(toy_config("gemma2", num_hidden_layers=10**9)) == (
+        "config.json: num_hidden_layers is 1000000000, expected at most 10000"
+    )
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("spelling", ["4.57", "5"])
 def test_agrees_with_transformers(tmp_path: Path, family: str, spelling: str) -> None:
     transformers = pytest.importorskip("transformers")
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
+    if spelling == "5" and transformers.__version__.startswith("4."):
+        pytest.skip("this transformers does not read it")
+    scaling = LONGROPE if family == "phi3" else {"rope_type": "llama3", **LLAMA3}
+    rope = {"rope_theta": 5e5, **scaling}
     config = toy_config(family, rope_parameters=rope, num_key_value_heads=..., head_dim=...)
     config |= {"num_attention_heads": 32, "hidden_size": 256}
     if spelling == "4.57":
-        config = legacy(config)
+        config = spelled_as_4_57(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     ours = unified_config(config)
-    assert ours["rotary_base"] == theirs.rope_parameters["rope_theta"]
-    scaling = ours["rotary_scaling"]
-    assert scaling == {key: theirs.rope_parameters[key] for key in scaling}
+    if hasattr(theirs, "rope_parameters"):
+        their_rope = theirs.rope_parameters
+    else:
+        their_rope = {"rope_theta": theirs.rope_theta, **theirs.rope_scaling}
+    assert ours["rotary_base"] == their_rope["rope_theta"]
+    assert {key: their_rope[key] for key in scaling if key != "rope_type"} == {
+        key: ours["rotary_scaling"][key] for key in scaling if key != "rope_type"
+    }
     assert ours["num_key_value_heads"] == theirs.num_key_value_heads
-    head_size = 8 if family == "qwen2" else theirs.head_dim  # Qwen2 has no head_dim of its own
-    assert ours["head_size"] == head_size
+    # Qwen2 and Phi-3 have no head_dim of their own, Mistral has None in 4.57.
+    assert ours["head_size"] == (getattr(theirs, "head_dim", None) or 256 // 32)
     assert ours["norm_epsilon"] == theirs.rms_norm_eps
     assert ours["tie_word_embeddings"] == theirs.tie_word_embeddings
     assert ours["max_position_embeddings"] == theirs.max_position_embeddings

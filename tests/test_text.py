@@ -361,12 +361,13 @@ def test_same_ids_and_text_as_transformers(tmp_path: Path) -> None:
 
 def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
+    is_4 = transformers.__version__.startswith("4.")
     reference = transformers.PreTrainedTokenizerFast(
         tokenizer_object=chat_backend(adds_bos=True),
         bos_token="<b>",
         eos_token="<e>",
         pad_token="<pad>",
-        extra_special_tokens=["user"],
+        **{"additional_special_tokens" if is_4 else "extra_special_tokens": ["user"]},
         chat_template={"default": TEMPLATE, "tool_use": "tools"},
     )
     reference.save_pretrained(tmp_path)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import numpy.typing as npt
 import pytest
 
 from specpipe import unified
-from specpipe.checkpoint import map_tensor, read_safetensors_header
+from specpipe.checkpoint import read_safetensors_header
 from specpipe.errors import CheckpointError, SpecpipeError
 from specpipe.families import Part, unified_config
+from specpipe.stages.convert import convert
 from specpipe.unified import load_unified, write_unified
-from tests.toy import toy_config, toy_tensors
+from tests.toy import read_tensor, toy_config, toy_tensors, write_toy_checkpoint
 
 Raw = npt.NDArray[Any]
 
@@ -26,8 +27,9 @@ def write(
     hf_config = toy_config(family, **overrides)
     tensors = toy_tensors(hf_config)
 
-    def read(part: Part, layer: int | None) -> Raw:
-        return tensors[part.source.format(n=layer)]
+    def read(part: Part, layer: int | None, start: int, stop: int) -> Iterator[Raw]:
+        for row in range(start, stop, 3):  # some blocks lie across two ranks
+            yield tensors[part.source.format(n=layer)][row : min(row + 3, stop)]
 
     out.mkdir()
     write_unified(out, unified_config(hf_config, tp_size=tp_size, pp_size=pp_size), read)
@@ -36,7 +38,7 @@ def write(
 
 def rank(out: Path, index: int) -> Mapping[str, Raw]:
     header = read_safetensors_header(out / f"rank{index}.safetensors")
-    return {name: map_tensor(info) for name, info in header.items()}
+    return {name: read_tensor(info) for name, info in header.items()}
 
 
 def test_tensors_of_one_rank(tmp_path: Path) -> None:
@@ -101,6 +103,51 @@ def test_tensor_parallel_pieces(tmp_path: Path) -> None:
         }
         for name, array in expected.items():
             assert np.array_equal(tensors[name], array), name
+
+
+def test_tensor_parallel_pieces_of_fused_tensors(tmp_path: Path) -> None:
+    """Phi-3: each rank holds its rows of up_proj, then those of gate_proj, under `mlp.fc`."""
+    checkpoint = write_toy_checkpoint(tmp_path / "hf", "phi3")
+    (tmp_path / "out").mkdir()
+    convert(checkpoint, tmp_path / "out", tp_size=2)
+    hf = toy_tensors(toy_config("phi3"))
+    qkv, gate_up = (
+        hf[f"model.layers.1.{name}.weight"] for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")
+    )
+    for tp_rank in (0, 1):
+        tensors = rank(tmp_path / "out", tp_rank)
+        q, kv, inter = 16 * tp_rank, 8 * tp_rank, 32 * tp_rank
+        expected = [qkv[q : q + 16], qkv[32 + kv : 40 + kv], qkv[48 + kv : 56 + kv]]
+        merged = tensors["transformer.layers.1.attention.qkv.weight"]
+        assert np.array_equal(merged, np.concatenate(expected))
+        expected = [gate_up[64 + inter : 96 + inter], gate_up[inter : 32 + inter]]
+        merged = tensors["transformer.layers.1.mlp.fc.weight"]
+        assert np.array_equal(merged, np.concatenate(expected))
+        assert "transformer.layers.1.mlp.gate.weight" not in tensors
+
+
+def test_norms_and_embedding_of_gemma2(tmp_path: Path) -> None:
+    """Norms are 1 + w in float32; the embedding is split where there are several ranks."""
+    checkpoint = write_toy_checkpoint(tmp_path / "hf", "gemma2", vocab_size=251)
+    (tmp_path / "out").mkdir()
+    convert(checkpoint, tmp_path / "out", tp_size=2)
+    hf = toy_tensors(toy_config("gemma2", vocab_size=251))
+    embedding = hf["model.embed_tokens.weight"]
+    for tp_rank in (0, 1):
+        tensors = rank(tmp_path / "out", tp_rank)
+        for name, source in {
+            "layers.1.post_layernorm": "layers.1.post_attention_layernorm",
+            "layers.0.post_feedforward_layernorm": "layers.0.post_feedforward_layernorm",
+            "ln_f": "norm",
+        }.items():
+            stored = tensors[f"transformer.{name}.weight"]
+            weight = (hf[f"model.{source}.weight"].astype(np.uint32) << 16).view(np.float32)
+            assert stored.dtype == np.uint32
+            assert np.array_equal(stored.view(np.float32), 1 + weight)
+        held = tensors["transformer.vocab_embedding.weight"]
+        assert held.shape == (126, 32)
+        assert np.array_equal(held[: 126 - tp_rank], embedding[126 * tp_rank : 126 + 126 * tp_rank])
+        assert np.array_equal(held, tensors["lm_head.weight"])
 
 
 def test_bias_of_a_column_split_is_whole_on_every_rank(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specpipe.checkpoint import create_safetensors
+from specpipe.checkpoint import TensorInfo, create_safetensors, read_blocks
 
 Raw = npt.NDArray[Any]
 
@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
 }
 _STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -49,7 +51,33 @@ def toy_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
         config["sliding_window"] = None
     if family in ("qwen2", "qwen3"):
         config |= {"use_sliding_window": False, "max_window_layers": 2, "sliding_window": None}
+    if family == "phi3":
+        config |= {"original_max_position_embeddings": 512, "sliding_window": None}
+    if family == "gemma2":
+        config |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 64,
+            "tie_word_embeddings": True,
+        }
     return {key: value for key, value in (config | overrides).items() if value is not ...}
+
+
+def spelled_as_4_57(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Spells a toy's config as transformers 4.57 does."""
+    config = dict(config)
+    rope = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if config["model_type"] == "phi3":
+        rope["type"] = rope.pop("rope_type")
+    is_plain = "default" in (rope.get("rope_type"), rope.get("type"))
+    config["rope_scaling"] = None if is_plain else rope
+    config["torch_dtype"] = config.pop("dtype")
+    return config
 
 
 def toy_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -59,7 +87,7 @@ def toy_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     attention_bias = bool(config.get("attention_bias"))
     mlp_bias = family == "llama" and bool(config.get("mlp_bias"))
-    linears = {
+    linears: dict[str, tuple[int, int, bool]] = {
         "self_attn.q_proj": (heads * head, hidden, attention_bias or family == "qwen2"),
         "self_attn.k_proj": (kv_heads * head, hidden, attention_bias or family == "qwen2"),
         "self_attn.v_proj": (kv_heads * head, hidden, attention_bias or family == "qwen2"),
@@ -68,6 +96,16 @@ def toy_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inter, hidden, mlp_bias),
         "mlp.down_proj": (hidden, inter, mlp_bias),
     }
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if family == "gemma2":
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    if family == "phi3":
+        linears = {
+            "self_attn.qkv_proj": ((heads + 2 * kv_heads) * head, hidden, False),
+            "self_attn.o_proj": (hidden, heads * head, False),
+            "mlp.gate_up_proj": (2 * inter, hidden, False),
+            "mlp.down_proj": (hidden, inter, False),
+        }
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden)
     }
@@ -77,8 +115,7 @@ def toy_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"{prefix}.{norm}.weight": (hidden,) for norm in norms}
         if family == "qwen3":
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head,)
@@ -89,13 +126,16 @@ def toy_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def toy_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, Raw]:
-    """Returns the toy's weights as raw bits: norms near 1, the rest with standard deviation 0.1."""
+    """Returns the toy's weights as raw bits, with a standard deviation of 0.1.
+
+    Norms are near 1; those of Gemma 2 near 0, to which it adds 1.
+    """
     generator = np.random.default_rng(seed)
     stored = _STORED[config["dtype"]]
     tensors: dict[str, Raw] = {}
     for name, shape in toy_shapes(config).items():
         values = 0.1 * generator.standard_normal(shape, np.float32)
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight") and config["model_type"] != "gemma2":
             values += 1
         if stored == "F32":
             tensors[name] = values.view(np.uint32)
@@ -104,6 +144,12 @@ def toy_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, Raw]:
         else:
             tensors[name] = (values.view(np.uint32) >> 16).astype(np.uint16)
     return tensors
+
+
+def read_tensor(info: TensorInfo) -> Raw:
+    """Reads a whole tensor as raw bits."""
+    blocks = [block.copy() for block in read_blocks(info)]
+    return np.concatenate(blocks) if blocks else np.empty(info.shape)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Raw], *, dtype: str = "BF16") -> None:

@@ -1,8 +1,8 @@
 """Checkpoints on disk: safetensors files read by header, and whole Hugging Face folders.
 
-Only headers and small JSON files are read when a folder is opened; weights are mapped into memory
-when asked for. Tensors are handled as raw bytes in NumPy: unsigned integers as wide as an element,
-with the dtype beside them, so that bfloat16 needs no library. No pickle is read, no code imported.
+Only headers and small JSON files are read when a folder is opened; weights are read in blocks when
+asked for. Tensors are handled as raw bytes in NumPy: unsigned integers as wide as an element, with
+the dtype beside them, so that bfloat16 needs no library. No pickle is read, no code imported.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data).
 """
@@ -10,13 +10,14 @@ Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON hea
 from __future__ import annotations
 
 import json
-import mmap
+import os
 import re
 import struct
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,7 +51,10 @@ ELEMENT_BYTES = {
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 
+_BLOCK_BYTES = 1 << 20  # what is read at a time; stays in a core's cache until it is written
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_MAX_DIMENSIONS = 32  # NumPy's limit before 2.0
+_MAX_SIZE = 2**100  # of a dimension or an offset; a message can still write out their product
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
@@ -69,6 +73,11 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         return num_elements(self.shape) * ELEMENT_BYTES[self.dtype]
+
+    def rows(self, start: int, count: int) -> TensorInfo:
+        """Returns where some of the tensor's rows lie, which follow one another in the file."""
+        row_bytes = num_elements(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
+        return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + start * row_bytes)
 
 
 @dataclass(frozen=True)
@@ -99,16 +108,37 @@ def raw_dtype(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(f"<u{ELEMENT_BYTES[dtype]}")
 
 
-def map_tensor(info: TensorInfo) -> RawArray:
-    """Maps one tensor read-only; its bytes come from the file when they are used."""
-    if info.num_bytes == 0:
-        return np.empty(info.shape, raw_dtype(info.dtype))
-    with info.file.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    array: RawArray = np.frombuffer(
-        mapped, raw_dtype(info.dtype), count=num_elements(info.shape), offset=info.offset
-    )
-    return array.reshape(info.shape)
+def read_blocks(info: TensorInfo) -> Iterator[RawArray]:
+    """Yields a tensor in blocks of whole rows, of about 1 MiB; each overwrites the one before.
+
+    The file is read, not mapped: mapped pages count as memory of the process, and their number
+    grows with the file.
+    """
+    num_rows, *columns = info.shape
+    row_bytes = num_elements(columns) * ELEMENT_BYTES[info.dtype]
+    step = min(max(1, _BLOCK_BYTES // max(row_bytes, 1)), num_rows)
+    buffer = np.empty((step, *columns), raw_dtype(info.dtype))
+    with info.file.open("rb", buffering=0) as file:
+        for row in range(0, num_rows, max(step, 1)):
+            block = buffer[: num_rows - row]
+            _read_at(file, info.offset + row * row_bytes, block)
+            yield block
+
+
+def _read_at(file: BinaryIO, offset: int, block: RawArray) -> None:
+    data = block.reshape(-1).view(np.uint8).data
+    while data:
+        count = os.preadv(file.fileno(), [data], offset)
+        if count == 0:
+            raise CheckpointError(f"{file.name} became shorter while it was read; run again")
+        data, offset = data[count:], offset + count
+
+
+def _write_at(file: BinaryIO, offset: int, block: RawArray) -> None:
+    data = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+    while data:
+        count = os.pwrite(file.fileno(), data, offset)
+        data, offset = data[count:], offset + count
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
@@ -157,33 +187,52 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
 
 
 class SafetensorsWriter:
-    """Writes one safetensors file tensor by tensor: the header first, then bytes in its order."""
+    """Writes one safetensors file: the header first, then rows of its tensors in any order.
+
+    Several threads may write rows at once.
+    """
 
     def __init__(self, file: BinaryIO, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """Writes the header; `tensors` gives dtype and shape by name, in the order of the data."""
         self._file = file
-        self._expected = [(name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()]
-        self._next = 0
+        self._missing_bytes = 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, dtype, shape in self._expected:
-            end = offset + num_elements(shape) * ELEMENT_BYTES[dtype]
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
-            offset = end
+        for name, (dtype, shape) in tensors.items():
+            start = self._missing_bytes
+            self._missing_bytes += num_elements(shape) * ELEMENT_BYTES[dtype]
+            offsets = [start, self._missing_bytes]
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # aligned data can be mapped and used in place
-        file.write(struct.pack("<Q", len(text)) + text)
+        text = struct.pack("<Q", len(text)) + text
+        _write_at(file, 0, np.frombuffer(text, np.uint8))
+        self._tensors = {
+            name: TensorInfo(
+                dtype, tuple(shape), Path(file.name), len(text) + header[name]["data_offsets"][0]
+            )
+            for name, (dtype, shape) in tensors.items()
+        }
+        self._lock = threading.Lock()
 
     def write(self, name: str, array: RawArray) -> None:
-        """Appends one tensor, which must be the next one of the header."""
-        expected_name, dtype, shape = self._expected[self._next]
-        assert (name, raw_dtype(dtype), shape) == (expected_name, array.dtype, array.shape)
-        self._file.write(np.ascontiguousarray(array).data)
-        self._next += 1
+        """Writes a whole tensor."""
+        self._put(self._tensors[name], name, array)
+
+    def write_rows(self, name: str, row: int, rows: RawArray) -> None:
+        """Writes some rows of a tensor, the first of them at `row`; each row is written once."""
+        info = self._tensors[name]
+        assert row + len(rows) <= info.shape[0], name
+        self._put(info.rows(row, len(rows)), name, rows)
+
+    def _put(self, info: TensorInfo, name: str, array: RawArray) -> None:
+        assert (raw_dtype(info.dtype), info.shape) == (array.dtype, array.shape), name
+        _write_at(self._file, info.offset, array)
+        with self._lock:
+            self._missing_bytes -= array.nbytes
 
     def finish(self) -> None:
-        """States that every tensor of the header was written."""
-        assert self._next == len(self._expected)
+        """States that every row of the header was written."""
+        assert self._missing_bytes == 0
 
 
 @contextmanager
@@ -191,7 +240,7 @@ def create_safetensors(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> Iterator[SafetensorsWriter]:
     """Opens a new file for writing and checks at the end that it is whole."""
-    with path.open("xb") as file:
+    with path.open("xb", buffering=0) as file:
         writer = SafetensorsWriter(file, tensors)
         yield writer
         writer.finish()
@@ -250,7 +299,7 @@ def open_checkpoint(folder: Path) -> HFCheckpoint:
     for name, file in weight_map.items():
         by_file.setdefault(file, set()).add(name)
     for file, names in sorted(by_file.items()):
-        if not (folder / file).is_file():
+        if not os.path.isfile(folder / file):  # False also for a name that no file can have
             raise CheckpointError(
                 f"{folder} lacks {file}, which holds {len(names)} of its {len(weight_map)} "
                 "tensors; the download seems incomplete, run it again"
@@ -328,7 +377,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     dtype: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
-    if dtype not in ELEMENT_BYTES:
+    if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
         raise CheckpointError(
             f"{path}: tensor {name} has dtype {dtype}, which is not supported; "
             "use a checkpoint that is not quantized"
@@ -345,7 +394,12 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    """Says whether a value is a list of sizes or offsets that can be reckoned with."""
+    return (
+        isinstance(value, list)
+        and len(value) <= _MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value)
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -367,7 +421,7 @@ def _open(path: Path) -> BinaryIO:
 
 def _parse_json(data: bytes, fault: str) -> dict[str, Any]:
     try:
-        value = json.loads(data, object_pairs_hook=_unique_keys)
+        value = json.loads(data.decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"{fault}: {exc}") from exc
     if not isinstance(value, dict):

@@ -6,25 +6,33 @@ concatenated from, and how each is split over the tensor-parallel ranks. Convert
 both read these tables, plain weights here and quantized ones with their scales alike.
 
 Names, keys and splits: TensorRT-LLM's checkpoint format, release lines 0.16 to 1.2. Note that
-`mlp.fc` is Hugging Face's gate_proj and `mlp.gate` its up_proj.
+`mlp.fc` is Hugging Face's gate_proj and `mlp.gate` its up_proj. With the activation swiglu (Phi-3)
+there is no `mlp.gate`: `mlp.fc` holds up_proj, then gate_proj.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from specpipe.errors import CheckpointError, ConfigError
 from specpipe.hf_config import (
+    Rope,
     Windows,
     activation,
+    context_length,
     count,
     flag,
     number,
+    optional_number,
     rope,
     sliding_window,
 )
+
+Stage = Literal["layer", "first", "last"]
+"""The pipeline stage that holds a tensor: that of its layer, the first or the last."""
 
 Split = Literal["none", "rows", "columns", "kv_heads", "vocab"]
 """How a tensor is divided over the TP ranks.
@@ -36,21 +44,30 @@ kv_heads  rows of whole KV heads; with fewer heads than ranks, neighbouring rank
 vocab     equal blocks of rows after zero rows were added to make them equal
 """
 
+_SILU = {"silu": "silu", "swish": "silu"}  # one function, as transformers spells it
+
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """The dtypes of a plain checkpoint, as `config.json` and as safetensors spell them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One Hugging Face tensor inside a unified tensor; parts are concatenated along rows.
+    """One Hugging Face tensor, or some rows of it, inside a unified tensor.
 
-    source  its name, with `{n}` for the layer
-    shape   the unified config's sizes by name (see `part_shape`)
+    The parts of a unified tensor are concatenated along rows.
+
+    source    the name of the Hugging Face tensor, with `{n}` for the layer
+    shape     the unified config's sizes by name (see `part_shape`)
+    before    sizes of the rows that the source has before those of the part, `after` likewise
+    one_plus  1 + the source, in float32: bfloat16 would lose the last bits of the source
     """
 
     source: str
     shape: tuple[str, ...]
     split: Split = "none"
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    one_plus: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +81,7 @@ class TensorRule:
 
     name: str
     parts: tuple[Part, ...]
-    stage: Literal["layer", "first", "last"] = "layer"
+    stage: Stage = "layer"
     when: str | None = None
 
 
@@ -75,7 +92,16 @@ class Family:
     defaults  what transformers assumes for a key that `config.json` leaves out
     fixed     unified keys that do not depend on `config.json`
     biases    unified bias keys that `config.json` decides, with the key that decides each
-    windows   where its sliding windows come from
+    windows   which of its layers have a sliding window
+
+    activation_key, activations
+              the key of the MLP's activation, and its values in TensorRT-LLM's spelling
+    is_partial
+              whether rope may turn a part of each head
+    is_capped
+              whether attention scores and logits are soft-capped, queries scaled by a number of
+              their own and embeddings by the root of their size: Gemma 2
+    refused   keys that must not be true
     """
 
     architecture: str
@@ -84,6 +110,11 @@ class Family:
     fixed: Mapping[str, Any]
     biases: Mapping[str, str] = field(default_factory=dict)
     windows: Windows = "never"
+    activation_key: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=lambda: _SILU)
+    is_partial: bool = False
+    is_capped: bool = False
+    refused: tuple[str, ...] = ()
     tensors: tuple[TensorRule, ...] = ()
 
 
@@ -97,7 +128,7 @@ def _linear(
     """
     weight = TensorRule(
         f"{name}.weight",
-        tuple(Part(f"{part.source}.weight", part.shape, part.split) for part in parts),
+        tuple(replace(part, source=f"{part.source}.weight") for part in parts),
     )
     if bias_when is None:
         return (weight,)
@@ -112,47 +143,52 @@ def _linear(
     return weight, TensorRule(f"{name}.bias", bias_parts, when=bias_when)
 
 
-def _norm(name: str, source: str, size: str, when: str | None = None) -> TensorRule:
-    return TensorRule(f"{name}.weight", (Part(f"{source}.weight", (size,)),), when=when)
+def _norm(
+    name: str,
+    source: str,
+    size: str = "hidden",
+    when: str | None = None,
+    *,
+    stage: Stage = "layer",
+    one_plus: bool = False,
+) -> TensorRule:
+    part = Part(f"{source}.weight", (size,), one_plus=one_plus)
+    return TensorRule(f"{name}.weight", (part,), stage, when)
 
 
 _UNIFIED_LAYER = "transformer.layers.{n}"
 _HF_LAYER = "model.layers.{n}"
 
-_DECODER: tuple[TensorRule, ...] = (
-    TensorRule(
-        "transformer.vocab_embedding.weight",
-        (Part("model.embed_tokens.weight", ("vocab", "hidden")),),
-        stage="first",
+
+def _embedding(split: Split = "none") -> TensorRule:
+    part = Part("model.embed_tokens.weight", ("vocab", "hidden"), split)
+    return TensorRule("transformer.vocab_embedding.weight", (part,), stage="first")
+
+
+_QKV = _linear(
+    f"{_UNIFIED_LAYER}.attention.qkv",
+    (
+        Part(f"{_HF_LAYER}.self_attn.q_proj", ("heads", "hidden"), "rows"),
+        Part(f"{_HF_LAYER}.self_attn.k_proj", ("kv_heads", "hidden"), "kv_heads"),
+        Part(f"{_HF_LAYER}.self_attn.v_proj", ("kv_heads", "hidden"), "kv_heads"),
     ),
-    _norm(f"{_UNIFIED_LAYER}.input_layernorm", f"{_HF_LAYER}.input_layernorm", "hidden"),
-    *_linear(
-        f"{_UNIFIED_LAYER}.attention.qkv",
-        (
-            Part(f"{_HF_LAYER}.self_attn.q_proj", ("heads", "hidden"), "rows"),
-            Part(f"{_HF_LAYER}.self_attn.k_proj", ("kv_heads", "hidden"), "kv_heads"),
-            Part(f"{_HF_LAYER}.self_attn.v_proj", ("kv_heads", "hidden"), "kv_heads"),
-        ),
-        bias_when="attn_bias",
-    ),
+    bias_when="attn_bias",
+)
+_HEAD_NORMS = tuple(
     _norm(
-        f"{_UNIFIED_LAYER}.attention.q_layernorm",
-        f"{_HF_LAYER}.self_attn.q_norm",
+        f"{_UNIFIED_LAYER}.attention.{letter}_layernorm",
+        f"{_HF_LAYER}.self_attn.{letter}_norm",
         "head_size",
         when="qk_layernorm",
-    ),
-    _norm(
-        f"{_UNIFIED_LAYER}.attention.k_layernorm",
-        f"{_HF_LAYER}.self_attn.k_norm",
-        "head_size",
-        when="qk_layernorm",
-    ),
-    *_linear(
-        f"{_UNIFIED_LAYER}.attention.dense",
-        (Part(f"{_HF_LAYER}.self_attn.o_proj", ("hidden", "heads"), "columns"),),
-        bias_when="attn_dense_bias",
-    ),
-    _norm(f"{_UNIFIED_LAYER}.post_layernorm", f"{_HF_LAYER}.post_attention_layernorm", "hidden"),
+    )
+    for letter in "qk"
+)
+_DENSE = _linear(
+    f"{_UNIFIED_LAYER}.attention.dense",
+    (Part(f"{_HF_LAYER}.self_attn.o_proj", ("hidden", "heads"), "columns"),),
+    bias_when="attn_dense_bias",
+)
+_MLP_IN = (
     *_linear(
         f"{_UNIFIED_LAYER}.mlp.fc",
         (Part(f"{_HF_LAYER}.mlp.gate_proj", ("intermediate", "hidden"), "rows"),),
@@ -163,17 +199,75 @@ _DECODER: tuple[TensorRule, ...] = (
         (Part(f"{_HF_LAYER}.mlp.up_proj", ("intermediate", "hidden"), "rows"),),
         bias_when="mlp_bias",
     ),
-    *_linear(
-        f"{_UNIFIED_LAYER}.mlp.proj",
-        (Part(f"{_HF_LAYER}.mlp.down_proj", ("hidden", "intermediate"), "columns"),),
-        bias_when="mlp_bias",
-    ),
-    TensorRule("transformer.ln_f.weight", (Part("model.norm.weight", ("hidden",)),), stage="last"),
-    TensorRule(
-        "lm_head.weight", (Part("lm_head.weight", ("vocab", "hidden"), "vocab"),), stage="last"
-    ),
+)
+_MLP_OUT = _linear(
+    f"{_UNIFIED_LAYER}.mlp.proj",
+    (Part(f"{_HF_LAYER}.mlp.down_proj", ("hidden", "intermediate"), "columns"),),
+    bias_when="mlp_bias",
+)
+_HEAD = TensorRule(
+    "lm_head.weight", (Part("lm_head.weight", ("vocab", "hidden"), "vocab"),), stage="last"
+)
+
+_DECODER: tuple[TensorRule, ...] = (
+    _embedding(),
+    _norm(f"{_UNIFIED_LAYER}.input_layernorm", f"{_HF_LAYER}.input_layernorm"),
+    *_QKV,
+    *_HEAD_NORMS,
+    *_DENSE,
+    _norm(f"{_UNIFIED_LAYER}.post_layernorm", f"{_HF_LAYER}.post_attention_layernorm"),
+    *_MLP_IN,
+    *_MLP_OUT,
+    _norm("transformer.ln_f", "model.norm", stage="last"),
+    _HEAD,
 )
 """Llama's decoder, which Mistral, Qwen2 and Qwen3 share up to biases and q/k norms."""
+
+_QKV_PROJ, _GATE_UP_PROJ = f"{_HF_LAYER}.self_attn.qkv_proj", f"{_HF_LAYER}.mlp.gate_up_proj"
+
+_PHI3_DECODER: tuple[TensorRule, ...] = (
+    _embedding(),
+    _norm(f"{_UNIFIED_LAYER}.input_layernorm", f"{_HF_LAYER}.input_layernorm"),
+    *_linear(
+        f"{_UNIFIED_LAYER}.attention.qkv",
+        (
+            Part(_QKV_PROJ, ("heads", "hidden"), "rows", (), ("kv_heads", "kv_heads")),
+            Part(_QKV_PROJ, ("kv_heads", "hidden"), "kv_heads", ("heads",), ("kv_heads",)),
+            Part(_QKV_PROJ, ("kv_heads", "hidden"), "kv_heads", ("heads", "kv_heads")),
+        ),
+    ),
+    *_DENSE,
+    _norm(f"{_UNIFIED_LAYER}.post_layernorm", f"{_HF_LAYER}.post_attention_layernorm"),
+    # The halves change places: TensorRT-LLM, models/phi3/convert.py.
+    *_linear(
+        f"{_UNIFIED_LAYER}.mlp.fc",
+        (
+            Part(_GATE_UP_PROJ, ("intermediate", "hidden"), "rows", ("intermediate",)),
+            Part(_GATE_UP_PROJ, ("intermediate", "hidden"), "rows", (), ("intermediate",)),
+        ),
+    ),
+    *_MLP_OUT,
+    _norm("transformer.ln_f", "model.norm", stage="last"),
+    _HEAD,
+)
+
+_GEMMA2_DECODER: tuple[TensorRule, ...] = (
+    _embedding("vocab"),
+    _norm(f"{_UNIFIED_LAYER}.input_layernorm", f"{_HF_LAYER}.input_layernorm", one_plus=True),
+    *_QKV,
+    *_DENSE,
+    _norm(
+        f"{_UNIFIED_LAYER}.post_layernorm", f"{_HF_LAYER}.post_attention_layernorm", one_plus=True
+    ),
+    *(
+        _norm(f"{_UNIFIED_LAYER}.{name}", f"{_HF_LAYER}.{name}", one_plus=True)
+        for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    ),
+    *_MLP_IN,
+    *_MLP_OUT,
+    _norm("transformer.ln_f", "model.norm", stage="last", one_plus=True),
+    _HEAD,
+)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Hugging Face's names of the two tensors that `tie_word_embeddings` makes one."""
@@ -260,7 +354,53 @@ FAMILIES: dict[str, Family] = {
                 "attn_dense_bias": False,
             },
             windows="optional",
+            refused=("attention_bias",),
             tensors=_DECODER,
+        ),
+        Family(
+            architecture="Phi3ForCausalLM",
+            model_type="phi3",
+            defaults=_COMMON_DEFAULTS
+            | {
+                "num_key_value_heads": None,
+                "max_position_embeddings": 4096,
+                "original_max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": None,
+            },
+            fixed={
+                "qk_layernorm": False,
+                "attn_bias": False,
+                "attn_dense_bias": False,
+                "mlp_bias": False,
+            },
+            windows="always",
+            activations={"silu": "swiglu", "swish": "swiglu"},
+            is_partial=True,
+            tensors=_PHI3_DECODER,
+        ),
+        Family(
+            architecture="Gemma2ForCausalLM",
+            model_type="gemma2",
+            defaults=_COMMON_DEFAULTS
+            | {
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "max_position_embeddings": 8192,
+                "tie_word_embeddings": True,
+                "query_pre_attn_scalar": 256,
+                "final_logit_softcapping": 30.0,
+                "attn_logit_softcapping": 50.0,
+            },
+            fixed={"qk_layernorm": False, "mlp_bias": False, "inter_layernorms": True},
+            biases={"attn_bias": "attention_bias", "attn_dense_bias": "attention_bias"},
+            windows="alternating",
+            activation_key="hidden_activation",
+            activations={"gelu_pytorch_tanh": "gelu_pytorch_tanh"},
+            is_capped=True,
+            refused=("use_bidirectional_attention",),
+            tensors=_GEMMA2_DECODER,
         ),
     )
 }
@@ -304,7 +444,8 @@ def unified_config(
     """Maps a Hugging Face `config.json` to that of the unified checkpoint.
 
     Both spellings of transformers, 4.57 and 5.x, give the same result. Beside TensorRT-LLM's keys
-    it has `attn_dense_bias` and `sliding_window` (null where no window cuts the context short).
+    it has `attn_dense_bias`, `sliding_window` (null where no window cuts the context short),
+    `layer_types` (where only some layers have it) and Gemma's `embedding_multiplier`.
     """
     family = family_of(hf_config)
     config = {**family.defaults, **hf_config}
@@ -325,7 +466,11 @@ def unified_config(
     if head_size % 2:
         raise CheckpointError(f"config.json: head_dim {head_size} is odd; rotary needs an even one")
     max_position_embeddings = count(config, "max_position_embeddings")
-    rotary_base, rotary_scaling = rope(config, max_position_embeddings)
+    rotary = rope(config, max_position_embeddings)
+    rotary_size = int(head_size * rotary.partial)
+    _check_rotary(family, rotary, rotary_size)
+    context = context_length(max_position_embeddings, rotary.scaling)
+    window = sliding_window(family.windows, config, context)
     unified: dict[str, Any] = {
         "architecture": family.architecture,
         "dtype": _dtype(config),
@@ -337,14 +482,14 @@ def unified_config(
         "num_key_value_heads": num_kv_heads,
         "head_size": head_size,
         "intermediate_size": count(config, "intermediate_size"),
-        "hidden_act": activation(config),
+        "hidden_act": activation(config, family.activation_key, family.activations),
         "norm_epsilon": number(config, "rms_norm_eps"),
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": max_position_embeddings,
-        "rotary_embedding_dim": head_size,
-        "rotary_base": rotary_base,
-        "rotary_scaling": rotary_scaling,
-        "sliding_window": sliding_window(family.windows, config, max_position_embeddings),
+        "rotary_embedding_dim": rotary_size,
+        "rotary_base": rotary.base,
+        "rotary_scaling": rotary.scaling,
+        "sliding_window": window.size if window else None,
         "use_parallel_embedding": False,
         "embedding_sharding_dim": 0,
         "tie_word_embeddings": flag(config, "tie_word_embeddings"),
@@ -357,10 +502,19 @@ def unified_config(
         **family.fixed,
         **{key: flag(config, hf_key) for key, hf_key in family.biases.items()},
     }
-    if family.model_type == "qwen3" and flag(config, "attention_bias"):
-        raise CheckpointError(
-            "config.json: attention_bias true is not supported for Qwen3ForCausalLM"
-        )
+    if window and window.layer_types:
+        unified["layer_types"] = window.layer_types
+    if family.is_partial:
+        unified["rotary_pct"] = rotary.partial
+    if rotary.scaling and rotary.scaling["rope_type"] == "longrope":
+        unified |= _longrope_keys(rotary.scaling)
+    if family.is_capped:
+        unified |= _capped_keys(config, tp_size)
+    for key in family.refused:
+        if config.get(key):
+            raise CheckpointError(
+                f"config.json: {key} true is not supported for {family.architecture}"
+            )
     _check_mapping(unified)
     return unified
 
@@ -382,16 +536,20 @@ def tensor_rules(config: Mapping[str, Any]) -> Iterator[tuple[TensorRule, int | 
 
 
 def part_shape(config: Mapping[str, Any], part: Part) -> tuple[int, ...]:
-    """Returns the shape that a Hugging Face tensor must have for this config."""
-    sizes = {
-        "vocab": config["vocab_size"],
-        "hidden": config["hidden_size"],
-        "intermediate": config["intermediate_size"],
-        "head_size": config["head_size"],
-        "heads": config["num_attention_heads"] * config["head_size"],
-        "kv_heads": config["num_key_value_heads"] * config["head_size"],
-    }
+    """Returns the shape of a part for this config."""
+    sizes = _sizes(config)
     return tuple(sizes[name] for name in part.shape)
+
+
+def source_rows(config: Mapping[str, Any], part: Part) -> tuple[int, int]:
+    """Returns how many rows a part's Hugging Face tensor has, and at which the part begins."""
+    before = _num_rows(config, part.before)
+    return before + _num_rows(config, part.shape[:1]) + _num_rows(config, part.after), before
+
+
+def stored_dtype(config: Mapping[str, Any], rule: TensorRule) -> str:
+    """Returns the dtype of a unified tensor, as safetensors spells it."""
+    return "F32" if rule.parts[0].one_plus else DTYPES[config["dtype"]]
 
 
 def pipeline_layers(config: Mapping[str, Any], pp_rank: int) -> range:
@@ -402,6 +560,63 @@ def pipeline_layers(config: Mapping[str, Any], pp_rank: int) -> range:
     size, rest = divmod(config["num_hidden_layers"], config["mapping"]["pp_size"])
     start = pp_rank * size + min(pp_rank, rest)
     return range(start, start + size + (pp_rank < rest))
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    return {
+        "vocab": config["vocab_size"],
+        "hidden": config["hidden_size"],
+        "intermediate": config["intermediate_size"],
+        "head_size": config["head_size"],
+        "heads": config["num_attention_heads"] * config["head_size"],
+        "kv_heads": config["num_key_value_heads"] * config["head_size"],
+    }
+
+
+def _num_rows(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    sizes = _sizes(config)
+    return sum(sizes[name] for name in names)
+
+
+def _check_rotary(family: Family, rotary: Rope, rotary_size: int) -> None:
+    if rotary.partial != 1 and not family.is_partial:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor {rotary.partial} is not supported for "
+            f"{family.architecture}; only 1 is"
+        )
+    if rotary_size < 2 or rotary_size % 2:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor {rotary.partial} turns {rotary_size} channels of "
+            "a head; rotary needs an even number"
+        )
+    for key in ("short_factor", "long_factor"):
+        factors = (rotary.scaling or {}).get(key)
+        if factors is not None and len(factors) != rotary_size // 2:
+            raise CheckpointError(
+                f"config.json: {key} has {len(factors)} numbers, expected {rotary_size // 2}, half "
+                "of the rotary channels of a head"
+            )
+
+
+def _longrope_keys(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Where TensorRT-LLM looks for longrope (models/phi3/config.py); the rest it infers."""
+    return {
+        "position_embedding_type": "long_rope",
+        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "longrope_scaling_short_factors": scaling["short_factor"],
+        "longrope_scaling_long_factors": scaling["long_factor"],
+    }
+
+
+def _capped_keys(config: Mapping[str, Any], tp_size: int) -> dict[str, Any]:
+    """TensorRT-LLM's keys of Gemma 2 (models/gemma/config.py), which splits the embedding too."""
+    return {
+        "query_pre_attn_scalar": number(config, "query_pre_attn_scalar"),
+        "attn_logit_softcapping": optional_number(config, "attn_logit_softcapping"),
+        "final_logit_softcapping": optional_number(config, "final_logit_softcapping"),
+        "embedding_multiplier": math.sqrt(config["hidden_size"]),
+        "use_parallel_embedding": tp_size > 1,
+    }
 
 
 def _supported() -> str:

@@ -137,10 +137,10 @@ def _max_seq_len(config: dict[str, Any], path: Path) -> int:
     length = _count(config, "max_position_embeddings", path)
     # Where the config leaves the base out, its family decides; the length does not depend on it.
     try:
-        _, rotary_scaling = rope({"rope_theta": 10000.0, **config}, length)
+        rotary = rope({"rope_theta": 10000.0, **config}, length)
     except CheckpointError as exc:
         raise CheckpointError(f"{path.parent}: {exc}") from exc
-    return context_length(length, rotary_scaling)
+    return context_length(length, rotary.scaling)
 
 
 def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:

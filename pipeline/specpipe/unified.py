@@ -8,8 +8,10 @@ them whole tensors again, whatever the split was. Tables: families.py.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,22 +23,30 @@ from specpipe.checkpoint import (
     CONFIG_NAME,
     ELEMENT_BYTES,
     RawArray,
+    SafetensorsWriter,
     TensorInfo,
     create_safetensors,
-    map_tensor,
     num_elements,
+    raw_dtype,
+    read_blocks,
     read_safetensors_header,
 )
 from specpipe.errors import CheckpointError, SpecpipeError
 from specpipe.families import (
-    DTYPES,
     FAMILIES,
     Part,
     TensorRule,
     part_shape,
     pipeline_layers,
+    stored_dtype,
     tensor_rules,
 )
+
+_JOB_BYTES = 64 << 20  # what a thread reads and writes before it takes other rows
+_MAX_THREADS = 8  # more than that no disk needs
+
+Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
+"""Yields the rows of a part and a layer, from one row up to another, in blocks."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +91,21 @@ def unified_tensors(config: Mapping[str, Any]) -> Iterator[UnifiedTensor]:
             yield UnifiedTensor(name, rule, layer, pp_rank, local_name)
 
 
-def write_unified(
-    out: Path, config: Mapping[str, Any], read: Callable[[Part, int | None], RawArray]
-) -> None:
-    """Writes a unified checkpoint into the empty folder `out`, one tensor at a time.
+def write_unified(out: Path, config: Mapping[str, Any], read: Read) -> None:
+    """Writes a unified checkpoint into the empty folder `out`.
 
-    `read` gives the Hugging Face tensor of a part and a layer, of `part_shape` and the config's
-    dtype.
+    `read` gives what it is made of, in blocks of whole rows in `stored_dtype`. It is called
+    from several threads; each row is asked for once and written to every rank that holds it, so
+    that no more is in memory than a block for each thread.
     """
-    dtype, tp_size = DTYPES[config["dtype"]], config["mapping"]["tp_size"]
+    tp_size = config["mapping"]["tp_size"]
     ranks: list[dict[str, tuple[str, tuple[int, ...]]]] = [
         {} for _ in range(config["mapping"]["world_size"])
     ]
     for tensor in unified_tensors(config):
-        shape = _rank_shape(config, tensor.rule)
+        stored = stored_dtype(config, tensor.rule), _rank_shape(config, tensor.rule)
         for tp_rank in range(tp_size):
-            ranks[tensor.pp_rank * tp_size + tp_rank][tensor.local_name] = (dtype, shape)
+            ranks[tensor.pp_rank * tp_size + tp_rank][tensor.local_name] = stored
     needed = sum(
         num_elements(shape) * ELEMENT_BYTES[dtype]
         for tensors in ranks
@@ -112,15 +121,64 @@ def write_unified(
             stack.enter_context(create_safetensors(_rank_file(out, rank), tensors))
             for rank, tensors in enumerate(ranks)
         ]
-        for tensor in unified_tensors(config):
-            parts = [(part, read(part, tensor.layer)) for part in tensor.rule.parts]
-            for tp_rank in range(tp_size):
-                pieces = [_piece(config, part, whole, tp_rank) for part, whole in parts]
-                writers[tensor.pp_rank * tp_size + tp_rank].write(
-                    tensor.local_name, pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-                )
+        _in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
     # Last, so that a folder with a config.json has all its weights.
     (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Rows of one part, to be copied to the ranks.
+
+    rank_row  the row of each rank's tensor at which its piece of the part begins
+    """
+
+    tensor: UnifiedTensor
+    part: Part
+    rank_row: int
+    start: int
+    stop: int
+
+
+def _jobs(config: Mapping[str, Any]) -> Iterator[_Job]:
+    for tensor in unified_tensors(config):
+        element_bytes = ELEMENT_BYTES[stored_dtype(config, tensor.rule)]
+        rank_row = 0
+        for part in tensor.rule.parts:
+            rows, *columns = part_shape(config, part)
+            step = max(1, _JOB_BYTES // (num_elements(columns) * element_bytes))
+            for start in range(0, rows, step):
+                yield _Job(tensor, part, rank_row, start, min(start + step, rows))
+            rank_row += _piece_shape(config, part)[0]
+
+
+def _in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job]) -> None:
+    """Does all jobs. The first failure is raised, and what has not begun by then is left undone."""
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
+        for _ in pool.map(do, jobs):
+            pass
+
+
+def _copy(
+    config: Mapping[str, Any], job: _Job, read: Read, writers: list[SafetensorsWriter]
+) -> None:
+    tp_size = config["mapping"]["tp_size"]
+    first = job.tensor.pp_rank * tp_size
+    name, part = job.tensor.local_name, job.part
+    row = job.start
+    for block in read(part, job.tensor.layer, job.start, job.stop):
+        for tp_rank, writer in enumerate(writers[first : first + tp_size]):
+            rank_row, piece = _piece(config, part, row, block, tp_rank)
+            if len(piece):
+                writer.write_rows(name, job.rank_row + rank_row, piece)
+        row += len(block)
+    rows, *columns = part_shape(config, part)
+    if part.split == "vocab" and row == rows:  # the last job of the part adds the zero rows
+        rank_rows = _piece_shape(config, part)[0]
+        for tp_rank, writer in enumerate(writers[first : first + tp_size]):
+            used = min(max(rows - tp_rank * rank_rows, 0), rank_rows)
+            padding = np.zeros((rank_rows - used, *columns), block.dtype)
+            writer.write_rows(name, job.rank_row + used, padding)
 
 
 class UnifiedCheckpoint:
@@ -157,40 +215,54 @@ class UnifiedCheckpoint:
         shapes = [part_shape(self.config, part) for part in parts]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
+    def keeps_float32(self, name: str) -> bool:
+        """Says whether a tensor is stored in float32 whatever the checkpoint's dtype is."""
+        return self._tensors[name].rule.parts[0].one_plus
+
     def tensor(self, name: str) -> RawTensor:
         """Reads one tensor from all ranks and merges it.
 
         What several ranks hold alike (norms, shared KV heads, padding) is compared, so that a rank
         file from another conversion is found.
         """
+        dtype = stored_dtype(self.config, self._tensors[name].rule)
+        merged = np.empty(self.shape(name), raw_dtype(dtype))
+        if not self._merge(name, merged):
+            raise CheckpointError(f"{self.folder}: the ranks disagree about {name}; convert again")
+        return RawTensor(dtype, merged)
+
+    def holds(self, name: str, data: RawArray) -> bool:
+        """Returns whether a tensor is this one on all ranks, without holding it in memory too."""
+        return data.shape == self.shape(name) and self._merge(name, data, is_whole=True)
+
+    def _merge(self, name: str, whole: RawArray, *, is_whole: bool = False) -> bool:
+        """Joins the pieces of all ranks in `whole`, or only compares where it is whole already.
+
+        False if two of the pieces, or one and `whole`, contradict each other.
+        """
         tensor = self._tensors[name]
         first = tensor.pp_rank * self._tp_size
-        infos = [rank[tensor.local_name] for rank in self._ranks[first : first + self._tp_size]]
-        arrays = [map_tensor(info) for info in infos]
-        parts = tensor.rule.parts
-        merged = np.empty(self.shape(name), arrays[0].dtype)
         row = rank_row = 0
-        for part in parts:
-            rows = part_shape(self.config, part)[0]
-            rank_rows = _piece_shape(self.config, part)[0]
-            pieces = [array[rank_row : rank_row + rank_rows] for array in arrays]
-            if not _merge(self.config, part, pieces, merged[row : row + rows]):
-                raise CheckpointError(
-                    f"{self.folder}: the ranks disagree about {name}; convert again"
-                )
+        for part in tensor.rule.parts:
+            rows, rank_rows = part_shape(self.config, part)[0], _piece_shape(self.config, part)[0]
+            place = _Place(self.config, part, whole[row : row + rows], rows if is_whole else 0)
+            for tp_rank in range(self._tp_size):
+                info = self._ranks[first + tp_rank][tensor.local_name]
+                piece_row = 0
+                for block in read_blocks(info.rows(rank_row, rank_rows)):
+                    if not place.put(tp_rank, piece_row, block):
+                        return False
+                    piece_row += len(block)
             row += rows
             rank_row += rank_rows
-        return RawTensor(infos[0].dtype, merged)
+        return True
 
     def _check_names(self) -> None:
-        dtype = DTYPES[self.config["dtype"]]
         expected: list[dict[str, tuple[str, tuple[int, ...]]]] = [{} for _ in self._ranks]
         for tensor in self._tensors.values():
+            stored = stored_dtype(self.config, tensor.rule), _rank_shape(self.config, tensor.rule)
             for tp_rank in range(self._tp_size):
-                expected[tensor.pp_rank * self._tp_size + tp_rank][tensor.local_name] = (
-                    dtype,
-                    _rank_shape(self.config, tensor.rule),
-                )
+                expected[tensor.pp_rank * self._tp_size + tp_rank][tensor.local_name] = stored
         for rank, tensors in enumerate(self._ranks):
             held = {name: (info.dtype, info.shape) for name, info in tensors.items()}
             wrong = sorted(
@@ -258,34 +330,50 @@ def _first_row(config: Mapping[str, Any], part: Part, tp_rank: int) -> int:
     return tp_rank * _piece_shape(config, part)[0] if part.split in ("rows", "vocab") else 0
 
 
-def _piece(config: Mapping[str, Any], part: Part, whole: RawArray, tp_rank: int) -> RawArray:
-    """Cuts one rank's piece out of a part; a view where no padding is needed."""
+def _piece(
+    config: Mapping[str, Any], part: Part, row: int, block: RawArray, tp_rank: int
+) -> tuple[int, RawArray]:
+    """Cuts out of a part's rows from `row` on what belongs to a rank.
+
+    Returns it with its first row within the rank's piece.
+    """
     shape = _piece_shape(config, part)
     if part.split == "columns":
-        return whole[:, tp_rank * shape[1] : (tp_rank + 1) * shape[1]]
-    row = _first_row(config, part, tp_rank)
-    piece = whole[row : row + shape[0]]
-    if piece.shape[0] < shape[0]:
-        padding = np.zeros((shape[0] - piece.shape[0], *shape[1:]), whole.dtype)
-        piece = np.concatenate([piece, padding])
-    return piece
+        return row, block[:, tp_rank * shape[1] : (tp_rank + 1) * shape[1]]
+    first = _first_row(config, part, tp_rank)
+    start, stop = max(row, first), min(row + len(block), first + shape[0])
+    return max(start - first, 0), block[start - row : max(stop - row, start - row)]
 
 
-def _merge(config: Mapping[str, Any], part: Part, pieces: list[RawArray], whole: RawArray) -> bool:
-    """Joins the pieces of all ranks in `whole`; False if two of them contradict each other."""
-    if part.split == "columns":
-        np.concatenate(pieces, axis=1, out=whole)
-        return True
-    end = 0
-    for tp_rank, piece in enumerate(pieces):
-        row = _first_row(config, part, tp_rank)
-        inside = piece[: max(len(whole) - row, 0)]
-        if row + len(inside) <= end:
-            if not np.array_equal(whole[row : row + len(inside)], inside):
-                return False
-        else:
-            whole[row : row + len(inside)] = inside
-            end = row + len(inside)
-        if piece[len(inside) :].any():
-            return False
-    return True
+class _Place:
+    """A part in the making, from pieces of all ranks, rank by rank."""
+
+    def __init__(
+        self, config: Mapping[str, Any], part: Part, whole: RawArray, num_known_rows: int
+    ) -> None:
+        self._config = config
+        self._part = part
+        self._whole = whole
+        self._num_known_rows = num_known_rows
+
+    def put(self, tp_rank: int, row: int, block: RawArray) -> bool:
+        """Puts in rows of a rank's piece; False if they differ from those that are known."""
+        if self._part.split == "columns":
+            columns = block.shape[1]
+            place = self._whole[:, tp_rank * columns : (tp_rank + 1) * columns]
+            is_known = self._num_known_rows == len(self._whole)
+            return _fill(place[row : row + len(block)], block, len(block) if is_known else 0)
+        row += _first_row(self._config, self._part, tp_rank)
+        inside = block[: max(len(self._whole) - row, 0)]
+        num_known_rows = min(max(self._num_known_rows - row, 0), len(inside))
+        self._num_known_rows = max(self._num_known_rows, row + len(inside))
+        padding = block[len(inside) :]
+        return not padding.any() and _fill(
+            self._whole[row : row + len(inside)], inside, num_known_rows
+        )
+
+
+def _fill(place: RawArray, rows: RawArray, num_known_rows: int) -> bool:
+    """Copies rows to their place but for the first, which are there; False if those differ."""
+    place[num_known_rows:] = rows[num_known_rows:]
+    return np.array_equal(place[:num_known_rows], rows[:num_known_rows])

@@ -15,9 +15,8 @@ from specpipe.checkpoint import (
     RawArray,
     TensorInfo,
     checkpoint_files,
-    map_tensor,
     open_checkpoint,
-    raw_dtype,
+    read_blocks,
     some,
 )
 from specpipe.errors import CheckpointError, SpecpipeError
@@ -28,13 +27,12 @@ from specpipe.families import (
     IGNORED_SUFFIXES,
     Part,
     part_shape,
+    source_rows,
     tensor_rules,
     unified_config,
 )
 from specpipe.stages.base import Role, StageInputs
 from specpipe.unified import write_unified
-
-_BLOCK_BYTES = 1 << 20  # so much of a tensor is compared or rounded at a time
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,12 @@ def convert(checkpoint: Path, out: Path, *, tp_size: int = 1, pp_size: int = 1) 
         _check_tied(source, tensors)
     dtype = DTYPES[config["dtype"]]
 
-    def read(part: Part, layer: int | None) -> RawArray:
+    def read(part: Part, layer: int | None, start: int, stop: int) -> Iterator[RawArray]:
         name = part.source.format(n=layer)
-        return _as_dtype(name, tensors[name], dtype)
+        info = tensors[name].rows(source_rows(config, part)[1] + start, stop - start)
+        for block in read_blocks(info):
+            rounded = _as_dtype(name, info, dtype, block)
+            yield _one_plus(rounded, dtype) if part.one_plus else rounded
 
     write_unified(out, config, read)
 
@@ -111,9 +112,10 @@ def _match(source: HFCheckpoint, config: Mapping[str, Any]) -> dict[str, TensorI
             if info is None and name == HEAD and config["tie_word_embeddings"]:
                 info = source.tensors.get(EMBEDDING)
             if info is None:
-                missing.append(name)
+                if name not in missing:
+                    missing.append(name)
                 continue
-            expected = part_shape(config, part)
+            expected = (source_rows(config, part)[0], *part_shape(config, part)[1:])
             if info.shape != expected:
                 raise CheckpointError(
                     f"{source.folder}: {name} has shape {list(info.shape)}, "
@@ -150,7 +152,7 @@ def _check_tied(source: HFCheckpoint, tensors: Mapping[str, TensorInfo]) -> None
     head, embedding = tensors[HEAD], tensors[EMBEDDING]
     if head.dtype != embedding.dtype or not all(
         np.array_equal(ours, theirs)
-        for ours, theirs in zip(_blocks(head), _blocks(embedding), strict=True)
+        for ours, theirs in zip(read_blocks(head), read_blocks(embedding), strict=True)
     ):
         raise CheckpointError(
             f"{source.folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from "
@@ -158,30 +160,22 @@ def _check_tied(source: HFCheckpoint, tensors: Mapping[str, TensorInfo]) -> None
         )
 
 
-def _blocks(info: TensorInfo) -> Iterator[RawArray]:
-    """Yields a tensor in blocks of whole rows."""
-    whole = map_tensor(info)
-    rows = max(1, _BLOCK_BYTES * len(whole) // info.num_bytes)
-    for row in range(0, len(whole), rows):
-        yield whole[row : row + rows]
-
-
-def _as_dtype(name: str, info: TensorInfo, dtype: str) -> RawArray:
-    """Returns a tensor in the dtype of config.json, rounded as transformers does on loading."""
+def _as_dtype(name: str, info: TensorInfo, dtype: str, block: RawArray) -> RawArray:
+    """Returns a tensor's block in the dtype of config.json, as transformers rounds on loading."""
     if info.dtype == dtype:
-        return map_tensor(info)
-    result: RawArray = np.empty(info.shape, raw_dtype(dtype))
-    row = 0
-    for block in _blocks(info):
-        rounded = _from_float32(_to_float32(block, info.dtype), dtype)
-        if rounded is None:
-            raise CheckpointError(
-                f"{info.file}: {name} has values that float16 cannot hold; "
-                "set dtype to bfloat16 in config.json"
-            )
-        result[row : row + len(block)] = rounded
-        row += len(block)
-    return result
+        return block
+    rounded = _from_float32(_to_float32(block, info.dtype), dtype)
+    if rounded is None:
+        raise CheckpointError(
+            f"{info.file}: {name} has values that float16 cannot hold; "
+            "set dtype to bfloat16 in config.json"
+        )
+    return rounded
+
+
+def _one_plus(raw: RawArray, dtype: str) -> RawArray:
+    """Returns 1 + a tensor in float32, as transformers computes it."""
+    return (np.float32(1) + _to_float32(raw, dtype)).view(np.uint32)
 
 
 def _to_float32(raw: RawArray, dtype: str) -> npt.NDArray[np.float32]:

@@ -15,6 +15,8 @@ from specpipe.stages.convert import convert
 from tests.runtimes.torch.engines import build_engine
 from tests.toy import write_toy_checkpoint
 
+GEMMA2_NORMS = ("attention_norm", "dense_norm", "mlp_norm", "mlp_out_norm")
+
 
 def shapes(engine: Path) -> dict[str, list[int]]:
     with safe_open(engine / "model.safetensors", framework="np") as file:
@@ -119,25 +121,45 @@ def test_what_would_compute_something_else_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, max_seq_len=513) == (
         "target: engine.max_seq_len 513 is more than the model's context of 512 tokens; lower it"
     )
-    assert refusal(tmp_path, sliding_window=256) == (
-        "target: the model attends over a sliding window of 256 tokens, which runtime 'torch' does "
-        "not; set engine.max_seq_len to at most 256 (it is 320), where the window makes no "
-        "difference"
-    )
     assert refusal(tmp_path, quantization={"quant_algo": "FP8", "kv_cache_quant_algo": None}) == (
         "target: quant_algo FP8 is not supported by runtime 'torch', which runs plain weights"
     )
 
 
-def test_a_window_as_long_as_the_text_is_no_window(tmp_path: Path) -> None:
-    folder = write_toy_checkpoint(tmp_path / "hf", "mistral", sliding_window=256)
-    assert (build_engine(folder, tmp_path, max_seq_len=256) / "config.json").is_file()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_that_are_one_plus_a_weight_stay_in_float32(dtype: str, tmp_path: Path) -> None:
+    folder = write_toy_checkpoint(tmp_path / "hf", "gemma2", tie_word_embeddings=True)
+    engine = build_engine(folder, tmp_path, dtype=dtype)
+    with safe_open(engine / "model.safetensors", framework="np") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    norms = {f"layers.{n}.{name}.weight" for n in (0, 1) for name in GEMMA2_NORMS}
+    stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    assert {name for name in dtypes if "norm" in name} == norms | {"norm.weight"}
+    assert dtypes == {name: "F32" if "norm" in name else stored for name in dtypes}
 
 
 def test_linear_scaling_stretches_the_context(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     folder = write_toy_checkpoint(tmp_path / "hf", rope_parameters=rope, max_position_embeddings=80)
     assert (build_engine(folder, tmp_path, max_seq_len=320) / "config.json").is_file()
+
+
+def test_yarn_stretches_the_original_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 80}
+    folder = write_toy_checkpoint(tmp_path / "hf", rope_parameters=rope, max_position_embeddings=80)
+    assert (build_engine(folder, tmp_path, max_seq_len=320) / "config.json").is_file()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    checkpoint = write_toy_checkpoint(tmp_path / "hf", vocab_size=250)
+    (tmp_path / "other").mkdir()
+    whole = build_engine(checkpoint, tmp_path, dtype=dtype)
+    monkeypatch.setattr("specpipe.runtimes.torch.layout._BLOCK_BYTES", 4 * 250 * 3)
+    in_pieces = build_engine(checkpoint, tmp_path / "other", dtype=dtype)
+    for path in sorted(whole.iterdir()):
+        assert path.read_bytes() == (in_pieces / path.name).read_bytes()
 
 
 def test_planning_a_build_does_not_import_torch() -> None:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +17,13 @@ from specpipe.errors import EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.memory import format_bytes
 from specpipe.runtimes.torch.engine import TorchEngine, check_memory
 from tests.runtimes.torch.engines import build_engine, load_engine
-from tests.toy import toy_config, toy_tensors, write_tensors, write_toy_checkpoint
+from tests.toy import (
+    spelled_as_4_57,
+    toy_config,
+    toy_tensors,
+    write_tensors,
+    write_toy_checkpoint,
+)
 
 NUM_POSITIONS = 301
 TOLERANCE = 2e-4  # float32, relative to the largest logit
@@ -31,6 +39,21 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_IN_FULL = YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.6}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
@@ -51,7 +74,56 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"family": "qwen3"},
     "qwen3-explicit-head-dim": {"family": "qwen3", "head_dim": 16, "num_attention_heads": 6},
+    "llama-rope-yarn": {"family": "llama", "head_dim": 16, "rope_parameters": YARN},
+    "llama-rope-yarn-in-full": {"family": "llama", "head_dim": 16, "rope_parameters": YARN_IN_FULL},
+    "qwen2-rope-yarn-mscale": {"family": "qwen2", "head_dim": 8, "rope_parameters": YARN_MSCALE},
+    "mistral-window": {"family": "mistral", "sliding_window": 64},
+    "mistral-window-of-one": {"family": "mistral", "sliding_window": 1},
+    "qwen2-window": {
+        "family": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "max_window_layers": 1,
+    },
+    "qwen3-window": {
+        "family": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi3": {"family": "phi3"},
+    "phi3-window": {"family": "phi3", "sliding_window": 64},
+    "phi3-partial": {"family": "phi3", "num_attention_heads": 2, "rope_parameters": PARTIAL},
+    "phi3-longrope": {
+        "family": "phi3",
+        "original_max_position_embeddings": 200,  # one text is longer, one as short
+        "rope_parameters": LONGROPE,
+    },
+    "phi3-partial-longrope": {
+        "family": "phi3",
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
+    },
+    "gemma2": {"family": "gemma2"},
+    "gemma2-own-head": {"family": "gemma2", "tie_word_embeddings": False},
+    "gemma2-biases": {"family": "gemma2", "attention_bias": True},
+    "gemma2-uncapped": {
+        "family": "gemma2",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
 }
+
+
+def write_checkpoint(folder: Path, family: str = "llama", **overrides: Any) -> Path:
+    """Writes a toy in the spelling of the transformers that is installed."""
+    write_toy_checkpoint(folder, family, **overrides)
+    if transformers.__version__.startswith("4."):
+        config = spelled_as_4_57(toy_config(family, **overrides))
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def tokens(seed: int, count: int = NUM_POSITIONS, vocab_size: int = 256) -> list[int]:
@@ -60,7 +132,10 @@ def tokens(seed: int, count: int = NUM_POSITIONS, vocab_size: int = 256) -> list
 
 def reference(folder: Path, texts: Sequence[list[int]]) -> list[Tensor]:
     """Returns what transformers computes for each text, float32 [len(text), V]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # eager: transformers 4.57 drops Gemma 2's caps otherwise
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.inference_mode():
         return [model(torch.tensor([text])).logits[0] for text in texts]
 
@@ -101,7 +176,7 @@ def run(engine: TorchEngine, texts: Sequence[list[int]], chunks: Sequence[Sequen
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     settings = dict(CHECKPOINTS[name])
-    folder = write_toy_checkpoint(tmp_path / "hf", settings.pop("family"), **settings)
+    folder = write_checkpoint(tmp_path / "hf", settings.pop("family"), **settings)
     engine = load_engine(folder, tmp_path)
     texts = [tokens(1), tokens(2, 97), tokens(3, 230)]
     expected = reference(folder, texts[:1])[0]
@@ -127,8 +202,8 @@ def test_quickstart_logits_equal_those_of_transformers(role: str, tmp_path: Path
 
 def test_rope_scaling_shows_in_the_logits(tmp_path: Path) -> None:
     """The comparison above would notice dropped scaling: early tokens agree, late ones do not."""
-    scaled = write_toy_checkpoint(tmp_path / "scaled", head_dim=16, rope_parameters=LLAMA3)
-    plain = write_toy_checkpoint(tmp_path / "plain", head_dim=16)
+    scaled = write_checkpoint(tmp_path / "scaled", head_dim=16, rope_parameters=LLAMA3)
+    plain = write_checkpoint(tmp_path / "plain", head_dim=16)
     (logits,) = run(load_engine(plain, tmp_path), [tokens(1)], [[NUM_POSITIONS]])
     (expected,) = reference(scaled, [tokens(1)])
     assert difference(logits[:2], expected[:2]) < 0.02
@@ -140,9 +215,7 @@ def test_rope_scaling_shows_in_the_logits(tmp_path: Path) -> None:
 def test_dynamic_rope_follows_transformers_while_it_generates(
     prompt_length: int, tmp_path: Path
 ) -> None:
-    folder = write_toy_checkpoint(
-        tmp_path / "hf", rope_parameters=DYNAMIC, max_position_embeddings=64
-    )
+    folder = write_checkpoint(tmp_path / "hf", rope_parameters=DYNAMIC, max_position_embeddings=64)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text = tokens(1, 200)
     with torch.inference_mode():
@@ -157,6 +230,63 @@ def test_dynamic_rope_follows_transformers_while_it_generates(
     chunks += [text[start : start + 5] for start in range(prompt_length, 200, 5)]
     logits = [engine.forward([(sequence, chunk)], [len(chunk)]) for chunk in chunks]
     assert difference(torch.cat(logits), torch.cat(expected)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("prompt_length", "max_tokens", "num_tokens"),
+    [
+        (40, 64, 64),  # it never outgrows the original length
+        (40, 200, 200),  # it does, and has the long factors from the start
+        (100, 200, 200),
+    ],
+)
+def test_longrope_takes_its_factors_by_what_a_sequence_may_grow_to(
+    prompt_length: int, max_tokens: int, num_tokens: int, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(
+        tmp_path / "hf", "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64
+    )
+    text = tokens(1, num_tokens)
+    (expected,) = reference(folder, [text])
+    engine = load_engine(folder, tmp_path)
+    sequence = engine.allocate(prompt_length=prompt_length, max_tokens=max_tokens)
+    chunks = [text[:33], text[33:prompt_length]]
+    chunks += [text[start : start + 5] for start in range(prompt_length, num_tokens, 5)]
+    logits = [engine.forward([(sequence, chunk)], [len(chunk)]) for chunk in chunks]
+    assert difference(torch.cat(logits), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral-window", {"sliding_window": None}),
+        ("qwen2-window", {"layer_types": None}),
+        ("qwen3-window", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("phi3-partial", {"rotary_embedding_dim": 8}),
+        ("phi3-longrope", {"rotary_scaling": None}),
+        ("llama-rope-yarn", {"rotary_scaling": None}),
+        ("gemma2", {"sliding_window": None}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"query_pre_attn_scalar": 8.0}),
+        ("gemma2", {"embedding_multiplier": 1.0}),
+        ("gemma2", {"hidden_act": "silu"}),
+    ],
+)
+def test_each_feature_shows_in_the_logits(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """The comparison with transformers would notice if one were dropped."""
+    settings = dict(CHECKPOINTS[name])
+    folder = write_checkpoint(tmp_path / "hf", settings.pop("family"), **settings)
+    (expected,) = reference(folder, [tokens(1)])
+    build_engine(folder, tmp_path)
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    assert config.keys() >= changes.keys()
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config | changes))
+    shutil.rmtree(tmp_path / "engine")
+    (logits,) = run(load_engine(folder, tmp_path), [tokens(1)], [[NUM_POSITIONS]])
+    assert difference(logits, expected) > 10 * TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +380,11 @@ def test_more_tokens_than_the_cache_holds_are_refused(engine: TorchEngine) -> No
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float16", 0.005)])
-def test_half_precision_computes_the_same(dtype: str, tolerance: float, tmp_path: Path) -> None:
-    folder = write_toy_checkpoint(tmp_path / "hf", "qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_half_precision_computes_the_same(
+    family: str, dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    folder = write_toy_checkpoint(tmp_path / "hf", family)
     text = tokens(1, 60)
     (expected,) = reference(folder, [text])
     (logits,) = run(load_engine(folder, tmp_path, dtype=dtype), [text], [[40, 1, 5]])

@@ -33,6 +33,22 @@ def test_weights_and_kv_cache_are_counted_exactly() -> None:
     assert estimate("bfloat16").kv_cache_bytes == 2 * 2 * 8 * 104 * 2 * 2 * 8
 
 
+def test_what_gemma2_has_beside_is_counted() -> None:
+    config = unified_config(toy_config("gemma2"))
+    limits = {"max_batch_size": 8, "max_seq_len": 100, "max_draft_len": 3, "max_num_tokens": 64}
+    capped = estimate_memory(config, dtype="bfloat16", **limits)
+    layer = 64 * 32 + 32 * 32 + 3 * 64 * 32
+    assert capped.weights_bytes == 2 * (256 * 32 + 2 * layer) + 4 * (2 * 4 * 32 + 32)
+    config["attn_logit_softcapping"] = None
+    plain = estimate_memory(config, dtype="bfloat16", **limits)
+    # three float32 copies of the scores of 64 rows, 4 heads, 104 positions
+    assert capped.workspace_bytes - plain.workspace_bytes == 3 * 4 * 64 * 4 * 104
+    del config["layer_types"]
+    # one mask less, of 64 rows, 2 query heads for each KV head, 104 positions
+    alike = estimate_memory(config, dtype="bfloat16", **limits)
+    assert plain.workspace_bytes - alike.workspace_bytes == 2 * 64 * 2 * 104
+
+
 def test_a_tied_head_counts_once() -> None:
     assert estimate().weights_bytes - estimate(is_tied=True).weights_bytes == 4 * 256 * 32
 

@@ -85,13 +85,6 @@ class BuildTorchEngine:
                     f"{self.role}: {key} {quantization[key]} is not supported by runtime 'torch', "
                     "which runs plain weights"
                 )
-        window = config["sliding_window"]
-        if window is not None and self.max_seq_len > window:
-            raise EngineBuildError(
-                f"{self.role}: the model attends over a sliding window of {window} tokens, which "
-                f"runtime 'torch' does not; set engine.max_seq_len to at most {window} "
-                f"(it is {self.max_seq_len}), where the window makes no difference"
-            )
         context = context_length(config["max_position_embeddings"], config["rotary_scaling"])
         if self.max_seq_len > context:
             raise EngineBuildError(

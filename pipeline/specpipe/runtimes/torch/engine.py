@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -89,7 +90,7 @@ class TorchEngine:
         self.max_draft_len = spec.max_draft_len
         self.memory = spec.memory
         self._cache = KVCache(
-            num_layers=spec.model.num_layers,
+            windows=spec.model.windows,
             num_slots=spec.max_batch_size,
             capacity=spec.capacity,
             num_kv_heads=spec.model.num_kv_heads,
@@ -99,6 +100,7 @@ class TorchEngine:
             device=spec.device,
         )
         self._rotations = self._rotation_table(0)
+        self._other_rotations: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._next_id = 0
 
@@ -120,9 +122,7 @@ class TorchEngine:
     def allocate(self, *, prompt_length: int, max_tokens: int) -> SequenceId:
         """Makes an empty sequence; `can_admit(max_tokens)` must hold."""
         assert self.can_admit(max_tokens)
-        rotations = self._rotations
-        if self._spec.model.rotary.depends_on(prompt_length):
-            rotations = self._rotation_table(prompt_length)
+        rotations = self._rotations_of(prompt_length, max_tokens)
         sequence = self._next_id
         self._next_id += 1
         self._sequences[sequence] = _Sequence(self._cache.allocate(), 0, rotations)
@@ -182,8 +182,20 @@ class TorchEngine:
         state = self._sequences.pop(sequence)
         self._cache.free(state.slot, state.length)
 
-    def _rotation_table(self, prompt_length: int) -> Tensor:
-        table = self._spec.model.rotary.table(self._spec.capacity, prompt_length=prompt_length)
+    def _rotations_of(self, prompt_length: int, max_tokens: int) -> Tensor:
+        """Returns the table of a sequence, which those that are alike share while they run."""
+        text_length = self._spec.model.rotary.text_length(
+            prompt_length=prompt_length, max_tokens=max_tokens
+        )
+        if not text_length:
+            return self._rotations
+        rotations = self._other_rotations.get(text_length)
+        if rotations is None:
+            rotations = self._other_rotations[text_length] = self._rotation_table(text_length)
+        return rotations
+
+    def _rotation_table(self, text_length: int) -> Tensor:
+        table = self._spec.model.rotary.table(self._spec.capacity, text_length=text_length)
         return table.to(self._spec.device)
 
     def _gather_rotations(self, spans: list[Span], sequences: list[_Sequence]) -> Tensor:

@@ -52,7 +52,8 @@ class AttentionGroup:
 
     rows    the forward's rows that belong to the group
     keys    one tensor per layer, [B, H_kv, positions, D]; values alike
-    mask    added to the scores, [B or 1, 1, N · G, positions]; None where all positions are seen
+    masks   one per layer, added to the scores, [B or 1, 1, N · G, positions]; None where all
+            positions are seen
     """
 
     rows: slice
@@ -60,7 +61,7 @@ class AttentionGroup:
     num_tokens: int
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
-    mask: Tensor | None
+    masks: Sequence[Tensor | None]
     padding: Padding | None
 
 
@@ -80,8 +81,19 @@ class KVCacheStep:
             self.destinations[layer].index_copy_(0, self.rows, key_value)
 
 
+@dataclass(frozen=True)
+class _View:
+    """What some rows see of some slots through one sliding window: for all layers, or none."""
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    mask: Tensor | None
+
+
 class KVCache:
     """Slots for the keys and values of `num_slots` sequences.
+
+    windows  one per layer: how many positions a row sees, its own included; None where it sees all
 
     Positions that hold nothing are zero, never stale: attention gives a masked position the weight
     0, and 0 · NaN of an earlier sequence would be NaN.
@@ -90,7 +102,7 @@ class KVCache:
     def __init__(
         self,
         *,
-        num_layers: int,
+        windows: Sequence[int | None],
         num_slots: int,
         capacity: int,
         num_kv_heads: int,
@@ -101,11 +113,14 @@ class KVCache:
     ) -> None:
         self.capacity = capacity
         self._group_size = group_size
+        # A window as long as a slot is none.
+        self._windows = [None if (w or capacity) >= capacity else w for w in windows]
+        self._kinds = tuple(dict.fromkeys(self._windows))
         self._free_slots = list(range(num_slots))  # a heap: the lowest first, so that few have gaps
         row_size = 2 * num_kv_heads * head_size
         # A position's keys and values lie together, so that one copy stores a token.
         self._cells = torch.zeros(
-            num_layers, num_slots, capacity, row_size, dtype=dtype, device=device
+            len(windows), num_slots, capacity, row_size, dtype=dtype, device=device
         )
         cells = self._cells.unflatten(-1, (2, num_kv_heads, head_size))
         self._heads = cells.permute(0, 1, 3, 4, 2, 5)  # [L, slots, 2, H_kv, capacity, D]
@@ -113,7 +128,7 @@ class KVCache:
         self._positions = torch.arange(capacity, device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
         self._minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=device)
-        self._last_rows_mask = self._make_last_rows_mask()
+        self._last_rows_masks = {kind: self._make_last_rows_mask(kind) for kind in self._kinds}
 
     @property
     def num_free_slots(self) -> int:
@@ -155,44 +170,71 @@ class KVCache:
         return KVCacheStep(groups, self._flat, self._indices(rows))
 
     def _single(self, span: Span, first_row: int) -> AttentionGroup:
-        keys, values = self._layers(slice(span.slot, span.slot + 1), span.stop)
-        return AttentionGroup(
+        return self._group(
+            [self._single_view(span, window) for window in self._kinds],
             rows=slice(first_row, first_row + span.num_tokens),
             num_sequences=1,
             num_tokens=span.num_tokens,
-            keys=keys,
-            values=values,
-            mask=self._single_mask(span),
             padding=None,
         )
 
+    def _single_view(self, span: Span, window: int | None) -> _View:
+        first = _first_seen(span, window)
+        keys, values = self._layers(slice(span.slot, span.slot + 1), first, span.stop)
+        return _View(keys, values, self._single_mask(span, first, window))
+
     def _several(self, spans: Sequence[Span], first_row: int) -> AttentionGroup:
-        length = max(span.stop for span in spans)
-        keys, values = self._layers(slice(spans[0].slot, spans[-1].slot + 1), length)
         num_tokens = max(span.num_tokens for span in spans)
         num_rows = sum(span.num_tokens for span in spans)
-        # A row sees up to its own position. Padding sees position 0: none at all would give NaN.
-        last_seen = [
-            span.start + n if n < span.num_tokens else 0
-            for span in spans
-            for n in range(num_tokens)
-            for _ in range(self._group_size)
-        ]
-        seen = self._positions[:length] <= self._indices(last_seen).unsqueeze(-1)
-        mask = torch.where(seen, self._zero, self._minus_infinity)
-        return AttentionGroup(
+        # A row sees up to its own position. Padding sees as far as a first row: no position at all
+        # would give NaN.
+        last_seen = self._indices(
+            [
+                span.start + (n if n < span.num_tokens else 0)
+                for span in spans
+                for n in range(num_tokens)
+                for _ in range(self._group_size)
+            ]
+        ).unsqueeze(-1)
+        return self._group(
+            [self._several_view(spans, last_seen, window) for window in self._kinds],
             rows=slice(first_row, first_row + num_rows),
             num_sequences=len(spans),
             num_tokens=num_tokens,
-            keys=keys,
-            values=values,
-            mask=mask.view(len(spans), 1, -1, length),
             padding=self._padding(spans, num_tokens, num_rows),
         )
 
-    def _layers(self, slots: slice, length: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Returns the first keys of some slots, one tensor per layer, and the values."""
-        keys, values = self._heads[:, slots, :, :, :length].unbind(2)
+    def _several_view(self, spans: Sequence[Span], last_seen: Tensor, window: int | None) -> _View:
+        first = min(_first_seen(span, window) for span in spans)
+        stop = max(span.stop for span in spans)
+        keys, values = self._layers(slice(spans[0].slot, spans[-1].slot + 1), first, stop)
+        mask = self._mask(self._positions[first:stop], last_seen, window)
+        return _View(keys, values, mask.view(len(spans), 1, -1, stop - first))
+
+    def _group(
+        self,
+        views: Sequence[_View],
+        *,
+        rows: slice,
+        num_sequences: int,
+        num_tokens: int,
+        padding: Padding | None,
+    ) -> AttentionGroup:
+        """Gives each layer its part of the view that belongs to its window."""
+        keys, values, masks = views[0].keys, views[0].values, [views[0].mask] * len(self._windows)
+        if len(views) > 1:
+            by_window = dict(zip(self._kinds, views, strict=True))
+            chosen = [by_window[window] for window in self._windows]
+            keys = [view.keys[layer] for layer, view in enumerate(chosen)]
+            values = [view.values[layer] for layer, view in enumerate(chosen)]
+            masks = [view.mask for view in chosen]
+        return AttentionGroup(rows, num_sequences, num_tokens, keys, values, masks, padding)
+
+    def _layers(
+        self, slots: slice, first: int, stop: int
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns some keys of some slots, one tensor per layer, and the values."""
+        keys, values = self._heads[:, slots, :, :, first:stop].unbind(2)
         return keys.unbind(0), values.unbind(0)
 
     def _padding(self, spans: Sequence[Span], num_tokens: int, num_rows: int) -> Padding | None:
@@ -209,19 +251,19 @@ class KVCache:
             row += span.num_tokens
         return Padding(self._indices(rows), self._indices(kept))
 
-    def _single_mask(self, span: Span) -> Tensor | None:
+    def _single_mask(self, span: Span, first: int, window: int | None) -> Tensor | None:
         if span.num_tokens == 1:
             return None
         if span.num_tokens <= _MAX_GROUPED_TOKENS:
-            first = self.capacity - span.start
+            column = self.capacity - span.start
             num_rows = span.num_tokens * self._group_size
-            return self._last_rows_mask[:num_rows, first : self.capacity + span.num_tokens]
-        positions = self._positions[: span.stop]
-        seen = positions <= positions[span.start :].unsqueeze(-1)
-        mask = torch.where(seen, self._zero, self._minus_infinity)
+            mask = self._last_rows_masks[window]
+            return mask[:num_rows, column + first : self.capacity + span.num_tokens]
+        positions = self._positions[first : span.stop]
+        mask = self._mask(positions, positions[span.start - first :].unsqueeze(-1), window)
         return mask.repeat_interleave(self._group_size, dim=0)
 
-    def _make_last_rows_mask(self) -> Tensor:
+    def _make_last_rows_mask(self, window: int | None) -> Tensor:
         """A mask of which every short span's is a part.
 
         Row n (G times) sees the columns up to `capacity` + n; a span that starts at position p
@@ -229,12 +271,23 @@ class KVCache:
         """
         device = self._cells.device
         columns = torch.arange(self.capacity + _MAX_GROUPED_TOKENS, device=device)
-        seen = columns <= columns[self.capacity :].unsqueeze(-1)
-        mask = torch.where(seen, self._zero, self._minus_infinity)
+        mask = self._mask(columns, columns[self.capacity :].unsqueeze(-1), window)
         return mask.repeat_interleave(self._group_size, dim=0)
+
+    def _mask(self, positions: Tensor, last_seen: Tensor, window: int | None) -> Tensor:
+        """0 where a row sees a position, minus infinity elsewhere: [rows, positions]."""
+        seen = positions <= last_seen
+        if window is not None:
+            seen &= positions > last_seen - window
+        return torch.where(seen, self._zero, self._minus_infinity)
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self._cells.device)
+
+
+def _first_seen(span: Span, window: int | None) -> int:
+    """Returns the first position that a row of the span sees."""
+    return 0 if window is None else max(0, span.start - window + 1)
 
 
 def _neighbours(spans: Sequence[Span]) -> list[list[Span]]:

@@ -26,17 +26,25 @@ def estimate_memory(
     capacity = max_seq_len + max_draft_len + 1
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     hidden, head_size = config["hidden_size"], config["head_size"]
-    num_weights = sum(
-        prod(part_shape(config, part)) for rule, _ in tensor_rules(config) for part in rule.parts
+    weights_bytes = sum(
+        prod(part_shape(config, part)) * (ELEMENT_BYTES["float32"] if part.one_plus else element)
+        for rule, _ in tensor_rules(config)
+        for part in rule.parts
     )
     if config["tie_word_embeddings"]:
-        num_weights -= config["vocab_size"] * hidden  # one matrix serves twice
+        weights_bytes -= element * config["vocab_size"] * hidden  # one matrix serves twice
     kv_row = 2 * num_kv_heads * head_size
     row = 2 * hidden + 3 * num_heads * head_size + kv_row + 2 * config["intermediate_size"]
-    prefill_mask = max_num_tokens * num_heads // num_kv_heads * capacity
+    num_masks = 2 if config.get("layer_types") else 1
+    prefill_mask = num_masks * max_num_tokens * num_heads // num_kv_heads * capacity
+    # Capped scores are there as a whole: before and after the softmax, in float32 and not.
+    scores = 3 * max_num_tokens * num_heads * capacity
+    if config.get("attn_logit_softcapping") is None:
+        scores = 0
     logits = max_batch_size * (max_draft_len + 1) * config["vocab_size"]
     return MemoryEstimate(
-        weights_bytes=element * num_weights,
+        weights_bytes=weights_bytes,
         kv_cache_bytes=element * config["num_hidden_layers"] * max_batch_size * capacity * kv_row,
-        workspace_bytes=element * (2 * max_num_tokens * row + prefill_mask) + 2 * 4 * logits,
+        workspace_bytes=element * (2 * max_num_tokens * row + prefill_mask)
+        + 4 * (scores + 2 * logits),
     )

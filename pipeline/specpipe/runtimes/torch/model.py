@@ -1,4 +1,4 @@
-"""The decoder itself: Llama's, with the biases and q/k norms of Mistral, Qwen2 and Qwen3.
+"""The decoder itself: Llama's, with the variations of the other families.
 
 Letters beyond style: T rows of one forward (the tokens of all its sequences, one after the other),
 G query heads per key-value head, C channels (hidden_size), I channels of the MLP
@@ -14,13 +14,18 @@ Weights are as layout.py arranges them for this file:
 
 Small models spend as much time on calls as on arithmetic. So buffers and views of them are made
 once per row count, and operations write into them.
+
+What a family does otherwise is an object or a function that the config selects when the model is
+made (the norms of a branch, the activation, how attention scores are taken), so that the forward
+of the others makes no call more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +41,15 @@ _MAX_KEPT_ROWS = 64
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model, from the unified checkpoint's `config.json`."""
+    """The shape of a model, from the unified checkpoint's `config.json`.
+
+    activation         of the MLP, in TensorRT-LLM's spelling; swiglu has its two halves fused
+    windows            one per layer: tokens that a position sees; None where it sees all
+    has_branch_norms   whether the outputs of attention and MLP are normalized too
+    attention_scale    of the scores; None for 1 / sqrt(D)
+    attention_cap      caps the scores, as logits_cap does the logits: x → cap · tanh(x / cap)
+    embedding_scale    of the embeddings, None for 1
+    """
 
     vocab_size: int
     hidden_size: int
@@ -48,9 +61,17 @@ class ModelConfig:
     norm_epsilon: float
     has_qk_norm: bool
     rotary: Rotary
+    activation: str
+    windows: tuple[int | None, ...]
+    has_branch_norms: bool
+    attention_scale: float | None
+    attention_cap: float | None
+    logits_cap: float | None
+    embedding_scale: float | None
 
     @classmethod
     def from_unified(cls, config: Mapping[str, Any]) -> ModelConfig:
+        query_scalar = config.get("query_pre_attn_scalar")
         return cls(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -61,7 +82,19 @@ class ModelConfig:
             head_size=config["head_size"],
             norm_epsilon=config["norm_epsilon"],
             has_qk_norm=config["qk_layernorm"],
-            rotary=Rotary(config["head_size"], config["rotary_base"], config["rotary_scaling"]),
+            rotary=Rotary(
+                config["head_size"],
+                config["rotary_embedding_dim"],
+                config["rotary_base"],
+                config["rotary_scaling"],
+            ),
+            activation=config["hidden_act"],
+            windows=_windows(config),
+            has_branch_norms=config.get("inter_layernorms", False),
+            attention_scale=None if query_scalar is None else query_scalar**-0.5,
+            attention_cap=config.get("attn_logit_softcapping"),
+            logits_cap=config.get("final_logit_softcapping"),
+            embedding_scale=config.get("embedding_multiplier"),
         )
 
     @property
@@ -77,6 +110,51 @@ class ModelConfig:
     def key_size(self) -> int:
         """Channels of one token's keys, or of its values."""
         return self.num_kv_heads * self.head_size
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    window, num_layers = config["sliding_window"], config["num_hidden_layers"]
+    layer_types = config.get("layer_types") or ["sliding_attention"] * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+"""(queries, keys, values, mask added to the scores or None) → what each query attends to."""
+
+
+def _attend(config: ModelConfig) -> Attend:
+    if config.attention_cap is None:
+        return partial(F.scaled_dot_product_attention, scale=config.attention_scale)
+    scale = config.attention_scale or config.head_size**-0.5
+    return partial(_capped_attention, scale=scale, cap=config.attention_cap)
+
+
+def _capped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float, cap: float
+) -> Tensor:
+    """Attention whose scores are soft-capped before the mask; the softmax is taken in float32."""
+    scores = torch.matmul(query, keys.transpose(-1, -2)).mul_(scale)
+    _soft_cap(scores, cap)
+    if mask is not None:
+        scores.add_(mask)
+    return torch.matmul(torch.softmax(scores, -1, torch.float32).to(values.dtype), values)
+
+
+def _soft_cap(x: Tensor, cap: float) -> Tensor:
+    """x → cap · tanh(x / cap), in place."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def _gelu_tanh(x: Tensor) -> None:
+    torch.ops.aten.gelu_(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], object]] = {
+    "silu": partial(F.silu, inplace=True),
+    "swiglu": partial(F.silu, inplace=True),
+    "gelu_pytorch_tanh": _gelu_tanh,
+}
+"""Each in place, under the names of the unified config."""
 
 
 class _Norm:
@@ -119,11 +197,24 @@ class _Linear:
         else:
             torch.addmm(self._bias, x, self._weight, out=out)
 
-    def add(self, x: Tensor, out: Tensor) -> None:
-        """out += x · W + b"""
-        out.addmm_(x, self._weight)
+    def add(self, x: Tensor, buffers: _Buffers) -> None:
+        """hidden += x · W + b"""
+        buffers.hidden.addmm_(x, self._weight)
         if self._bias is not None:
-            out.add_(self._bias)
+            buffers.hidden.add_(self._bias)
+
+
+class _NormedLinear(_Linear):
+    """A linear layer whose output is normalized before it is added to the hidden states."""
+
+    def __init__(self, weights: Mapping[str, Tensor], name: str, epsilon: float) -> None:
+        super().__init__(weights, name)
+        self._norm = _Norm(weights[f"{name}_norm.weight"], epsilon)
+
+    def add(self, x: Tensor, buffers: _Buffers) -> None:
+        self.write(x, buffers.normed)
+        self._norm.write(buffers.normed, buffers.normed, buffers.length)
+        buffers.hidden.add_(buffers.normed)
 
 
 class _Layer:
@@ -132,15 +223,21 @@ class _Layer:
         epsilon = config.norm_epsilon
         self.attention_norm = _Norm(weights[f"{prefix}.attention_norm.weight"], epsilon)
         self.qkv = _Linear(weights, f"{prefix}.qkv")
-        self.dense = _Linear(weights, f"{prefix}.dense")
+        self.dense = _branch_end(config, weights, f"{prefix}.dense")
         self.mlp_norm = _Norm(weights[f"{prefix}.mlp_norm.weight"], epsilon)
         self.mlp_in = _Linear(weights, f"{prefix}.mlp_in")
-        self.mlp_out = _Linear(weights, f"{prefix}.mlp_out")
+        self.mlp_out = _branch_end(config, weights, f"{prefix}.mlp_out")
         self.head_norm: _Norm | None = None
         if config.has_qk_norm:
             q, k = (weights[f"{prefix}.{name}_norm.weight"] for name in "qk")
             per_head = [q] * config.num_heads + [k] * config.num_kv_heads
             self.head_norm = _Norm(torch.stack(per_head), epsilon)
+
+
+def _branch_end(config: ModelConfig, weights: Mapping[str, Tensor], name: str) -> _Linear:
+    if config.has_branch_norms:
+        return _NormedLinear(weights, name, config.norm_epsilon)
+    return _Linear(weights, name)
 
 
 class _Buffers:
@@ -177,8 +274,11 @@ class _Buffers:
 class _Attention:
     """The attention of one group of sequences, from the query buffer to the attention buffer."""
 
-    def __init__(self, group: AttentionGroup, config: ModelConfig, buffers: _Buffers) -> None:
+    def __init__(
+        self, group: AttentionGroup, config: ModelConfig, attend: Attend, buffers: _Buffers
+    ) -> None:
         self._group = group
+        self._attend = attend
         self._shape = (
             group.num_sequences,
             group.num_tokens * config.group_size,
@@ -198,8 +298,8 @@ class _Attention:
         else:
             padded = self._query.index_select(0, group.padding.rows)
             heads = padded.view(self._shape).transpose(1, 2)
-        result = F.scaled_dot_product_attention(
-            heads, group.keys[layer], group.values[layer], attn_mask=group.mask
+        result = self._attend(
+            heads, group.keys[layer], group.values[layer], group.masks[layer]
         ).transpose(1, 2)
         if group.padding is None:
             self._out_heads.copy_(result)
@@ -217,6 +317,8 @@ class Model:
         self._embedding = weights.get("embedding.weight")
         self._layers = [_Layer(config, weights, n) for n in range(config.num_layers)]
         self._norm = _Norm(weights["norm.weight"], config.norm_epsilon)
+        self._attend = _attend(config)
+        self._activate = _ACTIVATIONS[config.activation]
         self._buffers: dict[int, _Buffers] = {}
 
     def forward(self, token_ids: Tensor, rotations: Tensor, step: KVCacheStep) -> Tensor:
@@ -227,7 +329,9 @@ class Model:
         """
         buffers = self._buffers_for(len(token_ids))
         self._embed(token_ids, buffers.hidden)
-        attentions = [_Attention(group, self.config, buffers) for group in step.groups]
+        attentions = [
+            _Attention(group, self.config, self._attend, buffers) for group in step.groups
+        ]
         for index, layer in enumerate(self._layers):
             layer.attention_norm.write(buffers.hidden, buffers.normed, buffers.length)
             layer.qkv.write(buffers.normed, buffers.qkv)
@@ -238,25 +342,30 @@ class Model:
             step.store(index, buffers.key_value)
             for attention in attentions:
                 attention.run(index)
-            layer.dense.add(buffers.attention, buffers.hidden)
+            layer.dense.add(buffers.attention, buffers)
             layer.mlp_norm.write(buffers.hidden, buffers.normed, buffers.length)
             layer.mlp_in.write(buffers.normed, buffers.mlp)
-            F.silu(buffers.fc, inplace=True)
+            self._activate(buffers.fc)
             buffers.fc.mul_(buffers.gate)
-            layer.mlp_out.add(buffers.fc, buffers.hidden)
+            layer.mlp_out.add(buffers.fc, buffers)
         return buffers.hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the vocabulary for hidden states [T, C]: float32 [T, V]."""
         normed = torch.empty_like(hidden)
         self._norm.write(hidden, normed, hidden.new_empty(len(hidden), 1))
-        return torch.mm(normed, self._head).float()
+        logits = torch.mm(normed, self._head).float()
+        if self.config.logits_cap is not None:
+            _soft_cap(logits, self.config.logits_cap)
+        return logits
 
     def _embed(self, token_ids: Tensor, out: Tensor) -> None:
         if self._embedding is not None:
             torch.index_select(self._embedding, 0, token_ids, out=out)
         else:  # the head, [C, V], is the same matrix
             out.copy_(self._head.index_select(1, token_ids).t())
+        if self.config.embedding_scale is not None:
+            out.mul_(self.config.embedding_scale)
 
     def _buffers_for(self, num_rows: int) -> _Buffers:
         buffers = self._buffers.get(num_rows)
