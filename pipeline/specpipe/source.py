@@ -43,15 +43,19 @@ def resolve(
     """
     if not checkpoint:
         raise ConfigError(f"{role}.checkpoint is empty; give a folder or a hub id")
-    folder = (base / Path(checkpoint).expanduser()).resolve()
-    if folder.is_dir():
+    try:
+        folder = (base / Path(checkpoint).expanduser()).resolve()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as exc:  # a name too long, a loop of links, no such home
+        raise ConfigError(f"{role}.checkpoint {checkpoint} cannot be looked up: {exc}") from exc
+    if is_folder:
         if revision is not None:
             raise ConfigError(
                 f"{role}.revision is '{revision}', but {role}.checkpoint is the folder {folder}; "
                 "a revision needs a hub id"
             )
         return Source(folder, None, checkpoint)
-    if folder.exists():
+    if exists:
         raise ConfigError(
             f"{role}.checkpoint {folder} is a file; give the folder that holds config.json"
         )

@@ -16,7 +16,7 @@ import tokenizers
 
 from specpipe.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
 from specpipe.errors import RequestError
-from specpipe.tokenizer_files import TokenizerParts, added_ends, load_parts
+from specpipe.tokenizer_files import TokenizerParts, added_ends, is_library_fault, load_parts
 
 
 class Tokenizer:
@@ -127,7 +127,9 @@ class Tokenizer:
 def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     try:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
-    except Exception as exc:  # the library raises nothing narrower
+    except BaseException as exc:
+        if not is_library_fault(exc):
+            raise
         raise RequestError(f"the tokenizer cannot encode {text[:80]!r}: {exc}") from exc
 
 

@@ -8,7 +8,8 @@ transformers 4.57 (`PreTrainedTokenizerFast`: `added_tokens_decoder`, `additiona
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def load_parts(folder: Path) -> TokenizerParts:
             f"{folder / 'tokenizer_config.json'} is not as transformers writes it ({exc!r}); "
             "download it again"
         ) from exc
-    _add_tokens(backend, folder, declared, [*named.values(), *extra])
+    with _naming_faults(folder / "tokenizer_config.json"):
+        _add_tokens(backend, folder, declared, [*named.values(), *extra])
 
     def id_of(role: str) -> int | None:
         token = named.get(f"{role}_token")
@@ -89,7 +91,8 @@ def load_parts(folder: Path) -> TokenizerParts:
         return next(iter(_token_ids(config, f"{role}_token_id", folder / "config.json")), None)
 
     bos, eos = id_of("bos"), id_of("eos")
-    _set_ends(backend, settings, named, bos, eos)
+    with _naming_faults(folder / "tokenizer_config.json"):
+        _set_ends(backend, settings, named, bos, eos)
     if settings.get("split_special_tokens"):
         backend.encode_special_tokens = True
     ends = {
@@ -122,7 +125,7 @@ def read_json(path: Path, *, default: dict[str, Any] | None = None) -> dict[str,
     text = _read_text(path)
     try:
         value = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"{path} is not valid JSON ({exc}); download it again") from exc
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
@@ -161,15 +164,35 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             f"{_CONVERT.format(folder=folder)}"
         )
     text = _read_text(path)
-    try:
+    with _naming_faults(path):
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as exc:  # the library raises nothing narrower
+        backend.no_truncation()  # the file keeps what its last user had set
+        backend.no_padding()
+        backend.encode("")  # what adds special tokens to a text is first tried by doing so
+    return backend
+
+
+def is_library_fault(exc: BaseException) -> bool:
+    """Says whether an exception may be the tokenizers library's answer to what it was given.
+
+    It raises nothing narrower than Exception. A panic of its Rust code is not even that, and its
+    class cannot be imported.
+    """
+    return isinstance(exc, Exception) or type(exc).__name__ == "PanicException"
+
+
+@contextmanager
+def _naming_faults(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except BaseException as exc:
+        if not is_library_fault(exc):
+            raise
         raise CheckpointError(
             f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {exc}"
         ) from exc
-    backend.no_truncation()  # the file keeps what its last user had set
-    backend.no_padding()
-    return backend
 
 
 def _token_text(value: Any) -> str | None:

@@ -15,6 +15,7 @@ import yaml
 
 from specpipe.errors import ConfigError
 
+_MAX_DEPTH = 50  # a configuration needs three
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
@@ -67,7 +68,7 @@ def read_yaml(path: Path) -> Document:
 def parse_yaml(text: str, *, origin: str) -> Document:
     """Parses one YAML document; `origin` begins the messages: a path, or a command-line option."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
     except yaml.reader.ReaderError as exc:
         line = text.count("\n", 0, exc.position) + 1
         character = f"U+{ord(text[exc.position]):04X}"
@@ -86,6 +87,20 @@ def parse_yaml(text: str, *, origin: str) -> Document:
         raise ConfigError(f"{origin}: not a configuration: nested too deeply") from None
     finally:
         loader.dispose()
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, but for what is nested deeply, over which it takes a minute a line."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class _Builder:
@@ -116,8 +131,11 @@ class _Builder:
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
         lines: dict[str, int] = {}
-        for key, _ in node.value:
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
             if key.tag == _MERGE_TAG:
+                merged |= self._merged(value)
                 continue
             name = self._scalar(key) if isinstance(key, yaml.ScalarNode) else None
             if not isinstance(name, str):
@@ -126,14 +144,32 @@ class _Builder:
             if name in lines:
                 raise self._error(key, f"duplicate key '{name}', first set in line {lines[name]}")
             lines[name] = key.start_mark.line + 1
-        self._loader.flatten_mapping(node)
-        return {key.value: self.build(value) for key, value in node.value}
+            own[name] = (key, value)
+        # The node keeps what was merged into it, each key once, so that lines are found there too.
+        pairs = merged | own
+        node.value = list(pairs.values())
+        return {name: self.build(value) for name, (_, value) in pairs.items()}
+
+    def _merged(self, node: yaml.Node) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """Returns the keys and values that `<<` brings in; of several mappings, the first wins.
+
+        PyYAML would repeat keys that are merged again and again, until a small file fills memory.
+        """
+        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for source in reversed(sources):
+            if not isinstance(source, yaml.MappingNode):
+                raise self._error(source, "`<<` takes a mapping or a list of mappings")
+            self.build(source)
+            pairs |= {key.value: (key, value) for key, value in source.value}
+        return pairs
 
     def _scalar(self, node: yaml.Node) -> Any:
         try:
             return self._loader.construct_object(node)
-        except ValueError as exc:  # such as the date 2026-13-45
-            raise self._error(node, f"'{node.value}' has no meaning in YAML: {exc}") from exc
+        except (ValueError, ArithmeticError, LookupError, AttributeError) as exc:
+            # The date 2026-13-45, a number that is too large; `!!int ""`, on which PyYAML trips.
+            raise self._error(node, f"{node.value[:80]!r} has no meaning in YAML: {exc}") from exc
 
     def _error(self, node: yaml.Node, problem: str) -> ConfigError:
         return ConfigError(f"{self._origin}:{node.start_mark.line + 1}: {problem}")
