@@ -4,9 +4,10 @@
 
 Compared are transformers' `generate`, its assisted generation with the same draft and K, the
 target alone, speculation with K fixed, and speculation with the adaptive K that is served. All run
-in this process, greedy, in float32 on a CPU; each prompt runs once on every side before the next
-one, after a warm-up that does not count. It needs the extras `torch` and `test` (transformers), and
-a pair that has been built. Nothing else should keep the cores busy.
+in this process, greedy, in float32 on a CPU; each prompt runs on every side in turn, some rounds,
+before the next one, after a warm-up that does not count; the median of the rounds counts. It needs
+the extras `torch` and `test` (transformers), and a pair that has been built. Nothing else should
+keep the cores busy.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from measure import (
@@ -35,6 +37,7 @@ from measure import (
 )
 
 from specpipe.config import PipelineConfig, load_config
+from specpipe.runtimes.costs import CostTable, Role
 from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.text import Tokenizer
@@ -47,10 +50,23 @@ RATIOS = ((ALONE, TRANSFORMERS), (FIXED, ASSISTED), (FIXED, ALONE), (ADAPTIVE, A
 
 @dataclass
 class Side:
-    """How one side answers a prompt, and what it answered so far."""
+    """How one side answers a prompt, and what it answered so far: the median run of each prompt."""
 
     ask: Callable[[Sequence[int], int], Run]
     runs: list[Run] = field(default_factory=list)
+
+
+class RecordingCosts(CostTable):
+    """The costs of a pair, which also keep how many rows the target verified in each step."""
+
+    def __init__(self, costs: CostTable) -> None:
+        vars(self).update(vars(costs))
+        self.num_rows: list[int] = []
+
+    def observe(self, role: Role, num_rows: int, seconds: float) -> None:
+        super().observe(role, num_rows, seconds)
+        if role == "target":
+            self.num_rows.append(num_rows)
 
 
 def main() -> None:
@@ -67,6 +83,8 @@ def main() -> None:
     fixed = load_pair(config, tokenizer, adaptive=False, **options)
     adaptive = load_pair(config, tokenizer, adaptive=True, **options)
     assert isinstance(adaptive, EnginePair) and adaptive.costs is not None
+    costs_at_start = adaptive.costs.at(1)
+    adaptive.costs = recorder = RecordingCosts(adaptive.costs)
     sides = {
         **transformers_sides(config, tokenizer, arguments.num_draft_tokens),
         ALONE: Side(lambda ids, limit: ask(fixed, tokenizer, ids, limit, 0)),
@@ -76,21 +94,31 @@ def main() -> None:
     prompts = read_prompts(arguments.prompts, arguments.limit)
     for side in sides.values():
         side.ask(tokenizer.encode(prompts[0].prompt), 16)
+    num_rows = []
     for prompt in prompts:
         token_ids = tokenizer.encode(prompt.prompt)
-        for side in sides.values():
-            side.runs.append(side.ask(token_ids, arguments.max_tokens))
+        rounds: dict[str, list[Run]] = defaultdict(list)
+        for _ in range(arguments.rounds):
+            for name, side in sides.items():
+                recorder.num_rows.clear()
+                rounds[name].append(side.ask(token_ids, arguments.max_tokens))
+        num_rows.append(list(recorder.num_rows))  # the adaptive side is the last
+        for name, side in sides.items():
+            side.runs.append(
+                sorted(rounds[name], key=lambda run: run.seconds)[len(rounds[name]) // 2]
+            )
     print(
         f"{cpu_name()}, {os.cpu_count()} cores, {arguments.threads} threads; pair {config.name}, "
         f"float32, batch 1, greedy,\nK = {arguments.num_draft_tokens}, {len(prompts)} prompts of "
-        f"{arguments.prompts.name}, up to {arguments.max_tokens} tokens; "
+        f"{arguments.prompts.name}, up to {arguments.max_tokens} tokens, "
+        f"median of {arguments.rounds};\n"
         f"torch {torch.__version__}, transformers {transformers.__version__}\n"
     )
     runs = {name: side.runs for name, side in sides.items()}
     print_table(prompts, runs)
     if arguments.per_prompt:
         print_prompts(prompts, runs)
-    print_verdict(prompts, runs, adaptive.costs.at(1))
+    print_verdict(prompts, runs, costs_at_start, num_rows)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -102,6 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="use the first prompts only")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--per-prompt", action="store_true", help="also print a line per prompt")
     return parser.parse_args()
@@ -176,16 +205,27 @@ def print_prompts(prompts: Sequence[Prompt], runs: dict[str, list[Run]]) -> None
         print(f"{prompt.name[:27]:28}{cells}   acceptance length {length:.2f}")
 
 
-def print_verdict(prompts: Sequence[Prompt], runs: dict[str, list[Run]], costs: StepCosts) -> None:
+def print_verdict(
+    prompts: Sequence[Prompt],
+    runs: dict[str, list[Run]],
+    costs: StepCosts,
+    num_rows: Sequence[Sequence[int]],
+) -> None:
     """The worst prompts, and how much of what acceptance and costs predict was reached."""
     # An answer that ends at its first token says nothing about decoding.
     rows = [i for i, run in enumerate(runs[ALONE]) if len(run.token_ids) > 1]
     print(
-        f"\ncosts in plain target steps: a draft step {costs.draft_step:.2f}, "
-        f"a draft token to verify {costs.verify_token:.2f}"
+        f"\ncosts in plain target steps: a draft step {costs.draft_step:.2f}; "
+        f"verifying 1 draft token {costs.verify[1]:.2f}, "
+        f"{len(costs.verify) - 1} of them {costs.verify[-1]:.2f}"
     )
     for side in (FIXED, ADAPTIVE):
-        reached = [predicted_seconds(runs, side, i, costs) / runs[side][i].seconds for i in rows]
+        verified = num_rows if side == ADAPTIVE else None
+        reached = [
+            predicted_seconds(runs, side, i, costs, verified and verified[i])
+            / runs[side][i].seconds
+            for i in rows
+        ]
         print(f"{side}: {min(reached):.2f} to {max(reached):.2f} of the predicted rate")
     ratios = {i: runs[ADAPTIVE][i].rate / runs[ALONE][i].rate for i in rows}
     worst = min(ratios, key=ratios.__getitem__)
@@ -204,11 +244,26 @@ def print_verdict(prompts: Sequence[Prompt], runs: dict[str, list[Run]], costs: 
             print(f"{side} differs from {ALONE} on: {', '.join(names)}")
 
 
-def predicted_seconds(runs: dict[str, list[Run]], side: str, index: int, costs: StepCosts) -> float:
-    """What the steps and draft tokens of a run should take, by the target's time per token."""
+def predicted_seconds(
+    runs: dict[str, list[Run]],
+    side: str,
+    index: int,
+    costs: StepCosts,
+    num_rows: Sequence[int] | None,
+) -> float:
+    """What the steps and draft tokens of a run should take, by the target's time per token.
+
+    num_rows  those that the target verified, step by step; None where K was the same in all
+    """
     alone, statistics = runs[ALONE][index], runs[side][index].statistics
     assert statistics is not None
-    extra = statistics.total_draft_tokens * (costs.draft_step + costs.verify_token)
+    if num_rows is None:
+        mean = statistics.total_draft_tokens / statistics.num_steps
+        verify = float(np.interp(mean, range(len(costs.verify)), costs.verify))
+        verify *= statistics.num_steps
+    else:
+        verify = sum(costs.verify[n - 1] for n in num_rows)
+    extra = statistics.total_draft_tokens * costs.draft_step + verify
     return alone.seconds / len(alone.token_ids) * (statistics.num_steps + extra)
 
 

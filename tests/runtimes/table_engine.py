@@ -65,6 +65,9 @@ class TableEngine:
                 rows.append(self.model.logits(self.sequences[sequence], count))
         return torch.from_numpy(np.concatenate(rows)).float()
 
+    def skip(self, sequence: int, num_tokens: int) -> None:
+        self.sequences[sequence] += [0] * num_tokens
+
     def truncate(self, sequence: int, length: int) -> None:
         del self.sequences[sequence][length:]
 

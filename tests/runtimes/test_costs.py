@@ -14,9 +14,19 @@ def table() -> CostTable:
 
 def test_costs_are_relative_to_a_plain_step_of_the_same_batch() -> None:
     at_one, at_eight = table().at(1), table().at(8)
-    assert (at_one.draft_step, at_one.verify_token) == (0.25, 0.125)
+    assert at_one.draft_step == 0.25
+    assert at_one.verify == pytest.approx([0.0, 0.125, 0.25, 0.375, 0.5])
     assert at_eight.draft_step == pytest.approx(2.4 / 6.0)
-    assert at_eight.verify_token == pytest.approx((14.0 - 6.0) / (4 * 6.0))
+    assert at_eight.verify == pytest.approx([n * (14.0 - 6.0) / (4 * 6.0) for n in range(5)])
+
+
+def test_a_step_of_a_batch_is_as_long_as_its_longest_draft() -> None:
+    costs = table()
+    assert costs.step_seconds([0] * 8) == 6.0
+    one, eight = costs.seconds("draft", 1), costs.seconds("draft", 8)
+    assert costs.step_seconds([2, *[1] * 7]) == pytest.approx(
+        costs.seconds("target", 24) + eight + one
+    )
 
 
 def test_times_between_measurements_are_interpolated() -> None:
@@ -30,7 +40,13 @@ def test_a_faster_step_counts_at_once() -> None:
     costs.observe("target", 5, 3.0)
     assert costs.seconds("draft", 1) == 0.5
     assert costs.seconds("target", 5) == 3.0
-    assert costs.seconds("target", 1) == 4.0
+
+
+def test_what_slows_one_row_count_slows_all_nearly_as_much() -> None:
+    costs = table()
+    costs.observe("target", 5, 3.0)
+    assert 2.0 < costs.seconds("target", 1) < 3.0
+    assert costs.seconds("target", 40) / costs.seconds("target", 8) == pytest.approx(14.0 / 6.0)
 
 
 def test_a_step_that_something_else_delayed_counts_little() -> None:
@@ -69,6 +85,6 @@ def test_measuring_leaves_both_engines_empty() -> None:
     draft, target = TableEngine(TableModel(target_rule)), TableEngine(TableModel(target_rule))
     costs = measure_costs(draft, target, max_batch_size=4, num_draft_tokens=3)
     assert draft.sequences == target.sequences == {}
-    assert {tuple(f) for f in target.forwards} == {(1,), (4,), (1,) * 4, (4,) * 4}
+    assert {tuple(f) for f in target.forwards} == {(n,) * b for n in (1, 2, 4) for b in (1, 4)}
     assert {tuple(f) for f in draft.forwards} == {(1,), (1,) * 4}
     assert costs.at(1).draft_step > 0.0

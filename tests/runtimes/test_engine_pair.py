@@ -323,3 +323,29 @@ def test_hopeless_draft_is_given_up() -> None:
     assert ids(chunks) == greedy_reference(r)
     statistics = chunks[-1].statistics
     assert statistics is not None and statistics.total_draft_tokens < 25
+
+
+class FixedCosts(CostTable):
+    """Costs that the speed of the test's own engines does not change."""
+
+    def observe(self, role: object, num_rows: int, seconds: float) -> None:
+        pass
+
+
+def test_a_batch_drafts_no_further_than_pays_for_all() -> None:
+    """One good draft among four: it would pay alone, but three others would wait for it."""
+    costs = FixedCosts(4, draft={1: 0.5, 4: 0.5}, target={1: 1.0, 4: 1.0, 5: 1.1, 20: 3.0})
+    target = TableModel(target_rule)
+    alone = make_pair(target, TableModel(target_rule), costs=costs, num_draft_tokens=4)
+    chunks = run(alone, [request("a", max_tokens=40)])["a"]
+    assert chunks[-1].statistics is not None and chunks[-1].statistics.total_draft_tokens > 20
+    requests = [
+        request("a", max_tokens=40),
+        *(request(name, max_tokens=60, num_draft_tokens=0) for name in "bcd"),
+    ]
+    pair = make_pair(target, TableModel(target_rule), costs=costs, num_draft_tokens=4)
+    together = run(pair, requests)
+    for r in requests:
+        assert ids(together[r.request_id]) == greedy_reference(r)
+    statistics = together["a"][-1].statistics
+    assert statistics is not None and statistics.total_draft_tokens == 0

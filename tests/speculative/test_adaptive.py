@@ -10,7 +10,7 @@ import pytest
 
 from specpipe.speculative.adaptive import DraftLength, StepCosts
 
-COSTS = StepCosts(draft_step=0.25, verify_token=0.05)
+COSTS = StepCosts(draft_step=0.25, verify=[0.05 * n for n in range(9)])
 
 
 def simulate(
@@ -54,7 +54,7 @@ def test_never_much_slower_than_without_and_close_to_the_best_fixed_length(
 
 
 def test_expensive_draft_is_not_used() -> None:
-    _, lengths = simulate(0.9, StepCosts(draft_step=2.0, verify_token=0.0))
+    _, lengths = simulate(0.9, StepCosts(draft_step=2.0, verify=[0.0] * 9))
     assert sum(lengths) <= 0.05 * len(lengths)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 Role = Literal["draft", "target"]
 
 _MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 3, 30, 2.0
+_CONTEXT = 256  # tokens before those that are timed: attention is a part of the costs
 _DRIFT = 0.1  # how far one slower step moves a time; a faster one moves it all the way
 _MAX_SLOWDOWN = 2.0  # more than this is another process at work, not a cost
+_COMMON = 0.8  # of a change is that of all row counts: longer texts, a busier machine
 _OPTIMISM = 0.9995  # what a step without drafting leaves of the draft's time
 
 
@@ -32,7 +34,7 @@ class CostTable:
     def __init__(
         self, num_draft_tokens: int, draft: Mapping[int, float], target: Mapping[int, float]
     ) -> None:
-        """num_draft_tokens is the K that verification was timed with."""
+        """num_draft_tokens is the largest K that verification was timed with."""
         self._num_draft_tokens = num_draft_tokens
         self._rows = {"draft": sorted(draft), "target": sorted(target)}
         self._seconds = {
@@ -47,10 +49,23 @@ class CostTable:
     def at(self, batch_size: int) -> StepCosts:
         """The costs of drafting while batch_size requests decode."""
         plain = self.seconds("target", batch_size)
-        verify = self.seconds("target", batch_size * (1 + self._num_draft_tokens)) - plain
         return StepCosts(
             draft_step=self.seconds("draft", batch_size) / plain,
-            verify_token=max(verify, 0.0) / (self._num_draft_tokens * plain),
+            verify=[
+                max(self.seconds("target", batch_size * (1 + k)) / plain - 1.0, 0.0)
+                for k in range(self._num_draft_tokens + 1)
+            ],
+        )
+
+    def step_seconds(self, draft_lengths: Sequence[int]) -> float:
+        """The time of one step of a batch whose requests draft that many tokens each."""
+        num_rows = len(draft_lengths) * (1 + max(draft_lengths, default=0))
+        still_drafting = (
+            sum(length > depth for length in draft_lengths)
+            for depth in range(max(draft_lengths, default=0))
+        )
+        return self.seconds("target", num_rows) + sum(
+            self.seconds("draft", batch_size) for batch_size in still_drafting
         )
 
     def hope(self) -> None:
@@ -61,7 +76,7 @@ class CostTable:
         self._seconds["draft"] = [seconds * _OPTIMISM for seconds in self._seconds["draft"]]
 
     def observe(self, role: Role, num_rows: int, seconds: float) -> None:
-        """Learns from one forward: the measurements around num_rows move, the nearer the more."""
+        """Learns from one forward: all measurements move, those nearest to num_rows the most."""
         ratio = seconds / self.seconds(role, num_rows)
         if ratio > 1.0:
             ratio = 1.0 + _DRIFT * (min(ratio, _MAX_SLOWDOWN) - 1.0)
@@ -69,10 +84,12 @@ class CostTable:
         above = min(int(np.searchsorted(rows, num_rows)), len(rows) - 1)
         below = max(above - 1, 0)
         gap = rows[above] - rows[below]
-        weight = min(max((num_rows - rows[below]) / gap, 0.0), 1.0) if gap else 1.0
-        times[above] *= ratio**weight
+        nearness = [0.0] * len(rows)
+        nearness[above] = min(max((num_rows - rows[below]) / gap, 0.0), 1.0) if gap else 1.0
         if below != above:
-            times[below] *= ratio ** (1.0 - weight)
+            nearness[below] = 1.0 - nearness[above]
+        for index, near in enumerate(nearness):
+            times[index] *= ratio ** (_COMMON + (1.0 - _COMMON) * near)
 
 
 def measure_costs(
@@ -81,7 +98,8 @@ def measure_costs(
     """Times both engines on a few tokens, for some two seconds; their caches end empty."""
     sizes = sorted({1, min(max_batch_size, draft.max_batch_size, target.max_batch_size)})
     forwards: list[tuple[Role, int, int]] = [("draft", size, 1) for size in sizes]
-    forwards += [("target", size, n) for n in (1, num_draft_tokens + 1) for size in sizes]
+    row_counts = sorted({1, 2, num_draft_tokens + 1})
+    forwards += [("target", size, n) for n in row_counts for size in sizes]
     engines: dict[Role, Engine] = {"draft": draft, "target": target}
     fastest: dict[Role, dict[int, float]] = {"draft": {}, "target": {}}
     end = time.perf_counter() + _BUDGET_S
@@ -97,7 +115,13 @@ def measure_costs(
 
 
 def _time_forward(engine: Engine, batch_size: int, num_tokens: int) -> float:
-    sequences = [engine.allocate(prompt_length=1, max_tokens=num_tokens) for _ in range(batch_size)]
+    context = min(_CONTEXT, engine.max_seq_len - num_tokens)
+    sequences = [
+        engine.allocate(prompt_length=context, max_tokens=context + num_tokens)
+        for _ in range(batch_size)
+    ]
+    for sequence in sequences:
+        engine.skip(sequence, context)
     batch = [(sequence, [0] * num_tokens) for sequence in sequences]
     start = time.perf_counter()
     logits = engine.forward(batch, [num_tokens] * batch_size)

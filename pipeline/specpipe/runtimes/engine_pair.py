@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from specpipe.errors import RequestError
 from specpipe.runtimes.base import DetokenizerFactory, PairOptions
 from specpipe.runtimes.costs import CostTable, Role
-from specpipe.speculative.adaptive import DraftLength
+from specpipe.speculative.adaptive import MIN_GAIN, DraftLength
 from specpipe.speculative.decode import UNUSABLE_LOGITS
 from specpipe.speculative.request import Chunk, Limits, Request, RequestState
 
@@ -49,6 +49,9 @@ class Engine(Protocol):
         """Appends tokens to sequences; logits [sum(num_logits), V] of the last num_logits[i] of
         each.
         """
+
+    def skip(self, sequence: SequenceId, num_tokens: int) -> None:
+        """Takes tokens as cached that never were, whatever the cache holds there: for timing."""
 
     def truncate(self, sequence: SequenceId, length: int) -> None:
         """Forgets what comes after the first length tokens."""
@@ -226,7 +229,8 @@ class EnginePair:
             batch.append((running.target_sequence, token_ids))
             num_logits.append(0)
         num_cached = [self._draft_length(r) for r in decoding]
-        with self._timing("target", None if prefill else sum(num_logits)):
+        num_rows = len(num_logits) * max(num_logits)
+        with self._timing("target", None if prefill else num_rows):
             logits = self._target.forward(batch, num_logits)
             outcomes = self._sampler.verify(logits, drafted) if decoding else []
         for running, draft, outcome, cached in zip(
@@ -285,6 +289,9 @@ class EnginePair:
                 catching_up.append((running.draft_sequence, feed[: self._options.max_num_tokens]))
             else:
                 feeds.append((running, draft, num_draft_tokens, feed))
+        if self.costs is not None and len(decoding) > 1:
+            cap = self._draft_cap(self.costs, [(r.state, k) for r, _, k, _ in feeds], len(decoding))
+            feeds = [(r, draft, min(k, cap), feed) for r, draft, k, feed in feeds if cap > 0]
         if costs is not None and self.costs is not None and not feeds:
             self.costs.hope()
         if catching_up:
@@ -301,6 +308,29 @@ class EnginePair:
                 if has and len(draft.token_ids) < limit
             ]
         return drafted
+
+    @staticmethod
+    def _draft_cap(
+        costs: CostTable, proposals: Sequence[tuple[RequestState, int]], batch_size: int
+    ) -> int:
+        """The draft length to stop at so that the whole batch emits most tokens in a given time.
+
+        Each request proposes what would pay if all did as it does. But a draft step for a few of
+        them costs nearly what it costs for all, and those that do not draft wait for it.
+        """
+        num_plain = batch_size - len(proposals)
+
+        def rate(cap: int) -> float:
+            lengths = [min(length, cap) for _, length in proposals]
+            expected = sum(
+                state.expected_tokens(length)
+                for (state, _), length in zip(proposals, lengths, strict=True)
+            )
+            return (num_plain + expected) / costs.step_seconds([*lengths, *[0] * num_plain])
+
+        longest = max((length for _, length in proposals), default=0)
+        best = max(range(longest + 1), key=rate)
+        return best if rate(best) >= MIN_GAIN * rate(0) else 0
 
     @contextmanager
     def _timing(self, role: Role, num_rows: int | None) -> Iterator[None]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _DECAY = 0.93  # weight of an observation after each later one: a memory of some fourteen steps
 _PRIOR = (3.0, 1.5)  # accepted and rejected tokens that a new request is taken to have seen
-_MIN_GAIN = 1.02  # speculation must promise this much, so that it does not flap around 1
+MIN_GAIN = 1.1
+"""What speculation must promise: costs that nobody measures (the draft reads the prompt too, and
+what the target added by itself) eat a promise of less.
+"""
+
 _MIN_PAUSE, _MAX_PAUSE = 2, 64  # tokens without drafting before the draft is tried again
 
 
@@ -16,12 +21,14 @@ class StepCosts:
 
     draft_step: float
     """One step of the draft model."""
-    verify_token: float
-    """Each draft token that the target verifies."""
+    verify: Sequence[float]
+    """What verifying 0, 1, 2 ... draft tokens adds to a target step. Not a line: on a CPU, a second
+    row makes a matrix product of what was a product with a vector, and costs most.
+    """
 
     def time(self, num_draft_tokens: int) -> float:
         """The time of one draft-verify step, in plain target steps."""
-        return 1.0 + num_draft_tokens * (self.draft_step + self.verify_token)
+        return 1.0 + num_draft_tokens * self.draft_step + self.verify[num_draft_tokens]
 
 
 class DraftLength:
@@ -48,17 +55,22 @@ class DraftLength:
         """The draft length in 0 ... limit that promises most tokens in a given time."""
         if limit <= 0 or self._tokens_left_in_pause > 0:
             return 0
-        if (limit + 1) / costs.time(limit) < _MIN_GAIN:
+        if (limit + 1) / costs.time(limit) < MIN_GAIN:
             return 0  # not even a perfect draft would pay at this load
-        gains = [self._expected_tokens(k) / costs.time(k) for k in range(limit + 1)]
+        gains = [self.expected_tokens(k) / costs.time(k) for k in range(limit + 1)]
         best = max(range(limit + 1), key=gains.__getitem__)
-        self._is_trial = gains[best] < _MIN_GAIN and self._pause > _MIN_PAUSE
+        self._is_trial = gains[best] < MIN_GAIN and self._pause > _MIN_PAUSE
         if self._is_trial:
             return 1
-        if gains[best] >= _MIN_GAIN:
+        if gains[best] >= MIN_GAIN:
             return best
         self._start_pause()
         return 0
+
+    def expected_tokens(self, num_draft_tokens: int) -> float:
+        """What a step with that many draft tokens should emit."""
+        a = self.acceptance_probability
+        return sum(a**i for i in range(num_draft_tokens + 1))
 
     def observe(self, *, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Takes in one step; num_accepted_tokens + 1 tokens were emitted."""
@@ -76,7 +88,3 @@ class DraftLength:
     def _start_pause(self) -> None:
         self._tokens_left_in_pause = self._pause
         self._pause = min(2 * self._pause, _MAX_PAUSE)
-
-    def _expected_tokens(self, num_draft_tokens: int) -> float:
-        a = self.acceptance_probability
-        return sum(a**i for i in range(num_draft_tokens + 1))

@@ -257,6 +257,11 @@ class RequestState:
             return self._draft_length.choose(limit, costs)
         return max(limit, 0)
 
+    def expected_tokens(self, num_draft_tokens: int) -> float:
+        """What a step with that many draft tokens should emit; only for an adaptive request."""
+        assert self._draft_length is not None
+        return self._draft_length.expected_tokens(num_draft_tokens)
+
     def accept(
         self,
         token_ids: Sequence[int],

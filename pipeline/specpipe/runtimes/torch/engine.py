@@ -112,7 +112,7 @@ class TorchEngine:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         with torch.inference_mode():
-            return cls(spec, Model(spec.model, _load_weights(folder / WEIGHTS_NAME, spec.device)))
+            return cls(spec, Model(spec.model, load_weights(folder / WEIGHTS_NAME, spec.device)))
 
     def can_admit(self, max_tokens: int) -> bool:
         """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
@@ -167,6 +167,10 @@ class TorchEngine:
             for row in range(stop - count, stop)
         ]
         return self._score(hidden, rows)
+
+    def skip(self, sequence: SequenceId, num_tokens: int) -> None:
+        """Takes tokens as cached that never were: their keys and values are zero."""
+        self._sequences[sequence].length += num_tokens
 
     @torch.inference_mode()
     def truncate(self, sequence: SequenceId, length: int) -> None:
@@ -229,7 +233,7 @@ def check_memory(folders: Sequence[Path]) -> None:
         )
 
 
-def _load_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
+def load_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
     """Maps the weights into memory; on a CPU they are used where they lie in the file."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
