@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specpipe.runtimes.base import Pair, PairOptions, load_runtime
+from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.speculative.request import GREEDY, Request, Sampling
 from specpipe.stages.convert import convert
 from specpipe.text import Tokenizer
@@ -28,20 +29,21 @@ MAX_TOKENS = 32
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """draft/engine and target/engine in float32, for up to 8 draft tokens."""
-    from specpipe.config import EngineConfig
-
     folder = tmp_path_factory.mktemp("pair")
     for role in ("draft", "target"):
         checkpoint, engine = folder / role / "checkpoint", folder / role / "engine"
         checkpoint.mkdir(parents=True)
         engine.mkdir()
         convert(ROOT / "models" / "python-code" / role, checkpoint)
-        load_runtime("torch").build_stage(
+        BuildTorchEngine(
             role=role,  # type: ignore[arg-type]
             checkpoint=checkpoint,
-            engine=EngineConfig(device=request.param, dtype="float32"),
+            max_batch_size=8,
             max_seq_len=1024,
             max_draft_len=8,
+            max_num_tokens=256,
+            dtype="float32",
+            device=request.param,
         ).run(engine)
     return folder
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -109,6 +110,8 @@ def build(config_path: Path, overrides: Sequence[str], dry_run: bool, as_json: b
             for report in reports:
                 for reason in report.reasons or ("up to date",):
                     click.echo(f"{report.stage}: {reason}")
+                for command in report.commands:
+                    click.echo(f"  $ {shlex.join(command)}")
         return
     reports = pipeline.run(stages, _Progress())
     if as_json:
@@ -285,6 +288,7 @@ def _stage_json(report: StageReport) -> dict[str, Any]:
         "stage": report.stage,
         "artifact": str(report.artifact),
         "reasons": list(report.reasons),
+        **({"commands": [list(command) for command in report.commands]} if report.commands else {}),
     }
 
 

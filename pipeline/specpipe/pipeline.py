@@ -8,10 +8,11 @@ check ─→ draft/convert ──→ draft/build_engine ───┐
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from specpipe import cache, source
 from specpipe.checkpoint import read_config
@@ -20,11 +21,10 @@ from specpipe.errors import CheckpointError, ConfigError, RepositoryError
 from specpipe.families import unified_config
 from specpipe.hf_config import context_length
 from specpipe.pairing import PairContract, check_pair
-from specpipe.runtimes.base import PairOptions, load_runtime
+from specpipe.runtimes.base import PairOptions, PairPlan, Side, load_runtime
 from specpipe.runtimes.memory import MemoryEstimate
-from specpipe.stages.base import Role, Stage
+from specpipe.stages.base import PlannedStage, Role
 from specpipe.stages.check import Check
-from specpipe.stages.convert import Convert
 from specpipe.stages.package import Package
 
 _DEFAULT_MAX_SEQ_LEN = 4096
@@ -44,29 +44,6 @@ class Fetch:
         source.resolve(self.repo_id, revision=self.commit, base=self.base, role=self.role)
 
 
-@dataclass(frozen=True)
-class PlannedStage:
-    """A stage and the folder that it makes.
-
-    `fetch` brings what it reads, just before it runs; `require` raises where a library that it
-    needs is missing, before any stage runs.
-    """
-
-    stage: Stage
-    artifact: Path
-    fetch: Fetch | None = None
-    require: Callable[[], None] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.stage.name
-
-    def reads(self, other: PlannedStage) -> bool:
-        """True if the other's artifact, or a file in it, is an input of this stage."""
-        files = self.stage.inputs().files
-        return any(other.artifact in (path, *path.parents) for path in files)
-
-
 Plan = tuple[PlannedStage, ...]
 
 
@@ -78,6 +55,8 @@ class StageReport:
     artifact: Path
     reasons: tuple[str, ...]
     duration_s: float = 0.0
+    commands: tuple[tuple[str, ...], ...] = ()
+    """What a stage that would run calls; known before it runs."""
 
 
 class Reporter(Protocol):
@@ -93,30 +72,22 @@ class Reporter(Protocol):
 
 def plan(config: PipelineConfig) -> Plan:
     """Returns the stages in order; refuses unsupported checkpoints, reads small files only."""
-    draft = _Side.resolve(config, config.draft, "draft")
-    target = _Side.resolve(config, config.target, "target")
+    draft = _resolve(config, config.draft, "draft")
+    target = _resolve(config, config.target, "target")
     max_seq_len = _max_seq_len(config, target)
     runtime = load_runtime(config.engine.runtime)
     check = PlannedStage(Check(draft.folder, target.folder), config.artifacts_dir / "check")
-    converts, builds = [], []
-    for side in (draft, target):
-        folder = config.artifacts_dir / side.role
-        convert = Convert(
-            side.role, side.folder, tp_size=side.checkpoint.tp_size, pp_size=side.checkpoint.pp_size
-        )
-        build_engine = runtime.build_stage(
-            role=side.role,
-            checkpoint=folder / "checkpoint",
-            engine=config.engine,
-            # A draft with a shorter context stops drafting there; the request goes on.
-            max_seq_len=min(max_seq_len, side.max_seq_len),
-            max_draft_len=config.speculation.num_draft_tokens,
-        )
-        converts.append(PlannedStage(convert, folder / "checkpoint", side.fetch))
-        builds.append(PlannedStage(build_engine, folder / "engine", require=runtime.require))
+    pair = PairPlan(
+        draft=draft,
+        target=target,
+        engine=config.engine,
+        max_seq_len=max_seq_len,
+        num_draft_tokens=config.speculation.num_draft_tokens,
+    )
+    draft_stages, target_stages = runtime.engine_stages(pair)
     package = Package(
-        draft_engine=builds[0].artifact,
-        target_engine=builds[1].artifact,
+        draft_engine=draft_stages[-1].artifact,
+        target_engine=target_stages[-1].artifact,
         tokenizer=target.folder,
         contract=check.artifact / "pair.json",
         runtime=config.engine.runtime,
@@ -129,9 +100,11 @@ def plan(config: PipelineConfig) -> Plan:
             max_queue_size=config.serving.max_queue_size,
             request_timeout_s=config.serving.request_timeout_s,
             num_threads=config.engine.num_threads,
+            runtime_settings=runtime.serving_settings(pair),
         ),
     )
-    return (check, *converts, *builds, PlannedStage(package, repository_dir(config)))
+    in_turn = (s for pair_of in zip_longest(draft_stages, target_stages) for s in pair_of if s)
+    return (check, *in_turn, PlannedStage(package, repository_dir(config)))
 
 
 @dataclass(frozen=True)
@@ -144,21 +117,19 @@ class Checked:
 
 def check(config: PipelineConfig) -> Checked:
     """Returns the pair contract and memory; raises what a build would, and makes nothing."""
-    draft = _Side.resolve(config, config.draft, "draft")
-    target = _Side.resolve(config, config.target, "target")
-    max_seq_len = _max_seq_len(config, target)
+    draft = _resolve(config, config.draft, "draft")
+    target = _resolve(config, config.target, "target")
+    pair = PairPlan(
+        draft=draft,
+        target=target,
+        engine=config.engine,
+        max_seq_len=_max_seq_len(config, target),
+        num_draft_tokens=config.speculation.num_draft_tokens,
+    )
     runtime = load_runtime(config.engine.runtime)
     return Checked(
         check_pair(draft.folder, target.folder),
-        {
-            side.role: runtime.estimate_memory(
-                side.unified,
-                engine=config.engine,
-                max_seq_len=min(max_seq_len, side.max_seq_len),
-                max_draft_len=config.speculation.num_draft_tokens,
-            )
-            for side in (draft, target)
-        },
+        {side.role: runtime.estimate_memory(pair, side) for side in (draft, target)},
     )
 
 
@@ -197,9 +168,14 @@ def preview(stages: Plan) -> tuple[StageReport, ...]:
         reasons = cache.stale_reasons(planned.stage, planned.artifact)
         if reasons != ["missing"]:
             reasons += [f"upstream {other.name} runs" for other in running if planned.reads(other)]
+        commands: tuple[tuple[str, ...], ...] = ()
         if reasons:
             running.append(planned)
-        reports.append(StageReport(planned.name, planned.artifact, tuple(reasons)))
+            if planned.commands is not None:
+                commands = tuple(tuple(command) for command in planned.commands(planned.artifact))
+        reports.append(
+            StageReport(planned.name, planned.artifact, tuple(reasons), commands=commands)
+        )
     return tuple(reports)
 
 
@@ -244,51 +220,39 @@ def _run_stage(planned: PlannedStage, verify: bool, reporter: Reporter) -> Stage
     return report
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One checkpoint, resolved to a folder that holds its small files at least."""
-
-    role: Role
-    checkpoint: CheckpointConfig
-    folder: Path
-    unified: Mapping[str, Any]  # the config that conversion will write, but for its dtype
-    max_seq_len: int  # the checkpoint's context length
-    fetch: Fetch | None
-
-    @classmethod
-    def resolve(cls, config: PipelineConfig, checkpoint: CheckpointConfig, role: Role) -> _Side:
-        found = source.resolve(
-            checkpoint.checkpoint,
-            revision=checkpoint.revision,
-            base=config.base_dir,
-            role=role,
-            weights=False,
-        )
-        try:
-            # The dtype may be left to the weights, and has no part in this.
-            unified = unified_config({**read_config(found.path), "dtype": "float32"})
-        except CheckpointError as exc:
-            raise CheckpointError(f"{role} {found.path}: {exc}") from exc
-        return cls(
-            role=role,
-            checkpoint=checkpoint,
-            folder=found.path,
-            unified=unified,
-            max_seq_len=context_length(
-                unified["max_position_embeddings"], unified["rotary_scaling"]
-            ),
-            fetch=Fetch(found.name, found.revision, config.base_dir, role)
-            if found.revision
-            else None,
-        )
+def _resolve(config: PipelineConfig, checkpoint: CheckpointConfig, role: Role) -> Side:
+    """Resolves one checkpoint to a folder that holds its small files at least."""
+    found = source.resolve(
+        checkpoint.checkpoint,
+        revision=checkpoint.revision,
+        base=config.base_dir,
+        role=role,
+        weights=False,
+    )
+    try:
+        # The dtype may be left to the weights, and has no part in this.
+        unified = unified_config({**read_config(found.path), "dtype": "float32"})
+    except CheckpointError as exc:
+        raise CheckpointError(f"{role} {found.path}: {exc}") from exc
+    return Side(
+        role=role,
+        checkpoint=checkpoint,
+        folder=found.path,
+        unified=unified,
+        context_length=context_length(
+            unified["max_position_embeddings"], unified["rotary_scaling"]
+        ),
+        artifacts=config.artifacts_dir / role,
+        fetch=Fetch(found.name, found.revision, config.base_dir, role) if found.revision else None,
+    )
 
 
-def _max_seq_len(config: PipelineConfig, target: _Side) -> int:
+def _max_seq_len(config: PipelineConfig, target: Side) -> int:
     wanted = config.engine.max_seq_len
-    if wanted is not None and wanted > target.max_seq_len:
+    if wanted is not None and wanted > target.context_length:
         raise ConfigError(
             f"{config.source}: engine.max_seq_len is {wanted}: expected at most "
-            f"{target.max_seq_len}, the context length of the target "
+            f"{target.context_length}, the context length of the target "
             f"{target.checkpoint.checkpoint}"
         )
-    return wanted or min(target.max_seq_len, _DEFAULT_MAX_SEQ_LEN)
+    return wanted or min(target.context_length, _DEFAULT_MAX_SEQ_LEN)

@@ -67,6 +67,7 @@ def test_the_pair_file_has_the_options_and_the_contracts_unused_ids(
             "request_timeout_s": 600.0,
             "num_threads": None,
             "unused_token_ids": [[250, 320]],
+            "runtime_settings": {},
         },
     }
 

@@ -20,16 +20,18 @@ MIB = 2**20
 
 def build_engine(checkpoint: Path, out: Path, dtype: str) -> None:
     """Runs in a process of its own."""
-    from specpipe.config import EngineConfig
-    from specpipe.runtimes.base import load_runtime
+    from specpipe.runtimes.torch.build import BuildTorchEngine
 
     out.mkdir()
-    load_runtime("torch").build_stage(
+    BuildTorchEngine(
         role="target",
         checkpoint=checkpoint,
-        engine=EngineConfig(device="cpu", dtype=dtype),  # type: ignore[arg-type]
+        max_batch_size=8,
         max_seq_len=128,
         max_draft_len=4,
+        max_num_tokens=256,
+        dtype=dtype,  # type: ignore[arg-type]
+        device="cpu",
     ).run(out)
 
 

@@ -63,7 +63,7 @@ def write_echo_repository(out: Path, **options: int | float) -> Path:
         draft_engine=engine,
         target_engine=engine,
         tokenizer=TOKENIZER,
-        pair=repository.PairFile("echo", PairOptions(**options)),  # type: ignore[arg-type]
+        pair=repository.PairFile("torch", PairOptions(**options)),  # type: ignore[arg-type]
     )
     model = out / "speculative" / "1" / "model.py"
     register = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import echo_pair\n"

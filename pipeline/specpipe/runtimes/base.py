@@ -7,17 +7,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from specpipe.errors import RuntimeUnavailable
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.speculative.request import Chunk, Detokenizer, Request
+from specpipe.stages.base import PlannedStage, Role
+from specpipe.stages.convert import Convert
 
 if TYPE_CHECKING:
-    from specpipe.config import EngineConfig
-    from specpipe.stages.base import Stage
+    from specpipe.config import CheckpointConfig, EngineConfig
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
@@ -70,6 +71,53 @@ class PairOptions:
 
     They are never proposed and never emitted.
     """
+    runtime_settings: Mapping[str, Any] = field(default_factory=dict)
+    """What only the pair's runtime knows of; JSON-able."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One checkpoint of a pair, as a plan knows it: from its small files.
+
+    folder          the checkpoint; its weights may not be there before `fetch` was called
+    unified         the config that conversion will write, but for its dtype
+    context_length  tokens that the checkpoint's positions reach
+    artifacts       the folder of what is made of it, one folder below for each stage
+    """
+
+    role: Role
+    checkpoint: CheckpointConfig
+    folder: Path
+    unified: Mapping[str, Any]
+    context_length: int
+    artifacts: Path
+    fetch: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPlan:
+    """What a runtime needs to plan its engines.
+
+    max_seq_len  tokens of prompt and answer together, for the target
+    """
+
+    draft: Side
+    target: Side
+    engine: EngineConfig
+    max_seq_len: int
+    num_draft_tokens: int
+
+    def max_seq_len_of(self, side: Side) -> int:
+        """A draft with a shorter context stops drafting there; the request goes on."""
+        return min(self.max_seq_len, side.context_length)
+
+
+def convert_stage(side: Side) -> PlannedStage:
+    """Hugging Face checkpoint → unified checkpoint, split as the config asks."""
+    convert = Convert(
+        side.role, side.folder, tp_size=side.checkpoint.tp_size, pp_size=side.checkpoint.pp_size
+    )
+    return PlannedStage(convert, side.artifacts / "checkpoint", side.fetch)
 
 
 class Runtime(Protocol):
@@ -80,26 +128,29 @@ class Runtime(Protocol):
     def require(self) -> None:
         """Raises RuntimeUnavailable when the library that builds and runs is not installed."""
 
-    def build_stage(
-        self,
-        *,
-        role: Literal["draft", "target"],
-        checkpoint: Path,
-        engine: EngineConfig,
-        max_seq_len: int,
-        max_draft_len: int,
-    ) -> Stage:
-        """The stage that turns one unified checkpoint into one engine; imports nothing heavy."""
+    def engine_stages(
+        self, pair: PairPlan
+    ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+        """The stages from the draft's checkpoint to its engine, and those of the target.
 
-    def estimate_memory(
-        self,
-        unified: Mapping[str, Any],
-        *,
-        engine: EngineConfig,
-        max_seq_len: int,
-        max_draft_len: int,
-    ) -> MemoryEstimate:
-        """What one engine will take, from the config of its unified checkpoint alone."""
+        The artifact of the last one is the engine. Imports nothing heavy. Raises EngineBuildError
+        for what can be known not to work.
+        """
+
+    def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
+        """The `runtime_settings` of the pair's options."""
+
+    def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
+        """What one engine will take."""
+
+    def write_models(
+        self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
+    ) -> None:
+        """Puts the engines into the Triton repository `out`, and models of its own.
+
+        The folders `draft` and `target` in the version folder of `speculative` are what `load_pair`
+        gets; each holds the engine's `config.json` at least.
+        """
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory

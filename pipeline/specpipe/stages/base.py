@@ -6,7 +6,7 @@ of its artifact, and prints nothing; `cache.build` decides whether it runs and w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -41,3 +41,28 @@ class Stage(Protocol):
 
     def run(self, out: Path) -> None:
         """Makes the artifact in `out`, an empty folder, and writes nowhere else."""
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage and the folder that it makes.
+
+    `fetch` brings what it reads, just before it runs; `require` raises where a library that it
+    needs is missing, before any stage runs; `commands` returns the command lines that it will run,
+    given the folder that it will write into.
+    """
+
+    stage: Stage
+    artifact: Path
+    fetch: Callable[[], None] | None = None
+    require: Callable[[], None] | None = None
+    commands: Callable[[Path], Sequence[Sequence[str]]] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    def reads(self, other: PlannedStage) -> bool:
+        """True if the other's artifact, or a file in it, is an input of this stage."""
+        files = self.stage.inputs().files
+        return any(other.artifact in (path, *path.parents) for path in files)

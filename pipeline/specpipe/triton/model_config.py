@@ -10,14 +10,8 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.errors import RepositoryError
 from specpipe.triton import serving
+from specpipe.triton.layout import ENSEMBLE, POSTPROCESSING, PREPROCESSING, SPECULATIVE
 from specpipe.triton.serving import Tensor
-
-ENSEMBLE, PREPROCESSING, SPECULATIVE, POSTPROCESSING = (
-    "ensemble",
-    "preprocessing",
-    "speculative",
-    "postprocessing",
-)
 
 # Parameters of our models; lint.py reads the same names.
 CANCELS = "cancels"  # the model that is told of a client's cancellation

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,16 +19,13 @@ from typing import Any
 from specpipe.runtimes.base import DetokenizerFactory, Pair, PairOptions, load_runtime
 from specpipe.tokenizer_files import TOKENIZER_FILES
 from specpipe.triton import model_config
+from specpipe.triton.layout import PREPROCESSING, SPECULATIVE, VERSION
 from specpipe.triton.model_config import (
     DRAFT_ENGINE_DIR,
     PAIR_FILE,
-    PREPROCESSING,
-    SPECULATIVE,
     TARGET_ENGINE_DIR,
     TOKENIZER_DIR,
 )
-
-VERSION = "1"
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def write(
 ) -> None:
     """Writes the repository into `out`, an empty folder; `models` holds the hand-written models.
 
-    Engines are linked where they can be.
+    The runtime adds the engines, and models of its own.
     """
     for config in model_config.model_configs():
         version = out / config.name / VERSION
@@ -78,8 +74,9 @@ def write(
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, folder / name)
     speculative = out / SPECULATIVE / VERSION
-    _link_folder(draft_engine, speculative / "draft")
-    _link_folder(target_engine, speculative / "target")
+    load_runtime(pair.runtime).write_models(
+        out, draft_engine=draft_engine, target_engine=target_engine, options=pair.options
+    )
     (speculative / "pair.json").write_text(pair.to_json(), encoding="utf-8")
 
 
@@ -107,15 +104,3 @@ def load_pair(arguments: Mapping[str, str], detokenizer: DetokenizerFactory) -> 
 def tokenizer_folder(arguments: Mapping[str, str]) -> Path:
     """Returns the folder of the tokenizer that a model's config names."""
     return parameter_path(arguments, TOKENIZER_DIR)
-
-
-def _link_folder(source: Path, destination: Path) -> None:
-    """Copies a folder by hard links: engines are large, and no build changes one in place."""
-    shutil.copytree(source, destination, copy_function=_link_or_copy)
-
-
-def _link_or_copy(source: str, destination: str) -> None:
-    try:
-        os.link(source, destination)
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, destination)

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.provenance import gpus
-from specpipe.runtimes.base import require_library
+from specpipe.runtimes.base import convert_stage, require_library
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
 from specpipe.runtimes.torch.memory import estimate_memory
+from specpipe.stages.base import PlannedStage
+from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
 
 if TYPE_CHECKING:
-    from specpipe.config import EngineConfig
-    from specpipe.runtimes.base import DetokenizerFactory, Pair, PairOptions
-    from specpipe.stages.base import Role, Stage
+    from specpipe.runtimes.base import DetokenizerFactory, Pair, PairOptions, PairPlan, Side
 
 
 class TorchRuntime:
@@ -26,43 +26,46 @@ class TorchRuntime:
     def require(self) -> None:
         require_library(self.name, "torch", extra="torch")
 
-    def build_stage(
-        self,
-        *,
-        role: Role,
-        checkpoint: Path,
-        engine: EngineConfig,
-        max_seq_len: int,
-        max_draft_len: int,
-    ) -> Stage:
-        return BuildTorchEngine(
-            role=role,
-            checkpoint=checkpoint,
-            max_batch_size=engine.max_batch_size,
-            max_seq_len=max_seq_len,
-            max_draft_len=max_draft_len,
-            max_num_tokens=engine.max_num_tokens,
-            dtype=engine.dtype,
-            device=engine.device,
-        )
+    def engine_stages(
+        self, pair: PairPlan
+    ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+        return self._stages(pair, pair.draft), self._stages(pair, pair.target)
 
-    def estimate_memory(
-        self,
-        unified: Mapping[str, Any],
-        *,
-        engine: EngineConfig,
-        max_seq_len: int,
-        max_draft_len: int,
-    ) -> MemoryEstimate:
+    def _stages(self, pair: PairPlan, side: Side) -> tuple[PlannedStage, ...]:
+        convert = convert_stage(side)
+        build = BuildTorchEngine(
+            role=side.role,
+            checkpoint=convert.artifact,
+            max_batch_size=pair.engine.max_batch_size,
+            max_seq_len=pair.max_seq_len_of(side),
+            max_draft_len=pair.num_draft_tokens,
+            max_num_tokens=pair.engine.max_num_tokens,
+            dtype=pair.engine.dtype,
+            device=pair.engine.device,
+        )
+        return convert, PlannedStage(build, side.artifacts / "engine", require=self.require)
+
+    def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
+        return {}
+
+    def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
+        engine = pair.engine
         has_gpu = engine.device == "cuda" or (engine.device == "auto" and bool(gpus()))
         return estimate_memory(
-            unified,
-            dtype=compute_dtype(engine.dtype, "cuda" if has_gpu else "cpu", unified["dtype"]),
+            side.unified,
+            dtype=compute_dtype(engine.dtype, "cuda" if has_gpu else "cpu", side.unified["dtype"]),
             max_batch_size=engine.max_batch_size,
-            max_seq_len=max_seq_len,
-            max_draft_len=max_draft_len,
+            max_seq_len=pair.max_seq_len_of(side),
+            max_draft_len=pair.num_draft_tokens,
             max_num_tokens=engine.max_num_tokens,
         )
+
+    def write_models(
+        self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
+    ) -> None:
+        version = out / SPECULATIVE / VERSION
+        link_folder(draft_engine, version / "draft")
+        link_folder(target_engine, version / "target")
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
