@@ -13,12 +13,14 @@ test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m "not slow"
 
 test-all: $(VENV)/.test-all
-	$(VENV)/bin/python -m pytest
+	SPECPIPE_TEST_MPIRUN=$(abspath $(VENV))/bin/mpirun $(VENV)/bin/python -m pytest
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.tensorrt-llm
+	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
 
 clean:
 	rm -rf $(VENV) engines/*/

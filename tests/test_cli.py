@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import resource
 import signal
@@ -21,6 +22,7 @@ from specpipe.errors import SpecpipeError
 from specpipe.pipeline import Plan, PlannedStage
 from specpipe.speculative.request import Statistics
 from specpipe.stages.base import StageInputs
+from specpipe.triton import launcher
 from specpipe.triton.client import Completion
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +57,7 @@ class Write:
 
 
 def plan_of(hook: Callable[[], object] = lambda: None) -> Callable[[PipelineConfig], Plan]:
-    def plan(config: PipelineConfig) -> Plan:
+    def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
         stage = Write(config.engine.max_batch_size, hook)
         return (PlannedStage(stage, config.artifacts_dir / "model_repo"),)
 
@@ -74,14 +76,18 @@ def test_help_lists_the_commands() -> None:
     assert [line.split()[0] for line in commands if line.strip()] == [
         "build",
         "check",
+        "doctor",
         "generate",
         "init",
+        "migrate",
         "schema",
         "serve",
     ]
 
 
-@pytest.mark.parametrize("command", ["build", "check", "generate", "init", "schema", "serve"])
+@pytest.mark.parametrize(
+    "command", ["build", "check", "doctor", "generate", "init", "migrate", "schema", "serve"]
+)
 def test_each_command_has_help(command: str) -> None:
     assert run(command, "--help").exit_code == 0
 
@@ -127,7 +133,7 @@ def test_debug_adds_the_traceback() -> None:
 
 
 def test_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "plan", lambda config: 1 / 0)
+    monkeypatch.setattr(pipeline, "plan", lambda config, **_: 1 / 0)
     assert isinstance(run("build", "--config", "x.yaml").exception, ZeroDivisionError)
 
 
@@ -277,6 +283,35 @@ def test_serve_without_a_build_says_what_to_run(tmp_path: Path) -> None:
         f"Error: {tmp_path}/engines/toy/model_repo does not exist:"
         " run `specpipe build --config x.yaml` first\n"
     )
+
+
+def test_serve_passes_its_choices_and_the_command_that_builds_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engines/toy/model_repo").mkdir(parents=True)
+    served: dict[str, object] = {}
+    monkeypatch.setattr(launcher, "serve", lambda *arguments, **choices: served.update(choices))
+    sets = ["--set", "engine.max_batch_size=4", "--set", "name=toy"]
+    result = run("serve", "--config", "x.yaml", *sets)
+    assert (result.exit_code, result.stderr) == (0, "")
+    names = ("mpi_mode", "allow_unknown_engine_facts", "build_command")
+    assert [served[name] for name in names] == [
+        "auto",
+        False,
+        "specpipe build --config x.yaml --set engine.max_batch_size=4 --set name=toy",
+    ]
+    run("serve", "--config", "x.yaml", "--mpi-mode", "leader", "--allow-unknown-engine-facts")
+    assert [served[name] for name in names[:2]] == ["leader", True]
+    assert run("serve", "--config", "x.yaml", "--mpi-mode", "both").exit_code == 2
+
+
+def test_what_a_builder_prints_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logging.getLogger("specpipe.runtimes.some.tool")
+    monkeypatch.setattr(pipeline, "plan", plan_of(lambda: log.info("%s: layer 7", "draft/write")))
+    result = run("build", "--config", "x.yaml")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[:2] == ["draft/write: missing", "draft/write: layer 7"]
+    assert logging.getLogger("specpipe").handlers == []
 
 
 def test_init_writes_a_config_that_loads(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ target:
   checkpoint: models/target
 """
 
+TENSORRT_LLM = MINIMAL + "engine:\n  runtime: tensorrt_llm\n"
+
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
 
@@ -48,11 +50,13 @@ def test_quickstart_names_the_committed_pair() -> None:
 
 
 def test_defaults() -> None:
-    config = load(MINIMAL)
-    assert config.model_dump(mode="json") == {
+    values = load(MINIMAL).model_dump(mode="json")
+    tensorrt_llm = values["engine"].pop("tensorrt_llm")
+    whole = {"revision": None, "tp_size": 1, "pp_size": 1, "quantization": None}
+    assert values == {
         "name": "toy",
-        "draft": {"checkpoint": "models/draft", "revision": None, "tp_size": 1, "pp_size": 1},
-        "target": {"checkpoint": "models/target", "revision": None, "tp_size": 1, "pp_size": 1},
+        "draft": {"checkpoint": "models/draft", **whole},
+        "target": {"checkpoint": "models/target", **whole},
         "speculation": {"num_draft_tokens": 4, "adaptive": True},
         "engine": {
             "runtime": "torch",
@@ -66,6 +70,34 @@ def test_defaults() -> None:
         "serving": {"max_queue_size": 128, "request_timeout_s": 600.0},
         "output_dir": "engines",
     }
+    del tensorrt_llm["build"], tensorrt_llm["parameters"]
+    assert tensorrt_llm == {
+        "backend": "tensorrt",
+        "version": "1.2.1",
+        "image": None,
+        "compute_capability": None,
+        "draft_gpu_ids": None,
+        "target_gpu_ids": None,
+        "extra_build_args": [],
+        "kv_cache_free_gpu_mem_fraction": None,
+        "acceptance": "exact",
+    }
+
+
+def test_each_runtime_has_its_own_default_of_max_num_tokens() -> None:
+    assert load(MINIMAL).engine.max_num_tokens == 256
+    assert load(TENSORRT_LLM).engine.max_num_tokens == 8192
+    assert load(TENSORRT_LLM, "engine.max_num_tokens=64").engine.max_num_tokens == 64
+
+
+def test_gpu_ids_default_to_the_first_ones() -> None:
+    config = load(TENSORRT_LLM, "target.tp_size=2", "target.pp_size=2")
+    settings = config.engine.tensorrt_llm
+    assert config.target.world_size == 4
+    assert settings.gpu_ids("target", config.target.world_size) == (0, 1, 2, 3)
+    assert settings.gpu_ids("draft", config.draft.world_size) == (0,)
+    settings = load(TENSORRT_LLM, "engine.tensorrt_llm.draft_gpu_ids=[5]").engine.tensorrt_llm
+    assert settings.gpu_ids("draft", 1) == (5,)
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
@@ -118,7 +150,7 @@ def test_merge_keys_and_anchors() -> None:
         ),
         (
             "engine: {runtime: tensorrt}\n",
-            "x.yaml:6: engine.runtime is 'tensorrt': expected 'torch'",
+            "x.yaml:6: engine.runtime is 'tensorrt': expected one of 'torch', 'tensorrt_llm'",
         ),
         (
             "speculation: {adaptive: 1}\n",
@@ -135,7 +167,7 @@ def test_merge_keys_and_anchors() -> None:
         (
             "engine: fast\n",
             "x.yaml:6: engine is 'fast': expected a mapping with runtime, max_batch_size,"
-            " max_seq_len, max_num_tokens, dtype, device, num_threads",
+            " max_seq_len, max_num_tokens, dtype, device, num_threads, tensorrt_llm",
         ),
         (
             "engine:\n  max_num_tokens: 4\n",
@@ -178,6 +210,130 @@ def test_wrong_values_name_line_key_value_and_expectation(extra: str, message: s
 )
 def test_mistyped_keys_name_the_nearest(extra: str, message: str) -> None:
     assert refusal(MINIMAL + extra) == message
+
+
+KV = "target.quantization.kv_cache"
+LLM = "engine.tensorrt_llm"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["engine.device=cuda"],
+            "engine.device is 'cuda': expected nothing here, since it has no effect with"
+            " engine.runtime 'tensorrt_llm'",
+        ),
+        (
+            ["speculation.num_draft_tokens=0"],
+            "speculation.num_draft_tokens is 0: expected at least 1: a target engine is built for"
+            " the draft tokens that it verifies, and a request may still ask for 0",
+        ),
+        (
+            ["target.quantization={format: fp8, kv_cache: int8}"],
+            f"{KV} is 'int8': expected null or 'fp8': with it the builder switches off paged"
+            " context FMHA, which drafting needs",
+        ),
+        (
+            ["target.quantization={format: int4_awq, kv_cache: fp8}"],
+            f"{KV} is 'fp8': expected null with format 'int4_awq': with it the builder switches"
+            " off paged context FMHA, which drafting needs; formats that go with it: fp8,"
+            " w4a8_awq, nvfp4",
+        ),
+        (
+            ["target.quantization={format: fp4}"],
+            "target.quantization.format is 'fp4': expected one of 'fp8', 'fp8_pc_pt', 'int8_sq',"
+            " 'int4_awq', 'w4a8_awq', 'int8_wo', 'int4_wo', 'nvfp4'",
+        ),
+        (
+            ["target.tp_size=2", f"{LLM}.target_gpu_ids=[0]"],
+            f"{LLM}.target_gpu_ids is [0]: expected 2 GPUs, one for each rank of target.tp_size"
+            " times target.pp_size",
+        ),
+        (
+            ["target.tp_size=2", f"{LLM}.target_gpu_ids=[1, 1]"],
+            f"{LLM}.target_gpu_ids is [1, 1]: expected each GPU once",
+        ),
+        (
+            [f"{LLM}.draft_gpu_ids=0"],
+            f"{LLM}.draft_gpu_ids is 0: expected a list of whole numbers of at least 0 or null",
+        ),
+        (
+            [f"{LLM}.version=0.19.0"],
+            f"{LLM}.version is '0.19.0': expected one of '1.0.0', '1.1.0', '1.2.0', '1.2.1'",
+        ),
+        (
+            [f"{LLM}.kv_cache_free_gpu_mem_fraction=1"],
+            f"{LLM}.kv_cache_free_gpu_mem_fraction is 1: expected a number above 0 and below 1"
+            " or null",
+        ),
+        (
+            [f"{LLM}.build.use_paged_context_fmha=false"],
+            f"{LLM}.build.use_paged_context_fmha is false: expected nothing here, since specpipe"
+            " sets it: drafting needs it on, in both engines",
+        ),
+        (
+            [f"{LLM}.build.max_batch_size=4"],
+            f"{LLM}.build.max_batch_size is 4: expected nothing here, since specpipe sets it:"
+            " set engine.max_batch_size",
+        ),
+        (
+            [f"{LLM}.build.gem_plugin=auto"],
+            f"{LLM}.build.gem_plugin is not a setting: did you mean {LLM}.build.gemm_plugin?",
+        ),
+        (
+            [f"{LLM}.build.opt_num_tokens=8", f"{LLM}.build.multiple_profiles=true"],
+            f"{LLM}.build.opt_num_tokens is 8: expected null with multiple_profiles",
+        ),
+        (
+            [f"{LLM}.build.gemm_swiglu_plugin=fp8", f"{LLM}.build.use_fused_mlp=false"],
+            f"{LLM}.build.gemm_swiglu_plugin is 'fp8': expected 'disable' without use_fused_mlp",
+        ),
+        (
+            [f"{LLM}.build.user_buffer=true"],
+            f"{LLM}.build.user_buffer is true: expected false without reduce_fusion",
+        ),
+        (
+            [f"{LLM}.build.norm_quant_fusion=true", f"{LLM}.build.reduce_fusion=true"],
+            f"{LLM}.build.norm_quant_fusion is true: expected false with reduce_fusion",
+        ),
+        (
+            [f"{LLM}.parameters.gpu_weights_percent=0.5"],
+            f"{LLM}.parameters.gpu_weights_percent is 0.5: expected 1, or"
+            f" {LLM}.build.weight_streaming true",
+        ),
+    ],
+)
+def test_what_tensorrt_llm_cannot_do_names_the_setting(overrides: list[str], message: str) -> None:
+    refused = refusal(TENSORRT_LLM, *overrides)
+    assert refused.endswith(f": {message}")
+    assert "\n" not in refused
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            "engine:\n  tensorrt_llm: {version: 1.1.0}\n",
+            "x.yaml:7: engine.tensorrt_llm is {'version': '1.1.0'}: expected nothing here, since"
+            " it has no effect with engine.runtime 'torch'",
+        ),
+        (
+            "engine: {runtime: tensorrt_llm}\nspeculation: {num_draft_tokens: 0}\n",
+            "x.yaml:7: speculation.num_draft_tokens is 0: expected at least 1: a target engine is"
+            " built for the draft tokens that it verifies, and a request may still ask for 0",
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused_at_their_line(extra: str, message: str) -> None:
+    assert refusal(MINIMAL + extra) == message
+
+
+def test_torch_refuses_quantization() -> None:
+    assert refusal(MINIMAL, "draft.quantization={format: fp8}").endswith(
+        "draft.quantization.format is 'fp8': expected no quantization, since runtime 'torch' does"
+        " not run quantized checkpoints yet; engine.runtime tensorrt_llm does"
+    )
 
 
 def test_missing_keys_name_their_section() -> None:

@@ -226,7 +226,13 @@ def test_hub_checkpoint_is_planned_from_small_files_and_fetched_at_the_same_comm
     calls = []
 
     def resolve(
-        checkpoint: str, *, revision: str | None, base: Path, role: Role, weights: bool = True
+        checkpoint: str,
+        *,
+        revision: str | None,
+        base: Path,
+        role: Role,
+        weights: bool = True,
+        small_files: Path | None = None,
     ) -> Source:
         if role == "target":
             return Source((base / checkpoint).resolve(), None, checkpoint)

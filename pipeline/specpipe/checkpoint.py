@@ -50,6 +50,10 @@ ELEMENT_BYTES = {
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
+QUANT_CONFIG_NAME = "hf_quant_config.json"
+"""What NVIDIA's ModelOpt writes beside a checkpoint that it quantized."""
+QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
+"""What says in `config.json` how a checkpoint is quantized."""
 
 _BLOCK_BYTES = 1 << 20  # what is read at a time; stays in a core's cache until it is written
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -252,8 +256,11 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     return (*(path for path in small if path.is_file()), *_weight_files(folder))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads `config.json`; refuses what is no plain checkpoint or would need remote code."""
+def read_config(folder: Path, *, allow_quantized: bool = False) -> dict[str, Any]:
+    """Reads `config.json`; refuses what is no plain checkpoint or would need remote code.
+
+    allow_quantized lets pass what ModelOpt quantized, for a runtime that reads it as it is.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     adapter = folder / "adapter_config.json"
@@ -263,9 +270,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} is an adapter{f' for {base}' if base else ''}, which is not supported; "
             "merge it into its base model and save the result"
         )
-    if (folder / "hf_quant_config.json").is_file():
+    if (folder / QUANT_CONFIG_NAME).is_file() and not allow_quantized:
         raise CheckpointError(
-            f"{folder} is already quantized (hf_quant_config.json); "
+            f"{folder} is already quantized ({QUANT_CONFIG_NAME}); "
             "use the one it was quantized from"
         )
     path = folder / CONFIG_NAME
@@ -281,14 +288,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def open_checkpoint(folder: Path) -> HFCheckpoint:
+def open_checkpoint(folder: Path, *, allow_quantized: bool = False) -> HFCheckpoint:
     """Opens a Hugging Face folder after checking that its files are whole and agree.
 
     Every fault has its own message: no config, remote code, an adapter, pickles only, a missing or
     a surplus shard, an index that names other tensors than the shards hold, a Git LFS pointer, a
     truncated file.
     """
-    config = read_config(folder)
+    config = read_config(folder, allow_quantized=allow_quantized)
     weights = _weight_files(folder)
     index = folder / INDEX_NAME
     if not index.is_file():

@@ -7,13 +7,15 @@ runs, so that `--help` is quick and no command needs another one's libraries.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +27,7 @@ from specpipe.errors import SpecpipeError
 if TYPE_CHECKING:
     from specpipe.config import PipelineConfig
     from specpipe.pipeline import StageReport
+    from specpipe.runtimes.base import LaunchMode
     from specpipe.triton.client import Completion
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -69,6 +72,11 @@ def _config_options(command: Command) -> Command:
     )(command)
 
 
+_small_files_option = click.option(
+    "--small-files",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder with the configs and tokenizers of hub ids, in ORG--NAME/; no hub is asked.",
+)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
@@ -94,13 +102,22 @@ def init(draft: str, target: str, output: Path | None, name: str | None) -> None
 @main.command()
 @_config_options
 @click.option("--dry-run", is_flag=True, help="Print each stage that would run, and why.")
+@_small_files_option
 @_json_option
-def build(config_path: Path, overrides: Sequence[str], dry_run: bool, as_json: bool) -> None:
+def build(
+    config_path: Path,
+    overrides: Sequence[str],
+    dry_run: bool,
+    small_files: Path | None,
+    as_json: bool,
+) -> None:
     """Build engines and Triton repository; do only what is not done yet."""
     from specpipe import pipeline
 
+    if small_files is not None and not dry_run:
+        raise click.UsageError("--small-files has no weights to build from: add --dry-run.")
     config = _load(config_path, overrides)
-    stages = pipeline.plan(config)
+    stages = pipeline.plan(config, small_files=small_files)
     repository = pipeline.repository_dir(config)
     if dry_run:
         reports = pipeline.preview(stages)
@@ -113,7 +130,8 @@ def build(config_path: Path, overrides: Sequence[str], dry_run: bool, as_json: b
                 for command in report.commands:
                     click.echo(f"  $ {shlex.join(command)}")
         return
-    reports = pipeline.run(stages, _Progress())
+    with _log_shown():
+        reports = pipeline.run(stages, _Progress())
     if as_json:
         _print_json(
             {
@@ -130,15 +148,18 @@ def build(config_path: Path, overrides: Sequence[str], dry_run: bool, as_json: b
 
 @main.command()
 @_config_options
+@_small_files_option
 @_json_option
-def check(config_path: Path, overrides: Sequence[str], as_json: bool) -> None:
+def check(
+    config_path: Path, overrides: Sequence[str], small_files: Path | None, as_json: bool
+) -> None:
     """Check that draft and target can be paired, and what memory they take.
 
     Reads small files only.
     """
     from specpipe import pipeline
 
-    checked = pipeline.check(_load(config_path, overrides))
+    checked = pipeline.check(_load(config_path, overrides), small_files=small_files)
     contract = checked.contract
     if as_json:
         memory = {role: dataclasses.asdict(found) for role, found in checked.memory.items()}
@@ -162,7 +183,25 @@ def check(config_path: Path, overrides: Sequence[str], as_json: bool) -> None:
 @click.option("--http-port", default=8000, show_default=True, help="0: any free port.")
 @click.option("--grpc-port", default=8001, show_default=True, help="0: any free port.")
 @click.option("--metrics-port", default=8002, show_default=True, help="0: any free port.")
-def serve(config_path: Path, overrides: Sequence[str], **listen: Any) -> None:
+@click.option(
+    "--mpi-mode",
+    type=click.Choice(["auto", "leader", "orchestrator"]),
+    default="auto",
+    show_default=True,
+    help="How the ranks of TensorRT-LLM's engines start: mpirun starts them, or the server does.",
+)
+@click.option(
+    "--allow-unknown-engine-facts",
+    is_flag=True,
+    help="Serve engines of which specpipe cannot tell whether they fit this machine.",
+)
+def serve(
+    config_path: Path,
+    overrides: Sequence[str],
+    mpi_mode: LaunchMode,
+    allow_unknown_engine_facts: bool,
+    **listen: Any,
+) -> None:
     """Serve the built pair with Triton until it is stopped."""
     from specpipe import pipeline
     from specpipe.triton import launcher
@@ -178,6 +217,12 @@ def serve(config_path: Path, overrides: Sequence[str], **listen: Any) -> None:
         repository,
         launcher.ServeOptions(**listen),
         report=_log,
+        mpi_mode=mpi_mode,
+        allow_unknown_engine_facts=allow_unknown_engine_facts,
+        build_command=shlex.join(
+            ["specpipe", "build", "--config", str(config_path)]
+            + [word for override in overrides for word in ("--set", override)]
+        ),
         log=_log,
         on_ready=announce,
     )
@@ -243,6 +288,82 @@ def generate(
 
 
 @main.command()
+@click.option(
+    "--tensorrt-llm",
+    "compares_image",
+    is_flag=True,
+    help="Inside NVIDIA's image: compare what specpipe knows of TensorRT-LLM with what is there.",
+)
+@click.option(
+    "--app-dir",
+    type=click.Path(path_type=Path),
+    default=Path("/app"),
+    show_default=True,
+    help="Where the image has NVIDIA's templates, scripts and examples.",
+)
+@_json_option
+def doctor(compares_image: bool, app_dir: Path, as_json: bool) -> None:
+    """Say what this machine has for building and serving."""
+    if not compares_image:
+        from specpipe.doctor import examine
+
+        lines = examine()
+        if as_json:
+            _print_json({line.subject: line.found for line in lines})
+        else:
+            width = max(len(line.subject) for line in lines) + 2
+            for line in lines:
+                click.echo(f"{line.subject:{width}}{line.found}")
+        return
+    from specpipe.runtimes.tensorrt_llm.doctor import compare_image
+
+    release, comparisons = compare_image(app_dir)
+    if as_json:
+        found = [dataclasses.asdict(comparison) for comparison in comparisons]
+        _print_json({"release": release.version, "comparisons": found})
+    else:
+        for comparison in comparisons:
+            verdict = "differs" if comparison.differences else "as known"
+            click.echo(f"{comparison.subject} ({comparison.examined}): {verdict}")
+            for difference in comparison.differences:
+                click.echo(f"  {difference}")
+    differing = [comparison.subject for comparison in comparisons if comparison.differences]
+    if differing:
+        raise click.ClickException(
+            f"this is not what specpipe knows of TensorRT-LLM {release.version}: "
+            f"{', '.join(differing)}"
+        )
+
+
+@main.command()
+@click.option(
+    "--config",
+    "config_path",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="A YAML for runtime tensorrt_llm with backend tensorrt.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write; left out: the YAML's name with -pytorch.",
+)
+def migrate(config_path: Path, output: Path | None) -> None:
+    """Turn a config for TensorRT-LLM's engines into one for its backend pytorch.
+
+    Prints what changes in settings and in behaviour.
+    """
+    from specpipe.migrate import migrate
+
+    migration = migrate(config_path, output)
+    click.echo(_shown(migration.output))
+    for title, lines in (("settings", migration.settings), ("behaviour", migration.behaviour)):
+        click.echo(f"{title}:")
+        for line in lines:
+            click.echo(f"  {line}")
+
+
+@main.command()
 def schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
     from specpipe.config import json_schema
@@ -263,6 +384,26 @@ class _Progress:
     def finished(self, report: StageReport) -> None:
         done = f"built in {report.duration_s:.1f} s" if report.reasons else "up to date"
         _log(f"{report.stage}: {done}")
+
+
+class _LogLines(logging.Handler):
+    """Writes to stderr what the builders' programs print."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _log(self.format(record))
+
+
+@contextlib.contextmanager
+def _log_shown() -> Iterator[None]:
+    logger = logging.getLogger("specpipe")
+    handler, level = _LogLines(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _load(path: Path, overrides: Sequence[str]) -> PipelineConfig:

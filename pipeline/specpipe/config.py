@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from specpipe import config_messages
 from specpipe.errors import ConfigError
+from specpipe.runtimes.tensorrt_llm.refusals import setting_faults
+from specpipe.runtimes.tensorrt_llm.settings import TensorRTLLMConfig
+from specpipe.section import Section
 from specpipe.yaml_document import parse_yaml, read_yaml
+
+_MAX_NUM_TOKENS = {"torch": 256, "tensorrt_llm": 8192}
+"""A CPU is better off with short forwards; 8192 is the default of trtllm-build."""
 
 _MAX_LISTED = 20  # faults of one file that are explained; the rest is counted
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -40,13 +38,47 @@ def _check_path(path: PathLike) -> PathLike:
     return path
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+class CalibrationConfig(Section):
+    """The text that quantization measures activations on."""
+
+    dataset: str = Field(default="cnn_dailymail", min_length=1)
+    """`cnn_dailymail`, `pileval`, or the absolute path of a folder with a train split of texts."""
+
+    num_samples: int = Field(default=512, ge=1)
+    """Texts; AWQ takes at most 32 of them."""
+
+    max_seq_len: int = Field(default=512, ge=1)
+    """Tokens of each text."""
+
+    batch_size: int = Field(default=1, ge=1)
+    """Texts in one forward."""
+
+    seed: int = Field(default=1234, ge=0)
+    """Makes calibration repeatable."""
 
 
-class CheckpointConfig(_Section):
+class QuantizationConfig(Section):
+    """What NVIDIA's quantization makes of the weights, for runtime tensorrt_llm."""
+
+    format: Literal[
+        "fp8", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo", "nvfp4"
+    ]
+    """Format of the weights, and of activations where it has one, as NVIDIA's script names it."""
+
+    kv_cache: Literal["fp8", "int8"] | None = None
+    """Format of the KV cache; none: the model's dtype."""
+
+    awq_block_size: int = Field(default=128, ge=16)
+    """Weights that share a scale, for AWQ."""
+
+    quantize_lm_head: bool = False
+    """Whether the head is quantized too."""
+
+    calibration: CalibrationConfig = CalibrationConfig()
+    """The texts that activations are measured on."""
+
+
+class CheckpointConfig(Section):
     """One Hugging Face checkpoint, and how its weights are split."""
 
     checkpoint: Annotated[str, AfterValidator(_check_path)] = Field(min_length=1)
@@ -61,8 +93,16 @@ class CheckpointConfig(_Section):
     pp_size: int = Field(default=1, ge=1)
     """Groups of ranks that share the layers (pipeline parallelism)."""
 
+    quantization: QuantizationConfig | None = None
+    """What the weights are quantized to before the engine is built; none: not at all."""
 
-class SpeculationConfig(_Section):
+    @property
+    def world_size(self) -> int:
+        """Ranks of the engine."""
+        return self.tp_size * self.pp_size
+
+
+class SpeculationConfig(Section):
     """How the draft model speculates."""
 
     num_draft_tokens: int = Field(default=4, ge=0, le=32)
@@ -72,10 +112,10 @@ class SpeculationConfig(_Section):
     """Whether each request's K follows its own acceptance, so that a poor draft costs little."""
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """What is built, and what it must hold at once."""
 
-    runtime: Literal["torch"] = "torch"
+    runtime: Literal["torch", "tensorrt_llm"] = "torch"
     """The library that builds and runs the engines."""
 
     max_batch_size: int = Field(default=8, ge=1)
@@ -84,8 +124,11 @@ class EngineConfig(_Section):
     max_seq_len: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; none: the target's context length, up to 4096."""
 
-    max_num_tokens: int = Field(default=256, ge=1)
-    """Tokens of all requests that one forward takes; longer prompts are prefilled in chunks."""
+    max_num_tokens: int = Field(
+        default_factory=lambda settings: _MAX_NUM_TOKENS.get(settings.get("runtime"), 1), ge=1
+    )
+    """Tokens of all requests in one forward, longer prompts come in chunks; 256, or 8192 with
+    tensorrt_llm."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the engines compute in; auto: float32 on a CPU, the checkpoint's own on a GPU."""
@@ -96,8 +139,11 @@ class EngineConfig(_Section):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engines; none: all cores but one, which is left to Triton."""
 
+    tensorrt_llm: TensorRTLLMConfig = TensorRTLLMConfig()
+    """How TensorRT-LLM builds and serves the pair, for runtime tensorrt_llm."""
 
-class ServingConfig(_Section):
+
+class ServingConfig(Section):
     """What the server refuses or gives up."""
 
     max_queue_size: int = Field(default=128, ge=1)
@@ -107,7 +153,7 @@ class ServingConfig(_Section):
     """Seconds from arrival to the last token; then the request ends with what it has."""
 
 
-class PipelineConfig(_Section):
+class PipelineConfig(Section):
     """One draft–target pair: where it comes from, what is built and how it is served."""
 
     name: str = Field(pattern=NAME_PATTERN)
@@ -150,6 +196,13 @@ class PipelineConfig(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_runtime(self) -> PipelineConfig:
+        """A setting without effect is an error, and so is what TensorRT-LLM cannot do."""
+        for fault in setting_faults(self):
+            raise config_messages.broken_rule(fault.key, fault.value, fault.expected)
+        return self
+
     @property
     def source(self) -> Path:
         """The YAML file; relative paths start at its folder."""
@@ -187,7 +240,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
         return PipelineConfig.model_validate(data, context=path)
     except ValidationError as exc:
         schema = PipelineConfig.model_json_schema()
-        errors = exc.errors(include_url=False)
+        # A default that waits for a setting which is at fault itself is no fault of its own.
+        errors = [
+            error
+            for error in exc.errors(include_url=False)
+            if error["type"] != "default_factory_not_called"
+        ]
         sentences = []
         for error in errors[:_MAX_LISTED]:
             keys = config_messages.key_path(error)

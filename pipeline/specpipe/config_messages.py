@@ -67,7 +67,7 @@ def _nearest(keys: KeyPath, schema: Schema) -> str:
     *section, mistyped = keys
     here = list(_schema_at(section, schema).get("properties", {}))
     everywhere = list(_all_keys((), schema))
-    same_name = [key for key in everywhere if key[-1] == mistyped]
+    same_name = _named(str(mistyped), everywhere)
     close_here = difflib.get_close_matches(str(mistyped), here, n=1)
     close_names = difflib.get_close_matches(
         str(mistyped), [str(key[-1]) for key in everywhere], n=1
@@ -77,8 +77,12 @@ def _nearest(keys: KeyPath, schema: Schema) -> str:
     if close_here:
         return f"did you mean {_dotted((*section, close_here[0]))}?"
     if close_names:
-        return f"did you mean {_dotted(next(k for k in everywhere if k[-1] == close_names[0]))}?"
+        return f"did you mean {_dotted(min(_named(close_names[0], everywhere), key=len))}?"
     return f"expected one of {', '.join(here)}"
+
+
+def _named(name: str, keys: Sequence[KeyPath]) -> list[KeyPath]:
+    return [key for key in keys if key[-1] == name]
 
 
 def _all_keys(section: KeyPath, schema: Schema) -> Iterator[KeyPath]:
@@ -91,6 +95,8 @@ def _schema_at(keys: Sequence[str | int], schema: Schema) -> Schema:
     definitions: Schema = schema["$defs"]
     for key in keys:
         schema = schema.get("properties", {}).get(key, {})
+        if "anyOf" in schema:  # a section that may be left out
+            schema = next((choice for choice in schema["anyOf"] if "$ref" in choice), schema)
         if "$ref" in schema:
             schema = definitions[schema["$ref"].rpartition("/")[2]]
     return schema
@@ -108,6 +114,9 @@ def _expected(schema: Schema) -> str:
         case "object":
             keys = schema.get("required") or list(schema["properties"])
             return f"a mapping with {', '.join(keys)}"
+        case "array":
+            kinds = {"integer": "whole numbers", "string": "texts"}
+            return f"a list of {kinds[schema['items']['type']]}{_range(schema['items'])}"
         case "integer":
             return f"a whole number{_range(schema)}"
         case "number":
@@ -127,7 +136,10 @@ def _range(schema: Schema) -> str:
         return f" from {low} to {high}"
     if low is not None:
         return f" of at least {low}"
-    return f" above {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else ""
+    if "exclusiveMinimum" not in schema:
+        return ""
+    below = f" and below {schema['exclusiveMaximum']}" if "exclusiveMaximum" in schema else ""
+    return f" above {schema['exclusiveMinimum']}{below}"
 
 
 def _dotted(keys: KeyPath) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from specpipe import cache, source
-from specpipe.checkpoint import read_config
+from specpipe.checkpoint import QUANTIZATION_KEYS, read_config
 from specpipe.config import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, RepositoryError
 from specpipe.families import unified_config
@@ -70,10 +70,14 @@ class Reporter(Protocol):
     def finished(self, report: StageReport) -> None: ...
 
 
-def plan(config: PipelineConfig) -> Plan:
-    """Returns the stages in order; refuses unsupported checkpoints, reads small files only."""
-    draft = _resolve(config, config.draft, "draft")
-    target = _resolve(config, config.target, "target")
+def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
+    """Returns the stages in order; refuses unsupported checkpoints, reads small files only.
+
+    With `small_files`, a folder of them instead of the hub, the plan is good to look at: there are
+    no weights to run it with.
+    """
+    draft = _resolve(config, config.draft, "draft", small_files)
+    target = _resolve(config, config.target, "target", small_files)
     max_seq_len = _max_seq_len(config, target)
     runtime = load_runtime(config.engine.runtime)
     check = PlannedStage(Check(draft.folder, target.folder), config.artifacts_dir / "check")
@@ -115,10 +119,10 @@ class Checked:
     memory: Mapping[Role, MemoryEstimate]
 
 
-def check(config: PipelineConfig) -> Checked:
+def check(config: PipelineConfig, *, small_files: Path | None = None) -> Checked:
     """Returns the pair contract and memory; raises what a build would, and makes nothing."""
-    draft = _resolve(config, config.draft, "draft")
-    target = _resolve(config, config.target, "target")
+    draft = _resolve(config, config.draft, "draft", small_files)
+    target = _resolve(config, config.target, "target", small_files)
     pair = PairPlan(
         draft=draft,
         target=target,
@@ -220,7 +224,9 @@ def _run_stage(planned: PlannedStage, verify: bool, reporter: Reporter) -> Stage
     return report
 
 
-def _resolve(config: PipelineConfig, checkpoint: CheckpointConfig, role: Role) -> Side:
+def _resolve(
+    config: PipelineConfig, checkpoint: CheckpointConfig, role: Role, small_files: Path | None
+) -> Side:
     """Resolves one checkpoint to a folder that holds its small files at least."""
     found = source.resolve(
         checkpoint.checkpoint,
@@ -228,10 +234,15 @@ def _resolve(config: PipelineConfig, checkpoint: CheckpointConfig, role: Role) -
         base=config.base_dir,
         role=role,
         weights=False,
+        small_files=small_files,
     )
+    allow_quantized = load_runtime(config.engine.runtime).reads_quantized(config.engine)
     try:
+        hf_config = read_config(found.path, allow_quantized=allow_quantized)
+        if allow_quantized:  # what it is apart from that
+            hf_config = {k: v for k, v in hf_config.items() if k not in QUANTIZATION_KEYS}
         # The dtype may be left to the weights, and has no part in this.
-        unified = unified_config({**read_config(found.path), "dtype": "float32"})
+        unified = unified_config({**hf_config, "dtype": "float32"})
     except CheckpointError as exc:
         raise CheckpointError(f"{role} {found.path}: {exc}") from exc
     return Side(

@@ -34,12 +34,19 @@ class Source:
 
 
 def resolve(
-    checkpoint: str, *, revision: str | None, base: Path, role: Role, weights: bool = True
+    checkpoint: str,
+    *,
+    revision: str | None,
+    base: Path,
+    role: Role,
+    weights: bool = True,
+    small_files: Path | None = None,
 ) -> Source:
     """Finds a checkpoint: a folder, relative to `base`, or else a hub repository.
 
     A folder wins over a repository of the same name. Without `weights` only the small files of a
-    repository are fetched, which is all that the pair check reads.
+    repository are fetched, which is all that the pair check reads. With `small_files` no hub is
+    asked: that folder holds the small files of `org/name` in `org--name/` or `org/name/`.
     """
     if not checkpoint:
         raise ConfigError(f"{role}.checkpoint is empty; give a folder or a hub id")
@@ -61,8 +68,21 @@ def resolve(
         )
     if not _HUB_ID.fullmatch(checkpoint):
         raise ConfigError(f"{role}.checkpoint {checkpoint}: there is no folder {folder}")
+    if small_files is not None:
+        return Source(_local_copy(checkpoint, small_files, role), None, checkpoint)
     path = _fetch(checkpoint, revision, folder, role, weights)
     return Source(path, path.name if _COMMIT.fullmatch(path.name) else None, checkpoint)
+
+
+def _local_copy(repo_id: str, small_files: Path, role: Role) -> Path:
+    flat = small_files / repo_id.replace("/", "--")
+    for folder in (flat, small_files / repo_id):
+        if folder.is_dir():
+            return folder.resolve()
+    raise CheckpointError(
+        f"{role}: the small files of {repo_id} are not in {small_files}: put config.json, "
+        f"generation_config.json and the tokenizer's files into {flat}"
+    )
 
 
 def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights: bool) -> Path:

@@ -118,6 +118,7 @@ class ScriptedPair:
     def __init__(self) -> None:
         self.cancelled: list[str] = []
         self._chunks: list[Chunk] = []
+        self.num_steps = 0
 
     def submit(self, request: Request) -> str:
         name = request.request_id
@@ -136,7 +137,10 @@ class ScriptedPair:
     def has_work(self) -> bool:
         return bool(self._chunks)
 
+    def interrupt(self) -> None: ...
+
     def step(self) -> list[Chunk]:
+        self.num_steps += 1
         return [self._chunks.pop(0)]
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.base import Pair, PairOptions
 from specpipe.runtimes.costs import CostTable
 from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.runtimes.torch.sampling import TorchSampler
@@ -103,7 +103,7 @@ def make_pair(
     )
 
 
-def run(pair: EnginePair, requests: Sequence[Request]) -> dict[str, list[Chunk]]:
+def run(pair: Pair, requests: Sequence[Request]) -> dict[str, list[Chunk]]:
     """Runs requests to their ends; the chunks of each by its id."""
     chunks: dict[str, list[Chunk]] = {r.request_id: [] for r in requests}
     for request in requests:

@@ -124,9 +124,16 @@ class Quiet:
 
 @pytest.fixture(scope="session")
 def quickstart_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `specpipe build` does, for up to 8 draft tokens, then moved."""
+    """Built as `specpipe build` does, for up to 8 draft tokens, then moved.
+
+    K is as asked: the adaptive one is 0 on a machine that is busy.
+    """
     output_dir = tmp_path_factory.mktemp("engines")
-    overrides = [f"output_dir={output_dir}", "speculation.num_draft_tokens=8"]
+    overrides = [
+        f"output_dir={output_dir}",
+        "speculation.num_draft_tokens=8",
+        "speculation.adaptive=false",
+    ]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
     pipeline.run(pipeline.plan(config), Quiet())
     return pipeline.built_repository(config).rename(output_dir / "moved")

@@ -27,6 +27,7 @@ class EchoPair:
         )
         self._running: dict[str, tuple[RequestState, str]] = {}
         self._cancelled: list[str] = []
+        self.num_steps = 0
 
     def submit(self, request: Request) -> str:
         decoder = self._detokenizer(())
@@ -44,7 +45,10 @@ class EchoPair:
     def has_work(self) -> bool:
         return bool(self._running)
 
+    def interrupt(self) -> None: ...
+
     def step(self) -> list[Chunk]:
+        self.num_steps += 1
         chunks = [self._running[id_][0].finish("cancelled") for id_ in self._cancelled]
         for request_id in self._cancelled:
             del self._running[request_id]

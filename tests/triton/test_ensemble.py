@@ -55,6 +55,7 @@ def test_whole_answer(url: str) -> None:
         "total_accepted_draft_tokens": 3,
         "seed_used": 2**64 - 1,
         "acceptance_rate": 1.0,
+        "is_lossless": True,
     }
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.errors import RequestError, ServerError, SpecpipeError
+from specpipe.errors import EngineMismatch, RequestError, ServerError, SpecpipeError
+from specpipe.runtimes.base import Launch
 from specpipe.triton import launcher
 from specpipe.triton.client import Client
 from specpipe.triton.launcher import ServeOptions
@@ -152,6 +153,59 @@ def test_a_killed_launcher_takes_triton_along(
     group = echo_launcher.triton()
     echo_launcher.process.kill()
     assert wait_until(lambda: not Path(f"/proc/{group}").exists())
+
+
+class Runtime:
+    """A runtime that refuses to launch, or launches with a note."""
+
+    def __init__(self, *, fits: bool) -> None:
+        self.fits = fits
+        self.asked: list[object] = []
+
+    def launch(self, repository: Path, **choices: object) -> Launch:
+        self.asked.append((repository, choices))
+        if not self.fits:
+            raise EngineMismatch("target: built with TensorRT 10.8.0.43, here is 10.10.0.31")
+        return Launch(notes=("draft: the TensorRT here is unknown",))
+
+
+def test_nothing_is_started_for_engines_that_do_not_fit(
+    echo_repository: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, runtime, reports = echo_repository(), Runtime(fits=False), list[str]()
+    monkeypatch.setattr(launcher, "load_runtime", lambda name: runtime)
+    monkeypatch.setattr(launcher, "Server", lambda *_, **__: pytest.fail("a server was made"))
+    with pytest.raises(EngineMismatch, match="10.8.0.43"):
+        launcher.serve(
+            folder,
+            ServeOptions(),
+            report=reports.append,
+            mpi_mode="leader",
+            allow_unknown_engine_facts=True,
+            build_command="specpipe build --config x.yaml",
+        )
+    assert reports == []
+    choices = {
+        "mode": "leader",
+        "allow_unknown_facts": True,
+        "build_command": "specpipe build --config x.yaml",
+    }
+    assert runtime.asked == [(folder, choices)]
+
+
+def test_what_was_allowed_is_written_into_the_log(
+    echo_repository: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[str] = []
+
+    def no_server(*_: object, launch: Launch, **__: object) -> None:
+        raise ServerError("not here")
+
+    monkeypatch.setattr(launcher, "load_runtime", lambda name: Runtime(fits=True))
+    monkeypatch.setattr(launcher, "Server", no_server)
+    with pytest.raises(ServerError, match="not here"):
+        launcher.serve(echo_repository(), ServeOptions(), report=reports.append)
+    assert reports == ["warning: draft: the TensorRT here is unknown"]
 
 
 class BusyServer:

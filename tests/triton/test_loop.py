@@ -19,6 +19,8 @@ class CountingPair:
     def __init__(self) -> None:
         self.go = threading.Semaphore(0)
         self.fault: Exception | None = None
+        self.num_steps = 0
+        self.num_interrupts = 0
         self._running: dict[str, list[int]] = {}
         self._cancelled: set[str] = set()
 
@@ -34,10 +36,14 @@ class CountingPair:
     def has_work(self) -> bool:
         return bool(self._running)
 
+    def interrupt(self) -> None:
+        self.num_interrupts += 1
+
     def step(self) -> list[Chunk]:
         self.go.acquire()
         if self.fault is not None:
             raise self.fault
+        self.num_steps += 1
         chunks = []
         for request_id in list(self._running):
             count = self._running[request_id]
@@ -184,3 +190,44 @@ def test_every_step_is_reported(pair: CountingPair) -> None:
     loop.close()
     assert sum(reported) == 5
     assert len(reported) <= 3
+
+
+class WaitingPair(CountingPair):
+    """Its steps wait until something happened, as those of a pair whose models run elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go.release(1000)
+        self._news = threading.Event()
+
+    def submit(self, request: Request) -> str:
+        self._news.set()
+        return super().submit(request)
+
+    def interrupt(self) -> None:
+        self._news.set()
+
+    def step(self) -> list[Chunk]:
+        if not self._news.wait(5):
+            raise TimeoutError("nobody said that there is news")
+        self._news.clear()
+        return super().step()
+
+
+def test_news_reach_a_step_that_waits() -> None:
+    loop = PairLoop(WaitingPair(), on_fault=lambda: None)
+    first = Caller(loop, "a", 100)
+    assert first.next().text == "1"
+    second = Caller(loop, "b", 100)
+    assert second.next().text == "1"
+    loop.close()
+
+
+def test_close_stops_what_the_pair_runs(pair: CountingPair) -> None:
+    loop = PairLoop(pair)
+    caller = Caller(loop, "a", 100)
+    pair.go.release()
+    caller.next()
+    pair.go.release()
+    loop.close()
+    assert pair._cancelled == {"a"}

@@ -368,6 +368,7 @@ LAST = {
     "num_input_tokens": [[3]],
     "num_output_tokens": [[4]],
     "seed_used": [[2**63 + 1]],
+    "is_lossless": [[True]],
 }
 EACH = {"stream_id": [["s1"]], "batch_index": [[0]], "sequence_index": [[0]]}
 

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from specpipe.errors import RuntimeUnavailable
 from specpipe.runtimes.memory import MemoryEstimate
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
+    "tensorrt_llm": "specpipe.runtimes.tensorrt_llm:TensorRTLLMRuntime",
 }
 
 DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
@@ -31,8 +32,13 @@ DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
 class Pair(Protocol):
     """A draft and a target that run requests together.
 
-    One thread drives it: `submit`, `cancel` and `step` are not to be called at the same time.
+    One thread drives it: `submit`, `cancel` and `step` are not to be called at the same time. Any
+    other may call `interrupt`.
     """
+
+    @property
+    def num_steps(self) -> int:
+        """Draft-verify rounds so far: a sign of life while requests are long."""
 
     def submit(self, request: Request) -> str:
         """Queues a request and returns its id.
@@ -48,7 +54,13 @@ class Pair(Protocol):
         """
 
     def step(self) -> list[Chunk]:
-        """Runs one draft-verify round for every admitted request; returns what each may emit."""
+        """Runs one draft-verify round for every admitted request; returns what each may emit.
+
+        A pair whose models run elsewhere waits for the next round of any request instead.
+        """
+
+    def interrupt(self) -> None:
+        """Makes a `step` that waits return, or the next one if none does: there is news for it."""
 
     def has_work(self) -> bool:
         """True while a request is queued, running, or has a chunk that `step` has yet to return."""
@@ -120,6 +132,35 @@ def convert_stage(side: Side) -> PlannedStage:
     return PlannedStage(convert, side.artifacts / "checkpoint", side.fetch)
 
 
+LaunchMode = Literal["auto", "leader", "orchestrator"]
+"""How the ranks of engines come to be, where they are processes of their own: mpirun starts them
+all (leader), or one server spawns those of each engine (orchestrator)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the server of a repository is started; the default is one `tritonserver`.
+
+    world_size       servers that mpirun starts, one for each rank; all but the first load
+                     `rank_models` only and answer nobody
+    is_orchestrator  whether mpirun starts the only server, which spawns the ranks itself
+    environment      variables added to the server's own
+    arguments        arguments of `tritonserver` besides those that every runtime needs
+    notes            what the log is to say about it, a sentence each
+    """
+
+    world_size: int = 1
+    is_orchestrator: bool = False
+    rank_models: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def uses_mpi(self) -> bool:
+        return self.world_size > 1 or self.is_orchestrator
+
+
 class Runtime(Protocol):
     """One library's way of building engines and running a pair of them."""
 
@@ -137,6 +178,12 @@ class Runtime(Protocol):
         for what can be known not to work.
         """
 
+    def reads_quantized(self, engine: EngineConfig) -> bool:
+        """True where quantized Hugging Face checkpoints are taken, and read as they are.
+
+        `Side.unified` then tells the architecture and not how the weights are stored.
+        """
+
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         """The `runtime_settings` of the pair's options."""
 
@@ -150,6 +197,21 @@ class Runtime(Protocol):
 
         The folders `draft` and `target` in the version folder of `speculative` are what `load_pair`
         gets; each holds the engine's `config.json` at least.
+        """
+
+    def launch(
+        self,
+        repository: Path,
+        *,
+        mode: LaunchMode = "auto",
+        allow_unknown_facts: bool = False,
+        build_command: str = "specpipe build",
+    ) -> Launch:
+        """How the server of a repository is to be started on this machine.
+
+        Raises EngineMismatch when its engines were built for something else than what is here, or
+        when a fact of theirs is unknown and that was not allowed; the message names all of it, and
+        the command that builds them again.
         """
 
     def load_pair(

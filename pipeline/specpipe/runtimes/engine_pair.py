@@ -6,15 +6,13 @@ are. B requests in a step, K draft tokens, V vocabulary.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specpipe.errors import RequestError
+from specpipe.runtimes.admission import OVERDUE, WaitingRequests
 from specpipe.runtimes.base import DetokenizerFactory, PairOptions
 from specpipe.runtimes.costs import CostTable, Role
 from specpipe.speculative.adaptive import MIN_GAIN, DraftLength
@@ -107,15 +105,6 @@ class _Running:
     """The last step gave no usable row; the next shows whether its draft tokens were to blame."""
 
 
-@dataclass(order=True)
-class _Waiting:
-    priority: int
-    arrival: int
-    request: Request = field(compare=False)
-    submitted: float = field(compare=False)
-    deadline: float = field(compare=False)
-
-
 class EnginePair:
     """The `Pair` of runtimes that run both engines themselves.
 
@@ -146,22 +135,14 @@ class EnginePair:
             vocab_size=min(draft.vocab_size, target.vocab_size),
         )
         self._max_batch_size = min(options.max_batch_size, target.max_batch_size)
-        self._waiting: list[_Waiting] = []
+        self._waiting = WaitingRequests(options, clock=clock)
         self._running: list[_Running] = []
         self._ended: list[Chunk] = []
-        self._arrivals = itertools.count()
+        self.num_steps = 0
 
     def submit(self, request: Request) -> str:
         self._limits.check(request)
-        if len(self._waiting) >= self._options.max_queue_size:
-            raise RequestError(
-                f"the queue is full: {len(self._waiting)} requests wait "
-                f"(serving.max_queue_size), {len(self._running)} run; try again later"
-            )
-        now = self._clock()
-        timeout_s = request.timeout_s or self._options.request_timeout_s
-        waiting = _Waiting(request.priority, next(self._arrivals), request, now, now + timeout_s)
-        heapq.heappush(self._waiting, waiting)
+        self._waiting.put(request, num_running=len(self._running))
         return request.request_id
 
     def cancel(self, request_id: str) -> None:
@@ -169,42 +150,41 @@ class EnginePair:
             if running.state.request.request_id == request_id:
                 self._end(running, running.state.finish("cancelled"))
                 return
-        for waiting in self._waiting:
-            if waiting.request.request_id == request_id:
-                self._drop(waiting, self._new_state(waiting.request).finish("cancelled"))
-                return
+        waiting = self._waiting.take(request_id)
+        if waiting is not None:
+            self._ended.append(self._new_state(waiting.request).finish("cancelled"))
 
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._ended)
+        return bool(self._running or len(self._waiting) or self._ended)
 
     def step(self) -> list[Chunk]:
         self._end_overdue()
         self._admit()
         if self._running:
             self._round()
+            self.num_steps += 1
         chunks, self._ended = self._ended, []
         return chunks
+
+    def interrupt(self) -> None:
+        """Nothing to do: a step does not wait."""
 
     def _end_overdue(self) -> None:
         now = self._clock()
         for running in [r for r in self._running if r.deadline <= now]:
-            error = "the request ran into its time limit (timeout_s or serving.request_timeout_s)"
-            self._end(running, running.state.finish("error", error))
-        for waiting in [w for w in self._waiting if w.deadline <= now]:
-            error = (
-                f"the request waited {now - waiting.submitted:.1f} s without being started, "
-                f"which is its time limit (timeout_s or serving.request_timeout_s)"
-            )
-            self._drop(waiting, self._new_state(waiting.request).finish("error", error))
+            self._end(running, running.state.finish("error", OVERDUE))
+        for waiting in self._waiting.take_overdue(now):
+            state = self._new_state(waiting.request)
+            self._ended.append(state.finish("error", waiting.overdue(now)))
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_batch_size:
-            request = self._waiting[0].request
+        while len(self._waiting) and len(self._running) < self._max_batch_size:
+            request = self._waiting.first.request
             num_prompt = len(request.prompt_token_ids)
             max_tokens = min(num_prompt + request.max_tokens, self._limits.max_seq_len)
             if not self._target.can_admit(max_tokens):
                 return
-            waiting = heapq.heappop(self._waiting)
+            waiting = self._waiting.pop()
             sequence = self._target.allocate(prompt_length=num_prompt, max_tokens=max_tokens)
             self._running.append(_Running(self._new_state(request), waiting.deadline, sequence))
 
@@ -399,9 +379,4 @@ class EnginePair:
         self._target.free(running.target_sequence)
         if running.draft_sequence is not None:
             self._draft.free(running.draft_sequence)
-        self._ended.append(chunk)
-
-    def _drop(self, waiting: _Waiting, chunk: Chunk) -> None:
-        self._waiting.remove(waiting)
-        heapq.heapify(self._waiting)
         self._ended.append(chunk)

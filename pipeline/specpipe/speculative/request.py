@@ -175,6 +175,10 @@ class Statistics:
     seed_used: int
     acceptance_rate: float | None
     """None when nothing was drafted."""
+    is_lossless: bool = True
+    """False where the output may have another distribution than the target's: a runtime that cannot
+    keep it, and a config that asked for it all the same.
+    """
 
     def to_json(self) -> dict[str, int | float | None]:
         """The fields by name."""

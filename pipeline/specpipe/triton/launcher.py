@@ -13,7 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 from specpipe.errors import ServerError, SpecpipeError
+from specpipe.runtimes.base import LaunchMode, load_runtime
 from specpipe.triton import lint
+from specpipe.triton.repository import read_pair
 from specpipe.triton.server import Log, ServeOptions, Server, running
 
 __all__ = ["Report", "ServeOptions", "Server", "running", "serve"]
@@ -26,6 +28,9 @@ def serve(
     options: ServeOptions,
     *,
     report: Report,
+    mpi_mode: LaunchMode = "auto",
+    allow_unknown_engine_facts: bool = False,
+    build_command: str = "specpipe build",
     log: Log = lambda line: None,
     on_ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
@@ -34,9 +39,20 @@ def serve(
     The first signal drains, a second one ends the server at once. Returns after SIGTERM, raises
     KeyboardInterrupt after SIGINT, and ServerError when the server does not come (back) up. To
     be called from the main thread.
+
+    Nothing is started for engines that do not fit this machine: EngineMismatch says what differs,
+    and `build_command`, what to run.
     """
     lint.check(repository)
-    server = Server(repository, options, log=log)
+    launch = load_runtime(read_pair(repository).runtime).launch(
+        repository,
+        mode=mpi_mode,
+        allow_unknown_facts=allow_unknown_engine_facts,
+        build_command=build_command,
+    )
+    for note in launch.notes:
+        report(f"warning: {note}")
+    server = Server(repository, options, launch=launch, log=log)
     with _Signals(server) as signals:
         try:
             server.start(signals.received)
@@ -119,6 +135,6 @@ class _Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
-            self._server.signal_group(signal.SIGKILL)
+            self._server.signal_all(signal.SIGKILL)
         self.number = number
         self._event.set()

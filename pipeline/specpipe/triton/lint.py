@@ -22,6 +22,7 @@ from typing import Any
 from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.errors import RepositoryError
+from specpipe.triton import lint_llmapi, lint_tensorrt_llm
 from specpipe.triton.model_config import (
     CANCELS,
     DRAFT_ENGINE_DIR,
@@ -274,7 +275,7 @@ def _pair_limits(repository: Repository) -> Iterator[str]:
     """What `pair.json` promises, the engines were built for."""
     for name, config in repository.models.items():
         paths = [parameter(config, k) for k in (PAIR_FILE, DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR)]
-        if None in paths:
+        if None in paths or lint_llmapi.has_model_yaml(repository.version_folder(name)):
             continue
         pair, draft, target = (repository.version_folder(name) / str(path) for path in paths)
         try:
@@ -315,6 +316,8 @@ RULES: tuple[Rule, ...] = (
     _order,
     _cancellation,
     _pair_limits,
+    *lint_tensorrt_llm.RULES,
+    *lint_llmapi.RULES,
 )
 
 

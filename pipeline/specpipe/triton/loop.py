@@ -58,7 +58,7 @@ class PairLoop:
         self._open: dict[str, OnChunk] = {}
         self._fault: str | None = None
         self._is_closed = False
-        self._num_unreported_steps = 0
+        self._num_reported_steps = 0
         self._last_step_report = 0.0
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -69,17 +69,21 @@ class PairLoop:
 
     def submit(self, request: Request, *, on_chunk: OnChunk, on_refusal: OnRefusal) -> None:
         """Queues a request; it is answered through one of the two, on another thread."""
-        self._inbox.put(partial(self._submit, request, on_chunk, on_refusal))
+        self._put(partial(self._submit, request, on_chunk, on_refusal))
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step; unknown and finished ids are ignored."""
-        self._inbox.put(partial(self._cancel, request_id))
+        self._put(partial(self._cancel, request_id))
 
     def close(self) -> None:
         """Ends the threads; requests that are still open end as cancelled."""
-        self._inbox.put(self._close)
+        self._put(self._close)
         for thread in self._threads:
             thread.join()
+
+    def _put(self, news: Callable[[], None]) -> None:
+        self._inbox.put(news)
+        self._pair.interrupt()
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -94,6 +98,7 @@ class PairLoop:
             except Exception as exc:
                 _LOGGER.exception("the draft-verify loop failed")
                 self._fail(f"the draft-verify loop failed: {type(exc).__name__}: {exc}")
+        self._outbox.put(None)
 
     def _send(self) -> None:
         while (send := self._outbox.get()) is not None:
@@ -105,13 +110,13 @@ class PairLoop:
     def _step(self) -> None:
         for chunk in self._pair.step():
             self._deliver(chunk)
-        self._num_unreported_steps += 1
         if time.monotonic() - self._last_step_report >= _STEP_REPORT_INTERVAL_S:
             self._report_steps()
 
     def _report_steps(self) -> None:
-        self._outbox.put(partial(self._on_steps, self._num_unreported_steps))
-        self._num_unreported_steps = 0
+        num_steps = self._pair.num_steps
+        self._outbox.put(partial(self._on_steps, num_steps - self._num_reported_steps))
+        self._num_reported_steps = num_steps
         self._last_step_report = time.monotonic()
 
     def _submit(self, request: Request, on_chunk: OnChunk, on_refusal: OnRefusal) -> None:
@@ -132,8 +137,8 @@ class PairLoop:
     def _close(self) -> None:
         self._is_closed = True
         for request_id in tuple(self._open):
+            self._cancel(request_id)
             self._deliver(Chunk(request_id=request_id, finish_reason="cancelled"))
-        self._outbox.put(None)
 
     def _fail(self, message: str) -> None:
         if self._fault is not None:

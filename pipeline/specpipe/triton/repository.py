@@ -80,6 +80,12 @@ def write(
     (speculative / "pair.json").write_text(pair.to_json(), encoding="utf-8")
 
 
+def read_pair(repository: Path) -> PairFile:
+    """Reads which runtime serves the pair of a repository, and how."""
+    path = repository / SPECULATIVE / VERSION / "pair.json"
+    return PairFile.from_json(path.read_text(encoding="utf-8"))
+
+
 def parameter_path(arguments: Mapping[str, str], name: str) -> Path:
     """Returns a file or folder that a model's config names; `arguments` are those of `initialize`.
 

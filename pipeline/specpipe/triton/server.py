@@ -1,4 +1,4 @@
-"""One Triton process group: found, started, asked whether it answers, drained, killed.
+"""One Triton and its processes: found, started, asked whether it answers, drained, killed.
 
 Triton calls itself ready while nothing can answer: after the death of a Python model's process, and
 while its thread hangs (Triton 2.51). Ready means here that one real request went through.
@@ -28,8 +28,15 @@ from pathlib import Path
 from typing import IO
 
 from specpipe.errors import ServerError, SpecpipeError
-from specpipe.triton import metrics
+from specpipe.runtimes.base import Launch
+from specpipe.triton import metrics, processes
 from specpipe.triton.client import Client
+from specpipe.triton.command import (
+    MPI_RUN,
+    server_command,
+    server_environment,
+    shared_memory_argument,
+)
 
 Log = Callable[[str], None]
 
@@ -41,13 +48,6 @@ _EXIT_TIME_S = 10.0  # what Triton may take to unload its models
 _DRAIN_INTERVAL_S = 0.5
 _MAX_NUM_STUCK = 6  # looks without a step; the loop reports its steps once a second
 
-# Linux sends Triton a SIGTERM when the thread that started it dies, however that came (1 is
-# PR_SET_PDEATHSIG), so that no server is left behind with its ports and its memory.
-_EXEC = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
-
 
 @dataclass(frozen=True)
 class TritonBinary:
@@ -55,7 +55,8 @@ class TritonBinary:
 
     path: Path
     library_path: Path | None = None
-    backends: Path | None = None  # None: where the installation has them
+    # None: where the installation has them. Else a folder of them, `python` among them
+    backends: Path | None = None
     python_stub: Path | None = None  # the process that runs a Python model, for this Python
 
 
@@ -102,9 +103,9 @@ def find_tritonserver() -> TritonBinary:
 
 
 class Server:
-    """One Triton process group; `start` returns when a real request went through.
+    """One Triton with all its processes; `start` returns when a real request went through.
 
-    It lives no longer than the thread that called `start`.
+    It lives no longer than the thread that called `start`. The repository is its working directory.
     """
 
     def __init__(
@@ -112,11 +113,13 @@ class Server:
         repository: Path,
         options: ServeOptions,
         *,
+        launch: Launch | None = None,
         binary: TritonBinary | None = None,
         log: Log = lambda line: None,
     ) -> None:
         self.options = _with_free_ports(options)
-        self._repository = repository
+        self._repository = repository.resolve()
+        self._launch = Launch() if launch is None else launch
         self._binary = find_tritonserver() if binary is None else binary
         self._log = log
         self._last_lines: deque[str] = deque(maxlen=_MAX_LOG_LINES)
@@ -158,13 +161,14 @@ class Server:
         self._num_steps = None
         self._process = subprocess.Popen(
             self._command(),
-            env=self._environment(),
+            cwd=self._repository,
+            env=server_environment(self._binary, self._launch, os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # a process group of its own, for `kill`
+            start_new_session=True,  # a session of its own, for `kill`
         )
         assert self._process.stdout is not None
         self._log_reader = threading.Thread(
@@ -209,9 +213,8 @@ class Server:
     def stop(self) -> None:
         """Lets running requests finish, up to the drain limit, then ends the process group."""
         if self.is_running:
-            assert self._process is not None
             with self._connection():
-                self._process.terminate()
+                self._terminate()
                 is_done = self._drain()
             if is_done and not self._has_dead_model():
                 # Not for longer: idle connections of clients would keep Triton for its whole limit.
@@ -267,21 +270,32 @@ class Server:
 
         Triton reaps those that it unloads itself, which it does once no request is in flight.
         """
+        return processes.has_dead_child(self._triton_pid())
+
+    def _triton_pid(self) -> int:
+        """The process of the Triton that answers: with MPI, the first rank's."""
         assert self._process is not None
-        try:
-            states = [
-                Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-                for children in Path(f"/proc/{self._process.pid}/task").glob("*/children")
-                for child in children.read_text().split()
-            ]
-        except OSError:
-            return False
-        return "Z" in states
+        if self._launch.uses_mpi:
+            mark = shared_memory_argument(self._shared_memory_prefix, 0)
+            for pid in processes.session_pids(self._process.pid):
+                arguments = processes.arguments(pid)
+                if mark in arguments and MPI_RUN[1] not in arguments:
+                    return pid
+        return self._process.pid
+
+    def _terminate(self) -> None:
+        """Asks Triton to end. Not mpirun, which would kill all ranks a moment later.
+
+        Open MPI 5.0 sends SIGKILL half a second after it passed SIGTERM on. Other ranks end when
+        the first one does.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._triton_pid(), signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the whole process group at once and removes what it leaves behind."""
+        """Ends all processes at once and removes what they leave behind."""
         if self._process is not None:
-            self.signal_group(signal.SIGKILL)
+            processes.kill_session(self._process.pid)
             self._process.wait()
             assert self._log_reader is not None
             self._log_reader.join(timeout=5)
@@ -292,53 +306,38 @@ class Server:
             self._backends.cleanup()
             self._backends = None
 
-    def signal_group(self, number: signal.Signals) -> None:
-        """Sends a signal to Triton and the processes of its models."""
+    def signal_all(self, number: signal.Signals) -> None:
+        """Sends a signal to Triton and the processes of its models.
+
+        mpirun gives each rank a process group of its own, but leaves all in one session.
+        """
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            processes.signal_session(self._process.pid, number)
 
     def _command(self) -> list[str]:
-        options = self.options
-        command = [
-            *(sys.executable, "-c", _EXEC),
-            str(self._binary.path),
-            f"--model-repository={self._repository.resolve()}",
-            "--disable-auto-complete-config",
-            f"--http-address={options.host}",
-            f"--http-port={options.http_port}",
-            f"--grpc-address={options.host}",
-            f"--grpc-port={options.grpc_port}",
-            f"--metrics-address={options.host}",
-            f"--metrics-port={options.metrics_port}",
-            f"--exit-timeout-secs={int(options.drain_timeout_s)}",
-            f"--backend-config=python,shm-region-prefix-name={self._shared_memory_prefix}",
-        ]
-        if self._binary.backends is not None:
-            command.append(f"--backend-directory={self._stage_backends()}")
-        return command
+        return server_command(
+            self._binary,
+            self._repository,
+            self.options,
+            self._launch,
+            shared_memory_prefix=self._shared_memory_prefix,
+            backends=self._backend_folder(),
+        )
 
-    def _stage_backends(self) -> Path:
+    def _backend_folder(self) -> Path | None:
         """The wheel keeps the stub of each Python version apart from the backend that runs it."""
-        assert self._binary.backends is not None and self._binary.python_stub is not None
+        if self._binary.backends is None or self._binary.python_stub is None:
+            return self._binary.backends
         self._backends = tempfile.TemporaryDirectory(prefix="specpipe-triton-")
         folder = Path(self._backends.name)
+        for backend in self._binary.backends.iterdir():
+            if backend.name != "python":
+                (folder / backend.name).symlink_to(backend)
         (folder / "python").mkdir()
         for source in (self._binary.backends / "python").iterdir():
             (folder / "python" / source.name).symlink_to(source)
         (folder / "python" / self._binary.python_stub.name).symlink_to(self._binary.python_stub)
         return folder
-
-    def _environment(self) -> dict[str, str]:
-        environment = dict(os.environ)
-        # The stub finds this environment's packages through the `python3` that comes first on PATH.
-        bin_folder = Path(sys.executable).parent
-        environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', os.defpath)}"
-        environment["PYTHONUNBUFFERED"] = "1"
-        if self._binary.library_path is not None:
-            libraries = [str(self._binary.library_path), environment.get("LD_LIBRARY_PATH", "")]
-            environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
-        return environment
 
     def _read_log(self, lines: IO[str]) -> None:
         with lines:
@@ -374,11 +373,17 @@ class Server:
 
 @contextlib.contextmanager
 def running(
-    repository: Path, options: ServeOptions | None = None, *, log: Log = lambda line: None
+    repository: Path,
+    options: ServeOptions | None = None,
+    *,
+    launch: Launch | None = None,
+    binary: TritonBinary | None = None,
+    log: Log = lambda line: None,
 ) -> Iterator[Server]:
     """Serves a repository for the time of a `with` block, on free ports unless `options` says."""
     ports = ServeOptions(http_port=0, grpc_port=0, metrics_port=0)
-    server = Server(repository, ports if options is None else options, log=log)
+    given = ports if options is None else options
+    server = Server(repository, given, launch=launch, binary=binary, log=log)
     try:
         server.start()
         yield server

@@ -121,6 +121,7 @@ STATISTICS_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("num_input_tokens", "INT32"),
     Tensor("num_output_tokens", "INT32"),
     Tensor("seed_used", "UINT64"),
+    Tensor("is_lossless", "BOOL"),
 )
 """In the last data response alone; `error` after a failure, `acceptance_rate` if drafted."""
 
@@ -468,7 +469,11 @@ def parse_statistics(values: Mapping[str, Any]) -> Statistics | None:
         )
     }
     rate = values.get("acceptance_rate")
-    return Statistics(**counts, acceptance_rate=None if rate is None else float(rate))
+    return Statistics(
+        **counts,
+        acceptance_rate=None if rate is None else float(rate),
+        is_lossless=bool(values.get("is_lossless", True)),
+    )
 
 
 def read_cancel(tensors: Tensors) -> str:

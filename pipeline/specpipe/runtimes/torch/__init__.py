@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpipe.errors import ConfigError
 from specpipe.provenance import gpus
-from specpipe.runtimes.base import convert_stage, require_library
+from specpipe.runtimes.base import Launch, convert_stage, require_library
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
 from specpipe.runtimes.torch.memory import estimate_memory
@@ -15,7 +16,15 @@ from specpipe.stages.base import PlannedStage
 from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.base import DetokenizerFactory, Pair, PairOptions, PairPlan, Side
+    from specpipe.config import EngineConfig
+    from specpipe.runtimes.base import (
+        DetokenizerFactory,
+        LaunchMode,
+        Pair,
+        PairOptions,
+        PairPlan,
+        Side,
+    )
 
 
 class TorchRuntime:
@@ -45,6 +54,9 @@ class TorchRuntime:
         )
         return convert, PlannedStage(build, side.artifacts / "engine", require=self.require)
 
+    def reads_quantized(self, engine: EngineConfig) -> bool:
+        return False
+
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         return {}
 
@@ -66,6 +78,18 @@ class TorchRuntime:
         version = out / SPECULATIVE / VERSION
         link_folder(draft_engine, version / "draft")
         link_folder(target_engine, version / "target")
+
+    def launch(
+        self,
+        repository: Path,
+        *,
+        mode: LaunchMode = "auto",
+        allow_unknown_facts: bool = False,
+        build_command: str = "specpipe build",
+    ) -> Launch:
+        if mode != "auto":
+            raise ConfigError(f"--mpi-mode {mode} has no effect: runtime 'torch' has no ranks")
+        return Launch()  # its engines run wherever torch does
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory

@@ -1,0 +1,90 @@
+"""What this machine has for specpipe, and what it can therefore do."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from specpipe.errors import SpecpipeError
+from specpipe.provenance import gpus, versions
+from specpipe.runtimes.base import RUNTIMES, load_runtime
+
+LIBRARIES = (
+    "huggingface_hub",
+    "numpy",
+    "protobuf",
+    "tokenizers",
+    "torch",
+    "tritonclient",
+    "nvidia-pytriton",
+    "tensorrt_llm",
+    "tensorrt",
+)
+_PROGRAMS = ("trtllm-build", "mpirun")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing, and what there is of it."""
+
+    subject: str
+    found: str
+
+
+def examine() -> tuple[Line, ...]:
+    """Looks at the environment; nothing is started but `nvidia-smi` and `docker version`."""
+    return (
+        Line("python", f"{platform.python_version()} ({sys.executable})"),
+        *(Line(library, found) for library, found in versions(LIBRARIES).items()),
+        Line("tritonserver", _tritonserver()),
+        *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),
+        *_gpus(),
+        Line("docker", _docker()),
+        *(Line(f"runtime {name}", _runtime(name)) for name in RUNTIMES),
+    )
+
+
+def _tritonserver() -> str:
+    from specpipe.triton.server import find_tritonserver
+
+    try:
+        return str(find_tritonserver().path)
+    except SpecpipeError as exc:
+        return str(exc)
+
+
+def _gpus() -> Iterator[Line]:
+    found = gpus()
+    if not found:
+        yield Line("GPU", "none that nvidia-smi tells of")
+    for number, gpu in enumerate(found):
+        yield Line(
+            f"GPU {number}",
+            f"{gpu['name']}, compute capability {gpu['compute_cap']}, driver "
+            f"{gpu['driver_version']}",
+        )
+
+
+def _docker() -> str:
+    docker = shutil.which("docker")
+    if docker is None:
+        return "not on PATH"
+    asked = [docker, "version", "--format", "{{.Server.Version}}"]
+    try:
+        printed = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return f"{docker}, but its daemon does not answer"
+    return f"{printed.stdout.strip()} ({docker})"
+
+
+def _runtime(name: str) -> str:
+    """Planning needs no library; building says what it misses."""
+    try:
+        load_runtime(name).require()
+    except SpecpipeError as exc:
+        return f"plans here (--dry-run); {exc}"
+    return "has what building needs"

@@ -1,0 +1,89 @@
+"""Requests on their way into a pair: who waits, who is next, and who waited too long."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specpipe.errors import RequestError
+from specpipe.runtimes.base import PairOptions
+from specpipe.speculative.request import Request
+
+OVERDUE = "the request ran into its time limit (timeout_s or serving.request_timeout_s)"
+"""What a running request is told at its deadline."""
+
+
+@dataclass(order=True)
+class Waiting:
+    """A request that has no slot yet; those with a lower number go first, then the older ones."""
+
+    priority: int
+    arrival: int
+    request: Request = field(compare=False)
+    submitted: float = field(compare=False)
+    deadline: float = field(compare=False)
+    """When its last token is due; like `submitted`, by the queue's clock."""
+
+    def overdue(self, now: float) -> str:
+        """What it is told when its deadline passes before it was started."""
+        return (
+            f"the request waited {now - self.submitted:.1f} s without being started, "
+            "which is its time limit (timeout_s or serving.request_timeout_s)"
+        )
+
+
+class WaitingRequests:
+    """The queue in front of a pair, by priority and then by arrival."""
+
+    def __init__(
+        self, options: PairOptions, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._options, self._clock = options, clock
+        self._heap: list[Waiting] = []
+        self._arrivals = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def put(self, request: Request, *, num_running: int) -> None:
+        """Adds a request; raises RequestError, with the numbers, when the queue is full."""
+        if len(self._heap) >= self._options.max_queue_size:
+            raise RequestError(
+                f"the queue is full: {len(self._heap)} requests wait "
+                f"(serving.max_queue_size), {num_running} run; try again later"
+            )
+        now = self._clock()
+        timeout_s = request.timeout_s or self._options.request_timeout_s
+        waiting = Waiting(request.priority, next(self._arrivals), request, now, now + timeout_s)
+        heapq.heappush(self._heap, waiting)
+
+    @property
+    def first(self) -> Waiting:
+        """The request that is next."""
+        return self._heap[0]
+
+    def pop(self) -> Waiting:
+        """Takes out the request that is next."""
+        return heapq.heappop(self._heap)
+
+    def take(self, request_id: str) -> Waiting | None:
+        """Takes out one request; None when it does not wait here."""
+        return next(iter(self._take(lambda w: w.request.request_id == request_id)), None)
+
+    def take_overdue(self, now: float) -> list[Waiting]:
+        """Takes out all whose deadline is past."""
+        return self._take(lambda waiting: waiting.deadline <= now)
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline; None when nobody waits."""
+        return min((waiting.deadline for waiting in self._heap), default=None)
+
+    def _take(self, condition: Callable[[Waiting], bool]) -> list[Waiting]:
+        taken = [waiting for waiting in self._heap if condition(waiting)]
+        if taken:
+            self._heap = [waiting for waiting in self._heap if not condition(waiting)]
+            heapq.heapify(self._heap)
+        return sorted(taken)

@@ -1,0 +1,108 @@
+"""The TensorRT-LLM runtime, for both of its backends: `tensorrt` (engines) and `pytorch` (LLM API).
+
+Planning imports neither TensorRT-LLM nor Triton; every part is imported by the method that needs
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specpipe.config import EngineConfig
+    from specpipe.runtimes.base import (
+        DetokenizerFactory,
+        Launch,
+        LaunchMode,
+        Pair,
+        PairOptions,
+        PairPlan,
+        Side,
+    )
+    from specpipe.runtimes.memory import MemoryEstimate
+    from specpipe.stages.base import PlannedStage
+
+
+class TensorRTLLMRuntime:
+    """Chooses by `engine.tensorrt_llm.backend`; the work is done in the modules of this package."""
+
+    name = "tensorrt_llm"
+
+    def require(self) -> None:
+        from specpipe.runtimes.tensorrt_llm import build
+
+        build.require()
+
+    def engine_stages(
+        self, pair: PairPlan
+    ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+        if pair.engine.tensorrt_llm.backend == "pytorch":
+            from specpipe.runtimes.tensorrt_llm import llmapi
+
+            return llmapi.engine_stages(pair)
+        from specpipe.runtimes.tensorrt_llm import build
+
+        return build.engine_stages(pair)
+
+    def reads_quantized(self, engine: EngineConfig) -> bool:
+        return engine.tensorrt_llm.backend == "pytorch"
+
+    def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
+        if pair.engine.tensorrt_llm.backend == "pytorch":
+            from specpipe.runtimes.tensorrt_llm import llmapi
+
+            return llmapi.serving_settings(pair)
+        from specpipe.runtimes.tensorrt_llm import models
+
+        return models.serving_settings(pair)
+
+    def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
+        from specpipe.runtimes.tensorrt_llm import kv_plan
+
+        return kv_plan.estimate_memory(pair, side)
+
+    def write_models(
+        self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
+    ) -> None:
+        if options.runtime_settings["backend"] == "pytorch":
+            from specpipe.runtimes.tensorrt_llm import llmapi
+
+            llmapi.write_models(
+                out, draft_engine=draft_engine, target_engine=target_engine, options=options
+            )
+        else:
+            from specpipe.runtimes.tensorrt_llm import models
+
+            models.write_models(
+                out, draft_engine=draft_engine, target_engine=target_engine, options=options
+            )
+
+    def load_pair(
+        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+    ) -> Pair:
+        if options.runtime_settings["backend"] == "pytorch":
+            from specpipe.runtimes.tensorrt_llm import llmapi
+
+            return llmapi.load_pair(draft, target, options, detokenizer)
+        from specpipe.runtimes.tensorrt_llm import bls
+
+        return bls.load_pair(draft, target, options, detokenizer)
+
+    def launch(
+        self,
+        repository: Path,
+        *,
+        mode: LaunchMode = "auto",
+        allow_unknown_facts: bool = False,
+        build_command: str = "specpipe build",
+    ) -> Launch:
+        from specpipe.runtimes.tensorrt_llm import serve
+
+        return serve.launch(
+            repository,
+            mode=mode,
+            allow_unknown_facts=allow_unknown_facts,
+            build_command=build_command,
+        )

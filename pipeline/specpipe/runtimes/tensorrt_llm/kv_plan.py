@@ -1,0 +1,299 @@
+"""How much of the GPUs' memory each engine takes, and how large its KV cache is.
+
+The plan: a KV cache holds `engine.max_batch_size` sequences of the engine's full length, so every
+request that the pair admits keeps its blocks from step to step. It is written as a number of tokens
+(`max_tokens_in_paged_kv_cache`) and not as a fraction: the backend takes a fraction of what is free
+when an engine loads, so with two engines on one GPU it would depend on which of them loads first,
+and the first would take what the second needs for its weights. A number of tokens says the same in
+either order. The fraction is written too, as a ceiling (0.9, TensorRT-LLM's own default): what it
+leaves is the reserve.
+
+Sources: TensorRT-LLM@b35ac1b6, cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp
+(calculateMaxNumBlocks: the smaller of tokens and fraction, rounded up to blocks) and
+trtGptModelInflightBatching.cpp (clampWindowSizesToFitAtLeastOneSequence: a cache for less than one
+sequence shortens max_seq_len with only a warning). Bytes were computed, and compared with no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from specpipe.checkpoint import QUANT_CONFIG_NAME, read_config
+from specpipe.errors import EngineBuildError
+from specpipe.families import Part, TensorRule, part_shape, pipeline_layers, tensor_rules
+from specpipe.runtimes.memory import MemoryEstimate, format_bytes
+from specpipe.runtimes.tensorrt_llm.formats import FORMATS
+
+if TYPE_CHECKING:
+    from specpipe.runtimes.base import PairPlan, Side
+    from specpipe.stages.base import Role
+
+DEFAULT_FRACTION = 0.9
+"""TensorRT-LLM's own; of the memory that is free when an engine loads."""
+
+_WEIGHT_BITS = {
+    "fp8": 8.0,
+    "fp8_pc_pt": 8.0,
+    "int8_sq": 8.0,
+    "int8_wo": 8.0,
+    "int4_wo": 4.0,
+    "int4_awq": 4.125,  # and a 16-bit scale for each 128 weights
+    "w4a8_awq": 4.125,
+    "nvfp4": 4.5,  # and an 8-bit scale for each 16 weights
+}
+"""Bits of one weight of a linear layer, by quantization format."""
+
+_RUNTIME_BYTES = 750 * 10**6
+"""A rank's CUDA context, kernels, libraries and communication buffers. A guess, not measured."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The KV cache of one engine.
+
+    tokens           what `max_tokens_in_paged_kv_cache` says
+    bytes_per_token  on the rank that takes most
+    """
+
+    tokens: int
+    bytes_per_token: int
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes on the rank that takes most."""
+        return self.tokens * self.bytes_per_token
+
+
+def plan_cache(pair: PairPlan, side: Side) -> CachePlan:
+    """Plans the KV cache of one engine.
+
+    Raises EngineBuildError when the config asks for less than one sequence needs.
+    """
+    parameters = pair.engine.tensorrt_llm.parameters
+    block = pair.engine.tensorrt_llm.build.tokens_per_block
+    # The longest sequence, and a copy of the last block that it shares with an earlier request.
+    num_blocks = -(-engine_max_seq_len(pair, side) // block) + 1
+    tokens = parameters.max_tokens_in_paged_kv_cache
+    if tokens is None:
+        tokens = pair.engine.max_batch_size * num_blocks * block
+    elif tokens < num_blocks * block:
+        raise EngineBuildError(
+            f"engine.tensorrt_llm.parameters.max_tokens_in_paged_kv_cache is {tokens}, but one "
+            f"sequence of the {side.role} needs {num_blocks * block}: raise it, or lower "
+            "engine.max_seq_len"
+        )
+    return CachePlan(tokens, _cache_bytes_per_token(side))
+
+
+def engine_max_seq_len(pair: PairPlan, side: Side) -> int:
+    """Tokens of an engine's longest sequence; the builder adds the draft tokens to the target's."""
+    added = pair.num_draft_tokens if side.role == "target" else 0
+    return pair.max_seq_len_of(side) + added
+
+
+def cache_fraction(pair: PairPlan) -> float:
+    """The most of the free memory that a KV cache may take."""
+    fraction = pair.engine.tensorrt_llm.kv_cache_free_gpu_mem_fraction
+    return DEFAULT_FRACTION if fraction is None else fraction
+
+
+def attention_windows(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
+    """Returns the sliding window of each layer of a unified config; None where no layer has one."""
+    window = config.get("sliding_window")
+    if window is None:
+        return None
+    kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def check_windows(pair: PairPlan, side: Side) -> None:
+    """Raises EngineBuildError where a sequence could grow past a sliding window.
+
+    Steps of a pair reuse the KV cache, and blocks of a layer whose window has moved on are not
+    stored for that (kvCacheManager.cpp@b35ac1b6, storeContextBlocks; before, the cache was cyclic).
+    Without `max_attention_window_size` the engine would attend past the window instead.
+    """
+    windows = attention_windows(side.unified)
+    if windows is None:
+        return
+    window = min(size for size in windows if size is not None)
+    length = engine_max_seq_len(pair, side)
+    if length > window:
+        raise EngineBuildError(
+            f"{side.role}: {side.checkpoint.checkpoint} has a sliding window of {window} tokens, "
+            f"and its sequences may have {length}: TensorRT-LLM does not reuse the KV cache past "
+            "a window, which every step of a pair needs; set engine.max_seq_len to at most "
+            f"{window - (length - pair.max_seq_len_of(side))}"
+        )
+
+
+def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
+    """Estimates what an engine takes on all of its GPUs together; an even split over the ranks.
+
+    Raises EngineBuildError where the pair cannot be served as configured. With backend `pytorch`
+    the KV caches are those that the same number of requests needs: that backend takes what is free.
+    """
+    if pair.engine.tensorrt_llm.backend == "tensorrt":
+        check_windows(pair, side)
+        check_gpus(pair)
+    rank = rank_memory(pair, side)
+    world_size = side.checkpoint.world_size
+    return MemoryEstimate(
+        weights_bytes=rank.weights_bytes * world_size,
+        kv_cache_bytes=rank.kv_cache_bytes * world_size,
+        workspace_bytes=rank.workspace_bytes * world_size,
+    )
+
+
+def rank_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
+    """Estimates what an engine takes on the GPU of the rank that takes most."""
+    config = _mapped(side)
+    pp_size = side.checkpoint.pp_size
+    return MemoryEstimate(
+        weights_bytes=max(_weights_bytes(side, config, rank) for rank in range(pp_size)),
+        kv_cache_bytes=plan_cache(pair, side).rank_bytes,
+        workspace_bytes=_workspace_bytes(pair, side, config),
+    )
+
+
+def check_gpus(pair: PairPlan) -> None:
+    """Raises EngineBuildError where weights and KV caches alone are more than a GPU here has.
+
+    Where nvidia-smi tells nothing, nothing is known of the GPUs, and nothing is refused.
+    """
+    sizes = _gpu_bytes()
+    memory = {side.role: rank_memory(pair, side) for side in (pair.draft, pair.target)}
+    for gpu, size in enumerate(sizes):
+        roles = [side.role for side in (pair.draft, pair.target) if gpu in _gpu_ids(pair, side)]
+        needed = sum(memory[role].weights_bytes + memory[role].kv_cache_bytes for role in roles)
+        if needed > size:
+            raise EngineBuildError(
+                f"GPU {gpu} has {format_bytes(size)}, but weights and KV caches alone take "
+                f"{format_bytes(needed)} there ({', '.join(_shares(memory, roles))}): lower "
+                "engine.max_batch_size or engine.max_seq_len, quantize a checkpoint, or give the "
+                "engines other GPUs (engine.tensorrt_llm.draft_gpu_ids, target_gpu_ids)"
+            )
+
+
+def _shares(memory: Mapping[Role, MemoryEstimate], roles: list[Role]) -> Iterator[str]:
+    for role in roles:
+        weights, cache = memory[role].weights_bytes, memory[role].kv_cache_bytes
+        yield f"{role}: {format_bytes(weights)} weights, {format_bytes(cache)} KV cache"
+
+
+def _gpu_ids(pair: PairPlan, side: Side) -> tuple[int, ...]:
+    return pair.engine.tensorrt_llm.gpu_ids(side.role, side.checkpoint.world_size)
+
+
+def _gpu_bytes() -> list[int]:
+    """Returns the memory of every GPU here, by its number."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        printed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return [int(line) * 2**20 for line in printed.stdout.split()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []  # a driver that does not answer, or a GPU that shares the host's memory
+
+
+def _mapped(side: Side) -> dict[str, Any]:
+    """The unified config with the ranks that the checkpoint is split over."""
+    tp_size, pp_size = side.checkpoint.tp_size, side.checkpoint.pp_size
+    mapping = {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size}
+    return {**side.unified, "mapping": mapping}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """How an engine keeps numbers: bytes of a weight of a linear layer, of a number in the KV
+    cache, and of any other."""
+
+    weight: float
+    cache: int
+    element: int
+
+
+def _stored(side: Side) -> _Stored:
+    """Reads it from the plan, or from what ModelOpt wrote beside a quantized checkpoint."""
+    element = _element_bytes(side)
+    quantization = side.checkpoint.quantization
+    if quantization is not None:
+        bits = _WEIGHT_BITS[quantization.format]
+        return _Stored(bits / 8, 1 if quantization.kv_cache else element, element)
+    try:
+        found = json.loads((side.folder / QUANT_CONFIG_NAME).read_bytes())["quantization"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return _Stored(element, element, element)
+    of_algorithm = {FORMATS[name].quant_algo: bits / 8 for name, bits in _WEIGHT_BITS.items()}
+    return _Stored(
+        of_algorithm.get(found.get("quant_algo"), element),
+        1 if found.get("kv_cache_quant_algo") else element,
+        element,
+    )
+
+
+def _element_bytes(side: Side) -> int:
+    """Bytes of one number in the model's own dtype; 2 unless its config says float32."""
+    config = read_config(side.folder, allow_quantized=True)
+    return 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+
+
+def _cache_bytes_per_token(side: Side) -> int:
+    """Keys and values of one token on the rank with the most layers."""
+    config, tp_size = side.unified, side.checkpoint.tp_size
+    num_kv_heads = -(-config["num_key_value_heads"] // tp_size)  # fewer heads than ranks: copies
+    num_layers = len(pipeline_layers(_mapped(side), 0))
+    return int(2 * num_layers * num_kv_heads * config["head_size"] * _stored(side).cache)
+
+
+def _weights_bytes(side: Side, config: Mapping[str, Any], pp_rank: int) -> int:
+    """Weights of one rank of a pipeline stage."""
+    layers = pipeline_layers(config, pp_rank)
+    is_last = pp_rank == config["mapping"]["pp_size"] - 1
+    stored = _stored(side)
+    size = 0.0
+    for rule, layer in tensor_rules(config):
+        if not _is_on(rule, layer, layers, is_first=pp_rank == 0, is_last=is_last):
+            continue
+        is_linear = layer is not None and len(part_shape(config, rule.parts[0])) > 1
+        number = stored.weight if is_linear else stored.element
+        size += number * sum(_elements(config, part) for part in rule.parts)
+    return int(size)
+
+
+def _is_on(
+    rule: TensorRule, layer: int | None, layers: range, *, is_first: bool, is_last: bool
+) -> bool:
+    if layer is not None:
+        return layer in layers
+    return is_first if rule.stage == "first" else is_last
+
+
+def _elements(config: Mapping[str, Any], part: Part) -> int:
+    """Numbers of a part that one rank holds."""
+    elements = prod(part_shape(config, part))
+    ranks: int = config["mapping"]["tp_size"]
+    if part.split == "none":
+        return elements
+    if part.split == "kv_heads":
+        ranks = min(ranks, config["num_key_value_heads"])
+    return -(-elements // ranks)
+
+
+def _workspace_bytes(pair: PairPlan, side: Side, config: Mapping[str, Any]) -> int:
+    """What is left: activations of one forward, and logits with the sampler's copies of them."""
+    tp_size = side.checkpoint.tp_size
+    heads = config["num_attention_heads"] * config["head_size"]
+    row = 4 * config["hidden_size"] + (3 * heads + 3 * config["intermediate_size"]) // tp_size
+    activations = pair.engine.max_num_tokens * row * _element_bytes(side)
+    rows = pair.engine.max_batch_size * (pair.num_draft_tokens + 1 if side.role == "target" else 1)
+    logits = 3 * 4 * rows * config["vocab_size"]
+    return int(activations + logits + _RUNTIME_BYTES)

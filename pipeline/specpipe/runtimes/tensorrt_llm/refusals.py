@@ -1,0 +1,314 @@
+"""What TensorRT-LLM cannot do for a draft-target pair, found before anything is built.
+
+`setting_faults` needs the YAML alone, `check_plan` the checkpoints' small files and the GPUs too.
+Each fault names the setting to change.
+
+Sources: TensorRT-LLM, builder.py (what it switches off with a warning, and what it raises for),
+plugin/plugin.py (PluginConfig.validate), commands/build.py; releases 0.16 to 1.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specpipe.errors import EngineBuildError
+from specpipe.provenance import gpus
+from specpipe.runtimes.tensorrt_llm.formats import (
+    AWQ_VOCAB_MULTIPLE,
+    FORMATS,
+    exported_vocab_size,
+)
+from specpipe.stages.base import Role
+
+if TYPE_CHECKING:
+    from specpipe.config import CheckpointConfig, PipelineConfig
+    from specpipe.runtimes.base import PairPlan, Side
+    from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
+
+_MIN_SM = 80  # TensorRT-LLM, examples/draft_target_model/README.md
+_FP8_SM = 89
+
+_BUILD = "engine.tensorrt_llm.build"
+_TORCH_ONLY = ("dtype", "device", "num_threads")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A setting that cannot stay: its key, its value and what is expected of it."""
+
+    key: str
+    value: Any
+    expected: str
+
+
+def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
+    """Yields the settings that contradict each other, or have no effect with the runtime."""
+    engine = config.engine
+    sides = {"draft": config.draft, "target": config.target}
+    if engine.runtime == "torch":
+        for role, checkpoint in sides.items():
+            if checkpoint.quantization is not None:
+                yield Fault(
+                    f"{role}.quantization.format",
+                    checkpoint.quantization.format,
+                    "no quantization, since runtime 'torch' does not run quantized checkpoints "
+                    "yet; engine.runtime tensorrt_llm does",
+                )
+        if "tensorrt_llm" in engine.model_fields_set:
+            yield _without_effect(
+                "engine.tensorrt_llm",
+                engine.tensorrt_llm.model_dump(exclude_unset=True),
+                "engine.runtime 'torch'",
+            )
+        return
+    for name in _TORCH_ONLY:
+        if name in engine.model_fields_set:
+            yield _without_effect(
+                f"engine.{name}", getattr(engine, name), "engine.runtime 'tensorrt_llm'"
+            )
+    settings = engine.tensorrt_llm
+    if settings.backend == "pytorch":
+        from specpipe.runtimes.tensorrt_llm import model_yaml
+
+        yield from model_yaml.setting_faults(config)
+        return
+    for role, ids in (("draft", settings.draft_gpu_ids), ("target", settings.target_gpu_ids)):
+        if ids is not None:
+            yield from _gpu_id_faults(role, ids, sides[role].world_size)
+    if config.speculation.num_draft_tokens == 0:
+        yield Fault(
+            "speculation.num_draft_tokens",
+            0,
+            "at least 1: a target engine is built for the draft tokens that it verifies, and a "
+            "request may still ask for 0",
+        )
+    for role, checkpoint in sides.items():
+        yield from _kv_cache_faults(role, checkpoint)
+    yield from _flag_faults(settings.build)
+    weights = settings.parameters.gpu_weights_percent
+    if weights < 1 and not settings.build.weight_streaming:
+        yield Fault(
+            "engine.tensorrt_llm.parameters.gpu_weights_percent",
+            weights,
+            "1, or engine.tensorrt_llm.build.weight_streaming true",
+        )
+
+
+def capabilities(pair: PairPlan) -> dict[Role, str | None]:
+    """Returns the compute capability of the GPUs that will serve each side, as "9.0".
+
+    That of the config, else the lowest among the side's GPUs of this machine; None where nobody
+    knows.
+    """
+    settings = pair.engine.tensorrt_llm
+    if settings.compute_capability is not None:
+        return {side.role: settings.compute_capability for side in (pair.draft, pair.target)}
+    found = [gpu["compute_cap"] for gpu in gpus()]
+    lowest: dict[Role, str | None] = {}
+    for side in (pair.draft, pair.target):
+        ids = settings.gpu_ids(side.role, side.checkpoint.world_size)
+        used = [found[gpu_id] for gpu_id in ids if gpu_id < len(found)] or found
+        lowest[side.role] = min(used, key=_sm) if used else None
+    return lowest
+
+
+def check_plan(pair: PairPlan, capabilities: Mapping[Role, str | None]) -> None:
+    """Raises EngineBuildError with a line for everything about a pair that cannot be built.
+
+    capabilities  as the function of that name returns them
+    """
+    faults = [*_vocab_faults(pair), *_token_faults(pair)]
+    for side in (pair.draft, pair.target):
+        known = capabilities[side.role]
+        if known is not None:
+            faults += _gpu_faults(side, pair.engine.tensorrt_llm.build, known)
+        faults += _block_faults(side)
+        faults += _dtype_faults(side)
+        faults += _fusion_faults(side, pair.engine.tensorrt_llm.build)
+    if faults:
+        raise EngineBuildError("\n".join(dict.fromkeys(faults)))  # both sides may share one
+
+
+def dtype_fault(role: Role, dtype: str) -> str | None:
+    """Says what is wrong with a plain checkpoint's dtype; None if nothing is.
+
+    NVIDIA's support matrix lists float16, bfloat16 and FP8 for draft and target.
+    """
+    if dtype != "float32":
+        return None
+    return (
+        f"{role}: the checkpoint is float32, for which TensorRT-LLM has no paged context FMHA, "
+        "which drafting needs: set dtype to bfloat16 or float16 in its config.json"
+    )
+
+
+def _sm(compute_capability: str) -> int:
+    """The way TensorRT-LLM counts: 90 for "9.0", 120 for "12.0"."""
+    major, _, minor = compute_capability.partition(".")
+    return int(major) * 10 + int(minor)
+
+
+def _without_effect(key: str, value: Any, why: str) -> Fault:
+    return Fault(key, value, f"nothing here, since it has no effect with {why}")
+
+
+def _gpu_id_faults(role: str, ids: tuple[int, ...], world_size: int) -> Iterator[Fault]:
+    key = f"engine.tensorrt_llm.{role}_gpu_ids"
+    if len(set(ids)) != len(ids):
+        yield Fault(key, list(ids), "each GPU once")
+    elif len(ids) != world_size:
+        yield Fault(
+            key,
+            list(ids),
+            f"{world_size} GPU{'s' if world_size > 1 else ''}, one for each rank of {role}.tp_size "
+            f"times {role}.pp_size",
+        )
+
+
+def _kv_cache_faults(role: str, checkpoint: CheckpointConfig) -> Iterator[Fault]:
+    quantization = checkpoint.quantization
+    if quantization is None or quantization.kv_cache is None:
+        return
+    key = f"{role}.quantization.kv_cache"
+    why = "with it the builder switches off paged context FMHA, which drafting needs"
+    formats = [name for name, form in FORMATS.items() if form.fp8_kv_cache]
+    if quantization.kv_cache == "int8":
+        yield Fault(key, "int8", f"null or 'fp8': {why}")
+    elif quantization.format not in formats:
+        yield Fault(
+            key,
+            "fp8",
+            f"null with format '{quantization.format}': {why}; formats that go with it: "
+            + ", ".join(formats),
+        )
+
+
+def _flag_faults(flags: BuildFlags) -> Iterator[Fault]:
+    """What the builder would refuse, or switch off with only a warning."""
+    if flags.multiple_profiles and flags.opt_num_tokens is not None:
+        yield Fault(f"{_BUILD}.opt_num_tokens", flags.opt_num_tokens, "null with multiple_profiles")
+    for name in ("gemm_swiglu_plugin", "low_latency_gemm_swiglu_plugin"):
+        if getattr(flags, name) != "disable" and not flags.use_fused_mlp:
+            yield Fault(f"{_BUILD}.{name}", getattr(flags, name), "'disable' without use_fused_mlp")
+    if flags.user_buffer and not flags.reduce_fusion:
+        yield Fault(f"{_BUILD}.user_buffer", True, "false without reduce_fusion")
+    if flags.norm_quant_fusion and flags.reduce_fusion:
+        yield Fault(f"{_BUILD}.norm_quant_fusion", True, "false with reduce_fusion")
+
+
+def _gpu_faults(side: Side, flags: BuildFlags, known: str) -> Iterator[str]:
+    """Formats and flags that a GPU has no kernels for."""
+    sm = _sm(known)
+    gpu = f"a GPU of compute capability {known}"
+    if sm < _MIN_SM:
+        yield (
+            f"{side.role}: TensorRT-LLM does not verify draft tokens on {gpu}; it needs 8.0 or more"
+        )
+        return
+    quantization = side.checkpoint.quantization
+    if quantization is not None:
+        if not FORMATS[quantization.format].runs_on(sm):
+            possible = [name for name, form in FORMATS.items() if form.runs_on(sm)]
+            yield (
+                f"{side.role}.quantization.format '{quantization.format}' does not run on {gpu}; "
+                f"formats that do: {', '.join(possible)}; or leave quantization out"
+            )
+        elif quantization.kv_cache == "fp8" and sm < _FP8_SM:
+            yield f"{side.role}.quantization.kv_cache 'fp8' does not run on {gpu}; set it to null"
+    if flags.gemm_swiglu_plugin != "disable" and sm != 90:
+        yield f"{_BUILD}.gemm_swiglu_plugin does not run on {gpu}, but on 9.0; disable it"
+    for name in (
+        "fp8_rowwise_gemm_plugin",
+        "low_latency_gemm_plugin",
+        "low_latency_gemm_swiglu_plugin",
+    ):
+        if sm == 100 and getattr(flags, name) not in (None, "disable"):
+            yield f"{_BUILD}.{name} does not run on {gpu}; disable it"
+
+
+def _block_faults(side: Side) -> Iterator[str]:
+    """AWQ scales whole blocks of a rank's input channels."""
+    quantization = side.checkpoint.quantization
+    if quantization is None or not FORMATS[quantization.format].block_size:
+        return
+    size, tp_size = quantization.awq_block_size, side.checkpoint.tp_size
+    unified = side.unified
+    inputs = {
+        "hidden size": unified["hidden_size"],
+        "attention output per rank": unified["num_attention_heads"]
+        * unified["head_size"]
+        // tp_size,
+        "intermediate size per rank": unified["intermediate_size"] // tp_size,
+    }
+    for what, channels in inputs.items():
+        if channels % size:
+            yield (
+                f"{side.role}.quantization.awq_block_size {size} does not divide the {what} of "
+                f"{channels}; lower it or {side.role}.tp_size"
+            )
+
+
+def _dtype_faults(side: Side) -> Iterator[str]:
+    """Where config.json leaves the dtype to the weights, it is looked at after conversion."""
+    if side.checkpoint.quantization is not None:
+        return  # which turns float32 into float16
+    # Reading a YAML, which needs this module too, must not take the time to import NumPy.
+    from specpipe.checkpoint import read_config
+
+    config = read_config(side.folder)
+    fault = dtype_fault(side.role, str(config.get("dtype") or config.get("torch_dtype")))
+    if fault is not None:
+        yield fault
+
+
+def _fusion_faults(side: Side, flags: BuildFlags) -> Iterator[str]:
+    """What the builder would switch off in the target with only a warning.
+
+    Flags are for both engines; one may have no effect in the draft.
+    """
+    architecture = side.unified["architecture"]
+    if side.role == "target" and flags.reduce_fusion:
+        if side.checkpoint.tp_size == 1:
+            yield f"{_BUILD}.reduce_fusion has no effect with target.tp_size 1; set it to false"
+        elif architecture not in ("LlamaForCausalLM", "Gemma2ForCausalLM"):
+            yield f"{_BUILD}.reduce_fusion has no effect with {architecture}; set it to false"
+
+
+def _vocab_faults(pair: PairPlan) -> Iterator[str]:
+    """Draft logits are copied row by row into rows as long as the target's.
+
+    Comparing tokens instead needs no equal rows: `check` has found that ids mean the same in both.
+    """
+    if pair.engine.tensorrt_llm.acceptance != "logits":
+        return
+    sizes = {}
+    for side in (pair.draft, pair.target):
+        quantization = side.checkpoint.quantization
+        sizes[side.role] = exported_vocab_size(
+            side.unified["vocab_size"], quantization.format if quantization else None
+        )
+    if sizes["draft"] != sizes["target"]:
+        yield (
+            f"the draft's vocabulary has {sizes['draft']} rows, the target's {sizes['target']} "
+            f"(AWQ fills it up to a multiple of {AWQ_VOCAB_MULTIPLE}), but comparing logits needs "
+            "equal ones: set engine.tensorrt_llm.acceptance to exact, or quantize both alike"
+        )
+
+
+def _token_faults(pair: PairPlan) -> Iterator[str]:
+    engine = pair.engine
+    num_tokens = engine.max_num_tokens
+    if num_tokens < pair.max_seq_len and not engine.tensorrt_llm.parameters.enable_chunked_context:
+        yield (
+            f"engine.max_num_tokens {num_tokens} is less than engine.max_seq_len "
+            f"{pair.max_seq_len}, so that the longest prompts would never run: raise it, or set "
+            "engine.tensorrt_llm.parameters.enable_chunked_context to true"
+        )
+    flags = engine.tensorrt_llm.build
+    if flags.opt_num_tokens is not None and flags.opt_num_tokens > num_tokens:
+        yield (
+            f"engine.tensorrt_llm.build.opt_num_tokens {flags.opt_num_tokens} is more than "
+            f"engine.max_num_tokens {num_tokens}"
+        )

@@ -1,0 +1,156 @@
+"""What every `Pair` does, whatever runs its models: to pass this is to support a runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specpipe.errors import RequestError
+from specpipe.runtimes.base import Pair
+from specpipe.speculative.request import Chunk, Request
+from tests.fake_tensorrt_llm import installed, table_pair
+from tests.runtimes.table_engine import ids, make_pair, run
+from tests.runtimes.tensorrt_llm.bls import make_bls_pair, stand_ins
+from tests.speculative.table import (
+    DRAFT_RULES,
+    PieceDetokenizer,
+    ScriptedModel,
+    TableModel,
+    target_rule,
+)
+
+Make = Callable[..., AbstractContextManager[Pair]]
+"""Makes a pair from the target's model and the draft's, and PairOptions."""
+
+PIECES = {4: "foo ", 5: "a", 6: ",b", 7: " bar", 8: "\n", 9: " end"}
+
+
+@contextmanager
+def engines(
+    target: TableModel, draft: TableModel, detokenizer: Any = None, **options: Any
+) -> Iterator[Pair]:
+    pair = make_pair(target, draft, **options)
+    if detokenizer is not None:
+        pair._detokenizer = detokenizer
+    yield pair
+
+
+@contextmanager
+def bls(target: TableModel, draft: TableModel, **options: Any) -> Iterator[Pair]:
+    yield make_bls_pair(*stand_ins(target, draft), **options)
+
+
+@pytest.fixture(params=["engines", "bls", "bls by logits", "llm"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    if request.param == "engines":
+        yield engines
+    elif request.param == "llm":
+        with installed() as fake:
+            yield lambda target, draft, **o: table_pair(fake, tmp_path, target, draft, **o)
+    else:
+        acceptance = "logits" if "logits" in request.param else "exact"
+        yield lambda target, draft, **o: bls(target, draft, acceptance=acceptance, **o)
+
+
+def a_request(name: str = "r", prompt_length: int = 3, **settings: Any) -> Request:
+    prompt = tuple(range(4, 4 + prompt_length))
+    return Request(request_id=name, prompt_token_ids=prompt, **{"max_tokens": 17, **settings})
+
+
+def target_alone(r: Request) -> list[int]:
+    context = list(r.prompt_token_ids)
+    for _ in range(r.max_tokens):
+        context.append(target_rule(context))
+    return context[len(r.prompt_token_ids) :]
+
+
+@pytest.mark.parametrize("draft_name", DRAFT_RULES)
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 8])
+def test_greedy_output_is_that_of_the_target_alone(
+    make: Make, draft_name: str, num_draft_tokens: int
+) -> None:
+    requests = [a_request(f"{p}-{m}", p, max_tokens=m) for p in (1, 60) for m in (1, 2, 17)]
+    draft = TableModel(DRAFT_RULES[draft_name])
+    with make(TableModel(target_rule), draft, num_draft_tokens=num_draft_tokens) as pair:
+        chunks = run(pair, requests)
+        assert not pair.has_work()
+        assert pair.num_steps > 0
+    for r in requests:
+        found = chunks[r.request_id]
+        assert ids(found) == target_alone(r)
+        assert "".join(c.text for c in found) == "".join(f"w{i} " for i in target_alone(r))
+        # One last chunk, and nothing after it.
+        assert [c.finish_reason for c in found if c.finish_reason] == ["length"]
+        assert [c for c in found if c.statistics is not None] == [found[-1]]
+        statistics = found[-1].statistics
+        assert statistics is not None
+        assert statistics.num_output_tokens == r.max_tokens
+        assert (statistics.acceptance_rate is None) == (statistics.total_draft_tokens == 0)
+
+
+def test_an_end_id_inside_a_block_cuts_everything_there(make: Make) -> None:
+    script = [10, 11, 3, 20, 21]
+    with make(ScriptedModel(3, script), ScriptedModel(3, script), num_draft_tokens=4) as pair:
+        chunks = run(pair, [a_request(end_token_ids=frozenset({2, 3}))])["r"]
+    assert ids(chunks) == [10, 11]
+    assert "".join(c.text for c in chunks) == "w10 w11 "
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_a_stop_string_across_tokens_is_cut_off(make: Make) -> None:
+    script = [4, 5, 6, 7, 8, 9]
+    with make(
+        ScriptedModel(3, script),
+        ScriptedModel(3, script),
+        num_draft_tokens=4,
+        detokenizer=lambda prompt: PieceDetokenizer(PIECES),
+    ) as pair:
+        r = a_request(stop_strings=("a,b", "\n"), max_tokens=6)
+        chunks = run(pair, [r])["r"]
+    assert "".join(c.text for c in chunks) == "foo "
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_a_cancelled_request_ends_and_the_others_go_on(make: Make) -> None:
+    with make(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=1) as pair:
+        pair.submit(a_request("a", max_tokens=400))
+        pair.submit(a_request("b"))
+        chunks: list[Chunk] = []
+        while not any(c.request_id == "a" for c in chunks):
+            chunks += pair.step()
+        pair.cancel("a")
+        pair.cancel("unknown")
+        while pair.has_work():
+            chunks += pair.step()
+        assert [c.finish_reason for c in chunks if c.request_id == "a"][-1] == "cancelled"
+        assert sum(c.finish_reason is not None for c in chunks) == 2
+        assert ids([c for c in chunks if c.request_id == "b"]) == target_alone(a_request())
+        pair.cancel("a")
+        assert not pair.has_work()
+
+
+def test_what_can_never_run_is_refused_at_once(make: Make) -> None:
+    with make(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=2) as pair:
+        for settings, message in (
+            ({"max_tokens": 501}, "^max_tokens is 501; prompt and output together may have 500 "),
+            ({"num_draft_tokens": 3}, "^num_draft_tokens is 3; this pair drafts at most 2 "),
+            ({"prompt_token_ids": (4, 104)}, "^token id 104 is outside the vocabulary of 104$"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                pair.submit(Request(**{**vars(a_request()), **settings}))
+        assert not pair.has_work()
+
+
+def test_interrupt_never_hurts(make: Make) -> None:
+    with make(TableModel(target_rule), TableModel(target_rule)) as pair:
+        pair.interrupt()
+        pair.submit(a_request())
+        chunks: list[Chunk] = []
+        while pair.has_work():
+            pair.interrupt()
+            chunks += pair.step()
+    assert ids(chunks) == target_alone(a_request())

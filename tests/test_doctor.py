@@ -1,0 +1,67 @@
+"""`specpipe doctor`: what is said of this machine."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from specpipe import __version__, doctor
+from specpipe.cli import main
+
+GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "590.44.01"}
+
+
+def examined() -> dict[str, str]:
+    result = CliRunner().invoke(main, ["doctor", "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found: dict[str, str] = json.loads(result.stdout)
+    return found
+
+
+def docker_that(folder: Path, script: str) -> None:
+    docker = folder / "docker"
+    docker.write_text(f"#!{sys.executable}\n{script}\n")
+    docker.chmod(0o755)
+
+
+def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = examined()
+    assert found["python"] == f"{platform.python_version()} ({sys.executable})"
+    assert found["specpipe"] == __version__
+    assert found["tensorrt_llm"] == "not installed"
+    assert found["trtllm-build"] == found["mpirun"] == found["docker"] == "not on PATH"
+    assert found["GPU"] == "none that nvidia-smi tells of"
+    assert found["runtime torch"] == "has what building needs"
+    assert found["runtime tensorrt_llm"].startswith(
+        "plans here (--dry-run); runtime 'tensorrt_llm' needs trtllm-build or docker"
+    )
+
+
+def test_gpus_and_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "gpus", lambda: [GPU, GPU])
+    docker_that(tmp_path, "print('28.2.2')")
+    found = examined()
+    assert found["GPU 1"] == "NVIDIA H100, compute capability 9.0, driver 590.44.01"
+    assert found["docker"] == f"28.2.2 ({tmp_path}/docker)"
+    assert found["runtime tensorrt_llm"] == "has what building needs"
+
+
+def test_docker_without_its_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    docker_that(tmp_path, "raise SystemExit(1)")
+    assert examined()["docker"] == f"{tmp_path}/docker, but its daemon does not answer"
+
+
+def test_one_line_each() -> None:
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0
+    lines = [line.split()[0] for line in result.stdout.splitlines()]
+    assert lines[:4] == ["python", "specpipe", "huggingface_hub", "numpy"]
+    assert {len(line.split("  ", 1)[0]) < 24 for line in result.stdout.splitlines()} == {True}
