@@ -139,6 +139,8 @@ class ScriptedPair:
 
     def interrupt(self) -> None: ...
 
+    def close(self) -> None: ...
+
     def step(self) -> list[Chunk]:
         self.num_steps += 1
         return [self._chunks.pop(0)]

@@ -47,6 +47,8 @@ class EchoPair:
 
     def interrupt(self) -> None: ...
 
+    def close(self) -> None: ...
+
     def step(self) -> list[Chunk]:
         self.num_steps += 1
         chunks = [self._running[id_][0].finish("cancelled") for id_ in self._cancelled]

@@ -21,6 +21,7 @@ class CountingPair:
         self.fault: Exception | None = None
         self.num_steps = 0
         self.num_interrupts = 0
+        self.is_closed = False
         self._running: dict[str, list[int]] = {}
         self._cancelled: set[str] = set()
 
@@ -38,6 +39,9 @@ class CountingPair:
 
     def interrupt(self) -> None:
         self.num_interrupts += 1
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def step(self) -> list[Chunk]:
         self.go.acquire()
@@ -231,3 +235,4 @@ def test_close_stops_what_the_pair_runs(pair: CountingPair) -> None:
     pair.go.release()
     loop.close()
     assert pair._cancelled == {"a"}
+    assert pair.is_closed

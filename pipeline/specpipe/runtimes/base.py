@@ -62,6 +62,9 @@ class Pair(Protocol):
     def interrupt(self) -> None:
         """Makes a `step` that waits return, or the next one if none does: there is news for it."""
 
+    def close(self) -> None:
+        """Gives back what would outlive this process; the pair's last call."""
+
     def has_work(self) -> bool:
         """True while a request is queued, running, or has a chunk that `step` has yet to return."""
 

@@ -169,6 +169,9 @@ class EnginePair:
     def interrupt(self) -> None:
         """Nothing to do: a step does not wait."""
 
+    def close(self) -> None:
+        """Nothing to do: the memory of the engines is this process's own."""
+
     def _end_overdue(self) -> None:
         now = self._clock()
         for running in [r for r in self._running if r.deadline <= now]:

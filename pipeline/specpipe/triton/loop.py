@@ -76,10 +76,11 @@ class PairLoop:
         self._put(partial(self._cancel, request_id))
 
     def close(self) -> None:
-        """Ends the threads; requests that are still open end as cancelled."""
+        """Ends the threads and the pair; requests that are still open end as cancelled."""
         self._put(self._close)
         for thread in self._threads:
             thread.join()
+        self._pair.close()
 
     def _put(self, news: Callable[[], None]) -> None:
         self._inbox.put(news)

@@ -707,6 +707,8 @@ def test_time_limits_hold_though_an_engine_hangs() -> None:
     pair.submit(request("running", max_tokens=100))
     pair.interrupt()
     pair.step()
+    while not hanging.requests:
+        time.sleep(0.001)
     pair.submit(request("waiting", timeout_s=5.0))
     now[0] = 6.0
     (chunk,) = until(pair, lambda chunks: bool(chunks))

@@ -205,6 +205,9 @@ class BlsPair:
     def interrupt(self) -> None:
         self._news.set()
 
+    def close(self) -> None:
+        """Nothing to do: the engines are Triton's."""
+
     def _wait_s(self) -> float:
         """How long there is nothing to do unless something happens."""
         deadlines = [r.deadline for r in self._running if not r.state.is_finished]

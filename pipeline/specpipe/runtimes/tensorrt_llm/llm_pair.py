@@ -152,6 +152,8 @@ class LlmPair:
 
     def close(self) -> None:
         """Ends the event loop and TensorRT-LLM with its workers; running requests get no answer."""
+        if self._loop.is_closed():
+            return
         asyncio.run_coroutine_threadsafe(_cancel_tasks(), self._loop).result()
         self._llm.shutdown()  # before the loop, which its threads send to
         self._loop.call_soon_threadsafe(self._loop.stop)
