@@ -20,6 +20,7 @@ from specpipe.text import Tokenizer
 from specpipe.triton import launcher
 from specpipe.triton.client import Client, Completion
 from specpipe.triton.server import Server
+from tests.quiet import Quiet
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -52,16 +53,6 @@ speculation: {num_draft_tokens: 4, adaptive: false}
 engine: {runtime: torch, dtype: float32, device: cpu, max_batch_size: 4, max_seq_len: 512}
 output_dir: engines
 """
-
-
-class Quiet:
-    """A reporter that says nothing."""
-
-    def started(self, stage: str, reasons: object) -> None: ...
-
-    def waiting(self, stage: str) -> None: ...
-
-    def finished(self, report: object) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from specpipe.errors import ConfigError
 from specpipe.pairing import check_pair
 from specpipe.source import Source
 from specpipe.stages.base import Role
+from specpipe.yaml_document import write_new
 
 # Enough for most requests; the KV cache grows with it, and some contexts are 131072 tokens long.
 _MAX_SEQ_LEN = 4096
@@ -88,13 +89,7 @@ def write_config(
         context=contract.target_max_seq_len,
         max_seq_len=min(contract.target_max_seq_len, _MAX_SEQ_LEN),
     )
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists: delete it, or name another --output") from None
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+    write_new(path, text)
     return path
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from specpipe.config import PipelineConfig, load_config
 from specpipe.config_messages import explain, show
 from specpipe.errors import ConfigError
-from specpipe.yaml_document import read_yaml
+from specpipe.yaml_document import read_yaml, write_new
 
 _SUFFIX = "-pytorch"
 
@@ -78,13 +78,7 @@ def migrate(path: Path, output: Path | None = None) -> Migration:
         raise ConfigError(f"{path} cannot be migrated: {faults}") from None
     text = f"# Made from {path.name} by `specpipe migrate`.\n"
     text += yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{output} exists: delete it, or name another --output") from None
-    except OSError as exc:
-        raise ConfigError(f"{output} cannot be written: {exc.strerror}") from exc
+    write_new(output, text)
     return Migration(output, tuple(settings), _BEHAVIOUR)
 
 

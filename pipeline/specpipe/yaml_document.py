@@ -173,3 +173,14 @@ class _Builder:
 
     def _error(self, node: yaml.Node, problem: str) -> ConfigError:
         return ConfigError(f"{self._origin}:{node.start_mark.line + 1}: {problem}")
+
+
+def write_new(path: Path, text: str) -> None:
+    """Writes a YAML that must not be there yet; `--output` names another."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists: delete it, or name another --output") from None
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc

@@ -15,26 +15,11 @@ from tests.speculative.table import (
     DRAFT_RULES,
     NoisyModel,
     TableModel,
+    greedy_reference,
     new_state,
+    request,
     target_rule,
 )
-
-
-def request(name: str = "r", prompt_length: int = 3, **settings: object) -> Request:
-    arguments: dict[str, object] = {
-        "request_id": name,
-        "prompt_token_ids": tuple(range(4, 4 + prompt_length)),
-        "max_tokens": 17,
-        **settings,
-    }
-    return Request(**arguments)  # type: ignore[arg-type]
-
-
-def greedy_reference(r: Request) -> list[int]:
-    context = list(r.prompt_token_ids)
-    for _ in range(r.max_tokens):
-        context.append(target_rule(context))
-    return context[len(r.prompt_token_ids) :]
 
 
 def engines(pair: EnginePair) -> tuple[TableEngine, TableEngine]:

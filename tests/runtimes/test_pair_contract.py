@@ -20,6 +20,8 @@ from tests.speculative.table import (
     PieceDetokenizer,
     ScriptedModel,
     TableModel,
+    greedy_reference,
+    request,
     target_rule,
 )
 
@@ -56,24 +58,12 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         yield lambda target, draft, **o: bls(target, draft, acceptance=acceptance, **o)
 
 
-def a_request(name: str = "r", prompt_length: int = 3, **settings: Any) -> Request:
-    prompt = tuple(range(4, 4 + prompt_length))
-    return Request(request_id=name, prompt_token_ids=prompt, **{"max_tokens": 17, **settings})
-
-
-def target_alone(r: Request) -> list[int]:
-    context = list(r.prompt_token_ids)
-    for _ in range(r.max_tokens):
-        context.append(target_rule(context))
-    return context[len(r.prompt_token_ids) :]
-
-
 @pytest.mark.parametrize("draft_name", DRAFT_RULES)
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 8])
 def test_greedy_output_is_that_of_the_target_alone(
     make: Make, draft_name: str, num_draft_tokens: int
 ) -> None:
-    requests = [a_request(f"{p}-{m}", p, max_tokens=m) for p in (1, 60) for m in (1, 2, 17)]
+    requests = [request(f"{p}-{m}", p, max_tokens=m) for p in (1, 60) for m in (1, 2, 17)]
     draft = TableModel(DRAFT_RULES[draft_name])
     with make(TableModel(target_rule), draft, num_draft_tokens=num_draft_tokens) as pair:
         chunks = run(pair, requests)
@@ -81,8 +71,8 @@ def test_greedy_output_is_that_of_the_target_alone(
         assert pair.num_steps > 0
     for r in requests:
         found = chunks[r.request_id]
-        assert ids(found) == target_alone(r)
-        assert "".join(c.text for c in found) == "".join(f"w{i} " for i in target_alone(r))
+        assert ids(found) == greedy_reference(r)
+        assert "".join(c.text for c in found) == "".join(f"w{i} " for i in greedy_reference(r))
         # One last chunk, and nothing after it.
         assert [c.finish_reason for c in found if c.finish_reason] == ["length"]
         assert [c for c in found if c.statistics is not None] == [found[-1]]
@@ -95,7 +85,7 @@ def test_greedy_output_is_that_of_the_target_alone(
 def test_an_end_id_inside_a_block_cuts_everything_there(make: Make) -> None:
     script = [10, 11, 3, 20, 21]
     with make(ScriptedModel(3, script), ScriptedModel(3, script), num_draft_tokens=4) as pair:
-        chunks = run(pair, [a_request(end_token_ids=frozenset({2, 3}))])["r"]
+        chunks = run(pair, [request(end_token_ids=frozenset({2, 3}))])["r"]
     assert ids(chunks) == [10, 11]
     assert "".join(c.text for c in chunks) == "w10 w11 "
     assert chunks[-1].finish_reason == "stop"
@@ -109,7 +99,7 @@ def test_a_stop_string_across_tokens_is_cut_off(make: Make) -> None:
         num_draft_tokens=4,
         detokenizer=lambda prompt: PieceDetokenizer(PIECES),
     ) as pair:
-        r = a_request(stop_strings=("a,b", "\n"), max_tokens=6)
+        r = request(stop_strings=("a,b", "\n"), max_tokens=6)
         chunks = run(pair, [r])["r"]
     assert "".join(c.text for c in chunks) == "foo "
     assert chunks[-1].finish_reason == "stop"
@@ -117,8 +107,8 @@ def test_a_stop_string_across_tokens_is_cut_off(make: Make) -> None:
 
 def test_a_cancelled_request_ends_and_the_others_go_on(make: Make) -> None:
     with make(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=1) as pair:
-        pair.submit(a_request("a", max_tokens=400))
-        pair.submit(a_request("b"))
+        pair.submit(request("a", max_tokens=400))
+        pair.submit(request("b"))
         chunks: list[Chunk] = []
         while not any(c.request_id == "a" for c in chunks):
             chunks += pair.step()
@@ -128,7 +118,7 @@ def test_a_cancelled_request_ends_and_the_others_go_on(make: Make) -> None:
             chunks += pair.step()
         assert [c.finish_reason for c in chunks if c.request_id == "a"][-1] == "cancelled"
         assert sum(c.finish_reason is not None for c in chunks) == 2
-        assert ids([c for c in chunks if c.request_id == "b"]) == target_alone(a_request())
+        assert ids([c for c in chunks if c.request_id == "b"]) == greedy_reference(request())
         pair.cancel("a")
         assert not pair.has_work()
 
@@ -141,16 +131,16 @@ def test_what_can_never_run_is_refused_at_once(make: Make) -> None:
             ({"prompt_token_ids": (4, 104)}, "^token id 104 is outside the vocabulary of 104$"),
         ):
             with pytest.raises(RequestError, match=message):
-                pair.submit(Request(**{**vars(a_request()), **settings}))
+                pair.submit(Request(**{**vars(request()), **settings}))
         assert not pair.has_work()
 
 
 def test_interrupt_never_hurts(make: Make) -> None:
     with make(TableModel(target_rule), TableModel(target_rule)) as pair:
         pair.interrupt()
-        pair.submit(a_request())
+        pair.submit(request())
         chunks: list[Chunk] = []
         while pair.has_work():
             pair.interrupt()
             chunks += pair.step()
-    assert ids(chunks) == target_alone(a_request())
+    assert ids(chunks) == greedy_reference(request())

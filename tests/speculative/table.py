@@ -5,6 +5,7 @@ anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -113,3 +114,17 @@ def new_state(request: Request, *, max_num_draft_tokens: int = 8, **limits: int)
         ),
         WordDetokenizer(),
     )
+
+
+def request(name: str = "r", prompt_length: int = 3, **settings: Any) -> Request:
+    """A request of 17 tokens after that many words, unless `settings` say otherwise."""
+    prompt = tuple(range(4, 4 + prompt_length))
+    return Request(**{"request_id": name, "prompt_token_ids": prompt, "max_tokens": 17, **settings})
+
+
+def greedy_reference(r: Request) -> list[int]:
+    """What a target over `target_rule` answers by itself."""
+    context = list(r.prompt_token_ids)
+    for _ in range(r.max_tokens):
+        context.append(target_rule(context))
+    return context[len(r.prompt_token_ids) :]

@@ -17,6 +17,7 @@ from specpipe.runtimes.base import PairOptions
 from specpipe.stages.package import models_folder
 from specpipe.triton import launcher, repository
 from specpipe.triton.server import Server
+from tests.quiet import Quiet
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "models" / "python-code" / "target"
@@ -110,16 +111,6 @@ def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def url(request: pytest.FixtureRequest, echo_server: Server) -> str:
     """The server's address, by each protocol."""
     return echo_server.http_url if request.param == "http" else echo_server.grpc_url
-
-
-class Quiet:
-    """A reporter that says nothing."""
-
-    def started(self, stage: str, reasons: object) -> None: ...
-
-    def waiting(self, stage: str) -> None: ...
-
-    def finished(self, report: object) -> None: ...
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import urllib.error
 import urllib.request
@@ -17,6 +16,7 @@ from specpipe.errors import RequestError, ServerError
 from specpipe.triton import serving
 from specpipe.triton.client import Client
 from specpipe.triton.server import Server
+from tests.triton.asking import metrics
 
 PROMPT = "def f(x):"  # five tokens: "def", " f", "(", "x", "):"; the echo pair repeats them
 
@@ -32,13 +32,6 @@ def post(server: Server, body: dict[str, object], path: str = "generate") -> tup
     except urllib.error.HTTPError as exc:
         with exc:
             return exc.code, exc.read().decode()
-
-
-def counters(server: Server) -> dict[str, float]:
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
-        text = response.read().decode()
-    lines = re.findall(r"^(specpipe_\S+) ([\d.e+]+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in lines}
 
 
 def test_whole_answer(url: str) -> None:
@@ -132,12 +125,12 @@ def test_closing_a_stream_early_cancels_the_request(
     url: str, echo_server: Server, wait_until: Callable[..., bool]
 ) -> None:
     name = 'specpipe_requests_total{finish_reason="cancelled"}'
-    before = counters(echo_server)[name]
+    before = metrics(echo_server, "specpipe_")[name]
     with Client(url) as client:
         stream = client.stream(f"<slow> {PROMPT}", max_tokens=400)
         next(stream)
         stream.close()
-        assert wait_until(lambda: counters(echo_server)[name] == before + 1, seconds=3)
+        assert wait_until(lambda: metrics(echo_server, "specpipe_")[name] == before + 1, seconds=3)
 
 
 def test_32_streams_at_once_stay_in_order(url: str) -> None:
@@ -198,10 +191,10 @@ def test_http_request_id_is_no_unknown_parameter(echo_server: Server) -> None:
 
 
 def test_statistics_are_counted_on_the_metrics_endpoint(echo_server: Server) -> None:
-    before = counters(echo_server)
+    before = metrics(echo_server, "specpipe_")
     with Client(echo_server.http_url) as client:
         client.generate(PROMPT, max_tokens=6)
-    after = counters(echo_server)
+    after = metrics(echo_server, "specpipe_")
     assert {name: after[name] - before[name] for name in before if after[name] != before[name]} == {
         'specpipe_requests_total{finish_reason="length"}': 1,
         "specpipe_loop_steps_total": 3,

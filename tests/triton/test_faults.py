@@ -29,6 +29,7 @@ from specpipe.triton import launcher, serving
 from specpipe.triton.client import Client, Completion
 from specpipe.triton.repository import PairFile
 from specpipe.triton.server import ServeOptions, Server
+from tests.triton.asking import metrics
 from tests.triton.faulty_pair import Controls
 
 WaitUntil = Callable[..., bool]
@@ -146,9 +147,7 @@ def num_in_flight(server: Server) -> int:
 
 
 def metric(server: Server, name: str) -> float:
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
+    return metrics(server, f"{name} ")[name]
 
 
 # Cancellation

@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import json
-import re
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,8 +23,10 @@ from specpipe.triton import launcher
 from specpipe.triton.client import Client, Completion
 from specpipe.triton.server import Server
 from tests.fake_tensorrt_llm import FOLDER
+from tests.quiet import Quiet
 from tests.runtimes.table_engine import run
 from tests.runtimes.torch.engines import build_engine
+from tests.triton.asking import metrics
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "models" / "python-code"
@@ -41,14 +41,6 @@ import os, sys
 sys.path[:0] = [{fake!r}, {root!r}]
 os.environ["FAKE_TENSORRT_LLM_ACTIVE"] = {active!r}
 """
-
-
-class Quiet:
-    def started(self, stage: str, reasons: object) -> None: ...
-
-    def waiting(self, stage: str) -> None: ...
-
-    def finished(self, report: object) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +173,7 @@ def test_closed_streams_leave_nothing_behind(
         list(pool.map(ask, range(12)))
 
     def in_flight() -> float:
-        with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
-            text = response.read().decode()
-        found = re.search(r"^specpipe_requests_in_flight ([\d.e+]+)$", text, re.MULTILINE)
-        assert found is not None
-        return float(found[1])
+        return metrics(server, "specpipe_")["specpipe_requests_in_flight"]
 
     assert wait_until(lambda: in_flight() == 0)
     assert wait_until(lambda: (folder / "active").read_text() == "0")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +17,7 @@ from specpipe.triton import lint
 from specpipe.triton.client import Client
 from specpipe.triton.repository import PairFile
 from specpipe.triton.server import Server
+from tests.triton.asking import texts
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [
@@ -33,24 +34,8 @@ Generate = Callable[..., list[str]]
 def generate(quickstart_server: Server) -> Generate:
     """Answers to all prompts, some at once."""
 
-    def answers(
-        *,
-        protocol: str,
-        stream: bool,
-        at_once: int,
-        prompts: list[str] = PROMPTS,
-        **settings: object,
-    ) -> list[str]:
-        url = quickstart_server.http_url if protocol == "http" else quickstart_server.grpc_url
-
-        def answer(prompt: str) -> str:
-            with Client(url) as client:
-                if stream:
-                    return "".join(chunk.text for chunk in client.stream(prompt, **settings))
-                return client.generate(prompt, **settings).text
-
-        with ThreadPoolExecutor(at_once) as pool:
-            return list(pool.map(answer, prompts))
+    def answers(*, prompts: list[str] = PROMPTS, **settings: Any) -> list[str]:
+        return texts(quickstart_server, prompts, **settings)
 
     return answers
 
@@ -93,14 +78,14 @@ def test_the_text_is_the_targets_own(
     stream: bool,
     at_once: int,
 ) -> None:
-    texts = generate(
+    found = generate(
         protocol=protocol,
         stream=stream,
         at_once=at_once,
         num_draft_tokens=num_draft_tokens,
         **(GREEDY if kind == "greedy" else SEEDED),
     )
-    assert texts == target_alone(kind)
+    assert found == target_alone(kind)
 
 
 @pytest.mark.slow

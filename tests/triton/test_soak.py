@@ -6,7 +6,6 @@ import json
 import random
 import re
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from specpipe.triton import serving
 from specpipe.triton.client import Client, Completion
 from specpipe.triton.repository import PairFile
 from specpipe.triton.server import Server
+from tests.triton.asking import metrics
 
 NUM_CLIENTS = 32
 MAX_GROWTH_BYTES = 24 << 20  # what an allocator may keep; one leaked KV cache a request is far more
@@ -189,15 +189,6 @@ def check(case: Case, answer: list[Completion] | str, expected: str | None) -> N
         assert last.statistics.acceptance_rate is None
 
 
-def counters(server: Server) -> dict[str, float]:
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
-        text = response.read().decode()
-    return {
-        name: float(value)
-        for name, value in re.findall(r"^((?:specpipe|nv_inference_pending)\S+) (\S+)$", text, re.M)
-    }
-
-
 def memory_of_models(server: Server) -> dict[str, int]:
     """Anonymous memory of each model's process."""
     process = server._process
@@ -225,15 +216,15 @@ def soak(
         certain = [case for case in cases if case.error is None and case.is_certain]
         assert len(certain) > num_requests / 3
         expected = target_only(quickstart_repository, certain)
-        before = counters(quickstart_server)
+        before = metrics(quickstart_server, *COUNTED)
         start = time.monotonic()
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             answers = list(pool.map(lambda case: ask(quickstart_server, case), cases))
         print(f"{num_requests} requests in {time.monotonic() - start:.1f} s")
         for case, answer in zip(cases, answers, strict=True):
             check(case, answer, expected.get(case.number))
-        assert wait_until(lambda: counters(quickstart_server)[IN_FLIGHT] == 0)
-        after = counters(quickstart_server)
+        assert wait_until(lambda: metrics(quickstart_server, *COUNTED)[IN_FLIGHT] == 0)
+        after = metrics(quickstart_server, *COUNTED)
         assert {n: v for n, v in after.items() if "nv_inference_pending" in n and v} == {}
         ended = {
             reason: after[name] - before[name]
@@ -251,6 +242,7 @@ def soak(
 
 
 IN_FLIGHT = "specpipe_requests_in_flight"
+COUNTED = ("specpipe_", "nv_inference_pending")
 
 
 def test_120_requests(soak: Soak) -> None:

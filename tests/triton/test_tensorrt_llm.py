@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +23,9 @@ from specpipe.triton import launcher, lint
 from specpipe.triton.client import Client
 from specpipe.triton.server import Server, TritonBinary
 from tests.tensorrtllm_backend.engines import triton_with_stand_in, write_repository
+from tests.triton.asking import metrics, texts
 
+COUNTED = ("specpipe_", "stand_in_")
 PROMPTS = [
     json.loads(line)["prompt"]
     for line in (Path(__file__).parents[2] / "benchmarks" / "prompts.jsonl")
@@ -54,24 +54,8 @@ def server(repository: Path, binary: TritonBinary) -> Iterator[Server]:
         yield running
 
 
-def texts(
-    server: Server,
-    *,
-    stream: bool = False,
-    at_once: int = 6,
-    protocol: str = "grpc",
-    **settings: Any,
-) -> list[str]:
-    url = server.http_url if protocol == "http" else server.grpc_url
-
-    def answer(prompt: str) -> str:
-        with Client(url) as client:
-            if stream:
-                return "".join(chunk.text for chunk in client.stream(prompt, **settings))
-            return client.generate(prompt, **settings).text
-
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(answer, PROMPTS))
+def ask_all(server: Server, **settings: Any) -> list[str]:
+    return texts(server, PROMPTS, at_once=6, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +85,6 @@ def target_alone(repository: Path) -> list[str]:
     return list(found.values())
 
 
-def metrics(server: Server) -> dict[str, float]:
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
-        text = response.read().decode()
-    return {
-        name: float(value)
-        for name, value in re.findall(r"^((?:specpipe|stand_in)_\S+) (\S+)$", text, re.MULTILINE)
-    }
-
-
 def test_what_was_packaged_is_without_fault(repository: Path) -> None:
     assert lint.lint(repository) == []
 
@@ -130,8 +105,8 @@ def test_what_was_packaged_is_without_fault(repository: Path) -> None:
 def test_greedy_text_is_the_targets_own_streamed_or_whole(
     server: Server, target_alone: list[str], num_draft_tokens: int, protocol: str, stream: bool
 ) -> None:
-    before = metrics(server)['stand_in_verified_total{model="target"}']
-    found = texts(
+    before = metrics(server, *COUNTED)['stand_in_verified_total{model="target"}']
+    found = ask_all(
         server,
         protocol=protocol,
         stream=stream,
@@ -139,7 +114,7 @@ def test_greedy_text_is_the_targets_own_streamed_or_whole(
         num_draft_tokens=num_draft_tokens,
     )
     assert found == target_alone
-    num_verified = metrics(server)['stand_in_verified_total{model="target"}'] - before
+    num_verified = metrics(server, *COUNTED)['stand_in_verified_total{model="target"}'] - before
     assert (num_verified > len(PROMPTS)) == (num_draft_tokens > 0)
 
 
@@ -153,14 +128,14 @@ def test_greedy_text_is_the_targets_own_streamed_or_whole(
 )
 def test_settings_hold_across_rounds(server: Server, settings: dict[str, Any]) -> None:
     plain, drafted = (
-        texts(server, max_tokens=MAX_TOKENS, num_draft_tokens=k, **settings) for k in (0, 4)
+        ask_all(server, max_tokens=MAX_TOKENS, num_draft_tokens=k, **settings) for k in (0, 4)
     )
     assert drafted == plain
 
 
 def test_a_seeded_request_repeats(server: Server) -> None:
     settings = {"max_tokens": MAX_TOKENS, "temperature": 0.8, "top_p": 0.95, "num_draft_tokens": 4}
-    first, second, other = (texts(server, seed=seed, **settings) for seed in (5, 5, 6))
+    first, second, other = (ask_all(server, seed=seed, **settings) for seed in (5, 5, 6))
     assert first == second != other
 
 
@@ -172,7 +147,7 @@ def test_32_streams_with_random_cancels_leave_nothing_behind(
         (rng.choice(PROMPTS), rng.choice([0, 1, 4, 8]), rng.choice([None, 1, 2, 5]))
         for _ in range(48)
     ]
-    before = metrics(server)
+    before = metrics(server, *COUNTED)
 
     def ask(plan: tuple[str, int, int | None]) -> int:
         prompt, num_draft_tokens, num_chunks = plan
@@ -192,12 +167,12 @@ def test_32_streams_with_random_cancels_leave_nothing_behind(
     assert all(count for count in counts)
 
     def is_quiet() -> bool:
-        now = metrics(server)
+        now = metrics(server, *COUNTED)
         running = [value for name, value in now.items() if name.startswith("stand_in_running")]
         return now["specpipe_requests_in_flight"] == 0 and not any(running)
 
     assert wait_until(is_quiet)
-    after = metrics(server)
+    after = metrics(server, *COUNTED)
     cancelled = 'specpipe_requests_total{finish_reason="cancelled"}'
     num_cancelled = sum(num_chunks is not None for *_, num_chunks in plans)
     assert num_cancelled / 2 <= after[cancelled] - before[cancelled] <= num_cancelled
@@ -205,7 +180,7 @@ def test_32_streams_with_random_cancels_leave_nothing_behind(
     assert after[stopped] > before[stopped]
     failed = 'specpipe_requests_total{finish_reason="error"}'
     assert after[failed] == before[failed]
-    assert len(texts(server, max_tokens=2)) == len(PROMPTS)
+    assert len(ask_all(server, max_tokens=2)) == len(PROMPTS)
 
 
 def test_what_the_engines_cannot_honour_is_refused_by_name(server: Server) -> None:
@@ -237,7 +212,7 @@ def test_acceptance_by_logits_and_adaptive_draft_lengths(
 ) -> None:
     folder = write_repository(tmp_path / "model_repo", acceptance="logits", adaptive=True)
     with launcher.running(folder, binary=binary) as server:
-        assert texts(server, max_tokens=MAX_TOKENS) == target_alone
+        assert ask_all(server, max_tokens=MAX_TOKENS) == target_alone
         with Client(server.grpc_url) as client:
             answers = [
                 client.generate(p, max_tokens=MAX_TOKENS, temperature=0.7, top_k=20, seed=1)

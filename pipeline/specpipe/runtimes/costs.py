@@ -48,13 +48,12 @@ class CostTable:
 
     def at(self, batch_size: int) -> StepCosts:
         """The costs of drafting while batch_size requests decode."""
-        plain = self.seconds("target", batch_size)
+        num_rows = batch_size * np.arange(1, self._num_draft_tokens + 2)
+        verified = np.interp(num_rows, self._rows["target"], self._seconds["target"])
+        plain = float(verified[0])
         return StepCosts(
             draft_step=self.seconds("draft", batch_size) / plain,
-            verify=[
-                max(self.seconds("target", batch_size * (1 + k)) / plain - 1.0, 0.0)
-                for k in range(self._num_draft_tokens + 1)
-            ],
+            verify=[max(seconds / plain - 1.0, 0.0) for seconds in verified.tolist()],
         )
 
     def step_seconds(self, draft_lengths: Sequence[int]) -> float:

@@ -91,7 +91,7 @@ def server_environment(
     environment["PATH"] = ":".join(
         [str(Path(sys.executable).parent), inherited.get("PATH", "/usr/bin:/bin")]
     )
-    if binary.library_path is not None:
-        libraries = [str(binary.library_path), inherited.get("LD_LIBRARY_PATH", "")]
+    if binary.libraries_dir is not None:
+        libraries = [str(binary.libraries_dir), inherited.get("LD_LIBRARY_PATH", "")]
         environment["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
     return environment

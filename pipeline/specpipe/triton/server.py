@@ -54,7 +54,7 @@ class TritonBinary:
     """A tritonserver to run, with what it needs around it."""
 
     path: Path
-    library_path: Path | None = None
+    libraries_dir: Path | None = None
     # None: where the installation has them. Else a folder of them, `python` among them
     backends: Path | None = None
     python_stub: Path | None = None  # the process that runs a Python model, for this Python
@@ -96,7 +96,7 @@ def find_tritonserver() -> TritonBinary:
         )
     return TritonBinary(
         path=server / "bin" / "tritonserver",
-        library_path=root.parent / "nvidia_pytriton.libs",
+        libraries_dir=root.parent / "nvidia_pytriton.libs",
         backends=server / "backends",
         python_stub=stub,
     )

@@ -31,7 +31,7 @@ from specpipe.runtimes.tensorrt_llm.engine_calls import (
     step_seed,
 )
 from specpipe.speculative.noise import Purpose
-from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
+from specpipe.speculative.request import Chunk, Sampling, Statistics
 from specpipe.speculative.warp import softmax, warp
 from tests.runtimes.table_engine import ids, run
 from tests.runtimes.tensorrt_llm.bls import make_bls_pair, stand_ins
@@ -41,27 +41,11 @@ from tests.speculative.table import (
     PieceDetokenizer,
     ScriptedModel,
     TableModel,
+    greedy_reference,
+    request,
     target_rule,
 )
 from tests.tensorrtllm_backend.stand_in import StandInModel
-
-
-def request(name: str = "r", prompt_length: int = 3, **settings: Any) -> Request:
-    return Request(
-        **{
-            "request_id": name,
-            "prompt_token_ids": tuple(range(4, 4 + prompt_length)),
-            "max_tokens": 17,
-            **settings,
-        }
-    )
-
-
-def greedy_reference(r: Request) -> list[int]:
-    context = list(r.prompt_token_ids)
-    for _ in range(r.max_tokens):
-        context.append(target_rule(context))
-    return context[len(r.prompt_token_ids) :]
 
 
 def statistics(chunks: Sequence[Chunk]) -> Statistics:

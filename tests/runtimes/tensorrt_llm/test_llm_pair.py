@@ -13,7 +13,7 @@ import pytest
 
 from specpipe.errors import RequestError
 from specpipe.runtimes.tensorrt_llm.llm_pair import LlmPair
-from specpipe.speculative.request import Chunk, Request, Sampling
+from specpipe.speculative.request import Chunk, Sampling
 from specpipe.triton.loop import PairLoop
 from tests.fake_tensorrt_llm import installed, runtime_settings, table_pair
 from tests.runtimes.table_engine import ids, run
@@ -22,6 +22,8 @@ from tests.speculative.table import (
     PieceDetokenizer,
     ScriptedModel,
     TableModel,
+    greedy_reference,
+    request,
     target_rule,
     wrong_rule,
 )
@@ -44,18 +46,6 @@ def make(fake: ModuleType, tmp_path: Path) -> MakePair:
         return table_pair(fake, tmp_path, target, draft or target, **settings)
 
     return pair
-
-
-def request(name: str = "r", prompt_length: int = 3, **settings: Any) -> Request:
-    prompt = tuple(range(4, 4 + prompt_length))
-    return Request(request_id=name, prompt_token_ids=prompt, **{"max_tokens": 17, **settings})
-
-
-def reference(r: Request) -> list[int]:
-    context = list(r.prompt_token_ids)
-    for _ in range(r.max_tokens):
-        context.append(target_rule(context))
-    return context[len(r.prompt_token_ids) :]
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
@@ -101,7 +91,9 @@ def test_greedy_requests_of_all_sizes_together(
     with make(draft=draft, num_draft_tokens=num_draft_tokens) as pair:
         chunks = run(pair, requests)
         assert pair._llm.num_active == 0
-    assert {n: ids(c) for n, c in chunks.items()} == {r.request_id: reference(r) for r in requests}
+    assert {n: ids(c) for n, c in chunks.items()} == {
+        r.request_id: greedy_reference(r) for r in requests
+    }
     assert all(c[-1].finish_reason == "length" for c in chunks.values())
 
 
@@ -206,7 +198,9 @@ def test_context_ends_a_request(make: MakePair) -> None:
 
 def test_log_probs_of_greedy_tokens(make: MakePair) -> None:
     with make() as pair:
-        r = request(return_log_probs=True, end_token_ids=frozenset({2, reference(request())[9]}))
+        r = request(
+            return_log_probs=True, end_token_ids=frozenset({2, greedy_reference(request())[9]})
+        )
         chunks = run(pair, [r])["r"]
     log_probs = [p for c in chunks for p in c.log_probs]
     assert len(log_probs) == len(ids(chunks)) == 9
@@ -311,7 +305,7 @@ def test_sampling_without_a_draft_needs_no_leave(make: MakePair) -> None:
 
 def test_as_many_draft_tokens_as_there_are_may_be_asked_for(make: MakePair) -> None:
     with make() as pair:
-        assert ids(run(pair, [request(num_draft_tokens=4)])["r"]) == reference(request())
+        assert ids(run(pair, [request(num_draft_tokens=4)])["r"]) == greedy_reference(request())
 
 
 def test_cancelling_frees_a_running_and_a_waiting_request(make: MakePair) -> None:
@@ -407,7 +401,7 @@ def test_a_request_that_tensorrt_llm_refuses_fails_alone(make: MakePair) -> None
         "TensorRT-LLM refuses the request: The sum of prompt length (65), query length (0) should "
         "not exceed max_num_tokens (64)"
     )
-    assert ids(chunks["short"]) == reference(request())
+    assert ids(chunks["short"]) == greedy_reference(request())
 
 
 def test_a_request_that_fails_in_tensorrt_llm_fails_alone(make: MakePair) -> None:
@@ -424,7 +418,7 @@ def test_a_request_that_fails_in_tensorrt_llm_fails_alone(make: MakePair) -> Non
         "a",
         "TensorRT-LLM failed: RuntimeError: CUDA error",
     )
-    assert ids([c for c in chunks if c.request_id == "b"]) == reference(request())
+    assert ids([c for c in chunks if c.request_id == "b"]) == greedy_reference(request())
 
 
 def test_an_end_that_nobody_asked_for_is_an_error(make: MakePair, fake: ModuleType) -> None:
@@ -486,7 +480,7 @@ def test_the_loop_drives_it_from_many_threads(make: MakePair) -> None:
         assert wait_until(lambda: pair._llm.num_active == 0)
     reasons = {name: chunks[-1].finish_reason for name, chunks in ends.items()}
     assert reasons == {f"r{n}": "cancelled" if n % 4 == 0 else "length" for n in range(16)}
-    expected = reference(request())
+    expected = greedy_reference(request())
     assert all(ids(chunks) == expected for n, chunks in ends.items() if int(n[1:]) % 4)
 
 

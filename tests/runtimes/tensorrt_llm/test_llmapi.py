@@ -20,19 +20,12 @@ from specpipe.runtimes.tensorrt_llm.llmapi import CollectCheckpoint
 from specpipe.speculative.request import Request
 from specpipe.triton.repository import PairFile
 from tests.fake_tensorrt_llm import installed, runtime_settings
+from tests.quiet import Quiet
 from tests.runtimes.table_engine import ids, run
 from tests.runtimes.tensorrt_llm.test_model_yaml import PAIR, config_of
 from tests.runtimes.torch.engines import load_engine
 from tests.speculative.table import WordDetokenizer
 from tests.toy import write_toy_checkpoint
-
-
-class Quiet:
-    def started(self, stage: str, reasons: object) -> None: ...
-
-    def waiting(self, stage: str) -> None: ...
-
-    def finished(self, report: object) -> None: ...
 
 
 @pytest.fixture

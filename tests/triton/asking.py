@@ -1,0 +1,41 @@
+"""Asking a real Triton: for answers to several prompts at once, and for its metrics."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from specpipe.triton.client import Client
+from specpipe.triton.server import Server
+
+
+def texts(
+    server: Server,
+    prompts: Sequence[str],
+    *,
+    at_once: int,
+    protocol: str = "grpc",
+    stream: bool = False,
+    **settings: Any,
+) -> list[str]:
+    """The answers to all prompts, in their order; each has a client of its own."""
+    url = server.http_url if protocol == "http" else server.grpc_url
+
+    def answer(prompt: str) -> str:
+        with Client(url) as client:
+            if stream:
+                return "".join(chunk.text for chunk in client.stream(prompt, **settings))
+            return client.generate(prompt, **settings).text
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(answer, prompts))
+
+
+def metrics(server: Server, *prefixes: str) -> dict[str, float]:
+    """The metrics that begin so, by name and labels as Prometheus writes them."""
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    named = (line.rpartition(" ") for line in lines if line.startswith(prefixes))
+    return {name: float(value) for name, _, value in named}
