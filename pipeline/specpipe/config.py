@@ -10,19 +10,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from specpipe import config_messages
 from specpipe.errors import ConfigError
-from specpipe.runtimes.tensorrt_llm.refusals import setting_faults
+from specpipe.runtimes.setting_faults import setting_faults
 from specpipe.runtimes.tensorrt_llm.settings import TensorRTLLMConfig
 from specpipe.section import Section
 from specpipe.yaml_document import parse_yaml, read_yaml
 
-_MAX_NUM_TOKENS = {"torch": 256, "tensorrt_llm": 8192}
+_MAX_NUM_TOKENS = {"torch": 256, "tensorrt": 1024, "tensorrt_llm": 8192}
 """A CPU is better off with short forwards; 8192 is the default of trtllm-build."""
+
+ComputeCapability = Literal["8.0", "8.6", "8.9", "12.0", "12.1"]
+"""What TensorRT for RTX builds for; 7.5 has no bfloat16."""
 
 _MAX_LISTED = 20  # faults of one file that are explained; the rest is counted
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -115,7 +118,7 @@ class SpeculationConfig(Section):
 class EngineConfig(Section):
     """What is built, and what it must hold at once."""
 
-    runtime: Literal["torch", "tensorrt_llm"] = "torch"
+    runtime: Literal["torch", "tensorrt", "tensorrt_llm"] = "torch"
     """The library that builds and runs the engines."""
 
     max_batch_size: int = Field(default=8, ge=1)
@@ -127,17 +130,34 @@ class EngineConfig(Section):
     max_num_tokens: int = Field(
         default_factory=lambda settings: _MAX_NUM_TOKENS.get(settings.get("runtime"), 1), ge=1
     )
-    """Tokens of all requests in one forward, longer prompts come in chunks; 256, or 8192 with
-    tensorrt_llm."""
+    """Tokens of all requests in one forward, longer prompts come in chunks; 256, with tensorrt
+    1024, with tensorrt_llm 8192."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the engines compute in; auto: float32 on a CPU, the checkpoint's own on a GPU."""
+    """What the engines compute in; auto: the checkpoint's own, but float32 on a CPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engines run; auto: the GPU where there is one."""
 
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engines; none: all cores but one, which is left to Triton."""
+
+    library: Literal["tensorrt_rtx", "tensorrt"] = "tensorrt_rtx"
+    """For runtime tensorrt: TensorRT for RTX, which builds without a GPU, or TensorRT, which builds
+    for the GPU that it finds."""
+
+    compute_capabilities: tuple[ComputeCapability, ...] = Field(
+        default=get_args(ComputeCapability), min_length=1, strict=False
+    )
+    """Of the GPUs that engines of library tensorrt_rtx are to run on, as ["8.9", "12.0"]."""
+
+    weights: Literal["inside", "beside"] = "inside"
+    """For runtime tensorrt: whether weights are in the engine, or in a file beside it, so that
+    other weights of the same shape need no new engine."""
+
+    weight_streaming: bool = False
+    """For runtime tensorrt: whether weights may stay in host memory, for a model that the GPU
+    cannot hold."""
 
     tensorrt_llm: TensorRTLLMConfig = TensorRTLLMConfig()
     """How TensorRT-LLM builds and serves the pair, for runtime tensorrt_llm."""

@@ -94,6 +94,9 @@ def _all_keys(section: KeyPath, schema: Schema) -> Iterator[KeyPath]:
 def _schema_at(keys: Sequence[str | int], schema: Schema) -> Schema:
     definitions: Schema = schema["$defs"]
     for key in keys:
+        if isinstance(key, int):
+            schema = schema.get("items", {})
+            continue
         schema = schema.get("properties", {}).get(key, {})
         if "anyOf" in schema:  # a section that may be left out
             schema = next((choice for choice in schema["anyOf"] if "$ref" in choice), schema)
@@ -115,8 +118,11 @@ def _expected(schema: Schema) -> str:
             keys = schema.get("required") or list(schema["properties"])
             return f"a mapping with {', '.join(keys)}"
         case "array":
+            items = schema["items"]
+            if "enum" in items:
+                return f"a list of {' or '.join(repr(choice) for choice in items['enum'])}"
             kinds = {"integer": "whole numbers", "string": "texts"}
-            return f"a list of {kinds[schema['items']['type']]}{_range(schema['items'])}"
+            return f"a list of {kinds[items['type']]}{_range(items)}"
         case "integer":
             return f"a whole number{_range(schema)}"
         case "number":

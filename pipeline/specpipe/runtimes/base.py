@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
+    "tensorrt": "specpipe.runtimes.tensorrt:TensorRTRuntime",
     "tensorrt_llm": "specpipe.runtimes.tensorrt_llm:TensorRTLLMRuntime",
 }
 

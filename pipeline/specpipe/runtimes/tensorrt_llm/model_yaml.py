@@ -17,7 +17,7 @@ import yaml
 
 from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
 from specpipe.errors import EngineBuildError
-from specpipe.runtimes.tensorrt_llm.refusals import Fault
+from specpipe.runtimes.setting_faults import Fault
 from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
 from specpipe.runtimes.tensorrt_llm.versions import version_number
 

@@ -10,11 +10,11 @@ plugin/plugin.py (PluginConfig.validate), commands/build.py; releases 0.16 to 1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specpipe.errors import EngineBuildError
 from specpipe.provenance import gpus
+from specpipe.runtimes.setting_faults import Fault
 from specpipe.runtimes.tensorrt_llm.formats import (
     AWQ_VOCAB_MULTIPLE,
     FORMATS,
@@ -31,44 +31,12 @@ _MIN_SM = 80  # TensorRT-LLM, examples/draft_target_model/README.md
 _FP8_SM = 89
 
 _BUILD = "engine.tensorrt_llm.build"
-_TORCH_ONLY = ("dtype", "device", "num_threads")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A setting that cannot stay: its key, its value and what is expected of it."""
-
-    key: str
-    value: Any
-    expected: str
 
 
 def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
-    """Yields the settings that contradict each other, or have no effect with the runtime."""
-    engine = config.engine
+    """Yields the settings of this runtime that contradict each other, or cannot be."""
     sides = {"draft": config.draft, "target": config.target}
-    if engine.runtime == "torch":
-        for role, checkpoint in sides.items():
-            if checkpoint.quantization is not None:
-                yield Fault(
-                    f"{role}.quantization.format",
-                    checkpoint.quantization.format,
-                    "no quantization, since runtime 'torch' does not run quantized checkpoints "
-                    "yet; engine.runtime tensorrt_llm does",
-                )
-        if "tensorrt_llm" in engine.model_fields_set:
-            yield _without_effect(
-                "engine.tensorrt_llm",
-                engine.tensorrt_llm.model_dump(exclude_unset=True),
-                "engine.runtime 'torch'",
-            )
-        return
-    for name in _TORCH_ONLY:
-        if name in engine.model_fields_set:
-            yield _without_effect(
-                f"engine.{name}", getattr(engine, name), "engine.runtime 'tensorrt_llm'"
-            )
-    settings = engine.tensorrt_llm
+    settings = config.engine.tensorrt_llm
     if settings.backend == "pytorch":
         from specpipe.runtimes.tensorrt_llm import model_yaml
 
@@ -148,10 +116,6 @@ def _sm(compute_capability: str) -> int:
     """The way TensorRT-LLM counts: 90 for "9.0", 120 for "12.0"."""
     major, _, minor = compute_capability.partition(".")
     return int(major) * 10 + int(minor)
-
-
-def _without_effect(key: str, value: Any, why: str) -> Fault:
-    return Fault(key, value, f"nothing here, since it has no effect with {why}")
 
 
 def _gpu_id_faults(role: str, ids: tuple[int, ...], world_size: int) -> Iterator[Fault]:

@@ -1,0 +1,123 @@
+"""The TensorRT runtime: engines from the network API, built from the unified checkpoint.
+
+Importing this imports neither TensorRT nor NumPy; building and loading do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specpipe.runtimes.base import convert_stage
+from specpipe.runtimes.tensorrt import library
+from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
+from specpipe.runtimes.tensorrt.network import check_supported
+from specpipe.stages.base import PlannedStage
+from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
+
+if TYPE_CHECKING:
+    from specpipe.config import EngineConfig
+    from specpipe.runtimes.base import (
+        DetokenizerFactory,
+        Launch,
+        LaunchMode,
+        Pair,
+        PairOptions,
+        PairPlan,
+        Side,
+    )
+    from specpipe.runtimes.memory import MemoryEstimate
+
+
+class TensorRTRuntime:
+    """Draft and target are engines on one GPU; specpipe's own loop drives them."""
+
+    name = "tensorrt"
+
+    def require(self) -> None:
+        library.require("tensorrt_rtx")
+
+    def engine_stages(
+        self, pair: PairPlan
+    ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+        return self._stages(pair, pair.draft), self._stages(pair, pair.target)
+
+    def _stages(self, pair: PairPlan, side: Side) -> tuple[PlannedStage, ...]:
+        engine = pair.engine
+        max_seq_len = pair.max_seq_len_of(side)
+        check_supported(side.role, side.unified, max_seq_len=max_seq_len)
+        convert = convert_stage(side)
+        build = BuildTensorRTEngine(
+            role=side.role,
+            checkpoint=convert.artifact,
+            max_batch_size=engine.max_batch_size,
+            max_seq_len=max_seq_len,
+            max_draft_len=pair.num_draft_tokens,
+            max_num_tokens=engine.max_num_tokens,
+            dtype=engine.dtype,
+            library=engine.library,
+            compute_capabilities=(
+                engine.compute_capabilities if engine.library == "tensorrt_rtx" else ()
+            ),
+            weights=engine.weights,
+            weight_streaming=engine.weight_streaming,
+        )
+
+        def require() -> None:
+            library.require(engine.library)
+
+        if engine.weights == "inside":
+            return convert, PlannedStage(build, side.artifacts / "engine", require=require)
+        plan = PlannedStage(build, side.artifacts / "plan", require=require)
+        place = PlaceWeights(role=side.role, plan=plan.artifact, checkpoint=convert.artifact)
+        return convert, plan, PlannedStage(place, side.artifacts / "engine")
+
+    def reads_quantized(self, engine: EngineConfig) -> bool:
+        return False
+
+    def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
+        return {}
+
+    def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
+        from specpipe.runtimes.tensorrt.memory import estimate_memory
+
+        return estimate_memory(
+            side.unified,
+            dtype=side.unified["dtype"] if pair.engine.dtype == "auto" else pair.engine.dtype,
+            max_batch_size=pair.engine.max_batch_size,
+            max_seq_len=pair.max_seq_len_of(side),
+            max_draft_len=pair.num_draft_tokens,
+            max_num_tokens=pair.engine.max_num_tokens,
+        )
+
+    def write_models(
+        self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
+    ) -> None:
+        version = out / SPECULATIVE / VERSION
+        link_folder(draft_engine, version / "draft")
+        link_folder(target_engine, version / "target")
+
+    def launch(
+        self,
+        repository: Path,
+        *,
+        mode: LaunchMode = "auto",
+        allow_unknown_facts: bool = False,
+        build_command: str = "specpipe build",
+    ) -> Launch:
+        from specpipe.runtimes.tensorrt.serve import launch
+
+        return launch(
+            repository,
+            mode=mode,
+            allow_unknown_facts=allow_unknown_facts,
+            build_command=build_command,
+        )
+
+    def load_pair(
+        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+    ) -> Pair:
+        from specpipe.runtimes.tensorrt.pair import load_pair
+
+        return load_pair(draft, target, options, detokenizer)

@@ -1,0 +1,249 @@
+"""Unified checkpoint → an engine folder of the TensorRT runtime.
+
+The folder holds `config.json` (`version`, `pretrained_config` and `build_config` as trtllm-build
+has them, and our own `builder`), `rank0.engine`, and with `engine.weights: beside` the weights in
+`rank0_managed_weights.safetensors`. With those beside it, the engine depends on the shape of a
+checkpoint alone: other weights of the same shape take no build.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specpipe import __version__
+from specpipe.errors import CheckpointError, EngineBuildError
+from specpipe.hf_config import context_length
+from specpipe.runtimes.tensorrt import library as libraries
+from specpipe.runtimes.tensorrt import shapes
+from specpipe.runtimes.tensorrt.network import build_decoder, check_supported
+from specpipe.stages.base import Role, StageInputs
+from specpipe.unified import load_unified
+
+ENGINE_KIND = {"name": "tensorrt", "format": 1}
+"""Stands in an engine's config.json as `runtime`; the format numbers what the network takes."""
+
+CONFIG_NAME, ENGINE_NAME, WEIGHTS_NAME = (
+    "config.json",
+    "rank0.engine",
+    "rank0_managed_weights.safetensors",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildTensorRTEngine:
+    """Builds the network of one checkpoint.
+
+    checkpoint            a unified checkpoint of any number of ranks
+    compute_capabilities
+            of the GPUs that will run it, as "8.9"; empty for library tensorrt, which builds for the
+            GPU that it finds
+    weights
+            where they are: in the engine, or in a file beside it, which `PlaceWeights` writes
+    """
+
+    role: Role
+    checkpoint: Path
+    max_batch_size: int
+    max_seq_len: int
+    max_draft_len: int
+    max_num_tokens: int
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    library: Literal["tensorrt_rtx", "tensorrt"]
+    compute_capabilities: tuple[str, ...]
+    weights: Literal["inside", "beside"]
+    weight_streaming: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/build_{'engine' if self.weights == 'inside' else 'plan'}"
+
+    def inputs(self) -> StageInputs:
+        settings = asdict(self)
+        del settings["role"], settings["checkpoint"]
+        is_whole = self.weights == "inside"
+        return StageInputs(
+            files=(self.checkpoint if is_whole else self.checkpoint / CONFIG_NAME,),
+            settings={"format": ENGINE_KIND["format"], **settings},
+            libraries=(libraries.DISTRIBUTIONS[self.library],),
+        )
+
+    def run(self, out: Path) -> None:
+        # Deciding whether to build must not take the time that importing NumPy does.
+        from specpipe.runtimes.tensorrt.weights import CheckpointWeights, ShapesOnly
+
+        config = _unified_config(self.checkpoint)
+        check_supported(self.role, config, max_seq_len=self.max_seq_len)
+        self._check_context(config)
+        dtype = config["dtype"] if self.dtype == "auto" else self.dtype
+        weights = (
+            CheckpointWeights(self.role, load_unified(self.checkpoint), dtype)
+            if self.weights == "inside"
+            else ShapesOnly(config, dtype)
+        )
+        builder = self._build(out / ENGINE_NAME, config, weights)
+        document = {
+            "version": __version__,
+            "runtime": ENGINE_KIND,
+            "pretrained_config": config,
+            "build_config": {
+                "max_batch_size": self.max_batch_size,
+                "max_seq_len": self.max_seq_len,
+                "max_num_tokens": self.max_num_tokens,
+                "max_draft_len": self.max_draft_len,
+                "max_beam_width": 1,
+                "kv_cache_type": "CONTINUOUS",
+                "strongly_typed": True,
+                "weight_streaming": self.weight_streaming,
+                "dtype": dtype,
+            },
+            "builder": builder,
+        }
+        text = json.dumps(document, indent=2) + "\n"
+        (out / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+    def _check_context(self, config: Mapping[str, Any]) -> None:
+        context = context_length(config["max_position_embeddings"], config["rotary_scaling"])
+        if self.max_seq_len > context:
+            raise EngineBuildError(
+                f"{self.role}: engine.max_seq_len {self.max_seq_len} is more than the model's "
+                f"context of {context} tokens; lower it"
+            )
+
+    def _build(self, path: Path, config: Mapping[str, Any], weights: Any) -> dict[str, Any]:
+        """Writes the engine and returns what config.json is to say about it."""
+        from specpipe.runtimes.tensorrt.graph import Graph, kinds
+
+        trt = libraries.load(self.library)
+        logger = libraries.make_logger(trt)
+        builder = trt.Builder(logger)
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        graph = Graph(trt, network, weights, weights_are_inputs=self.weights == "beside")
+        capacity = shapes.capacity(self.max_seq_len, self.max_draft_len)
+        build_decoder(graph, config, capacity=capacity)
+        profiles = shapes.profiles(
+            role=self.role,
+            max_batch_size=self.max_batch_size,
+            max_draft_len=self.max_draft_len,
+            max_num_tokens=self.max_num_tokens,
+        )
+        builder_config = self._builder_config(trt, builder, config, profiles, capacity)
+        digest = _write_plan(trt, builder, network, builder_config, path)
+        if digest is None:
+            raise EngineBuildError(
+                f"{self.role}: {self.library} {trt.__version__} built no engine:\n"
+                f"{libraries.last_errors(logger)}"
+            )
+        layers, precisions = kinds(network)
+        return {
+            "library": self.library,
+            "library_version": trt.__version__,
+            "compute_capabilities": list(self.compute_capabilities) or _this_gpu(),
+            "weights": self.weights,
+            "weight_streaming": self.weight_streaming,
+            "engine": {"bytes": path.stat().st_size, "sha256": digest},
+            "capacity": capacity,
+            "profiles": [profile.as_json() for profile in profiles],
+            "inputs": _tensors(network.get_input, network.num_inputs),
+            "outputs": _tensors(network.get_output, network.num_outputs),
+            "layers": dict(sorted(layers.items())),
+            "precisions": dict(sorted(precisions.items())),
+        }
+
+    def _builder_config(
+        self, trt: Any, builder: Any, config: Mapping[str, Any], profiles: Any, capacity: int
+    ) -> Any:
+        made = builder.create_builder_config()
+        made.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        # TF32 would round what is asked to be float32.
+        made.clear_flag(trt.BuilderFlag.TF32)
+        if self.weight_streaming:
+            made.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+        if self.compute_capabilities:
+            made.num_compute_capabilities = len(self.compute_capabilities)
+            for index, capability in enumerate(self.compute_capabilities):
+                member = getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}")
+                made.set_compute_capability(member, index)
+        for profile in profiles:
+            ranges = builder.create_optimization_profile()
+            for name, (low, best, high) in profile.shapes(
+                num_layers=config["num_hidden_layers"],
+                num_kv_heads=config["num_key_value_heads"],
+                head_size=config["head_size"],
+                capacity=capacity,
+            ).items():
+                ranges.set_shape(name, low, best, high)
+            made.add_optimization_profile(ranges)
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceWeights:
+    """Puts the weights of a checkpoint beside an engine that was built for its shape."""
+
+    role: Role
+    plan: Path
+    checkpoint: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/place_weights"
+
+    def inputs(self) -> StageInputs:
+        return StageInputs(files=(self.plan, self.checkpoint), settings={})
+
+    def run(self, out: Path) -> None:
+        from specpipe.runtimes.tensorrt.weights import CheckpointWeights
+
+        document = json.loads((self.plan / CONFIG_NAME).read_bytes())
+        checkpoint = load_unified(self.checkpoint)
+        weights = CheckpointWeights(self.role, checkpoint, document["build_config"]["dtype"])
+        weights.write(out / WEIGHTS_NAME)
+        os.link(self.plan / ENGINE_NAME, out / ENGINE_NAME)
+        document["builder"]["weights_bytes"] = (out / WEIGHTS_NAME).stat().st_size
+        text = json.dumps(document, indent=2) + "\n"
+        (out / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
+def _unified_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_NAME
+    try:
+        config: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}; convert again") from exc
+    return config
+
+
+def _write_plan(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> str | None:
+    """Builds into a file, piece by piece; returns its SHA-256, None where the library failed."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        class Writer(trt.IStreamWriter):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.IStreamWriter.__init__(self)
+
+            def write(self, data: bytes) -> int:
+                digest.update(data)
+                return file.write(data)
+
+        is_built = builder.build_serialized_network_to_stream(network, config, Writer())
+    return digest.hexdigest() if is_built else None
+
+
+def _tensors(get: Any, count: int) -> list[dict[str, Any]]:
+    return [
+        {"name": tensor.name, "dtype": tensor.dtype.name.lower(), "shape": list(tensor.shape)}
+        for tensor in map(get, range(count))
+    ]
+
+
+def _this_gpu() -> list[str]:
+    from specpipe.provenance import gpus
+
+    return sorted({gpu["compute_cap"] for gpu in gpus()})[:1]

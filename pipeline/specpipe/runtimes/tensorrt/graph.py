@@ -1,0 +1,221 @@
+"""A TensorRT network in the making: layers as calls that return tensors, with names.
+
+It keeps alive what the library only points at, and knows the two ways of giving weights: constants
+of the network, or inputs that are bound when the engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specpipe.errors import EngineBuildError
+
+Tensor = Any
+"""An ITensor of the library."""
+
+
+class Weights(Protocol):
+    """The tensors of a checkpoint in the dtype of the engine."""
+
+    dtype: str
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def array(self, name: str) -> NDArray[Any]:
+        """The elements as they lie in memory: bfloat16 as uint16."""
+
+
+class Graph:
+    """A network and the library that it belongs to."""
+
+    def __init__(self, trt: Any, network: Any, weights: Weights, *, weights_are_inputs: bool):
+        self.trt, self.network, self._weights = trt, network, weights
+        self._weights_are_inputs = weights_are_inputs
+        self.dtype = {
+            "float32": trt.DataType.FLOAT,
+            "float16": trt.DataType.HALF,
+            "bfloat16": trt.DataType.BF16,
+        }[weights.dtype]
+        self.float32, self.int32, self.int64 = (
+            trt.DataType.FLOAT,
+            trt.DataType.INT32,
+            trt.DataType.INT64,
+        )
+        self._scope: list[str] = []
+        self._alive: list[NDArray[Any]] = []
+        self._made: dict[str, Tensor] = {}
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Puts a name before those of the layers made inside."""
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    def input(self, name: str, dtype: Any, shape: Sequence[int]) -> Tensor:
+        """Adds an input; -1 in the shape is told by the profiles."""
+        return self._checked(self.network.add_input(name, dtype, tuple(shape)), name)
+
+    def output(self, tensor: Tensor, name: str) -> None:
+        tensor.name = name
+        self.network.mark_output(tensor)
+
+    def has_weight(self, name: str) -> bool:
+        return name in self._weights
+
+    def weight(self, name: str, *, rank: int) -> Tensor:
+        """Returns a tensor of the checkpoint, with axes of size 1 before its own up to `rank`."""
+        if name not in self._made:
+            shape = self._weights.shape(name)
+            shape = (1,) * (rank - len(shape)) + shape
+            if self._weights_are_inputs:
+                self._made[name] = self.input(name, self.dtype, shape)
+            else:
+                array = self._weights.array(name).reshape(shape)
+                self._made[name] = self._constant(array, self.dtype, name)
+        assert len(self._made[name].shape) == rank
+        return self._made[name]
+
+    def constant(self, values: Any, dtype: Any, name: str = "constant") -> Tensor:
+        """Returns numbers that are part of the network, float32 or int64 as `dtype` says."""
+        kind = {self.float32: np.float32, self.int64: np.int64, self.int32: np.int32}[dtype]
+        return self._constant(np.ascontiguousarray(values, kind), dtype, name)
+
+    def scalar(self, value: float, *, rank: int) -> Tensor:
+        """Returns one float32 number as a tensor of `rank` axes."""
+        return self.constant(np.full((1,) * rank, value), self.float32, "scalar")
+
+    def _constant(self, array: NDArray[Any], dtype: Any, name: str) -> Tensor:
+        self._alive.append(array)
+        weights = self.trt.Weights(dtype, array.ctypes.data, array.size)
+        return self._added(self.network.add_constant(array.shape, weights), name)
+
+    def cast(self, x: Tensor, dtype: Any) -> Tensor:
+        if x.dtype == dtype:
+            return x
+        return self._added(self.network.add_cast(x, dtype), "cast")
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._elementwise(a, b, "SUM", "add")
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._elementwise(a, b, "PROD", "multiply")
+
+    def _elementwise(self, a: Tensor, b: Tensor, operation: str, name: str) -> Tensor:
+        kind = getattr(self.trt.ElementWiseOperation, operation)
+        return self._added(self.network.add_elementwise(a, b, kind), name)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the last axis, which stays with size 1."""
+        last = 1 << (len(x.shape) - 1)
+        kind = self.trt.ReduceOperation.AVG
+        return self._added(self.network.add_reduce(x, kind, last, True), "mean")
+
+    def reciprocal_sqrt(self, x: Tensor) -> Tensor:
+        root = self._added(self.network.add_unary(x, self.trt.UnaryOperation.SQRT), "sqrt")
+        return self._added(self.network.add_unary(root, self.trt.UnaryOperation.RECIP), "recip")
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        kind = self.trt.ActivationType.SIGMOID
+        return self._added(self.network.add_activation(x, kind), "sigmoid")
+
+    def matmul(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [..., in] times the transpose of weight [..., out, in]."""
+        operation = self.trt.MatrixOperation
+        layer = self.network.add_matrix_multiply(x, operation.NONE, weight, operation.TRANSPOSE)
+        return self._added(layer, "matmul")
+
+    def gather(self, x: Tensor, indices: Tensor) -> Tensor:
+        """The rows of x that the indices name."""
+        return self._added(self.network.add_gather(x, indices, 0), "gather")
+
+    def shape(self, x: Tensor) -> Tensor:
+        return self._added(self.network.add_shape(x), "shape")
+
+    def slice(self, x: Tensor, start: Sequence[int], size: Tensor) -> Tensor:
+        """The part of x from `start` on; `size` is a tensor, one number for each axis."""
+        rank = len(x.shape)
+        layer = self.network.add_slice(x, tuple(start), (1,) * rank, (1,) * rank)
+        layer.set_input(2, size)
+        return self._added(layer, "slice")
+
+    def reshape(
+        self,
+        x: Tensor,
+        shape: Sequence[int],
+        *,
+        before: Sequence[int] | None = None,
+        after: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Permutes axes, reshapes (0: the size is kept, -1: whatever is left), permutes again."""
+        layer = self.network.add_shuffle(x)
+        if before is not None:
+            layer.first_transpose = self.trt.Permutation(list(before))
+        layer.reshape_dims = tuple(shape)
+        if after is not None:
+            layer.second_transpose = self.trt.Permutation(list(after))
+        return self._added(layer, "reshape")
+
+    def rotary_embedding(
+        self, x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, size: int
+    ) -> Tensor:
+        """Turns channels i and i + size / 2 of x [B, H, N, D] together, as their position says."""
+        layer = self.network.add_rotary_embedding(x, cos, sin, False, size)
+        layer.set_input(3, position_ids)
+        return self._added(layer, "rotary_embedding")
+
+    def update_kv_cache(self, cache: Tensor, update: Tensor, write_indices: Tensor) -> Tensor:
+        """Writes update [B, H_kv, N, D] into the cache, in place."""
+        mode = self.trt.KVCacheMode.LINEAR
+        layer = self.network.add_kv_cache_update(cache, update, write_indices, mode)
+        return self._added(layer, "kv_cache_update")
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        """Query n of sequence b sees the first lengths[b] - N + n + 1 keys; scores are unscaled."""
+        layer = self.network.add_attention_v2(
+            query,
+            key,
+            value,
+            self.trt.AttentionNormalizationOp.SOFTMAX,
+            self.trt.CausalMaskKind.LOWER_RIGHT,
+        )
+        self._checked(layer, "attention")
+        layer.key_value_lengths = lengths
+        # Where the library has no fused kernel for these shapes it may use several.
+        layer.decomposable = True
+        layer.name = self._name("attention")
+        return layer.get_output(0)
+
+    def _added(self, layer: Any, name: str) -> Tensor:
+        self._checked(layer, name)
+        layer.name = self._name(name)
+        return layer.get_output(0)
+
+    def _name(self, name: str) -> str:
+        return "/".join([*self._scope, name])
+
+    def _checked(self, made: Any, name: str) -> Any:
+        if made is None:
+            raise EngineBuildError(f"the library refused {self._name(name)}")
+        return made
+
+
+def kinds(network: Any) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Counts a network's layers by what they do, and by the dtype of their first output."""
+    layers: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        layers[layer.type.name.lower()] = layers.get(layer.type.name.lower(), 0) + 1
+        dtype = layer.get_output(0).dtype.name.lower()
+        dtypes[dtype] = dtypes.get(dtype, 0) + 1
+    return layers, dtypes

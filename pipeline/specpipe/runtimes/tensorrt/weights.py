@@ -1,0 +1,108 @@
+"""The weights of an engine: a unified checkpoint's tensors in the dtype that it computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specpipe.checkpoint import RawArray, create_safetensors
+from specpipe.errors import EngineBuildError
+from specpipe.families import DTYPES, part_shape
+from specpipe.unified import UnifiedCheckpoint, unified_tensors
+
+_EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint; each is read when it is asked for, and not kept here."""
+
+    def __init__(self, role: str, checkpoint: UnifiedCheckpoint, dtype: str) -> None:
+        """dtype  "float32", "bfloat16" or "float16" """
+        self.dtype = dtype
+        self._role, self._checkpoint = role, checkpoint
+        self._names = frozenset(checkpoint.names())
+        self._check_tied()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.shape(name)
+
+    def array(self, name: str) -> RawArray:
+        """Reads one tensor; raises EngineBuildError for a number that the dtype cannot hold."""
+        raw = self._checkpoint.tensor(name)
+        if raw.dtype == DTYPES[self.dtype]:
+            return raw.data
+        converted = _from_float32(_to_float32(raw.dtype, raw.data), self.dtype)
+        if self.dtype == "float16" and not np.isfinite(converted.view(np.float16)).all():
+            raise EngineBuildError(
+                f"{self._role}: {name} has numbers beyond 65504, the range of float16; set "
+                "engine.dtype to bfloat16"
+            )
+        return converted
+
+    def used(self) -> Iterator[str]:
+        """Names what an engine reads: a tied head is the embedding."""
+        is_tied = self._checkpoint.config["tie_word_embeddings"]
+        return (name for name in self._checkpoint.names() if not (is_tied and name == _HEAD))
+
+    def write(self, path: Path) -> None:
+        """Writes them all to a safetensors file, one at a time."""
+        header = {name: (DTYPES[self.dtype], self.shape(name)) for name in self.used()}
+        with create_safetensors(path, header) as writer:
+            for name in header:
+                writer.write_rows(name, 0, self.array(name))
+
+    def _check_tied(self) -> None:
+        if not self._checkpoint.config["tie_word_embeddings"]:
+            return
+        if not self._checkpoint.holds(_HEAD, self._checkpoint.tensor(_EMBEDDING).data):
+            raise EngineBuildError(
+                f"{self._role}: config.json says tie_word_embeddings, but {_HEAD} is not the "
+                f"embedding in {self._checkpoint.folder}; convert again"
+            )
+
+
+class ShapesOnly:
+    """The weights that a config names, without their numbers: a network gets them when it runs."""
+
+    def __init__(self, config: dict[str, Any], dtype: str) -> None:
+        self.dtype = dtype
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for tensor in unified_tensors(config):
+            parts = [part_shape(config, part) for part in tensor.rule.parts]
+            self._shapes[tensor.name] = (sum(shape[0] for shape in parts), *parts[0][1:])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def array(self, name: str) -> NDArray[Any]:
+        raise AssertionError(f"{name} is bound when the engine runs")
+
+
+def _to_float32(dtype: str, bits: RawArray) -> NDArray[np.float32]:
+    if dtype == "F32":
+        return bits.view(np.float32)
+    if dtype == "F16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _from_float32(values: NDArray[np.float32], dtype: str) -> RawArray:
+    """Rounds to the nearest, to even between two; finite numbers stay what they are."""
+    if dtype == "float32":
+        return values.view(np.uint32)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (rounded >> 16).astype(np.uint16)
