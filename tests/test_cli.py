@@ -79,6 +79,7 @@ def test_help_lists_the_commands() -> None:
         "doctor",
         "generate",
         "init",
+        "inspect",
         "migrate",
         "schema",
         "serve",
@@ -86,7 +87,8 @@ def test_help_lists_the_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["build", "check", "doctor", "generate", "init", "migrate", "schema", "serve"]
+    "command",
+    ["build", "check", "doctor", "generate", "init", "inspect", "migrate", "schema", "serve"],
 )
 def test_each_command_has_help(command: str) -> None:
     assert run(command, "--help").exit_code == 0

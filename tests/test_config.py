@@ -17,6 +17,7 @@ target:
   checkpoint: models/target
 """
 
+TENSORRT = MINIMAL + "engine:\n  runtime: tensorrt\n"
 TENSORRT_LLM = MINIMAL + "engine:\n  runtime: tensorrt_llm\n"
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -66,6 +67,10 @@ def test_defaults() -> None:
             "dtype": "auto",
             "device": "auto",
             "num_threads": None,
+            "library": "tensorrt_rtx",
+            "compute_capabilities": ["8.0", "8.6", "8.9", "12.0", "12.1"],
+            "weights": "inside",
+            "weight_streaming": False,
         },
         "serving": {"max_queue_size": 128, "request_timeout_s": 600.0},
         "output_dir": "engines",
@@ -86,6 +91,7 @@ def test_defaults() -> None:
 
 def test_each_runtime_has_its_own_default_of_max_num_tokens() -> None:
     assert load(MINIMAL).engine.max_num_tokens == 256
+    assert load(TENSORRT).engine.max_num_tokens == 1024
     assert load(TENSORRT_LLM).engine.max_num_tokens == 8192
     assert load(TENSORRT_LLM, "engine.max_num_tokens=64").engine.max_num_tokens == 64
 
@@ -149,8 +155,9 @@ def test_merge_keys_and_anchors() -> None:
             " expected one of 'auto', 'float32', 'bfloat16', 'float16'",
         ),
         (
-            "engine: {runtime: tensorrt}\n",
-            "x.yaml:6: engine.runtime is 'tensorrt': expected one of 'torch', 'tensorrt_llm'",
+            "engine: {runtime: vllm}\n",
+            "x.yaml:6: engine.runtime is 'vllm':"
+            " expected one of 'torch', 'tensorrt', 'tensorrt_llm'",
         ),
         (
             "speculation: {adaptive: 1}\n",
@@ -167,7 +174,8 @@ def test_merge_keys_and_anchors() -> None:
         (
             "engine: fast\n",
             "x.yaml:6: engine is 'fast': expected a mapping with runtime, max_batch_size,"
-            " max_seq_len, max_num_tokens, dtype, device, num_threads, tensorrt_llm",
+            " max_seq_len, max_num_tokens, dtype, device, num_threads, library,"
+            " compute_capabilities, weights, weight_streaming, tensorrt_llm",
         ),
         (
             "engine:\n  max_num_tokens: 4\n",
@@ -308,6 +316,100 @@ def test_what_tensorrt_llm_cannot_do_names_the_setting(overrides: list[str], mes
     refused = refusal(TENSORRT_LLM, *overrides)
     assert refused.endswith(f": {message}")
     assert "\n" not in refused
+
+
+def no_effect(key: str, value: str, where: str) -> str:
+    return f"{key} is {value}: expected nothing here, since it has no effect with {where}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["target.tp_size=2"],
+            "target.tp_size is 2: expected 1: an engine of runtime 'tensorrt' runs on one GPU;"
+            " engine.runtime tensorrt_llm splits it",
+        ),
+        (
+            ["draft.pp_size=3"],
+            "draft.pp_size is 3: expected 1: an engine of runtime 'tensorrt' runs on one GPU;"
+            " engine.runtime tensorrt_llm splits it",
+        ),
+        (
+            ["target.quantization={format: fp8}"],
+            "target.quantization.format is 'fp8': expected no quantization, since runtime"
+            " 'tensorrt' does not run quantized checkpoints yet; engine.runtime tensorrt_llm does",
+        ),
+        (
+            ["engine.library=tensorrt", 'engine.compute_capabilities=["8.9"]'],
+            no_effect(
+                "engine.compute_capabilities",
+                "['8.9']",
+                "engine.library tensorrt, which builds for the GPU that it finds",
+            ),
+        ),
+        (
+            ["engine.weights=beside", "engine.weight_streaming=true"],
+            no_effect(
+                "engine.weight_streaming",
+                "true",
+                "engine.weights beside: there is none in the engine",
+            ),
+        ),
+        (
+            ["engine.device=cuda"],
+            no_effect("engine.device", "'cuda'", "engine.runtime 'tensorrt'"),
+        ),
+        (
+            ["engine.num_threads=2"],
+            no_effect("engine.num_threads", "2", "engine.runtime 'tensorrt'"),
+        ),
+        (
+            ["engine.compute_capabilities=[]"],
+            "engine.compute_capabilities is []:"
+            " expected a list of '8.0' or '8.6' or '8.9' or '12.0' or '12.1'",
+        ),
+        (
+            ["engine.library=trt"],
+            "engine.library is 'trt': expected one of 'tensorrt_rtx', 'tensorrt'",
+        ),
+    ],
+)
+def test_what_runtime_tensorrt_cannot_do_names_the_setting(
+    overrides: list[str], message: str
+) -> None:
+    assert refusal(TENSORRT, *overrides) == f"--set {overrides[-1]}: {message}"
+
+
+def test_a_gpu_that_tensorrt_rtx_does_not_build_for_is_named() -> None:
+    """H100: compute capability 9.0 is served by library tensorrt."""
+    first = refusal(TENSORRT, 'engine.compute_capabilities=["8.9", "9.0"]').splitlines()[0]
+    assert first.endswith(
+        "engine.compute_capabilities.1 is '9.0':"
+        " expected one of '8.0', '8.6', '8.9', '12.0', '12.1'"
+    )
+
+
+def test_settings_of_runtime_tensorrt() -> None:
+    engine = load(TENSORRT, 'engine.compute_capabilities=["12.0"]', "engine.weights=beside").engine
+    assert (engine.compute_capabilities, engine.weights) == (("12.0",), "beside")
+    engine = load(TENSORRT, "engine.library=tensorrt", "engine.weight_streaming=true").engine
+    assert (engine.library, engine.weight_streaming) == ("tensorrt", True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        ("library=tensorrt", "'tensorrt'"),
+        ("weights=beside", "'beside'"),
+        ("weight_streaming=false", "false"),
+    ],
+)
+def test_settings_of_runtime_tensorrt_are_refused_elsewhere(setting: str, shown: str) -> None:
+    key = f"engine.{setting.partition('=')[0]}"
+    for text, runtime in ((MINIMAL, "torch"), (TENSORRT_LLM, "tensorrt_llm")):
+        refused = refusal(text, f"engine.{setting}")
+        assert refused.endswith(no_effect(key, shown, f"engine.runtime '{runtime}'"))
 
 
 @pytest.mark.parametrize(

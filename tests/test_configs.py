@@ -147,6 +147,16 @@ def test_the_plan_of_the_pytorch_backend_builds_no_engine(tmp_path: Path) -> Non
     assert stages == {"check": [], "draft/collect": [], "target/collect": [], "package": []}
 
 
+def test_the_plan_of_tensorrt_engines(tmp_path: Path) -> None:
+    engine = ["draft/build_engine", "target/build_engine"]
+    converted = ["check", "draft/convert", "target/convert"]
+    assert list(plan("quickstart-rtx", tmp_path)) == [*converted, *engine, "package"]
+    beside = list(plan("quickstart-rtx", tmp_path, "--set", "engine.weights=beside"))
+    plans = ["draft/build_plan", "target/build_plan"]
+    placed = ["draft/place_weights", "target/place_weights"]
+    assert beside == [*converted, *plans, *placed, "package"]
+
+
 def test_the_gpu_that_is_not_here_is_the_config_s(tmp_path: Path) -> None:
     """Formats are refused by engine.tensorrt_llm.compute_capability; left out, by no GPU at all."""
     key = "engine.tensorrt_llm.compute_capability"

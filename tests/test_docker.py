@@ -36,6 +36,16 @@ def test_both_images_are_of_one_triton() -> None:
     assert argument == f"TRITON_IMAGE=nvcr.io/nvidia/tritonserver:{RELEASES['1.2.1'].triton}-py3"
 
 
+def test_the_image_is_told_which_runtimes_it_has() -> None:
+    found = instructions("Dockerfile")
+    assert ("ARG", "EXTRAS=torch") in found[2:]  # what stands before FROM is not known after it
+    (install,) = (arguments for name, arguments in found if name == "RUN")
+    assert '"/opt/specpipe[${EXTRAS}]"' in install
+    (named,) = re.findall(r"--build-arg EXTRAS=(\S+)", (DOCKER / "Dockerfile").read_text())
+    extras = re.findall(r"^([\w-]+) = \[", (DOCKER.parent / "pyproject.toml").read_text(), re.M)
+    assert set(named.split(",")) <= set(extras)
+
+
 @pytest.mark.parametrize("name", ["Dockerfile", TENSORRT_LLM])
 def test_an_image_runs_as_a_user_and_says_how_it_is(name: str) -> None:
     found = dict(instructions(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from specpipe import __version__, doctor
+from specpipe import __version__, doctor, provenance
 from specpipe.cli import main
+from specpipe.runtimes.tensorrt import library
 
 GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "590.44.01"}
 
@@ -37,7 +39,7 @@ def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found["tensorrt_llm"] == "not installed"
     assert found["trtllm-build"] == found["mpirun"] == found["docker"] == "not on PATH"
     assert found["GPU"] == "none that nvidia-smi tells of"
-    assert found["runtime torch"] == "has what building needs"
+    assert found["runtime torch"] == "builds here, and is served here"
     assert found["runtime tensorrt_llm"].startswith(
         "plans here (--dry-run); runtime 'tensorrt_llm' needs trtllm-build or docker"
     )
@@ -50,7 +52,47 @@ def test_gpus_and_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     found = examined()
     assert found["GPU 1"] == "NVIDIA H100, compute capability 9.0, driver 590.44.01"
     assert found["docker"] == f"28.2.2 ({tmp_path}/docker)"
-    assert found["runtime tensorrt_llm"] == "has what building needs"
+    assert found["runtime tensorrt_llm"] == (
+        "builds here; not served here: TensorRT-LLM is not installed: run `specpipe serve` in a"
+        " container made from nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
+        " (docker/Dockerfile.tensorrt-llm)"
+    )
+
+
+def test_runtime_tensorrt_builds_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = examined()
+    assert found["tensorrt-rtx-cu13"] == trt.__version__
+    assert found["cuda-bindings"].startswith("13.")
+    assert found["runtime tensorrt"] == (
+        "builds here; not served here: engines run on a GPU, and nvidia-smi names none"
+    )
+
+
+def test_runtime_tensorrt_and_the_gpus_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "is_installed", lambda name: name == "tensorrt_rtx")
+    pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setattr(provenance, "gpus", lambda: [GPU])
+    assert examined()["runtime tensorrt"] == (
+        "builds here; not served here: tensorrt_rtx runs on none of NVIDIA H100 (9.0): "
+        "pip install 'specpipe[tensorrt]', and set engine.library to tensorrt"
+    )
+    monkeypatch.setattr(provenance, "gpus", lambda: [GPU, GPU | {"compute_cap": "8.9"}])
+    assert examined()["runtime tensorrt"] == "builds here, and is served here"
+
+
+def test_runtime_tensorrt_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if "tensorrt" in name else find_spec(name)
+    )
+    assert examined()["runtime tensorrt"] == (
+        "plans here (--dry-run); runtime 'tensorrt' needs 'tensorrt_rtx': "
+        "pip install 'specpipe[tensorrt-rtx]'"
+    )
 
 
 def test_docker_without_its_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from specpipe.manifest import (
     InputRecord,
     Manifest,
     compare_files,
+    damage,
     manifest_path,
     read_manifest,
     record_files,
@@ -112,8 +113,7 @@ def _compare(stage: Stage, artifact: Path, *, verify: bool) -> _Comparison:
         reasons += [f"input {root / name} {what}" for name, what in differences.items()]
         inputs.append(InputRecord(path, files))
     differences, outputs = compare_files(artifact, recorded.outputs, trust_times=not verify)
-    words = {"is new": "was not built", "changed": "is not what was built", "is gone": "is missing"}
-    reasons += [f"damaged: file {name} {words[what]}" for name, what in differences.items()]
+    reasons += [f"damaged: {sentence}" for sentence in damage(differences)]
     current = replace(recorded, inputs=tuple(inputs), outputs=outputs)
     return _Comparison(reasons, recorded, current)
 

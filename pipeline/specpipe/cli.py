@@ -288,6 +288,27 @@ def generate(
 
 
 @main.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Compare the digest of every file, and not its time.")
+@_json_option
+def inspect(engine: Path, verify: bool, as_json: bool) -> None:
+    """Say what a built engine is, and whether it is whole.
+
+    ENGINE is its folder, that of a role (engines/NAME/target) or that of a pair (engines/NAME).
+    """
+    from specpipe import inspection
+
+    found = inspection.inspect(engine, verify=verify)
+    if as_json:
+        _print_json({"engines": [one.as_json() for one in found]})
+    else:
+        click.echo("\n\n".join(map(inspection.as_text, found)))
+    for one in found:
+        if one.damage:
+            raise inspection.damaged(one.engine, one.damage)
+
+
+@main.command()
 @click.option(
     "--tensorrt-llm",
     "compares_image",

@@ -21,8 +21,10 @@ LIBRARIES = (
     "torch",
     "tritonclient",
     "nvidia-pytriton",
-    "tensorrt_llm",
+    "tensorrt-rtx-cu13",
     "tensorrt",
+    "cuda-bindings",
+    "tensorrt_llm",
 )
 _PROGRAMS = ("trtllm-build", "mpirun")
 
@@ -82,9 +84,14 @@ def _docker() -> str:
 
 
 def _runtime(name: str) -> str:
-    """Planning needs no library; building says what it misses."""
+    """Planning needs no library; building and serving say what they miss."""
+    runtime = load_runtime(name)
     try:
-        load_runtime(name).require()
+        runtime.require()
     except SpecpipeError as exc:
         return f"plans here (--dry-run); {exc}"
-    return "has what building needs"
+    try:
+        runtime.require_serving()
+    except SpecpipeError as exc:
+        return f"builds here; not served here: {exc}"
+    return "builds here, and is served here"

@@ -112,6 +112,12 @@ def compare_files(root: Path, old: Files, *, trust_times: bool) -> tuple[dict[st
     return differences, current
 
 
+def damage(differences: Mapping[str, str]) -> list[str]:
+    """Returns sentences for what differs between an artifact and the records of its outputs."""
+    words = {"is new": "was not built", "changed": "is not what was built", "is gone": "is missing"}
+    return [f"file {name} {words[what]}" for name, what in differences.items()]
+
+
 def _equal_record(path: Path, old: FileRecord, trust_times: bool) -> FileRecord | None:
     """Returns the record with the file's time of today, or None if the file is not the same."""
     status = path.stat()

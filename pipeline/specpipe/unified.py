@@ -205,6 +205,10 @@ class UnifiedCheckpoint:
             self._ranks.append(read_safetensors_header(path))
         self._check_names()
 
+    def whole_file(self) -> Path | None:
+        """Returns the file that holds all tensors as they are merged; None with several ranks."""
+        return _rank_file(self.folder, 0) if len(self._ranks) == 1 else None
+
     def names(self) -> list[str]:
         """Returns the names of all tensors in the order of the forward pass."""
         return list(self._tensors)

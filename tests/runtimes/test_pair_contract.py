@@ -14,6 +14,7 @@ from specpipe.runtimes.base import Pair
 from specpipe.speculative.request import Chunk, Request
 from tests.fake_tensorrt_llm import installed, table_pair
 from tests.runtimes.table_engine import ids, make_pair, run
+from tests.runtimes.tensorrt.table_library import tensorrt_pair
 from tests.runtimes.tensorrt_llm.bls import make_bls_pair, stand_ins
 from tests.speculative.table import (
     DRAFT_RULES,
@@ -46,10 +47,12 @@ def bls(target: TableModel, draft: TableModel, **options: Any) -> Iterator[Pair]
     yield make_bls_pair(*stand_ins(target, draft), **options)
 
 
-@pytest.fixture(params=["engines", "bls", "bls by logits", "llm"])
+@pytest.fixture(params=["engines", "tensorrt", "bls", "bls by logits", "llm"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     if request.param == "engines":
         yield engines
+    elif request.param == "tensorrt":
+        yield lambda target, draft, **o: tensorrt_pair(tmp_path, target, draft, **o)
     elif request.param == "llm":
         with installed() as fake:
             yield lambda target, draft, **o: table_pair(fake, tmp_path, target, draft, **o)

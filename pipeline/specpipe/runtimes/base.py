@@ -19,6 +19,7 @@ from specpipe.stages.convert import Convert
 
 if TYPE_CHECKING:
     from specpipe.config import CheckpointConfig, EngineConfig
+    from specpipe.runtimes.engine_description import EngineDescription
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
@@ -173,6 +174,9 @@ class Runtime(Protocol):
     def require(self) -> None:
         """Raises RuntimeUnavailable when the library that builds and runs is not installed."""
 
+    def require_serving(self) -> None:
+        """Raises RuntimeUnavailable when no engine of it could be served on this machine."""
+
     def engine_stages(
         self, pair: PairPlan
     ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
@@ -222,6 +226,13 @@ class Runtime(Protocol):
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
     ) -> Pair:
         """Loads two engines; RuntimeUnavailable or EngineMismatch when they cannot run here."""
+
+    def describe(self, engine: Path) -> EngineDescription | None:
+        """What an engine is, by its folder alone: without the library and the GPU that run it.
+
+        None for a folder that is no engine of this runtime; EngineMismatch where it is one, and
+        cannot be read.
+        """
 
 
 def load_runtime(name: str) -> Runtime:

@@ -123,10 +123,15 @@ class EnginePair:
         *,
         costs: CostTable | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """costs decides the draft length of adaptive requests; None keeps it fixed."""
+        """costs decides the draft length of adaptive requests; None keeps it fixed.
+
+        on_close gives back what the engines hold outside this process's own memory.
+        """
         self._draft, self._target, self._sampler = draft, target, sampler
         self._options, self._detokenizer, self._clock = options, detokenizer, clock
+        self._on_close = on_close
         self.costs = costs if options.adaptive else None
         self._limits = Limits(
             max_num_draft_tokens=options.num_draft_tokens,
@@ -170,7 +175,7 @@ class EnginePair:
         """Nothing to do: a step does not wait."""
 
     def close(self) -> None:
-        """Nothing to do: the memory of the engines is this process's own."""
+        self._on_close()
 
     def _end_overdue(self) -> None:
         now = self._clock()

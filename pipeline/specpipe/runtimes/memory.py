@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from specpipe.errors import RuntimeUnavailable
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number in what engines compute in."""
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -29,6 +36,12 @@ class MemoryEstimate:
         )
 
 
+def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
+    """Returns the bytes of keys and values of one position in all layers of a unified config."""
+    row = 2 * config["num_key_value_heads"] * config["head_size"]
+    return int(ELEMENT_BYTES[dtype] * config["num_hidden_layers"] * row)
+
+
 def available_bytes() -> int | None:
     """Returns how much memory this process may still take; None where that cannot be told.
 
@@ -46,6 +59,22 @@ def available_bytes() -> int | None:
     except OSError:
         return available
     return available if limit == "max" else min(available, max(int(limit) - used, 0))
+
+
+def check_room(
+    needs: Sequence[tuple[Path, MemoryEstimate]], available: int | None, *, on_gpu: bool
+) -> None:
+    """Refuses engines that together do not fit into what memory is left.
+
+    needs  folder and needs of each; available is None where that is not known
+    """
+    needed = sum(need.total_bytes for _, need in needs)
+    if available is not None and needed > available:
+        each = "; ".join(f"{folder} needs {need}" for folder, need in needs)
+        raise RuntimeUnavailable(
+            f"{format_bytes(available)} of {'GPU ' if on_gpu else ''}memory are free: {each}; "
+            "lower engine.max_batch_size or engine.max_seq_len"
+        )
 
 
 def format_bytes(count: int) -> str:

@@ -73,6 +73,10 @@ def _tensorrt_faults(config: PipelineConfig) -> Iterator[Fault]:
             list(engine.compute_capabilities),
             "engine.library tensorrt, which builds for the GPU that it finds",
         )
+    if len(set(engine.compute_capabilities)) < len(engine.compute_capabilities):
+        yield Fault(
+            "engine.compute_capabilities", list(engine.compute_capabilities), "each of them once"
+        )
     if engine.weights == "beside" and engine.weight_streaming:
         yield without_effect(
             "engine.weight_streaming", True, "engine.weights beside: there is none in the engine"

@@ -19,10 +19,11 @@ VERSION = "1"
 
 def link_folder(source: Path, destination: Path) -> None:
     """Copies a folder by hard links: engines are large, and no build changes one in place."""
-    shutil.copytree(source, destination, copy_function=_link_or_copy)
+    shutil.copytree(source, destination, copy_function=link_file)
 
 
-def _link_or_copy(source: str, destination: str) -> None:
+def link_file(source: str | Path, destination: str | Path) -> None:
+    """Copies a file by a hard link, where the file system has them."""
     try:
         os.link(source, destination)
     except OSError:  # another file system, or one without hard links

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.runtimes.base import convert_stage
+from specpipe.errors import RuntimeUnavailable
+from specpipe.runtimes.base import convert_stage, require_library
 from specpipe.runtimes.tensorrt import library
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
 from specpipe.runtimes.tensorrt.network import check_supported
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         PairPlan,
         Side,
     )
+    from specpipe.runtimes.engine_description import EngineDescription
     from specpipe.runtimes.memory import MemoryEstimate
 
 
@@ -36,7 +38,21 @@ class TensorRTRuntime:
     name = "tensorrt"
 
     def require(self) -> None:
-        library.require("tensorrt_rtx")
+        if not library.is_installed("tensorrt"):  # either will do
+            library.require("tensorrt_rtx")
+
+    def require_serving(self) -> None:
+        from specpipe import provenance
+        from specpipe.runtimes.tensorrt.fit import Gpu, buildable
+
+        gpus = [Gpu(gpu["name"], gpu["compute_cap"]) for gpu in provenance.gpus()]
+        if not gpus:
+            raise RuntimeUnavailable("engines run on a GPU, and nvidia-smi names none")
+        if not library.is_installed("tensorrt") and not buildable(gpus):
+            raise RuntimeUnavailable(
+                f"tensorrt_rtx runs on none of {', '.join(map(str, gpus))}: pip install "
+                "'specpipe[tensorrt]', and set engine.library to tensorrt"
+            )
 
     def engine_stages(
         self, pair: PairPlan
@@ -118,6 +134,12 @@ class TensorRTRuntime:
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
     ) -> Pair:
+        require_library(self.name, "torch", extra="torch")
         from specpipe.runtimes.tensorrt.pair import load_pair
 
         return load_pair(draft, target, options, detokenizer)
+
+    def describe(self, engine: Path) -> EngineDescription | None:
+        from specpipe.runtimes.tensorrt import describe
+
+        return describe.describe(engine)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.network import build_decoder, check_supported
 from specpipe.stages.base import Role, StageInputs
+from specpipe.triton.layout import link_file
 from specpipe.unified import load_unified
 
 ENGINE_KIND = {"name": "tensorrt", "format": 1}
@@ -203,8 +203,8 @@ class PlaceWeights:
         document = json.loads((self.plan / CONFIG_NAME).read_bytes())
         checkpoint = load_unified(self.checkpoint)
         weights = CheckpointWeights(self.role, checkpoint, document["build_config"]["dtype"])
-        weights.write(out / WEIGHTS_NAME)
-        os.link(self.plan / ENGINE_NAME, out / ENGINE_NAME)
+        weights.place(out / WEIGHTS_NAME)
+        link_file(self.plan / ENGINE_NAME, out / ENGINE_NAME)
         document["builder"]["weights_bytes"] = (out / WEIGHTS_NAME).stat().st_size
         text = json.dumps(document, indent=2) + "\n"
         (out / CONFIG_NAME).write_text(text, encoding="utf-8")

@@ -6,6 +6,7 @@ of the network, or inputs that are bound when the engine runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -49,6 +50,7 @@ class Graph:
             trt.DataType.INT64,
         )
         self._scope: list[str] = []
+        self._named: Counter[str] = Counter()
         self._alive: list[NDArray[Any]] = []
         self._made: dict[str, Tensor] = {}
 
@@ -192,16 +194,22 @@ class Graph:
         layer.key_value_lengths = lengths
         # Where the library has no fused kernel for these shapes it may use several.
         layer.decomposable = True
-        layer.name = self._name("attention")
+        layer.name = self._unique_name("attention")
         return layer.get_output(0)
 
     def _added(self, layer: Any, name: str) -> Tensor:
         self._checked(layer, name)
-        layer.name = self._name(name)
+        layer.name = self._unique_name(name)
         return layer.get_output(0)
 
     def _name(self, name: str) -> str:
         return "/".join([*self._scope, name])
+
+    def _unique_name(self, name: str) -> str:
+        """The library takes every layer name once."""
+        name = self._name(name)
+        self._named[name] += 1
+        return name if self._named[name] == 1 else f"{name}_{self._named[name]}"
 
     def _checked(self, made: Any, name: str) -> Any:
         if made is None:

@@ -7,6 +7,7 @@ rest is compiled on the GPU that runs the engine. `tensorrt` builds on the GPU t
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ DISTRIBUTIONS = {"tensorrt_rtx": "tensorrt-rtx-cu13", "tensorrt": "tensorrt"}
 EXTRAS = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
 
 _NEEDED = ("KVCacheMode", "CausalMaskKind", "IAttention", "IRotaryEmbeddingLayer")
+
+
+def is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
 
 
 def require(library: str) -> None:
@@ -56,6 +61,10 @@ def make_logger(trt: Any) -> Any:
 
 
 def last_errors(logger: Any) -> str:
-    """The last errors of a logger, a line each, or a sentence that there are none."""
+    """The last errors of a logger, a line each, or a sentence that there are none.
+
+    Without a GPU tensorrt_rtx adds to each error that it could not ask CUDA for one too.
+    """
     errors: Sequence[str] = logger.errors
-    return "\n".join(errors) or "the library gave no reason"
+    told = [error for error in errors if "::catchCudaError" not in error]
+    return "\n".join(told or errors) or "the library gave no reason"

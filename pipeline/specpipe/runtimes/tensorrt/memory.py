@@ -7,16 +7,8 @@ from math import prod
 from typing import Any
 
 from specpipe.families import part_shape, tensor_rules
-from specpipe.runtimes.memory import MemoryEstimate
+from specpipe.runtimes.memory import ELEMENT_BYTES, MemoryEstimate, kv_bytes_per_token
 from specpipe.runtimes.tensorrt import shapes
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
-    """Returns the bytes of the keys and values of one position in all layers."""
-    row = 2 * config["num_key_value_heads"] * config["head_size"]
-    return int(ELEMENT_BYTES[dtype] * config["num_hidden_layers"] * row)
 
 
 def estimate_memory(

@@ -103,7 +103,10 @@ def _step(graph: Graph, config: Mapping[str, Any], input_ids: Tensor, capacity: 
             return graph.add(variable, fixed)
 
         return _Step(
-            position_ids=graph.input(shapes.POSITION_IDS, graph.int32, (-1, -1)),
+            # The rotary layer of TensorRT for RTX is documented for int64.
+            position_ids=graph.cast(
+                graph.input(shapes.POSITION_IDS, graph.int32, (-1, -1)), graph.int64
+            ),
             write_indices=graph.input(shapes.WRITE_INDICES, graph.int32, (-1,)),
             key_value_lengths=graph.input(shapes.KEY_VALUE_LENGTHS, graph.int32, (-1,)),
             cos=graph.constant(cos, graph.float32, "cos"),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from specpipe.checkpoint import RawArray, create_safetensors
 from specpipe.errors import EngineBuildError
 from specpipe.families import DTYPES, part_shape
+from specpipe.triton.layout import link_file
 from specpipe.unified import UnifiedCheckpoint, unified_tensors
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
@@ -51,8 +52,15 @@ class CheckpointWeights:
         is_tied = self._checkpoint.config["tie_word_embeddings"]
         return (name for name in self._checkpoint.names() if not (is_tied and name == _HEAD))
 
-    def write(self, path: Path) -> None:
-        """Writes them all to a safetensors file, one at a time."""
+    def place(self, path: Path) -> None:
+        """Puts them all into a safetensors file: the checkpoint's own, where that will do.
+
+        A head that is tied stands in that one too, and is not read.
+        """
+        whole = self._checkpoint.whole_file()
+        if whole is not None and DTYPES[self._checkpoint.config["dtype"]] == DTYPES[self.dtype]:
+            link_file(whole, path)
+            return
         header = {name: (DTYPES[self.dtype], self.shape(name)) for name in self.used()}
         with create_safetensors(path, header) as writer:
             for name in header:
@@ -97,7 +105,7 @@ def _to_float32(dtype: str, bits: RawArray) -> NDArray[np.float32]:
 
 
 def _from_float32(values: NDArray[np.float32], dtype: str) -> RawArray:
-    """Rounds to the nearest, to even between two; finite numbers stay what they are."""
+    """Rounds to the nearest, to even between two; a NaN stays one."""
     if dtype == "float32":
         return values.view(np.uint32)
     if dtype == "float16":
@@ -105,4 +113,6 @@ def _from_float32(values: NDArray[np.float32], dtype: str) -> RawArray:
             return values.astype(np.float16).view(np.uint16)
     bits = values.view(np.uint32)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    return (rounded >> 16).astype(np.uint16)
+    halves = (rounded >> 16).astype(np.uint16)
+    halves[np.isnan(values)] = 0x7FC0  # the addition may have carried it away
+    return halves

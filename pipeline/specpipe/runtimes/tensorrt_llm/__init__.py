@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         PairPlan,
         Side,
     )
+    from specpipe.runtimes.engine_description import EngineDescription
     from specpipe.runtimes.memory import MemoryEstimate
     from specpipe.stages.base import PlannedStage
 
@@ -34,6 +35,17 @@ class TensorRTLLMRuntime:
         from specpipe.runtimes.tensorrt_llm import build
 
         build.require()
+
+    def require_serving(self) -> None:
+        from specpipe.errors import RuntimeUnavailable
+        from specpipe.runtimes.engine_fit import installed
+        from specpipe.runtimes.tensorrt_llm.versions import DEFAULT_VERSION, release
+
+        if installed("tensorrt_llm") is None:
+            raise RuntimeUnavailable(
+                "TensorRT-LLM is not installed: run `specpipe serve` in a container made from "
+                f"{release(DEFAULT_VERSION).image} (docker/Dockerfile.tensorrt-llm)"
+            )
 
     def engine_stages(
         self, pair: PairPlan
@@ -106,3 +118,8 @@ class TensorRTLLMRuntime:
             allow_unknown_facts=allow_unknown_facts,
             build_command=build_command,
         )
+
+    def describe(self, engine: Path) -> EngineDescription | None:
+        from specpipe.runtimes.tensorrt_llm import describe
+
+        return describe.describe(engine)

@@ -7,17 +7,16 @@ What runs it elsewhere fails late, with a message about serialization, or answer
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from specpipe.errors import ConfigError, EngineMismatch, RepositoryError, RuntimeUnavailable
+from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
 from specpipe.provenance import gpus
 from specpipe.runtimes.base import Launch, LaunchMode
+from specpipe.runtimes.engine_fit import installed, refusal, release
 from specpipe.runtimes.tensorrt_llm.contract import ENGINE_DIR
 from specpipe.runtimes.tensorrt_llm.engine_config import FACTS_NAME
 from specpipe.runtimes.tensorrt_llm.versions import RELEASES, SupportedVersion
@@ -81,21 +80,13 @@ def facts_here() -> Here:
     )
 
 
-def installed(distribution: str) -> str | None:
-    """The version of a distribution; None where it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def differences(built: EngineFacts, here: Here, use: Use) -> Iterator[str]:
     """Yields what differs between an engine and what would run it, a sentence each."""
     for name, then, now in (
         ("TensorRT-LLM", built.tensorrt_llm, here.tensorrt_llm),
         ("TensorRT", built.tensorrt, here.tensorrt),
     ):
-        if then is not None and now is not None and _release(then) != _release(now):
+        if then is not None and now is not None and release(then) != release(now):
             yield f"built with {name} {then}, here is {now}"
     capability = built.compute_capability
     num_gpus = len(here.compute_capabilities)
@@ -172,7 +163,7 @@ def launch(
         unknown += [f"{role}: {sentence}" for sentence in unknowns(built, here)]
     if faults or (unknown and not allow_unknown_facts):
         command = _rebuild(build_command, here, used_gpus)
-        raise EngineMismatch(_refusal(repository, faults, unknown, command))
+        raise refusal(repository, faults, unknown, command)
     notes = tuple(f"{sentence}; allowed by --allow-unknown-engine-facts" for sentence in unknown)
     sizes = [settings[f"{role}_world_size"] for role in ROLES]
     return plan_launch(sizes, mode, num_gpus=len(here.compute_capabilities), notes=notes)
@@ -228,26 +219,6 @@ def _rebuild(build_command: str, here: Here, used_gpus: Iterable[int]) -> str:
         sets["compute_capability"] = capabilities[0]
     words = [f"--set engine.tensorrt_llm.{key}={value}" for key, value in sets.items()]
     return " ".join([build_command, *words])
-
-
-def _refusal(repository: Path, faults: Sequence[str], unknown: Sequence[str], rebuild: str) -> str:
-    """One message with all that differs, all that is unknown, and what to do."""
-    parts = []
-    if faults:
-        parts.append(f"the engines of {repository} do not fit what would run them:")
-        parts += [f"  {fault}" for fault in faults]
-    if unknown:
-        parts.append("also unknown:" if faults else f"facts about {repository} are unknown:")
-        parts += [f"  {sentence}" for sentence in unknown]
-    parts.append(f"build them again here: {rebuild}")
-    if unknown and not faults:
-        parts.append("or serve them as they are with --allow-unknown-engine-facts")
-    return "\n".join(parts)
-
-
-def _release(version: str) -> str:
-    """A version without what says how it was packaged: 10.14.1.48 of 10.14.1.48.post1."""
-    return re.sub(r"(\.post\d+|\+.*)$", "", version)
 
 
 def _ranks(count: Any) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         PairPlan,
         Side,
     )
+    from specpipe.runtimes.engine_description import EngineDescription
 
 
 class TorchRuntime:
@@ -34,6 +35,9 @@ class TorchRuntime:
 
     def require(self) -> None:
         require_library(self.name, "torch", extra="torch")
+
+    def require_serving(self) -> None:
+        self.require()  # a CPU will do
 
     def engine_stages(
         self, pair: PairPlan
@@ -98,3 +102,8 @@ class TorchRuntime:
         from specpipe.runtimes.torch.pair import load_pair
 
         return load_pair(draft, target, options, detokenizer)
+
+    def describe(self, engine: Path) -> EngineDescription | None:
+        from specpipe.runtimes.torch import describe
+
+        return describe.describe(engine)

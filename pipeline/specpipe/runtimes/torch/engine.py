@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specpipe import __version__
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
-from specpipe.runtimes.memory import MemoryEstimate, available_bytes, format_bytes
+from specpipe.runtimes.memory import MemoryEstimate, available_bytes, check_room
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.kv_cache import KVCache, Span
 from specpipe.runtimes.torch.memory import estimate_memory
@@ -222,15 +222,8 @@ def check_memory(folders: Sequence[Path]) -> None:
     specs = [EngineSpec.read(folder) for folder in folders]
     on_gpu = specs[0].device.type == "cuda"
     available = torch.cuda.mem_get_info()[0] if on_gpu else available_bytes()
-    needed = sum(spec.memory.total_bytes for spec in specs)
-    if available is not None and needed > available:
-        each = "; ".join(
-            f"{folder} needs {spec.memory}" for folder, spec in zip(folders, specs, strict=True)
-        )
-        raise RuntimeUnavailable(
-            f"{format_bytes(available)} of {'GPU ' if on_gpu else ''}memory are free: {each}; "
-            "lower engine.max_batch_size or engine.max_seq_len"
-        )
+    needs = [(folder, spec.memory) for folder, spec in zip(folders, specs, strict=True)]
+    check_room(needs, available, on_gpu=on_gpu)
 
 
 def load_weights(path: Path, device: torch.device) -> dict[str, Tensor]:

@@ -7,9 +7,7 @@ from math import prod
 from typing import Any
 
 from specpipe.families import part_shape, tensor_rules
-from specpipe.runtimes.memory import MemoryEstimate
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from specpipe.runtimes.memory import ELEMENT_BYTES, MemoryEstimate, kv_bytes_per_token
 
 
 def estimate_memory(
@@ -44,7 +42,7 @@ def estimate_memory(
     logits = max_batch_size * (max_draft_len + 1) * config["vocab_size"]
     return MemoryEstimate(
         weights_bytes=weights_bytes,
-        kv_cache_bytes=element * config["num_hidden_layers"] * max_batch_size * capacity * kv_row,
+        kv_cache_bytes=max_batch_size * capacity * kv_bytes_per_token(config, dtype),
         workspace_bytes=element * (2 * max_num_tokens * row + prefill_mask)
         + 4 * (scores + 2 * logits),
     )

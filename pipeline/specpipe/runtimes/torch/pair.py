@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-from specpipe.errors import EngineMismatch
 from specpipe.runtimes.base import DetokenizerFactory, PairOptions
 from specpipe.runtimes.costs import measure_costs
-from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.runtimes.engine_fit import check_limits
+from specpipe.runtimes.engine_pair import Engine, EnginePair
 from specpipe.runtimes.torch.engine import TorchEngine, check_memory
 from specpipe.runtimes.torch.sampling import TorchSampler
 
@@ -22,36 +23,28 @@ def load_pair(
     # times slower.
     num_threads = options.num_threads or max(len(os.sched_getaffinity(0)) - 1, 1)
     engines = [TorchEngine.load(folder, num_threads=num_threads) for folder in (draft, target)]
-    draft_engine, target_engine = engines
     for engine, folder in zip(engines, (draft, target), strict=True):
-        _check(engine, folder, options)
+        check_limits(folder, engine, options)
+    draft_engine, target_engine = engines
+    return pair_of(draft_engine, target_engine, options, detokenizer)
+
+
+def pair_of(
+    draft: Engine,
+    target: Engine,
+    options: PairOptions,
+    detokenizer: DetokenizerFactory,
+    *,
+    on_close: Callable[[], None] = lambda: None,
+) -> EnginePair:
+    """Pairs engines whose logits are torch's, wherever they were computed."""
     costs = None
     if options.adaptive and options.num_draft_tokens > 0:
         costs = measure_costs(
-            draft_engine,
-            target_engine,
+            draft,
+            target,
             max_batch_size=options.max_batch_size,
             num_draft_tokens=options.num_draft_tokens,
         )
-    return EnginePair(
-        draft_engine,
-        target_engine,
-        TorchSampler(
-            min(draft_engine.vocab_size, target_engine.vocab_size), options.unused_token_ids
-        ),
-        options,
-        detokenizer,
-        costs=costs,
-    )
-
-
-def _check(engine: TorchEngine, folder: Path, options: PairOptions) -> None:
-    for name, built, wanted in (
-        ("max_batch_size", engine.max_batch_size, options.max_batch_size),
-        ("max_draft_len", engine.max_draft_len, options.num_draft_tokens),
-    ):
-        if built < wanted:
-            raise EngineMismatch(
-                f"{folder} was built for {name} {built}, the pair is to serve {wanted}; "
-                "build it again"
-            )
+    sampler = TorchSampler(min(draft.vocab_size, target.vocab_size), options.unused_token_ids)
+    return EnginePair(draft, target, sampler, options, detokenizer, costs=costs, on_close=on_close)

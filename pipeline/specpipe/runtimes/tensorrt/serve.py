@@ -1,0 +1,74 @@
+"""Starting the server of a pair: whether its engines fit what is here.
+
+TensorRT finds out only when it loads an engine, one difference at a time and in the server's log.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from specpipe import provenance
+from specpipe.errors import ConfigError, EngineMismatch
+from specpipe.runtimes.base import Launch, LaunchMode, PairOptions
+from specpipe.runtimes.engine_fit import installed, limits, refusal
+from specpipe.runtimes.tensorrt import library as libraries
+from specpipe.runtimes.tensorrt.engine_config import EngineSpec, damages
+from specpipe.runtimes.tensorrt.fit import Gpu, buildable, differences
+from specpipe.stages.base import Role
+from specpipe.triton.layout import SPECULATIVE, VERSION
+
+ROLES: tuple[Role, ...] = ("draft", "target")
+
+
+def launch(
+    repository: Path,
+    *,
+    mode: LaunchMode = "auto",
+    allow_unknown_facts: bool = False,
+    build_command: str = "specpipe build",
+) -> Launch:
+    """Compares the engines of a repository with this machine; one plain server runs them."""
+    if mode != "auto":
+        raise ConfigError(f"--mpi-mode {mode} has no effect: runtime 'tensorrt' has no ranks")
+    version = repository / SPECULATIVE / VERSION
+    options = PairOptions(**json.loads((version / "pair.json").read_bytes())["options"])
+    gpus = [Gpu(gpu["name"], gpu["compute_cap"]) for gpu in provenance.gpus()]
+    faults: list[str] = []
+    unknown: dict[str, None] = {}
+    library = None
+    for role in ROLES:
+        try:
+            spec = EngineSpec.read(version / role)
+        except EngineMismatch as exc:
+            faults.append(f"{role}: {exc}")
+            continue
+        library = spec.library
+        libraries.require(library)
+        here = installed(libraries.DISTRIBUTIONS[library])
+        found = [*differences(spec, gpus, here), *damages(spec)]
+        for name, built, wanted in limits(spec, options):
+            if built < wanted:
+                found.append(f"built for {name} {built}, to be served with {wanted}")
+        faults += [f"{role}: {fault}" for fault in found]
+        if here is None:
+            unknown[f"the version of {library} here is unknown"] = None
+    if not gpus:
+        unknown["the GPU here is unknown: nvidia-smi names none"] = None
+    if faults or (unknown and not allow_unknown_facts):
+        raise refusal(repository, faults, list(unknown), _rebuild(build_command, library, gpus))
+    return Launch(
+        notes=tuple(f"{sentence}; allowed by --allow-unknown-engine-facts" for sentence in unknown)
+    )
+
+
+def _rebuild(build_command: str, library: str | None, gpus: Sequence[Gpu]) -> str:
+    """The command that builds what runs here, whatever the config says."""
+    if not gpus:
+        return f"{build_command} --set engine.runtime=torch"  # needs no GPU
+    if library != "tensorrt_rtx":
+        return build_command
+    if capabilities := buildable(gpus):
+        return f"{build_command} --set 'engine.compute_capabilities={json.dumps(capabilities)}'"
+    return f"{build_command} --set engine.library=tensorrt"

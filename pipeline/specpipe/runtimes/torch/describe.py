@@ -1,0 +1,54 @@
+"""What an engine of the torch runtime is, from its config and the header of its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from specpipe.checkpoint import read_safetensors_header
+from specpipe.errors import CheckpointError, EngineMismatch
+from specpipe.runtimes.engine_description import (
+    EngineDescription,
+    EngineMemory,
+    RecordedFile,
+    is_built_by,
+    read_engine_config,
+    reading_config,
+)
+from specpipe.runtimes.memory import kv_bytes_per_token
+from specpipe.runtimes.torch.build import ENGINE_KIND, WEIGHTS_NAME
+from specpipe.runtimes.torch.memory import estimate_memory
+
+_LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
+
+
+def describe(engine: Path) -> EngineDescription | None:
+    """Describes an engine; None for a folder that is none of this runtime's."""
+    config = read_engine_config(engine)
+    if config is None or not is_built_by(config, str(ENGINE_KIND["name"])):
+        return None
+    try:
+        tensors = read_safetensors_header(engine / WEIGHTS_NAME).values()
+    except CheckpointError as exc:
+        raise EngineMismatch(f"{exc}: build the engine again") from exc
+    with reading_config(engine):
+        pretrained, build = config["pretrained_config"], config["build_config"]
+        dtype, limits = build["dtype"], {name: build[name] for name in _LIMITS}
+        estimate = estimate_memory(pretrained, dtype=dtype, **limits)
+        return EngineDescription(
+            runtime="torch",
+            versions={"specpipe": config["version"]},
+            architecture=pretrained["architecture"],
+            num_layers=pretrained["num_hidden_layers"],
+            dtype=dtype,
+            limits=limits,
+            settings={"device": build["device"]},
+            memory=EngineMemory(
+                weights_bytes=sum(tensor.num_bytes for tensor in tensors),
+                kv_bytes_per_token=kv_bytes_per_token(pretrained, dtype),
+                kv_cache_bytes=estimate.kv_cache_bytes,
+                workspace_bytes=estimate.workspace_bytes,
+            ),
+            files=(RecordedFile(WEIGHTS_NAME),),
+            weight_precisions=dict(Counter(tensor.dtype for tensor in tensors)),
+        )
