@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from specpipe import cache
 from specpipe.checkpoint import INDEX_NAME, create_safetensors, num_elements
@@ -37,6 +38,7 @@ from specpipe.stages.convert import Convert, convert
 SHARD_BYTES = 2_000_000_000
 COPY = "plain copy"
 Shapes = dict[str, tuple[int, ...]]
+Raw = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,23 @@ def _proc_number(file: str, key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
+def random_bits(generator: np.random.Generator, shape: tuple[int, ...]) -> Raw:
+    """Any bfloat16 at all, infinite ones included."""
+    return np.frombuffer(generator.bytes(2 * num_elements(shape)), np.uint16).reshape(shape)
+
+
 def write_checkpoint(
-    folder: Path, num_bytes: int, *, hidden_size: int = 4096, shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    num_bytes: int,
+    *,
+    hidden_size: int = 4096,
+    shard_bytes: int = SHARD_BYTES,
+    make: Callable[[np.random.Generator, tuple[int, ...]], Raw] = random_bits,
 ) -> Shapes:
     """Writes a Llama of about this size; returns its tensors' shapes.
 
-    The shape of a layer is that of Llama 3 8B for a hidden size of 4096, and scales with it.
+    The shape of a layer is that of Llama 3 8B for a hidden size of 4096, and scales with it. `make`
+    gives the raw bfloat16 of a block of rows.
     """
     num_heads = hidden_size // 128
     config = {
@@ -121,9 +134,9 @@ def write_checkpoint(
                 rows = max(1, (4 << 20) // num_elements(shape[1:]))
                 for row in range(0, shape[0], rows):
                     block = (min(rows, shape[0] - row), *shape[1:])
-                    raw = np.frombuffer(generator.bytes(2 * num_elements(block)), np.uint16)
-                    writer.write_rows(name, row, raw.reshape(block))
-    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+                    writer.write_rows(name, row, make(generator, block))
+    index = {"metadata": {"total_size": _bytes_of(shapes)}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_text(json.dumps(index))
     return shapes
 
 

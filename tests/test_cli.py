@@ -257,6 +257,9 @@ def test_schema_is_json() -> None:
     assert json.loads(result.stdout)["title"] == "PipelineConfig"
 
 
+QUICKSTART = ("check", "--config", str(ROOT / "configs" / "quickstart.yaml"))
+
+
 def test_check_states_the_contract() -> None:
     result = run(
         "check", "--config", str(ROOT / "configs" / "quickstart.yaml"), "--set", "engine.device=cpu"
@@ -272,10 +275,53 @@ def test_check_states_the_contract() -> None:
 
 
 def test_check_as_json() -> None:
-    result = run("check", "--config", str(ROOT / "configs" / "quickstart.yaml"), "--json")
+    result = run(*QUICKSTART, "--json", "--set", "engine.device=cpu")
     contract = json.loads(result.stdout)
     assert contract["num_used_token_ids"] == 4096
     assert contract["end_token_ids"] == [0]
+    assert contract["memory_plan"] is None
+
+
+def test_check_plans_memory_for_a_named_gpu() -> None:
+    result = run(*QUICKSTART, "--gpu", "L4")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[5:] == [
+        "8 × 1024 tokens (batch × length):",
+        "  GPU 0, L4 (compute capability 8.9): draft 9.9 MB (1.8 MB weights, 4.2 MB KV cache, 3.9 "
+        "MB workspace); target 41.6 MB (11.0 MB weights, 25.3 MB KV cache, 5.4 MB workspace); "
+        "together 51.5 MB of 22.8 GB usable, fits",
+        "largest batch × length that fits: 4096 × 1024",
+    ]
+
+
+def test_check_fails_where_the_pair_does_not_fit_and_still_says_what_would() -> None:
+    result = run(*QUICKSTART, "--gpu", "0.04", "--json")
+    assert result.exit_code == 1
+    plan = json.loads(result.stdout)["memory_plan"]
+    assert (plan["fits"], plan["largest"]) == (False, [{"max_batch_size": 4, "max_seq_len": 1024}])
+    assert result.stderr == (
+        "Error: the pair does not fit on GPU 0: lower engine.max_batch_size or engine.max_seq_len\n"
+    )
+
+
+def test_check_says_what_format_would_fit() -> None:
+    """Published shapes: 70B in bfloat16 on two GPUs of 80 GB, and what FP8 makes of it."""
+    files = str(ROOT / "tests" / "small_files")
+    config = str(ROOT / "configs" / "llama-70b-fp8.yaml")
+    command = ("check", "--config", config, "--small-files", files, "--gpu", "H100")
+    fitting = run(*command)
+    assert fitting.exit_code == 0, fitting.stderr
+    assert "largest batch × length that fits: 238 × 1024, 127 × 2048, " in fitting.stdout
+    plain = run(*command, "--set", "target.quantization=null")
+    assert plain.exit_code == 1
+    assert "would fit: target in fp8" in plain.stdout
+    assert plain.stderr.endswith(", or choose a format that would fit\n")
+
+
+def test_a_gpu_for_a_pair_on_the_cpu_is_a_usage_error() -> None:
+    result = run(*QUICKSTART, "--gpu", "L4", "--set", "engine.device=cpu")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("Error: --gpu has no effect: engine.device is cpu.\n")
 
 
 def test_serve_without_a_build_says_what_to_run(tmp_path: Path) -> None:

@@ -72,6 +72,13 @@ def test_defaults() -> None:
             "weights": "inside",
             "weight_streaming": False,
         },
+        "quality": {
+            "measure": True,
+            "max_mean_kl": None,
+            "min_top1_agreement": None,
+            "max_perplexity_ratio": None,
+            "min_acceptance_ratio": None,
+        },
         "serving": {"max_queue_size": 128, "request_timeout_s": 600.0},
         "output_dir": "engines",
     }
@@ -210,8 +217,8 @@ def test_wrong_values_name_line_key_value_and_expectation(extra: str, message: s
             "x.yaml:6: max_sequence_len is not a setting: did you mean engine.max_seq_len?",
         ),
         (
-            "speculation: {colour: red}\n",
-            "x.yaml:6: speculation.colour is not a setting:"
+            "speculation: {flavour: mild}\n",
+            "x.yaml:6: speculation.flavour is not a setting:"
             " expected one of num_draft_tokens, adaptive",
         ),
     ],
@@ -239,8 +246,7 @@ LLM = "engine.tensorrt_llm"
         ),
         (
             ["target.quantization={format: fp8, kv_cache: int8}"],
-            f"{KV} is 'int8': expected null or 'fp8': with it the builder switches off paged"
-            " context FMHA, which drafting needs",
+            f"{KV} is 'int8': expected 'fp8' or null",
         ),
         (
             ["target.quantization={format: int4_awq, kv_cache: fp8}"],
@@ -252,6 +258,27 @@ LLM = "engine.tensorrt_llm"
             ["target.quantization={format: fp4}"],
             "target.quantization.format is 'fp4': expected one of 'fp8', 'fp8_pc_pt', 'int8_sq',"
             " 'int4_awq', 'w4a8_awq', 'int8_wo', 'int4_wo', 'nvfp4'",
+        ),
+        (
+            ["target.quantization={format: int4_awq, awq_block_size: 32}"],
+            "target.quantization.awq_block_size is 32: expected 64 or 128: TensorRT-LLM has no"
+            " other kernels of int4_awq",
+        ),
+        (
+            ["draft.quantization={format: w4a8_awq, awq_block_size: 64}"],
+            "draft.quantization.awq_block_size is 64: expected 128: TensorRT-LLM has no other"
+            " kernels of w4a8_awq",
+        ),
+        (
+            ["target.quantization={format: fp8_pc_pt, exclude: ['*.mlp.proj']}"],
+            "target.quantization.exclude is ['*.mlp.proj']: expected nothing with format"
+            " 'fp8_pc_pt', which TensorRT-LLM gives to whole attention and MLP modules; format"
+            " 'fp8' leaves out single linears",
+        ),
+        (
+            ["target.quantization={format: fp8_pc_pt, quantize_lm_head: true}"],
+            "target.quantization.quantize_lm_head is true: expected false with format 'fp8_pc_pt',"
+            " of which TensorRT-LLM has no head; format 'fp8' has one",
         ),
         (
             ["target.tp_size=2", f"{LLM}.target_gpu_ids=[0]"],
@@ -336,9 +363,27 @@ def no_effect(key: str, value: str, where: str) -> str:
             " engine.runtime tensorrt_llm splits it",
         ),
         (
-            ["target.quantization={format: fp8}"],
-            "target.quantization.format is 'fp8': expected no quantization, since runtime"
-            " 'tensorrt' does not run quantized checkpoints yet; engine.runtime tensorrt_llm does",
+            ["target.quantization={format: nvfp4}"],
+            "target.quantization.format is 'nvfp4': expected fp8 or int4_awq with runtime"
+            " 'tensorrt'; engine.runtime torch and tensorrt_llm run the others",
+        ),
+        (
+            ["target.quantization={format: fp8, kv_cache: fp8}"],
+            "target.quantization.kv_cache is 'fp8': expected null with runtime 'tensorrt': the"
+            " library's KV cache takes floating-point types only",
+        ),
+        (
+            ["draft.quantization={format: int4_awq}", "engine.weights=beside"],
+            "engine.weights is 'beside': expected inside, since draft is quantized: inputs of an"
+            " engine are not",
+        ),
+        (
+            [
+                "target.quantization={format: fp8}",
+                'engine.compute_capabilities=["8.0", "8.6", "8.9"]',
+            ],
+            "engine.compute_capabilities is ['8.0', '8.6', '8.9']: expected none of 8.0, 8.6,"
+            " which target.quantization.format fp8 does not run on",
         ),
         (
             ["engine.library=tensorrt", 'engine.compute_capabilities=["8.9"]'],
@@ -431,11 +476,79 @@ def test_settings_without_effect_are_refused_at_their_line(extra: str, message: 
     assert refusal(MINIMAL + extra) == message
 
 
-def test_torch_refuses_quantization() -> None:
-    assert refusal(MINIMAL, "draft.quantization={format: fp8}").endswith(
-        "draft.quantization.format is 'fp8': expected no quantization, since runtime 'torch' does"
-        " not run quantized checkpoints yet; engine.runtime tensorrt_llm does"
-    )
+FORMAT_SETTINGS = (
+    "{format: fp8}",
+    "{format: fp8_pc_pt, exclude: ['*.mlp.proj'], quantize_lm_head: true}",
+    "{format: int8_sq, kv_cache: fp8}",
+    "{format: int4_awq, awq_block_size: 32}",
+    "{format: w4a8_awq, awq_block_size: 64, kv_cache: fp8}",
+    "{format: int8_wo}",
+    "{format: int4_wo, calibration: {num_samples: 16}}",  # on them the cost is measured
+    "{format: nvfp4, export: true}",
+)
+
+
+@pytest.mark.parametrize("scheme", FORMAT_SETTINGS)
+def test_torch_runs_every_format(scheme: str) -> None:
+    assert load(MINIMAL, f"draft.quantization={scheme}").draft.quantization is not None
+
+
+NO_EFFECT = "expected nothing here, since it has no effect with"
+FP8 = "target.quantization={format: fp8}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["target.quantization={format: fp8, awq_block_size: 64}"],
+            f"target.quantization.awq_block_size is 64: {NO_EFFECT} format 'fp8'",
+        ),
+        (
+            [
+                "draft.quantization={format: int8_wo, calibration: {num_samples: 16}}",
+                "quality.measure=false",
+            ],
+            f"draft.quantization.calibration is {{'num_samples': 16}}: {NO_EFFECT} format"
+            " 'int8_wo', which needs no data, and quality.measure false",
+        ),
+        (
+            ["target.quantization={format: int4_wo, export: true}"],
+            "target.quantization.export is true: expected false with format 'int4_wo', which has"
+            " no Hugging Face layout: TensorRT-LLM quantizes its weights while it builds an engine",
+        ),
+        (
+            ["quality.max_mean_kl=0.1"],
+            f"quality is {{'max_mean_kl': 0.1}}: {NO_EFFECT} checkpoints that are not quantized"
+            " here",
+        ),
+        (
+            ["quality.measure=true"],
+            f"quality is {{'measure': True}}: {NO_EFFECT} checkpoints that are not quantized here",
+        ),
+        (
+            [FP8, "quality.measure=false", "quality.max_mean_kl=0.1"],
+            f"quality.max_mean_kl is 0.1: {NO_EFFECT} quality.measure false",
+        ),
+        (
+            [FP8, "quality.min_acceptance_ratio=0.9", "speculation.num_draft_tokens=0"],
+            f"quality.min_acceptance_ratio is 0.9: {NO_EFFECT} speculation.num_draft_tokens 0",
+        ),
+    ],
+)
+def test_settings_of_quantization_without_effect(overrides: list[str], message: str) -> None:
+    assert refusal(MINIMAL, *overrides).endswith(f": {message}")
+
+
+def test_a_pair_that_is_not_quantized_is_not_measured() -> None:
+    assert not load(MINIMAL, "quality.measure=false").quality.measure
+
+
+def test_fp8_kv_cache_needs_the_data_that_its_weights_do_not() -> None:
+    scheme = "{format: fp8_pc_pt, kv_cache: fp8, calibration: {num_samples: 16}}"
+    config = load(MINIMAL, f"target.quantization={scheme}", "quality.measure=false")
+    assert config.target.quantization is not None
+    assert config.target.quantization.needs_data
 
 
 def test_missing_keys_name_their_section() -> None:

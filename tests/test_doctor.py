@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from specpipe import __version__, doctor, provenance
 from specpipe.cli import main
 from specpipe.runtimes.tensorrt import library
+from specpipe.stages import calibrate
 
 GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "590.44.01"}
 
@@ -40,6 +41,7 @@ def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found["trtllm-build"] == found["mpirun"] == found["docker"] == "not on PATH"
     assert found["GPU"] == "none that nvidia-smi tells of"
     assert found["runtime torch"] == "builds here, and is served here"
+    assert found["quantization"] == "has what calibrating needs"
     assert found["runtime tensorrt_llm"].startswith(
         "plans here (--dry-run); runtime 'tensorrt_llm' needs trtllm-build or docker"
     )
@@ -92,6 +94,14 @@ def test_runtime_tensorrt_without_its_library(monkeypatch: pytest.MonkeyPatch) -
     assert examined()["runtime tensorrt"] == (
         "plans here (--dry-run); runtime 'tensorrt' needs 'tensorrt_rtx': "
         "pip install 'specpipe[tensorrt-rtx]'"
+    )
+
+
+def test_without_what_calibrating_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_IMPORTED", ("torch", "no_such_library"))
+    assert examined()["quantization"] == (
+        "plans here (--dry-run); quantization needs 'no_such_library': pip install"
+        " 'specpipe[quantize]'"
     )
 
 

@@ -18,7 +18,7 @@ draft:
 target:
   checkpoint: meta-llama/Llama-3.1-70B-Instruct
   tp_size: 2
-  quantization: {format: fp8}
+  quantization: {format: fp8, export: true}
 speculation: {num_draft_tokens: 5, adaptive: true}
 engine:
   runtime: tensorrt_llm   # comments are lost
@@ -44,7 +44,11 @@ def test_settings_that_change_and_those_that_stay(tmp_path: Path) -> None:
     assert yaml.safe_load(migration.output.read_text()) == {
         "name": "llama-pytorch",
         "draft": {"checkpoint": "meta-llama/Llama-3.2-1B-Instruct", "tp_size": 2},
-        "target": {"checkpoint": "meta-llama/Llama-3.1-70B-Instruct", "tp_size": 2},
+        "target": {
+            "checkpoint": "meta-llama/Llama-3.1-70B-Instruct",
+            "tp_size": 2,
+            "quantization": {"format": "fp8"},
+        },
         "speculation": {"num_draft_tokens": 5, "adaptive": False},
         "engine": {
             "runtime": "tensorrt_llm",
@@ -63,16 +67,26 @@ def test_settings_that_change_and_those_that_stay(tmp_path: Path) -> None:
         "engine.tensorrt_llm.build: left out, since it has no effect with backend pytorch",
         "engine.tensorrt_llm.draft_gpu_ids: left out, since it has no effect with backend pytorch",
         "draft.tp_size: 2, was not given, as the target's: both models are split alike",
-        "target.quantization: left out: the target is served as its checkpoint is; for fp8, "
-        "quantize it with ModelOpt and name the result as target.checkpoint",
+        "target.quantization.export: left out, since backend pytorch serves the exported folder "
+        "anyway",
         "speculation.adaptive: false, was true, since K is fixed",
     )
     load_config(migration.output)
 
 
+def test_a_format_that_backend_pytorch_does_not_read_is_left_out(tmp_path: Path) -> None:
+    migration = migrate(written(tmp_path, LLAMA.replace("fp8, export: true", "int8_sq")))
+    assert (
+        "target.quantization: left out, since backend pytorch does not read int8_sq: the target is"
+        " served as its checkpoint is; formats that it reads: fp8, fp8_pc_pt, int4_awq, w4a8_awq,"
+        " nvfp4"
+    ) in migration.settings
+    assert load_config(migration.output).target.quantization is None
+
+
 def test_behaviour_is_told(tmp_path: Path) -> None:
     behaviour = migrate(written(tmp_path, LLAMA)).behaviour
-    for word in ("Nothing is built", "same GPUs", "num_draft_tokens", "lossless", "seed"):
+    for word in ("No engine is built", "same GPUs", "num_draft_tokens", "lossless", "seed"):
         assert any(word in line for line in behaviour), word
 
 

@@ -10,9 +10,12 @@ import numpy.typing as npt
 import pytest
 
 from specpipe import unified
-from specpipe.checkpoint import read_safetensors_header
+from specpipe.checkpoint import raw_dtype, read_safetensors_header
+from specpipe.config import QuantizationConfig
 from specpipe.errors import CheckpointError, SpecpipeError
-from specpipe.families import Part, unified_config
+from specpipe.families import Part, part_shape, stored_dtype, unified_config
+from specpipe.quantization.formats import OFFERED
+from specpipe.quantization.quantized_config import quantized_config
 from specpipe.stages.convert import convert
 from specpipe.unified import load_unified, write_unified
 from tests.toy import read_tensor, toy_config, toy_tensors, write_toy_checkpoint
@@ -305,3 +308,102 @@ def test_full_disk_is_refused_before_writing(
         f"the unified checkpoint needs 0.1 MB, but the disk of {tmp_path / 'out'} has 0.0 MB free"
     )
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def write_quantized(out: Path, format: str, *, tp_size: int, pp_size: int = 1) -> dict[str, Raw]:
+    """Writes a toy of random bits, quantized as its config says; returns them by whole tensors."""
+    plain = unified_config(toy_config(head_dim=16), tp_size=tp_size, pp_size=pp_size)
+    scheme = QuantizationConfig.model_validate(
+        {"format": format, "awq_block_size": 16, "kv_cache": "fp8", "quantize_lm_head": True}
+    )
+    config = quantized_config(plain, scheme)
+    parts: dict[tuple[Part, int | None], Raw] = {}
+    whole: dict[str, Raw] = {}
+    for tensor in unified.unified_tensors(config):
+        dtype = raw_dtype(stored_dtype(config, tensor.rule))
+        for part in tensor.rule.parts:
+            generator = np.random.default_rng(len(parts))
+            shape = part_shape(config, part)
+            bits = generator.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
+            parts[part, tensor.layer] = bits
+        merged = [parts[part, tensor.layer] for part in tensor.rule.parts]
+        whole[tensor.name] = np.concatenate(merged)
+
+    def read(part: Part, layer: int | None, start: int, stop: int) -> Iterator[Raw]:
+        for row in range(start, stop, 3):
+            yield parts[part, layer][row : min(row + 3, stop)]
+
+    out.mkdir()
+    write_unified(out, config, read)
+    return whole
+
+
+@pytest.mark.parametrize("format", OFFERED)
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_quantized_tensors_are_merged_again(
+    tmp_path: Path, format: str, tp_size: int, pp_size: int
+) -> None:
+    whole = write_quantized(tmp_path / "out", format, tp_size=tp_size, pp_size=pp_size)
+    loaded = load_unified(tmp_path / "out")
+    assert loaded.names() == list(whole)
+    for name, bits in whole.items():
+        assert loaded.shape(name) == bits.shape
+        assert np.array_equal(loaded.tensor(name).data, bits), name
+    scale = "transformer.layers.1.attention.kv_cache_scaling_factor"
+    assert loaded.tensor(scale).dtype == "F32"
+
+
+def test_quantized_pieces_of_a_rank(tmp_path: Path) -> None:
+    """A packed row holds two outputs; blocks of inputs go with their columns."""
+    whole = write_quantized(tmp_path / "out", "int4_awq", tp_size=2)
+    prefix = "transformer.layers.1."
+    for tp_rank in (0, 1):
+        tensors = rank(tmp_path / "out", tp_rank)
+        fc = whole[f"{prefix}mlp.fc.weight"]
+        assert np.array_equal(
+            tensors[f"{prefix}mlp.fc.weight"], fc[16 * tp_rank : 16 * tp_rank + 16]
+        )
+        scales = whole[f"{prefix}attention.dense.weights_scaling_factor"]
+        assert scales.shape == (32, 4)
+        assert np.array_equal(
+            tensors[f"{prefix}attention.dense.weights_scaling_factor"],
+            scales[:, 2 * tp_rank : 2 * tp_rank + 2],
+        )
+        prequant = whole[f"{prefix}attention.dense.prequant_scaling_factor"]
+        assert np.array_equal(
+            tensors[f"{prefix}attention.dense.prequant_scaling_factor"],
+            prequant[32 * tp_rank : 32 * tp_rank + 32],
+        )
+        qkv = f"{prefix}attention.qkv.prequant_scaling_factor"
+        assert np.array_equal(tensors[qkv], whole[qkv])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformer.layers.0.attention.qkv.activation_scaling_factor",
+        "transformer.layers.0.attention.dense.weights_scaling_factor_2",
+        "transformer.layers.0.mlp.fc.prequant_scaling_factor",
+        "transformer.layers.1.attention.kv_cache_scaling_factor",
+    ],
+)
+def test_ranks_that_disagree_about_a_scale_are_found(tmp_path: Path, name: str) -> None:
+    write_quantized(tmp_path / "out", "w4a8_awq", tp_size=2)
+    damage(tmp_path / "out", 1, name)
+    with pytest.raises(CheckpointError) as caught:
+        load_unified(tmp_path / "out").tensor(name)
+    assert str(caught.value) == (
+        f"{tmp_path / 'out'}: the ranks disagree about {name}; convert again"
+    )
+
+
+def test_rank_of_another_format_is_found(tmp_path: Path) -> None:
+    write_quantized(tmp_path / "out", "fp8", tp_size=2)
+    write_quantized(tmp_path / "other", "fp8_pc_pt", tp_size=2)
+    (tmp_path / "other" / "rank1.safetensors").replace(tmp_path / "out" / "rank1.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load_unified(tmp_path / "out")
+    assert str(caught.value) == (
+        f"{tmp_path / 'out' / 'rank1.safetensors'} does not fit its config.json: "
+        "lm_head.activation_scaling_factor is missing, expected ('F32', (1,)); convert again"
+    )

@@ -252,7 +252,7 @@ def create_safetensors(
 
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     """Returns the files of a Hugging Face folder that decide what is converted."""
-    small = (folder / CONFIG_NAME, folder / INDEX_NAME)
+    small = (folder / CONFIG_NAME, folder / QUANT_CONFIG_NAME, folder / INDEX_NAME)
     return (*(path for path in small if path.is_file()), *_weight_files(folder))
 
 
@@ -265,7 +265,7 @@ def read_config(folder: Path, *, allow_quantized: bool = False) -> dict[str, Any
         raise CheckpointError(f"{folder} is not a folder")
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
-        base = _read_json(adapter).get("base_model_name_or_path")
+        base = read_json(adapter).get("base_model_name_or_path")
         raise CheckpointError(
             f"{folder} is an adapter{f' for {base}' if base else ''}, which is not supported; "
             "merge it into its base model and save the result"
@@ -278,7 +278,7 @@ def read_config(folder: Path, *, allow_quantized: bool = False) -> dict[str, Any
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json, so it is no Hugging Face checkpoint")
-    config = _read_json(path)
+    config = read_json(path)
     if auto_map := config.get("auto_map"):
         classes = sorted(auto_map) if isinstance(auto_map, dict) else [str(auto_map)]
         raise CheckpointError(
@@ -368,7 +368,7 @@ def _only_file(folder: Path, weights: Sequence[Path]) -> Path:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; download it again")
     for name, file in weight_map.items():
@@ -409,7 +409,8 @@ def _are_counts(value: Any) -> bool:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a file of a checkpoint that holds a JSON object."""
     with _open(path) as file:
         data = file.read()
     if data.startswith(_LFS_POINTER):

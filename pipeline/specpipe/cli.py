@@ -26,7 +26,7 @@ from specpipe.errors import SpecpipeError
 
 if TYPE_CHECKING:
     from specpipe.config import PipelineConfig
-    from specpipe.pipeline import StageReport
+    from specpipe.pipeline import Checked, StageReport
     from specpipe.runtimes.base import LaunchMode
     from specpipe.triton.client import Completion
 
@@ -148,23 +148,55 @@ def build(
 
 @main.command()
 @_config_options
+@click.option(
+    "--gpu",
+    metavar="NAME_OR_GB",
+    help="Plan memory for this GPU, as H100 or 24; left out: those of this machine.",
+)
 @_small_files_option
 @_json_option
 def check(
-    config_path: Path, overrides: Sequence[str], small_files: Path | None, as_json: bool
+    config_path: Path,
+    overrides: Sequence[str],
+    gpu: str | None,
+    small_files: Path | None,
+    as_json: bool,
 ) -> None:
-    """Check that draft and target can be paired, and what memory they take.
+    """Check that draft and target can be paired, and that they fit on a GPU.
 
     Reads small files only.
     """
     from specpipe import pipeline
+    from specpipe.runtimes import gpus
 
-    checked = pipeline.check(_load(config_path, overrides), small_files=small_files)
-    contract = checked.contract
+    config = _load(config_path, overrides)
+    found = gpus.gpus_here() if gpu is None else (gpus.find_gpu(gpu),)
+    checked = pipeline.check(config, small_files=small_files, gpus=found)
+    plan = checked.plan
+    if gpu is not None and plan is None:
+        raise click.UsageError("--gpu has no effect: engine.device is cpu.")
     if as_json:
-        memory = {role: dataclasses.asdict(found) for role, found in checked.memory.items()}
-        _print_json({**dataclasses.asdict(contract), "memory": memory})
-        return
+        _print_json(_checked_json(checked))
+    else:
+        _print_checked(checked)
+    if plan is not None and not plan.fits:
+        number = next(on_gpu.number for on_gpu in plan.gpus if not on_gpu.fits)
+        raise click.ClickException(
+            f"the pair does not fit on GPU {number}: lower engine.max_batch_size or "
+            "engine.max_seq_len" + (", or choose a format that would fit" if plan.changes else "")
+        )
+
+
+def _checked_json(checked: Checked) -> dict[str, Any]:
+    memory = {role: dataclasses.asdict(found) for role, found in checked.memory.items()}
+    plan = None if checked.plan is None else checked.plan.to_json()
+    return {**dataclasses.asdict(checked.contract), "memory": memory, "memory_plan": plan}
+
+
+def _print_checked(checked: Checked) -> None:
+    from specpipe.runtimes import memory_plan
+
+    contract = checked.contract
     click.echo(
         f"draft and target fit: {contract.num_used_token_ids} token ids in use; embedding rows: "
         f"draft {contract.draft_vocab_size}, target {contract.target_vocab_size}"
@@ -173,6 +205,9 @@ def check(
     click.echo(f"end ids: {', '.join(map(str, contract.end_token_ids)) or 'none'}")
     for role, estimate in checked.memory.items():
         click.echo(f"memory of the {role}: {estimate}")
+    if checked.plan is not None:
+        for line in memory_plan.lines(checked.plan):
+            click.echo(line)
     for note in contract.notes:
         click.echo(f"note: {note}")
 
@@ -405,6 +440,8 @@ class _Progress:
     def finished(self, report: StageReport) -> None:
         done = f"built in {report.duration_s:.1f} s" if report.reasons else "up to date"
         _log(f"{report.stage}: {done}")
+        if report.shows is not None:
+            _log((report.artifact / report.shows).read_text(encoding="utf-8").rstrip())
 
 
 class _LogLines(logging.Handler):

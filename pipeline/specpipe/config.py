@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_
 
 from specpipe import config_messages
 from specpipe.errors import ConfigError
+from specpipe.quantization.formats import FORMATS
 from specpipe.runtimes.setting_faults import setting_faults
 from specpipe.runtimes.tensorrt_llm.settings import TensorRTLLMConfig
 from specpipe.section import Section
@@ -26,6 +27,9 @@ _MAX_NUM_TOKENS = {"torch": 256, "tensorrt": 1024, "tensorrt_llm": 8192}
 
 ComputeCapability = Literal["8.0", "8.6", "8.9", "12.0", "12.1"]
 """What TensorRT for RTX builds for; 7.5 has no bfloat16."""
+
+_AWQ_SAMPLES = 32
+"""As many as TensorRT-LLM's quantization script takes at most."""
 
 _MAX_LISTED = 20  # faults of one file that are explained; the rest is counted
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -42,43 +46,91 @@ def _check_path(path: PathLike) -> PathLike:
 
 
 class CalibrationConfig(Section):
-    """The text that quantization measures activations on."""
+    """The texts that activations are measured on, and on which the cost of it is."""
 
-    dataset: str = Field(default="cnn_dailymail", min_length=1)
-    """`cnn_dailymail`, `pileval`, or the absolute path of a folder with a train split of texts."""
+    data: Annotated[str, AfterValidator(_check_path)] = Field(default="builtin", min_length=1)
+    """`builtin`, a small set of texts; or a file, relative to this one, of your own: .jsonl,
+    .parquet, or .txt with a text on every line."""
 
-    num_samples: int = Field(default=512, ge=1)
-    """Texts; AWQ takes at most 32 of them."""
+    column: str | None = None
+    """Of .jsonl and .parquet: texts, or lists of chat messages, which go through the chat template;
+    none: `text` or `messages`, whichever is there."""
 
-    max_seq_len: int = Field(default=512, ge=1)
-    """Tokens of each text."""
+    num_samples: int = Field(default=128, ge=2)
+    """Texts that are read; every eighth of them is held out and only measured on."""
 
-    batch_size: int = Field(default=1, ge=1)
-    """Texts in one forward."""
-
-    seed: int = Field(default=1234, ge=0)
-    """Makes calibration repeatable."""
+    max_seq_len: int = Field(default=512, ge=16)
+    """Tokens of each text that are read."""
 
 
 class QuantizationConfig(Section):
-    """What NVIDIA's quantization makes of the weights, for runtime tensorrt_llm."""
+    """What the weights of a checkpoint are quantized to."""
 
     format: Literal[
         "fp8", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo", "nvfp4"
     ]
     """Format of the weights, and of activations where it has one, as NVIDIA's script names it."""
 
-    kv_cache: Literal["fp8", "int8"] | None = None
+    kv_cache: Literal["fp8"] | None = None
     """Format of the KV cache; none: the model's dtype."""
 
     awq_block_size: int = Field(default=128, ge=16)
-    """Weights that share a scale, for AWQ."""
+    """Weights that share a scale, for int4_awq and w4a8_awq; divides every matrix's inputs."""
 
     quantize_lm_head: bool = False
     """Whether the head is quantized too."""
 
+    exclude: tuple[str, ...] = Field(default=(), strict=False)
+    """Linears that stay plain, as patterns of their names in the unified checkpoint:
+    `transformer.layers.0.*`, `*.mlp.proj`."""
+
     calibration: CalibrationConfig = CalibrationConfig()
-    """The texts that activations are measured on."""
+    """The texts that activations are measured on; for AWQ 32 of them where it does not say: its
+    search runs them again for every strength that it tries."""
+
+    export: bool = False
+    """Whether a Hugging Face folder of the quantized weights is written too, for vLLM and others;
+    backend pytorch of TensorRT-LLM has it anyway."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_awq_samples(cls, data: Any) -> Any:
+        if not (isinstance(data, dict) and data.get("format") in ("int4_awq", "w4a8_awq")):
+            return data
+        calibration = data.get("calibration", {})
+        if not isinstance(calibration, dict):
+            return data
+        return {**data, "calibration": {"num_samples": _AWQ_SAMPLES, **calibration}}
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether anything is measured on the calibration texts before the weights are rounded."""
+        return FORMATS[self.format].needs_data or self.kv_cache is not None
+
+
+class QualityConfig(Section):
+    """What quantization may cost, measured on the texts held out; a build that costs more fails."""
+
+    measure: bool = True
+    """Whether the cost is measured; it runs both models in both forms."""
+
+    max_mean_kl: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Of a model's next-token distribution to that of its unquantized form, in nats."""
+
+    min_top1_agreement: float | None = Field(default=None, ge=0, le=1)
+    """Positions at which both forms of a model find the same token likeliest."""
+
+    max_perplexity_ratio: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    """Of a model's perplexity to that of its unquantized form."""
+
+    min_acceptance_ratio: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Of the acceptance rate with both models as configured to that with both unquantized."""
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether there is anything that a build can fail by."""
+        limits = self.model_dump(exclude={"measure"})
+        return any(limit is not None for limit in limits.values())
 
 
 class CheckpointConfig(Section):
@@ -190,6 +242,9 @@ class PipelineConfig(Section):
 
     engine: EngineConfig = EngineConfig()
     """What is built, and what it must hold at once."""
+
+    quality: QualityConfig = QualityConfig()
+    """What quantization may cost."""
 
     serving: ServingConfig = ServingConfig()
     """What the server refuses or gives up."""

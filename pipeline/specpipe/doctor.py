@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from specpipe.errors import SpecpipeError
 from specpipe.provenance import gpus, versions
 from specpipe.runtimes.base import RUNTIMES, load_runtime
+from specpipe.stages.calibrate import require_libraries
 
 LIBRARIES = (
     "huggingface_hub",
@@ -19,6 +20,8 @@ LIBRARIES = (
     "protobuf",
     "tokenizers",
     "torch",
+    "transformers",
+    "nvidia-modelopt",
     "tritonclient",
     "nvidia-pytriton",
     "tensorrt-rtx-cu13",
@@ -47,6 +50,7 @@ def examine() -> tuple[Line, ...]:
         *_gpus(),
         Line("docker", _docker()),
         *(Line(f"runtime {name}", _runtime(name)) for name in RUNTIMES),
+        Line("quantization", _quantization()),
     )
 
 
@@ -95,3 +99,12 @@ def _runtime(name: str) -> str:
     except SpecpipeError as exc:
         return f"builds here; not served here: {exc}"
     return "builds here, and is served here"
+
+
+def _quantization() -> str:
+    """Formats that need no data want torch alone."""
+    try:
+        require_libraries()
+    except SpecpipeError as exc:
+        return f"plans here (--dry-run); {exc}"
+    return "has what calibrating needs"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from specpipe.errors import CheckpointError, ConfigError
 from specpipe.hf_config import (
@@ -30,59 +30,14 @@ from specpipe.hf_config import (
     rope,
     sliding_window,
 )
-
-Stage = Literal["layer", "first", "last"]
-"""The pipeline stage that holds a tensor: that of its layer, the first or the last."""
-
-Split = Literal["none", "rows", "columns", "kv_heads", "vocab"]
-"""How a tensor is divided over the TP ranks.
-
-none      every rank holds all of it
-rows      equal blocks of rows, rank by rank
-columns   equal blocks of columns
-kv_heads  rows of whole KV heads; with fewer heads than ranks, neighbouring ranks share a copy
-vocab     equal blocks of rows after zero rows were added to make them equal
-"""
+from specpipe.quantization.formats import block_size_of
+from specpipe.quantization.tensors import kv_cache_rule, quantized_rules
+from specpipe.rules import Part, Split, Stage, TensorRule
 
 _SILU = {"silu": "silu", "swish": "silu"}  # one function, as transformers spells it
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """The dtypes of a plain checkpoint, as `config.json` and as safetensors spell them."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One Hugging Face tensor, or some rows of it, inside a unified tensor.
-
-    The parts of a unified tensor are concatenated along rows.
-
-    source    the name of the Hugging Face tensor, with `{n}` for the layer
-    shape     the unified config's sizes by name (see `part_shape`)
-    before    sizes of the rows that the source has before those of the part, `after` likewise
-    one_plus  1 + the source, in float32: bfloat16 would lose the last bits of the source
-    """
-
-    source: str
-    shape: tuple[str, ...]
-    split: Split = "none"
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    one_plus: bool = False
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """One unified tensor.
-
-    name   with `{n}` for the layer, where the tensor belongs to one
-    stage  the pipeline stage that holds it: that of its layer, the first or the last
-    when   the key of the unified config that must be true for the tensor to exist
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    stage: Stage = "layer"
-    when: str | None = None
 
 
 @dataclass(frozen=True)
@@ -529,16 +484,34 @@ def tensor_rules(config: Mapping[str, Any]) -> Iterator[tuple[TensorRule, int | 
         for rule in FAMILIES[config["architecture"]].tensors
         if rule.when is None or config[rule.when]
     ]
-    yield from ((rule, None) for rule in rules if rule.stage == "first")
+    kv_cache = kv_cache_rule(config)
+    for rule in rules:
+        if rule.stage == "first":
+            yield from ((made, None) for made in quantized_rules(config, rule, None))
     for layer in range(config["num_hidden_layers"]):
-        yield from ((rule, layer) for rule in rules if rule.stage == "layer")
-    yield from ((rule, None) for rule in rules if rule.stage == "last")
+        for rule in rules:
+            if rule.stage == "layer":
+                yield from ((made, layer) for made in quantized_rules(config, rule, layer))
+        if kv_cache is not None:
+            yield kv_cache, layer
+    for rule in rules:
+        if rule.stage == "last":
+            yield from ((made, None) for made in quantized_rules(config, rule, None))
 
 
 def part_shape(config: Mapping[str, Any], part: Part) -> tuple[int, ...]:
     """Returns the shape of a part for this config."""
     sizes = _sizes(config)
-    return tuple(sizes[name] for name in part.shape)
+    return tuple(_size(sizes, name) for name in part.shape)
+
+
+def _size(sizes: Mapping[str, int], name: str) -> int:
+    """Returns a size by its name, which may be divided by a number or another size."""
+    whole, _, divisor = name.partition("/")
+    size = int(whole) if whole.isdigit() else sizes[whole]
+    if not divisor:
+        return size
+    return size // (int(divisor) if divisor.isdigit() else sizes[divisor])
 
 
 def source_rows(config: Mapping[str, Any], part: Part) -> tuple[int, int]:
@@ -549,7 +522,9 @@ def source_rows(config: Mapping[str, Any], part: Part) -> tuple[int, int]:
 
 def stored_dtype(config: Mapping[str, Any], rule: TensorRule) -> str:
     """Returns the dtype of a unified tensor, as safetensors spells it."""
-    return "F32" if rule.parts[0].one_plus else DTYPES[config["dtype"]]
+    if rule.parts[0].one_plus:
+        return "F32"
+    return rule.dtype or DTYPES[config["dtype"]]
 
 
 def pipeline_layers(config: Mapping[str, Any], pp_rank: int) -> range:
@@ -570,6 +545,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "head_size": config["head_size"],
         "heads": config["num_attention_heads"] * config["head_size"],
         "kv_heads": config["num_key_value_heads"] * config["head_size"],
+        "block": block_size_of(config) or 1,
     }
 
 

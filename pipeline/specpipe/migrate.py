@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from specpipe.config import PipelineConfig, load_config
 from specpipe.config_messages import explain, show
 from specpipe.errors import ConfigError
+from specpipe.runtimes.tensorrt_llm.model_yaml import FORMATS_READ
 from specpipe.yaml_document import read_yaml, write_new
 
 _SUFFIX = "-pytorch"
@@ -25,8 +26,8 @@ _SUFFIX = "-pytorch"
 _BUILD_SETTINGS = ("image", "build", "extra_build_args", "parameters", "draft_gpu_ids")
 
 _BEHAVIOUR = (
-    "Nothing is built: the checkpoints go into the repository as they are, and TensorRT-LLM loads "
-    "them when Triton starts, which takes longer than loading engines.",
+    "No engine is built: the checkpoints go into the repository, quantized where the config says "
+    "so, and TensorRT-LLM loads them when Triton starts, which takes longer than loading engines.",
     "Draft and target run on the same GPUs and are split alike.",
     "Every request drafts speculation.num_draft_tokens in each step: K neither adapts nor drops to "
     "0 under load, and num_draft_tokens in a request is refused unless it is that number.",
@@ -108,13 +109,18 @@ def _change(data: dict[str, Any], config: PipelineConfig, output: Path) -> list[
             why = ", as the target's: both models are split alike"
             put(data["draft"], "draft.", key, wanted, why)
     for role, checkpoint in (("draft", config.draft), ("target", config.target)):
-        if checkpoint.quantization is not None:
+        scheme = checkpoint.quantization
+        if scheme is None:
+            continue
+        if scheme.format not in FORMATS_READ:
             why = (
-                f": the {role} is served as its checkpoint is; for "
-                f"{checkpoint.quantization.format}, quantize it with ModelOpt and name the result "
-                f"as {role}.checkpoint"
+                f", since backend pytorch does not read {scheme.format}: the {role} is served as "
+                f"its checkpoint is; formats that it reads: {', '.join(FORMATS_READ)}"
             )
             drop(data[role], f"{role}.", "quantization", why)
+        else:
+            why = ", since backend pytorch serves the exported folder anyway"
+            drop(data[role]["quantization"], f"{role}.quantization.", "export", why)
     if (data.get("speculation") or {}).get("adaptive"):
         put(data["speculation"], "speculation.", "adaptive", False, ", since K is fixed")
     _move_paths(data, config, output)

@@ -3,7 +3,14 @@
 check ─→ draft/convert ──→ draft/build_engine ───┐
          target/convert ─→ target/build_engine ──┴→ package
 
+A checkpoint that is quantized has more before its engine, and what both pay for it is measured:
+
+draft/calibrate ──→ draft/quantize ──┬→ draft/build_engine ─→ ...
+                └─→ draft/export     │
+target/calibrate ─→ target/quantize ─┴→ quality ─→ quality_limits
+
 <output_dir>/<name>/  check/  draft/{checkpoint,engine}/  target/{checkpoint,engine}/  model_repo/
+    with quantization:  {draft,target}/{scales,huggingface}/  quality/  quality_limits/
 """
 
 from __future__ import annotations
@@ -12,19 +19,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from specpipe import cache, source
-from specpipe.checkpoint import QUANTIZATION_KEYS, read_config
+from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
 from specpipe.config import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, RepositoryError
 from specpipe.families import unified_config
 from specpipe.hf_config import context_length
 from specpipe.pairing import PairContract, check_pair
-from specpipe.runtimes.base import PairOptions, PairPlan, Side, load_runtime
+from specpipe.quantization.prequantized import read_prequantized
+from specpipe.quantization.quantized_config import quantized_config
+from specpipe.quantization.report import REPORT_JSON, REPORT_TEXT
+from specpipe.runtimes.base import PairOptions, PairPlan, Side, checkpoint_dir, load_runtime
+from specpipe.runtimes.gpus import Gpu
 from specpipe.runtimes.memory import MemoryEstimate
+from specpipe.runtimes.memory_plan import MemoryPlan, plan_memory
 from specpipe.stages.base import PlannedStage, Role
 from specpipe.stages.check import Check
+from specpipe.stages.measure import CheckQuality, Measure, MeasuredSide
 from specpipe.stages.package import Package
 
 _DEFAULT_MAX_SEQ_LEN = 4096
@@ -57,6 +70,8 @@ class StageReport:
     duration_s: float = 0.0
     commands: tuple[tuple[str, ...], ...] = ()
     """What a stage that would run calls; known before it runs."""
+    shows: str | None = None
+    """A text in the artifact for people."""
 
 
 class Reporter(Protocol):
@@ -76,30 +91,29 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
     With `small_files`, a folder of them instead of the hub, the plan is good to look at: there are
     no weights to run it with.
     """
-    draft = _resolve(config, config.draft, "draft", small_files)
-    target = _resolve(config, config.target, "target", small_files)
-    max_seq_len = _max_seq_len(config, target)
+    pair = _plan_pair(config, small_files)
     runtime = load_runtime(config.engine.runtime)
-    check = PlannedStage(Check(draft.folder, target.folder), config.artifacts_dir / "check")
-    pair = PairPlan(
-        draft=draft,
-        target=target,
-        engine=config.engine,
-        max_seq_len=max_seq_len,
-        num_draft_tokens=config.speculation.num_draft_tokens,
+    check = PlannedStage(
+        Check(pair.draft.folder, pair.target.folder), config.artifacts_dir / "check"
     )
     draft_stages, target_stages = runtime.engine_stages(pair)
+    in_turn = _in_turn(draft_stages, target_stages)
+    if pair.measures:
+        measuring = _measure_stages(config, pair, check.artifact / "pair.json")
+        # Before the engines, so that what costs too much fails before hours of building them.
+        last_read = max(n for n, planned in enumerate(in_turn) if measuring[0].reads(planned))
+        in_turn[last_read + 1 : last_read + 1] = measuring
     package = Package(
         draft_engine=draft_stages[-1].artifact,
         target_engine=target_stages[-1].artifact,
-        tokenizer=target.folder,
+        tokenizer=pair.target.folder,
         contract=check.artifact / "pair.json",
         runtime=config.engine.runtime,
         options=PairOptions(
             num_draft_tokens=config.speculation.num_draft_tokens,
             adaptive=config.speculation.adaptive,
             max_batch_size=config.engine.max_batch_size,
-            max_seq_len=max_seq_len,
+            max_seq_len=pair.max_seq_len,
             max_num_tokens=config.engine.max_num_tokens,
             max_queue_size=config.serving.max_queue_size,
             request_timeout_s=config.serving.request_timeout_s,
@@ -107,7 +121,6 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
             runtime_settings=runtime.serving_settings(pair),
         ),
     )
-    in_turn = (s for pair_of in zip_longest(draft_stages, target_stages) for s in pair_of if s)
     return (check, *in_turn, PlannedStage(package, repository_dir(config)))
 
 
@@ -117,23 +130,22 @@ class Checked:
 
     contract: PairContract
     memory: Mapping[Role, MemoryEstimate]
+    plan: MemoryPlan | None
 
 
-def check(config: PipelineConfig, *, small_files: Path | None = None) -> Checked:
-    """Returns the pair contract and memory; raises what a build would, and makes nothing."""
-    draft = _resolve(config, config.draft, "draft", small_files)
-    target = _resolve(config, config.target, "target", small_files)
-    pair = PairPlan(
-        draft=draft,
-        target=target,
-        engine=config.engine,
-        max_seq_len=_max_seq_len(config, target),
-        num_draft_tokens=config.speculation.num_draft_tokens,
-    )
+def check(
+    config: PipelineConfig, *, small_files: Path | None = None, gpus: Sequence[Gpu] = ()
+) -> Checked:
+    """Returns the pair contract and memory; raises what a build would, and makes nothing.
+
+    gpus  those to plan for; none: nothing is known of them, and nothing planned
+    """
+    pair = _plan_pair(config, small_files)
     runtime = load_runtime(config.engine.runtime)
     return Checked(
-        check_pair(draft.folder, target.folder),
-        {side.role: runtime.estimate_memory(pair, side) for side in (draft, target)},
+        check_pair(pair.draft.folder, pair.target.folder),
+        {side.role: runtime.estimate_memory(pair, side) for side in (pair.draft, pair.target)},
+        plan_memory(config, pair, runtime, gpus) if gpus else None,
     )
 
 
@@ -219,9 +231,34 @@ def _run_stage(planned: PlannedStage, verify: bool, reporter: Reporter) -> Stage
         on_start=lambda reasons: reporter.started(planned.name, reasons),
         on_wait=lambda: reporter.waiting(planned.name),
     )
-    report = StageReport(planned.name, planned.artifact, built.reasons, built.duration_s)
+    report = StageReport(
+        planned.name, planned.artifact, built.reasons, built.duration_s, shows=planned.shows
+    )
     reporter.finished(report)
     return report
+
+
+def _in_turn(draft: Plan, target: Plan) -> list[PlannedStage]:
+    """Puts the stages of both sides in one order, so that the last of each stand together.
+
+    A side that is quantized has more of them, and engines come after all checkpoints.
+    """
+    rows = list(zip_longest(reversed(draft), reversed(target)))
+    return [planned for row in reversed(rows) for planned in row if planned is not None]
+
+
+def _plan_pair(config: PipelineConfig, small_files: Path | None) -> PairPlan:
+    draft = _resolve(config, config.draft, "draft", small_files)
+    target = _resolve(config, config.target, "target", small_files)
+    quantizes = any(side.checkpoint.quantization is not None for side in (draft, target))
+    return PairPlan(
+        draft=draft,
+        target=target,
+        engine=config.engine,
+        max_seq_len=_max_seq_len(config, target),
+        num_draft_tokens=config.speculation.num_draft_tokens,
+        measures=quantizes and config.quality.measure,
+    )
 
 
 def _resolve(
@@ -236,15 +273,12 @@ def _resolve(
         weights=False,
         small_files=small_files,
     )
-    allow_quantized = load_runtime(config.engine.runtime).reads_quantized(config.engine)
     try:
-        hf_config = read_config(found.path, allow_quantized=allow_quantized)
-        if allow_quantized:  # what it is apart from that
-            hf_config = {k: v for k, v in hf_config.items() if k not in QUANTIZATION_KEYS}
-        # The dtype may be left to the weights, and has no part in this.
-        unified = unified_config({**hf_config, "dtype": "float32"})
+        unified = _unified(config, checkpoint, role, found.path)
     except CheckpointError as exc:
         raise CheckpointError(f"{role} {found.path}: {exc}") from exc
+    except ConfigError as exc:
+        raise ConfigError(f"{config.source}: {role}: {exc}") from exc
     return Side(
         role=role,
         checkpoint=checkpoint,
@@ -253,9 +287,77 @@ def _resolve(
         context_length=context_length(
             unified["max_position_embeddings"], unified["rotary_scaling"]
         ),
+        base_dir=config.base_dir,
         artifacts=config.artifacts_dir / role,
         fetch=Fetch(found.name, found.revision, config.base_dir, role) if found.revision else None,
     )
+
+
+def _unified(
+    config: PipelineConfig, checkpoint: CheckpointConfig, role: Role, folder: Path
+) -> dict[str, Any]:
+    """Returns the config of the unified checkpoint, but for its dtype.
+
+    Where quantized weights are read as they are, it tells the architecture alone.
+    """
+    scheme = checkpoint.quantization
+    hf_config = read_config(folder, allow_quantized=True)
+    is_quantized = (folder / QUANT_CONFIG_NAME).is_file() or any(
+        hf_config.get(key) for key in QUANTIZATION_KEYS
+    )
+    if is_quantized and scheme is not None:
+        raise CheckpointError(
+            f"it is already quantized: leave {role}.quantization out, or use the checkpoint that "
+            "it was quantized from"
+        )
+    reads_quantized = load_runtime(config.engine.runtime).reads_quantized(config.engine)
+    prequantized = read_prequantized(folder) if is_quantized and not reads_quantized else None
+    plain = unified_config(
+        {
+            **{key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS},
+            "dtype": "float32",  # it may be left to the weights, and has no part in this
+        },
+        tp_size=checkpoint.tp_size,
+        pp_size=checkpoint.pp_size,
+    )
+    if scheme is not None:
+        return quantized_config(plain, scheme)
+    return plain if prequantized is None else {**plain, "quantization": prequantized.quantization()}
+
+
+def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> Plan:
+    """What quantization costs, and whether that is too much."""
+
+    def measured(side: Side) -> MeasuredSide:
+        scheme = side.checkpoint.quantization
+        return MeasuredSide(
+            role=side.role,
+            folder=side.folder,
+            checkpoint=None if scheme is None else checkpoint_dir(side),
+            calibration=None if scheme is None else scheme.calibration,
+            base_dir=side.base_dir,
+        )
+
+    def fetch() -> None:
+        for side in (pair.draft, pair.target):
+            if side.fetch is not None:
+                side.fetch()
+
+    stage = Measure(
+        draft=measured(pair.draft),
+        target=measured(pair.target),
+        contract=contract,
+        num_draft_tokens=pair.num_draft_tokens,
+        dtype=pair.engine.dtype,
+        device=pair.engine.device,
+    )
+    measure = PlannedStage(
+        stage, config.artifacts_dir / "quality", fetch, stage.require, shows=REPORT_TEXT
+    )
+    if not config.quality.has_limits:
+        return (measure,)
+    limits = CheckQuality(measure.artifact / REPORT_JSON, config.quality)
+    return measure, PlannedStage(limits, config.artifacts_dir / "quality_limits")
 
 
 def _max_seq_len(config: PipelineConfig, target: Side) -> int:

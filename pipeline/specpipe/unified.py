@@ -8,10 +8,8 @@ them whole tensors again, whatever the split was. Tables: families.py.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +32,13 @@ from specpipe.checkpoint import (
 from specpipe.errors import CheckpointError, SpecpipeError
 from specpipe.families import (
     FAMILIES,
-    Part,
-    TensorRule,
     part_shape,
     pipeline_layers,
     stored_dtype,
     tensor_rules,
 )
-
-_JOB_BYTES = 64 << 20  # what a thread reads and writes before it takes other rows
-_MAX_THREADS = 8  # more than that no disk needs
+from specpipe.row_jobs import JOB_BYTES, in_threads
+from specpipe.rules import Part, TensorRule
 
 Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
 """Yields the rows of a part and a layer, from one row up to another, in blocks."""
@@ -53,7 +48,7 @@ Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
 class RawTensor:
     """A tensor without its library.
 
-    dtype  safetensors' name of it: "BF16", "F16", "F32"
+    dtype  safetensors' name of it: "BF16", "F16", "F32", or of a quantized one "F8_E4M3", "I8"
     data   the elements as unsigned integers of that width; owned by the receiver, writable
     """
 
@@ -121,7 +116,7 @@ def write_unified(out: Path, config: Mapping[str, Any], read: Read) -> None:
             stack.enter_context(create_safetensors(_rank_file(out, rank), tensors))
             for rank, tensors in enumerate(ranks)
         ]
-        _in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
+        in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
     # Last, so that a folder with a config.json has all its weights.
     (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -146,17 +141,10 @@ def _jobs(config: Mapping[str, Any]) -> Iterator[_Job]:
         rank_row = 0
         for part in tensor.rule.parts:
             rows, *columns = part_shape(config, part)
-            step = max(1, _JOB_BYTES // (num_elements(columns) * element_bytes))
+            step = max(1, JOB_BYTES // (num_elements(columns) * element_bytes))
             for start in range(0, rows, step):
                 yield _Job(tensor, part, rank_row, start, min(start + step, rows))
             rank_row += _piece_shape(config, part)[0]
-
-
-def _in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job]) -> None:
-    """Does all jobs. The first failure is raised, and what has not begun by then is left undone."""
-    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
-        for _ in pool.map(do, jobs):
-            pass
 
 
 def _copy(
@@ -218,6 +206,12 @@ class UnifiedCheckpoint:
         parts = self._tensors[name].rule.parts
         shapes = [part_shape(self.config, part) for part in parts]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def fixed_dtype(self, name: str) -> str | None:
+        """Returns what a tensor is stored in whatever the checkpoint's dtype is: quantized weights
+        and some scales; None for all others.
+        """
+        return self._tensors[name].rule.dtype
 
     def keeps_float32(self, name: str) -> bool:
         """Says whether a tensor is stored in float32 whatever the checkpoint's dtype is."""
@@ -313,7 +307,7 @@ def _piece_shape(config: Mapping[str, Any], part: Part) -> tuple[int, ...]:
     if part.split == "columns":
         return (rows, columns[0] // tp_size)
     if part.split == "kv_heads":
-        return (max(rows // tp_size, config["head_size"]), *columns)
+        return (max(rows // tp_size, rows // config["num_key_value_heads"]), *columns)
     if part.split == "vocab":
         return (-(-rows // tp_size), *columns)
     return (rows, *columns)
@@ -329,8 +323,9 @@ def _first_row(config: Mapping[str, Any], part: Part, tp_rank: int) -> int:
     """Returns the row of the whole part at which a rank's piece begins."""
     if part.split == "kv_heads":
         # Ranks 0 … tp/kv - 1 hold head 0, the next as many head 1, as their query heads need.
-        head = tp_rank * config["num_key_value_heads"] // config["mapping"]["tp_size"]
-        return int(head * config["head_size"])
+        num_heads = config["num_key_value_heads"]
+        head = tp_rank * num_heads // config["mapping"]["tp_size"]
+        return int(head * (part_shape(config, part)[0] // num_heads))
     return tp_rank * _piece_shape(config, part)[0] if part.split in ("rows", "vocab") else 0
 
 

@@ -176,7 +176,7 @@ def test_missing_shard_stops_before_any_weight_is_read(
     def read(info: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr("specpipe.stages.convert.read_blocks", read)
+    monkeypatch.setattr("specpipe.plain_weights.read_blocks", read)
     checkpoint = write_toy_checkpoint(tmp_path / "hf", num_shards=2)
     (checkpoint / "model-00002-of-00002.safetensors").unlink()
     assert refusal(checkpoint, tmp_path / "out") == (
@@ -328,8 +328,10 @@ def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
             "and 3 more",
         ),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "FOLDER: the checkpoint is already quantized (gptq); use the one it was quantized from",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "FOLDER is already quantized, and quant_method 'bitsandbytes' is not read "
+            "(config.json); what is read: ModelOpt, compressed-tensors fp8, AWQ (gemm) and GPTQ; "
+            "use the checkpoint that it was quantized from",
         ),
     ],
 )
@@ -394,7 +396,7 @@ def test_blocks_and_threads_do_not_show(
     whole = converted(checkpoint, tmp_path / "whole", tp_size=4)
     tensors = {name: whole.tensor(name).data for name in whole.names()}
     monkeypatch.setattr("specpipe.checkpoint._BLOCK_BYTES", 200)  # three rows of bfloat16
-    monkeypatch.setattr("specpipe.unified._JOB_BYTES", 900)
+    monkeypatch.setattr("specpipe.unified.JOB_BYTES", 900)
     in_pieces = converted(checkpoint, tmp_path / "pieces", tp_size=4)
     for path in sorted((tmp_path / "whole").iterdir()):
         assert path.read_bytes() == (tmp_path / "pieces" / path.name).read_bytes(), path.name

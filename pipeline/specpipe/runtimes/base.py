@@ -11,11 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from specpipe.errors import RuntimeUnavailable
+from specpipe.checkpoint import read_config
+from specpipe.errors import ConfigError, RuntimeUnavailable
+from specpipe.families import DTYPES
+from specpipe.quantization.formats import format_of
+from specpipe.quantization.quantized_config import check_export
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.speculative.request import Chunk, Detokenizer, Request
 from specpipe.stages.base import PlannedStage, Role
+from specpipe.stages.calibrate import Calibrate
 from specpipe.stages.convert import Convert
+from specpipe.stages.export import Export
+from specpipe.stages.quantize import Quantize
 
 if TYPE_CHECKING:
     from specpipe.config import CheckpointConfig, EngineConfig
@@ -97,8 +104,9 @@ class Side:
     """One checkpoint of a pair, as a plan knows it: from its small files.
 
     folder          the checkpoint; its weights may not be there before `fetch` was called
-    unified         the config that conversion will write, but for its dtype
+    unified         the config of the unified checkpoint that will be written, but for its dtype
     context_length  tokens that the checkpoint's positions reach
+    base_dir        where relative paths of the YAML start
     artifacts       the folder of what is made of it, one folder below for each stage
     """
 
@@ -107,6 +115,7 @@ class Side:
     folder: Path
     unified: Mapping[str, Any]
     context_length: int
+    base_dir: Path
     artifacts: Path
     fetch: Callable[[], None] | None = None
 
@@ -116,6 +125,7 @@ class PairPlan:
     """What a runtime needs to plan its engines.
 
     max_seq_len  tokens of prompt and answer together, for the target
+    measures     whether what quantization costs is measured, which reads unified checkpoints
     """
 
     draft: Side
@@ -123,18 +133,83 @@ class PairPlan:
     engine: EngineConfig
     max_seq_len: int
     num_draft_tokens: int
+    measures: bool = False
 
     def max_seq_len_of(self, side: Side) -> int:
         """A draft with a shorter context stops drafting there; the request goes on."""
         return min(self.max_seq_len, side.context_length)
 
 
-def convert_stage(side: Side) -> PlannedStage:
-    """Hugging Face checkpoint → unified checkpoint, split as the config asks."""
-    convert = Convert(
-        side.role, side.folder, tp_size=side.checkpoint.tp_size, pp_size=side.checkpoint.pp_size
-    )
-    return PlannedStage(convert, side.artifacts / "checkpoint", side.fetch)
+def checkpoint_stages(
+    side: Side, *, unified: bool = True, huggingface: bool = False
+) -> tuple[PlannedStage, ...]:
+    """The stages from a Hugging Face checkpoint to what is built from it.
+
+    unified      whether anyone reads the unified checkpoint, in `checkpoint_dir`
+    huggingface  whether the engine needs the quantized weights in Hugging Face's layout, in
+                 `huggingface_dir`; the config may ask for them anyway
+
+    A plain checkpoint is converted, and so is one that is quantized already. The last stage of one
+    that the config quantizes makes what the engine reads.
+    """
+    scheme = side.checkpoint.quantization
+    if scheme is None:
+        convert = Convert(
+            side.role, side.folder, tp_size=side.checkpoint.tp_size, pp_size=side.checkpoint.pp_size
+        )
+        # Plain weights are raw bytes; those of others are taken apart in torch.
+        require = None if format_of(side.unified) is None else _require_torch
+        return (PlannedStage(convert, checkpoint_dir(side), side.fetch, require),)
+    if scheme.export or huggingface:
+        try:
+            check_export(side.unified)
+        except ConfigError as exc:
+            raise ConfigError(f"{side.role}: {exc}") from exc
+    stages = []
+    scales = side.artifacts / "scales" if scheme.needs_data else None
+    if scales is not None:
+        calibrate = Calibrate(
+            role=side.role, checkpoint=side.folder, scheme=scheme, base_dir=side.base_dir
+        )
+        stages.append(PlannedStage(calibrate, scales, side.fetch, calibrate.require))
+    export = Export(role=side.role, checkpoint=side.folder, scales=scales, scheme=scheme)
+    exported = PlannedStage(export, huggingface_dir(side), side.fetch, _require_torch)
+    if scheme.export and not huggingface:
+        stages.append(exported)
+    if unified:
+        quantize = Quantize(
+            role=side.role,
+            checkpoint=side.folder,
+            scales=scales,
+            scheme=scheme,
+            tp_size=side.checkpoint.tp_size,
+            pp_size=side.checkpoint.pp_size,
+        )
+        stages.append(PlannedStage(quantize, checkpoint_dir(side), side.fetch, _require_torch))
+    if huggingface:
+        stages.append(exported)
+    return tuple(stages)
+
+
+def checkpoint_dtype(side: Side) -> str:
+    """Returns the dtype that a side's config.json names; bfloat16 where the weights decide."""
+    config = read_config(side.folder, allow_quantized=True)
+    found = config.get("dtype") or config.get("torch_dtype")
+    return found if found in DTYPES else "bfloat16"
+
+
+def checkpoint_dir(side: Side) -> Path:
+    """Returns the folder of a side's unified checkpoint, plain or quantized."""
+    return side.artifacts / "checkpoint"
+
+
+def huggingface_dir(side: Side) -> Path:
+    """Returns the folder of a side's quantized weights in Hugging Face's layout."""
+    return side.artifacts / "huggingface"
+
+
+def _require_torch() -> None:
+    require_installed("quantization", "torch", extra="quantize")
 
 
 LaunchMode = Literal["auto", "leader", "orchestrator"]
@@ -187,9 +262,10 @@ class Runtime(Protocol):
         """
 
     def reads_quantized(self, engine: EngineConfig) -> bool:
-        """True where quantized Hugging Face checkpoints are taken, and read as they are.
+        """True where quantized Hugging Face checkpoints are read as they are.
 
-        `Side.unified` then tells the architecture and not how the weights are stored.
+        `Side.unified` then tells the architecture and not how the weights are stored. Others read
+        a unified checkpoint, into which what is known of them is carried over.
         """
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
@@ -197,6 +273,14 @@ class Runtime(Protocol):
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
         """What one engine will take."""
+
+    def memory_by_gpu(
+        self, pair: PairPlan, side: Side, sm: int | None
+    ) -> Mapping[int, MemoryEstimate]:
+        """What each rank of one engine will take, by the number of its GPU; none: no GPU has it.
+
+        sm  the compute capability of the GPUs, times 10; None: unknown
+        """
 
     def write_models(
         self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
@@ -243,7 +327,10 @@ def load_runtime(name: str) -> Runtime:
 
 def require_library(runtime: str, library: str, *, extra: str) -> None:
     """Raises RuntimeUnavailable when the library of a runtime is not installed."""
+    require_installed(f"runtime '{runtime}'", library, extra=extra)
+
+
+def require_installed(needed_by: str, library: str, *, extra: str) -> None:
+    """Raises RuntimeUnavailable when a library that comes with an extra is not installed."""
     if importlib.util.find_spec(library) is None:
-        raise RuntimeUnavailable(
-            f"runtime '{runtime}' needs '{library}': pip install 'specpipe[{extra}]'"
-        )
+        raise RuntimeUnavailable(f"{needed_by} needs '{library}': pip install 'specpipe[{extra}]'")

@@ -77,6 +77,15 @@ def check_room(
         )
 
 
+def total_bytes() -> int | None:
+    """Returns how much memory this machine has; None where that cannot be told."""
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return int(dict(line.split(":", 1) for line in lines)["MemTotal"].split()[0]) * 1024
+
+
 def format_bytes(count: int) -> str:
     """Writes a number of bytes as people say it: 5.5 GB, 22.0 MB."""
     for unit, size in (("GB", 10**9), ("MB", 10**6)):

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specpipe.quantization.formats import FORMATS, TENSORRT_FORMATS
+
 if TYPE_CHECKING:
-    from specpipe.config import PipelineConfig
+    from specpipe.config import CheckpointConfig, PipelineConfig, QuantizationConfig
 
 _READERS = {
     "dtype": ("torch", "tensorrt"),
@@ -39,26 +41,68 @@ def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
             value = getattr(engine, name)
             shown = value.model_dump(exclude_unset=True) if name == "tensorrt_llm" else value
             yield without_effect(f"engine.{name}", shown, f"engine.runtime '{engine.runtime}'")
+    yield from _quantization_faults(config)
+    yield from _quality_faults(config)
     if engine.runtime == "tensorrt_llm":
         from specpipe.runtimes.tensorrt_llm import refusals
 
         yield from refusals.setting_faults(config)
-        return
-    for role, checkpoint in (("draft", config.draft), ("target", config.target)):
-        if checkpoint.quantization is not None:
-            yield Fault(
-                f"{role}.quantization.format",
-                checkpoint.quantization.format,
-                f"no quantization, since runtime '{engine.runtime}' does not run quantized "
-                "checkpoints yet; engine.runtime tensorrt_llm does",
-            )
-    if engine.runtime == "tensorrt":
+    elif engine.runtime == "tensorrt":
         yield from _tensorrt_faults(config)
+
+
+def _sides(config: PipelineConfig) -> tuple[tuple[str, CheckpointConfig], ...]:
+    return ("draft", config.draft), ("target", config.target)
+
+
+def _quantization_faults(config: PipelineConfig) -> Iterator[Fault]:
+    for role, checkpoint in _sides(config):
+        scheme = checkpoint.quantization
+        if scheme is None:
+            continue
+        key, given = f"{role}.quantization", scheme.model_fields_set
+        if "awq_block_size" in given and FORMATS[scheme.format].block_size != "set":
+            yield without_effect(
+                f"{key}.awq_block_size", scheme.awq_block_size, f"format '{scheme.format}'"
+            )
+        if scheme.export and FORMATS[scheme.format].weight_dtype is None:
+            yield Fault(
+                f"{key}.export",
+                True,
+                f"false with format '{scheme.format}', which has no Hugging Face layout: "
+                "TensorRT-LLM quantizes its weights while it builds an engine",
+            )
+        if "calibration" in given and not scheme.needs_data and not config.quality.measure:
+            yield without_effect(
+                f"{key}.calibration",
+                scheme.calibration.model_dump(exclude_unset=True),
+                f"format '{scheme.format}', which needs no data, and quality.measure false",
+            )
+
+
+def _quality_faults(config: PipelineConfig) -> Iterator[Fault]:
+    """A threshold that nothing is held against would seem to be kept."""
+    given = config.quality.model_dump(exclude_unset=True)
+    if given.get("measure") is False:
+        del given["measure"]  # which is true of a pair where nothing is quantized, too
+    if given and all(checkpoint.quantization is None for _, checkpoint in _sides(config)):
+        yield without_effect("quality", given, "checkpoints that are not quantized here")
+    for name, value in given.items():
+        if not config.quality.measure:
+            yield without_effect(f"quality.{name}", value, "quality.measure false")
+    if "min_acceptance_ratio" in given and config.speculation.num_draft_tokens == 0:
+        yield without_effect(
+            "quality.min_acceptance_ratio",
+            given["min_acceptance_ratio"],
+            "speculation.num_draft_tokens 0",
+        )
 
 
 def _tensorrt_faults(config: PipelineConfig) -> Iterator[Fault]:
     engine = config.engine
-    for role, checkpoint in (("draft", config.draft), ("target", config.target)):
+    for role, checkpoint in _sides(config):
+        if checkpoint.quantization is not None:
+            yield from _tensorrt_quantization_faults(role, config, checkpoint.quantization)
         for name in ("tp_size", "pp_size"):
             if getattr(checkpoint, name) != 1:
                 yield Fault(
@@ -80,6 +124,44 @@ def _tensorrt_faults(config: PipelineConfig) -> Iterator[Fault]:
     if engine.weights == "beside" and engine.weight_streaming:
         yield without_effect(
             "engine.weight_streaming", True, "engine.weights beside: there is none in the engine"
+        )
+
+
+def _tensorrt_quantization_faults(
+    role: str, config: PipelineConfig, scheme: QuantizationConfig
+) -> Iterator[Fault]:
+    engine = config.engine
+    if scheme.format not in TENSORRT_FORMATS:
+        yield Fault(
+            f"{role}.quantization.format",
+            scheme.format,
+            f"{' or '.join(TENSORRT_FORMATS)} with runtime 'tensorrt'; engine.runtime torch and "
+            "tensorrt_llm run the others",
+        )
+        return
+    if scheme.kv_cache is not None:
+        yield Fault(
+            f"{role}.quantization.kv_cache",
+            scheme.kv_cache,
+            "null with runtime 'tensorrt': the library's KV cache takes floating-point types only",
+        )
+    if engine.weights == "beside":
+        yield Fault(
+            "engine.weights",
+            "beside",
+            f"inside, since {role} is quantized: inputs of an engine are not",
+        )
+    too_old = [
+        capability
+        for capability in engine.compute_capabilities
+        if not FORMATS[scheme.format].runs_on(int(capability.replace(".", "")))
+    ]
+    if too_old and "compute_capabilities" in engine.model_fields_set:
+        yield Fault(
+            "engine.compute_capabilities",
+            list(engine.compute_capabilities),
+            f"none of {', '.join(too_old)}, which {role}.quantization.format {scheme.format} does "
+            "not run on",
         )
 
 

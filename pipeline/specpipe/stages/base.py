@@ -49,7 +49,7 @@ class PlannedStage:
 
     `fetch` brings what it reads, just before it runs; `require` raises where a library that it
     needs is missing, before any stage runs; `commands` returns the command lines that it will run,
-    given the folder that it will write into.
+    given the folder that it will write into; `shows` names a text in the artifact for people.
     """
 
     stage: Stage
@@ -57,6 +57,7 @@ class PlannedStage:
     fetch: Callable[[], None] | None = None
     require: Callable[[], None] | None = None
     commands: Callable[[Path], Sequence[Sequence[str]]] | None = None
+    shows: str | None = None
 
     @property
     def name(self) -> str:

@@ -1,36 +1,14 @@
-"""Hugging Face folder → unified checkpoint."""
+"""Hugging Face folder, plain or quantized by others → unified checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from specpipe.checkpoint import (
-    HFCheckpoint,
-    RawArray,
-    TensorInfo,
-    checkpoint_files,
-    open_checkpoint,
-    read_blocks,
-    some,
-)
-from specpipe.errors import CheckpointError, SpecpipeError
-from specpipe.families import (
-    DTYPES,
-    EMBEDDING,
-    HEAD,
-    IGNORED_SUFFIXES,
-    Part,
-    part_shape,
-    source_rows,
-    tensor_rules,
-    unified_config,
-)
+from specpipe.checkpoint import checkpoint_files
+from specpipe.errors import SpecpipeError
+from specpipe.plain_weights import open_weights
+from specpipe.quantization.prequantized import read_prequantized
 from specpipe.stages.base import Role, StageInputs
 from specpipe.unified import write_unified
 
@@ -64,137 +42,15 @@ class Convert:
 def convert(checkpoint: Path, out: Path, *, tp_size: int = 1, pp_size: int = 1) -> None:
     """Writes the unified checkpoint of a Hugging Face folder into the empty folder `out`.
 
-    Everything that can be refused is refused before a weight is read.
+    A quantized one stays what it is. Everything that can be refused is refused before a weight is
+    read.
     """
-    source = open_checkpoint(checkpoint)
-    hf_config = dict(source.config)
-    if not (hf_config.get("dtype") or hf_config.get("torch_dtype")):
-        hf_config["dtype"] = _stored_dtype(source)
-    try:
-        config = unified_config(hf_config, tp_size=tp_size, pp_size=pp_size)
-    except CheckpointError as exc:
-        raise CheckpointError(f"{checkpoint}: {exc}") from exc
-    tensors = _match(source, config)
-    if config["tie_word_embeddings"] and tensors[HEAD] != tensors[EMBEDDING]:
-        _check_tied(source, tensors)
-    dtype = DTYPES[config["dtype"]]
+    found = read_prequantized(checkpoint)
+    if found is None:
+        plain = open_weights(checkpoint, tp_size=tp_size, pp_size=pp_size)
+        write_unified(out, plain.config, plain.rows)
+        return
+    from specpipe.quantization.prequantized_weights import open_prequantized  # imports torch
 
-    def read(part: Part, layer: int | None, start: int, stop: int) -> Iterator[RawArray]:
-        name = part.source.format(n=layer)
-        info = tensors[name].rows(source_rows(config, part)[1] + start, stop - start)
-        for block in read_blocks(info):
-            rounded = _as_dtype(name, info, dtype, block)
-            yield _one_plus(rounded, dtype) if part.one_plus else rounded
-
-    write_unified(out, config, read)
-
-
-def _stored_dtype(source: HFCheckpoint) -> str:
-    """Returns the dtype of the embedding, for a config.json that names none."""
-    info = source.tensors.get(EMBEDDING)
-    names = {stored: name for name, stored in DTYPES.items()}
-    return names.get(info.dtype, info.dtype) if info else "float32"
-
-
-def _match(source: HFCheckpoint, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Finds every tensor that the config calls for; refuses missing, surplus and misshapen ones."""
-    if config["num_hidden_layers"] > len(source.tensors):
-        raise CheckpointError(
-            f"{source.folder} has {len(source.tensors)} tensors, too few for the "
-            f"{config['num_hidden_layers']} layers of its config.json"
-        )
-    found: dict[str, TensorInfo] = {}
-    missing: list[str] = []
-    for rule, layer in tensor_rules(config):
-        for part in rule.parts:
-            name = part.source.format(n=layer)
-            info = source.tensors.get(name)
-            if info is None and name == HEAD and config["tie_word_embeddings"]:
-                info = source.tensors.get(EMBEDDING)
-            if info is None:
-                if name not in missing:
-                    missing.append(name)
-                continue
-            expected = (source_rows(config, part)[0], *part_shape(config, part)[1:])
-            if info.shape != expected:
-                raise CheckpointError(
-                    f"{source.folder}: {name} has shape {list(info.shape)}, "
-                    f"but config.json makes it {list(expected)}"
-                )
-            if info.dtype not in DTYPES.values():
-                raise CheckpointError(
-                    f"{source.folder}: {name} has dtype {info.dtype}, which no plain checkpoint "
-                    "has; use the checkpoint that it was quantized from"
-                )
-            found[name] = info
-    if missing == [HEAD]:
-        raise CheckpointError(
-            f"{source.folder} has no {HEAD}, but tie_word_embeddings is false in config.json; "
-            "set it to true if the head is the embedding, else download the weights again"
-        )
-    if missing:
-        raise CheckpointError(
-            f"{source.folder} lacks {len(missing)} tensors of its config.json: {some(missing)}"
-        )
-    surplus = sorted(
-        name for name in source.tensors.keys() - found.keys() if not name.endswith(IGNORED_SUFFIXES)
-    )
-    if surplus:
-        raise CheckpointError(
-            f"{source.folder} holds {len(surplus)} tensors for which {config['architecture']} "
-            f"with this config.json has no use: {some(surplus)}"
-        )
-    return found
-
-
-def _check_tied(source: HFCheckpoint, tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuses a head that is said to be the embedding, is stored all the same, and differs."""
-    head, embedding = tensors[HEAD], tensors[EMBEDDING]
-    if head.dtype != embedding.dtype or not all(
-        np.array_equal(ours, theirs)
-        for ours, theirs in zip(read_blocks(head), read_blocks(embedding), strict=True)
-    ):
-        raise CheckpointError(
-            f"{source.folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from "
-            f"{EMBEDDING}; set it to false if the head was trained, else delete the tensor"
-        )
-
-
-def _as_dtype(name: str, info: TensorInfo, dtype: str, block: RawArray) -> RawArray:
-    """Returns a tensor's block in the dtype of config.json, as transformers rounds on loading."""
-    if info.dtype == dtype:
-        return block
-    rounded = _from_float32(_to_float32(block, info.dtype), dtype)
-    if rounded is None:
-        raise CheckpointError(
-            f"{info.file}: {name} has values that float16 cannot hold; "
-            "set dtype to bfloat16 in config.json"
-        )
-    return rounded
-
-
-def _one_plus(raw: RawArray, dtype: str) -> RawArray:
-    """Returns 1 + a tensor in float32, as transformers computes it."""
-    return (np.float32(1) + _to_float32(raw, dtype)).view(np.uint32)
-
-
-def _to_float32(raw: RawArray, dtype: str) -> npt.NDArray[np.float32]:
-    if dtype == "F32":
-        return raw.view(np.float32)
-    if dtype == "F16":
-        return raw.view(np.float16).astype(np.float32)
-    return (raw.astype(np.uint32) << 16).view(np.float32)
-
-
-def _from_float32(values: npt.NDArray[np.float32], dtype: str) -> RawArray | None:
-    """Rounds to nearest, ties to even; None if a finite value becomes infinite in float16."""
-    if dtype == "F32":
-        return values.view(np.uint32)
-    if dtype == "F16":
-        with np.errstate(over="ignore"):
-            halves = values.astype(np.float16)
-        return None if (np.isinf(halves) & np.isfinite(values)).any() else halves.view(np.uint16)
-    bits = values.view(np.uint32)
-    # Adding just under half of the last place kept carries upwards only where it should.
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    weights = open_prequantized(checkpoint, found, tp_size=tp_size, pp_size=pp_size)
+    write_unified(out, weights.config, weights.rows)

@@ -35,6 +35,7 @@ NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 2, 2, 8
 
 UNIFIED = {
     "architecture": "LlamaForCausalLM",
+    "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
     "dtype": "float32",
     "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 4,

@@ -88,9 +88,7 @@ def here(word: str, mounts: list[tuple[Path, str, bool]]) -> str:
 def start(name: str, line: list[str]) -> None:
     """Runs the container in a group of its own: killing the client leaves it running."""
     programs = Path(os.environ["FAKE_BIN"])
-    if line[:2] == ["python3", "/app/examples/quantization/quantize.py"]:
-        line = [sys.executable, str(programs / "fake_quantize.py"), *line[2:]]
-    elif line[0] == "python3":
+    if line[0] == "python3":
         line = [sys.executable, *line[1:]]
     else:
         line = [sys.executable, str(programs / "fake_trtllm_build.py"), *line[1:]]

@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +155,24 @@ PLUGINS = [
     "tokens_per_block",
 ]
 
+SUFFIXES = {
+    "FP8": {"weight", "activation_scaling_factor", "weights_scaling_factor"},
+    "FP8_PER_CHANNEL_PER_TOKEN": {"weight", "per_channel_scale"},
+    "W8A8_SQ_PER_CHANNEL": {
+        "weight",
+        "activation_scaling_factor",
+        "weights_scaling_factor",
+        "prequant_scaling_factor",
+    },
+    "W4A16_AWQ": {"weight", "weights_scaling_factor", "prequant_scaling_factor"},
+    "W8A16": {"weight"},
+}
+"""Tensors of a quantized linear, for the algorithms that tests build from."""
+
 MODES = {None: 1, "draft_tokens_external": 2, "medusa": 4, "lookahead_decoding": 8}
 MODES |= {"explicit_draft_tokens": 16, "eagle": 32}
+
+LINEAR = r"(attention\.(qkv|dense)|mlp\.(fc|gate|proj)|lm_head)\.weight$"
 
 BUILD_KEYS = [
     "max_input_len",
@@ -251,6 +269,33 @@ def build_config(args: argparse.Namespace, pretrained: dict[str, Any]) -> dict[s
     return build
 
 
+def header(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        found: dict[str, Any] = json.loads(file.read(size))
+    return found
+
+
+def check_weights(pretrained: dict[str, Any], path: Path) -> None:
+    """Looks for what the network of one rank would load, as its `quantization` makes it."""
+    quantization, there = pretrained["quantization"], set(header(path))
+    suffixes = SUFFIXES.get(quantization["quant_algo"])
+    linears = {name.removesuffix(".weight") for name in there if re.search(LINEAR, name)}
+    wanted = set()
+    for module in linears if suffixes is not None else ():
+        if not any(fnmatchcase(module, name) for name in quantization["exclude_modules"]):
+            wanted |= {f"{module}.{suffix}" for suffix in suffixes or ()}
+    embedding, excluded = "transformer.vocab_embedding", quantization.get("exclude_modules", ())
+    is_plain = any(fnmatchcase(embedding, name) for name in excluded)
+    if quantization["quant_algo"] == "W8A16" and f"{embedding}.weight" in there and not is_plain:
+        wanted.add(f"{embedding}.per_token_scale")
+    if quantization["kv_cache_quant_algo"] is not None:
+        attentions = {name.partition(".qkv.")[0] for name in there if ".attention.qkv." in name}
+        wanted |= {f"{module}.kv_cache_scaling_factor" for module in attentions}
+    if missing := wanted - there:
+        raise RuntimeError(f"Required but not provided tensors:{missing}")
+
+
 def fail(name: str) -> None:
     exit_code, text = FAILURES[name]
     print(text, flush=True)
@@ -280,6 +325,7 @@ def main(argv: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     config = {"version": version(), "pretrained_config": pretrained, "build_config": build}
     for rank in range(pretrained["mapping"]["world_size"]):
+        check_weights(pretrained, folder / f"rank{rank}.safetensors")
         weights = (folder / f"rank{rank}.safetensors").read_bytes()
         (out / f"rank{rank}.engine").write_bytes(b"engine" + weights[:64])
     exec(os.environ.get("FAKE_EDIT", ""), {"config": config, "out": out})

@@ -9,6 +9,7 @@ from typing import Any
 
 from specpipe.config import CheckpointConfig, EngineConfig
 from specpipe.families import unified_config
+from specpipe.quantization.quantized_config import quantized_config
 from specpipe.runtimes.base import PairPlan, Side
 from specpipe.stages.base import Role
 
@@ -53,12 +54,19 @@ def side(folder: Path, role: Role, config: Mapping[str, Any], **checkpoint: Any)
     path = folder / role
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
+    wanted = CheckpointConfig.model_validate({"checkpoint": role, **checkpoint})
+    unified = unified_config(
+        {**config, "dtype": "float32"}, tp_size=wanted.tp_size, pp_size=wanted.pp_size
+    )
+    if wanted.quantization is not None:
+        unified = quantized_config(unified, wanted.quantization)
     return Side(
         role=role,
-        checkpoint=CheckpointConfig.model_validate({"checkpoint": role, **checkpoint}),
+        checkpoint=wanted,
         folder=path,
-        unified=unified_config({**config, "dtype": "float32"}),
+        unified=unified,
         context_length=config["max_position_embeddings"],
+        base_dir=folder,
         artifacts=folder / "engines" / role,
     )
 

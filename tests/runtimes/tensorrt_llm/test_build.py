@@ -83,6 +83,43 @@ def test_a_pair_of_engines(tmp_path: Path, tools: Tools) -> None:
     check_engines(engines["draft"], engines["target"], num_draft_tokens=5, acceptance="exact")
 
 
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+"""What weight-only formats can be built of: multiples of 64."""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "algo"),
+    [({"format": "fp8_pc_pt"}, "FP8_PER_CHANNEL_PER_TOKEN"), ({"format": "int8_wo"}, "W8A16")],
+)
+def test_an_engine_of_quantized_weights(
+    tmp_path: Path, tools: Tools, scheme: dict[str, str], algo: str
+) -> None:
+    pair = toy_pair(tmp_path, sizes=SIZES, target={"quantization": scheme})
+    draft, target = build.engine_stages(pair)
+    assert [planned.name for planned in (*draft, *target)] == [
+        "draft/convert",
+        "draft/build_engine",
+        "target/quantize",
+        "target/build_engine",
+    ]
+    built = read_engine(make(pair, "target"))
+    assert (built.quant_algo, built.kv_cache_quant_algo) == (algo, None)
+    assert (built.logits_dtype, built.vocab_size) == ("float32", 256)
+    assert built.use_paged_context_fmha
+
+
+def test_weights_that_the_builder_does_not_find(tmp_path: Path, native: Tools) -> None:
+    """The stand-in looks for scales as TensorRT-LLM's network does."""
+    pair = toy_pair(tmp_path, sizes=SIZES, target={"quantization": {"format": "fp8_pc_pt"}})
+    stage = build_stage(pair, "target")
+    path = stage.checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization"] |= {"quant_algo": "FP8"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(EngineBuildError, match="the checkpoint lacks tensors that this TensorRT"):
+        cache.build(stage, tmp_path / "engine")
+
+
 def test_two_ranks_of_target_and_one_of_draft(tmp_path: Path, docker: Tools) -> None:
     pair = toy_pair(
         tmp_path,

@@ -6,7 +6,6 @@ from typing import get_args
 
 import pytest
 
-from specpipe.config import QuantizationConfig
 from specpipe.runtimes.tensorrt_llm.build_flags import (
     FLAGS,
     NOT_PASSED,
@@ -29,7 +28,8 @@ def spec(role: Role = "target", **changes: object) -> EngineSpec:
         "max_seq_len": 4096,
         "max_num_tokens": 8192,
         "num_draft_tokens": 4 if role == "target" else 0,
-        "quantization": None,
+        "quant_algo": None,
+        "kv_cache_quant_algo": None,
         "gather_logits": False,
         "flags": BuildFlags(),
     }
@@ -92,19 +92,20 @@ def test_draft_differs_from_target_by_speculation_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "gemm_plugin", "rowwise", "fp8_fmha"),
+    ("algo", "kv_cache_algo", "gemm_plugin", "rowwise", "fp8_fmha"),
     [
-        ({"format": "fp8"}, "disable", "disable", "disable"),
-        ({"format": "fp8", "kv_cache": "fp8"}, "disable", "disable", "enable"),
-        ({"format": "fp8_pc_pt"}, "disable", "auto", "disable"),
-        ({"format": "nvfp4"}, "nvfp4", "disable", "disable"),
-        ({"format": "int4_awq"}, "auto", "disable", "disable"),
+        ("FP8", None, "disable", "disable", "disable"),
+        ("FP8", "FP8", "disable", "disable", "enable"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", None, "disable", "auto", "disable"),
+        ("NVFP4", None, "nvfp4", "disable", "disable"),
+        ("W4A16_AWQ", None, "auto", "disable", "disable"),
+        (None, None, "auto", "disable", "disable"),
     ],
 )
 def test_weights_decide_what_is_left_open(
-    scheme: dict[str, str], gemm_plugin: str, rowwise: str, fp8_fmha: str
+    algo: str | None, kv_cache_algo: str | None, gemm_plugin: str, rowwise: str, fp8_fmha: str
 ) -> None:
-    given = options(spec(quantization=QuantizationConfig.model_validate(scheme)))
+    given = options(spec(quant_algo=algo, kv_cache_quant_algo=kv_cache_algo))
     assert given["--gemm_plugin"] == gemm_plugin
     assert given["--fp8_rowwise_gemm_plugin"] == rowwise
     assert given["--use_fp8_context_fmha"] == fp8_fmha
@@ -114,8 +115,7 @@ def test_settings_win_over_what_the_weights_suggest() -> None:
     flags_given = BuildFlags(
         gemm_plugin="fp8", opt_num_tokens=7, use_fp8_context_fmha=True, weight_streaming=True
     )
-    scheme = QuantizationConfig(format="fp8")
-    words = line(spec(quantization=scheme, flags=flags_given))
+    words = line(spec(quant_algo="FP8", flags=flags_given))
     assert words[words.index("--gemm_plugin") + 1] == "fp8"
     assert words[words.index("--opt_num_tokens") + 1] == "7"
     assert words[words.index("--use_fp8_context_fmha") + 1] == "enable"

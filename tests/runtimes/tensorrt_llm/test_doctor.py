@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specpipe.cli import main
-from specpipe.config import QuantizationConfig
 from specpipe.errors import RuntimeUnavailable
 from specpipe.runtimes.tensorrt_llm import contract, doctor
 from specpipe.runtimes.tensorrt_llm.doctor import (
@@ -27,7 +26,6 @@ from specpipe.runtimes.tensorrt_llm.doctor import (
     parse_template,
     template_differences,
 )
-from specpipe.runtimes.tensorrt_llm.quantize import Quantize
 from tests.runtimes.tensorrt_llm import fake_trtllm_build
 
 HELP = """\
@@ -191,27 +189,6 @@ def test_tensors_and_parameters_that_differ() -> None:
     assert list(template_differences("input [", "1.2.1"))[0].startswith("it cannot be parsed: ")
 
 
-def test_the_flags_for_the_quantization_script_are_those_that_are_passed(tmp_path: Path) -> None:
-    scheme = QuantizationConfig(format="fp8", kv_cache="fp8", quantize_lm_head=True)
-    stage = Quantize(
-        role="target",
-        checkpoint=tmp_path,
-        scheme=scheme,
-        tp_size=1,
-        pp_size=1,
-        vocab_size=256,
-        logits_dtype="float32",
-        version="1.2.1",
-        image="image",
-        gpu_ids=(0,),
-    )
-    (tmp_path / "config.json").write_text("{}")
-    (command,) = stage.commands(tmp_path / "out")
-    script = next(i for i, word in enumerate(command) if word.endswith("quantize.py"))
-    passed = {word for word in command[script + 1 :] if word.startswith("--")}
-    assert passed == set(doctor.QUANTIZE_FLAGS)
-
-
 LLM_ARGS = """\
 class DecodingBaseConfig(StrictBaseModel):
     max_draft_len: Optional[int] = None
@@ -241,12 +218,6 @@ cmd += [f'--backend-config=python,shm-region-prefix-name=prefix{i}_', '--enable-
 cmd += ['--pinned-memory-pool-byte-size=0', f'--cuda-memory-pool-byte-size={j}:0']
 env['TRTLLM_ORCHESTRATOR'], env['TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES'] = '1', '1'
 """
-QUANTIZE = (
-    " ".join(repr(word) for word in doctor.QUANTIZE_FLAGS)
-    + """
-["nvfp4", "fp8", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo"]
-"""
-)
 
 
 @pytest.fixture
@@ -255,7 +226,6 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {
         "app/all_models/inflight_batcher_llm/tensorrt_llm/config.pbtxt": template(),
         "app/scripts/launch_triton_server.py": LAUNCH,
-        "app/examples/quantization/quantize.py": QUANTIZE,
         "backend/trtllmExecutorWorker": "",
         "backend/libtriton_tensorrtllm.so": "\0\1Streaming is only supported if model is deployed "
         "using decoupled mode.\0Draft tokens length (%d) exceeds maximum draft tokens length\0",
@@ -290,7 +260,6 @@ def test_an_image_as_known(image: Path) -> None:
         "template of an engine's model (IMAGE/app/all_models/inflight_batcher_llm/tensorrt_llm/"
         "config.pbtxt): as known",
         "launch script (IMAGE/app/scripts/launch_triton_server.py): as known",
-        "quantization script (IMAGE/app/examples/quantization/quantize.py): as known",
         "backend (IMAGE/backend): as known",
         "LLM API (IMAGE/tensorrt_llm/llmapi/llm_args.py): as known",
     ]
@@ -303,8 +272,6 @@ def test_an_image_that_differs(image: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (image / "app/all_models/inflight_batcher_llm/tensorrt_llm/config.pbtxt").unlink()
     script = image / "app/scripts/launch_triton_server.py"
     script.write_text(LAUNCH.replace("--enable-peer-access=false", "--enable-peer-access=true"))
-    quantize = image / "app/examples/quantization/quantize.py"
-    quantize.write_text(QUANTIZE.replace("'--awq_block_size'", "'--block_size'"))
     (image / "backend/libtriton_tensorrtllm.so").write_text(
         "\0Draft tokens are not supported with decoupled mode\0_ZN5draft9decoupledEv\0"
     )
@@ -313,7 +280,7 @@ def test_an_image_that_differs(image: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 1
     assert result.stderr == (
         "Error: this is not what specpipe knows of TensorRT-LLM 1.2.1: versions, flags, template "
-        "of an engine's model, launch script, quantization script, backend\n"
+        "of an engine's model, launch script, backend\n"
     )
     found: dict[str, Any] = json.loads(result.stdout)
     assert found["release"] == "1.2.1"
@@ -328,7 +295,6 @@ def test_an_image_that_differs(image: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ],
         "template of an engine's model": ["it cannot be read: No such file or directory"],
         "launch script": ["it has no --enable-peer-access=false"],
-        "quantization script": ["it has no --awq_block_size"],
         "backend": [
             f"{image}/backend/trtllmExecutorWorker is missing",
             "no library says 'Streaming is only supported if model is deployed using decoupled "

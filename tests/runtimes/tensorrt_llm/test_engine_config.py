@@ -26,6 +26,8 @@ def wanted(role: Role = "target", **changes: Any) -> Wanted:
         "version": "1.2.1",
         "world_size": 1,
         "vocab_size": 256,
+        "quant_algo": None,
+        "kv_cache_quant_algo": None,
         "max_batch_size": 8,
         "max_seq_len": 512,
         "num_draft_tokens": 4 if role == "target" else 0,
@@ -125,10 +127,15 @@ def test_engines_as_ordered_pass(tmp_path: Path) -> None:
     ("changes", "faults"),
     [
         (
+            {"quant_algo": "FP8"},
+            ["quant_algo is FP8, its checkpoint's None"],
+        ),
+        (
             {"use_paged_context_fmha": False, "kv_cache_quant_algo": "FP8"},
             [
+                "kv_cache_quant_algo is FP8, its checkpoint's None",
                 "use_paged_context_fmha is off, which drafting needs: the builder switches it off"
-                " for a KV cache of FP8 with weights of None: set quantization.kv_cache to null"
+                " for a KV cache of FP8 with weights of None: set quantization.kv_cache to null",
             ],
         ),
         (

@@ -111,10 +111,12 @@ def test_quantized_weights(tmp_path: Path) -> None:
     fp8 = plan(tmp_path, target_checkpoint={"quantization": {"format": "fp8"}})
     plain = 2 * 128256 * 8192 + 161 * 8192  # embedding, head and norms stay in 16 bits
     linear = 70_553_706_496 - plain
-    assert kv_plan.rank_memory(fp8, fp8.target).weights_bytes == linear + 2 * plain
+    scales = 80 * 5 * 2 * 4  # of every linear's weight and activations, in 32 bits
+    assert kv_plan.rank_memory(fp8, fp8.target).weights_bytes == linear + 2 * plain + scales
     awq = plan(tmp_path, target_checkpoint={"quantization": {"format": "int4_awq"}})
-    expected = int(linear * 4.125 / 8) + 2 * plain
-    assert abs(kv_plan.rank_memory(awq, awq.target).weights_bytes - expected) <= 1
+    # A 16-bit scale for each 128 weights, and one for each input: 4 of 8192 and one of 28672.
+    scales = 2 * linear // 128 + 2 * 80 * (4 * 8192 + 28672)
+    assert kv_plan.rank_memory(awq, awq.target).weights_bytes == linear // 2 + 2 * plain + scales
 
 
 def test_a_checkpoint_that_modelopt_quantized(tmp_path: Path) -> None:
@@ -124,7 +126,8 @@ def test_a_checkpoint_that_modelopt_quantized(tmp_path: Path) -> None:
     (pair.target.folder / "hf_quant_config.json").write_text(described)
     plain = 2 * 128256 * 8192 + 161 * 8192
     found = kv_plan.estimate_memory(pair, pair.target)
-    assert found.weights_bytes == (70_553_706_496 - plain) + 2 * plain
+    scales = 80 * 5 * 2 * 4 + 80 * 4  # as above, and of each layer's KV cache
+    assert found.weights_bytes == (70_553_706_496 - plain) + 2 * plain + scales
     assert found.kv_cache_bytes == 8 * (257 + 1) * 32 * 163840
 
 

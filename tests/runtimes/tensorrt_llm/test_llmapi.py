@@ -128,7 +128,9 @@ def test_damaged_checkpoints_are_refused_by_role(tmp_path: Path) -> None:
 QUANTIZED = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
 
 
-def test_what_modelopt_quantized_goes_in_as_it_is(tmp_path: Path) -> None:
+@pytest.fixture
+def quantized(tmp_path: Path) -> Path:
+    """The quickstart target, said to be quantized by ModelOpt."""
     target = tmp_path / "target"
     target.mkdir()
     for path in (PAIR / "target").iterdir():
@@ -137,16 +139,41 @@ def test_what_modelopt_quantized_goes_in_as_it_is(tmp_path: Path) -> None:
     config_json = json.loads((target / "config.json").read_text())
     config_json["quantization_config"] = {"quant_method": "modelopt", **QUANTIZED["quantization"]}
     (target / "config.json").write_text(json.dumps(config_json))
+    return target
 
-    config = config_of(tmp_path, target=target)
+
+def test_what_modelopt_quantized_goes_in_as_it_is(tmp_path: Path, quantized: Path) -> None:
+    config = config_of(tmp_path, target=quantized)
     pipeline.run(pipeline.plan(config), Quiet())
     collected = pipeline.built_repository(config) / "speculative" / "1" / "target"
     assert json.loads((collected / "hf_quant_config.json").read_text()) == QUANTIZED
-    assert json.loads((collected / "config.json").read_text()) == config_json
+    assert json.loads((collected / "config.json").read_text()) == json.loads(
+        (quantized / "config.json").read_text()
+    )
 
-    engines = config_of(tmp_path, "engine.tensorrt_llm.backend=tensorrt", target=target)
-    with pytest.raises(CheckpointError, match="already quantized .hf_quant_config.json."):
-        pipeline.plan(engines)
+
+def test_engines_carry_over_what_modelopt_quantized(tmp_path: Path, quantized: Path) -> None:
+    config = config_of(tmp_path, "engine.tensorrt_llm.backend=tensorrt", target=quantized)
+    stages = {planned.name: planned.stage for planned in pipeline.plan(config)}
+    assert list(stages)[1:3] == ["draft/convert", "target/convert"]
+    flags = stages["target/build_engine"].inputs().settings["flags"]
+    assert (flags["gemm_plugin"], flags["use_fp8_context_fmha"]) == ("disable", True)
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "pytorch"])
+def test_nothing_is_quantized_twice(tmp_path: Path, quantized: Path, backend: str) -> None:
+    config = config_of(
+        tmp_path,
+        f"engine.tensorrt_llm.backend={backend}",
+        "target.quantization={format: fp8}",
+        target=quantized,
+    )
+    with pytest.raises(CheckpointError) as caught:
+        pipeline.plan(config)
+    assert str(caught.value) == (
+        f"target {quantized}: it is already quantized: leave target.quantization out, or use the "
+        "checkpoint that it was quantized from"
+    )
 
 
 def packaged(folder: Path, **changes: Any) -> tuple[Path, Path, PairOptions]:

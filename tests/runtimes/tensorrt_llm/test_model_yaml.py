@@ -133,10 +133,15 @@ def test_the_file_is_what_the_arguments_are() -> None:
     ("overrides", "expected"),
     [
         (
-            ("target.quantization={format: fp8}",),
-            "target.quantization is 'fp8': expected nothing, since backend pytorch serves "
-            "checkpoints as they are: let ModelOpt quantize it, and name the result as "
-            "target.checkpoint",
+            ("target.quantization={format: int8_sq}",),
+            "target.quantization.format is 'int8_sq': expected fp8, fp8_pc_pt, int4_awq, "
+            "w4a8_awq, nvfp4: backend pytorch reads no other; backend tensorrt builds engines of "
+            "it",
+        ),
+        (
+            ("target.quantization={format: fp8, export: true}",),
+            "target.quantization.export is true: expected nothing here, since it has no effect "
+            "with backend pytorch, which serves the exported folder",
         ),
         (
             ("target.tp_size=2",),
@@ -257,4 +262,6 @@ def test_quantized_checkpoints_that_it_does_not(
     with pytest.raises(EngineBuildError, match=expected) as caught:
         pipeline.plan(config)
     assert str(caught.value).startswith(f"draft {draft} is quantized by")
-    assert "quantize draft.checkpoint with ModelOpt" in str(caught.value)
+    assert str(caught.value).endswith(
+        "; set draft.quantization on the checkpoint that it was quantized from"
+    )

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from specpipe.cli import main
 from specpipe.runtimes.tensorrt_llm import refusals
+from specpipe.runtimes.tensorrt_llm.engine_config import read_engine
 from tests.runtimes.tensorrt_llm.tools import Tools, install
 from tests.toy import write_toy_checkpoint
 from tests.toy_tokenizers import words, write_tokenizer
@@ -21,7 +22,10 @@ draft:
 target:
   checkpoint: target
   tp_size: 2
-  quantization: {format: fp8, kv_cache: fp8}
+  quantization:
+    format: fp8
+    kv_cache: fp8
+    calibration: {data: texts.txt, num_samples: 8, max_seq_len: 16}
 speculation:
   num_draft_tokens: 3
 engine:
@@ -42,6 +46,8 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for role in ("draft", "target"):
         write_tokenizer(write_toy_checkpoint(tmp_path / role), words())
     Path("pair.yaml").write_text(YAML)
+    lines = (" ".join(f"w{4 + (7 * row + n) % 246}" for n in range(12)) for row in range(8))
+    Path("texts.txt").write_text("\n".join(lines))
 
 
 @pytest.fixture
@@ -63,10 +69,13 @@ def test_two_checkpoints_become_a_repository(docker: Tools) -> None:
     ]
     facts = json.loads((engine / "specpipe.json").read_text())
     assert (facts["tensorrt_llm"], facts["world_size"]) == ("1.2.1", 2)
+    built = read_engine(engine)
+    assert (built.quant_algo, built.kv_cache_quant_algo) == ("FP8", "FP8")
+    assert built.use_paged_context_fmha
     assert "target/build_engine: [TensorRT-LLM] TensorRT-LLM version: 1.2.1" in result.stderr
     num_calls = len(docker.docker_calls())
     again = build()
-    assert again.stderr.count("up to date") == 6
+    assert again.stderr.count("up to date") == 8
     assert len(docker.docker_calls()) == num_calls
 
 
@@ -78,7 +87,9 @@ def test_dry_run_prints_a_command_for_each_tool(docker: Tools) -> None:
     assert {name: len(lines) for name, lines in stages.items()} == {
         "check": 0,
         "draft/convert": 0,
-        "target/quantize": 1,
+        "target/calibrate": 0,
+        "target/quantize": 0,
+        "quality": 0,
         "draft/build_engine": 1,
         "target/build_engine": 1,
         "package": 0,
@@ -118,4 +129,4 @@ def test_a_failed_engine_leaves_the_repository_as_it_was(
     assert "Error: draft: trtllm-build failed: the GPU ran out of memory" in result.stderr
     assert Path("engines/toy/target/engine/config.json").read_text() == before
     monkeypatch.delenv("FAKE_FAIL")
-    assert build().stderr.count("up to date") == 6
+    assert build().stderr.count("up to date") == 8

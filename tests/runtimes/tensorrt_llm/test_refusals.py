@@ -1,14 +1,17 @@
+"""Kind K12: formats, caches and sizes that TensorRT-LLM or a GPU cannot do, told beforehand."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specpipe.errors import EngineBuildError
+from specpipe.quantization.formats import OFFERED
 from specpipe.runtimes.tensorrt_llm import refusals
-from specpipe.runtimes.tensorrt_llm.formats import FORMATS, exported_vocab_size
 from tests.runtimes.tensorrt_llm import plans
 
 
@@ -25,6 +28,9 @@ def refused(folder: Path, **changes: Any) -> list[str]:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "gpus", list)
+
+
+AWQ = {"quantization": {"format": "int4_awq"}}
 
 
 def on(sm: str, **settings: Any) -> dict[str, Any]:
@@ -50,7 +56,7 @@ def test_plain_pair_passes_everywhere(tmp_path: Path) -> None:
 )
 def test_formats_by_gpu(tmp_path: Path, sm: str, runs: str) -> None:
     possible = []
-    for name in FORMATS:
+    for name in OFFERED:
         lines = refused(tmp_path, target_checkpoint={"quantization": {"format": name}}, **on(sm))
         if not lines:
             possible.append(name)
@@ -110,14 +116,13 @@ def test_gpus_of_this_machine_decide_where_the_config_says_nothing(
     assert refusals.capabilities(given) == {"draft": "10.0", "target": "10.0"}
 
 
-def test_float32_has_no_paged_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint", [{}, {"quantization": {"format": "fp8"}}])
+def test_float32_has_no_paged_attention(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
     plain = plans.LLAMA_1B | {"torch_dtype": "float32"}
-    assert refused(tmp_path, draft=plain) == [
+    assert refused(tmp_path, draft=plain, draft_checkpoint=checkpoint) == [
         "draft: the checkpoint is float32, for which TensorRT-LLM has no paged context FMHA, which"
         " drafting needs: set dtype to bfloat16 or float16 in its config.json"
     ]
-    quantized = {"quantization": {"format": "fp8"}}
-    assert refused(tmp_path, draft=plain, draft_checkpoint=quantized) == []
 
 
 def test_fusion_that_the_builder_would_switch_off(tmp_path: Path) -> None:
@@ -136,38 +141,151 @@ def test_fusion_that_the_builder_would_switch_off(tmp_path: Path) -> None:
     ]
 
 
-def test_awq_blocks_have_to_fit_into_a_rank(tmp_path: Path) -> None:
-    scheme = {"quantization": {"format": "int4_awq", "awq_block_size": 128}}
-    narrow = plans.LLAMA_70B | {"intermediate_size": 8 * 1000}
-    assert refused(tmp_path, target=narrow, target_checkpoint={**scheme, "tp_size": 8}) == [
-        "target.quantization.awq_block_size 128 does not divide the intermediate size per rank of"
-        " 1000; lower it or target.tp_size"
+NARROW = plans.LLAMA_1B | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+"""Sizes of SmolLM2-135M: multiples of 64, and not of 128."""
+
+ODD = plans.LLAMA_1B | {"intermediate_size": 64 * 129}
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "tp_size", "line"),
+    [
+        (NARROW, {"format": "fp8"}, 1, None),
+        (NARROW, {"format": "int8_wo"}, 1, None),
+        (NARROW, {"format": "int4_awq", "awq_block_size": 64}, 1, None),
+        (
+            NARROW,
+            {"format": "w4a8_awq", "awq_block_size": 64},
+            1,
+            "target.quantization.format 'w4a8_awq' needs multiples of 128 in TensorRT-LLM, but"
+            " transformer.layers.0.attention.qkv has 576 inputs, and 111 more do not fit either;"
+            " formats that need none: fp8, fp8_pc_pt, int8_sq, nvfp4; or leave quantization out",
+        ),
+        (ODD, {"format": "int8_wo"}, 1, None),
+        (
+            ODD,
+            {"format": "int8_wo"},
+            2,
+            "target.quantization.format 'int8_wo' needs multiples of 128 in TensorRT-LLM, but"
+            " transformer.layers.0.mlp.fc has 8256 outputs, and 47 more do not fit either;"
+            " formats that need none: fp8, fp8_pc_pt, int8_sq, nvfp4; or leave quantization out",
+        ),
+    ],
+)
+def test_sizes_that_the_builder_would_fill_up(
+    tmp_path: Path, model: dict[str, Any], scheme: dict[str, Any], tp_size: int, line: str | None
+) -> None:
+    checkpoint = {"quantization": scheme, "tp_size": tp_size}
+    lines = refused(tmp_path, target=model, target_checkpoint=checkpoint)
+    assert lines == ([] if line is None else [line])
+
+
+def test_a_quantized_head_has_to_fit_too(tmp_path: Path) -> None:
+    odd = {"draft": plans.LLAMA_1B | {"vocab_size": 32002}}
+    plain_head = {"quantization": {"format": "int4_awq"}}
+    assert refused(tmp_path, **odd, draft_checkpoint=plain_head) == []
+    head = {"quantization": {"format": "int4_awq", "quantize_lm_head": True}}
+    assert refused(tmp_path, **odd, draft_checkpoint=head, **on("9.0")) == [
+        "draft.quantization.format 'int4_awq' needs multiples of 128 in TensorRT-LLM, but lm_head"
+        " has 32002 outputs; formats that need none: fp8, fp8_pc_pt, int8_sq; or leave"
+        " quantization out"
     ]
-    assert refused(tmp_path, target_checkpoint={**scheme, "tp_size": 8}) == []
-    fp8 = {"quantization": {"format": "fp8"}, "tp_size": 8}
-    assert refused(tmp_path, target=narrow, target_checkpoint=fp8) == []
 
 
-def test_awq_fills_up_the_vocabulary_and_comparing_logits_notices(tmp_path: Path) -> None:
-    odd = {"vocab_size": 32001}
-    changes = {
-        "draft": plans.LLAMA_1B | odd,
-        "target": plans.LLAMA_70B | odd,
-        "target_checkpoint": {"quantization": {"format": "int4_awq"}},
-    }
-    assert exported_vocab_size(32001, "int4_awq") == 32064
-    assert exported_vocab_size(32001, "fp8") == 32001
+def test_layers_that_stay_plain_on_every_stage(tmp_path: Path) -> None:
+    def checkpoint(*exclude: str, pp_size: int) -> dict[str, Any]:
+        return {"quantization": {"format": "nvfp4", "exclude": exclude}, "pp_size": pp_size}
+
+    first = checkpoint("transformer.layers.0.*", pp_size=2)
+    assert refused(tmp_path, target_checkpoint=first) == [
+        "target: what is left plain differs from layer to layer, but with target.pp_size 2"
+        " TensorRT-LLM counts layers anew on each stage; exclude by patterns that mean all layers,"
+        " or split by tp_size"
+    ]
+    assert (
+        refused(
+            tmp_path, target_checkpoint=checkpoint(*first["quantization"]["exclude"], pp_size=1)
+        )
+        == []
+    )
+    assert refused(tmp_path, target_checkpoint=checkpoint("*.mlp.proj", pp_size=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("format", "exclude", "plain"),
+    [
+        ("fp8", ["*.mlp.fc", "*.mlp.gate"], "fc"),
+        ("nvfp4", ["*.7.mlp.gate"], "gate"),
+        ("nvfp4", ["*.mlp.fc", "*.mlp.gate"], None),
+        ("fp8", ["*.attention.*", "*.mlp.proj"], None),
+    ],
+)
+def test_a_fused_mlp_is_quantized_as_a_whole(
+    tmp_path: Path, format: str, exclude: list[str], plain: str | None
+) -> None:
+    changes = {"target_checkpoint": {"quantization": {"format": format, "exclude": exclude}}}
+    layer = 7 if plain == "gate" else 0
+    assert refused(tmp_path, **changes) == (
+        []
+        if plain is None
+        else [
+            f"target: transformer.layers.{layer}.mlp.{plain} is left plain, and TensorRT-LLM fuses"
+            " gate and fc as if it were not; set engine.tensorrt_llm.build.use_fused_mlp to false"
+        ]
+    )
+    unfused = {"build": {"use_fused_mlp": False}}
+    assert refused(tmp_path, **changes, tensorrt_llm=unfused) == []
+
+
+def carried_over(folder: Path, **quantization: Any) -> list[str]:
+    """The lines for a target that was quantized by others, on a GPU of compute capability 8.6."""
+    pair = plans.plan(folder, **on("8.6"))
+    unified = {**pair.target.unified, "quantization": {"kv_cache_quant_algo": None, **quantization}}
+    pair = replace(pair, target=replace(pair.target, unified=unified))
+    with pytest.raises(EngineBuildError) as caught:
+        refusals.check_plan(pair, refusals.capabilities(pair))
+    return str(caught.value).splitlines()
+
+
+def test_checkpoints_that_others_quantized(tmp_path: Path) -> None:
+    assert carried_over(tmp_path, quant_algo="FP8") == [
+        "target: the format of its checkpoint, fp8, does not run on a GPU of compute capability"
+        " 8.6; formats that do: int8_sq, int4_awq, int8_wo, int4_wo; or use the checkpoint that it"
+        " was quantized from"
+    ]
+    gptq = carried_over(tmp_path, quant_algo="W4A16_GPTQ", group_size=128)
+    assert gptq == [
+        "target: the format of its checkpoint, int4_gptq, is none that trtllm-build takes; set"
+        " engine.tensorrt_llm.backend to pytorch, engine.runtime to torch, or use the checkpoint"
+        " that it was quantized from"
+    ]
+    assert carried_over(tmp_path, quant_algo="W8A8_SQ_PER_CHANNEL", kv_cache_quant_algo="FP8") == [
+        "target: the FP8 KV cache of its checkpoint does not run on a GPU of compute capability"
+        " 8.6; use one without",
+        "target: its checkpoint has int8_sq weights and an FP8 KV cache, with which the builder"
+        " switches off paged context FMHA, which drafting needs; use the checkpoint that it was"
+        " quantized from",
+    ]
+
+
+def test_comparing_logits_needs_equal_vocabularies(tmp_path: Path) -> None:
+    changes = {"draft": plans.LLAMA_1B | {"vocab_size": 32000}, "target_checkpoint": AWQ}
     assert refused(tmp_path, **changes, tensorrt_llm={"acceptance": "logits"}) == [
-        "the draft's vocabulary has 32001 rows, the target's 32064 (AWQ fills it up to a multiple"
-        " of 64), but comparing logits needs equal ones: set engine.tensorrt_llm.acceptance to"
-        " exact, or quantize both alike"
+        "the draft's vocabulary has 32000 rows, the target's 128256, but comparing logits needs"
+        " equal ones: set engine.tensorrt_llm.acceptance to exact"
     ]
     assert refused(tmp_path, **changes) == []
-    both = {"quantization": {"format": "int4_awq"}}
+
+
+def test_quantization_leaves_the_vocabulary_as_it_is(tmp_path: Path) -> None:
+    """ModelOpt's own AWQ would fill up that of the target to 32064."""
+    odd = {"vocab_size": 32001}
     assert (
         refused(
             tmp_path,
-            **{**changes, "draft_checkpoint": both},
+            draft=plans.LLAMA_1B | odd,
+            target=plans.LLAMA_70B | odd,
+            target_checkpoint=AWQ,
             tensorrt_llm={"acceptance": "logits"},
         )
         == []

@@ -63,10 +63,6 @@ MEMORY = (
             "TypeError: QuantConfig.__init__() got an unexpected keyword argument 'x_y'",
             "this TensorRT-LLM reads the checkpoint's config.json otherwise (x_y)",
         ),
-        (
-            "datasets.exceptions.DatasetNotFoundError: Dataset 'x' doesn't exist on the Hub",
-            "the calibration texts cannot be had: set target.quantization.calibration.dataset",
-        ),
         ("PermissionError: [Errno 13] Permission denied: '/x'", "the builder may not write"),
     ],
 )

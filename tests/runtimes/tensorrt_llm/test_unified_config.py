@@ -9,6 +9,7 @@ import pytest
 from specpipe.errors import CheckpointError
 from specpipe.runtimes.tensorrt_llm.unified_config import read_unified_config
 from specpipe.stages.convert import convert
+from tests.quantization.checkpoints import FORMATS, quantized_checkpoint
 from tests.toy import ARCHITECTURES, spelled_as_4_57, toy_config, write_toy_checkpoint
 
 LONGROPE = {
@@ -36,6 +37,34 @@ def test_converted_checkpoints_are_what_tensorrt_llm_reads(
     assert (config.vocab_size, config.hidden_size, config.head_size) == (256, 32, 8)
     assert config.quantization.quant_algo is None
     assert config.use_parallel_embedding == (family == "gemma2" and tp_size > 1)
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantized_checkpoints_are_what_tensorrt_llm_reads(
+    tmp_path: Path, family: str, format: str
+) -> None:
+    settings = {"kv_cache": "fp8"} if format == "fp8" else {}
+    config = read_unified_config(quantized_checkpoint(tmp_path, family, format, settings=settings))
+    assert (config.architecture, config.vocab_size) == (ARCHITECTURES[family], 256)
+    assert (config.dtype, config.logits_dtype) == ("bfloat16", "float32")
+    quantization = config.quantization
+    assert (
+        quantization.quant_algo
+        == {
+            "fp8": "FP8",
+            "fp8_pc_pt": "FP8_PER_CHANNEL_PER_TOKEN",
+            "int8_sq": "W8A8_SQ_PER_CHANNEL",
+            "int4_awq": "W4A16_AWQ",
+            "w4a8_awq": "W4A8_AWQ",
+            "int8_wo": "W8A16",
+            "int4_wo": "W4A16",
+            "nvfp4": "NVFP4",
+        }[format]
+    )
+    assert quantization.kv_cache_quant_algo == ("FP8" if format == "fp8" else None)
+    assert quantization.pre_quant_scale == (format in ("int8_sq", "int4_awq", "w4a8_awq"))
+    assert quantization.group_size == (16 if format in ("int4_awq", "w4a8_awq", "nvfp4") else 128)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +115,14 @@ def test_both_spellings_of_transformers_give_one_config(tmp_path: Path) -> None:
         (
             {"quantization": {"quant_algo": "FP9"}},
             "quantization.quant_algo: Input should be 'W8A16'",
+        ),
+        (
+            {"quantization": {"quant_algo": "W8A16", "exclude_modules": ["lm_head"]}},
+            "quantization: Value error, exclude_modules lacks transformer.vocab_embedding",
+        ),
+        (
+            {"quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "exclude_modules": []}},
+            "quantization: Value error, exclude_modules lacks transformer.ln_f",
         ),
         ({"architecture": "GPT2LMHeadModel"}, "architecture: Input tag 'GPT2LMHeadModel' found"),
     ],

@@ -67,13 +67,15 @@ def toy_pair(
     num_draft_tokens: int = 4,
     max_seq_len: int = 256,
     tensorrt_llm: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> PairPlan:
     """A plan of two toy Llamas that are there with weights and tokenizer.
 
-    `draft` and `target` are fields of CheckpointConfig, `engine` those of EngineConfig.
+    `draft` and `target` are fields of CheckpointConfig, `sizes` keys of both models' config.json,
+    `engine` fields of EngineConfig.
     """
-    config = toy_config(head_dim=...)
+    config = toy_config(**{"head_dim": 8, **(sizes or {})})
     pair = plans.plan(
         folder,
         draft=config,
@@ -87,7 +89,7 @@ def toy_pair(
     )
     for side in (pair.draft, pair.target):
         (side.folder / "model.safetensors").unlink(missing_ok=True)  # of an earlier, equal pair
-        write_toy_checkpoint(side.folder)
+        write_toy_checkpoint(side.folder, **(sizes or {}))
         write_tokenizer(side.folder, words())
     return pair
 
@@ -102,10 +104,11 @@ def make(pair: PairPlan, role: Role) -> Path:
 
 
 def build_stage(pair: PairPlan, role: Role) -> BuildEngine:
-    """The stage that builds an engine, with its checkpoint converted."""
+    """The stage that builds an engine, with its checkpoint made."""
     draft, target = build.engine_stages(pair)
-    checkpoint, engine = draft if role == "draft" else target
-    checkpoint.artifact.mkdir(parents=True)
-    checkpoint.stage.run(checkpoint.artifact)
+    *before, engine = draft if role == "draft" else target
+    for planned in before:
+        planned.artifact.mkdir(parents=True)
+        planned.stage.run(planned.artifact)
     assert isinstance(engine.stage, BuildEngine)
     return engine.stage

@@ -1,6 +1,6 @@
 """The TensorRT runtime: engines from the network API, built from the unified checkpoint.
 
-Importing this imports neither TensorRT nor NumPy; building and loading do.
+Importing this imports no TensorRT; building and loading do.
 """
 
 from __future__ import annotations
@@ -9,8 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.errors import RuntimeUnavailable
-from specpipe.runtimes.base import convert_stage, require_library
+from specpipe.errors import EngineBuildError, RuntimeUnavailable
+from specpipe.quantization.formats import FORMATS, format_of
+from specpipe.runtimes.base import (
+    checkpoint_dir,
+    checkpoint_dtype,
+    checkpoint_stages,
+    require_library,
+)
 from specpipe.runtimes.tensorrt import library
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
 from specpipe.runtimes.tensorrt.network import check_supported
@@ -63,19 +69,21 @@ class TensorRTRuntime:
         engine = pair.engine
         max_seq_len = pair.max_seq_len_of(side)
         check_supported(side.role, side.unified, max_seq_len=max_seq_len)
-        convert = convert_stage(side)
+        if engine.weights == "beside" and format_of(side.unified) is not None:
+            raise EngineBuildError(
+                f"{side.role}: quantized weights cannot be inputs of an engine; set engine.weights "
+                "to inside"
+            )
         build = BuildTensorRTEngine(
             role=side.role,
-            checkpoint=convert.artifact,
+            checkpoint=checkpoint_dir(side),
             max_batch_size=engine.max_batch_size,
             max_seq_len=max_seq_len,
             max_draft_len=pair.num_draft_tokens,
             max_num_tokens=engine.max_num_tokens,
             dtype=engine.dtype,
             library=engine.library,
-            compute_capabilities=(
-                engine.compute_capabilities if engine.library == "tensorrt_rtx" else ()
-            ),
+            compute_capabilities=_capabilities(side, engine),
             weights=engine.weights,
             weight_streaming=engine.weight_streaming,
         )
@@ -83,11 +91,12 @@ class TensorRTRuntime:
         def require() -> None:
             library.require(engine.library)
 
+        stages = checkpoint_stages(side)
         if engine.weights == "inside":
-            return convert, PlannedStage(build, side.artifacts / "engine", require=require)
+            return *stages, PlannedStage(build, side.artifacts / "engine", require=require)
         plan = PlannedStage(build, side.artifacts / "plan", require=require)
-        place = PlaceWeights(role=side.role, plan=plan.artifact, checkpoint=convert.artifact)
-        return convert, plan, PlannedStage(place, side.artifacts / "engine")
+        place = PlaceWeights(role=side.role, plan=plan.artifact, checkpoint=checkpoint_dir(side))
+        return *stages, plan, PlannedStage(place, side.artifacts / "engine")
 
     def reads_quantized(self, engine: EngineConfig) -> bool:
         return False
@@ -100,12 +109,17 @@ class TensorRTRuntime:
 
         return estimate_memory(
             side.unified,
-            dtype=side.unified["dtype"] if pair.engine.dtype == "auto" else pair.engine.dtype,
+            dtype=checkpoint_dtype(side) if pair.engine.dtype == "auto" else pair.engine.dtype,
             max_batch_size=pair.engine.max_batch_size,
             max_seq_len=pair.max_seq_len_of(side),
             max_draft_len=pair.num_draft_tokens,
             max_num_tokens=pair.engine.max_num_tokens,
         )
+
+    def memory_by_gpu(
+        self, pair: PairPlan, side: Side, sm: int | None
+    ) -> Mapping[int, MemoryEstimate]:
+        return {0: self.estimate_memory(pair, side)}
 
     def write_models(
         self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
@@ -143,3 +157,17 @@ class TensorRTRuntime:
         from specpipe.runtimes.tensorrt import describe
 
         return describe.describe(engine)
+
+
+def _capabilities(side: Side, engine: EngineConfig) -> tuple[str, ...]:
+    """Those that an engine is built for; a format that some lack the arithmetic for leaves these
+    out.
+    """
+    if engine.library != "tensorrt_rtx":
+        return ()
+    name = format_of(side.unified)
+    return tuple(
+        capability
+        for capability in engine.compute_capabilities
+        if name is None or FORMATS[name].runs_on(int(capability.replace(".", "")))
+    )

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specpipe.checkpoint import num_elements
 from specpipe.errors import EngineBuildError
 
 Tensor = Any
@@ -27,10 +28,14 @@ class Weights(Protocol):
 
     def __contains__(self, name: object) -> bool: ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype_of(self, name: str) -> str:
+        """The dtype of one tensor: the engine's, "float32", "float8_e4m3" or "int4"."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Counts numbers, also where two of them share a byte."""
 
     def array(self, name: str) -> NDArray[Any]:
-        """The elements as they lie in memory: bfloat16 as uint16."""
+        """The elements as they lie in memory: bfloat16 as uint16, int4 two in a byte."""
 
 
 class Graph:
@@ -39,11 +44,14 @@ class Graph:
     def __init__(self, trt: Any, network: Any, weights: Weights, *, weights_are_inputs: bool):
         self.trt, self.network, self._weights = trt, network, weights
         self._weights_are_inputs = weights_are_inputs
-        self.dtype = {
+        self._dtypes = {
             "float32": trt.DataType.FLOAT,
             "float16": trt.DataType.HALF,
             "bfloat16": trt.DataType.BF16,
-        }[weights.dtype]
+            "float8_e4m3": trt.DataType.FP8,
+            "int4": trt.DataType.INT4,
+        }
+        self.dtype = self._dtypes[weights.dtype]
         self.float32, self.int32, self.int64 = (
             trt.DataType.FLOAT,
             trt.DataType.INT32,
@@ -79,11 +87,11 @@ class Graph:
         if name not in self._made:
             shape = self._weights.shape(name)
             shape = (1,) * (rank - len(shape)) + shape
+            dtype = self._dtypes[self._weights.dtype_of(name)]
             if self._weights_are_inputs:
-                self._made[name] = self.input(name, self.dtype, shape)
+                self._made[name] = self.input(name, dtype, shape)
             else:
-                array = self._weights.array(name).reshape(shape)
-                self._made[name] = self._constant(array, self.dtype, name)
+                self._made[name] = self._constant(self._weights.array(name), dtype, name, shape)
         assert len(self._made[name].shape) == rank
         return self._made[name]
 
@@ -96,10 +104,24 @@ class Graph:
         """Returns one float32 number as a tensor of `rank` axes."""
         return self.constant(np.full((1,) * rank, value), self.float32, "scalar")
 
-    def _constant(self, array: NDArray[Any], dtype: Any, name: str) -> Tensor:
+    def _constant(
+        self, array: NDArray[Any], dtype: Any, name: str, shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        shape = array.shape if shape is None else shape
         self._alive.append(array)
-        weights = self.trt.Weights(dtype, array.ctypes.data, array.size)
-        return self._added(self.network.add_constant(array.shape, weights), name)
+        weights = self.trt.Weights(dtype, array.ctypes.data, num_elements(shape))
+        return self._added(self.network.add_constant(shape, weights), name)
+
+    def round_fp8(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Rounds x / scale to FP8 and multiplies it back; a product behind it is taken in FP8."""
+        layer = self.network.add_quantize(x, scale, self.trt.DataType.FP8)
+        return self.dequantize(self._added(layer, "quantize"), scale)
+
+    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
+        """x · scale in the dtype of the engine. A scale for each block of the last axis has fewer
+        columns than x; how long the blocks are, the library sees by that.
+        """
+        return self._added(self.network.add_dequantize(x, scale, self.dtype), "dequantize")
 
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         if x.dtype == dtype:

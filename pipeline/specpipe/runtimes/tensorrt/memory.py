@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from specpipe.checkpoint import ELEMENT_BYTES as STORED_BYTES
 from specpipe.families import part_shape, tensor_rules
+from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.memory import ELEMENT_BYTES, MemoryEstimate, kv_bytes_per_token
 from specpipe.runtimes.tensorrt import shapes
 
@@ -26,10 +28,12 @@ def estimate_memory(
     GPU and tells no number before.
     """
     element = ELEMENT_BYTES[dtype]
-    weights_bytes = element * sum(
-        prod(part_shape(config, part)) for rule, _ in tensor_rules(config) for part in rule.parts
+    weights_bytes = sum(
+        (STORED_BYTES[rule.dtype] if rule.dtype else element) * prod(part_shape(config, part))
+        for rule, _ in tensor_rules(config)
+        for part in rule.parts
     )
-    if config["tie_word_embeddings"]:
+    if config["tie_word_embeddings"] and not is_quantized(config, "lm_head"):
         weights_bytes -= element * config["vocab_size"] * config["hidden_size"]
     capacity = shapes.capacity(max_seq_len, max_draft_len)
     rows = max(max_num_tokens, max_batch_size * (max_draft_len + 1))

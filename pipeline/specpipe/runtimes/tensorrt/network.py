@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpipe.errors import EngineBuildError
+from specpipe.quantization.formats import TENSORRT_FORMATS, format_of
+from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.graph import Graph, Tensor
 
@@ -29,12 +31,18 @@ def check_supported(role: str, config: Mapping[str, Any], *, max_seq_len: int) -
             f"{', '.join(FAMILIES)}; engine.runtime torch runs it"
         )
     algorithms = config["quantization"]
-    for key in ("quant_algo", "kv_cache_quant_algo"):
-        if algorithms.get(key) is not None:
-            raise EngineBuildError(
-                f"{role}: {key} {algorithms[key]} is not supported by runtime 'tensorrt', which "
-                "builds plain weights"
-            )
+    if algorithms.get("quant_algo") is not None and format_of(config) not in TENSORRT_FORMATS:
+        raise EngineBuildError(
+            f"{role}: quant_algo {algorithms['quant_algo']} is not supported by runtime "
+            f"'tensorrt', which builds {' and '.join(TENSORRT_FORMATS)}; engine.runtime torch and "
+            "tensorrt_llm run it"
+        )
+    if algorithms.get("kv_cache_quant_algo") is not None:
+        raise EngineBuildError(
+            f"{role}: kv_cache_quant_algo {algorithms['kv_cache_quant_algo']} is not supported by "
+            "runtime 'tensorrt': the library's KV cache takes floating-point types only; "
+            "engine.runtime torch and tensorrt_llm run it"
+        )
     window = config["sliding_window"]
     if window is not None and window < max_seq_len:
         raise EngineBuildError(
@@ -82,13 +90,14 @@ def build_decoder(graph: Graph, config: Mapping[str, Any], *, capacity: int) -> 
     with graph.scope("head"):
         rows = graph.gather(graph.reshape(hidden, (-1, config["hidden_size"])), logits_indices)
         normed = _rms_norm(graph, rows, "transformer.ln_f", config["norm_epsilon"])
-        logits = graph.cast(_linear(graph, normed, _head(graph, config)), graph.float32)
+        logits = graph.cast(_linear(graph, config, normed, _head(config)), graph.float32)
     graph.output(logits, shapes.LOGITS)
 
 
-def _head(graph: Graph, config: Mapping[str, Any]) -> str:
+def _head(config: Mapping[str, Any]) -> str:
     """The head's weight; a tied one is the embedding, so that the engine holds it once."""
-    return _EMBEDDING if config["tie_word_embeddings"] else _HEAD
+    is_shared = config["tie_word_embeddings"] and not is_quantized(config, _HEAD)
+    return _EMBEDDING if is_shared else _HEAD
 
 
 def _step(graph: Graph, config: Mapping[str, Any], input_ids: Tensor, capacity: int) -> _Step:
@@ -138,7 +147,7 @@ def _layer(
         hidden = graph.add(hidden, attended)
     with graph.scope("mlp"):
         normed = _rms_norm(graph, hidden, f"{prefix}.post_layernorm", epsilon)
-        return graph.add(hidden, _mlp(graph, normed, f"{prefix}.mlp"))
+        return graph.add(hidden, _mlp(graph, config, normed, f"{prefix}.mlp"))
 
 
 def _attention(
@@ -148,7 +157,7 @@ def _attention(
     prefix = f"transformer.layers.{n}.attention"
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = config["head_size"]
-    qkv = _linear(graph, x, f"{prefix}.qkv")
+    qkv = _linear(graph, config, x, f"{prefix}.qkv")
     heads = graph.reshape(qkv, (0, 0, num_heads + 2 * num_kv_heads, head_size), after=(0, 2, 1, 3))
     query = graph.slice(heads, (0, 0, 0, 0), step.query_shape)
     key = graph.slice(heads, (0, num_heads, 0, 0), step.key_shape)
@@ -167,7 +176,7 @@ def _attention(
         graph.output(caches[-1], f"{name}.out")
     attended = graph.attention(query, caches[0], caches[1], step.key_value_lengths)
     joined = graph.reshape(attended, (0, 0, num_heads * head_size), before=(0, 2, 1, 3))
-    return _linear(graph, joined, f"{prefix}.dense")
+    return _linear(graph, config, joined, f"{prefix}.dense")
 
 
 def _rotate(graph: Graph, x: Tensor, step: _Step, size: int) -> Tensor:
@@ -176,21 +185,37 @@ def _rotate(graph: Graph, x: Tensor, step: _Step, size: int) -> Tensor:
     return graph.rotary_embedding(x, step.cos, step.sin, step.position_ids, size)
 
 
-def _mlp(graph: Graph, x: Tensor, prefix: str) -> Tensor:
+def _mlp(graph: Graph, config: Mapping[str, Any], x: Tensor, prefix: str) -> Tensor:
     """silu(x · fc) · (x · gate) · proj; TensorRT-LLM calls the activated branch `fc`."""
-    activated = graph.cast(_linear(graph, x, f"{prefix}.fc"), graph.float32)
+    activated = graph.cast(_linear(graph, config, x, f"{prefix}.fc"), graph.float32)
     activated = graph.cast(graph.multiply(activated, graph.sigmoid(activated)), graph.dtype)
-    gated = graph.multiply(activated, _linear(graph, x, f"{prefix}.gate"))
-    return _linear(graph, gated, f"{prefix}.proj")
+    gated = graph.multiply(activated, _linear(graph, config, x, f"{prefix}.gate"))
+    return _linear(graph, config, gated, f"{prefix}.proj")
 
 
-def _linear(graph: Graph, x: Tensor, name: str) -> Tensor:
-    """x · Wᵀ + b. Quantized layers will differ here: their weights, or x too, in another type."""
+def _linear(graph: Graph, config: Mapping[str, Any], x: Tensor, name: str) -> Tensor:
+    """x · Wᵀ + b, x and W rounded as the format of a quantized linear has it."""
     rank = len(x.shape)
     with graph.scope(name.rpartition(".")[2]):
-        y = graph.matmul(x, graph.weight(f"{name}.weight", rank=rank))
+        weight = graph.weight(f"{name}.weight", rank=rank)
+        if is_quantized(config, name):
+            x, weight = _quantized(graph, config, x, weight, name)
+        y = graph.matmul(x, weight)
         bias = f"{name}.bias"
         return graph.add(y, graph.weight(bias, rank=rank)) if graph.has_weight(bias) else y
+
+
+def _quantized(
+    graph: Graph, config: Mapping[str, Any], x: Tensor, weight: Tensor, name: str
+) -> tuple[Tensor, Tensor]:
+    """The factors of a quantized linear; what is done to them, TensorRT fuses with the product."""
+    rank = len(x.shape)
+    if format_of(config) == "fp8":
+        x = graph.round_fp8(x, graph.weight(f"{name}.activation_scaling_factor", rank=1))
+        scale = graph.weight(f"{name}.weights_scaling_factor", rank=1)
+        return x, graph.dequantize(weight, scale)
+    x = graph.multiply(x, graph.weight(f"{name}.prequant_scaling_factor", rank=rank))
+    return x, graph.dequantize(weight, graph.weight(f"{name}.weights_scaling_factor", rank=rank))
 
 
 def _rms_norm(graph: Graph, x: Tensor, name: str, epsilon: float) -> Tensor:

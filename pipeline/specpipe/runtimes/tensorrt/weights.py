@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from specpipe.checkpoint import RawArray, create_safetensors
 from specpipe.errors import EngineBuildError
 from specpipe.families import DTYPES, part_shape
+from specpipe.quantization.tensors import is_quantized
 from specpipe.triton.layout import link_file
 from specpipe.unified import UnifiedCheckpoint, unified_tensors
 
@@ -31,16 +32,23 @@ class CheckpointWeights:
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
+    def dtype_of(self, name: str) -> str:
+        return _fixed_dtype(self._checkpoint.fixed_dtype(name)) or self.dtype
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.shape(name)
+        rows, *columns = self._checkpoint.shape(name)
+        return (2 * rows if self.dtype_of(name) == "int4" else rows, *columns)
 
     def array(self, name: str) -> RawArray:
         """Reads one tensor; raises EngineBuildError for a number that the dtype cannot hold."""
         raw = self._checkpoint.tensor(name)
-        if raw.dtype == DTYPES[self.dtype]:
+        dtype = self.dtype_of(name)
+        if dtype == "int4":
+            return _pack_columns(raw.data)
+        if dtype == "float8_e4m3" or raw.dtype == DTYPES[dtype]:
             return raw.data
-        converted = _from_float32(_to_float32(raw.dtype, raw.data), self.dtype)
-        if self.dtype == "float16" and not np.isfinite(converted.view(np.float16)).all():
+        converted = _from_float32(_to_float32(raw.dtype, raw.data), dtype)
+        if dtype == "float16" and not np.isfinite(converted.view(np.float16)).all():
             raise EngineBuildError(
                 f"{self._role}: {name} has numbers beyond 65504, the range of float16; set "
                 "engine.dtype to bfloat16"
@@ -49,7 +57,7 @@ class CheckpointWeights:
 
     def used(self) -> Iterator[str]:
         """Names what an engine reads: a tied head is the embedding."""
-        is_tied = self._checkpoint.config["tie_word_embeddings"]
+        is_tied = _is_tied(self._checkpoint)
         return (name for name in self._checkpoint.names() if not (is_tied and name == _HEAD))
 
     def place(self, path: Path) -> None:
@@ -67,7 +75,7 @@ class CheckpointWeights:
                 writer.write_rows(name, 0, self.array(name))
 
     def _check_tied(self) -> None:
-        if not self._checkpoint.config["tie_word_embeddings"]:
+        if not _is_tied(self._checkpoint):
             return
         if not self._checkpoint.holds(_HEAD, self._checkpoint.tensor(_EMBEDDING).data):
             raise EngineBuildError(
@@ -89,11 +97,37 @@ class ShapesOnly:
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
 
+    def dtype_of(self, name: str) -> str:
+        return self.dtype
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
     def array(self, name: str) -> NDArray[Any]:
         raise AssertionError(f"{name} is bound when the engine runs")
+
+
+def _is_tied(checkpoint: UnifiedCheckpoint) -> bool:
+    """Says whether the head is the embedding; a quantized one no longer is."""
+    return checkpoint.config["tie_word_embeddings"] and not is_quantized(
+        checkpoint.config, "lm_head"
+    )
+
+
+def _fixed_dtype(stored: str | None) -> str | None:
+    """The engine's word for what a quantized checkpoint stores in a dtype of its own."""
+    return {None: None, "F32": "float32", "F8_E4M3": "float8_e4m3", "I8": "int4"}[stored]
+
+
+def _pack_columns(packed_rows: RawArray) -> RawArray:
+    """Makes bytes of two int4 of one row, from bytes of two of one column; low half first.
+
+    [out / 2, in] → [out, in / 2]: TensorRT-LLM's order to TensorRT's.
+    """
+    rows, columns = packed_rows.shape
+    numbers = np.stack([packed_rows & 0xF, packed_rows >> 4], axis=1).reshape(2 * rows, columns)
+    packed: RawArray = numbers[:, 0::2] | (numbers[:, 1::2] << 4)
+    return packed
 
 
 def _to_float32(dtype: str, bits: RawArray) -> NDArray[np.float32]:

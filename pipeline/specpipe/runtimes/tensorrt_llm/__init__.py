@@ -75,6 +75,13 @@ class TensorRTLLMRuntime:
 
         return kv_plan.estimate_memory(pair, side)
 
+    def memory_by_gpu(
+        self, pair: PairPlan, side: Side, sm: int | None
+    ) -> Mapping[int, MemoryEstimate]:
+        from specpipe.runtimes.tensorrt_llm import kv_plan
+
+        return kv_plan.memory_by_gpu(pair, side)
+
     def write_models(
         self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
     ) -> None:

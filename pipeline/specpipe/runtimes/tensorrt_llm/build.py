@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.errors import CheckpointError, EngineBuildError
-from specpipe.runtimes.base import PairPlan, Side, convert_stage
+from specpipe.runtimes.base import PairPlan, Side, checkpoint_dir, checkpoint_stages
 from specpipe.runtimes.tensorrt_llm import toolbox
 from specpipe.runtimes.tensorrt_llm.build_flags import EngineSpec, arguments, as_settings
 from specpipe.runtimes.tensorrt_llm.engine_config import (
-    CONFIG_NAME,
     FACTS_NAME,
     BuiltEngine,
     Wanted,
     check_built,
 )
-from specpipe.runtimes.tensorrt_llm.quantize import Quantize
 from specpipe.runtimes.tensorrt_llm.refusals import capabilities, check_plan, dtype_fault
 from specpipe.runtimes.tensorrt_llm.toolbox import BUILDER, File, Tool, Word
 from specpipe.runtimes.tensorrt_llm.trtllm_build_log import explain
@@ -46,11 +44,8 @@ def engine_stages(
 
 def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> tuple[PlannedStage, ...]:
     settings = pair.engine.tensorrt_llm
-    checkpoint = (
-        _quantize_stage(pair, side) if side.checkpoint.quantization else convert_stage(side)
-    )
     build = BuildEngine(
-        checkpoint=checkpoint.artifact,
+        checkpoint=checkpoint_dir(side),
         spec=EngineSpec(
             role=side.role,
             version=settings.version,
@@ -58,7 +53,8 @@ def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> tuple
             max_seq_len=pair.max_seq_len_of(side),
             max_num_tokens=pair.engine.max_num_tokens,
             num_draft_tokens=pair.num_draft_tokens if side.role == "target" else 0,
-            quantization=side.checkpoint.quantization,
+            quant_algo=side.unified["quantization"]["quant_algo"],
+            kv_cache_quant_algo=side.unified["quantization"]["kv_cache_quant_algo"],
             gather_logits=settings.acceptance == "logits",
             flags=settings.build,
             extra_args=settings.extra_build_args,
@@ -71,31 +67,7 @@ def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> tuple
     engine = PlannedStage(
         build, side.artifacts / "engine", require=require, commands=build.commands
     )
-    return checkpoint, engine
-
-
-def _quantize_stage(pair: PairPlan, side: Side) -> PlannedStage:
-    settings, scheme = pair.engine.tensorrt_llm, side.checkpoint.quantization
-    assert scheme is not None
-    stage = Quantize(
-        role=side.role,
-        checkpoint=side.folder,
-        scheme=scheme,
-        tp_size=side.checkpoint.tp_size,
-        pp_size=side.checkpoint.pp_size,
-        vocab_size=side.unified["vocab_size"],
-        logits_dtype=settings.build.logits_dtype,
-        version=settings.version,
-        image=settings.build_image,
-        gpu_ids=settings.gpu_ids(side.role, side.checkpoint.world_size),
-    )
-    return PlannedStage(
-        stage,
-        side.artifacts / "checkpoint",
-        fetch=side.fetch,
-        require=require,
-        commands=stage.commands,
-    )
+    return *checkpoint_stages(side), engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,22 +164,20 @@ class BuildEngine:
     def _wanted(self) -> Wanted:
         """Reads the checkpoint's config.json; raises what makes it unfit before hours of work."""
         spec = self.spec
-        path = self.checkpoint / CONFIG_NAME
         try:
-            if spec.quantization is None:
-                # NVIDIA's own may say more than is known here.
-                fault = dtype_fault(spec.role, read_unified_config(self.checkpoint).dtype)
-                if fault is not None:
-                    raise EngineBuildError(fault)
-            config = json.loads(path.read_bytes())
-            vocab_size = int(config["vocab_size"])
-        except (CheckpointError, OSError, ValueError, KeyError) as exc:
+            config = read_unified_config(self.checkpoint)
+        except CheckpointError as exc:
             raise EngineBuildError(f"{spec.role}: {exc}") from exc
+        fault = dtype_fault(spec.role, config.dtype)
+        if fault is not None:
+            raise EngineBuildError(fault)
         return Wanted(
             role=spec.role,
             version=spec.version,
             world_size=self.world_size,
-            vocab_size=vocab_size,
+            vocab_size=config.vocab_size,
+            quant_algo=config.quantization.quant_algo,
+            kv_cache_quant_algo=config.quantization.kv_cache_quant_algo,
             max_batch_size=spec.max_batch_size,
             max_seq_len=spec.max_seq_len,
             num_draft_tokens=spec.num_draft_tokens,

@@ -11,13 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from specpipe.runtimes.tensorrt_llm.formats import FORMATS
 from specpipe.runtimes.tensorrt_llm.toolbox import File, Word
 from specpipe.runtimes.tensorrt_llm.versions import version_number
 from specpipe.stages.base import Role
 
 if TYPE_CHECKING:
-    from specpipe.config import QuantizationConfig
     from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
 
 Kind = Literal["text", "texts", "number", "choice", "toggle", "switch"]
@@ -196,6 +194,8 @@ class EngineSpec:
     max_seq_len     tokens of prompt and answer
     num_draft_tokens
                     tokens that the target verifies at once, at least 1; the draft's own number is 0
+    quant_algo, kv_cache_quant_algo
+                    of the checkpoint's config.json; None: plain
     gather_logits   whether draft tokens are accepted by comparing logits
     """
 
@@ -205,7 +205,8 @@ class EngineSpec:
     max_seq_len: int
     max_num_tokens: int
     num_draft_tokens: int
-    quantization: QuantizationConfig | None
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
     gather_logits: bool
     flags: BuildFlags
     extra_args: tuple[str, ...] = ()
@@ -255,19 +256,17 @@ def _by_format(spec: EngineSpec) -> dict[str, Value]:
     NVIDIA advises the GEMM plugin for float16 and bfloat16 weights and against it for FP8
     (useful-build-time-flags.md); for NVFP4 the builder would turn it on by itself.
     """
-    settings, quantization = spec.flags, spec.quantization
-    form = FORMATS[quantization.format] if quantization else None
+    settings, algo = spec.flags, spec.quant_algo
     gemm_plugin = {"FP8": "disable", "FP8_PER_CHANNEL_PER_TOKEN": "disable", "NVFP4": "nvfp4"}
-    has_fp8_kv_cache = quantization is not None and quantization.kv_cache == "fp8"
     decided: dict[str, Value] = {}
     if settings.gemm_plugin is None:
-        decided["gemm_plugin"] = gemm_plugin.get(form.quant_algo, "auto") if form else "auto"
+        decided["gemm_plugin"] = "auto" if algo is None else gemm_plugin.get(algo, "auto")
     if settings.fp8_rowwise_gemm_plugin is None:
-        is_rowwise = form is not None and form.quant_algo == "FP8_PER_CHANNEL_PER_TOKEN"
+        is_rowwise = algo == "FP8_PER_CHANNEL_PER_TOKEN"
         decided["fp8_rowwise_gemm_plugin"] = "auto" if is_rowwise else "disable"
     if settings.use_fp8_context_fmha is None:
         # With paged context FMHA it is the KV cache that decides, not the weights alone.
-        decided["use_fp8_context_fmha"] = has_fp8_kv_cache
+        decided["use_fp8_context_fmha"] = spec.kv_cache_quant_algo == "FP8"
     return decided
 
 

@@ -22,7 +22,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.errors import RuntimeUnavailable
 from specpipe.runtimes.engine_fit import installed
-from specpipe.runtimes.tensorrt_llm import build_flags, contract, formats
+from specpipe.runtimes.tensorrt_llm import build_flags, contract
 from specpipe.runtimes.tensorrt_llm.build_flags import Flag
 from specpipe.runtimes.tensorrt_llm.contract import Tensor
 from specpipe.runtimes.tensorrt_llm.model_yaml import SPELLINGS, release_line
@@ -33,7 +33,6 @@ BACKEND_DIR = Path("/opt/tritonserver/backends/tensorrtllm")
 
 TEMPLATE = "all_models/inflight_batcher_llm/tensorrt_llm/config.pbtxt"
 LAUNCH_SCRIPT = "scripts/launch_triton_server.py"
-QUANTIZE_SCRIPT = "examples/quantization/quantize.py"
 
 LAUNCH_WORDS = (
     "mpirun",
@@ -51,28 +50,6 @@ LAUNCH_WORDS = (
 )
 """What NVIDIA's launch script puts on the command line and into the environment, as serve.py and
 triton/command.py do."""
-
-QUANTIZE_FLAGS = (
-    "--model_dir",
-    "--output_dir",
-    "--qformat",
-    "--kv_cache_dtype",
-    "--dtype",
-    "--device",
-    "--device_map",
-    "--calib_dataset",
-    "--calib_size",
-    "--calib_max_seq_length",
-    "--tokenizer_max_seq_length",
-    "--batch_size",
-    "--awq_block_size",
-    "--tp_size",
-    "--pp_size",
-    "--cp_size",
-    "--seed",
-    "--quantize_lm_head",
-)
-"""What quantize.py passes to NVIDIA's quantization script."""
 
 DECOUPLED_REFUSAL = b"Streaming is only supported if model is deployed using decoupled mode"
 """What the backend says to a stream of a model that is not decoupled. There is no such sentence for
@@ -120,11 +97,6 @@ def compare_image(app_dir: Path) -> tuple[Release, tuple[Comparison, ...]]:
             "launch script",
             str(app_dir / LAUNCH_SCRIPT),
             lambda: _missing(_read(app_dir / LAUNCH_SCRIPT), LAUNCH_WORDS),
-        ),
-        (
-            "quantization script",
-            str(app_dir / QUANTIZE_SCRIPT),
-            lambda: _missing(_read(app_dir / QUANTIZE_SCRIPT), (*QUANTIZE_FLAGS, *formats.FORMATS)),
         ),
         ("backend", str(BACKEND_DIR), lambda: _backend(BACKEND_DIR)),
         (

@@ -139,6 +139,8 @@ class Wanted:
     version: str
     world_size: int
     vocab_size: int
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
     max_batch_size: int
     max_seq_len: int
     num_draft_tokens: int
@@ -212,6 +214,9 @@ def _order_faults(engine: BuiltEngine, wanted: Wanted) -> Iterator[str]:
         )
     if engine.vocab_size != wanted.vocab_size:
         yield f"its vocabulary has {engine.vocab_size} rows, its checkpoint's {wanted.vocab_size}"
+    for name in ("quant_algo", "kv_cache_quant_algo"):
+        if getattr(engine, name) != getattr(wanted, name):
+            yield f"{name} is {getattr(engine, name)}, its checkpoint's {getattr(wanted, name)}"
     if engine.max_batch_size < wanted.max_batch_size:
         yield f"max_batch_size is {engine.max_batch_size}, not {wanted.max_batch_size}"
     if engine.max_seq_len < wanted.max_seq_len + wanted.num_draft_tokens:

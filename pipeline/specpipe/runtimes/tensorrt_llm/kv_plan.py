@@ -21,14 +21,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-from specpipe.checkpoint import QUANT_CONFIG_NAME, read_config
+from specpipe.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, read_config
 from specpipe.errors import EngineBuildError
-from specpipe.families import Part, TensorRule, part_shape, pipeline_layers, tensor_rules
+from specpipe.families import DTYPES, pipeline_layers, tensor_rules
+from specpipe.quantization.formats import FORMAT_OF_ALGO, format_of
+from specpipe.quantization.sizes import kv_cache_bytes_per_token, tensor_bytes
+from specpipe.rules import TensorRule
 from specpipe.runtimes.memory import MemoryEstimate, format_bytes
-from specpipe.runtimes.tensorrt_llm.formats import FORMATS
 
 if TYPE_CHECKING:
     from specpipe.runtimes.base import PairPlan, Side
@@ -36,18 +37,6 @@ if TYPE_CHECKING:
 
 DEFAULT_FRACTION = 0.9
 """TensorRT-LLM's own; of the memory that is free when an engine loads."""
-
-_WEIGHT_BITS = {
-    "fp8": 8.0,
-    "fp8_pc_pt": 8.0,
-    "int8_sq": 8.0,
-    "int8_wo": 8.0,
-    "int4_wo": 4.0,
-    "int4_awq": 4.125,  # and a 16-bit scale for each 128 weights
-    "w4a8_awq": 4.125,
-    "nvfp4": 4.5,  # and an 8-bit scale for each 16 weights
-}
-"""Bits of one weight of a linear layer, by quantization format."""
 
 _RUNTIME_BYTES = 750 * 10**6
 """A rank's CUDA context, kernels, libraries and communication buffers. A guess, not measured."""
@@ -88,7 +77,11 @@ def plan_cache(pair: PairPlan, side: Side) -> CachePlan:
             f"sequence of the {side.role} needs {num_blocks * block}: raise it, or lower "
             "engine.max_seq_len"
         )
-    return CachePlan(tokens, _cache_bytes_per_token(side))
+    checkpoint = side.checkpoint
+    bytes_per_token = kv_cache_bytes_per_token(
+        _stored_config(side), tp_size=checkpoint.tp_size, pp_size=checkpoint.pp_size
+    )
+    return CachePlan(tokens, bytes_per_token)
 
 
 def engine_max_seq_len(pair: PairPlan, side: Side) -> int:
@@ -141,7 +134,6 @@ def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
     """
     if pair.engine.tensorrt_llm.backend == "tensorrt":
         check_windows(pair, side)
-        check_gpus(pair)
     rank = rank_memory(pair, side)
     world_size = side.checkpoint.world_size
     return MemoryEstimate(
@@ -153,13 +145,31 @@ def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
 
 def rank_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
     """Estimates what an engine takes on the GPU of the rank that takes most."""
-    config = _mapped(side)
+    config = _stored_config(side)
     pp_size = side.checkpoint.pp_size
     return MemoryEstimate(
-        weights_bytes=max(_weights_bytes(side, config, rank) for rank in range(pp_size)),
+        weights_bytes=max(_weights_bytes(config, rank) for rank in range(pp_size)),
         kv_cache_bytes=plan_cache(pair, side).rank_bytes,
         workspace_bytes=_workspace_bytes(pair, side, config),
     )
+
+
+def memory_by_gpu(pair: PairPlan, side: Side) -> dict[int, MemoryEstimate]:
+    """Estimates what each rank of an engine takes, by the number of its GPU."""
+    config, cache = _stored_config(side), plan_cache(pair, side)
+    tp_size = side.checkpoint.tp_size
+    stages = [
+        MemoryEstimate(
+            weights_bytes=_weights_bytes(config, pp_rank),
+            kv_cache_bytes=cache.tokens
+            * kv_cache_bytes_per_token(
+                config, tp_size=tp_size, pp_size=side.checkpoint.pp_size, pp_rank=pp_rank
+            ),
+            workspace_bytes=_workspace_bytes(pair, side, config),
+        )
+        for pp_rank in range(side.checkpoint.pp_size)
+    ]
+    return {gpu: stages[rank // tp_size] for rank, gpu in enumerate(_gpu_ids(pair, side))}
 
 
 def check_gpus(pair: PairPlan) -> None:
@@ -204,69 +214,45 @@ def _gpu_bytes() -> list[int]:
         return []  # a driver that does not answer, or a GPU that shares the host's memory
 
 
-def _mapped(side: Side) -> dict[str, Any]:
-    """The unified config with the ranks that the checkpoint is split over."""
+def _stored_config(side: Side) -> dict[str, Any]:
+    """The unified config as the engine stores its numbers, with the ranks that it is split over.
+
+    Of a checkpoint that ModelOpt quantized, and that is read as it is, hf_quant_config.json tells.
+    """
     tp_size, pp_size = side.checkpoint.tp_size, side.checkpoint.pp_size
     mapping = {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size}
-    return {**side.unified, "mapping": mapping}
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """How an engine keeps numbers: bytes of a weight of a linear layer, of a number in the KV
-    cache, and of any other."""
-
-    weight: float
-    cache: int
-    element: int
-
-
-def _stored(side: Side) -> _Stored:
-    """Reads it from the plan, or from what ModelOpt wrote beside a quantized checkpoint."""
-    element = _element_bytes(side)
-    quantization = side.checkpoint.quantization
-    if quantization is not None:
-        bits = _WEIGHT_BITS[quantization.format]
-        return _Stored(bits / 8, 1 if quantization.kv_cache else element, element)
+    hf_config = read_config(side.folder, allow_quantized=True)
+    dtype = hf_config.get("dtype", hf_config.get("torch_dtype"))
+    config = {
+        **side.unified,
+        "dtype": dtype if dtype in DTYPES else "bfloat16",  # half precision is as large, whichever
+        "mapping": mapping,
+    }
+    if format_of(config) is not None:
+        return config
     try:
         found = json.loads((side.folder / QUANT_CONFIG_NAME).read_bytes())["quantization"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return _Stored(element, element, element)
-    of_algorithm = {FORMATS[name].quant_algo: bits / 8 for name, bits in _WEIGHT_BITS.items()}
-    return _Stored(
-        of_algorithm.get(found.get("quant_algo"), element),
-        1 if found.get("kv_cache_quant_algo") else element,
-        element,
-    )
+        algo, group_size = found.get("quant_algo"), found.get("group_size")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return config
+    config["quantization"] = {
+        "quant_algo": algo if algo in FORMAT_OF_ALGO else None,
+        "kv_cache_quant_algo": found.get("kv_cache_quant_algo"),
+        "group_size": group_size or 128,
+        "exclude_modules": ["lm_head"],
+    }
+    return config
 
 
-def _element_bytes(side: Side) -> int:
-    """Bytes of one number in the model's own dtype; 2 unless its config says float32."""
-    config = read_config(side.folder, allow_quantized=True)
-    return 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
-
-
-def _cache_bytes_per_token(side: Side) -> int:
-    """Keys and values of one token on the rank with the most layers."""
-    config, tp_size = side.unified, side.checkpoint.tp_size
-    num_kv_heads = -(-config["num_key_value_heads"] // tp_size)  # fewer heads than ranks: copies
-    num_layers = len(pipeline_layers(_mapped(side), 0))
-    return int(2 * num_layers * num_kv_heads * config["head_size"] * _stored(side).cache)
-
-
-def _weights_bytes(side: Side, config: Mapping[str, Any], pp_rank: int) -> int:
+def _weights_bytes(config: Mapping[str, Any], pp_rank: int) -> int:
     """Weights of one rank of a pipeline stage."""
     layers = pipeline_layers(config, pp_rank)
-    is_last = pp_rank == config["mapping"]["pp_size"] - 1
-    stored = _stored(side)
-    size = 0.0
-    for rule, layer in tensor_rules(config):
-        if not _is_on(rule, layer, layers, is_first=pp_rank == 0, is_last=is_last):
-            continue
-        is_linear = layer is not None and len(part_shape(config, rule.parts[0])) > 1
-        number = stored.weight if is_linear else stored.element
-        size += number * sum(_elements(config, part) for part in rule.parts)
-    return int(size)
+    is_first, is_last = pp_rank == 0, pp_rank == config["mapping"]["pp_size"] - 1
+    return sum(
+        tensor_bytes(config, rule, layer, tp_size=config["mapping"]["tp_size"])
+        for rule, layer in tensor_rules(config)
+        if _is_on(rule, layer, layers, is_first=is_first, is_last=is_last)
+    )
 
 
 def _is_on(
@@ -277,23 +263,13 @@ def _is_on(
     return is_first if rule.stage == "first" else is_last
 
 
-def _elements(config: Mapping[str, Any], part: Part) -> int:
-    """Numbers of a part that one rank holds."""
-    elements = prod(part_shape(config, part))
-    ranks: int = config["mapping"]["tp_size"]
-    if part.split == "none":
-        return elements
-    if part.split == "kv_heads":
-        ranks = min(ranks, config["num_key_value_heads"])
-    return -(-elements // ranks)
-
-
 def _workspace_bytes(pair: PairPlan, side: Side, config: Mapping[str, Any]) -> int:
     """What is left: activations of one forward, and logits with the sampler's copies of them."""
     tp_size = side.checkpoint.tp_size
     heads = config["num_attention_heads"] * config["head_size"]
     row = 4 * config["hidden_size"] + (3 * heads + 3 * config["intermediate_size"]) // tp_size
-    activations = pair.engine.max_num_tokens * row * _element_bytes(side)
+    element_bytes = ELEMENT_BYTES[DTYPES[config["dtype"]]]
+    activations = pair.engine.max_num_tokens * row * element_bytes
     rows = pair.engine.max_batch_size * (pair.num_draft_tokens + 1 if side.role == "target" else 1)
     logits = 3 * 4 * rows * config["vocab_size"]
     return int(activations + logits + _RUNTIME_BYTES)

@@ -1,7 +1,7 @@
 """Backend `pytorch`: TensorRT-LLM's LLM API runs the draft-verify loop on two checkpoints.
 
-Nothing is built. The checkpoints, plain or quantized by ModelOpt, go into the Triton repository as
-they are, beside a `model.yaml` that says how to load them:
+No engine is built. The checkpoints go into the Triton repository in Hugging Face's layout, as they
+are or quantized by specpipe, beside a `model.yaml` that says how to load them:
 
 speculative/1/  model.yaml  draft/  target/
 """
@@ -21,6 +21,7 @@ import yaml
 
 from specpipe.checkpoint import QUANT_CONFIG_NAME, checkpoint_files, open_checkpoint
 from specpipe.errors import EngineMismatch, RuntimeUnavailable, SpecpipeError
+from specpipe.runtimes.base import checkpoint_dir, checkpoint_stages
 from specpipe.runtimes.tensorrt_llm import model_yaml
 from specpipe.runtimes.tensorrt_llm.versions import release
 from specpipe.stages.base import PlannedStage, Role, StageInputs
@@ -78,14 +79,16 @@ def _link_or_copy(source: Path, destination: Path) -> None:
 def engine_stages(
     pair: PairPlan,
 ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
-    """One stage for each checkpoint; raises EngineBuildError for what cannot work."""
+    """Collects or quantizes both checkpoints; raises EngineBuildError for what cannot work."""
     model_yaml.check_plan(pair)
-    return (_collect(pair.draft),), (_collect(pair.target),)
+    return _stages(pair, pair.draft), _stages(pair, pair.target)
 
 
-def _collect(side: Side) -> PlannedStage:
+def _stages(pair: PairPlan, side: Side) -> tuple[PlannedStage, ...]:
+    if side.checkpoint.quantization is not None:
+        return checkpoint_stages(side, unified=pair.measures, huggingface=True)
     stage = CollectCheckpoint(side.role, side.folder)
-    return PlannedStage(stage, side.artifacts / "checkpoint", side.fetch)
+    return (PlannedStage(stage, checkpoint_dir(side), side.fetch),)
 
 
 def serving_settings(pair: PairPlan) -> Mapping[str, Any]:

@@ -17,7 +17,9 @@ import yaml
 
 from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
 from specpipe.errors import EngineBuildError
-from specpipe.runtimes.setting_faults import Fault
+from specpipe.quantization.formats import FORMATS, format_of
+from specpipe.runtimes.setting_faults import Fault, without_effect
+from specpipe.runtimes.tensorrt_llm.refusals import FP8_SM, capabilities, sm_of
 from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
 from specpipe.runtimes.tensorrt_llm.versions import version_number
 
@@ -54,6 +56,11 @@ class Spelling:
 
 
 _TEMPERATURE_TOP_K_TOP_P = frozenset({"temperature", "top_k", "top_p"})
+
+FORMATS_READ = ("fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "nvfp4")
+"""What is read of the formats that specpipe writes in Hugging Face's layout. Source: TensorRT-LLM,
+tensorrt_llm/_torch/modules/linear.py (get_quant_method), of 1.1 or later; for 1.0 it was not
+seen."""
 
 SPELLINGS = {
     # tensorrt_llm/llmapi/llm_args.py: DecodingBaseConfig.from_dict looks `DraftTarget` up, fields
@@ -134,12 +141,19 @@ def to_text(arguments: dict[str, Any], version: str) -> str:
 def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
     """Yields the settings of a config for backend pytorch that would have no effect there."""
     for role, checkpoint in (("draft", config.draft), ("target", config.target)):
-        if checkpoint.quantization is not None:
+        scheme = checkpoint.quantization
+        if scheme is not None and scheme.format not in FORMATS_READ:
             yield Fault(
-                f"{role}.quantization",
-                checkpoint.quantization.format,
-                "nothing, since backend pytorch serves checkpoints as they are: let ModelOpt "
-                f"quantize it, and name the result as {role}.checkpoint",
+                f"{role}.quantization.format",
+                scheme.format,
+                f"{', '.join(FORMATS_READ)}: backend pytorch reads no other; backend tensorrt "
+                "builds engines of it",
+            )
+        if scheme is not None and "export" in scheme.model_fields_set:
+            yield without_effect(
+                f"{role}.quantization.export",
+                scheme.export,
+                "backend pytorch, which serves the exported folder",
             )
     for name in ("tp_size", "pp_size"):
         of_draft, of_target = getattr(config.draft, name), getattr(config.target, name)
@@ -199,8 +213,30 @@ def check_plan(pair: PairPlan) -> None:
             f"{pair.max_seq_len}: TensorRT-LLM's pytorch backend drafts up to the last one; set "
             f"engine.max_seq_len to {pair.draft.context_length} at most"
         )
+    known = capabilities(pair)
     for side in (pair.draft, pair.target):
+        _check_gpu(side, known[side.role])
         _check_quantization(side, pair.engine.tensorrt_llm.version)
+
+
+def _check_gpu(side: Side, compute_capability: str | None) -> None:
+    """Refuses a format that the GPU's tensor cores do not have."""
+    name = format_of(side.unified)
+    if name is None or compute_capability is None:
+        return
+    sm = sm_of(compute_capability)
+    if FORMATS[name].min_sm > sm:
+        possible = [other for other in FORMATS_READ if FORMATS[other].min_sm <= sm]
+        raise EngineBuildError(
+            f"{side.role}.quantization.format '{name}' does not run on a GPU of compute capability "
+            f"{compute_capability}; formats that do: {', '.join(possible)}; or leave quantization "
+            "out"
+        )
+    if side.unified["quantization"]["kv_cache_quant_algo"] == "FP8" and sm < FP8_SM:
+        raise EngineBuildError(
+            f"{side.role}.quantization.kv_cache 'fp8' does not run on a GPU of compute capability "
+            f"{compute_capability}; set it to null"
+        )
 
 
 def _check_quantization(side: Side, version: str) -> None:
@@ -226,7 +262,8 @@ def _check_quantization(side: Side, version: str) -> None:
     raise EngineBuildError(
         f"{side.role} {side.folder} is quantized by {method or 'an unnamed method'}, which "
         f"TensorRT-LLM {version} is not known to read: it reads what ModelOpt wrote "
-        f"({QUANT_CONFIG_NAME}), {readable}; quantize {side.role}.checkpoint with ModelOpt"
+        f"({QUANT_CONFIG_NAME}), {readable}; set {side.role}.quantization on the checkpoint that "
+        "it was quantized from"
     )
 
 

@@ -5,6 +5,8 @@ Each fault names the setting to change.
 
 Sources: TensorRT-LLM, builder.py (what it switches off with a warning, and what it raises for),
 plugin/plugin.py (PluginConfig.validate), commands/build.py; releases 0.16 to 1.2.
+quantization/quantize.py (which modules a format replaces); kernels/cutlass_kernels/fpA_intB_gemm
+(blocks of 64 and 128).
 """
 
 from __future__ import annotations
@@ -14,21 +16,20 @@ from typing import TYPE_CHECKING
 
 from specpipe.errors import EngineBuildError
 from specpipe.provenance import gpus
+from specpipe.quantization.formats import FORMATS, OFFERED, format_of
 from specpipe.runtimes.setting_faults import Fault
-from specpipe.runtimes.tensorrt_llm.formats import (
-    AWQ_VOCAB_MULTIPLE,
-    FORMATS,
-    exported_vocab_size,
-)
 from specpipe.stages.base import Role
 
 if TYPE_CHECKING:
-    from specpipe.config import CheckpointConfig, PipelineConfig
+    from specpipe.config import PipelineConfig, QuantizationConfig
     from specpipe.runtimes.base import PairPlan, Side
     from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
 
 _MIN_SM = 80  # TensorRT-LLM, examples/draft_target_model/README.md
-_FP8_SM = 89
+FP8_SM = 89
+
+_BLOCK_SIZES = {"int4_awq": (64, 128), "w4a8_awq": (128,)}
+"""Weights that may share a scale, by format."""
 
 _BUILD = "engine.tensorrt_llm.build"
 
@@ -53,7 +54,8 @@ def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
             "request may still ask for 0",
         )
     for role, checkpoint in sides.items():
-        yield from _kv_cache_faults(role, checkpoint)
+        if checkpoint.quantization is not None:
+            yield from _scheme_faults(f"{role}.quantization", checkpoint.quantization)
     yield from _flag_faults(settings.build)
     weights = settings.parameters.gpu_weights_percent
     if weights < 1 and not settings.build.weight_streaming:
@@ -78,7 +80,7 @@ def capabilities(pair: PairPlan) -> dict[Role, str | None]:
     for side in (pair.draft, pair.target):
         ids = settings.gpu_ids(side.role, side.checkpoint.world_size)
         used = [found[gpu_id] for gpu_id in ids if gpu_id < len(found)] or found
-        lowest[side.role] = min(used, key=_sm) if used else None
+        lowest[side.role] = min(used, key=sm_of) if used else None
     return lowest
 
 
@@ -87,20 +89,24 @@ def check_plan(pair: PairPlan, capabilities: Mapping[Role, str | None]) -> None:
 
     capabilities  as the function of that name returns them
     """
+    # Reading a YAML, which needs this module too, must not take the time to import NumPy.
+    from specpipe.runtimes.tensorrt_llm.quantized_weights import weight_faults
+
     faults = [*_vocab_faults(pair), *_token_faults(pair)]
     for side in (pair.draft, pair.target):
         known = capabilities[side.role]
+        flags = pair.engine.tensorrt_llm.build
         if known is not None:
-            faults += _gpu_faults(side, pair.engine.tensorrt_llm.build, known)
-        faults += _block_faults(side)
+            faults += _gpu_faults(side, flags, known)
         faults += _dtype_faults(side)
-        faults += _fusion_faults(side, pair.engine.tensorrt_llm.build)
+        faults += weight_faults(side, flags, None if known is None else sm_of(known))
+        faults += _fusion_faults(side, flags)
     if faults:
         raise EngineBuildError("\n".join(dict.fromkeys(faults)))  # both sides may share one
 
 
 def dtype_fault(role: Role, dtype: str) -> str | None:
-    """Says what is wrong with a plain checkpoint's dtype; None if nothing is.
+    """Says what is wrong with a checkpoint's dtype; None if nothing is.
 
     NVIDIA's support matrix lists float16, bfloat16 and FP8 for draft and target.
     """
@@ -112,8 +118,27 @@ def dtype_fault(role: Role, dtype: str) -> str | None:
     )
 
 
-def _sm(compute_capability: str) -> int:
-    """The way TensorRT-LLM counts: 90 for "9.0", 120 for "12.0"."""
+def formats_on(sm: int | None) -> list[str]:
+    """Returns the formats that a GPU runs, or all of them where none is known."""
+    return [name for name in OFFERED if sm is None or FORMATS[name].runs_on(sm)]
+
+
+def what_is_quantized(side: Side, name: str) -> str:
+    """Names the format of a side: that of its config, or the one that its checkpoint came in."""
+    if side.checkpoint.quantization is not None:
+        return f"{side.role}.quantization.format '{name}'"
+    return f"{side.role}: the format of its checkpoint, {name},"
+
+
+def instead(side: Side) -> str:
+    """Says how to go without a side's format."""
+    if side.checkpoint.quantization is not None:
+        return "leave quantization out"
+    return "use the checkpoint that it was quantized from"
+
+
+def sm_of(compute_capability: str) -> int:
+    """Counts as TensorRT-LLM does: 90 for "9.0", 120 for "12.0"."""
     major, _, minor = compute_capability.partition(".")
     return int(major) * 10 + int(minor)
 
@@ -131,21 +156,36 @@ def _gpu_id_faults(role: str, ids: tuple[int, ...], world_size: int) -> Iterator
         )
 
 
-def _kv_cache_faults(role: str, checkpoint: CheckpointConfig) -> Iterator[Fault]:
-    quantization = checkpoint.quantization
-    if quantization is None or quantization.kv_cache is None:
-        return
-    key = f"{role}.quantization.kv_cache"
-    why = "with it the builder switches off paged context FMHA, which drafting needs"
-    formats = [name for name, form in FORMATS.items() if form.fp8_kv_cache]
-    if quantization.kv_cache == "int8":
-        yield Fault(key, "int8", f"null or 'fp8': {why}")
-    elif quantization.format not in formats:
+def _scheme_faults(key: str, scheme: QuantizationConfig) -> Iterator[Fault]:
+    """What the builder would switch off, has no kernels for, or would do otherwise."""
+    name = scheme.format
+    if scheme.kv_cache is not None and not FORMATS[name].fp8_kv_cache:
+        formats = [other for other, made in FORMATS.items() if made.fp8_kv_cache]
         yield Fault(
-            key,
-            "fp8",
-            f"null with format '{quantization.format}': {why}; formats that go with it: "
-            + ", ".join(formats),
+            f"{key}.kv_cache",
+            scheme.kv_cache,
+            f"null with format '{name}': with it the builder switches off paged context FMHA, "
+            f"which drafting needs; formats that go with it: {', '.join(formats)}",
+        )
+    sizes = _BLOCK_SIZES.get(name)
+    if sizes is not None and scheme.awq_block_size not in sizes:
+        yield Fault(
+            f"{key}.awq_block_size",
+            scheme.awq_block_size,
+            f"{' or '.join(map(str, sizes))}: TensorRT-LLM has no other kernels of {name}",
+        )
+    if name == "fp8_pc_pt" and scheme.exclude:
+        yield Fault(
+            f"{key}.exclude",
+            list(scheme.exclude),
+            f"nothing with format '{name}', which TensorRT-LLM gives to whole attention and MLP "
+            "modules; format 'fp8' leaves out single linears",
+        )
+    if name == "fp8_pc_pt" and scheme.quantize_lm_head:
+        yield Fault(
+            f"{key}.quantize_lm_head",
+            True,
+            f"false with format '{name}', of which TensorRT-LLM has no head; format 'fp8' has one",
         )
 
 
@@ -164,23 +204,26 @@ def _flag_faults(flags: BuildFlags) -> Iterator[Fault]:
 
 def _gpu_faults(side: Side, flags: BuildFlags, known: str) -> Iterator[str]:
     """Formats and flags that a GPU has no kernels for."""
-    sm = _sm(known)
+    sm = sm_of(known)
     gpu = f"a GPU of compute capability {known}"
     if sm < _MIN_SM:
         yield (
             f"{side.role}: TensorRT-LLM does not verify draft tokens on {gpu}; it needs 8.0 or more"
         )
         return
-    quantization = side.checkpoint.quantization
-    if quantization is not None:
-        if not FORMATS[quantization.format].runs_on(sm):
-            possible = [name for name, form in FORMATS.items() if form.runs_on(sm)]
-            yield (
-                f"{side.role}.quantization.format '{quantization.format}' does not run on {gpu}; "
-                f"formats that do: {', '.join(possible)}; or leave quantization out"
-            )
-        elif quantization.kv_cache == "fp8" and sm < _FP8_SM:
-            yield f"{side.role}.quantization.kv_cache 'fp8' does not run on {gpu}; set it to null"
+    name = format_of(side.unified)
+    if name is not None and not FORMATS[name].runs_on(sm):
+        yield (
+            f"{what_is_quantized(side, name)} does not run on {gpu}; formats that do: "
+            f"{', '.join(formats_on(sm))}; or {instead(side)}"
+        )
+    elif side.unified["quantization"]["kv_cache_quant_algo"] == "FP8" and sm < FP8_SM:
+        yield (
+            f"{side.role}.quantization.kv_cache 'fp8' does not run on {gpu}; set it to null"
+            if side.checkpoint.quantization is not None
+            else f"{side.role}: the FP8 KV cache of its checkpoint does not run on {gpu}; "
+            "use one without"
+        )
     if flags.gemm_swiglu_plugin != "disable" and sm != 90:
         yield f"{_BUILD}.gemm_swiglu_plugin does not run on {gpu}, but on 9.0; disable it"
     for name in (
@@ -192,36 +235,11 @@ def _gpu_faults(side: Side, flags: BuildFlags, known: str) -> Iterator[str]:
             yield f"{_BUILD}.{name} does not run on {gpu}; disable it"
 
 
-def _block_faults(side: Side) -> Iterator[str]:
-    """AWQ scales whole blocks of a rank's input channels."""
-    quantization = side.checkpoint.quantization
-    if quantization is None or not FORMATS[quantization.format].block_size:
-        return
-    size, tp_size = quantization.awq_block_size, side.checkpoint.tp_size
-    unified = side.unified
-    inputs = {
-        "hidden size": unified["hidden_size"],
-        "attention output per rank": unified["num_attention_heads"]
-        * unified["head_size"]
-        // tp_size,
-        "intermediate size per rank": unified["intermediate_size"] // tp_size,
-    }
-    for what, channels in inputs.items():
-        if channels % size:
-            yield (
-                f"{side.role}.quantization.awq_block_size {size} does not divide the {what} of "
-                f"{channels}; lower it or {side.role}.tp_size"
-            )
-
-
 def _dtype_faults(side: Side) -> Iterator[str]:
     """Where config.json leaves the dtype to the weights, it is looked at after conversion."""
-    if side.checkpoint.quantization is not None:
-        return  # which turns float32 into float16
-    # Reading a YAML, which needs this module too, must not take the time to import NumPy.
     from specpipe.checkpoint import read_config
 
-    config = read_config(side.folder)
+    config = read_config(side.folder, allow_quantized=True)
     fault = dtype_fault(side.role, str(config.get("dtype") or config.get("torch_dtype")))
     if fault is not None:
         yield fault
@@ -247,17 +265,11 @@ def _vocab_faults(pair: PairPlan) -> Iterator[str]:
     """
     if pair.engine.tensorrt_llm.acceptance != "logits":
         return
-    sizes = {}
-    for side in (pair.draft, pair.target):
-        quantization = side.checkpoint.quantization
-        sizes[side.role] = exported_vocab_size(
-            side.unified["vocab_size"], quantization.format if quantization else None
-        )
+    sizes = {side.role: side.unified["vocab_size"] for side in (pair.draft, pair.target)}
     if sizes["draft"] != sizes["target"]:
         yield (
-            f"the draft's vocabulary has {sizes['draft']} rows, the target's {sizes['target']} "
-            f"(AWQ fills it up to a multiple of {AWQ_VOCAB_MULTIPLE}), but comparing logits needs "
-            "equal ones: set engine.tensorrt_llm.acceptance to exact, or quantize both alike"
+            f"the draft's vocabulary has {sizes['draft']} rows, the target's {sizes['target']}, "
+            "but comparing logits needs equal ones: set engine.tensorrt_llm.acceptance to exact"
         )
 
 

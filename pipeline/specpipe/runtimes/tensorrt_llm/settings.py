@@ -70,7 +70,7 @@ class BuildFlags(Section):
     """Flags of `trtllm-build` for both engines; none: specpipe decides, or the flag's default."""
 
     logits_dtype: Literal["float16", "float32"] = "float32"
-    """What the engines give their logits in; float32 also where quantization wrote float16."""
+    """What the engines give their logits in."""
 
     opt_num_tokens: int | None = Field(default=None, ge=1)
     """Tokens per iteration that kernels are tuned for; none: what trtllm-build takes by itself."""

@@ -1,4 +1,4 @@
-"""Why `trtllm-build`, quantization or docker failed, read from what they printed.
+"""Why `trtllm-build` or docker failed, read from what they printed.
 
 The wording of TensorRT-LLM and TensorRT is that of their sources and of public reports of 0.5 to
 1.1; a failure that none of it matches is reported by its last lines alone.
@@ -71,7 +71,7 @@ CAUSES = (
         "engine.max_batch_size, or raise {role}.tp_size",
     ),
     _cause(
-        r"trtllm-build: error: (.+)|quantize\.py: error: (.+)",
+        r"trtllm-build: error: (.+)",
         "this TensorRT-LLM has another command line ({0}): check engine.tensorrt_llm.version "
         "against the image, and engine.tensorrt_llm.extra_build_args",
     ),
@@ -103,12 +103,6 @@ CAUSES = (
         r"object has no attribute '(\w+)'",
         "this TensorRT-LLM reads the checkpoint's config.json otherwise ({0}): check "
         "engine.tensorrt_llm.version against the image",
-    ),
-    _cause(
-        r"couldn't reach .*on the hub|datasetnotfounderror|connectionerror.*hugging|"
-        r"couldn't find .*dataset|localentrynotfounderror",
-        "the calibration texts cannot be had: set {role}.quantization.calibration.dataset to a "
-        "folder of this machine",
     ),
     _cause(
         r"permissionerror: .*|mkdir: cannot create directory",

@@ -1,16 +1,18 @@
 """The `config.json` of a unified checkpoint as a typed model, by family.
 
-It is what `trtllm-build` reads, ours after conversion and NVIDIA's after quantization. Keys that
-TensorRT-LLM does not know become attributes of its config and do no harm, but not inside
-`quantization`, where late versions refuse them.
+It is what `trtllm-build` reads, plain or quantized. Keys that TensorRT-LLM does not know become
+attributes of its config and do no harm, but not inside `quantization`, where late versions refuse
+them.
 
 Sources: TensorRT-LLM, docs/source/architecture/checkpoint.md, models/modeling_utils.py
-(PretrainedConfig, QuantConfig, QuantAlgo), models/{llama,qwen,phi3,gemma}/config.py.
+(PretrainedConfig, QuantConfig, QuantAlgo), models/{llama,qwen,phi3,gemma}/config.py,
+quantization/quantize.py (what is left plain unless `exclude_modules` is given).
 """
 
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,6 +44,14 @@ QuantAlgo = Literal[
     "NVFP4",
     "NO_QUANT",
 ]
+
+
+_NEVER_QUANTIZED: dict[QuantAlgo | None, str] = {
+    "W8A16": "transformer.vocab_embedding",
+    "W4A16": "transformer.vocab_embedding",
+    "FP8_PER_CHANNEL_PER_TOKEN": "transformer.ln_f",
+}
+"""What TensorRT-LLM would quantize too, by algorithm; no checkpoint has scales for it."""
 
 
 class _Strict(BaseModel):
@@ -83,6 +93,16 @@ class Quantization(_Strict):
     pre_quant_scale: bool = False
     exclude_modules: list[str] | None = None
     mamba_ssm_cache_dtype: str | None = None
+
+    @model_validator(mode="after")
+    def _check_excluded(self) -> Quantization:
+        """A list takes the place of TensorRT-LLM's own, in which these are."""
+        module, excluded = _NEVER_QUANTIZED.get(self.quant_algo), self.exclude_modules
+        if module is None or excluded is None:
+            return self
+        if not any(fnmatchcase(module, name) for name in excluded):
+            raise ValueError(f"exclude_modules lacks {module}")
+        return self
 
 
 class _Decoder(BaseModel):

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import ConfigError
 from specpipe.provenance import gpus
-from specpipe.runtimes.base import Launch, convert_stage, require_library
+from specpipe.runtimes.base import (
+    Launch,
+    checkpoint_dir,
+    checkpoint_dtype,
+    checkpoint_stages,
+    require_library,
+)
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
+from specpipe.runtimes.torch.kernel_choice import kernel_for
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.stages.base import PlannedStage
 from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
@@ -45,10 +52,9 @@ class TorchRuntime:
         return self._stages(pair, pair.draft), self._stages(pair, pair.target)
 
     def _stages(self, pair: PairPlan, side: Side) -> tuple[PlannedStage, ...]:
-        convert = convert_stage(side)
         build = BuildTorchEngine(
             role=side.role,
-            checkpoint=convert.artifact,
+            checkpoint=checkpoint_dir(side),
             max_batch_size=pair.engine.max_batch_size,
             max_seq_len=pair.max_seq_len_of(side),
             max_draft_len=pair.num_draft_tokens,
@@ -56,7 +62,8 @@ class TorchRuntime:
             dtype=pair.engine.dtype,
             device=pair.engine.device,
         )
-        return convert, PlannedStage(build, side.artifacts / "engine", require=self.require)
+        engine = PlannedStage(build, side.artifacts / "engine", require=self.require)
+        return *checkpoint_stages(side), engine
 
     def reads_quantized(self, engine: EngineConfig) -> bool:
         return False
@@ -65,11 +72,24 @@ class TorchRuntime:
         return {}
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
+        found = [] if pair.engine.device == "cpu" else gpus()
+        has_gpu = pair.engine.device == "cuda" or bool(found)
+        sm = int(found[0]["compute_cap"].replace(".", "")) if found else None
+        return self._estimate(pair, side, "cuda" if has_gpu else "cpu", sm)
+
+    def memory_by_gpu(
+        self, pair: PairPlan, side: Side, sm: int | None
+    ) -> Mapping[int, MemoryEstimate]:
+        if pair.engine.device == "cpu":
+            return {}
+        return {0: self._estimate(pair, side, "cuda", sm)}
+
+    def _estimate(self, pair: PairPlan, side: Side, device: str, sm: int | None) -> MemoryEstimate:
         engine = pair.engine
-        has_gpu = engine.device == "cuda" or (engine.device == "auto" and bool(gpus()))
         return estimate_memory(
             side.unified,
-            dtype=compute_dtype(engine.dtype, "cuda" if has_gpu else "cpu", side.unified["dtype"]),
+            dtype=compute_dtype(engine.dtype, device, checkpoint_dtype(side)),
+            kernel=kernel_for(side.unified, sm),
             max_batch_size=engine.max_batch_size,
             max_seq_len=pair.max_seq_len_of(side),
             max_draft_len=pair.num_draft_tokens,

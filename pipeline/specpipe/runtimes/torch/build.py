@@ -1,7 +1,9 @@
 """Unified checkpoint → an engine folder of the torch runtime.
 
 The folder holds `config.json` (`version`, `pretrained_config` and `build_config`, as trtllm-build
-has them) and `model.safetensors`, arranged as model.py computes with it: loading converts nothing.
+has them) and `model.safetensors`, arranged as model.py computes with it: loading converts nothing
+but the int4 weights of a GPU, whose packing is torch's own. `build_config` has a `kernel` where
+one of torch's multiplies by quantized weights; else they are emulated, which any device can.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, Literal
 from specpipe import __version__
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.hf_config import context_length
+from specpipe.quantization.formats import format_of
 from specpipe.stages.base import Role, StageInputs
 from specpipe.unified import load_unified
 
@@ -51,27 +54,32 @@ class BuildTorchEngine:
 
     def run(self, out: Path) -> None:
         # Deciding whether to build must not take the seconds that importing torch does.
+        from specpipe.runtimes.torch.kernels import usable_kernel
         from specpipe.runtimes.torch.layout import write_weights
 
         checkpoint = load_unified(self.checkpoint)
         self._check(checkpoint.config)
         device = self._device()
         dtype = compute_dtype(self.dtype, device, checkpoint.config["dtype"])
-        write_weights(out / WEIGHTS_NAME, checkpoint, dtype)
+        build_config: dict[str, Any] = {
+            "max_batch_size": self.max_batch_size,
+            "max_seq_len": self.max_seq_len,
+            "max_num_tokens": self.max_num_tokens,
+            "max_draft_len": self.max_draft_len,
+            "max_beam_width": 1,
+            "kv_cache_type": "CONTINUOUS",
+            "dtype": dtype,
+            "device": device,
+        }
+        kernel = None if device == "cpu" else usable_kernel(checkpoint.config)
+        if kernel is not None:
+            build_config["kernel"] = kernel
+        write_weights(out / WEIGHTS_NAME, checkpoint, dtype, kernel)
         config = {
             "version": __version__,
             "runtime": ENGINE_KIND,
             "pretrained_config": checkpoint.config,
-            "build_config": {
-                "max_batch_size": self.max_batch_size,
-                "max_seq_len": self.max_seq_len,
-                "max_num_tokens": self.max_num_tokens,
-                "max_draft_len": self.max_draft_len,
-                "max_beam_width": 1,
-                "kv_cache_type": "CONTINUOUS",
-                "dtype": dtype,
-                "device": device,
-            },
+            "build_config": build_config,
         }
         text = json.dumps(config, indent=2) + "\n"
         (out / CONFIG_NAME).write_text(text, encoding="utf-8")
@@ -79,12 +87,18 @@ class BuildTorchEngine:
     def _check(self, config: Mapping[str, Any]) -> None:
         """Refuses what the engine would compute otherwise than the checkpoint means it."""
         quantization = config["quantization"]
-        for key in ("quant_algo", "kv_cache_quant_algo"):
-            if quantization.get(key) is not None:
-                raise EngineBuildError(
-                    f"{self.role}: {key} {quantization[key]} is not supported by runtime 'torch', "
-                    "which runs plain weights"
-                )
+        kv_cache = quantization.get("kv_cache_quant_algo")
+        if kv_cache not in (None, "FP8"):
+            raise EngineBuildError(
+                f"{self.role}: kv_cache_quant_algo {kv_cache} is not supported by runtime 'torch'; "
+                "supported: FP8, or none"
+            )
+        name = format_of(config)
+        if quantization.get("has_zero_point") and name != "int4_gptq":
+            raise EngineBuildError(
+                f"{self.role}: has_zero_point true is not supported with quant_algo "
+                f"{quantization['quant_algo']}; such weights are W4A16_GPTQ in a unified checkpoint"
+            )
         context = context_length(config["max_position_embeddings"], config["rotary_scaling"])
         if self.max_seq_len > context:
             raise EngineBuildError(

@@ -16,6 +16,7 @@ from specpipe import __version__
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.memory import MemoryEstimate, available_bytes, check_room
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, WEIGHTS_NAME
+from specpipe.runtimes.torch.kernels import usable_kernel
 from specpipe.runtimes.torch.kv_cache import KVCache, Span
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model import Model, ModelConfig
@@ -54,13 +55,23 @@ class EngineSpec:
                 f"{folder} was built for a GPU and torch sees none here; "
                 "build it again with engine.device: cpu"
             )
+        kernel = build.get("kernel")
+        if kernel is not None and kernel != usable_kernel(model):
+            raise EngineMismatch(
+                f"{folder} multiplies with torch's {kernel} kernel, which this GPU or this torch "
+                "does not have; build it again here"
+            )
         limits = {name: build[name] for name in ("max_batch_size", "max_seq_len", "max_draft_len")}
         return cls(
             model=ModelConfig.from_unified(model),
             dtype=getattr(torch, build["dtype"]),
             device=torch.device(build["device"]),
             memory=estimate_memory(
-                model, dtype=build["dtype"], max_num_tokens=build["max_num_tokens"], **limits
+                model,
+                dtype=build["dtype"],
+                max_num_tokens=build["max_num_tokens"],
+                kernel=kernel,
+                **limits,
             ),
             **limits,
         )
@@ -98,6 +109,7 @@ class TorchEngine:
             head_size=spec.model.head_size,
             dtype=spec.dtype,
             device=spec.device,
+            fp8_scales=model.kv_cache_scales,
         )
         self._rotations = self._rotation_table(0)
         self._other_rotations: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -111,6 +123,10 @@ class TorchEngine:
         check_memory([folder])
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        if spec.device.type == "cuda":
+            # cuDNN's attention fails on some of our shapes in half precision ("mha_graph.execute
+            # ... is_good()", torch 2.11 on an H200); torch's own kernels take all of them.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         with torch.inference_mode():
             return cls(spec, Model(spec.model, load_weights(folder / WEIGHTS_NAME, spec.device)))
 

@@ -11,11 +11,14 @@ of each of them need one call. Letter beyond style: G query heads per key-value 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from specpipe.runtimes.torch.quantized import round_to_fp8
 
 _MAX_GROUPED_TOKENS = 16
 """A sequence with more tokens in one forward (prefill) is attended by itself."""
@@ -82,6 +85,16 @@ class KVCacheStep:
 
 
 @dataclass(frozen=True)
+class _FP8Step(KVCacheStep):
+    """A step of a cache that holds what FP8 numbers can, in the engine's dtype."""
+
+    scales: Sequence[Tensor]
+
+    def store(self, layer: int, key_value: Tensor) -> None:
+        super().store(layer, round_to_fp8(key_value, self.scales[layer]).to(key_value.dtype))
+
+
+@dataclass(frozen=True)
 class _View:
     """What some rows see of some slots through one sliding window: for all layers, or none."""
 
@@ -93,7 +106,10 @@ class _View:
 class KVCache:
     """Slots for the keys and values of `num_slots` sequences.
 
-    windows  one per layer: how many positions a row sees, its own included; None where it sees all
+    windows     one per layer: how many positions a row sees, its own included; None where it sees
+                all
+    fp8_scales  one [1] per layer, of a cache that is quantized to FP8: its numbers are rounded to
+                the scale's multiples that FP8 has when they are stored; none: they are not
 
     Positions that hold nothing are zero, never stale: attention gives a masked position the weight
     0, and 0 · NaN of an earlier sequence would be NaN.
@@ -110,8 +126,12 @@ class KVCache:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        fp8_scales: Sequence[Tensor] = (),
     ) -> None:
         self.capacity = capacity
+        self._make_step: Callable[..., KVCacheStep] = KVCacheStep
+        if fp8_scales:
+            self._make_step = partial(_FP8Step, scales=fp8_scales)
         self._group_size = group_size
         # A window as long as a slot is none.
         self._windows = [None if (w or capacity) >= capacity else w for w in windows]
@@ -152,7 +172,7 @@ class KVCache:
         if len(spans) == 1:
             (span,) = spans
             destinations = self._cells[:, span.slot, span.start : span.stop].unbind(0)
-            return KVCacheStep([self._single(span, 0)], destinations, None)
+            return self._make_step([self._single(span, 0)], destinations, None)
         rows = [
             span.slot * self.capacity + position
             for span in spans
@@ -167,7 +187,7 @@ class KVCache:
                 group = self._several(members, first_row)
             groups.append(group)
             first_row = group.rows.stop
-        return KVCacheStep(groups, self._flat, self._indices(rows))
+        return self._make_step(groups, self._flat, self._indices(rows))
 
     def _single(self, span: Span, first_row: int) -> AttentionGroup:
         return self._group(

@@ -9,6 +9,7 @@ model.py says why this layout. Letters beyond style: G query heads per key-value
 | layers.n.attention_norm.weight | [C] | input_layernorm |
 | layers.n.qkv.weight, .bias | [C, (H + 2 H_kv) D] | attention.qkv |
 | layers.n.q_norm.weight, k_norm.weight | [D] | attention.q_layernorm, k_layernorm |
+| layers.n.kv_cache.scale | [1] | attention.kv_cache_scaling_factor |
 | layers.n.dense.weight, .bias | [H D, C] | attention.dense |
 | layers.n.dense_norm.weight | [C] | post_layernorm, where branches have norms |
 | layers.n.mlp_norm.weight | [C] | post_layernorm, else pre_feedforward_layernorm |
@@ -17,25 +18,38 @@ model.py says why this layout. Letters beyond style: G query heads per key-value
 | layers.n.mlp_out_norm.weight | [C] | post_feedforward_layernorm |
 | norm.weight | [C] | transformer.ln_f |
 | head.weight | [C, V] | lm_head |
+
+Quantized linears: quantized_layout.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specpipe.checkpoint import SafetensorsWriter, create_safetensors, raw_dtype
 from specpipe.families import DTYPES
+from specpipe.quantization.tensors import is_quantized
+from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.model import ModelConfig
+from specpipe.runtimes.torch.quantized_layout import Arrangement, Entry, quantized_entries
+from specpipe.runtimes.torch.quantized_source import QuantizedSource
 from specpipe.unified import UnifiedCheckpoint
 
-_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.uint8,  # made and written as its bits
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _BLOCK_BYTES = 16 << 20  # of float32; rows enough to read whole cache lines where it transposes
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
@@ -45,38 +59,60 @@ _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 class _Rule:
     """One tensor of the engine.
 
-    sources  the unified tensors that it is joined from, along their output channels
-    arrange  what is done to the joined tensor, a matrix already being [in, out]; keeps its shape
+    sources       the unified tensors that it is joined from, along their output channels
+    arrange       what is done to the joined tensor, a matrix already being [in, out]; keeps its
+                  shape
+    moves_inputs  whether that changes the order of its inputs, and not that of its outputs
     """
 
     name: str
     sources: tuple[str, ...]
     arrange: Callable[[Tensor], Tensor]
+    moves_inputs: bool = False
 
 
-def write_weights(path: Path, checkpoint: UnifiedCheckpoint, dtype: str) -> None:
-    """Writes the engine's weights in `dtype` ("float32" …), one tensor at a time."""
+def write_weights(
+    path: Path, checkpoint: UnifiedCheckpoint, dtype: str, kernel: Kernel | None = None
+) -> None:
+    """Writes the engine's weights in `dtype` ("float32" …), one tensor at a time.
+
+    kernel  what multiplies by quantized weights, where it fits; None: all of them are emulated
+    """
+    entries = list(_entries(checkpoint, dtype, kernel))
+    with create_safetensors(path, {e.name: (e.dtype, e.shape) for e in entries}) as writer:
+        for entry in entries:
+            _write(writer, entry)
+
+
+def _entries(checkpoint: UnifiedCheckpoint, dtype: str, kernel: Kernel | None) -> Iterator[Entry]:
+    config = checkpoint.config
     names = set(checkpoint.names())
-    if checkpoint.config["tie_word_embeddings"] and checkpoint.holds(
-        _HEAD, checkpoint.tensor(_EMBEDDING).data
+    if (
+        config["tie_word_embeddings"]
+        and not is_quantized(config, "lm_head")
+        and checkpoint.holds(_HEAD, checkpoint.tensor(_EMBEDDING).data)
     ):
         names.remove(_EMBEDDING)
-    rules = [
-        rule
-        for rule in _rules(ModelConfig.from_unified(checkpoint.config))
-        if names.issuperset(rule.sources)  # biases and q/k norms: where the family has them
-    ]
-    dtypes = {
-        rule.name: "float32" if checkpoint.keeps_float32(rule.sources[0]) else dtype
-        for rule in rules
-    }
-    header = {rule.name: (DTYPES[dtypes[rule.name]], _shape(checkpoint, rule)) for rule in rules}
-    with create_safetensors(path, header) as writer:
-        for rule in rules:
-            _write(writer, rule.name, _arranged(checkpoint, rule), dtypes[rule.name])
+    source = QuantizedSource(checkpoint, dtype, kernel)
+    for rule in _rules(ModelConfig.from_unified(config), source):
+        if not names.issuperset(rule.sources):  # biases and q/k norms: where the family has them
+            continue
+        linear, _, kind = rule.name.rpartition(".")
+        modules = tuple(name.rpartition(".")[0] for name in rule.sources)
+        if kind == "weight" and any(is_quantized(config, module) for module in modules):
+            arrangement = Arrangement(rule.arrange, rule.moves_inputs)
+            yield from quantized_entries(source, linear, modules, arrangement)
+            continue
+        is_float32 = kind == "scale" or checkpoint.keeps_float32(rule.sources[0])
+        yield Entry(
+            rule.name,
+            "F32" if is_float32 else DTYPES[dtype],
+            _shape(checkpoint, rule),
+            partial(_arranged, source, rule),
+        )
 
 
-def _rules(config: ModelConfig) -> Iterator[_Rule]:
+def _rules(config: ModelConfig, source: QuantizedSource) -> Iterator[_Rule]:
     """Yields every tensor that an engine can have, in the order of the forward pass."""
     num_kv_heads, group_size, head_size = config.num_kv_heads, config.group_size, config.head_size
     rotary_size = config.rotary.size
@@ -115,7 +151,9 @@ def _rules(config: ModelConfig) -> Iterator[_Rule]:
         yield _Rule(f"{to}.qkv.bias", (f"{of}.attention.qkv.bias",), qkv)
         yield _Rule(f"{to}.q_norm.weight", (f"{of}.attention.q_layernorm.weight",), pair)
         yield _Rule(f"{to}.k_norm.weight", (f"{of}.attention.k_layernorm.weight",), pair)
-        yield _Rule(f"{to}.dense.weight", (f"{of}.attention.dense.weight",), dense)
+        kv_cache_scale = f"{of}.attention.kv_cache_scaling_factor"
+        yield _Rule(f"{to}.kv_cache.scale", (kv_cache_scale,), as_is)
+        yield _Rule(f"{to}.dense.weight", (f"{of}.attention.dense.weight",), dense, True)
         yield _Rule(f"{to}.dense.bias", (f"{of}.attention.dense.bias",), as_is)
         if config.has_branch_norms:
             norms = {
@@ -125,14 +163,17 @@ def _rules(config: ModelConfig) -> Iterator[_Rule]:
             }
         else:
             norms = {"mlp_norm": "post_layernorm"}
-        for name, source in norms.items():
-            yield _Rule(f"{to}.{name}.weight", (f"{of}.{source}.weight",), as_is)
+        for name, norm in norms.items():
+            yield _Rule(f"{to}.{name}.weight", (f"{of}.{norm}.weight",), as_is)
         for kind in ("weight", "bias"):
+            fc, gate = f"{of}.mlp.fc.{kind}", f"{of}.mlp.gate.{kind}"
             if config.activation == "swiglu":  # fc has both halves, the activated one last
-                yield _Rule(f"{to}.mlp_in.{kind}", (f"{of}.mlp.fc.{kind}",), swap_halves)
+                yield _Rule(f"{to}.mlp_in.{kind}", (fc,), swap_halves)
+            elif source.are_alike(f"{of}.mlp.fc", f"{of}.mlp.gate"):
+                yield _Rule(f"{to}.mlp_in.{kind}", (fc, gate), as_is)
             else:
-                sources = (f"{of}.mlp.fc.{kind}", f"{of}.mlp.gate.{kind}")
-                yield _Rule(f"{to}.mlp_in.{kind}", sources, as_is)
+                yield _Rule(f"{to}.mlp_fc.{kind}", (fc,), as_is)
+                yield _Rule(f"{to}.mlp_gate.{kind}", (gate,), as_is)
             yield _Rule(f"{to}.mlp_out.{kind}", (f"{of}.mlp.proj.{kind}",), as_is)
     yield _Rule("norm.weight", ("transformer.ln_f.weight",), as_is)
     yield _Rule("head.weight", (_HEAD,), as_is)
@@ -148,24 +189,19 @@ def _shape(checkpoint: UnifiedCheckpoint, rule: _Rule) -> tuple[int, ...]:
     return joined[::-1] if _is_transposed(rule, joined) else joined
 
 
-def _arranged(checkpoint: UnifiedCheckpoint, rule: _Rule) -> Tensor:
+def _arranged(source: QuantizedSource, rule: _Rule) -> Tensor:
     """Reads a tensor of the engine: a view of what was read, where nothing is to be moved."""
-    tensors = [_read(checkpoint, source) for source in rule.sources]
+    tensors = [source.read(name) for name in rule.sources]
     joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     return rule.arrange(joined.t() if _is_transposed(rule, joined.shape) else joined)
 
 
-def _write(writer: SafetensorsWriter, name: str, tensor: Tensor, dtype: str) -> None:
-    """Writes a tensor in blocks of rows, so that it is not held a second time as `dtype`."""
+def _write(writer: SafetensorsWriter, entry: Entry) -> None:
+    """Writes a tensor in blocks of rows, so that it is not held a second time in its dtype."""
+    tensor = entry.make()
     row = 0
     for rows in tensor.split(max(1, _BLOCK_BYTES // (4 * tensor[0].numel()))):
-        block = torch.empty(rows.shape, dtype=getattr(torch, dtype)).copy_(rows)
-        bits = block.view(_BITS[block.dtype]).numpy()
-        writer.write_rows(name, row, bits.view(raw_dtype(DTYPES[dtype])))
+        block = torch.empty(rows.shape, dtype=_DTYPES[entry.dtype]).copy_(rows)
+        bits = block.view(_BITS[block.element_size()]).numpy()
+        writer.write_rows(entry.name, row, bits.view(raw_dtype(entry.dtype)))
         row += len(rows)
-
-
-def _read(checkpoint: UnifiedCheckpoint, name: str) -> Tensor:
-    raw = checkpoint.tensor(name)
-    bits = {2: np.int16, 4: np.int32}[raw.data.itemsize]
-    return torch.from_numpy(raw.data.view(bits)).view(_TORCH_DTYPES[raw.dtype])

@@ -15,9 +15,9 @@ Weights are as layout.py arranges them for this file:
 Small models spend as much time on calls as on arithmetic. So buffers and views of them are made
 once per row count, and operations write into them.
 
-What a family does otherwise is an object or a function that the config selects when the model is
-made (the norms of a branch, the activation, how attention scores are taken), so that the forward
-of the others makes no call more.
+What a family does otherwise, or a quantized checkpoint, is an object or a function that the config
+selects when the model is made (the norms of a branch, the activation, how attention scores are
+taken, how a linear multiplies), so that the forward of the others makes no call more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specpipe.runtimes.torch.kernel_choice import keeps_input_order
+from specpipe.runtimes.torch.kernels import kernel_of
 from specpipe.runtimes.torch.kv_cache import AttentionGroup, KVCacheStep
+from specpipe.runtimes.torch.quantized import (
+    Multiply,
+    in_checkpoint_order,
+    linear_formats,
+    quantized_linear,
+)
 from specpipe.runtimes.torch.rotary import Rotary
 
 _MAX_KEPT_ROWS = 64
@@ -49,6 +57,7 @@ class ModelConfig:
     attention_scale    of the scores; None for 1 / sqrt(D)
     attention_cap      caps the scores, as logits_cap does the logits: x → cap · tanh(x / cap)
     embedding_scale    of the embeddings, None for 1
+    formats            of the linears that are quantized, by their names in the engine
     """
 
     vocab_size: int
@@ -68,6 +77,7 @@ class ModelConfig:
     attention_cap: float | None
     logits_cap: float | None
     embedding_scale: float | None
+    formats: Mapping[str, str]
 
     @classmethod
     def from_unified(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -95,6 +105,7 @@ class ModelConfig:
             attention_cap=config.get("attn_logit_softcapping"),
             logits_cap=config.get("final_logit_softcapping"),
             embedding_scale=config.get("embedding_multiplier"),
+            formats=linear_formats(config),
         )
 
     @property
@@ -204,15 +215,43 @@ class _Linear:
             buffers.hidden.add_(self._bias)
 
 
-class _NormedLinear(_Linear):
-    """A linear layer whose output is normalized before it is added to the hidden states."""
+class _QuantizedLinear:
+    """A linear that quantized.py or kernels.py multiplies."""
 
-    def __init__(self, weights: Mapping[str, Tensor], name: str, epsilon: float) -> None:
-        super().__init__(weights, name)
-        self._norm = _Norm(weights[f"{name}_norm.weight"], epsilon)
+    def __init__(self, multiply: Multiply) -> None:
+        self._multiply = multiply
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        self._multiply(x, out)
 
     def add(self, x: Tensor, buffers: _Buffers) -> None:
-        self.write(x, buffers.normed)
+        self._multiply(x, buffers.normed)
+        buffers.hidden.add_(buffers.normed)
+
+
+_AnyLinear = _Linear | _QuantizedLinear
+
+
+class _SideBySide:
+    """Two linears of one input that are not quantized alike; each writes a half of the output."""
+
+    def __init__(self, left: _AnyLinear, right: _AnyLinear) -> None:
+        self._linears = left, right
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        for linear, half in zip(self._linears, out.chunk(2, dim=1), strict=True):
+            linear.write(x, half)
+
+
+class _NormedLinear:
+    """A linear layer whose output is normalized before it is added to the hidden states."""
+
+    def __init__(self, linear: _AnyLinear, norm: _Norm) -> None:
+        self._linear = linear
+        self._norm = norm
+
+    def add(self, x: Tensor, buffers: _Buffers) -> None:
+        self._linear.write(x, buffers.normed)
         self._norm.write(buffers.normed, buffers.normed, buffers.length)
         buffers.hidden.add_(buffers.normed)
 
@@ -222,10 +261,10 @@ class _Layer:
         prefix = f"layers.{n}"
         epsilon = config.norm_epsilon
         self.attention_norm = _Norm(weights[f"{prefix}.attention_norm.weight"], epsilon)
-        self.qkv = _Linear(weights, f"{prefix}.qkv")
+        self.qkv = _linear(config, weights, f"{prefix}.qkv")
         self.dense = _branch_end(config, weights, f"{prefix}.dense")
         self.mlp_norm = _Norm(weights[f"{prefix}.mlp_norm.weight"], epsilon)
-        self.mlp_in = _Linear(weights, f"{prefix}.mlp_in")
+        self.mlp_in = _mlp_in(config, weights, prefix)
         self.mlp_out = _branch_end(config, weights, f"{prefix}.mlp_out")
         self.head_norm: _Norm | None = None
         if config.has_qk_norm:
@@ -234,10 +273,34 @@ class _Layer:
             self.head_norm = _Norm(torch.stack(per_head), epsilon)
 
 
-def _branch_end(config: ModelConfig, weights: Mapping[str, Tensor], name: str) -> _Linear:
+def _branch_end(
+    config: ModelConfig, weights: Mapping[str, Tensor], name: str
+) -> _AnyLinear | _NormedLinear:
+    linear = _linear(config, weights, name)
     if config.has_branch_norms:
-        return _NormedLinear(weights, name, config.norm_epsilon)
-    return _Linear(weights, name)
+        return _NormedLinear(linear, _Norm(weights[f"{name}_norm.weight"], config.norm_epsilon))
+    return linear
+
+
+def _mlp_in(
+    config: ModelConfig, weights: Mapping[str, Tensor], prefix: str
+) -> _AnyLinear | _SideBySide:
+    if f"{prefix}.mlp_in.weight" in weights:
+        return _linear(config, weights, f"{prefix}.mlp_in")
+    left, right = (_linear(config, weights, f"{prefix}.mlp_{name}") for name in ("fc", "gate"))
+    return _SideBySide(left, right)
+
+
+def _linear(config: ModelConfig, weights: Mapping[str, Tensor], name: str) -> _AnyLinear:
+    format_name = config.formats.get(name)
+    if format_name is None:
+        return _Linear(weights, name)
+    multiply = quantized_linear(format_name, weights, name)
+    if multiply is None:
+        return _Linear(weights, name)
+    if name.endswith(".dense") and keeps_input_order(format_name, kernel_of(weights, name)):
+        multiply = in_checkpoint_order(multiply, config.group_size, config.head_size)
+    return _QuantizedLinear(multiply)
 
 
 class _Buffers:
@@ -314,12 +377,17 @@ class Model:
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
         self.config = config
         self._head = weights["head.weight"]
+        self._quantized_head: _AnyLinear | None = None
+        if "head" in config.formats:
+            self._quantized_head = _linear(config, weights, "head")
         self._embedding = weights.get("embedding.weight")
         self._layers = [_Layer(config, weights, n) for n in range(config.num_layers)]
         self._norm = _Norm(weights["norm.weight"], config.norm_epsilon)
         self._attend = _attend(config)
         self._activate = _ACTIVATIONS[config.activation]
         self._buffers: dict[int, _Buffers] = {}
+        scales = [weights.get(f"layers.{n}.kv_cache.scale") for n in range(config.num_layers)]
+        self.kv_cache_scales = [scale for scale in scales if scale is not None]
 
     def forward(self, token_ids: Tensor, rotations: Tensor, step: KVCacheStep) -> Tensor:
         """Runs T tokens through all layers and stores their keys and values.
@@ -354,7 +422,12 @@ class Model:
         """Scores the vocabulary for hidden states [T, C]: float32 [T, V]."""
         normed = torch.empty_like(hidden)
         self._norm.write(hidden, normed, hidden.new_empty(len(hidden), 1))
-        logits = torch.mm(normed, self._head).float()
+        if self._quantized_head is None:
+            logits = torch.mm(normed, self._head).float()
+        else:
+            scores = normed.new_empty(len(normed), self.config.vocab_size)
+            self._quantized_head.write(normed, scores)
+            logits = scores.float()
         if self.config.logits_cap is not None:
             _soft_cap(logits, self.config.logits_cap)
         return logits
@@ -370,7 +443,8 @@ class Model:
     def _buffers_for(self, num_rows: int) -> _Buffers:
         buffers = self._buffers.get(num_rows)
         if buffers is None:
-            buffers = _Buffers(self.config, num_rows, self._head)
+            like = self._head if self._embedding is None else self._embedding
+            buffers = _Buffers(self.config, num_rows, like)
             if num_rows <= _MAX_KEPT_ROWS:
                 self._buffers[num_rows] = buffers
         return buffers

@@ -1,0 +1,287 @@
+"""Linears as other tools store them quantized, read by outputs.
+
+Layouts: prequantized.py. AWQ and GPTQ store by inputs, so their tensors pass by as a whole for any
+outputs, of which so many are taken at a time that little is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specpipe.checkpoint import HFCheckpoint, RawArray, TensorInfo, num_elements, read_blocks
+from specpipe.errors import CheckpointError
+from specpipe.families import DTYPES
+from specpipe.quantization import numbers
+from specpipe.quantization.formats import FORMATS, Content
+from specpipe.quantization.huggingface import SUFFIXES
+from specpipe.quantization.prequantized import CURE, Prequantized
+
+_CHUNK_BYTES = 32 << 20  # of int4 numbers that are unpacked at a time
+
+_TORCH = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+}
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight numbers stands in each half byte of AWQ's int32, from the lowest on."""
+
+
+class StoredLinear(Protocol):
+    """One Hugging Face linear as it is stored."""
+
+    names: frozenset[str]
+
+    def shared(self, content: Content) -> Tensor:
+        """Returns a scale [1] or [in]."""
+
+    def rows(self, content: Content, start: int, stop: int) -> Iterator[Tensor]:
+        """Yields what there is of some outputs: numbers as the unified checkpoint packs them, or
+        scales."""
+
+
+class ScaledLinear:
+    """A weight stored by outputs, with scales beside it: ModelOpt and compressed-tensors."""
+
+    def __init__(
+        self,
+        source: HFCheckpoint,
+        found: Prequantized,
+        prefix: str,
+        size: tuple[int, int],
+        config: Mapping[str, Any],
+    ) -> None:
+        self._source = source
+        self._prefix = prefix
+        self._made = FORMATS[found.format]
+        self._size = rows, columns = size
+        self._dtype = _TORCH[DTYPES[config["dtype"]]]
+        self._rows_each = 2 if self._made.packs == "out" else 1
+        packed_columns = columns // (2 if self._made.packs == "in" else 1)
+        dtypes = {"I8", "U8"} if self._made.packs else {self._made.weight_dtype or ""}
+        self._expect("weight", dtypes, (rows // self._rows_each, packed_columns))
+        used = {f"{prefix}weight"}
+        for scale in self._made.scales:
+            name = prefix + SUFFIXES[scale.content]
+            if scale.axes == "in" and name not in source.tensors:
+                continue  # in the norm before it
+            dtypes = {"F8_E4M3"} if scale.dtype == "F8_E4M3" else set(DTYPES.values())
+            shapes: list[tuple[int, ...]] = [(), (1,)]
+            if scale.axes == "in":
+                shapes = [(columns,)]
+            elif scale.axes == "out":
+                shapes += [(rows,), (rows, 1)]
+            elif scale.axes == "blocks":
+                assert found.group_size is not None
+                shapes = [(rows, columns // found.group_size)]
+            self._expect(SUFFIXES[scale.content], dtypes, *shapes)
+            used.add(name)
+        self.names = frozenset(used)
+
+    def _expect(self, suffix: str, dtypes: set[str], *shapes: tuple[int, ...]) -> None:
+        _expect(self._source, self._prefix + suffix, dtypes, *shapes)
+
+    def shared(self, content: Content) -> Tensor:
+        name = self._prefix + SUFFIXES[content]
+        if content != "prequant_scaling_factor":
+            return one_number(self._source, name)
+        if name not in self._source.tensors:
+            return torch.ones(self._size[1], dtype=self._dtype)
+        return _checked(self._source, name, read_small(self._source.tensors[name])).to(self._dtype)
+
+    def rows(self, content: Content, start: int, stop: int) -> Iterator[Tensor]:
+        name = self._prefix + SUFFIXES[content]
+        info = self._source.tensors[name]
+        if content == "quantized":
+            first, count = start // self._rows_each, (stop - start) // self._rows_each
+            for block in read_blocks(info.rows(first, count)):
+                yield _tensor(block, info.dtype)
+            return
+        scale = next(scale for scale in self._made.scales if scale.content == content)
+        if num_elements(info.shape) == 1:  # per_channel_scale of a weight that has one for all
+            yield one_number(self._source, name).expand(stop - start)
+            return
+        for block in read_blocks(info.rows(start, stop - start)):
+            values = _checked(self._source, name, _tensor(block, info.dtype))
+            if scale.axes == "out":
+                yield values.float().reshape(-1)
+            elif scale.dtype == "F8_E4M3":
+                yield values
+            else:
+                yield values.to(self._dtype)
+
+
+class PackedLinear:
+    """int4 numbers in int32, by inputs: AWQ and GPTQ."""
+
+    def __init__(
+        self,
+        source: HFCheckpoint,
+        found: Prequantized,
+        prefix: str,
+        size: tuple[int, int],
+        config: Mapping[str, Any],
+    ) -> None:
+        rows, columns = size
+        assert found.group_size is not None
+        self._source = source
+        self._found = found
+        self._num_columns = columns
+        self._dtype = _TORCH[DTYPES[config["dtype"]]]
+        if rows % 8 or columns % 8 or columns % found.group_size:
+            raise CheckpointError(
+                f"{source.folder}: {prefix}qweight has {columns} inputs and {rows} outputs, which "
+                f"neither 8 nor its group_size {found.group_size} may leave a rest of; {CURE}"
+            )
+        groups = columns // found.group_size
+        by_inputs = (columns // 8, rows) if found.layout == "gptq" else (columns, rows // 8)
+        shapes = {"qweight": by_inputs, "qzeros": (groups, rows // 8), "scales": (groups, rows)}
+        infos = {}
+        for suffix, shape in shapes.items():
+            dtypes = set(DTYPES.values()) if suffix == "scales" else {"I32"}
+            infos[suffix] = _expect(source, prefix + suffix, dtypes, shape)
+        self._infos = infos
+        self._name = prefix + "scales"
+        self.names = frozenset(prefix + suffix for suffix in shapes)
+        order = prefix + "g_idx"
+        if order in source.tensors:
+            _check_order(source, order, columns, found.group_size)
+            self.names |= {order}
+
+    def shared(self, content: Content) -> Tensor:
+        assert content == "prequant_scaling_factor", content
+        return torch.ones(self._num_columns, dtype=self._dtype)
+
+    def rows(self, content: Content, start: int, stop: int) -> Iterator[Tensor]:
+        if content == "weights_scaling_factor":
+            yield self._scales(start, stop)
+        elif content == "zero":
+            yield (8 - self._zeros(start, stop)) * self._scales(start, stop).float()
+        else:
+            if self._found.format == "int4_awq":
+                self._check_zeros(start, stop)
+            step = max(8, _CHUNK_BYTES // self._num_columns // 8 * 8)
+            for row in range(start, stop, step):
+                yield numbers.pack_rows(self._numbers(row, min(row + step, stop)))
+
+    def _numbers(self, start: int, stop: int) -> Tensor:
+        """Returns the int4 numbers [rows, in] of some outputs, less 8."""
+        if self._found.layout == "awq":
+            return (self._unpack_columns("qweight", _AWQ_ORDER, start, stop) - 8).T
+        packed = self._columns("qweight", start, stop)
+        half_bytes = [packed >> 4 * n & 15 for n in range(8)]
+        return (torch.stack(half_bytes, 1).flatten(0, 1).to(torch.int8) - 8).T
+
+    def _zeros(self, start: int, stop: int) -> Tensor:
+        """Returns the zero points [rows, groups] of some outputs."""
+        order = _AWQ_ORDER if self._found.layout == "awq" else tuple(range(8))
+        zeros = self._unpack_columns("qzeros", order, start, stop) + self._found.zero_offset
+        return (zeros & 15).T  # AutoGPTQ's kernels add 1 within four bits
+
+    def _check_zeros(self, start: int, stop: int) -> None:
+        if bool((self._zeros(start, stop) != 8).any()):
+            raise CheckpointError(
+                f"{self._source.folder}: {self._name.removesuffix('scales')}qzeros has zero points "
+                f"other than 8, but its config says that there are none; {CURE}"
+            )
+
+    def _scales(self, start: int, stop: int) -> Tensor:
+        scales = self._columns("scales", start, stop).T.to(self._dtype)
+        return _checked(self._source, self._name, scales)
+
+    def _unpack_columns(self, suffix: str, order: tuple[int, ...], start: int, stop: int) -> Tensor:
+        """Returns columns of a tensor of which eight stand in each int32, as int8."""
+        first = start // 8
+        packed = self._columns(suffix, first, -(-stop // 8))
+        values = torch.empty((*packed.shape, 8), dtype=torch.int8)
+        for half_byte, column in enumerate(order):
+            values[:, :, column] = packed >> 4 * half_byte & 15
+        return values.flatten(1)[:, start - 8 * first : stop - 8 * first]
+
+    def _columns(self, suffix: str, start: int, stop: int) -> Tensor:
+        """Reads some columns of a tensor; it passes by in blocks."""
+        info = self._infos[suffix]
+        columns = torch.empty((info.shape[0], stop - start), dtype=_TORCH[info.dtype])
+        row = 0
+        for block in read_blocks(info):
+            columns[row : row + len(block)] = _tensor(block[:, start:stop], info.dtype)
+            row += len(block)
+        return columns
+
+
+def _expect(
+    source: HFCheckpoint, name: str, dtypes: set[str], *shapes: tuple[int, ...]
+) -> TensorInfo:
+    """Returns where a tensor lies; refuses one that is missing or of another kind."""
+    info = source.tensors.get(name)
+    if info is None:
+        raise CheckpointError(
+            f"{source.folder} lacks {name}, which a linear has that is quantized as its config "
+            f"says; {CURE}"
+        )
+    if info.dtype not in dtypes or info.shape not in shapes:
+        raise CheckpointError(
+            f"{source.folder}: {name} is {info.dtype} {list(info.shape)}, expected "
+            f"{' or '.join(sorted(dtypes))} {' or '.join(str(list(shape)) for shape in shapes)}; "
+            + CURE
+        )
+    return info
+
+
+def _check_order(source: HFCheckpoint, name: str, num_columns: int, group_size: int) -> None:
+    """Refuses act-order: inputs that belong to another group than that of their place."""
+    info = _expect(source, name, {"I32"}, (num_columns,))
+    if not torch.equal(
+        read_small(info), torch.arange(num_columns, dtype=torch.int32) // group_size
+    ):
+        raise CheckpointError(
+            f"{source.folder}: {name} says that inputs are not in the order of their groups "
+            f"(act-order), which no kernel of the engine reads; {CURE}"
+        )
+
+
+def one_number(source: HFCheckpoint, name: str) -> Tensor:
+    """Reads a single number as [1], in float32."""
+    info = source.tensors[name]
+    if num_elements(info.shape) != 1 or info.dtype not in DTYPES.values():
+        raise CheckpointError(
+            f"{source.folder}: {name} is {info.dtype} {list(info.shape)}, expected one number; "
+            + CURE
+        )
+    return _checked(source, name, read_small(info).float().reshape(1))
+
+
+def _checked(source: HFCheckpoint, name: str, scales: Tensor) -> Tensor:
+    values = scales.float()
+    if not bool((values.isfinite() & (values > 0)).all()):
+        bad = float(values[~(values.isfinite() & (values > 0))][0])
+        raise CheckpointError(
+            f"{source.folder}: {name} has the scale {bad}; every scale is above 0 and finite"
+        )
+    return scales
+
+
+def read_small(info: TensorInfo) -> Tensor:
+    """Reads a small tensor whole."""
+    if not info.shape:
+        info = TensorInfo(info.dtype, (1,), info.file, info.offset)
+    blocks = [_tensor(block, info.dtype).clone() for block in read_blocks(info)]
+    return torch.cat(blocks)
+
+
+def _tensor(block: RawArray, dtype: str) -> Tensor:
+    """Returns raw elements as a tensor of their dtype."""
+    signed = np.ascontiguousarray(block).view(
+        block.dtype.str.replace("u4", "i4").replace("u2", "i2")
+    )
+    return torch.from_numpy(signed).view(_TORCH[dtype])

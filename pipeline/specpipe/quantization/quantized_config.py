@@ -1,0 +1,125 @@
+"""The unified config of a quantized checkpoint, and whether a model's sizes fit its format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from specpipe.config import QuantizationConfig
+from specpipe.errors import ConfigError
+from specpipe.families import part_shape, tensor_rules
+from specpipe.quantization.formats import FORMATS, OFFERED, format_of
+from specpipe.quantization.tensors import NEVER_QUANTIZED, is_quantized
+from specpipe.rules import Part, TensorRule
+
+_CURE = "exclude it, or use fp8"
+
+
+def quantized_config(config: Mapping[str, Any], scheme: QuantizationConfig) -> dict[str, Any]:
+    """Returns a plain unified config with its `quantization` filled in.
+
+    Nothing else changes: `vocab_size` stays that of the checkpoint, where TensorRT-LLM's own
+    quantization pads it to a multiple of 64 for AWQ, so that draft and target stay a pair; rows
+    that tensor parallelism adds to the head are no tokens. Refused are sizes that the format cannot
+    divide, and patterns of `exclude` that name nothing.
+    """
+    made = FORMATS[scheme.format]
+    excluded = (*(() if scheme.quantize_lm_head else ("lm_head",)), *scheme.exclude)
+    quantization: dict[str, Any] = {
+        "quant_algo": made.quant_algo,
+        "kv_cache_quant_algo": "FP8" if scheme.kv_cache == "fp8" else None,
+    }
+    if made.block_size is not None:
+        size = scheme.awq_block_size if made.block_size == "set" else made.block_size
+        quantization |= {"group_size": size, "has_zero_point": False}
+    if made.has_prequant:
+        quantization["pre_quant_scale"] = True
+    quantization["exclude_modules"] = [*excluded, *NEVER_QUANTIZED]
+    quantized = {**config, "quantization": quantization}
+    _check_exclude(config, scheme)
+    if not list(quantized_linears(quantized)):
+        raise ConfigError("quantization.exclude leaves no linear to quantize; exclude fewer")
+    check_sizes(quantized)
+    return quantized
+
+
+def check_export(config: Mapping[str, Any]) -> None:
+    """Refuses a quantized config that Hugging Face's layout has no place for."""
+    name = format_of(config)
+    assert name is not None
+    if FORMATS[name].weight_dtype is None:
+        able = [other for other in OFFERED if FORMATS[other].weight_dtype is not None]
+        raise ConfigError(
+            f"{name} has no Hugging Face layout, because TensorRT-LLM quantizes plain weights "
+            f"while it builds an engine; formats that have one: {', '.join(able)}"
+        )
+    for layer in range(config["num_hidden_layers"]):
+        fc, gate = (f"transformer.layers.{layer}.mlp.{part}" for part in ("fc", "gate"))
+        is_gated = config["hidden_act"] != "swiglu"  # with it, `fc` holds both
+        if is_gated and is_quantized(config, fc) != is_quantized(config, gate):
+            raise ConfigError(
+                f"quantization.exclude names only one of {fc} and {gate}, which runtimes that read "
+                "Hugging Face's layout join into one; exclude both or none"
+            )
+
+
+def quantized_linears(
+    config: Mapping[str, Any],
+) -> Iterator[tuple[str, TensorRule, int | None]]:
+    """Yields name, plain rule and layer of every linear that a quantized config has quantized."""
+    plain = {**config, "quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}
+    for rule, layer in tensor_rules(plain):
+        module, _, kind = rule.name.format(n=layer).rpartition(".")
+        if kind == "weight" and is_quantized(config, module):
+            yield module, rule, layer
+
+
+def check_sizes(config: Mapping[str, Any], *, cure: str | None = None) -> None:
+    """Refuses a model, or a split of it, whose matrices its format cannot divide.
+
+    cure  what the message says to do; None: what helps where a scheme can be changed
+    """
+    tp_size = config["mapping"]["tp_size"]
+    name = format_of(config)
+    for module, rule, _ in quantized_linears(config):
+        for part in rule.parts:
+            fault = _fault(config, part, cure)
+            if fault is not None:
+                shared = f" on each of {tp_size} ranks" if tp_size > 1 else ""
+                raise ConfigError(f"{name} does not fit {module}: it has {fault.format(shared)}")
+
+
+def _fault(config: Mapping[str, Any], part: Part, cure: str | None) -> str | None:
+    """Says what of a part's size does not fit; `{}` stands for the ranks that share it."""
+    name = format_of(config)
+    assert name is not None
+    made = FORMATS[name]
+    rows, columns = part_shape(config, part)
+    tp_size = config["mapping"]["tp_size"]
+    block = config["quantization"].get("group_size")
+    if part.split == "columns":
+        columns //= tp_size
+    if block is not None and columns % block:
+        fitting = [size for size in (128, 64, 32, 16) if columns % size == 0 and size < block]
+        if cure is None and fitting and made.block_size == "set":
+            cure = f"an awq_block_size of {fitting[0]} divides them"
+        return f"{columns} inputs{{}}, which blocks of {block} do not divide; {cure or _CURE}"
+    if made.packs == "out":
+        if part.split == "rows":
+            rows //= tp_size
+        elif part.split == "vocab" and rows % 2 == 0:
+            rows = -(-rows // tp_size)
+        if rows % 2:
+            return f"{rows} outputs{{}}, and {name} packs them in pairs; {cure or _CURE}"
+    return None
+
+
+def _check_exclude(config: Mapping[str, Any], scheme: QuantizationConfig) -> None:
+    everything = {"quant_algo": FORMATS[scheme.format].quant_algo, "kv_cache_quant_algo": None}
+    modules = [module for module, _, _ in quantized_linears({**config, "quantization": everything})]
+    for pattern in scheme.exclude:
+        if not any(fnmatchcase(module, pattern) for module in modules):
+            raise ConfigError(
+                f"quantization.exclude: {pattern!r} names no linear; they are named as {modules[0]}"
+            )

@@ -1,0 +1,78 @@
+"""Which kernel of torch multiplies by a quantized weight; importing this imports no torch.
+
+A linear that no kernel fits is emulated: its weight is dequantized when the engine is built
+(quantized_layout.py), its activations are rounded at every call (quantized.py). So is every linear
+on a CPU and in float32, where exactness counts.
+
+fp8   torch._scaled_mm, with one scale for the weight or one per output
+int8  torch._weight_int8pack_mm
+int4  torch._weight_int4pack_mm
+
+Restrictions: PyTorch 2.11, aten/src/ATen/native/cuda/ScaledBlas.cpp, int8mm.cu and int4mm.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from specpipe.quantization.formats import block_size_of, format_of
+
+Kernel = Literal["fp8", "int8", "int4"]
+
+_KERNELS: Mapping[str, Kernel] = {
+    "fp8": "fp8",
+    "fp8_pc_pt": "fp8",
+    "w4a8_awq": "fp8",  # its weights are rounded to FP8, at one scale
+    "int8_wo": "int8",
+    "int4_wo": "int4",
+    "int4_awq": "int4",
+    "int4_gptq": "int4",
+}
+_MIN_SM: Mapping[Kernel, int] = {"fp8": 89, "int8": 80, "int4": 80}
+
+GROUP_SIZES = (256, 128, 64, 32)
+"""How many numbers along `in` can share a scale in kernel int4."""
+
+
+def kernel_for(config: Mapping[str, Any], sm: int | None) -> Kernel | None:
+    """Returns the kernel that runs a unified config's format on a GPU; None if none does.
+
+    sm  the GPU's compute capability, times 10; None for a CPU
+    """
+    kernel = _KERNELS.get(format_of(config) or "")
+    return kernel if kernel is not None and sm is not None and sm >= _MIN_SM[kernel] else None
+
+
+def fits(
+    kernel: Kernel | None, config: Mapping[str, Any], dtype: str, rows: int, columns: int
+) -> bool:
+    """Says whether a kernel takes a weight [out, in] of this size, for activations of `dtype`."""
+    if kernel is None:
+        return False
+    half = ("bfloat16", "float16")
+    if kernel == "int8":
+        return dtype in half
+    if kernel == "fp8":  # per output, torch's fallback for older cuBLAS writes bfloat16 alone
+        dtypes = half[:1] if format_of(config) == "fp8_pc_pt" else half
+        return dtype in dtypes and rows % 16 == columns % 16 == 0
+    return dtype == "bfloat16" and rows % 8 == 0 and int4_group_size(config, columns) in GROUP_SIZES
+
+
+def int4_group_size(config: Mapping[str, Any], columns: int) -> int:
+    """Returns how many numbers of a row share a scale in kernel int4; one it does not know: none.
+
+    Where all of a row share it (int4_wo), it is repeated for groups as large as the kernel takes.
+    """
+    block_size = block_size_of(config)
+    if block_size is not None:
+        return block_size
+    return next((size for size in GROUP_SIZES if columns % size == 0), 0)
+
+
+def keeps_input_order(name: str | None, kernel: Kernel | None) -> bool:
+    """Says whether `dense` takes its inputs in the checkpoint's order, and not in the engine's.
+
+    Where blocks of inputs share a scale when they are multiplied.
+    """
+    return name == "nvfp4" or kernel == "int4"
