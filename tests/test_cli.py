@@ -74,6 +74,7 @@ def test_help_lists_the_commands() -> None:
     assert result.exit_code == 0
     commands = result.output.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in commands if line.strip()] == [
+        "bench",
         "build",
         "check",
         "doctor",
@@ -81,8 +82,12 @@ def test_help_lists_the_commands() -> None:
         "init",
         "inspect",
         "migrate",
+        "nightly",
+        "report",
         "schema",
         "serve",
+        "tune",
+        "verify",
     ]
 
 

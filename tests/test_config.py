@@ -58,7 +58,7 @@ def test_defaults() -> None:
         "name": "toy",
         "draft": {"checkpoint": "models/draft", **whole},
         "target": {"checkpoint": "models/target", **whole},
-        "speculation": {"num_draft_tokens": 4, "adaptive": True},
+        "speculation": {"num_draft_tokens": 4, "adaptive": True, "schedule": []},
         "engine": {
             "runtime": "torch",
             "max_batch_size": 8,
@@ -80,6 +80,22 @@ def test_defaults() -> None:
             "min_acceptance_ratio": None,
         },
         "serving": {"max_queue_size": 128, "request_timeout_s": 600.0},
+        "nightly": {
+            "prompts": "code",
+            "num_prompts": 8,
+            "max_tokens": 64,
+            "concurrencies": [1, 8],
+            "rounds": 2,
+            "sampling_distance": None,
+            "gate": None,
+            "min_gate_pass_rate": None,
+            "allow_ties": True,
+            "min_acceptance_ratio": 0.95,
+            "min_acceptance_rate": None,
+            "min_speed_up": 0.9,
+            "min_speed_up_ratio": 0.8,
+            "max_size_ratio": 1.1,
+        },
         "output_dir": "engines",
     }
     del tensorrt_llm["build"], tensorrt_llm["parameters"]
@@ -219,7 +235,7 @@ def test_wrong_values_name_line_key_value_and_expectation(extra: str, message: s
         (
             "speculation: {flavour: mild}\n",
             "x.yaml:6: speculation.flavour is not a setting:"
-            " expected one of num_draft_tokens, adaptive",
+            " expected one of num_draft_tokens, adaptive, schedule",
         ),
     ],
 )
@@ -713,3 +729,60 @@ def test_schema_describes_every_setting() -> None:
         assert section["additionalProperties"] is False
         for setting in section["properties"].values():
             assert setting["description"].endswith(".")
+
+
+LEVELS = """\
+speculation:
+  num_draft_tokens: 4
+  schedule:
+    - {from_batch_size: 1, num_draft_tokens: 4}
+    - {from_batch_size: 3, num_draft_tokens: 2}
+"""
+
+
+def test_a_schedule_by_load() -> None:
+    assert load(MINIMAL + LEVELS).speculation.limits == ((1, 4), (3, 2))
+    assert load(MINIMAL).speculation.limits == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("[3]", "0 is 3: expected a mapping with from_batch_size, num_draft_tokens"),
+        (
+            "[{from_batch_size: 0, num_draft_tokens: 1}]",
+            "0.from_batch_size is 0: expected a whole number of at least 1",
+        ),
+        (
+            "[{from_batch_size: 2, num_draft_tokens: 1}, {from_batch_size: 2, "
+            "num_draft_tokens: 0}]",
+            "1.from_batch_size is 2: expected more than 2, the level before it",
+        ),
+        (
+            "[{from_batch_size: 1, num_draft_tokens: 5}]",
+            "0.num_draft_tokens is 5: expected at most 4, which is speculation.num_draft_tokens",
+        ),
+        (
+            "[{from_batch_size: 9, num_draft_tokens: 1}]",
+            "0.from_batch_size is 9: expected at most 8, which is engine.max_batch_size",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_be(override: str, message: str) -> None:
+    given = f"speculation.schedule={override}"
+    assert refusal(MINIMAL, given) == f"--set {given}: speculation.schedule.{message}"
+
+
+def test_a_schedule_that_is_no_list() -> None:
+    text = MINIMAL + "speculation:\n  schedule: 3\n"
+    assert refusal(text) == "x.yaml:7: speculation.schedule is 3: expected a list of mappings"
+
+
+def test_the_line_of_a_level() -> None:
+    text = MINIMAL + LEVELS.replace("from_batch_size: 3", "from_batch_size: 1")
+    assert refusal(text).startswith("x.yaml:10: speculation.schedule.1.from_batch_size is 1: ")
+
+
+def test_backend_pytorch_has_no_schedule_of_ours() -> None:
+    backend = "engine:\n  runtime: tensorrt_llm\n  tensorrt_llm: {backend: pytorch}\n"
+    assert "speculation.schedule is [{" in refusal(MINIMAL + LEVELS + backend)

@@ -84,6 +84,14 @@ def test_a_format_that_backend_pytorch_does_not_read_is_left_out(tmp_path: Path)
     assert load_config(migration.output).target.quantization is None
 
 
+def test_a_schedule_is_left_out(tmp_path: Path) -> None:
+    level = "schedule: [{from_batch_size: 4, num_draft_tokens: 2}]"
+    text = LLAMA.replace("adaptive: true", f"adaptive: true, {level}")
+    migration = migrate(written(tmp_path, text))
+    assert migration.settings[-1] == "speculation.schedule: left out, since K is fixed"
+    assert load_config(migration.output).speculation.limits == ()
+
+
 def test_behaviour_is_told(tmp_path: Path) -> None:
     behaviour = migrate(written(tmp_path, LLAMA)).behaviour
     for word in ("No engine is built", "same GPUs", "num_draft_tokens", "lossless", "seed"):

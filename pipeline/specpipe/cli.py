@@ -22,6 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specpipe import __version__
+from specpipe.commands.bench import bench
+from specpipe.commands.nightly import nightly
+from specpipe.commands.report import report
+from specpipe.commands.tune import tune
+from specpipe.commands.verify import verify
 from specpipe.errors import SpecpipeError
 
 if TYPE_CHECKING:
@@ -230,16 +235,28 @@ def _print_checked(checked: Checked) -> None:
     is_flag=True,
     help="Serve engines of which specpipe cannot tell whether they fit this machine.",
 )
+@click.option(
+    "--allow-unverified",
+    is_flag=True,
+    help="Serve a pair that failed its verification, or was changed since it was verified.",
+)
 def serve(
     config_path: Path,
     overrides: Sequence[str],
     mpi_mode: LaunchMode,
     allow_unknown_engine_facts: bool,
+    allow_unverified: bool,
     **listen: Any,
 ) -> None:
-    """Serve the built pair with Triton until it is stopped."""
+    """Serve the built pair with Triton until it is stopped.
+
+    A pair that `specpipe verify` found at fault, or that was changed since it was verified, is
+    refused; one that never was verified is served.
+    """
     from specpipe import pipeline
+    from specpipe.errors import RepositoryError
     from specpipe.triton import launcher
+    from specpipe.verification import record
 
     def announce(server: launcher.Server) -> None:
         click.echo(f"ready: {server.http_url} {server.grpc_url} {server.metrics_url}")
@@ -248,6 +265,10 @@ def serve(
     repository = pipeline.built_repository(config)
     for line in pipeline.outdated(config):
         _log(f"warning: not what {config.source} says now: {line}")
+    if (refusal := record.refusal(config.artifacts_dir)) is not None:
+        if not allow_unverified:
+            raise RepositoryError(f"{refusal}, or serve it as it is with --allow-unverified")
+        _log(f"warning: {refusal}; allowed by --allow-unverified")
     launcher.serve(
         repository,
         launcher.ServeOptions(**listen),
@@ -425,6 +446,10 @@ def schema() -> None:
     from specpipe.config import json_schema
 
     _print_json(json_schema())
+
+
+for _evaluation in (verify, bench, tune, report, nightly):
+    main.add_command(_evaluation)
 
 
 class _Progress:

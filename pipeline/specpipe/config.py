@@ -16,10 +16,12 @@ from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_
 
 from specpipe import config_messages
 from specpipe.errors import ConfigError
+from specpipe.nightly.settings import NightlyConfig
 from specpipe.quantization.formats import FORMATS
 from specpipe.runtimes.setting_faults import setting_faults
 from specpipe.runtimes.tensorrt_llm.settings import TensorRTLLMConfig
 from specpipe.section import Section
+from specpipe.speculative.adaptive import Schedule
 from specpipe.yaml_document import parse_yaml, read_yaml
 
 _MAX_NUM_TOKENS = {"torch": 256, "tensorrt": 1024, "tensorrt_llm": 8192}
@@ -157,6 +159,16 @@ class CheckpointConfig(Section):
         return self.tp_size * self.pp_size
 
 
+class LoadLevel(Section):
+    """What a load allows; it holds up to the next level."""
+
+    from_batch_size: int = Field(ge=1)
+    """Requests that decode at once, at least."""
+
+    num_draft_tokens: int = Field(ge=0, le=32)
+    """The most draft tokens per step; 0: the target model alone."""
+
+
 class SpeculationConfig(Section):
     """How the draft model speculates."""
 
@@ -165,6 +177,35 @@ class SpeculationConfig(Section):
 
     adaptive: bool = True
     """Whether each request's K follows its own acceptance, so that a poor draft costs little."""
+
+    schedule: tuple[LoadLevel, ...] = Field(default=(), strict=False)
+    """The most draft tokens by load, as `specpipe tune` measures it; none: num_draft_tokens at any
+    load."""
+
+    @property
+    def limits(self) -> Schedule:
+        """The schedule as the loop reads it."""
+        return tuple((level.from_batch_size, level.num_draft_tokens) for level in self.schedule)
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> SpeculationConfig:
+        previous = 0
+        for index, level in enumerate(self.schedule):
+            key = f"speculation.schedule.{index}"
+            if level.from_batch_size <= previous:
+                raise config_messages.broken_rule(
+                    f"{key}.from_batch_size",
+                    level.from_batch_size,
+                    f"more than {previous}, the level before it",
+                )
+            if level.num_draft_tokens > self.num_draft_tokens:
+                raise config_messages.broken_rule(
+                    f"{key}.num_draft_tokens",
+                    level.num_draft_tokens,
+                    f"at most {self.num_draft_tokens}, which is speculation.num_draft_tokens",
+                )
+            previous = level.from_batch_size
+        return self
 
 
 class EngineConfig(Section):
@@ -249,6 +290,9 @@ class PipelineConfig(Section):
     serving: ServingConfig = ServingConfig()
     """What the server refuses or gives up."""
 
+    nightly: NightlyConfig = NightlyConfig()
+    """What `specpipe nightly` measures, and when a run is not good."""
+
     output_dir: Annotated[Path, AfterValidator(_check_path)] = Field(
         default=Path("engines"), strict=False
     )
@@ -269,6 +313,17 @@ class PipelineConfig(Section):
                 self.engine.max_num_tokens,
                 f"at least {num_tokens}, one more than speculation.num_draft_tokens",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> PipelineConfig:
+        for index, level in enumerate(self.speculation.schedule):
+            if level.from_batch_size > self.engine.max_batch_size:
+                raise config_messages.broken_rule(
+                    f"speculation.schedule.{index}.from_batch_size",
+                    level.from_batch_size,
+                    f"at most {self.engine.max_batch_size}, which is engine.max_batch_size",
+                )
         return self
 
     @model_validator(mode="after")

@@ -25,7 +25,8 @@ def broken_rule(key: str, value: Any, expected: str) -> PydanticCustomError:
 
     `key` names the setting, with dots, that the message points at.
     """
-    context = {"keys": tuple(key.split(".")), "value": value, "expected": expected}
+    keys = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    context = {"keys": keys, "value": value, "expected": expected}
     return PydanticCustomError(_RULE, "expected {expected}", context)
 
 
@@ -96,8 +97,8 @@ def _schema_at(keys: Sequence[str | int], schema: Schema) -> Schema:
     for key in keys:
         if isinstance(key, int):
             schema = schema.get("items", {})
-            continue
-        schema = schema.get("properties", {}).get(key, {})
+        else:
+            schema = schema.get("properties", {}).get(key, {})
         if "anyOf" in schema:  # a section that may be left out
             schema = next((choice for choice in schema["anyOf"] if "$ref" in choice), schema)
         if "$ref" in schema:
@@ -119,6 +120,8 @@ def _expected(schema: Schema) -> str:
             return f"a mapping with {', '.join(keys)}"
         case "array":
             items = schema["items"]
+            if "$ref" in items:
+                return "a list of mappings"
             if "enum" in items:
                 return f"a list of {' or '.join(repr(choice) for choice in items['enum'])}"
             kinds = {"integer": "whole numbers", "string": "texts"}

@@ -123,6 +123,7 @@ def _change(data: dict[str, Any], config: PipelineConfig, output: Path) -> list[
             drop(data[role]["quantization"], f"{role}.quantization.", "export", why)
     if (data.get("speculation") or {}).get("adaptive"):
         put(data["speculation"], "speculation.", "adaptive", False, ", since K is fixed")
+    drop(data.get("speculation") or {}, "speculation.", "schedule", ", since K is fixed")
     _move_paths(data, config, output)
     return said
 

@@ -112,6 +112,7 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
         options=PairOptions(
             num_draft_tokens=config.speculation.num_draft_tokens,
             adaptive=config.speculation.adaptive,
+            schedule=config.speculation.limits,
             max_batch_size=config.engine.max_batch_size,
             max_seq_len=pair.max_seq_len,
             max_num_tokens=config.engine.max_num_tokens,
@@ -195,16 +196,17 @@ def preview(stages: Plan) -> tuple[StageReport, ...]:
     return tuple(reports)
 
 
-def run(stages: Plan, reporter: Reporter) -> tuple[StageReport, ...]:
+def run(stages: Plan, reporter: Reporter, *, verify: bool = False) -> tuple[StageReport, ...]:
     """Makes what is stale, in order. A stage whose inputs came out as before does not run.
 
     Whether there is anything to do is told by sizes and times; what a stage is made of is verified
-    by digest first, so that damage is mended and never handed on.
+    by digest first, so that damage is mended and never handed on. `verify` asks for the digests of
+    everything, so that damage is found where nothing else has changed.
     """
     for planned in stages:
         if planned.require is not None:
             planned.require()
-    read = _read_by_what_runs(stages)
+    read = {planned.artifact for planned in stages} if verify else _read_by_what_runs(stages)
     return tuple(_run_stage(planned, planned.artifact in read, reporter) for planned in stages)
 
 

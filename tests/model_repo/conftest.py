@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.triton.metric_family import MetricFamily
+
 MODELS = Path(__file__).parents[2] / "model_repo"
 _NUMBERS = itertools.count()
 
@@ -106,26 +108,6 @@ class InferenceRequest:
     def exec(self, decoupled: bool = False) -> list[InferenceResponse]:
         assert decoupled
         return []
-
-
-class Metric:
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def increment(self, value: float) -> None:
-        self.value += value
-
-
-class MetricFamily:
-    COUNTER, GAUGE = 0, 1
-    made: dict[str, dict[str, Metric]] = {}
-
-    def __init__(self, name: str, description: str, kind: int) -> None:
-        assert kind == (self.GAUGE if name.endswith("_in_flight") else self.COUNTER)
-        self._metrics = self.made[name] = {}
-
-    def Metric(self, labels: dict[str, str]) -> Metric:
-        return self._metrics.setdefault(",".join(labels.values()), Metric())
 
 
 def get_input_tensor_by_name(request: ServerRequest, name: str) -> Tensor | None:

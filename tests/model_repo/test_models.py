@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.base import Occupancy, PairOptions
 from specpipe.speculative.request import Chunk, Request, Statistics
 from specpipe.triton import repository, serving
 from specpipe.triton.repository import PairFile
@@ -140,6 +140,9 @@ class ScriptedPair:
     def interrupt(self) -> None: ...
 
     def close(self) -> None: ...
+
+    def occupancy(self) -> Occupancy:
+        return Occupancy()
 
     def step(self) -> list[Chunk]:
         self.num_steps += 1

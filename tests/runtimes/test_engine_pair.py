@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specpipe.errors import RequestError
+from specpipe.runtimes.base import KVUse
 from specpipe.runtimes.costs import CostTable
 from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.speculative.decode import decode
@@ -247,6 +248,35 @@ def test_time_limit_in_the_queue_and_while_running() -> None:
     assert not pair.has_work()
 
 
+def test_time_in_the_queue_ends_when_a_request_is_started() -> None:
+    now = [0.0]
+    pair = make_pair(
+        TableModel(target_rule), TableModel(target_rule), clock=lambda: now[0], max_batch_size=1
+    )
+    pair.submit(request("a", max_tokens=1))
+    now[0] = 2.0
+    pair.submit(request("b", max_tokens=1))
+    pair.submit(request("c", max_tokens=1))
+    waited = {}
+    while pair.has_work():
+        now[0] += 0.5
+        if now[0] == 3.0:
+            pair.cancel("c")
+        waited |= {chunk.request_id: chunk.queue_s for chunk in pair.step()}
+    assert waited == {"a": 2.5, "b": 1.0, "c": 1.0}
+
+
+def test_cached_tokens_are_those_of_running_sequences() -> None:
+    """After a step, all but the last token of a text are cached; the target's own are 1 a step."""
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=2)
+    for name, prompt_length in (("a", 3), ("b", 7)):
+        pair.submit(request(name, prompt_length, num_draft_tokens=0 if name == "a" else 2))
+    pair.step()
+    # a: 3 tokens of its prompt. b: 7, and 2 draft tokens that were accepted; the draft has not read
+    # the last of them.
+    assert pair.occupancy().kv_caches == {"target": KVUse(12, 2000), "draft": KVUse(8, 2000)}
+
+
 def test_nan_of_the_target_fails_that_request_alone() -> None:
     class NanForPromptOfFive(TableModel):
         def logits(self, token_ids: object, num_rows: int) -> np.ndarray:
@@ -334,3 +364,76 @@ def test_a_batch_drafts_no_further_than_pays_for_all() -> None:
         assert ids(together[r.request_id]) == greedy_reference(r)
     statistics = together["a"][-1].statistics
     assert statistics is not None and statistics.total_draft_tokens == 0
+
+
+SCHEDULE = ((1, 3), (2, 1), (4, 0))
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_a_schedule_limits_the_draft_length_by_load(is_adaptive: bool) -> None:
+    """A cheap and perfect draft would always draft 4; one request joins after the other."""
+    costs = FixedCosts(4, draft={1: 0.01, 4: 0.01}, target={1: 1.0, 20: 1.0})
+    pair = make_pair(
+        TableModel(target_rule),
+        TableModel(target_rule),
+        costs=costs if is_adaptive else None,
+        num_draft_tokens=4,
+        schedule=SCHEDULE,
+    )
+    for name in "abcd":
+        pair.submit(request(name, max_tokens=60))
+        pair.step()
+    pair.step()
+    for name in "bcd":
+        pair.cancel(name)
+    pair.step()
+    _, target = engines(pair)
+    # The last token, or a prompt of three, and 3 draft tokens, then 1, then none, and 3 again.
+    assert target.forwards == [
+        [3 + 3],
+        [1 + 1, 3 + 1],
+        [1 + 1, 1 + 1, 3 + 1],
+        [1, 1, 1, 3],
+        [1, 1, 1, 1],
+        [1 + 3],
+    ]
+
+
+def test_a_scheduled_request_is_still_the_targets_own() -> None:
+    requests = [request(str(n), n + 1, max_tokens=5 + 7 * n) for n in range(6)]
+    pair = make_pair(
+        TableModel(target_rule),
+        TableModel(DRAFT_RULES["half"]),
+        num_draft_tokens=4,
+        schedule=SCHEDULE,
+    )
+    chunks = run(pair, requests)
+    assert {n: ids(c) for n, c in chunks.items()} == {
+        r.request_id: greedy_reference(r) for r in requests
+    }
+
+
+def test_a_request_may_ask_for_less_than_the_schedule_allows() -> None:
+    pair = make_pair(
+        TableModel(target_rule), TableModel(target_rule), num_draft_tokens=4, schedule=SCHEDULE
+    )
+    pair.submit(request("a", max_tokens=60, num_draft_tokens=2))
+    pair.step()
+    pair.submit(request("b", max_tokens=60, num_draft_tokens=0))
+    pair.step()
+    _, target = engines(pair)
+    assert target.forwards == [[3 + 2], [1 + 1, 3]]
+
+
+def test_a_draft_that_the_load_forbids_is_not_hoped_for() -> None:
+    """Its time stays what was measured, for when the load has fallen."""
+    costs = FixedCosts(4, draft={1: 0.5, 4: 0.5}, target={1: 1.0, 20: 1.0})
+    pair = make_pair(
+        TableModel(target_rule),
+        TableModel(target_rule),
+        costs=costs,
+        num_draft_tokens=4,
+        schedule=((1, 0),),
+    )
+    run(pair, [request(max_tokens=100)])
+    assert costs.seconds("draft", 1) == 0.5

@@ -147,3 +147,28 @@ def test_interrupt_never_hurts(make: Make) -> None:
             pair.interrupt()
             chunks += pair.step()
     assert ids(chunks) == greedy_reference(request())
+
+
+def test_what_a_pair_holds_follows_its_requests(make: Make) -> None:
+    with make(TableModel(target_rule), TableModel(target_rule), max_batch_size=1) as pair:
+        assert (pair.occupancy().num_running, pair.occupancy().num_waiting) == (0, 0)
+        for name in "ab":
+            pair.submit(request(name, max_tokens=400))
+        pair.step()
+        assert (pair.occupancy().num_running, pair.occupancy().num_waiting) == (1, 1)
+        for name in "ab":
+            pair.cancel(name)
+        while pair.has_work():
+            pair.step()
+        assert (pair.occupancy().num_running, pair.occupancy().num_waiting) == (0, 0)
+
+
+def test_the_last_chunk_tells_the_steps_behind_the_statistics(make: Make) -> None:
+    with make(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=3) as pair:
+        *others, last = run(pair, [request(max_tokens=10)])["r"]
+    assert all(chunk.counts is None and chunk.queue_s is None for chunk in others)
+    assert last.counts is not None and last.statistics is not None
+    assert last.counts.num_steps == last.statistics.num_steps
+    assert last.counts.drafted_at.total() == last.statistics.total_draft_tokens
+    assert last.counts.accepted_at.total() == last.statistics.total_accepted_draft_tokens
+    assert last.queue_s is not None and 0 <= last.queue_s < 10

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from specpipe.speculative.adaptive import DraftLength, StepCosts
+from specpipe.speculative.adaptive import DraftLength, StepCosts, most_draft_tokens
 
 COSTS = StepCosts(draft_step=0.25, verify=[0.05 * n for n in range(9)])
 
@@ -74,3 +74,10 @@ def test_drafting_resumes_when_the_draft_becomes_right() -> None:
 def test_no_room_means_no_draft() -> None:
     assert DraftLength().choose(0, COSTS) == 0
     assert DraftLength().choose(-3, COSTS) == 0
+
+
+def test_the_schedule_by_load() -> None:
+    schedule = ((2, 4), (5, 1), (8, 0))
+    found = {size: most_draft_tokens(schedule, size) for size in (1, 2, 4, 5, 7, 8, 99)}
+    assert found == {1: None, 2: 4, 4: 4, 5: 1, 7: 1, 8: 0, 99: 0}
+    assert most_draft_tokens((), 1) is None

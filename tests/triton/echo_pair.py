@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.base import DetokenizerFactory, PairOptions
+from specpipe.runtimes.base import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.speculative.request import Chunk, Limits, Request, RequestState
 from specpipe.triton import repository
 
@@ -48,6 +48,9 @@ class EchoPair:
     def interrupt(self) -> None: ...
 
     def close(self) -> None: ...
+
+    def occupancy(self) -> Occupancy:
+        return Occupancy(num_running=len(self._running))
 
     def step(self) -> list[Chunk]:
         self.num_steps += 1

@@ -293,6 +293,40 @@ def test_the_queue_is_limited_and_says_so_with_the_numbers(
             assert statistics is not None and statistics.num_output_tokens == 8
 
 
+def test_what_runs_waits_and_is_cached_is_told_while_it_does(
+    server: Server, controls: Controls, wait_until: WaitUntil
+) -> None:
+    """The engines hold 8 sequences of 1024 tokens; the pair that serves them runs two at once."""
+    url = server.grpc_url
+    cached = 'specpipe_kv_cache_tokens{role="target"}'
+    controls.set(pause=SLOW_S)
+    with ExitStack() as stack:
+        asked = [stack.enter_context(Client(url)).stream(PROMPT, **ENDLESS) for _ in range(2)]
+        for chunks in asked:
+            next(chunks)
+        asked.append(stack.enter_context(Client(url)).stream(PROMPT, **ENDLESS))
+        waiting = ThreadPoolExecutor(1).submit(next, asked[2])
+        assert wait_until(lambda: num_in_flight(server) == 3)
+        assert metric(server, "specpipe_requests_running") == 2
+        assert metric(server, "specpipe_requests_waiting") == 1
+        assert 12 <= metric(server, cached) < 2048
+        for role in ("draft", "target"):
+            assert metric(server, f'specpipe_kv_cache_capacity_tokens{{role="{role}"}}') == 8192
+        asked[0].close()
+        waiting.result()
+        for chunks in asked[1:]:
+            chunks.close()
+    assert wait_until(lambda: num_in_flight(server) == 0)
+    assert metrics(server, "specpipe_requests_", "specpipe_kv_cache_tokens") == {
+        **metrics(server, "specpipe_requests_total"),
+        "specpipe_requests_in_flight": 0,
+        "specpipe_requests_running": 0,
+        "specpipe_requests_waiting": 0,
+        'specpipe_kv_cache_tokens{role="draft"}': 0,
+        cached: 0,
+    }
+
+
 def test_priority_goes_first_in_the_queue(
     server: Server, controls: Controls, wait_until: WaitUntil
 ) -> None:

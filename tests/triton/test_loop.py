@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from specpipe.errors import RequestError
+from specpipe.runtimes.base import Occupancy
 from specpipe.speculative.request import Chunk, Request
+from specpipe.triton import loop as loop_module
 from specpipe.triton.loop import PairLoop
 
 
@@ -42,6 +44,9 @@ class CountingPair:
 
     def close(self) -> None:
         self.is_closed = True
+
+    def occupancy(self) -> Occupancy:
+        return Occupancy(num_running=len(self._running))
 
     def step(self) -> list[Chunk]:
         self.go.acquire()
@@ -185,15 +190,41 @@ def test_close_cancels_what_is_open(pair: CountingPair) -> None:
     assert last.finish_reason == "cancelled"
 
 
-def test_every_step_is_reported(pair: CountingPair) -> None:
-    reported: list[int] = []
-    loop = PairLoop(pair, on_steps=reported.append)
+def reports_of_five_steps(pair: CountingPair) -> list[tuple[int, int]]:
+    """The number of steps and of running requests in each report."""
+    reported: list[tuple[int, int]] = []
+    loop = PairLoop(pair, on_report=lambda steps, held: reported.append((steps, held.num_running)))
     caller = Caller(loop, "a", 5)
     pair.go.release(5)
     caller.texts()
     loop.close()
-    assert sum(reported) == 5
-    assert len(reported) <= 3
+    return reported
+
+
+def test_every_step_is_reported(pair: CountingPair) -> None:
+    reported = reports_of_five_steps(pair)
+    assert sum(num_steps for num_steps, _ in reported) == 5
+    assert len(reported) <= 4
+
+
+def test_what_runs_is_reported_while_it_runs(
+    pair: CountingPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "_REPORT_INTERVAL_S", 0.0)
+    reported = reports_of_five_steps(pair)
+    assert reported == [(0, 0), (0, 1), *[(1, 1)] * 4, (1, 0), (0, 0)]
+
+
+def test_a_broken_pair_is_not_asked_what_it_holds(pair: CountingPair) -> None:
+    reported: list[tuple[int, Occupancy]] = []
+    loop = PairLoop(pair, on_fault=lambda: None, on_report=lambda *report: reported.append(report))
+    caller = Caller(loop, "a", 5)
+    pair.fault = ValueError("shapes differ")
+    pair.go.release()
+    assert caller.next().finish_reason == "error"
+    assert pair.has_work()
+    loop.close()
+    assert reported[-1] == (0, Occupancy())
 
 
 class WaitingPair(CountingPair):

@@ -72,6 +72,17 @@ def test_everything_is_found_after_a_move(echo_repository: Callable[..., Path]) 
 def test_a_pair_file_round_trips() -> None:
     pair = PairFile(
         "torch",
-        PairOptions(num_draft_tokens=2, max_seq_len=77, unused_token_ids=((250, 256), (300, 320))),
+        PairOptions(
+            num_draft_tokens=2,
+            schedule=((1, 2), (4, 0)),
+            max_seq_len=77,
+            unused_token_ids=((250, 256), (300, 320)),
+        ),
     )
     assert PairFile.from_json(pair.to_json()) == pair
+
+
+def test_a_pair_file_from_before_there_were_schedules() -> None:
+    written = json.loads(PairFile("torch", PairOptions()).to_json())
+    del written["options"]["schedule"]
+    assert PairFile.from_json(json.dumps(written)) == PairFile("torch", PairOptions())

@@ -24,7 +24,7 @@ class TritonPythonModel:
         self._counters = Counters(pb_utils.MetricFamily)
         self._loop = PairLoop(
             repository.load_pair(args, tokenizer.detokenizer),
-            on_steps=self._counters.report,
+            on_report=self._counters.report,
         )
 
     def execute(self, requests):

@@ -27,10 +27,14 @@ class Waiting:
     deadline: float = field(compare=False)
     """When its last token is due; like `submitted`, by the queue's clock."""
 
+    def waited_s(self, now: float) -> float:
+        """How long it has waited."""
+        return now - self.submitted
+
     def overdue(self, now: float) -> str:
         """What it is told when its deadline passes before it was started."""
         return (
-            f"the request waited {now - self.submitted:.1f} s without being started, "
+            f"the request waited {self.waited_s(now):.1f} s without being started, "
             "which is its time limit (timeout_s or serving.request_timeout_s)"
         )
 

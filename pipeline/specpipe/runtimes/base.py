@@ -17,6 +17,7 @@ from specpipe.families import DTYPES
 from specpipe.quantization.formats import format_of
 from specpipe.quantization.quantized_config import check_export
 from specpipe.runtimes.memory import MemoryEstimate
+from specpipe.speculative.adaptive import Schedule
 from specpipe.speculative.request import Chunk, Detokenizer, Request
 from specpipe.stages.base import PlannedStage, Role
 from specpipe.stages.calibrate import Calibrate
@@ -38,11 +39,32 @@ DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
 """Makes the detokenizer of one request from its prompt's token ids."""
 
 
+@dataclass(frozen=True)
+class KVUse:
+    """Of one model's KV cache: positions that hold a token, and how many there are."""
+
+    num_tokens: int
+    capacity_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupancy:
+    """What a pair holds at a moment.
+
+    num_waiting  requests in its queue
+    kv_caches    empty where the models run elsewhere, which then tells by itself
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_caches: Mapping[Role, KVUse] = field(default_factory=dict)
+
+
 class Pair(Protocol):
     """A draft and a target that run requests together.
 
-    One thread drives it: `submit`, `cancel` and `step` are not to be called at the same time. Any
-    other may call `interrupt`.
+    One thread drives it: `submit`, `cancel`, `step` and `occupancy` are not to be called at the
+    same time. Any other may call `interrupt`.
     """
 
     @property
@@ -74,6 +96,9 @@ class Pair(Protocol):
     def close(self) -> None:
         """Gives back what would outlive this process; the pair's last call."""
 
+    def occupancy(self) -> Occupancy:
+        """What it holds now, for its operators; cheap enough to ask some times a second."""
+
     def has_work(self) -> bool:
         """True while a request is queued, running, or has a chunk that `step` has yet to return."""
 
@@ -84,6 +109,8 @@ class PairOptions:
 
     num_draft_tokens: int = 4
     adaptive: bool = True
+    schedule: Schedule = ()
+    """The most draft tokens by load, whatever acceptance says; none: num_draft_tokens."""
     max_batch_size: int = 8
     max_seq_len: int = 1024
     max_num_tokens: int = 256

@@ -105,7 +105,7 @@ def measure_costs(
     # In turn, so that a busy moment of the machine does not fall on one of them alone.
     for round_number in range(_MAX_ROUNDS):
         for role, size, num_tokens in forwards:
-            seconds = _time_forward(engines[role], size, num_tokens)
+            seconds = time_forward(engines[role], size, num_tokens)
             times = fastest[role]
             times[size * num_tokens] = min(seconds, times.get(size * num_tokens, seconds))
         if round_number + 1 >= _MIN_ROUNDS and time.perf_counter() > end:
@@ -113,8 +113,11 @@ def measure_costs(
     return CostTable(num_draft_tokens, fastest["draft"], fastest["target"])
 
 
-def _time_forward(engine: Engine, batch_size: int, num_tokens: int) -> float:
-    context = min(_CONTEXT, engine.max_seq_len - num_tokens)
+def time_forward(
+    engine: Engine, batch_size: int, num_tokens: int, *, context: int = _CONTEXT
+) -> float:
+    """Times one forward of num_tokens for each of batch_size sequences that hold context tokens."""
+    context = min(context, engine.max_seq_len - num_tokens)
     sequences = [
         engine.allocate(prompt_length=context, max_tokens=context + num_tokens)
         for _ in range(batch_size)

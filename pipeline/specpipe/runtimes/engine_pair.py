@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specpipe.runtimes.admission import OVERDUE, WaitingRequests
-from specpipe.runtimes.base import DetokenizerFactory, PairOptions
+from specpipe.runtimes.admission import OVERDUE, Waiting, WaitingRequests
+from specpipe.runtimes.base import DetokenizerFactory, KVUse, Occupancy, PairOptions
 from specpipe.runtimes.costs import CostTable, Role
-from specpipe.speculative.adaptive import MIN_GAIN, DraftLength
+from specpipe.speculative.adaptive import MIN_GAIN, DraftLength, most_draft_tokens
 from specpipe.speculative.decode import UNUSABLE_LOGITS
 from specpipe.speculative.request import Chunk, Limits, Request, RequestState
 
@@ -145,6 +145,11 @@ class EnginePair:
         self._ended: list[Chunk] = []
         self.num_steps = 0
 
+    @property
+    def engines(self) -> dict[Role, Engine]:
+        """Both engines, which may be timed while no request runs."""
+        return {"draft": self._draft, "target": self._target}
+
     def submit(self, request: Request) -> str:
         self._limits.check(request)
         self._waiting.put(request, num_running=len(self._running))
@@ -157,7 +162,7 @@ class EnginePair:
                 return
         waiting = self._waiting.take(request_id)
         if waiting is not None:
-            self._ended.append(self._new_state(waiting.request).finish("cancelled"))
+            self._ended.append(self._new_state(waiting).finish("cancelled"))
 
     def has_work(self) -> bool:
         return bool(self._running or len(self._waiting) or self._ended)
@@ -177,12 +182,27 @@ class EnginePair:
     def close(self) -> None:
         self._on_close()
 
+    def occupancy(self) -> Occupancy:
+        """Positions of a sequence stay with it until it ends: an engine has slots for sequences."""
+        tokens = {
+            "target": sum(self._target.length(r.target_sequence) for r in self._running),
+            "draft": sum(self._draft_length(r) for r in self._running),
+        }
+        return Occupancy(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_caches={
+                role: KVUse(tokens[role], engine.max_batch_size * engine.max_seq_len)
+                for role, engine in self.engines.items()
+            },
+        )
+
     def _end_overdue(self) -> None:
         now = self._clock()
         for running in [r for r in self._running if r.deadline <= now]:
             self._end(running, running.state.finish("error", OVERDUE))
         for waiting in self._waiting.take_overdue(now):
-            state = self._new_state(waiting.request)
+            state = self._new_state(waiting)
             self._ended.append(state.finish("error", waiting.overdue(now)))
 
     def _admit(self) -> None:
@@ -194,14 +214,16 @@ class EnginePair:
                 return
             waiting = self._waiting.pop()
             sequence = self._target.allocate(prompt_length=num_prompt, max_tokens=max_tokens)
-            self._running.append(_Running(self._new_state(request), waiting.deadline, sequence))
+            self._running.append(_Running(self._new_state(waiting), waiting.deadline, sequence))
 
-    def _new_state(self, request: Request) -> RequestState:
+    def _new_state(self, waiting: Waiting) -> RequestState:
+        request = waiting.request
         return RequestState(
             request,
             self._limits,
             self._detokenizer(request.prompt_token_ids),
             draft_length=DraftLength() if self.costs is not None else None,
+            queue_s=waiting.waited_s(self._clock()),
         )
 
     def _round(self) -> None:
@@ -261,6 +283,7 @@ class EnginePair:
 
     def _run_draft(self, decoding: Sequence[_Running]) -> list[Drafted]:
         costs = self.costs.at(len(decoding)) if self.costs is not None and decoding else None
+        most = most_draft_tokens(self._options.schedule, len(decoding))
         drafted = [Drafted(r.state) for r in decoding]
         feeds: list[tuple[_Running, Drafted, int, list[int]]] = []
         catching_up = []
@@ -268,7 +291,7 @@ class EnginePair:
             if running.is_draft_suspect:
                 running.is_draft_suspect = False
                 continue
-            num_draft_tokens = running.state.next_num_draft_tokens(costs)
+            num_draft_tokens = running.state.next_num_draft_tokens(costs, most=most)
             if num_draft_tokens == 0 or not self._has_draft_sequence(running):
                 continue
             assert running.draft_sequence is not None
@@ -280,7 +303,7 @@ class EnginePair:
         if self.costs is not None and len(decoding) > 1:
             cap = self._draft_cap(self.costs, [(r.state, k) for r, _, k, _ in feeds], len(decoding))
             feeds = [(r, draft, min(k, cap), feed) for r, draft, k, feed in feeds if cap > 0]
-        if costs is not None and self.costs is not None and not feeds:
+        if costs is not None and self.costs is not None and not feeds and most != 0:
             self.costs.hope()
         if catching_up:
             self._draft.forward(catching_up, [0] * len(catching_up))

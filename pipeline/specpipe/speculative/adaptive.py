@@ -15,6 +15,16 @@ what the target added by itself) eat a promise of less.
 _MIN_PAUSE, _MAX_PAUSE = 2, 64  # tokens without drafting before the draft is tried again
 
 
+Schedule = tuple[tuple[int, int], ...]
+"""The most draft tokens by load: (requests that decode at least, draft tokens at most), rising."""
+
+
+def most_draft_tokens(schedule: Schedule, batch_size: int) -> int | None:
+    """What a schedule allows while batch_size requests decode; None where it says nothing."""
+    allowed = [most for from_batch_size, most in schedule if from_batch_size <= batch_size]
+    return allowed[-1] if allowed else None
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """Times relative to one target step without draft tokens, at the present load."""

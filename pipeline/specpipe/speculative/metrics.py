@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 
@@ -11,22 +12,22 @@ class AcceptanceCounts:
     """What the steps of one or many requests drafted and accepted."""
 
     num_steps: int = 0
-    num_undrafted_steps: int = 0
-    """Steps that ran without a draft token; they are no evidence for or against the draft."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    histogram: Counter[int] = field(default_factory=Counter)
-    """Number of drafted steps by accepted draft tokens."""
+    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Number of steps by draft tokens that were judged and those of them accepted."""
 
     def record(self, *, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Counts one step."""
         self.num_steps += 1
-        if not num_draft_tokens:
-            self.num_undrafted_steps += 1
-            return
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
-        self.histogram[num_accepted_tokens] += 1
+        self.steps[num_draft_tokens, num_accepted_tokens] += 1
+
+    @property
+    def num_undrafted_steps(self) -> int:
+        """Steps that ran without a draft token; they are no evidence for or against the draft."""
+        return self.steps[0, 0]
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -39,3 +40,31 @@ class AcceptanceCounts:
         step.
         """
         return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else None
+
+    @property
+    def histogram(self) -> Counter[int]:
+        """Number of drafted steps by accepted draft tokens."""
+        return self._added_up(lambda drafted, accepted: (accepted,) if drafted else ())
+
+    @property
+    def by_draft_length(self) -> Counter[int]:
+        """Number of steps by draft tokens, 0 included."""
+        return self._added_up(lambda drafted, accepted: (drafted,))
+
+    @property
+    def drafted_at(self) -> Counter[int]:
+        """Draft tokens by their position in the step, the first of which is 1."""
+        return self._added_up(lambda drafted, accepted: range(1, drafted + 1))
+
+    @property
+    def accepted_at(self) -> Counter[int]:
+        """Accepted draft tokens by their position in the step."""
+        return self._added_up(lambda drafted, accepted: range(1, accepted + 1))
+
+    def _added_up(self, keys: Callable[[int, int], Iterable[int]]) -> Counter[int]:
+        """Counts each step under all keys that it has."""
+        found: Counter[int] = Counter()
+        for (drafted, accepted), num_steps in self.steps.items():
+            for key in keys(drafted, accepted):
+                found[key] += num_steps
+        return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 from specpipe.errors import RequestError
@@ -197,6 +197,12 @@ class Chunk:
     finish_reason: FinishReason | None = None
     error: str | None = None
     statistics: Statistics | None = None
+    counts: AcceptanceCounts | None = field(default=None, compare=False)
+    """In the last chunk: the request's steps; None where nobody knows them."""
+    queue_s: float | None = field(default=None, compare=False)
+    """In the last chunk: from the submission of the request until it was started, or ended without
+    having been.
+    """
 
 
 class RequestState:
@@ -211,8 +217,12 @@ class RequestState:
         detokenizer: Detokenizer,
         *,
         draft_length: DraftLength | None = None,
+        queue_s: float | None = None,
     ) -> None:
-        """draft_length adapts the draft length to acceptance and costs; None keeps it fixed."""
+        """draft_length adapts the draft length to acceptance and costs; None keeps it fixed.
+
+        queue_s is how long the request has waited, for its last chunk.
+        """
         limits.check(request)
         self.request = request
         self.token_ids: list[int] = list(request.prompt_token_ids)
@@ -222,6 +232,7 @@ class RequestState:
         self._limits = limits
         self._detokenizer = detokenizer
         self._draft_length = draft_length
+        self._queue_s = queue_s
         wanted = request.num_draft_tokens
         self._max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
         self._output = _Output(request)
@@ -246,17 +257,21 @@ class RequestState:
         """False for a request that will never draft."""
         return self._max_num_draft_tokens > 0
 
-    def next_num_draft_tokens(self, costs: StepCosts | None = None) -> int:
+    def next_num_draft_tokens(
+        self, costs: StepCosts | None = None, *, most: int | None = None
+    ) -> int:
         """How many tokens to draft in the next step; 0 makes it a plain one-token step.
 
         Never more than could be emitted beside the target's own token, nor than the draft's context
-        holds.
+        holds, nor than `most`, what the load allows.
         """
         limit = min(
             self._max_num_draft_tokens,
             self._num_tokens_left() - 1,
             self._limits.draft_max_seq_len - len(self.token_ids) + 1,
         )
+        if most is not None:
+            limit = min(limit, most)
         if self._draft_length is not None and costs is not None:
             return self._draft_length.choose(limit, costs)
         return max(limit, 0)
@@ -340,6 +355,8 @@ class RequestState:
             finish_reason=self.finish_reason,
             error=error,
             statistics=self._statistics() if self.is_finished else None,
+            counts=self.counts if self.is_finished else None,
+            queue_s=self._queue_s if self.is_finished else None,
         )
 
     def _statistics(self) -> Statistics:

@@ -11,15 +11,16 @@ from collections.abc import Callable
 from functools import partial
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.base import Pair
+from specpipe.runtimes.base import Occupancy, Pair
 from specpipe.speculative.request import Chunk, Request
 
 _LOGGER = logging.getLogger(__name__)
 
 OnChunk = Callable[[Chunk], None]
 OnRefusal = Callable[[RequestError], None]
+OnReport = Callable[[int, Occupancy], None]
 
-_STEP_REPORT_INTERVAL_S = 0.2
+_REPORT_INTERVAL_S = 0.5
 
 
 def exit_process() -> None:
@@ -38,9 +39,10 @@ class PairLoop:
     and `on_fault` is called once those that were open have their answers.
 
     Answers are sent by a thread of their own, in order, so that no round waits for Triton.
-    `on_steps` gets the number of rounds since its last call, some times a second while they go on
-    and when they end, on the thread of the answers and after those of these rounds. It is a sign of
-    life for the launcher while long requests keep its probe waiting.
+    `on_report` gets the number of rounds since its last call and what the pair holds: before the
+    first answer to a request that comes while no other is open, twice a second while rounds go on,
+    and when they end. It is called on the thread of the answers, after those of these rounds, and
+    is a sign of life for the launcher while long requests keep its probe waiting.
     """
 
     def __init__(
@@ -48,18 +50,18 @@ class PairLoop:
         pair: Pair,
         *,
         on_fault: Callable[[], None] = exit_process,
-        on_steps: Callable[[int], None] = lambda num_steps: None,
+        on_report: OnReport = lambda num_steps, occupancy: None,
     ) -> None:
         self._pair = pair
         self._on_fault = on_fault
-        self._on_steps = on_steps
+        self._on_report = on_report
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[str, OnChunk] = {}
         self._fault: str | None = None
         self._is_closed = False
         self._num_reported_steps = 0
-        self._last_step_report = 0.0
+        self._last_report = 0.0
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._run, "specpipe-steps"), (self._send, "specpipe-answers"))
@@ -92,7 +94,7 @@ class PairLoop:
                 if self._fault is None and self._pair.has_work():
                     self._step()
                 else:
-                    self._report_steps()
+                    self._report()
                     self._inbox.get()()
                 while not self._inbox.empty():
                     self._inbox.get()()
@@ -111,14 +113,15 @@ class PairLoop:
     def _step(self) -> None:
         for chunk in self._pair.step():
             self._deliver(chunk)
-        if time.monotonic() - self._last_step_report >= _STEP_REPORT_INTERVAL_S:
-            self._report_steps()
+        if time.monotonic() - self._last_report >= _REPORT_INTERVAL_S:
+            self._report()
 
-    def _report_steps(self) -> None:
+    def _report(self) -> None:
         num_steps = self._pair.num_steps
-        self._outbox.put(partial(self._on_steps, num_steps - self._num_reported_steps))
+        occupancy = self._pair.occupancy() if self._fault is None else Occupancy()
+        self._outbox.put(partial(self._on_report, num_steps - self._num_reported_steps, occupancy))
         self._num_reported_steps = num_steps
-        self._last_step_report = time.monotonic()
+        self._last_report = time.monotonic()
 
     def _submit(self, request: Request, on_chunk: OnChunk, on_refusal: OnRefusal) -> None:
         self._open[request.request_id] = on_chunk
@@ -130,6 +133,9 @@ class PairLoop:
         except RequestError as exc:
             del self._open[request.request_id]
             self._outbox.put(partial(on_refusal, exc))
+            return
+        if len(self._open) == 1:
+            self._report()
 
     def _cancel(self, request_id: str) -> None:
         if self._fault is None and request_id in self._open:
@@ -147,6 +153,7 @@ class PairLoop:
         self._fault = message
         for request_id in tuple(self._open):
             self._deliver(_failure(request_id, message))
+        self._report()
         self._outbox.put(self._on_fault)
 
     def _deliver(self, chunk: Chunk) -> None:

@@ -1,30 +1,124 @@
-"""What requests report, added up as counters on Triton's metrics endpoint."""
+"""What requests and the pair report, on Triton's metrics endpoint; docs/metrics.md tells its use.
+
+Names and units follow Prometheus: counters end with `_total`, times are in seconds. A position is
+that of a draft token in its step, the first of which is 1.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
+from specpipe.runtimes.base import Occupancy
 from specpipe.speculative.request import Chunk
 
 STEPS = "specpipe_loop_steps_total"
 """Rounds of the loop, all requests together; the launcher reads it as a sign of life."""
 
 IN_FLIGHT = "specpipe_requests_in_flight"
-"""Requests that wait or run; the launcher reads when a server that is to stop has done its work."""
+"""Requests that wait or run; the launcher reads when a server that is to stop has done its work.
+
+It is set when the first request comes, and again after everything that was counted: whoever has all
+answers and reads 0 here finds them counted.
+"""
 
 _REQUESTS = "specpipe_requests_total"
+_REFUSED = "specpipe_refused_requests_total"
+_BY_DRAFT_LENGTH = "specpipe_request_steps_by_draft_length_total"
+_DRAFTED_AT = "specpipe_draft_tokens_by_position_total"
+_ACCEPTED_AT = "specpipe_accepted_draft_tokens_by_position_total"
+_QUEUE = "specpipe_request_queue_seconds"
+_RUNNING = "specpipe_requests_running"
+_WAITING = "specpipe_requests_waiting"
+_KV_TOKENS = "specpipe_kv_cache_tokens"
+_KV_CAPACITY = "specpipe_kv_cache_capacity_tokens"
 
-_DESCRIPTIONS = {
-    _REQUESTS: "Finished requests by finish_reason",
-    STEPS: "Draft-verify rounds of the loop, each for all running requests",
-    "specpipe_input_tokens_total": "Prompt tokens of finished requests",
-    "specpipe_output_tokens_total": "Output tokens of finished requests",
-    "specpipe_request_steps_total": "Draft-verify rounds summed over finished requests",
-    "specpipe_draft_tokens_total": "Draft tokens that the target verified",
-    "specpipe_accepted_draft_tokens_total": "Draft tokens that the target accepted",
-}
+
+@dataclass(frozen=True)
+class Family:
+    """A metric, of which there is one for each value of its label.
+
+    values   those that are there from the start, others when they first occur
+    buckets  upper bounds of a histogram
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    description: str
+    label: str | None = None
+    values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_ROLES = ("draft", "target")
+
+FAMILIES = (
+    Family(
+        _REQUESTS,
+        "counter",
+        "Finished requests by finish_reason",
+        label="finish_reason",
+        values=("stop", "length", "cancelled", "error"),
+    ),
+    Family(_REFUSED, "counter", "Requests that were refused, by a limit or a full queue"),
+    Family(STEPS, "counter", "Draft-verify rounds of the loop, each for all running requests"),
+    Family("specpipe_input_tokens_total", "counter", "Prompt tokens of finished requests"),
+    Family("specpipe_output_tokens_total", "counter", "Output tokens of finished requests"),
+    Family(
+        "specpipe_request_steps_total",
+        "counter",
+        "Draft-verify rounds summed over finished requests",
+    ),
+    Family(
+        _BY_DRAFT_LENGTH,
+        "counter",
+        "Draft-verify rounds summed over finished requests, by their number of draft tokens",
+        label="num_draft_tokens",
+    ),
+    Family("specpipe_draft_tokens_total", "counter", "Draft tokens that the target verified"),
+    Family(
+        _DRAFTED_AT,
+        "counter",
+        "Draft tokens that the target verified, by their position in the step",
+        label="position",
+    ),
+    Family(
+        "specpipe_accepted_draft_tokens_total",
+        "counter",
+        "Draft tokens that the target accepted",
+    ),
+    Family(
+        _ACCEPTED_AT,
+        "counter",
+        "Draft tokens that the target accepted, by their position in the step",
+        label="position",
+    ),
+    Family(
+        _QUEUE,
+        "histogram",
+        "Time that finished requests waited before they were started",
+        buckets=(0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+    ),
+    Family(IN_FLIGHT, "gauge", "Requests that were taken and have not been answered in full"),
+    Family(_RUNNING, "gauge", "Requests that hold a place in the running batch"),
+    Family(_WAITING, "gauge", "Requests in the queue"),
+    Family(
+        _KV_TOKENS,
+        "gauge",
+        "Positions of the KV cache that hold a token",
+        label="role",
+        values=_ROLES,
+    ),
+    Family(
+        _KV_CAPACITY,
+        "gauge",
+        "Positions that the KV cache has in all",
+        label="role",
+        values=_ROLES,
+    ),
+)
 
 _STATISTICS = {
     "specpipe_input_tokens_total": "num_input_tokens",
@@ -34,33 +128,39 @@ _STATISTICS = {
     "specpipe_accepted_draft_tokens_total": "total_accepted_draft_tokens",
 }
 
+Key = tuple[str, str]
+"""The name of a family, and the value of its label; "" where it has none."""
+
 
 class Counters:
-    """The counters; `metric_family` is Triton's `pb_utils.MetricFamily`.
+    """All metrics; `metric_family` is Triton's `pb_utils.MetricFamily`.
 
     Requests are counted on any thread, here. Triton hears of it in `report`, which one thread
-    calls now and then: each change of a metric is a round trip to the server's process.
+    calls now and then: each change of a metric is a round trip to the server's process, and several
+    threads that make them crash it (Triton 2.51).
     """
 
     def __init__(self, metric_family: Any) -> None:
-        families = {
-            name: metric_family(name=name, description=text, kind=metric_family.COUNTER)
-            for name, text in _DESCRIPTIONS.items()
+        self._families = {
+            family.name: (
+                family,
+                metric_family(
+                    name=family.name,
+                    description=family.description,
+                    kind=getattr(metric_family, family.kind.upper()),
+                ),
+            )
+            for family in FAMILIES
         }
-        in_flight = metric_family(
-            name=IN_FLIGHT, description="Requests that wait or run", kind=metric_family.GAUGE
-        )
-        # A family that is collected takes its metrics with it.
-        self._families = (families, in_flight)
-        self._in_flight = in_flight.Metric(labels={})
-        self._metrics = {name: families[name].Metric(labels={}) for name in (STEPS, *_STATISTICS)}
-        self._metrics |= {
-            reason: families[_REQUESTS].Metric(labels={"finish_reason": reason})
-            for reason in ("stop", "length", "cancelled", "error")
-        }
+        self._metrics: dict[Key, Any] = {}
+        for family in FAMILIES:
+            for value in family.values if family.label else ("",):
+                self._metric((family.name, value))
+        self._gauges: dict[Key, int] = {}
         self._lock = Lock()
-        self._unreported: Counter[str] = Counter()
-        self._num_in_flight = self._num_reported_in_flight = 0
+        self._unreported: Counter[Key] = Counter()
+        self._queue_times_s: list[float] = []
+        self._num_in_flight = 0
 
     def begin_request(self) -> None:
         """Counts a request in."""
@@ -72,22 +172,61 @@ class Counters:
         with self._lock:
             self._num_in_flight -= 1
             if last is None:
+                self._unreported[_REFUSED, ""] += 1
                 return
             assert last.finish_reason is not None
-            self._unreported[last.finish_reason] += 1
-            if last.statistics is not None:
-                for name, field in _STATISTICS.items():
-                    self._unreported[name] += getattr(last.statistics, field)
+            self._unreported[_REQUESTS, last.finish_reason] += 1
+            if last.queue_s is not None:
+                self._queue_times_s.append(last.queue_s)
+            self._unreported.update(_counted(last))
 
-    def report(self, num_steps: int) -> None:
-        """Adds rounds of the loop and hands on all that was counted."""
+    def report(self, num_steps: int, occupancy: Occupancy) -> None:
+        """Hands on what was counted, rounds of the loop, and what the pair holds."""
         with self._lock:
             unreported, self._unreported = self._unreported, Counter()
+            queue_times_s, self._queue_times_s = self._queue_times_s, []
             num_in_flight = self._num_in_flight
-        unreported[STEPS] += num_steps
-        for name, value in unreported.items():
+        unreported[STEPS, ""] += num_steps
+        for key, value in unreported.items():
             if value:
-                self._metrics[name].increment(value)
-        if num_in_flight != self._num_reported_in_flight:
-            self._in_flight.set(num_in_flight)
-            self._num_reported_in_flight = num_in_flight
+                self._metric(key).increment(value)
+        for seconds in queue_times_s:
+            self._metric((_QUEUE, "")).observe(seconds)
+        self._set((_RUNNING, ""), occupancy.num_running)
+        self._set((_WAITING, ""), occupancy.num_waiting)
+        for role, used in occupancy.kv_caches.items():
+            self._set((_KV_TOKENS, role), used.num_tokens)
+            self._set((_KV_CAPACITY, role), used.capacity_tokens)
+        self._set((IN_FLIGHT, ""), num_in_flight)
+
+    def _set(self, key: Key, value: int) -> None:
+        if self._gauges.get(key, 0) != value:
+            self._metric(key).set(value)
+            self._gauges[key] = value
+
+    def _metric(self, key: Key) -> Any:
+        """Makes a metric when it first occurs."""
+        if key not in self._metrics:
+            name, value = key
+            family, made = self._families[name]
+            labels = {family.label: value} if family.label else {}
+            options = {"buckets": list(family.buckets)} if family.buckets else {}
+            self._metrics[key] = made.Metric(labels=labels, **options)
+        return self._metrics[key]
+
+
+def _counted(last: Chunk) -> Counter[Key]:
+    """What a request adds to the counters of tokens and steps."""
+    counted: Counter[Key] = Counter()
+    if last.statistics is not None:
+        for name, field in _STATISTICS.items():
+            counted[name, ""] = getattr(last.statistics, field)
+    if last.counts is not None:
+        for name, by_value in (
+            (_BY_DRAFT_LENGTH, last.counts.by_draft_length),
+            (_DRAFTED_AT, last.counts.drafted_at),
+            (_ACCEPTED_AT, last.counts.accepted_at),
+        ):
+            for value, count in by_value.items():
+                counted[name, str(value)] = count
+    return counted

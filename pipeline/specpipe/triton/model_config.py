@@ -95,14 +95,16 @@ def _ensemble(*models: pb.ModelConfig) -> pb.ModelConfig:
         model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
     )
     known = set(inputs)
+    read = outputs | {tensor.name for model in models for tensor in model.input}
     for model in models:
         step = config.ensemble_scheduling.step.add(model_name=model.name, model_version=-1)
         for tensor in model.input:
             if tensor.name in known:
                 step.input_map[tensor.name] = _ensemble_name(tensor.name, inputs | outputs)
         for tensor in model.output:
-            step.output_map[tensor.name] = _ensemble_name(tensor.name, inputs | outputs)
-            known.add(tensor.name)
+            if tensor.name in read:
+                step.output_map[tensor.name] = _ensemble_name(tensor.name, inputs | outputs)
+                known.add(tensor.name)
     return config
 
 

@@ -42,8 +42,9 @@ class PairFile:
     def from_json(cls, text: str) -> PairFile:
         fields = json.loads(text)
         options = fields["options"]
-        unused = tuple((start, stop) for start, stop in options.pop("unused_token_ids"))
-        return cls(fields["runtime"], PairOptions(unused_token_ids=unused, **options))
+        for name in ("unused_token_ids", "schedule"):
+            options[name] = tuple((first, second) for first, second in options.get(name, ()))
+        return cls(fields["runtime"], PairOptions(**options))
 
 
 def write(

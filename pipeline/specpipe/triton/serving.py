@@ -154,12 +154,13 @@ REQUEST = Tensor("request", "STRING")  # a Generation as JSON
 INPUT_IDS = Tensor("input_ids", "INT32", (-1,))  # the prompt's token ids
 TEXT = Tensor("text", "STRING")  # one chunk's text
 STREAM_ID = Tensor("stream_id", "STRING")  # names the request that a chunk belongs to
+OUTPUT_IDS = Tensor("output_ids", "INT32", (-1,))  # one chunk's token ids, where asked for
 CANCEL = Tensor("cancel", "STRING")  # the stream id to cancel; such a request has no other input
 
 PREPROCESSING_INPUTS: tuple[Tensor, ...] = ENSEMBLE_INPUTS
 PREPROCESSING_OUTPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS)
 SPECULATIVE_INPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS, CANCEL)
-SPECULATIVE_OUTPUTS: tuple[Tensor, ...] = (TEXT, STREAM_ID, *GENERATION_OUTPUTS)
+SPECULATIVE_OUTPUTS: tuple[Tensor, ...] = (TEXT, STREAM_ID, OUTPUT_IDS, *GENERATION_OUTPUTS)
 POSTPROCESSING_INPUTS: tuple[Tensor, ...] = (TEXT, STREAM_ID)
 POSTPROCESSING_OUTPUTS: tuple[Tensor, ...] = (TEXT_OUTPUT,)
 
@@ -190,6 +191,7 @@ class Generation:
     request: Request
     stream: bool = False
     echo: str = ""  # what the first chunk's text begins with
+    return_token_ids: bool = False  # for verification, which asks without the ensemble
 
     def to_tensors(self) -> dict[str, np.ndarray[Any, Any]]:
         """Everything but the request id; the prompt's token ids are a tensor of their own."""
@@ -403,6 +405,7 @@ class Answer:
     stream_id: str
     num_responses: int = 0  # after the first one a failure can no longer be a Triton error
     _text: list[str] = field(default_factory=list)
+    _token_ids: list[int] = field(default_factory=list)
     _log_probs: list[float] = field(default_factory=list)
     _sum_log_probs: float = 0.0
 
@@ -418,6 +421,7 @@ class Answer:
         if chunk.finish_reason == "error" and not self.num_responses:
             raise ServerError(chunk.error or "the request failed")
         self._text.append(chunk.text)
+        self._token_ids += chunk.token_ids
         self._log_probs += chunk.log_probs
         self._sum_log_probs += sum(chunk.log_probs)
         is_last = chunk.finish_reason is not None
@@ -429,6 +433,8 @@ class Answer:
             "batch_index": [0],
             "sequence_index": [0],
         }
+        if self.generation.return_token_ids:
+            values["output_ids"] = self._token_ids
         if self.generation.request.return_log_probs:
             values["output_log_probs"] = self._log_probs
             if is_last:
@@ -436,7 +442,7 @@ class Answer:
         if is_last:
             values |= _last_values(chunk)
         self.num_responses += 1
-        self._text, self._log_probs = [], []
+        self._text, self._token_ids, self._log_probs = [], [], []
         return {name: as_array(_TENSORS_BY_NAME[name], listed) for name, listed in values.items()}
 
 

@@ -974,3 +974,38 @@ def test_stop_is_a_request_under_the_same_id() -> None:
     assert asked == [
         {"input_ids": [[0]], "input_lengths": [[1]], "request_output_len": [[1]], "stop": [[True]]}
     ]
+
+
+# The schedule by load.
+
+
+def drafted(pair: BlsPair, requests: Sequence[Any], draft: StandInModel) -> list[int]:
+    """How many tokens the draft was asked for, request by request."""
+    run(pair, requests)
+    return [int(tensors["request_output_len"][0][0]) for tensors in draft.requests]
+
+
+def test_a_schedule_limits_the_draft_length() -> None:
+    draft, target = stand_ins(TableModel(target_rule), TableModel(target_rule))
+    pair = make_bls_pair(draft, target, num_draft_tokens=4, schedule=((1, 2),))
+    r = request(max_tokens=7)
+    assert drafted(pair, [r], draft) == [2, 2]  # 3 tokens a round, and one left
+
+
+def test_where_the_load_forbids_drafting_the_target_runs_by_itself_for_a_while() -> None:
+    """So that drafting can begin when the load falls, nothing is asked for to the very end."""
+    draft, target = stand_ins(TableModel(target_rule), TableModel(target_rule))
+    pair = make_bls_pair(draft, target, num_draft_tokens=4, schedule=((1, 0),))
+    r = request(max_tokens=40)
+    chunks = run(pair, [r])["r"]
+    assert ids(chunks) == greedy_reference(r)
+    assert draft.requests == []
+    lengths = [int(tensors["request_output_len"][0][0]) for tensors in target.requests]
+    assert lengths == [16, 16, 8]
+
+
+def test_a_seeded_request_keeps_its_draft_length_at_any_load() -> None:
+    sampling = Sampling(temperature=0.8, seed=7, is_seeded=True)
+    draft, target = stand_ins(NoisyModel(1), NoisyModel(1))
+    pair = make_bls_pair(draft, target, num_draft_tokens=4, vocab_size=12, schedule=((1, 0),))
+    assert drafted(pair, [request(max_tokens=3, sampling=sampling, prompt_token_ids=(4, 5))], draft)

@@ -29,7 +29,7 @@ from typing import Any
 
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.admission import OVERDUE, Waiting, WaitingRequests
-from specpipe.runtimes.base import DetokenizerFactory, PairOptions
+from specpipe.runtimes.base import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.runtimes.costs import CostTable
 from specpipe.runtimes.tensorrt_llm import contract
 from specpipe.runtimes.tensorrt_llm.engine_calls import (
@@ -45,7 +45,7 @@ from specpipe.runtimes.tensorrt_llm.engine_calls import (
     refuse_unsupported,
     stop_tensors,
 )
-from specpipe.speculative.adaptive import DraftLength, StepCosts
+from specpipe.speculative.adaptive import DraftLength, StepCosts, most_draft_tokens
 from specpipe.speculative.request import Chunk, FinishReason, Limits, Request, RequestState
 
 _LOGGER = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class BlsPair:
                 return
         waiting = self._waiting.take(request_id)
         if waiting is not None:
-            self._chunks.put(self._new_state(waiting.request).finish("cancelled"))
+            self._chunks.put(self._new_state(waiting).finish("cancelled"))
 
     def has_work(self) -> bool:
         return bool(self._running or len(self._waiting) or not self._chunks.empty())
@@ -208,6 +208,10 @@ class BlsPair:
     def close(self) -> None:
         """Nothing to do: the engines are Triton's."""
 
+    def occupancy(self) -> Occupancy:
+        """The KV caches are the engines', whose backend has metrics of its own."""
+        return Occupancy(num_running=len(self._running), num_waiting=len(self._waiting))
+
     def _wait_s(self) -> float:
         """How long there is nothing to do unless something happens."""
         deadlines = [r.deadline for r in self._running if not r.state.is_finished]
@@ -223,7 +227,7 @@ class BlsPair:
             if running.deadline <= now:
                 self._end(running, "error", OVERDUE)
         for waiting in self._waiting.take_overdue(now):
-            state = self._new_state(waiting.request)
+            state = self._new_state(waiting)
             self._chunks.put(state.finish("error", waiting.overdue(now)))
 
     def _admit(self) -> None:
@@ -237,7 +241,7 @@ class BlsPair:
     def _start(self, waiting: Waiting) -> _Running:
         request = waiting.request
         return _Running(
-            self._new_state(request),
+            self._new_state(waiting),
             EngineCalls(
                 request=request, acceptance=self._acceptance, unused_token_ids=self._unused
             ),
@@ -248,15 +252,16 @@ class BlsPair:
         )
 
     def _is_fixed(self, request: Request) -> bool:
-        sampling = request.sampling
-        return self._times is None or (sampling.is_seeded and not sampling.is_greedy)
+        return self._times is None or _repeats(request)
 
-    def _new_state(self, request: Request) -> RequestState:
+    def _new_state(self, waiting: Waiting) -> RequestState:
+        request = waiting.request
         return RequestState(
             request,
             self._limits,
             self._detokenizer(request.prompt_token_ids),
             draft_length=None if self._is_fixed(request) else DraftLength(),
+            queue_s=waiting.waited_s(self._clock()),
         )
 
     def _end(self, running: _Running, reason: FinishReason, error: str | None = None) -> None:
@@ -304,18 +309,22 @@ class BlsPair:
                 self._continue(running, 1)
             return
         num_tokens = state.request.max_tokens - state.num_output_tokens
-        if state.is_speculative and not running.draft_length_is_fixed:
+        follows_load = bool(self._options.schedule) and not _repeats(state.request)
+        if state.is_speculative and (follows_load or not running.draft_length_is_fixed):
             num_tokens = min(num_tokens, _NUM_PLAIN_TOKENS)
         num_tokens = min(num_tokens, self._limits.max_seq_len - len(state.token_ids))
         self._continue(running, min(num_tokens, num_banned_end or num_tokens))
 
     def _num_draft_tokens(self, running: _Running) -> int:
+        most = None
+        if not _repeats(running.state.request):
+            most = most_draft_tokens(self._options.schedule, len(self._running))
         if self._times is None or running.draft_length_is_fixed:
-            return running.state.next_num_draft_tokens()
+            return running.state.next_num_draft_tokens(most=most)
         num_left = running.state.request.max_tokens - running.state.num_output_tokens
         if self._times.lacks_plain_step and num_left >= _MIN_TIMED_TOKENS:
             return 0
-        return running.state.next_num_draft_tokens(self._times.costs())
+        return running.state.next_num_draft_tokens(self._times.costs(), most=most)
 
     def _ask_draft(self, running: _Running, num_draft_tokens: int) -> DraftTokens:
         call = running.calls.draft(running.state.token_ids, num_draft_tokens)
@@ -386,6 +395,11 @@ class BlsPair:
         finally:
             with running.lock:
                 running.active = None
+
+
+def _repeats(request: Request) -> bool:
+    """True for a request that is to draw the same text again: its draft length must not change."""
+    return request.sampling.is_seeded and not request.sampling.is_greedy
 
 
 class TritonModel:

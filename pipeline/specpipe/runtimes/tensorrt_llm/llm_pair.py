@@ -29,7 +29,7 @@ from typing import Any
 
 from specpipe.errors import RequestError
 from specpipe.runtimes.admission import OVERDUE, Waiting, WaitingRequests
-from specpipe.runtimes.base import DetokenizerFactory, PairOptions
+from specpipe.runtimes.base import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.runtimes.tensorrt_llm.model_yaml import spelling
 from specpipe.speculative.request import Chunk, Limits, Request, RequestState, Sampling
 
@@ -134,7 +134,7 @@ class LlmPair:
         if running is not None:
             self._end(running, running.state.finish("cancelled"))
         elif (waiting := self._waiting.take(request_id)) is not None:
-            self._ended.append(self._new_state(waiting.request).finish("cancelled"))
+            self._ended.append(self._new_state(waiting).finish("cancelled"))
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._ended)
@@ -159,6 +159,10 @@ class LlmPair:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def occupancy(self) -> Occupancy:
+        """The KV caches are TensorRT-LLM's own."""
+        return Occupancy(num_running=len(self._running), num_waiting=len(self._waiting))
 
     def _refuse_unsupported(self, request: Request) -> None:
         """Raises RequestError for an input that would be ignored, or change what it should not."""
@@ -210,15 +214,21 @@ class LlmPair:
                 "apply it; leave it out"
             )
 
-    def _new_state(self, request: Request) -> RequestState:
-        return RequestState(request, self._limits, self._detokenizer(request.prompt_token_ids))
+    def _new_state(self, waiting: Waiting) -> RequestState:
+        request = waiting.request
+        return RequestState(
+            request,
+            self._limits,
+            self._detokenizer(request.prompt_token_ids),
+            queue_s=waiting.waited_s(self._clock()),
+        )
 
     def _end_overdue(self) -> None:
         now = self._clock()
         for running in [r for r in self._running.values() if r.deadline <= now]:
             self._end(running, running.state.finish("error", OVERDUE))
         for waiting in self._waiting.take_overdue(now):
-            state = self._new_state(waiting.request)
+            state = self._new_state(waiting)
             self._ended.append(state.finish("error", waiting.overdue(now)))
 
     def _admit(self) -> None:
@@ -227,7 +237,7 @@ class LlmPair:
 
     def _start(self, waiting: Waiting) -> None:
         request = waiting.request
-        running = _Running(self._new_state(request), waiting.deadline)
+        running = _Running(self._new_state(waiting), waiting.deadline)
         self._running[request.request_id] = running
         asyncio.run_coroutine_threadsafe(self._generate(running, request), self._loop)
 
@@ -348,6 +358,7 @@ class LlmPair:
                 total_accepted_draft_tokens=num_accepted,
                 acceptance_rate=num_accepted / num_drafted,
             )
+            chunk = replace(chunk, counts=None)  # how those fall on steps it does not tell
         return replace(chunk, statistics=statistics)
 
     def _end(self, running: _Running, chunk: Chunk) -> None:

@@ -169,6 +169,13 @@ def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
             True,
             "false: backend pytorch drafts num_draft_tokens in every step of every request",
         )
+    if config.speculation.schedule:
+        yield Fault(
+            "speculation.schedule",
+            [level.model_dump() for level in config.speculation.schedule],
+            "nothing: backend pytorch does not tell how much it drafted in a step, so with its "
+            "draft_len_schedule the counts would be wrong",
+        )
     settings = config.engine.tensorrt_llm
     if settings.draft_gpu_ids not in (None, settings.target_gpu_ids):
         yield Fault(

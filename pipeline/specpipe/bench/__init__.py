@@ -1,0 +1,1 @@
+"""Load on an endpoint, what it measured, and what that says."""

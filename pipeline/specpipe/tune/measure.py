@@ -1,0 +1,119 @@
+"""What draft lengths gain, measured: a closed loop in this process, in turns with the target alone.
+
+A cell is one round of one draft length at one load: all prompts, each asked once at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specpipe.bench.load import run_load
+from specpipe.endpoints.base import Endpoint, Question
+from specpipe.errors import ServerError
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Tokens of one round, and the seconds that the streams spent on them."""
+
+    concurrency: int
+    num_draft_tokens: int
+    round_number: int
+    num_tokens: int
+    stream_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all streams together, which are busy all the time."""
+        return self.concurrency * self.num_tokens / self.stream_s
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One draft length at one load against the target alone.
+
+    speed_up         ratio of tokens per second over all rounds
+    lowest, highest  that of a single round
+    """
+
+    concurrency: int
+    num_draft_tokens: int
+    tokens_per_s: float
+    speed_up: float
+    lowest: float
+    highest: float
+
+
+def measure_cell(
+    endpoint: Endpoint,
+    questions: Sequence[Question],
+    *,
+    concurrency: int,
+    num_draft_tokens: int,
+    round_number: int,
+) -> Cell:
+    """Asks the questions with that many streams; raises ServerError when one is not answered."""
+    repeated = [*questions] * -(-concurrency // len(questions))
+    load = run_load(endpoint, repeated, concurrency=concurrency)
+    failed = [answer for answer in load.answers if not answer.is_complete]
+    if failed:
+        raise ServerError(
+            f"{len(failed)} of {len(load.answers)} questions failed with {num_draft_tokens} draft "
+            f"tokens at concurrency {concurrency}: {failed[0].error}"
+        )
+    return Cell(
+        concurrency=concurrency,
+        num_draft_tokens=num_draft_tokens,
+        round_number=round_number,
+        num_tokens=sum(answer.num_output_tokens or 0 for answer in load.answers),
+        stream_s=sum(answer.ended_s - answer.started_s for answer in load.answers),
+    )
+
+
+def whole_rounds(cells: Sequence[Cell], wanted: Mapping[int, Sequence[int]]) -> list[Cell]:
+    """Those cells whose round has all the draft lengths that are wanted at its load, by load.
+
+    A round that was interrupted is measured anew: its sides were to run one after the other.
+    """
+    found: dict[tuple[int, int], set[int]] = {}
+    for cell in cells:
+        found.setdefault((cell.concurrency, cell.round_number), set()).add(cell.num_draft_tokens)
+    return [
+        cell
+        for cell in cells
+        if set(wanted.get(cell.concurrency, ())) == found[cell.concurrency, cell.round_number]
+    ]
+
+
+def compare(cells: Sequence[Cell]) -> list[Measurement]:
+    """Every draft length against the target alone at the same load; needs whole rounds."""
+    measurements = []
+    by_side: dict[tuple[int, int], list[Cell]] = {}
+    for cell in cells:
+        by_side.setdefault((cell.concurrency, cell.num_draft_tokens), []).append(cell)
+    for (concurrency, length), side in sorted(by_side.items()):
+        if length == 0:
+            continue
+        alone = {cell.round_number: cell for cell in by_side[concurrency, 0]}
+        ratios = [cell.tokens_per_s / alone[cell.round_number].tokens_per_s for cell in side]
+        measurements.append(
+            Measurement(
+                concurrency=concurrency,
+                num_draft_tokens=length,
+                tokens_per_s=_rate(side),
+                speed_up=_rate(side) / _rate(list(alone.values())),
+                lowest=min(ratios),
+                highest=max(ratios),
+            )
+        )
+    return measurements
+
+
+def _rate(cells: Sequence[Cell]) -> float:
+    num_tokens = sum(cell.num_tokens for cell in cells)
+    return cells[0].concurrency * num_tokens / sum(cell.stream_s for cell in cells)

@@ -1,0 +1,1 @@
+"""Proof on the user's own artifact that speculation changes the time and not the output."""

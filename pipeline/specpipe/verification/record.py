@@ -1,0 +1,102 @@
+"""`verification.json`: what was verified, what came of it, and whether that is still what is there.
+
+An artifact without one is served: verifying takes a GPU and minutes, and is the user's act. One
+that was verified once stays under its verdict: a fault is not served, and neither is what was
+changed since, a new build included, until it is verified again or the user says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specpipe.errors import RepositoryError
+from specpipe.manifest import FileRecord, Files, compare_files, record_files
+from specpipe.results import read_result, write_result
+
+FILE_NAME = "verification.json"
+KIND = "verify"
+REPOSITORY_DIR = "model_repo"
+
+
+def write(artifacts_dir: Path, data: Mapping[str, Any], files: Files) -> Path:
+    """Writes the result of a verification beside the repository, whose files it is about."""
+    path = artifacts_dir / FILE_NAME
+    repository = {
+        "digest": repository_digest(files),
+        "files": {name: asdict(record) for name, record in files.items()},
+    }
+    write_result(path, {**data, "repository": repository})
+    return path
+
+
+def record_repository(artifacts_dir: Path) -> Files:
+    """Hashes every file of the repository; to be done before it is verified."""
+    return record_files(artifacts_dir / REPOSITORY_DIR)
+
+
+def repository_digest(files: Files) -> str:
+    """Returns one SHA-256 over the names and contents of all files."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\0{files[name].sha256}\n".encode())
+    return digest.hexdigest()
+
+
+def read(artifacts_dir: Path) -> dict[str, Any] | None:
+    """Reads the result; None where nothing was verified, RepositoryError where it is damaged."""
+    path = artifacts_dir / FILE_NAME
+    if not path.exists():
+        return None
+    data = read_result(path, KIND)
+    try:
+        if data["reason"] is None and data["verdict"] not in ("identical", "tie"):
+            raise ValueError(f"verdict {data['verdict']!r}")
+        _recorded_files(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise RepositoryError(
+            f"{path} is not what `specpipe verify` writes ({exc!r}): run it again"
+        ) from exc
+    return data
+
+
+def changes(artifacts_dir: Path) -> list[str]:
+    """Returns how the repository differs from the one that was verified, a phrase for each file.
+
+    A file with the recorded size and time counts as unchanged, so that large engines do not delay
+    a start; verification itself hashes everything.
+    """
+    data = read(artifacts_dir)
+    if data is None:
+        return []
+    repository = artifacts_dir / REPOSITORY_DIR
+    differences, _ = compare_files(repository, _recorded_files(data), trust_times=True)
+    return [f"{name} {what}" for name, what in differences.items()]
+
+
+def refusal(artifacts_dir: Path) -> str | None:
+    """Returns why an artifact is not to be served, as a sentence; None where it may be."""
+    try:
+        data = read(artifacts_dir)
+        if data is None:
+            return None
+        changed = changes(artifacts_dir)
+    except RepositoryError as exc:
+        return str(exc)
+    name = data.get("pair", artifacts_dir.name)
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return (
+            f"{name} was changed since it was verified ({changed[0]}{more}): run `specpipe verify` "
+            "again"
+        )
+    if data["reason"] is not None:
+        return f"{name} did not pass its verification: {data['reason']}"
+    return None
+
+
+def _recorded_files(data: Mapping[str, Any]) -> dict[str, FileRecord]:
+    return {name: FileRecord(**record) for name, record in data["repository"]["files"].items()}

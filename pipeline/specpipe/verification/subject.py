@@ -1,0 +1,127 @@
+"""What is verified, and the ways to ask it: served as it is, with K as asked, and the controls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from specpipe.config import PipelineConfig
+from specpipe.endpoints.base import Endpoint
+from specpipe.endpoints.in_process import InProcess
+from specpipe.endpoints.triton import Speculative
+from specpipe.runtimes.base import Pair, load_runtime
+from specpipe.stages.base import Role
+from specpipe.triton.repository import read_pair
+from specpipe.triton.server import Log, running
+from specpipe.verification.controls import Engines, as_asked, write_fixed_repository
+from specpipe.verification.scorer import Scorer, open_scorer, torch_engine
+
+_ROLES: tuple[Role, ...] = ("draft", "target")
+
+
+class Subject:
+    """A built pair, or its two checkpoints in float32; `made` is a folder for what that takes."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        repository: Path,
+        made: Path,
+        *,
+        is_in_process: bool,
+        is_float32: bool,
+        max_num_draft_tokens: int,
+        report: Log,
+    ) -> None:
+        """max_num_draft_tokens is what engines in float32 are built for, if more than packaged."""
+        self._config, self._repository, self._made, self._report = config, repository, made, report
+        self.is_in_process = is_in_process or is_float32
+        self._is_float32 = is_float32
+        self.engines = Engines.of(repository)
+        served = read_pair(repository)
+        self.has_own_k = served.options != as_asked(served.options) and not is_float32
+        """Whether the pair chooses K by itself as it is served."""
+        self.is_artifact = True
+        """Whether the engines are those that are served."""
+        if is_float32:
+            self._take_float32(max_num_draft_tokens)
+            engines = (self.engines.draft, self.engines.target)
+            self.is_artifact = served.runtime == "torch" and not any(
+                engine.is_relative_to(made) for engine in engines
+            )
+        self.tokenizer = self.engines.tokenizer
+        self.end_token_ids = self.tokenizer.end_token_ids
+
+    @property
+    def runtime(self) -> str:
+        return self.engines.runtime
+
+    @property
+    def runs_own_loop(self) -> bool:
+        """Whether specpipe's loop runs the engines themselves: the pair can then be loaded in this
+        process, and a seeded request draws with one noise for draft and target, whatever K is.
+
+        TensorRT-LLM's engines run in Triton or in its own loop, and draw with its noise.
+        """
+        return self.runtime != "tensorrt_llm"
+
+    @contextmanager
+    def open_as_asked(self) -> Iterator[Endpoint]:
+        """The pair with K as a request asks."""
+        if self.is_in_process:
+            with self.open(self.engines.load()) as endpoint:
+                yield endpoint
+            return
+        fixed = write_fixed_repository(self._repository, self._made / self._repository.name)
+        self._report("starting Triton, with K as asked")
+        with self._open_triton(fixed) as served:
+            yield served
+
+    @contextmanager
+    def open_as_served(self) -> Iterator[Endpoint]:
+        """The pair as it is."""
+        if self.is_in_process:
+            with closing(InProcess.load(self._repository)) as endpoint:
+                yield endpoint
+            return
+        self._report("starting Triton, as served")
+        with self._open_triton(self._repository) as served:
+            yield served
+
+    @contextmanager
+    def open(self, pair: Pair) -> Iterator[Endpoint]:
+        """A pair in this process."""
+        with closing(InProcess(pair, self.tokenizer)) as endpoint:
+            yield endpoint
+
+    @contextmanager
+    def open_scorer(self) -> Iterator[Scorer]:
+        """The target's own logits."""
+        with open_scorer(self._config, dtype="float32" if self._is_float32 else None) as scorer:
+            yield scorer
+
+    @contextmanager
+    def _open_triton(self, repository: Path) -> Iterator[Endpoint]:
+        launch = load_runtime(self.runtime).launch(repository)
+        with running(repository, launch=launch) as server:
+            url, end_token_ids = server.http_url, self.end_token_ids
+            with closing(Speculative(url, end_token_ids=end_token_ids)) as endpoint:
+                yield endpoint
+
+    def _take_float32(self, max_num_draft_tokens: int) -> None:
+        """Both checkpoints for runtime torch; the artifact's own engines where they are that."""
+        options = self.engines.options
+        longest = max(options.num_draft_tokens, max_num_draft_tokens)
+        draft, target = (
+            torch_engine(self._config, role, self._made, dtype="float32", num_draft_tokens=longest)
+            for role in _ROLES
+        )
+        self.engines = dataclasses.replace(
+            self.engines,
+            runtime="torch",
+            draft=draft,
+            target=target,
+            options=dataclasses.replace(options, num_draft_tokens=longest, runtime_settings={}),
+        )

@@ -1,0 +1,23 @@
+"""The quickstart pair, built once; K is as asked, since an adaptive one is 0 on a busy machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specpipe import pipeline
+from specpipe.config import PipelineConfig, load_config
+from tests.quiet import Quiet
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
+    """The config of a pair that is built."""
+    folder = tmp_path_factory.mktemp("engines")
+    overrides = [f"output_dir={folder}", "speculation.adaptive=false"]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    pipeline.run(pipeline.plan(config), Quiet())
+    return config

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from specpipe.endpoints.base import Piece, Question
+from specpipe.endpoints.in_process import InProcess
+from specpipe.errors import RequestError, ServerError
+from specpipe.tune.measure import Cell, Measurement, compare, measure_cell, whole_rounds
+from tests.runtimes.table_engine import make_pair
+from tests.speculative.table import TableModel, target_rule
+
+
+def test_ratio_over_all_rounds_and_of_each() -> None:
+    """At concurrency 2 alone 100 and 200 tokens in 10 s of a stream, with K = 4 as many in 5 and
+    16: rates 2 · 300 / 20 = 30 and 2 · 300 / 21 = 28.57; single rounds 2 and 0.625 times.
+    """
+    cells = [
+        Cell(2, 0, 0, 100, 10.0),
+        Cell(2, 4, 0, 100, 5.0),
+        Cell(2, 4, 1, 200, 16.0),
+        Cell(2, 0, 1, 200, 10.0),
+    ]
+    assert compare(cells) == [
+        Measurement(
+            concurrency=2,
+            num_draft_tokens=4,
+            tokens_per_s=pytest.approx(600 / 21),
+            speed_up=pytest.approx(20 / 21),
+            lowest=pytest.approx(0.625),
+            highest=pytest.approx(2.0),
+        )
+    ]
+
+
+def test_interrupted_rounds_do_not_count() -> None:
+    whole = [Cell(1, 0, 0, 9, 1.0), Cell(1, 2, 0, 9, 1.0)]
+    cells = [*whole, Cell(1, 0, 1, 9, 1.0), Cell(4, 0, 0, 9, 1.0)]
+    assert whole_rounds(cells, {1: [0, 2], 4: [0, 2]}) == whole
+    assert whole_rounds(cells, {1: [0, 3], 4: [0, 3]}) == []  # other draft lengths are wanted now
+
+
+class Words:
+    """No prompt here is a text."""
+
+    end_token_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def encode_messages(self, messages: object) -> list[int]:
+        raise NotImplementedError
+
+    def encode_fragment(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+
+def question(max_tokens: int) -> Question:
+    return Question(token_ids=(4, 5, 6), max_tokens=max_tokens)
+
+
+def test_every_stream_has_a_question() -> None:
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=4)
+    endpoint = InProcess(pair, Words())
+    cell = measure_cell(
+        endpoint, [question(7), question(2)], concurrency=3, num_draft_tokens=4, round_number=1
+    )
+    endpoint.close()
+    assert (cell.concurrency, cell.num_draft_tokens, cell.round_number) == (3, 4, 1)
+    assert cell.num_tokens == 2 * (7 + 2)  # each of the two, asked twice
+    assert cell.stream_s > 0
+
+
+class Failing:
+    name = "failing"
+
+    def stream(self, question: Question) -> Iterator[Piece]:
+        if question.max_tokens == 2:
+            raise RequestError("no room")
+        yield Piece(text="a", num_tokens=1, finish_reason="length")
+
+    def close(self) -> None: ...
+
+
+def test_a_failed_question_is_no_measurement() -> None:
+    with pytest.raises(ServerError) as caught:
+        measure_cell(
+            Failing(),
+            [question(1), question(2)],
+            concurrency=1,
+            num_draft_tokens=3,
+            round_number=0,
+        )
+    assert str(caught.value) == (
+        "1 of 2 questions failed with 3 draft tokens at concurrency 1: no room"
+    )
