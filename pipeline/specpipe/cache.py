@@ -79,7 +79,7 @@ def build(
             _refresh_times(artifact, comparison)
             return Built((), 0.0)
         artifact.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(artifact, on_wait):
+        with held(_file_lock(artifact), on_wait):
             reasons = _compare(stage, artifact, verify=verify).reasons
             if not reasons:
                 return Built((), 0.0)
@@ -233,8 +233,8 @@ def _refresh_times(artifact: Path, comparison: _Comparison) -> None:
 
 
 @contextmanager
-def _lock(artifact: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    lock = _file_lock(artifact)
+def held(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock meanwhile; on_wait is called first where another process has it."""
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -15,15 +15,16 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specpipe import __version__
 from specpipe.commands.bench import bench
 from specpipe.commands.nightly import nightly
+from specpipe.commands.options import config_options
 from specpipe.commands.report import report
 from specpipe.commands.tune import tune
 from specpipe.commands.verify import verify
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from specpipe.pipeline import Checked, StageReport
     from specpipe.runtimes.base import LaunchMode
     from specpipe.triton.client import Completion
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class _Group(click.Group):
@@ -60,23 +59,9 @@ def main(debug: bool) -> None:
     """Two checkpoints in, a draft–target pair served by Triton out."""
 
 
-def _config_options(command: Command) -> Command:
-    command = click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Override a setting, as in engine.max_batch_size=4; may be given several times.",
-    )(command)
-    return click.option(
-        "--config",
-        "config_path",
-        required=True,
-        type=click.Path(path_type=Path),
-        help="The YAML of the pair; paths in it are relative to it.",
-    )(command)
-
-
+_config_options = config_options(
+    "; paths in it are relative to it.", "as in engine.max_batch_size=4"
+)
 _small_files_option = click.option(
     "--small-files",
     type=click.Path(path_type=Path, file_okay=False, exists=True),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from specpipe.commands.options import built_pair_options, prompt_options
+
 if TYPE_CHECKING:
     from specpipe.pipeline import StageReport
     from specpipe.tune.acceptance import Acceptance
@@ -16,28 +18,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--config",
-    "config_path",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="The YAML of the pair, which has been built.",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a setting, as for the build; may be given several times.",
-)
-@click.option(
-    "--prompts",
-    default="code",
-    show_default=True,
-    help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
-)
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first prompts only.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@built_pair_options
+@prompt_options
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from specpipe.commands.options import built_pair_options, prompt_options
 from specpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,28 +18,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--config",
-    "config_path",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="The YAML of the pair, which has been built.",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a setting, as for the build; may be given several times.",
-)
-@click.option(
-    "--prompts",
-    default="code",
-    show_default=True,
-    help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
-)
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first prompts only.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@built_pair_options
+@prompt_options
 @click.option(
     "--num-draft-tokens",
     "num_draft_tokens",

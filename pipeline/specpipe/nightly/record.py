@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
+from specpipe import cache
 from specpipe.errors import RepositoryError
 from specpipe.results import read_result, write_result
 
@@ -182,13 +183,5 @@ def held(artifacts_dir: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Keeps other nightly runs of a pair waiting; on_wait is called when this one has to."""
     folder = last_good_file(artifacts_dir).parent
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".nightly.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        on_wait()
-        lock.acquire()
-    try:
+    with cache.held(FileLock(folder / ".nightly.lock"), on_wait):
         yield
-    finally:
-        lock.release()

@@ -33,7 +33,11 @@ from specpipe.quantization.prequantized_linears import (
     one_number,
     read_small,
 )
-from specpipe.quantization.quantized_config import check_sizes, quantized_linears
+from specpipe.quantization.quantized_config import (
+    check_sizes,
+    plain_parts,
+    quantized_linears,
+)
 from specpipe.quantization.tensors import is_linear
 from specpipe.quantization.weights import raw
 from specpipe.rules import Part
@@ -74,11 +78,7 @@ class PrequantizedWeights:
 
     @cached_property
     def _plain_parts(self) -> dict[tuple[str, tuple[str, ...]], Part]:
-        return {
-            (part.source, part.before): part
-            for _, rule, _ in quantized_linears(self.config)
-            for part in rule.parts
-        }
+        return plain_parts(self.config)
 
     def rows(self, part: Part, layer: int | None, start: int, stop: int) -> Iterator[RawArray]:
         """Yields rows of a part in `stored_dtype`, as `write_unified` asks for them."""

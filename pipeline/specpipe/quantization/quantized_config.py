@@ -75,6 +75,18 @@ def quantized_linears(
             yield module, rule, layer
 
 
+def plain_parts(config: Mapping[str, Any]) -> dict[tuple[str, tuple[str, ...]], Part]:
+    """The plain part that a quantized part, or one of its scales, is made of.
+
+    By its source and what that holds before it, which all of them share.
+    """
+    return {
+        (part.source, part.before): part
+        for _, rule, _ in quantized_linears(config)
+        for part in rule.parts
+    }
+
+
 def check_sizes(config: Mapping[str, Any], *, cure: str | None = None) -> None:
     """Refuses a model, or a split of it, whose matrices its format cannot divide.
 

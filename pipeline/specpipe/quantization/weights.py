@@ -29,7 +29,7 @@ from specpipe.quantization.formats import (
     block_size_of,
     format_of,
 )
-from specpipe.quantization.quantized_config import quantized_linears
+from specpipe.quantization.quantized_config import plain_parts, quantized_linears
 from specpipe.quantization.scales import Measured, Scales
 from specpipe.rules import Part
 
@@ -90,12 +90,7 @@ class QuantizedWeights:
 
     @cached_property
     def _plain_parts(self) -> dict[tuple[str, tuple[str, ...]], Part]:
-        """The plain part that a quantized part, or one of its scales, is made of."""
-        return {
-            (part.source, part.before): part
-            for _, rule, _ in quantized_linears(self.config)
-            for part in rule.parts
-        }
+        return plain_parts(self.config)
 
     def rows(self, part: Part, layer: int | None, start: int, stop: int) -> Iterator[RawArray]:
         """Yields rows of a part in `stored_dtype`, as `write_unified` asks for them."""

@@ -269,9 +269,15 @@ class Launch:
 
 
 class Runtime(Protocol):
-    """One library's way of building engines and running a pair of them."""
+    """One library's way of building engines and running a pair of them.
+
+    runs_own_loop
+            whether specpipe's loop runs the engines: any process can then load the pair, and a
+            seeded request draws with one noise for draft and target, whatever K is
+    """
 
     name: str
+    runs_own_loop: bool
 
     def require(self) -> None:
         """Raises RuntimeUnavailable when the library that builds and runs is not installed."""

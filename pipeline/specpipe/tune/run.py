@@ -407,7 +407,7 @@ class _Run:
 
 
 def _check_runtime(config: PipelineConfig) -> None:
-    if config.engine.runtime == "tensorrt_llm":
+    if not load_runtime(config.engine.runtime).runs_own_loop:
         raise RuntimeUnavailable(
             "`specpipe tune` times both engines in this process, which TensorRT-LLM's do not run "
             "in: what a draft's acceptance is on your prompts, --set engine.runtime=torch with a "

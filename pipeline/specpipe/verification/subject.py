@@ -60,12 +60,8 @@ class Subject:
 
     @property
     def runs_own_loop(self) -> bool:
-        """Whether specpipe's loop runs the engines themselves: the pair can then be loaded in this
-        process, and a seeded request draws with one noise for draft and target, whatever K is.
-
-        TensorRT-LLM's engines run in Triton or in its own loop, and draw with its noise.
-        """
-        return self.runtime != "tensorrt_llm"
+        """As `Runtime` has it; TensorRT-LLM's engines draw with a noise of their own."""
+        return load_runtime(self.runtime).runs_own_loop
 
     @contextmanager
     def open_as_asked(self) -> Iterator[Endpoint]:

@@ -42,6 +42,7 @@ class TensorRTRuntime:
     """Draft and target are engines on one GPU; specpipe's own loop drives them."""
 
     name = "tensorrt"
+    runs_own_loop = True
 
     def require(self) -> None:
         if not library.is_installed("tensorrt"):  # either will do

@@ -30,6 +30,7 @@ class TensorRTLLMRuntime:
     """Chooses by `engine.tensorrt_llm.backend`; the work is done in the modules of this package."""
 
     name = "tensorrt_llm"
+    runs_own_loop = False
 
     def require(self) -> None:
         from specpipe.runtimes.tensorrt_llm import build

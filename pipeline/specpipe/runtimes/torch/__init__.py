@@ -39,6 +39,7 @@ class TorchRuntime:
     """Importing this imports no torch; building and loading do."""
 
     name = "torch"
+    runs_own_loop = True
 
     def require(self) -> None:
         require_library(self.name, "torch", extra="torch")

@@ -1,0 +1,52 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def config_options(config_help: str, set_help: str) -> Callable[[Command], Command]:
+    """--config, which must be given, and --set; their texts say what the command takes them for."""
+
+    def add(command: Command) -> Command:
+        command = click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help=f"Override a setting, {set_help}; may be given several times.",
+        )(command)
+        return click.option(
+            "--config",
+            "config_path",
+            required=True,
+            type=click.Path(path_type=Path),
+            help=f"The YAML of the pair{config_help}",
+        )(command)
+
+    return add
+
+
+built_pair_options = config_options(", which has been built.", "as for the build")
+
+
+def prompt_options(command: Command) -> Command:
+    """--prompts, --limit and --max-tokens: what a pair is asked."""
+    command = click.option(
+        "--max-tokens", type=click.IntRange(min=1), default=64, show_default=True
+    )(command)
+    command = click.option(
+        "--limit", type=click.IntRange(min=1), help="Take the first prompts only."
+    )(command)
+    return click.option(
+        "--prompts",
+        default="code",
+        show_default=True,
+        help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
+    )(command)
