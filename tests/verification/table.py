@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -50,22 +50,32 @@ class RememberingModel(NoisyModel):
 
 
 class TableScorer:
-    """The logits of a table model, which are the same in every block shape."""
+    """The logits of a table model; those in blocks are another model's, if there is one."""
 
     dtype = "float32"
+    rounding: str | None = None
+    max_batch_size = 8
 
-    def __init__(self, model: HasLogits) -> None:
-        self.model = model
-        self.texts: list[Text] = []
+    def __init__(self, model: HasLogits, *, in_blocks: HasLogits | None = None) -> None:
+        self.model, self.in_blocks = model, in_blocks or model
 
-    def rows(self, text: Text) -> Floats:
-        self.texts.append(text)
-        return np.asarray(
-            self.model.logits([*text.prompt, *text.output], len(text.output) + 1), np.float64
-        )
+    def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
+        model = self.model if block_size == 1 else self.in_blocks
+        return [
+            np.asarray(model.logits([*text.prompt, *text.output], len(text.output) + 1), np.float64)
+            for text in texts
+        ]
 
-    def block_differences(self, texts: Sequence[Text], block_sizes: Sequence[int]) -> Floats:
-        return np.zeros(1)
+
+class RowScorer(TableScorer):
+    """One row of logits wherever it is asked; ids that are not given have -5."""
+
+    def __init__(self, logits: Mapping[int, float]) -> None:
+        self.row = np.full(100, -5.0)
+        self.row[list(logits)] = list(logits.values())
+
+    def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
+        return [np.tile(self.row, (len(text.output) + 1, 1)) for text in texts]
 
 
 @contextmanager

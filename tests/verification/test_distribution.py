@@ -14,11 +14,14 @@ torch = pytest.importorskip("torch")
 
 from scipy import stats  # noqa: E402
 
+from specpipe.endpoints.base import Piece, Usage  # noqa: E402
+from specpipe.errors import RequestError, ServerError  # noqa: E402
 from specpipe.runtimes.engine_pair import Drafted, Outcome  # noqa: E402
 from specpipe.runtimes.torch import sampling as torch_sampling  # noqa: E402
 from specpipe.speculative import noise  # noqa: E402
 from specpipe.speculative.noise import Purpose  # noqa: E402
 from specpipe.speculative.request import Sampling  # noqa: E402
+from specpipe.verification.asking import Case  # noqa: E402
 from specpipe.verification.bins import (  # noqa: E402
     END,
     MAX_NUM_BINS,
@@ -34,13 +37,13 @@ from specpipe.verification.distribution import (  # noqa: E402
     Setting,
     _test,
     holm,
-    is_lossless,
     make_plans,
+    objection,
     reason,
     run_tests,
     sample_size,
 )
-from specpipe.verification.exact import Case  # noqa: E402
+from tests.endpoints.scripted import Scripted  # noqa: E402
 from tests.verification.table import RememberingModel, TableScorer, endpoint  # noqa: E402
 
 TARGET = RememberingModel(1, blend=0.5)
@@ -186,17 +189,37 @@ def test_a_failed_request_is_no_sample_and_a_fault() -> None:
     assert reason(tested) == "sampling, T = 1, K = 9, p0: 3 requests failed"
 
 
-def test_a_pair_that_promises_no_distribution_is_told_by_its_answers() -> None:
-    with endpoint(TARGET, DRAFT) as pair:
-        plan = make_plans(
-            TableScorer(TARGET),
-            CASES[:1],
-            distance=0.5,
-            max_num_draft_tokens=1,
-            end_token_ids=frozenset(),
-            settings=[SETTING],
-        )[0]
-        assert is_lossless(plan, pair)
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (Piece(finish_reason="stop", usage=Usage(is_lossless=True)), None),
+        (Piece(finish_reason="stop"), None),
+        (
+            Piece(finish_reason="stop", usage=Usage(is_lossless=False)),
+            "the server says that it does not keep the target's distribution, as its config allows",
+        ),
+        (
+            RequestError("temperature is 1.0: it samples from another distribution; leave it out"),
+            "the server refuses it: temperature is 1.0: it samples from another distribution; leave"
+            " it out",
+        ),
+        (ServerError("out of memory"), None),
+    ],
+)
+def test_a_server_may_object_to_being_tested_and_does_not_by_failing(
+    event: Piece | Exception, said: str | None
+) -> None:
+    plan = Plan(
+        case=CASES[0],
+        setting=SETTING,
+        bins=Bins(np.array([1.0]), {(OTHER,): 0}, frozenset({()})),
+        num_samples=3,
+        seed=0,
+    )
+    server = Scripted(lambda question: [(0.1, event)])
+    assert objection(plan, server) == said
+    (question,) = server.asked
+    assert (question.num_draft_tokens, question.sampling.temperature) == (None, 1.0)
 
 
 def test_sample_size_follows_the_distance_and_the_number_of_tests() -> None:

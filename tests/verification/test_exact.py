@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("torch")
 
 from specpipe.speculative.request import GREEDY, Sampling  # noqa: E402
+from specpipe.verification.asking import Asked, Case, Side, ask_side  # noqa: E402
+from specpipe.verification.block_shapes import Agreement  # noqa: E402
+from specpipe.verification.draft_counts import least_own_acceptance  # noqa: E402
 from specpipe.verification.exact import (  # noqa: E402
-    Asked,
-    Case,
-    Side,
     SideResult,
-    ask_side,
     judge,
     judge_target,
+    own_agreement,
 )
 from specpipe.verification.verdict import Stream, TieThreshold  # noqa: E402
 from tests.speculative.table import (  # noqa: E402
@@ -126,6 +126,68 @@ def test_counts_that_cannot_be_are_a_fault_though_all_tokens_are_equal(
     assert (result.verdict, result.num_identical, result.reason) == ("fault", 3, reason)
 
 
+def test_a_target_that_does_not_always_agree_with_itself_may_accept_less() -> None:
+    """It chooses the same in 80 of 100 positions, 0.68 at least. With K = 1 and 100 steps, 0.68
+    less three times sqrt(0.68 * 0.32 / 100) = 0.0466 is 0.540, and 0.95 of that 0.513.
+    """
+    side = dataclasses.replace(K3, num_draft_tokens=1, is_own_draft=True)
+
+    def judged_at(accepted: int) -> SideResult:
+        streams = tuple(Stream((9, 9), "length") for _ in CASES)
+        return judge(
+            "greedy",
+            Asked(side=ALONE, streams=streams),
+            Asked(side=side, streams=streams, num_draft_tokens=100, num_accepted_tokens=accepted),
+            CASES,
+            scorer=TableScorer(TableModel(target_rule)),
+            sampling=GREEDY,
+            threshold=THRESHOLD,
+            end_token_ids=frozenset(),
+            agreement=Agreement(80, 100),
+        )
+
+    assert judged_at(51).reason == (
+        "the target accepts 0.51 of its own draft tokens, less than 0.51: what the draft has read "
+        "is not the text"
+    )
+    right = judged_at(52)
+    assert (right.verdict, right.notes) == (
+        "identical",
+        (
+            "the target accepts 0.52 of its own draft tokens, since it chooses the same token in "
+            "0.80 of all positions only, one token at a time or in blocks",
+        ),
+    )
+
+
+def test_a_long_block_is_accepted_where_all_its_choices_agree() -> None:
+    """K = 3, no chance left: (0.5 + 0.25 + 0.125) / 3 = 0.2917, times 0.95."""
+    asked = Asked(side=K3, streams=(), num_draft_tokens=3 * 10**12)
+    agreement = Agreement(5 * 10**11, 10**12)
+    assert least_own_acceptance(asked, agreement) == pytest.approx(0.95 * 0.875 / 3, abs=1e-4)
+    assert least_own_acceptance(asked, None) == 0.95
+
+
+def test_agreement_is_that_of_the_choices_of_a_request_seeds_included() -> None:
+    """In blocks half of the rows are of another rule; with a flat target the seed decides all."""
+    reference = Asked(side=ALONE, streams=tuple(Stream((9,) * 6, "length") for _ in CASES))
+
+    def found(scorer: TableScorer, sampling: Sampling) -> Agreement:
+        return own_agreement(
+            reference,
+            CASES[:2],
+            scorer=scorer,
+            sampling=sampling,
+            block_size=4,
+            end_token_ids=frozenset(),
+        )
+
+    scorer = TableScorer(TableModel(target_rule), in_blocks=TableModel(half_rule))
+    assert found(scorer, GREEDY) == Agreement(num_same=8, num_compared=14)
+    almost_flat = dataclasses.replace(SEEDED, temperature=1e6)
+    assert found(scorer, almost_flat) == Agreement(num_same=14, num_compared=14)
+
+
 def test_as_served_may_draft_nothing() -> None:
     result = counted(dataclasses.replace(K3, num_draft_tokens=None), 0, 0)
     assert result.verdict == "identical"
@@ -190,6 +252,35 @@ def test_the_target_alone_is_compared_with_its_checkpoint() -> None:
     assert other.verdict == "fault"
     assert other.reason is not None and other.reason.startswith("prompt p0: position ")
     assert against(NearTie(target_rule)).verdict == "identical"
+
+
+def test_a_checkpoint_that_seldom_chooses_what_is_served_is_another_one() -> None:
+    """A threshold of 16 hides every margin here. The other rule is right at even lengths, 27 of 51.
+
+    One that agrees with itself in 98 of 100 positions has a standard error of 0.014, so it must
+    choose 1 - 4 * (0.02 + 3 * 0.014) = 0.752, less 3 * sqrt(0.752 * 0.248 / 51) = 0.181.
+    """
+    with endpoint(TableModel(target_rule), TableModel(target_rule)) as pair:
+        reference = ask_side(pair, CASES, ALONE, GREEDY)
+
+    def against(model: TableModel, agreement: Agreement | None) -> SideResult:
+        return judge_target(
+            reference,
+            CASES,
+            scorer=TableScorer(model),
+            threshold=TieThreshold(dtype="float32", block_difference=2.0),
+            end_token_ids=frozenset(),
+            agreement=agreement,
+        )
+
+    assert against(TableModel(half_rule), None).verdict == "tie"
+    other = against(TableModel(half_rule), Agreement(98, 100))
+    assert (other.verdict, other.reason) == (
+        "fault",
+        "the checkpoint chooses 0.53 of the tokens that were served, less than 0.57; whatever the "
+        "block shape it chooses the same 0.98",
+    )
+    assert against(TableModel(target_rule), Agreement(98, 100)).verdict == "identical"
 
 
 def test_a_server_that_goes_on_where_its_checkpoint_ends_is_at_fault() -> None:

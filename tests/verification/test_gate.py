@@ -11,7 +11,7 @@ import pytest
 
 from specpipe.endpoints.base import Piece, Question
 from specpipe.errors import ConfigError, ServerError
-from specpipe.verification.gate import Gate, GateResult, load_gate, run_gate
+from specpipe.verification.gate import Gate, GateResult, ask_gate, judge_gate, load_gate
 
 IS_FOUR = [sys.executable, "-c", "import sys; sys.exit(sys.stdin.read() != '4')"]
 
@@ -54,15 +54,18 @@ def write(path: Path, *lines: object) -> Path:
 
 def run(gate: Gate, endpoint: Answers, **settings: float) -> GateResult:
     numbers = {item.prompt.name: (number,) for number, item in enumerate(gate.items)}
-    return run_gate(
-        gate,
-        endpoint,
-        encode=lambda prompt: numbers[prompt.name],
-        max_tokens=8,
-        num_draft_tokens=4,
-        at_once=2,
-        **settings,  # type: ignore[arg-type]
+    alone, speculative = (
+        ask_gate(
+            gate,
+            endpoint,
+            encode=lambda prompt: numbers[prompt.name],
+            max_tokens=8,
+            num_draft_tokens=num_draft_tokens,
+            at_once=2,
+        )
+        for num_draft_tokens in (0, 4)
     )
+    return judge_gate(gate, alone=alone, speculative=speculative, **settings)
 
 
 RIGHT = {0: " 4\n", 1: "It is Paris.", 2: "4"}
@@ -106,7 +109,7 @@ def test_a_share_that_must_be_right_is_held_against_both(gate: Gate) -> None:
 
 def test_a_failed_request_closes_the_gate(gate: Gate) -> None:
     result = run(gate, Answers(RIGHT, {**RIGHT, 2: "FAILS"}))
-    assert result.reason == "1 requests of the gate failed"
+    assert result.reason == "1 of the gate's requests failed"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,15 @@ def test_a_line_that_says_something_else_is_refused_by_its_number(
     with pytest.raises(ConfigError) as caught:
         load_gate(path)
     assert str(caught.value) == f"{path}:2: {message}"
+
+
+def test_texts_become_messages_of_a_user_and_the_digest_follows(gate: Gate) -> None:
+    chat = gate.as_chat()
+    assert chat.items[1].prompt.messages == (
+        {"role": "user", "content": "The capital of France is"},
+    )
+    assert chat.items[1].is_right("Paris")
+    assert chat.digest != gate.digest
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

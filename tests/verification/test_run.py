@@ -14,19 +14,27 @@ pytest.importorskip("scipy")
 
 from click.testing import CliRunner  # noqa: E402
 
+from specpipe.cli import main  # noqa: E402
 from specpipe.commands.verify import summary, verify  # noqa: E402
 from specpipe.config import PipelineConfig  # noqa: E402
 from specpipe.errors import ConfigError, RepositoryError  # noqa: E402
 from specpipe.runtimes.torch import sampling as torch_sampling  # noqa: E402
 from specpipe.speculative.verify import Verified  # noqa: E402
-from specpipe.verification import record, run  # noqa: E402
+from specpipe.triton import launcher  # noqa: E402
+from specpipe.verification import judge, record, run  # noqa: E402
 from specpipe.verification.outcome import Findings, Options, Verification  # noqa: E402
 from tests.verification.conftest import QUICKSTART  # noqa: E402
 from tests.verification.test_scorer import change_weights  # noqa: E402
 
 Copy = Callable[..., PipelineConfig]
 
-SMALL = {"limit": 3, "max_tokens": 12, "is_in_process": True, "distance": None}
+SMALL = {
+    "limit": 3,
+    "max_tokens": 12,
+    "num_draft_tokens": (4,),
+    "is_in_process": True,
+    "distance": None,
+}
 
 
 def verified(config: PipelineConfig, **options: Any) -> Verification:
@@ -39,7 +47,7 @@ def by_name(done: Verification) -> dict[str, str]:
 
 def test_a_sound_pair_is_identical_on_every_side(copied: Copy) -> None:
     config = copied()
-    done = verified(config, distance=0.3)
+    done = verified(config, num_draft_tokens=(), distance=0.3)
     assert (
         done.findings.verdict,
         done.findings.reason,
@@ -84,10 +92,26 @@ def test_a_sound_pair_is_identical_on_every_side(copied: Copy) -> None:
     )
 
     lines = summary(done)
-    assert "greedy, the target as its own draft" in lines[6]
-    assert lines[6].split("  ")[-1].startswith("3 of 3 identical; 1.00 of ")
+    assert lines[0] == (
+        "python-code with runtime torch, in this process: 3 prompts of code, "
+        f"{sum(check['num_tokens'] for check in data['checks'])} tokens compared with those of the "
+        "target alone"
+    )
+    assert "greedy, the target as its own draft" in lines[7]
+    assert lines[7].split("  ")[-1].startswith("3 of 3 identical; 1.00 of ")
     assert any(line.startswith("a tie is a margin of at most one unit") for line in lines)
     assert lines[-1] == "verdict: identical (verification.json)"
+
+
+def serve(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[list[Path], str]:
+    """What the command would serve, and what it says."""
+    served: list[Path] = []
+    monkeypatch.setattr(launcher, "serve", lambda folder, *_, **__: served.append(folder))
+    sets = ["--set", f"output_dir={config.artifacts_dir.parent}"]
+    result = CliRunner().invoke(main, ["serve", "--config", str(QUICKSTART), *sets, *arguments])
+    return served, result.stderr
 
 
 def accepts_everything(draft: Sequence[int], target: Sequence[int]) -> Verified:
@@ -109,10 +133,17 @@ def test_a_wrong_accept_rule_is_a_fault_and_is_not_served(
     assert verdicts["checkpoint, the target's checkpoint, scored"] == "identical"
     assert done.findings.reason is not None
     assert done.findings.reason.startswith("greedy, K = 4, 1 at once: prompt ")
-    assert record.refusal(config.artifacts_dir) == (
-        f"python-code did not pass its verification: {done.findings.reason}"
-    )
+    refusal = f"python-code did not pass its verification: {done.findings.reason}"
+    assert record.refusal(config.artifacts_dir) == refusal
     monkeypatch.undo()
+    assert serve(config, monkeypatch) == (
+        [],
+        f"Error: {refusal}, or serve it as it is with --allow-unverified\n",
+    )
+    assert serve(config, monkeypatch, "--allow-unverified") == (
+        [config.artifacts_dir / "model_repo"],
+        f"warning: {refusal}; allowed by --allow-unverified\n",
+    )
     assert verified(config).findings.verdict == "identical"
     assert record.refusal(config.artifacts_dir) is None
 
@@ -191,6 +222,15 @@ def test_a_gate_is_asked_with_speculation_and_without(copied: Copy, tmp_path: Pa
             "--num-draft-tokens 9: this pair drafts between 1 and 4 tokens",
         ),
         (
+            {"max_tokens": 1},
+            "code: answers of one token are never drafted; let them have 2 at least (--max-tokens)",
+        ),
+        (
+            {"is_chat": True},
+            "prompt running_mean is a conversation, and the target has no chat template: ask it as "
+            "a text, without --chat",
+        ),
+        (
             {"prompts": "no-such-set"},
             "no-such-set is no set of prompts: expected one of chat, code",
         ),
@@ -202,6 +242,21 @@ def test_what_cannot_be_verified_is_refused(
     with pytest.raises(ConfigError) as caught:
         verified(copied(), **options)
     assert str(caught.value).startswith(message)
+
+
+def test_answers_that_show_little_are_told(copied: Copy, tmp_path: Path) -> None:
+    prompts = tmp_path / "short.jsonl"
+    lines = [
+        {"prompt": "import os\nimport ", "max_tokens": 2},
+        {"prompt": "def f(", "max_tokens": 2},
+    ]
+    prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    done = verified(copied(), prompts=str(prompts))
+    assert done.findings.notes == (
+        "the greedy answers of the target to 2 prompts have 4 tokens in all, which shows little: "
+        "ask other prompts, or a chat model with --chat",
+    )
+    assert any(line.startswith("note: the greedy answers") for line in summary(done))
 
 
 def test_an_over_long_prompt_is_refused_by_name(copied: Copy, tmp_path: Path) -> None:
@@ -269,11 +324,21 @@ def test_the_command_prints_json_without_the_list_of_files(copied: Copy) -> None
     assert list(data["repository"]) == ["digest"]
 
 
+def test_settings_without_effect_are_usage_errors(copied: Copy) -> None:
+    config = copied()
+    code, _, log = command(config, "--distance", "0.2")  # which says --no-sampling
+    assert code == 2
+    assert "Error: --distance has no effect with --no-sampling." in log
+    code, _, log = command(config, "--gate-pass-rate", "0.5")
+    assert code == 2
+    assert "Error: --gate-pass-rate has no effect without --gate." in log
+
+
 def test_strict_fails_on_ties(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A threshold that is wide enough for every difference makes ties of a wrong rule's faults."""
     monkeypatch.setattr(torch_sampling, "verify_by_matching", accepts_everything)
-    monkeypatch.setattr(run, "FLOAT32_MARGIN", 1e3)
-    monkeypatch.setattr("specpipe.verification.exact.MAX_WRONG_ACCEPTANCE", 1.0)
+    monkeypatch.setattr(judge, "FLOAT32_MARGIN", 1e3)
+    monkeypatch.setattr("specpipe.verification.draft_counts.MAX_WRONG_ACCEPTANCE", 1.0)
     config = copied()
     done = verified(config, is_float32=True)
     assert (done.findings.verdict, done.findings.reason) == ("tie", None)

@@ -12,10 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from specpipe.config import PipelineConfig  # noqa: E402
+from specpipe.verification.block_shapes import measure_block_difference  # noqa: E402
 from specpipe.verification.scorer import (  # noqa: E402
     Text,
-    measure_block_difference,
     open_scorer,
+    rows_of,
     torch_engine,
 )
 
@@ -49,7 +50,7 @@ def test_rows_are_those_of_transformers(copied: Copy) -> None:
     with open_scorer(config) as scorer:
         assert scorer.dtype == "float32"
         for text in TEXTS:
-            rows = scorer.rows(text)
+            rows = rows_of(scorer, text)
             with torch.no_grad():
                 logits = model(torch.tensor([[*text.prompt, *text.output]])).logits[0]
             expected = logits[len(text.prompt) - 1 :].double().numpy()
@@ -82,11 +83,11 @@ def test_the_engine_is_used_as_long_as_it_is_what_was_built(copied: Copy, tmp_pa
     engine = config.artifacts_dir / "target" / "engine"
     assert torch_engine(config, "target", tmp_path) == engine
     with open_scorer(config) as scorer:
-        right = scorer.rows(TEXTS[0])
+        right = rows_of(scorer, TEXTS[0])
     change_weights(engine)
     assert torch_engine(config, "target", tmp_path) == tmp_path / "target" / "engine"
     with open_scorer(config) as scorer:
-        np.testing.assert_array_equal(scorer.rows(TEXTS[0]), right)
+        np.testing.assert_array_equal(rows_of(scorer, TEXTS[0]), right)
     assert [p.name for p in config.artifacts_dir.iterdir() if p.name.startswith(".scorer")] == []
 
 
@@ -94,9 +95,9 @@ def test_a_checkpoint_that_was_not_converted_is_converted(copied: Copy, tmp_path
     """As with a backend that reads Hugging Face checkpoints as they are."""
     config = copied()
     with open_scorer(config) as scorer:
-        right = scorer.rows(TEXTS[0])
+        right = rows_of(scorer, TEXTS[0])
     for folder in ("checkpoint", "engine"):
         path = config.artifacts_dir / "target" / folder / "config.json"
         path.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     with open_scorer(config, dtype="float32") as scorer:
-        np.testing.assert_array_equal(scorer.rows(TEXTS[0]), right)
+        np.testing.assert_array_equal(rows_of(scorer, TEXTS[0]), right)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -13,19 +14,25 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from specpipe.config import PipelineConfig  # noqa: E402
+from specpipe import pipeline  # noqa: E402
+from specpipe.config import PipelineConfig, load_config  # noqa: E402
 from specpipe.errors import ConfigError  # noqa: E402
 from specpipe.runtimes.base import Launch  # noqa: E402
 from specpipe.runtimes.tensorrt_llm import TensorRTLLMRuntime  # noqa: E402
 from specpipe.triton import launcher  # noqa: E402
 from specpipe.triton.repository import read_pair  # noqa: E402
 from specpipe.verification import record, run, subject  # noqa: E402
-from specpipe.verification.controls import write_fixed_repository  # noqa: E402
 from specpipe.verification.outcome import Options  # noqa: E402
+from specpipe.verification.repositories import write_as_asked  # noqa: E402
+from tests.fake_tensorrt_llm import FOLDER  # noqa: E402
+from tests.quiet import Quiet  # noqa: E402
 from tests.tensorrtllm_backend.engines import (  # noqa: E402
     triton_with_stand_in,
     write_repository,
 )
+from tests.verification.conftest import QUICKSTART  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 Copy = Callable[..., PipelineConfig]
 
@@ -52,7 +59,9 @@ def test_a_sound_pair_is_identical_through_triton(copied: Copy) -> None:
     assert len(done.findings.tests) == 10 and not any(
         test.is_flagged for test in done.findings.tests
     )
-    assert json.loads(done.path.read_text())["settings"]["served_by"] == "Triton"
+    data = json.loads(done.path.read_text())
+    assert data["settings"]["served_by"] == "Triton"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", data["versions"]["triton"])
     assert record.refusal(config.artifacts_dir) is None
 
 
@@ -93,12 +102,15 @@ def test_engines_that_run_in_triton_only_are_scored_by_their_checkpoint(
         "greedy, K = 8, 1 at once",
         "greedy, K = 2, 8 at once",
         "greedy, K = 8, 8 at once",
+        "greedy, the target as its own draft",
+        "greedy, a draft that is always wrong",
         "checkpoint, the target's checkpoint, scored",
     ]
+    own, wrong = done.findings.sides[-3:-1]
+    assert own.num_accepted_tokens == own.num_draft_tokens > 0
+    assert (wrong.num_accepted_tokens, wrong.num_draft_tokens > own.num_draft_tokens) == (0, True)
     assert done.findings.skipped == (
-        "seeded: with runtime tensorrt_llm another K draws another text",
-        "the target as its own draft: runtime tensorrt_llm does not run in this process",
-        "a draft that is always wrong: only runtime torch has engines to change",
+        "seeded: runtime tensorrt_llm promises no text that is the same for every K",
     )
     assert len(done.findings.tests) == 10
     with pytest.raises(ConfigError, match="--in-process: the engines of runtime tensorrt_llm do"):
@@ -110,10 +122,68 @@ def test_the_repository_with_k_as_asked_leaves_the_artifact_as_it_is(
 ) -> None:
     repository = copied().artifacts_dir / "model_repo"
     before = record.repository_digest(record.record_repository(repository.parent))
-    fixed = write_fixed_repository(repository, tmp_path / "fixed")
+    fixed = write_as_asked(repository, tmp_path / "fixed")
     assert read_pair(repository).options.adaptive
     assert not read_pair(fixed).options.adaptive
     assert read_pair(fixed).options.num_draft_tokens == 4
     assert record.repository_digest(record.record_repository(repository.parent)) == before
     weights = "speculative/1/target/model.safetensors"
     assert (fixed / weights).samefile(repository / weights)
+
+
+_FAKE_LIBRARY = f"""\
+import sys
+sys.path[:0] = [{str(FOLDER)!r}, {str(ROOT)!r}]
+"""
+
+
+@pytest.mark.slow
+def test_a_library_that_drafts_in_every_step_is_asked_for_the_target_alone_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT-LLM's backend pytorch, around the fake of it, with a target that specpipe quantized.
+
+    It serves Hugging Face's layout, so the scorer converts that.
+    """
+    config = load_config(
+        QUICKSTART,
+        [
+            f"output_dir={tmp_path}",
+            "engine={runtime: tensorrt_llm, max_seq_len: 1024, tensorrt_llm: {backend: pytorch}}",
+            "target.quantization={format: fp8_pc_pt}",
+            "quality.measure=false",
+        ],
+    )
+    pipeline.run(pipeline.plan(config), Quiet())
+    model = pipeline.built_repository(config) / "speculative" / "1" / "model.py"
+    model.write_text(_FAKE_LIBRARY + model.read_text())
+    gate = tmp_path / "gate.jsonl"
+    gate.write_text(json.dumps({"prompt": "import os\nimport sy", "regex": "."}) + "\n")
+
+    done = run.verify(config, Options(limit=2, max_tokens=8, distance=0.4, gate=gate))
+    findings = done.findings
+    assert (findings.reason, [f"{side.check}, {side.side.name}" for side in findings.sides]) == (
+        None,
+        [
+            "greedy, target alone, 8 at once",
+            "greedy, K = 4, 1 at once",
+            "greedy, K = 4, 8 at once",
+            "greedy, the target as its own draft",
+            "checkpoint, the target's checkpoint, scored",
+        ],
+    )
+    assert findings.sides[3].num_accepted_tokens > 0.8 * findings.sides[3].num_draft_tokens
+    assert findings.threshold.rounding == "activations to FP8"
+    assert findings.gate is not None
+    assert (findings.gate.num_right, findings.gate.num_right_target_alone) == (1, 1)
+    assert findings.notes == (
+        "this pair drafts 4 tokens in every step, whatever a request asks for: the target alone "
+        "was asked in a server of its own",
+    )
+    seeded, sampling, wrong = findings.skipped
+    assert seeded.startswith("seeded: runtime tensorrt_llm promises no text")
+    assert sampling.startswith("unseeded sampling: the server refuses it: temperature is 1.0: ")
+    assert wrong == (
+        "a draft that is always wrong: its library drafts by itself, and takes no draft tokens "
+        "from elsewhere"
+    )

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 @built_pair_options
 @prompt_options
 @click.option(
+    "--chat",
+    "is_chat",
+    is_flag=True,
+    help="Ask each prompt as a user's message, in the chat template.",
+)
+@click.option(
     "--num-draft-tokens",
     "num_draft_tokens",
     metavar="K,K,...",
@@ -39,8 +45,7 @@ if TYPE_CHECKING:
 @click.option(
     "--distance",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.1,
-    show_default=True,
+    show_default="0.1",
     help="Total-variation distance that unseeded sampling is tested for; half of it takes four "
     "times as many answers.",
 )
@@ -62,11 +67,12 @@ def verify(
     prompts: str,
     limit: int | None,
     max_tokens: int,
+    is_chat: bool,
     num_draft_tokens: str | None,
     is_strict: bool,
     is_float32: bool,
     is_in_process: bool,
-    distance: float,
+    distance: float | None,
     no_sampling: bool,
     gate: Path | None,
     gate_pass_rate: float | None,
@@ -85,15 +91,18 @@ def verify(
 
     if gate_pass_rate is not None and gate is None:
         raise click.UsageError("--gate-pass-rate has no effect without --gate.")
+    if distance is not None and no_sampling:
+        raise click.UsageError("--distance has no effect with --no-sampling.")
     options = Options(
         prompts=prompts,
         limit=limit,
         max_tokens=max_tokens,
+        is_chat=is_chat,
         num_draft_tokens=_lengths(num_draft_tokens),
         is_strict=is_strict,
         is_float32=is_float32,
         is_in_process=is_in_process,
-        distance=None if no_sampling else distance,
+        distance=None if no_sampling else distance or Options.distance,
         gate=gate,
         gate_pass_rate=gate_pass_rate,
     )
@@ -119,7 +128,8 @@ def summary(done: Verification) -> list[str]:
 
     findings = done.findings
     width = max(len(_label(side)) for side in findings.sides) + 2
-    lines = [f"{_label(side):{width}}{_counts(side)}" for side in findings.sides]
+    lines = [done.title] if done.title else []
+    lines += [f"{_label(side):{width}}{_counts(side)}" for side in findings.sides]
     # One near tie shows on many sides.
     ties: dict[str, int] = {}
     for side in findings.sides:
@@ -141,15 +151,18 @@ def summary(done: Verification) -> list[str]:
             "chance included"
         )
         lines.append(
-            f"  (a wrong distribution at the distance asked for is flagged with a probability of "
-            f"{distribution.POWER:g}, a right one with {distribution.FALSE_ALARM:g} in all)"
+            f"  (a distribution at distance {findings.distance:g} from the target's is flagged "
+            f"with a probability of {distribution.POWER:g}, a right one with "
+            f"{distribution.FALSE_ALARM:g} in all tests together)"
         )
     if findings.gate is not None:
         gate = findings.gate
         lines.append(
             f"gate: {gate.num_right} of {gate.num_prompts} answers right, without speculation "
             f"{gate.num_right_target_alone}"
+            + (f"; lost with it: {', '.join(gate.lost)}" if gate.lost else "")
         )
+    lines += [f"note: {sentence}" for sentence in findings.notes]
     lines += [f"left out: {sentence}" for sentence in findings.skipped]
     lines.append(f"verdict: {findings.verdict} ({done.path.name})")
     return lines

@@ -1,4 +1,4 @@
-"""Pairs for verification: the artifact's own with K as asked, and two that show what it rests on.
+"""Pairs in this process: the artifact's own with K as asked, and two that show what it rests on.
 
 A target that drafts for itself accepts everything, so its output must be its own and its acceptance
 nearly 1; a draft that is always wrong makes every step take its draft tokens back. A fault that an
@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from specpipe.runtimes.base import Pair, PairOptions, load_runtime
 from specpipe.text import Tokenizer
-from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
-from specpipe.triton.repository import PairFile, read_pair
+from specpipe.triton.layout import SPECULATIVE, VERSION
+from specpipe.triton.repository import read_pair
+from specpipe.verification.repositories import as_asked
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from specpipe.runtimes.engine_pair import Engine, Logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,36 +56,33 @@ class Engines:
         return dataclasses.replace(self, draft=self.target).load()
 
     def load_wrong_draft(self) -> Pair:
-        """The target with a draft that proposes what the target finds least likely.
-
-        For runtime torch, whose engines can be had one by one.
-        """
+        """The target with a draft that proposes what the target finds least likely."""
         from specpipe.runtimes.engine_pair import EnginePair
-        from specpipe.runtimes.torch.engine import TorchEngine
-        from specpipe.runtimes.torch.sampling import TorchSampler
+        from specpipe.runtimes.torch.pair import pair_of
 
-        class LeastLikely(TorchEngine):
-            def forward(
-                self, batch: Sequence[tuple[int, Sequence[int]]], num_logits: Sequence[int]
-            ) -> Tensor:
-                return -super().forward(batch, num_logits)
-
-        draft, target = LeastLikely.load(self.target), TorchEngine.load(self.target)
-        sampler = TorchSampler(target.vocab_size, self.options.unused_token_ids)
-        return EnginePair(draft, target, sampler, self.options, self.tokenizer.detokenizer)
-
-
-def as_asked(options: PairOptions) -> PairOptions:
-    """Returns the options under which K is what a request asks for, whatever pays."""
-    return dataclasses.replace(options, adaptive=False, schedule=())
+        pair = self.load_own_draft()
+        assert isinstance(pair, EnginePair)  # what runs in this process is driven by our loop
+        draft, target = pair.engines["draft"], pair.engines["target"]
+        detokenizer = self.tokenizer.detokenizer
+        return pair_of(
+            cast("Engine", _LeastLikely(draft)),
+            target,
+            self.options,
+            detokenizer,
+            on_close=pair.close,
+        )
 
 
-def write_fixed_repository(repository: Path, out: Path) -> Path:
-    """Makes a repository like this one whose K is as asked; large files are linked."""
-    link_folder(repository, out)
-    pair = read_pair(repository)
-    fixed = PairFile(pair.runtime, as_asked(pair.options))
-    path = out / SPECULATIVE / VERSION / "pair.json"
-    path.unlink()  # a link: what it leads to is the artifact's own
-    path.write_text(fixed.to_json(), encoding="utf-8")
-    return out
+class _LeastLikely:
+    """An engine with its logits turned round."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def forward(
+        self, batch: Sequence[tuple[int, Sequence[int]]], num_logits: Sequence[int]
+    ) -> Logits:
+        return -self._engine.forward(batch, num_logits)

@@ -28,9 +28,9 @@ import numpy as np
 from specpipe.endpoints.base import Endpoint, Question, ask
 from specpipe.speculative.request import Sampling
 from specpipe.speculative.warp import softmax, warp
+from specpipe.verification.asking import Case
 from specpipe.verification.bins import END, MAX_NUM_BINS, Beginning, Bins, make_bins
-from specpipe.verification.exact import Case
-from specpipe.verification.scorer import Scorer, Text
+from specpipe.verification.scorer import Scorer, Text, rows_of
 from specpipe.verification.verdict import Floats
 
 FALSE_ALARM = 0.001
@@ -124,7 +124,7 @@ def make_plans(
     """
     settings = [s for s in settings if s.num_draft_tokens <= max_num_draft_tokens]
     short = [dataclasses.replace(case, token_ids=case.token_ids[:prompt_length]) for case in cases]
-    logits = {case.name: scorer.rows(_text(case, ()))[-1] for case in short}
+    logits = {case.name: rows_of(scorer, _text(case, ()))[-1] for case in short}
     open_ones = sorted(short, key=lambda case: -_entropy(softmax(logits[case.name])))[:num_prompts]
     num_samples = sample_size(distance, len(open_ones) * len(settings))
     plans: list[Plan] = []
@@ -179,7 +179,7 @@ def _next_probs(
 ) -> Callable[[Beginning], dict[int, float]]:
     def next_probs(beginning: Beginning) -> dict[int, float]:
         scores = warp(
-            scorer.rows(_text(case, beginning))[-1],
+            rows_of(scorer, _text(case, beginning))[-1],
             sampling,
             prompt=case.token_ids,
             output=beginning,
@@ -246,10 +246,21 @@ def reason(tested: Finding) -> str | None:
     return text
 
 
-def is_lossless(plan: Plan, endpoint: Endpoint) -> bool:
-    """False where the server says of a sampled answer that it may be otherwise distributed."""
-    (answer,) = ask(endpoint, [_question(plan, 0, plan.setting.num_draft_tokens)])
-    return answer.usage is None or answer.usage.is_lossless is not False
+def objection(plan: Plan, endpoint: Endpoint) -> str | None:
+    """Why a server's sampled answers are not to be tested, in its own words; None: they are.
+
+    It may refuse to sample, and it may say of an answer that it is otherwise distributed. Asked is
+    with the draft length that it has by itself, which no server refuses.
+    """
+    question = dataclasses.replace(_question(plan, 0, 0), num_draft_tokens=None)
+    (answer,) = ask(endpoint, [question])
+    if answer.usage is not None and answer.usage.is_lossless is False:
+        return (
+            "the server says that it does not keep the target's distribution, as its config allows"
+        )
+    if any(f"{name} is " in (answer.error or "") for name in ("temperature", "top_p", "top_k")):
+        return f"the server refuses it: {answer.error}"
+    return None
 
 
 def run_tests(plans: Sequence[Plan], endpoint: Endpoint, *, at_once: int) -> list[Finding]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from specpipe.endpoints.base import Answer, Endpoint, Question, ask
 from specpipe.speculative.request import GREEDY, Sampling
-from specpipe.verification.scorer import Scorer, Text
+from specpipe.verification import draft_counts
+from specpipe.verification.asking import Asked, Case, Side, case_sampling
+from specpipe.verification.block_shapes import Agreement, less_chance, measure_agreement
+from specpipe.verification.scorer import Scorer, Text, rows_of
 from specpipe.verification.seeded import SeededChoice
 from specpipe.verification.verdict import (
     Choice,
     Comparison,
+    Floats,
     GreedyChoice,
     Stream,
     TieThreshold,
@@ -21,92 +24,6 @@ from specpipe.verification.verdict import (
     compare,
     worst,
 )
-
-Kind = Literal["reference", "speculation", "control"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A prompt as token ids, and how long its answer may be."""
-
-    name: str
-    token_ids: tuple[int, ...]
-    max_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One way of asking all prompts.
-
-    num_draft_tokens  0: the target alone; None: as the pair is served
-    at_once           requests in flight, hence how many sequences share a forward
-    is_wrong_draft    whether no draft token is ever the target's
-    is_own_draft      whether the target drafts for itself
-    """
-
-    name: str
-    kind: Kind
-    num_draft_tokens: int | None
-    at_once: int
-    is_wrong_draft: bool = False
-    is_own_draft: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What one side answered, in the order of the prompts."""
-
-    side: Side
-    streams: tuple[Stream, ...]
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    is_lossless: bool = True
-    """False where the server itself says that it does not keep the target's output."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(stream.token_ids) for stream in self.streams)
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None when nothing was drafted."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
-
-
-def ask_side(endpoint: Endpoint, cases: Sequence[Case], side: Side, sampling: Sampling) -> Asked:
-    """Asks every prompt; a seeded request has a seed of its own, the same one on every side."""
-    questions = [
-        Question(
-            token_ids=case.token_ids,
-            max_tokens=case.max_tokens,
-            num_draft_tokens=side.num_draft_tokens,
-            sampling=case_sampling(sampling, index),
-        )
-        for index, case in enumerate(cases)
-    ]
-    answers = ask(endpoint, questions, at_once=side.at_once)
-    usages = [answer.usage for answer in answers if answer.usage is not None]
-    return Asked(
-        side=side,
-        streams=tuple(_stream(answer) for answer in answers),
-        num_draft_tokens=sum(usage.total_draft_tokens or 0 for usage in usages),
-        num_accepted_tokens=sum(usage.total_accepted_draft_tokens or 0 for usage in usages),
-        is_lossless=all(usage.is_lossless is not False for usage in usages),
-    )
-
-
-def case_sampling(sampling: Sampling, index: int) -> Sampling:
-    """Returns the settings of the request for that prompt."""
-    if not sampling.is_seeded:
-        return sampling
-    return dataclasses.replace(sampling, seed=sampling.seed + index)
-
-
-def _stream(answer: Answer) -> Stream:
-    error = answer.error
-    if error is None and answer.token_ids is None:
-        error = f"{answer.ending}, without token ids"
-    return Stream(answer.token_ids or (), answer.finish_reason, error)
 
 
 @dataclass(frozen=True)
@@ -171,8 +88,12 @@ def judge(
     sampling: Sampling,
     threshold: TieThreshold,
     end_token_ids: frozenset[int],
+    agreement: Agreement | None = None,
 ) -> SideResult:
-    """Compares one side with the target alone, prompt by prompt."""
+    """Compares one side with the target alone, prompt by prompt.
+
+    agreement is what a target that drafts for itself is judged by; None: it always agrees.
+    """
     found: Mapping[Verdict, list[Found]] = {"identical": [], "tie": [], "fault": []}
     for index, case in enumerate(cases):
         comparison = compare(
@@ -189,8 +110,8 @@ def judge(
             end_token_ids,
         )
         found[comparison.verdict].append(Found(case.name, comparison))
-    faults = _wrong_counts(asked)
-    notes = faults or _notes(asked)
+    faults = draft_counts.wrong_counts(asked, agreement)
+    notes = faults or draft_counts.remarks(asked, agreement)
     verdicts: list[Verdict] = [verdict for verdict, those in found.items() if those]
     return SideResult(
         check=check,
@@ -213,11 +134,15 @@ def judge_target(
     scorer: Scorer,
     threshold: TieThreshold,
     end_token_ids: frozenset[int],
+    agreement: Agreement | None = None,
 ) -> SideResult:
     """Compares the target alone, as it is served and greedy, with what its checkpoint says.
 
     Two implementations differ by more than two block shapes of one, hence the wider threshold. An
     engine with other weights than the checkpoint's may well equal itself with and without a draft.
+
+    Where rounding makes the threshold so wide that it tells little, agreement is what the two are
+    judged by in addition: how often the checkpoint chooses what was served.
     """
     wide = dataclasses.replace(
         threshold,
@@ -225,17 +150,18 @@ def judge_target(
         * max(threshold.block_difference, threshold.fixed or 0.0),
         fixed=None,
     )
-    streams = []
+    streams, num_same = [], 0
     for case, stream in zip(cases, reference.streams, strict=True):
-        rows = scorer.rows(Text(case.token_ids, stream.token_ids, case.max_tokens))
+        rows = rows_of(scorer, Text(case.token_ids, stream.token_ids, case.max_tokens))
         chosen = [int(i) for i in rows.argmax(axis=1)]
         streams.append(_until_difference(stream, chosen, end_token_ids))
+        num_same += sum(a == b for a, b in zip(stream.token_ids, chosen, strict=False))
     side = Side(
         name="the target's checkpoint, scored", kind="control", num_draft_tokens=0, at_once=1
     )
     by_checkpoint = Asked(side=side, streams=tuple(streams))
     # The checkpoint is what is expected here, the server what is found.
-    return judge(
+    result = judge(
         "checkpoint",
         by_checkpoint,
         dataclasses.replace(reference, side=side),
@@ -245,9 +171,23 @@ def judge_target(
         threshold=wide,
         end_token_ids=end_token_ids,
     )
+    if agreement is None or not reference.num_tokens:
+        return result
+    rate = num_same / reference.num_tokens
+    least = less_chance(
+        max(1.0 - DISAGREEMENT_FACTOR * (1.0 - agreement.least_rate), 0.0), reference.num_tokens
+    )
+    if rate >= least:
+        return result
+    sentence = (
+        f"the checkpoint chooses {rate:.2f} of the tokens that were served, less than {least:.2f}; "
+        f"whatever the block shape it chooses the same {agreement.rate:.2f}"
+    )
+    return dataclasses.replace(result, verdict="fault", notes=(sentence,))
 
 
 CHECKPOINT_FACTOR = 8.0
+DISAGREEMENT_FACTOR = 4.0
 
 
 def _until_difference(
@@ -279,42 +219,50 @@ def _choice_at(
 ) -> Callable[[int], Choice]:
     def choice(position: int) -> Choice:
         text = Text(case.token_ids, reference.token_ids[:position], case.max_tokens)
-        logits = scorer.rows(text)[-1]
-        if sampling.is_greedy:
-            return GreedyChoice(logits)
-        return SeededChoice(logits, text, sampling, end_token_ids)
+        return _choice(rows_of(scorer, text)[-1], text, sampling, end_token_ids)
 
     return choice
 
 
-MIN_OWN_ACCEPTANCE = 0.95
-"""A target that drafts for itself is right but for ties, each of which costs one step its rest."""
+def _choice(
+    logits: Floats, text: Text, sampling: Sampling, end_token_ids: frozenset[int]
+) -> Choice:
+    """How the target chooses what follows a text."""
+    if sampling.is_greedy:
+        return GreedyChoice(logits)
+    return SeededChoice(logits, text, sampling, end_token_ids)
 
-MAX_WRONG_ACCEPTANCE = 0.05
 
+def own_agreement(
+    reference: Asked,
+    cases: Sequence[Case],
+    *,
+    scorer: Scorer,
+    sampling: Sampling,
+    block_size: int,
+    end_token_ids: frozenset[int],
+) -> Agreement:
+    """How often the target chooses the same along its own answers to some first cases, one token at
+    a time or in blocks.
+    """
+    texts = [
+        Text(case.token_ids, stream.token_ids, case.max_tokens)
+        for case, stream in zip(cases, reference.streams, strict=False)
+    ]
 
-def _wrong_counts(asked: Asked) -> list[str]:
-    """What the counts of draft tokens say against a side, a sentence each."""
-    side, rate = asked.side, asked.acceptance_rate
-    if side.num_draft_tokens == 0:
-        return ["the target alone drafted"] if asked.num_draft_tokens else []
-    if rate is None:
-        # As served, drafting may be off where it does not pay.
-        return [] if side.num_draft_tokens is None else ["nothing was drafted, so nothing is shown"]
-    if side.is_own_draft and rate < MIN_OWN_ACCEPTANCE:
+    def choose(index: int, rows: Floats) -> list[int]:
+        text, settings = texts[index], case_sampling(sampling, index)
         return [
-            f"the target accepts {rate:.2f} of its own draft tokens, less than "
-            f"{MIN_OWN_ACCEPTANCE}: what the draft has read is not the text"
+            _choice(
+                logits,
+                dataclasses.replace(text, output=text.output[:position]),
+                settings,
+                end_token_ids,
+            ).token_id
+            for position, logits in enumerate(rows)
         ]
-    if side.is_wrong_draft and rate > MAX_WRONG_ACCEPTANCE:
-        return [f"{rate:.2f} of draft tokens that are always wrong were accepted"]
-    return []
 
-
-def _notes(asked: Asked) -> list[str]:
-    if asked.side.num_draft_tokens is None and asked.acceptance_rate is None:
-        return ["as served, nothing was drafted here: it did not pay on this machine"]
-    return []
+    return measure_agreement(scorer, texts, block_size, choose)
 
 
 def _found_json(found: Found) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specpipe.endpoints.base import Answer, Endpoint, Question, ask
 from specpipe.errors import ConfigError
-from specpipe.prompts import Prompt, digest, parse_prompt, read_json_lines
+from specpipe.prompts import Prompt, as_messages, digest, parse_prompt, read_json_lines
 
 _COMMAND_TIMEOUT_S = 60.0
 
@@ -45,6 +45,12 @@ class Gate:
     def digest(self) -> str:
         """SHA-256 over the prompts."""
         return digest([item.prompt for item in self.items])
+
+    def as_chat(self) -> Gate:
+        """The same with each text as a user's message."""
+        prompts = as_messages([item.prompt for item in self.items])
+        items = [replace(i, prompt=p) for i, p in zip(self.items, prompts, strict=True)]
+        return replace(self, items=tuple(items))
 
 
 def load_gate(path: Path) -> Gate:
@@ -125,7 +131,7 @@ class GateResult:
     def reason(self) -> str | None:
         """Why the gate is closed, as a sentence; None when it is open."""
         if self.num_failed:
-            return f"{self.num_failed} requests of the gate failed"
+            return f"{self.num_failed} of the gate's requests failed"
         if self.num_right < self.num_right_target_alone:
             return (
                 f"with speculation {self.num_right} of {self.num_prompts} answers of the gate are "
@@ -155,7 +161,7 @@ class GateResult:
         }
 
 
-def run_gate(
+def ask_gate(
     gate: Gate,
     endpoint: Endpoint,
     *,
@@ -163,25 +169,30 @@ def run_gate(
     max_tokens: int,
     num_draft_tokens: int | None,
     at_once: int,
-    min_pass_rate: float | None = None,
-) -> GateResult:
-    """Asks everything greedily, with speculation and without.
+) -> list[Answer]:
+    """Asks everything greedily.
 
     max_tokens is for prompts that do not say themselves.
     """
+    questions = [
+        Question(
+            token_ids=encode(item.prompt),
+            max_tokens=item.prompt.max_tokens or max_tokens,
+            num_draft_tokens=num_draft_tokens,
+        )
+        for item in gate.items
+    ]
+    return ask(endpoint, questions, at_once=at_once)
 
-    def answers(num_draft_tokens: int | None) -> Sequence[Answer]:
-        questions = [
-            Question(
-                token_ids=encode(item.prompt),
-                max_tokens=item.prompt.max_tokens or max_tokens,
-                num_draft_tokens=num_draft_tokens,
-            )
-            for item in gate.items
-        ]
-        return ask(endpoint, questions, at_once=at_once)
 
-    alone, speculative = answers(0), answers(num_draft_tokens)
+def judge_gate(
+    gate: Gate,
+    *,
+    alone: Sequence[Answer],
+    speculative: Sequence[Answer],
+    min_pass_rate: float | None = None,
+) -> GateResult:
+    """Says which answers are right, those of the target alone and those of the pair."""
     right_alone, right = (
         [a.is_complete and item.is_right(a.text) for a, item in zip(some, gate.items, strict=True)]
         for some in (alone, speculative)

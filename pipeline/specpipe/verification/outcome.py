@@ -18,6 +18,7 @@ class Options:
     """What is verified, and how closely.
 
     prompts           a built-in set's name or a file; the first `limit` of it
+    is_chat           whether each text is asked as a user's message, in the chat template
     max_tokens        of an answer, where its prompt does not say
     num_draft_tokens  every K to try; none: 1, half of the packaged K, and all of it
     is_strict         whether a numerical tie fails as well
@@ -31,6 +32,7 @@ class Options:
 
     prompts: str = "code"
     limit: int | None = None
+    is_chat: bool = False
     max_tokens: int = 64
     num_draft_tokens: tuple[int, ...] = ()
     is_strict: bool = False
@@ -43,13 +45,20 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Everything that was judged; skipped says what was not, a sentence each."""
+    """Everything that was judged.
+
+    distance  total-variation distance that unseeded sampling was tested for
+    notes     what is worth knowing of how it was done, a sentence each
+    skipped   what was not judged, and why, a sentence each
+    """
 
     sides: tuple[SideResult, ...]
     tests: tuple[distribution.Finding, ...]
     gate: GateResult | None
     threshold: TieThreshold
-    skipped: tuple[str, ...]
+    distance: float | None = None
+    notes: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     is_strict: bool = False
 
     @property
@@ -79,13 +88,13 @@ class Findings:
         if self.faults:
             return self.faults[0]
         if self.num_ties and self.is_strict:
-            return f"{self.num_ties} numerical ties, and --strict allows none"
+            ties = "tie" if self.num_ties == 1 else "ties"
+            return f"{self.num_ties} numerical {ties}, and --strict allows none"
         return None
 
-    def to_json(self, *, distance: float | None) -> dict[str, Any]:
-        """distance is what unseeded sampling was tested for."""
+    def to_json(self) -> dict[str, Any]:
         sampling = {
-            "distance": distance,
+            "distance": self.distance,
             "power": distribution.POWER,
             "false_alarm": distribution.FALSE_ALARM,
             "correction": "Holm",
@@ -100,13 +109,15 @@ class Findings:
             "checks": [side.to_json() for side in self.sides],
             "sampling": sampling if self.tests else None,
             "gate": None if self.gate is None else self.gate.to_json(),
+            "notes": list(self.notes),
             "skipped": list(self.skipped),
         }
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The findings, and the file that they were written to."""
+    """The findings, and the file that they were written to; title says what was verified."""
 
     findings: Findings
     path: Path
+    title: str = ""

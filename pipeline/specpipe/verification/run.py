@@ -1,9 +1,13 @@
 """One verification from beginning to end: what is asked, judged and written.
 
-served (Triton, or in this process)  reference ── the target alone, one request at a time
-                                     every K, the target alone in other batches, as served
-in this process                      the target as its own draft, a draft that is always wrong
-the scorer                           tie or fault; the threshold; the distributions to expect
+with K as asked  the target alone, one request at a time: the reference
+                 the target alone in another batch shape; every K; sampling; the gate
+as served        the pair with the K that it chooses by itself
+controls         the target as its own draft, a draft that is always wrong
+the scorer       tie or fault; the threshold; the distributions to expect
+
+Where the pair runs in this process, all of it does; otherwise a Triton is started for each of the
+first three. Controls of runtimes that run specpipe's loop are in this process in any case.
 """
 
 from __future__ import annotations
@@ -11,34 +15,35 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specpipe import pipeline, results
 from specpipe.config import PipelineConfig
-from specpipe.endpoints.base import Endpoint
-from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
+from specpipe.endpoints.base import Answer, Endpoint
+from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable, ServerError
 from specpipe.manifest import Files, compare_files
-from specpipe.prompts import Prompt, PromptSet, load_prompts
-from specpipe.runtimes.base import Pair
+from specpipe.prompts import PromptSet, as_messages, load_prompts
+from specpipe.runtimes.engine_fit import installed
 from specpipe.speculative.request import GREEDY, Sampling
 from specpipe.triton.server import Log
-from specpipe.verification import distribution, exact, record
-from specpipe.verification.exact import Asked, Case, Side, SideResult
-from specpipe.verification.gate import Gate, GateResult, load_gate, run_gate
+from specpipe.verification import distribution, questions, record
+from specpipe.verification.asking import Asked, Side, ask_side
+from specpipe.verification.gate import Gate, ask_gate, judge_gate, load_gate
+from specpipe.verification.judge import Judge
 from specpipe.verification.outcome import Findings, Options, Verification
-from specpipe.verification.scorer import Scorer, Text, measure_block_difference
+from specpipe.verification.scorer import Scorer
 from specpipe.verification.subject import Subject
-from specpipe.verification.verdict import TieThreshold
 
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=20_000, is_seeded=True)
 
-FLOAT32_MARGIN = 1e-4
-
 _MAX_AT_ONCE = 32
-_NUM_THRESHOLD_TEXTS = 8
+_FEW_TOKENS = 4
 _LIBRARIES = ("torch", "scipy", "nvidia-pytriton")
+_IF_INSTALLED = ("tensorrt-rtx-cu13", "tensorrt", "tensorrt_llm")
 
 
 def verify(
@@ -53,6 +58,9 @@ def verify(
     repository = pipeline.built_repository(config)
     prompts = load_prompts(options.prompts, limit=options.limit)
     gate = None if options.gate is None else load_gate(options.gate)
+    if options.is_chat:
+        prompts = PromptSet(prompts.source, as_messages(prompts.prompts))
+        gate = None if gate is None else gate.as_chat()
     with tempfile.TemporaryDirectory(dir=config.artifacts_dir, prefix=".verify-") as made:
         subject = Subject(
             config,
@@ -71,26 +79,41 @@ def verify(
             raise RepositoryError(
                 f"{repository} was changed while it was verified: run `specpipe verify` again"
             )
-        path = _write(config, run.settings(), prompts, findings, files, subject.is_artifact)
-    return Verification(findings, path)
+        path = _write(config, subject, run.settings(), prompts, findings, files)
+    return Verification(findings, path, title=_title(config, subject, prompts, findings))
+
+
+def _title(config: PipelineConfig, subject: Subject, prompts: PromptSet, findings: Findings) -> str:
+    """What was verified and on how much, in a line."""
+    place = "in this process"
+    if subject.triton_version is not None:
+        place = f"in Triton {subject.triton_version}"
+    num_tokens = sum(side.num_tokens for side in findings.sides)
+    return (
+        f"{config.name} with runtime {subject.runtime}, {place}: {len(prompts.prompts)} prompts of "
+        f"{prompts.source}, {num_tokens} tokens compared with those of the target alone"
+    )
 
 
 def _write(
     config: PipelineConfig,
+    subject: Subject,
     settings: dict[str, Any],
     prompts: PromptSet,
     findings: Findings,
     files: Files,
-    is_artifact: bool,
 ) -> Path:
     """Writes the artifact's verdict; what other engines than its own came to stands elsewhere."""
+    libraries = [*_LIBRARIES, *(name for name in _IF_INSTALLED if installed(name) is not None)]
     data = {
         **results.header(
-            record.KIND, pair=config.name, settings=settings, prompts=prompts, libraries=_LIBRARIES
+            record.KIND, pair=config.name, settings=settings, prompts=prompts, libraries=libraries
         ),
-        **findings.to_json(distance=settings["distance"]),
+        **findings.to_json(),
     }
-    if is_artifact:
+    if subject.triton_version is not None:
+        data["versions"]["triton"] = subject.triton_version
+    if subject.is_artifact:
         return record.write(config.artifacts_dir, data, files)
     path = config.artifacts_dir / "results" / "verify-float32.json"
     results.write_result(path, data)
@@ -109,10 +132,22 @@ class _Run:
         report: Log,
     ) -> None:
         self._subject, self._options, self._gate, self._report = subject, options, gate, report
-        self._end_token_ids = subject.end_token_ids
-        self._at_once = min(subject.engines.options.max_batch_size, _MAX_AT_ONCE)
-        self._lengths = self._draft_lengths()
-        self._cases = self._make_cases(prompts)
+        self._encode = partial(questions.encode, tokenizer=subject.tokenizer)
+        for item in gate.items if gate is not None else ():
+            self._encode(item.prompt)  # what cannot be asked is refused before minutes pass
+        served = subject.engines.options
+        self._at_once = min(served.max_batch_size, _MAX_AT_ONCE)
+        self._lengths = questions.draft_lengths(options.num_draft_tokens, served.num_draft_tokens)
+        self._cases = questions.make_cases(
+            prompts,
+            subject.tokenizer,
+            max_tokens=options.max_tokens,
+            max_seq_len=served.max_seq_len,
+        )
+        self._drafts_always = False
+        self._asked: dict[str, list[Asked]] = {}
+        self._gate_answers: dict[bool, list[Answer]] = {}
+        self._notes: list[str] = []
         self._skipped: list[str] = []
         self._samplings = {"greedy": GREEDY}
         if subject.runs_own_loop:
@@ -124,27 +159,46 @@ class _Run:
                     "process; leave it out"
                 )
             self._skipped.append(
-                f"seeded: with runtime {subject.runtime} another K draws another text"
+                f"seeded: runtime {subject.runtime} promises no text that is the same for every K"
             )
 
     def run(self) -> Findings:
         plans = self._plan_distributions()
-        asked: dict[str, list[Asked]] = {}
         with self._subject.open_as_asked() as endpoint:
-            for check, sampling in self._samplings.items():
-                asked[check] = self._ask(endpoint, self._sides(), check, sampling)
+            self._drafts_always = not questions.takes_draft_lengths(endpoint, self._cases[0])
+            if self._drafts_always:
+                self._take_fixed_length()
+            else:
+                self._ask_target_alone(endpoint)
+            self._ask_speculation(endpoint)
             tests = self._test_distributions(plans, endpoint)
-            gate = self._run_gate(endpoint)
-        self._ask_as_served(asked)
-        self._ask_controls(asked)
+        if self._drafts_always:
+            with self._subject.open_without_draft() as endpoint:
+                self._ask_target_alone(endpoint)
+        self._note_short_answers()
+        self._ask_as_served()
+        self._ask_controls()
         with self._subject.open_scorer() as scorer:
-            threshold = self._threshold(scorer, asked["greedy"][0])
-            sides = self._judge(scorer, threshold, asked)
+            judge = self._judge(scorer)
+            self._report("comparing with the target's own logits, also in other block shapes")
+            threshold = judge.threshold()
+            sides = judge.sides(threshold)
+        self._skipped += judge.skipped
+        gate = None
+        if self._gate is not None:
+            gate = judge_gate(
+                self._gate,
+                alone=self._gate_answers[False],
+                speculative=self._gate_answers[True],
+                min_pass_rate=self._options.gate_pass_rate,
+            )
         return Findings(
             sides=tuple(sides),
             tests=tuple(tests),
             gate=gate,
             threshold=threshold,
+            distance=self._options.distance,
+            notes=tuple(self._notes),
             skipped=tuple(self._skipped),
             is_strict=self._options.is_strict,
         )
@@ -163,130 +217,86 @@ class _Run:
             },
         }
 
-    def _draft_lengths(self) -> tuple[int, ...]:
+    def _take_fixed_length(self) -> None:
+        """For a pair whose library drafts in every step: the target alone needs another server."""
         most = self._subject.engines.options.num_draft_tokens
-        wanted = self._options.num_draft_tokens or tuple(
-            sorted({1, (most + 1) // 2, most} if most else ())
+        self._lengths = questions.fixed_lengths(self._options.num_draft_tokens, most)
+        self._notes.append(
+            f"this pair drafts {most} tokens in every step, whatever a request asks for: the "
+            "target alone was asked in a server of its own"
         )
-        if not wanted:
-            raise ConfigError(
-                "speculation.num_draft_tokens is 0: there is no speculation to verify"
+
+    def _note_short_answers(self) -> None:
+        alone = self._asked["greedy"][0]
+        if alone.num_tokens < len(self._cases) * min(_FEW_TOKENS, self._options.max_tokens):
+            self._notes.append(
+                f"the greedy answers of the target to {len(self._cases)} prompts have "
+                f"{alone.num_tokens} tokens in all, which shows little: ask other prompts, or a "
+                "chat model with --chat"
             )
-        for length in wanted:
-            if not 1 <= length <= most:
-                raise ConfigError(
-                    f"--num-draft-tokens {length}: this pair drafts between 1 and {most} tokens "
-                    "(speculation.num_draft_tokens)"
-                )
-        return wanted
 
-    def _make_cases(self, prompts: PromptSet) -> list[Case]:
-        longest = self._subject.engines.options.max_seq_len
-        cases = []
-        for prompt in prompts.prompts:
-            token_ids = self._encode(prompt)
-            max_tokens = min(prompt.max_tokens or self._options.max_tokens, longest)
-            if len(token_ids) >= longest:
-                raise ConfigError(
-                    f"{prompts.source}: prompt {prompt.name} has {len(token_ids)} tokens; prompt "
-                    f"and answer together may have {longest} (engine.max_seq_len)"
-                )
-            cases.append(Case(name=prompt.name, token_ids=token_ids, max_tokens=max_tokens))
-        return cases
+    def _ask_target_alone(self, endpoint: Endpoint) -> None:
+        for check in self._samplings:
+            sides = questions.sides_of_target_alone(self._at_once)
+            alone = self._ask(endpoint, sides, check)
+            self._asked[check] = alone + self._asked.get(check, [])
+        self._ask_gate(endpoint, with_draft=False)
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Returns the ids of a prompt, as preprocessing makes them."""
-        tokenizer = self._subject.tokenizer
-        if prompt.messages is not None:
-            return tuple(tokenizer.encode_messages([dict(message) for message in prompt.messages]))
-        assert prompt.text is not None
-        return tuple(tokenizer.encode(prompt.text))
+    def _ask_speculation(self, endpoint: Endpoint) -> None:
+        sides = questions.sides_of_speculation(self._lengths, self._at_once)
+        self._ask_more(endpoint, sides)
+        self._ask_gate(endpoint, with_draft=True)
 
-    def _sides(self) -> list[Side]:
-        """How the served pair is asked; the first is what the others are compared with."""
-        many = self._at_once
-        longest = max(self._lengths)
-        sides = [
-            Side(name="target alone", kind="reference", num_draft_tokens=0, at_once=1),
-            Side(
-                name=f"target alone, {many} at once",
-                kind="control",
-                num_draft_tokens=0,
-                at_once=many,
-            ),
-            Side(
-                name=f"K = {longest}, 1 at once",
-                kind="speculation",
-                num_draft_tokens=longest,
-                at_once=1,
-            ),
-        ]
-        return sides + [
-            Side(
-                name=f"K = {length}, {many} at once",
-                kind="speculation",
-                num_draft_tokens=length,
-                at_once=many,
-            )
-            for length in self._lengths
-        ]
+    def _ask_more(self, endpoint: Endpoint, sides: Sequence[Side]) -> None:
+        for check in self._samplings:
+            self._asked.setdefault(check, []).extend(self._ask(endpoint, sides, check))
 
-    def _ask(
-        self, endpoint: Endpoint, sides: Sequence[Side], check: str, sampling: Sampling
-    ) -> list[Asked]:
+    def _ask(self, endpoint: Endpoint, sides: Sequence[Side], check: str) -> list[Asked]:
         asked = []
         for side in sides:
             self._report(f"{check}: {side.name}")
-            asked.append(exact.ask_side(endpoint, self._cases, side, sampling))
+            sampling = self._samplings[check]
+            asked.append(ask_side(endpoint, self._cases, side, sampling))
         return asked
 
-    def _ask_as_served(self, asked: dict[str, list[Asked]]) -> None:
-        """With the adaptive K of the artifact, which changes while a request runs."""
-        if not self._subject.has_own_k:
+    def _ask_gate(self, endpoint: Endpoint, *, with_draft: bool) -> None:
+        if self._gate is None:
             return
-        side = Side(
-            name=f"as served, {self._at_once} at once",
-            kind="speculation",
-            num_draft_tokens=None,
+        self._report(
+            f"gate: {self._gate.source}, {'with' if with_draft else 'without'} speculation"
+        )
+        self._gate_answers[with_draft] = ask_gate(
+            self._gate,
+            endpoint,
+            encode=self._encode,
+            max_tokens=self._options.max_tokens,
+            num_draft_tokens=max(self._lengths) if with_draft else 0,
             at_once=self._at_once,
         )
-        with self._subject.open_as_served() as endpoint:
-            for check, sampling in self._samplings.items():
-                asked[check] += self._ask(endpoint, [side], check, sampling)
 
-    def _ask_controls(self, asked: dict[str, list[Asked]]) -> None:
-        """Pairs in this process that ordinary drafts seldom come near to."""
-        side = Side(
-            name="the target as its own draft",
-            kind="control",
-            num_draft_tokens=max(self._lengths),
-            at_once=self._at_once,
-            is_own_draft=True,
-        )
-        runtime, engines = self._subject.runtime, self._subject.engines
-        if self._subject.runs_own_loop:
-            self._ask_control(asked, side, engines.load_own_draft)
-        else:
-            self._skipped.append(f"{side.name}: runtime {runtime} does not run in this process")
-        side = dataclasses.replace(
-            side, name="a draft that is always wrong", is_own_draft=False, is_wrong_draft=True
-        )
-        if runtime == "torch":
-            self._ask_control(asked, side, engines.load_wrong_draft)
-        else:
-            self._skipped.append(f"{side.name}: only runtime torch has engines to change")
+    def _ask_as_served(self) -> None:
+        if self._subject.has_own_k and not self._drafts_always:
+            with self._subject.open_as_served() as endpoint:
+                self._ask_more(endpoint, [questions.side_as_served(self._at_once)])
 
-    def _ask_control(
-        self, asked: dict[str, list[Asked]], side: Side, load: Callable[[], Pair]
-    ) -> None:
-        try:
-            pair = load()
-        except RuntimeUnavailable as exc:  # the target twice may be too large
-            self._skipped.append(f"{side.name}: {exc}")
-            return
-        with self._subject.open(pair) as endpoint:
-            for check, sampling in self._samplings.items():
-                asked[check] += self._ask(endpoint, [side], check, sampling)
+    def _ask_controls(self) -> None:
+        """Pairs that ordinary drafts seldom come near to."""
+        longest = max(self._lengths)
+        self._ask_control(
+            questions.side_of_own_draft(longest, self._at_once), self._subject.open_own_draft()
+        )
+        self._ask_control(
+            questions.side_of_wrong_draft(longest, self._at_once), self._subject.open_wrong_draft()
+        )
+
+    def _ask_control(self, side: Side, opening: AbstractContextManager[Endpoint]) -> None:
+        with ExitStack() as stack:
+            try:
+                endpoint = stack.enter_context(opening)
+            except (RuntimeUnavailable, ServerError) as exc:  # the target twice may be too large
+                self._skipped.append(f"{side.name}: {exc}")
+                return
+            self._ask_more(endpoint, [side])
 
     def _plan_distributions(self) -> list[distribution.Plan]:
         if self._options.distance is None:
@@ -299,7 +309,7 @@ class _Run:
                 self._cases,
                 distance=self._options.distance,
                 max_num_draft_tokens=max(self._lengths),
-                end_token_ids=self._end_token_ids,
+                end_token_ids=self._subject.end_token_ids,
             )
 
     def _test_distributions(
@@ -307,73 +317,23 @@ class _Run:
     ) -> list[distribution.Finding]:
         if not plans:
             return []
-        if not distribution.is_lossless(plans[0], endpoint):
-            self._skipped.append(
-                "unseeded sampling: the server says that it does not keep the target's "
-                "distribution, as its config allows"
-            )
+        objection = distribution.objection(plans[0], endpoint)
+        if objection is None and self._drafts_always:
+            objection = "the tests need other draft lengths than the one that this pair has"
+        if objection is not None:
+            self._skipped.append(f"unseeded sampling: {objection}")
             return []
         samples = plans[0].num_samples
         self._report(f"sampling: {len(plans)} tests of {samples} answers each")
         return distribution.run_tests(plans, endpoint, at_once=self._at_once)
 
-    def _run_gate(self, endpoint: Endpoint) -> GateResult | None:
-        if self._gate is None:
-            return None
-        self._report(f"gate: {self._gate.source}, with speculation and without")
-        return run_gate(
-            self._gate,
-            endpoint,
-            encode=self._encode,
-            max_tokens=self._options.max_tokens,
-            num_draft_tokens=max(self._lengths),
-            at_once=self._at_once,
-            min_pass_rate=self._options.gate_pass_rate,
+    def _judge(self, scorer: Scorer) -> Judge:
+        return Judge(
+            scorer=scorer,
+            cases=tuple(self._cases),
+            asked=self._asked,
+            samplings=self._samplings,
+            lengths=self._lengths,
+            end_token_ids=self._subject.end_token_ids,
+            is_float32=self._options.is_float32,
         )
-
-    def _threshold(self, scorer: Scorer, reference: Asked) -> TieThreshold:
-        if self._options.is_float32:
-            return TieThreshold(dtype="float32", fixed=FLOAT32_MARGIN)
-        self._report("measuring the target's logits in other block shapes")
-        texts = [
-            Text(case.token_ids, stream.token_ids, case.max_tokens)
-            for case, stream in zip(self._cases, reference.streams, strict=True)
-        ]
-        found = measure_block_difference(
-            scorer, texts[:_NUM_THRESHOLD_TEXTS], [length + 1 for length in self._lengths]
-        )
-        return TieThreshold(dtype=scorer.dtype, block_difference=found.value)
-
-    def _judge(
-        self, scorer: Scorer, threshold: TieThreshold, asked: dict[str, list[Asked]]
-    ) -> list[SideResult]:
-        results = []
-        for check, (reference, *others) in asked.items():
-            for other in others:
-                if other.side.kind == "speculation" and not other.is_lossless:
-                    self._skipped.append(
-                        f"{check}, {other.side.name}: the server says that it is not lossless"
-                    )
-                    continue
-                results.append(
-                    exact.judge(
-                        check,
-                        reference,
-                        other,
-                        self._cases,
-                        scorer=scorer,
-                        sampling=self._samplings[check],
-                        threshold=threshold,
-                        end_token_ids=self._end_token_ids,
-                    )
-                )
-        results.append(
-            exact.judge_target(
-                asked["greedy"][0],
-                self._cases,
-                scorer=scorer,
-                threshold=threshold,
-                end_token_ids=self._end_token_ids,
-            )
-        )
-        return results

@@ -1,8 +1,8 @@
 """The target's own logits: what ties, thresholds and distributions are judged by.
 
-The scorer is the torch runtime on the target's unified checkpoint, in the dtype that the artifact's
-engine computes in, whatever runtime serves it. A torch engine of the artifact is taken for that
-where its files are still those that were built.
+The scorer is the torch runtime on the target's unified checkpoint, plain or quantized, in the dtype
+that the artifact's engine computes in, whatever runtime serves it. A torch engine of the artifact
+is taken for that where its files are still those that were built.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from specpipe import source
 from specpipe.errors import SpecpipeError
 from specpipe.manifest import compare_files, read_manifest
 from specpipe.pairing import PairContract
+from specpipe.quantization.formats import FORMATS, format_of
 from specpipe.runtimes.base import require_library
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, BuildTorchEngine
 from specpipe.stages.base import Role
 from specpipe.stages.convert import convert
+from specpipe.triton.layout import SPECULATIVE, VERSION
 from specpipe.verification.verdict import Floats
 
 if TYPE_CHECKING:
@@ -32,11 +34,6 @@ if TYPE_CHECKING:
     from specpipe.runtimes.torch.engine import TorchEngine
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-_NUM_COMPETING = 100
-"""Of the best tokens, whose logits are compared between block shapes: no other one can win."""
-
-_QUANTILE = 0.999
 
 _MAX_NUM_TOKENS = 256
 
@@ -54,71 +51,45 @@ class Text:
 
 
 class Scorer(Protocol):
-    """Computes the logits that a target alone has."""
+    """Computes the logits that a target alone has.
+
+    rounding  what a quantized target rounds while it runs, as words; None: nothing
+    """
 
     dtype: str
+    rounding: str | None
+    max_batch_size: int
 
-    def rows(self, text: Text) -> Floats:
-        """Logits [len(output) + 1, V] of each output token and the next one: the prompt is read in
-        one pass, then one token after another.
+    def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
+        """Logits [len(output) + 1, V] of each output token and the next one, for each text.
 
-        An id that no tokenizer entry uses has -inf.
-        """
-
-    def block_differences(self, texts: Sequence[Text], block_sizes: Sequence[int]) -> Floats:
-        """How the distances of the best tokens' logits to the best one move when outputs are read
-        otherwise than one token at a time: in blocks, and all texts together.
-
-        Absolute values, flat.
+        A prompt is read by itself; then outputs are read together, up to max_batch_size of them, in
+        blocks of that many tokens. An id that no tokenizer entry uses has -inf.
         """
 
 
-@dataclass(frozen=True)
-class BlockDifference:
-    """The 99.9th percentile of what logit differences move by, and over how many it was taken."""
-
-    value: float
-    num_compared: int
-
-
-def measure_block_difference(
-    scorer: Scorer, texts: Sequence[Text], block_sizes: Sequence[int]
-) -> BlockDifference:
-    """Measures it on some texts."""
-    differences = scorer.block_differences([t for t in texts if t.output], block_sizes)
-    if not differences.size:
-        return BlockDifference(0.0, 0)
-    return BlockDifference(
-        float(np.quantile(differences, _QUANTILE, method="higher")), differences.size
-    )
+def rows_of(scorer: Scorer, text: Text) -> Floats:
+    """Returns the logits [len(output) + 1, V] of a text that is read one token after another."""
+    return scorer.read([text])[0]
 
 
 class TorchScorer:
     """A scorer over one torch engine."""
 
-    def __init__(self, engine: TorchEngine, dtype: str, unused: Sequence[tuple[int, int]]) -> None:
-        self.dtype = dtype
+    def __init__(
+        self,
+        engine: TorchEngine,
+        *,
+        dtype: str,
+        rounding: str | None,
+        unused: Sequence[tuple[int, int]],
+    ) -> None:
+        self.dtype, self.rounding = dtype, rounding
+        self.max_batch_size = engine.max_batch_size
         self._engine = engine
         self._unused = unused
 
-    def rows(self, text: Text) -> Floats:
-        return self._read([text], block_size=1)[0]
-
-    def block_differences(self, texts: Sequence[Text], block_sizes: Sequence[int]) -> Floats:
-        differences = []
-        plain = [self.rows(text) for text in texts]
-        shapes = [(texts[i : i + 1], size, i) for size in block_sizes for i in range(len(texts))]
-        at_once = self._engine.max_batch_size
-        shapes += [(texts[i : i + at_once], 1, i) for i in range(0, len(texts), at_once)]
-        for some, block_size, first in shapes:
-            for index, rows in enumerate(self._read(some, block_size), first):
-                differences.append(_moves(plain[index], rows))
-        return np.concatenate(differences) if differences else np.empty(0)
-
-    def _read(self, texts: Sequence[Text], block_size: int) -> list[Floats]:
-        """Logits [len(output) + 1, V] of each text, read together and in blocks of that many
-        tokens.
-        """
+    def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
         sequences: list[int] = []
         try:
             rows = []
@@ -163,21 +134,6 @@ class TorchScorer:
         return rows
 
 
-def _moves(plain: Floats, other: Floats) -> Floats:
-    """Both [N, V]: how far the best tokens' distances to the best one are apart."""
-    num_competing = min(_NUM_COMPETING, plain.shape[1])
-    best = np.argpartition(-plain, num_competing - 1, axis=1)[:, :num_competing]
-    first = plain.argmax(axis=1)[:, None]
-    distances = [
-        np.take_along_axis(rows, best, 1) - np.take_along_axis(rows, first, 1)
-        for rows in (plain, other)
-    ]
-    moves = np.abs(distances[0] - distances[1])
-    # The best token's distance to itself is no evidence.
-    found: Floats = moves[np.isfinite(moves) & (best != first)]
-    return found
-
-
 @contextmanager
 def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterator[TorchScorer]:
     """Loads the target of a built pair; what has to be built for it is removed at the end."""
@@ -187,7 +143,32 @@ def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterat
 
         contract = config.artifacts_dir / "check" / "pair.json"
         unused = PairContract.from_json(contract.read_text(encoding="utf-8")).unused_token_ids
-        yield TorchScorer(TorchEngine.load(engine), _engine_dtype(engine), unused)
+        yield TorchScorer(
+            TorchEngine.load(engine),
+            dtype=_engine_config(engine)["build_config"]["dtype"],
+            rounding=engine_rounding(engine),
+            unused=unused,
+        )
+
+
+_STEPS = {"fp8": "FP8", "fp8_per_token": "FP8", "int8": "INT8", "nvfp4": "FP4"}
+"""What a format rounds activations to."""
+
+
+def engine_rounding(engine: Path) -> str | None:
+    """Returns what a torch engine rounds while it runs, as words; None: nothing.
+
+    It makes a whole step of its format of what differs in the last place, so that its logits move
+    with the shape of a forward much more than its dtype says.
+    """
+    words = []
+    unified = _engine_config(engine)["pretrained_config"]
+    name = format_of(unified)
+    if name is not None and (activations := FORMATS[name].activations) is not None:
+        words.append(f"activations to {_STEPS[activations]}")
+    if (kv_cache := unified["quantization"].get("kv_cache_quant_algo")) is not None:
+        words.append(f"its KV cache to {kv_cache}")
+    return " and ".join(words) or None
 
 
 def torch_engine(
@@ -204,7 +185,9 @@ def torch_engine(
     """
     require_library("torch", "torch", extra="torch")
     built = config.artifacts_dir / role / "engine"
-    own = _torch_build_config(built)
+    # One of an earlier build may lie there still, where the pair needs none by now.
+    is_served = bool(_engine_config(_served(config, role)))
+    own = _engine_config(built).get("build_config") if is_served else None
     if (
         own is not None
         and dtype in (None, own["dtype"])
@@ -233,16 +216,24 @@ def torch_engine(
     return out
 
 
-def _torch_build_config(engine: Path) -> Mapping[str, Any] | None:
-    """What a torch engine was built with; None for an engine of another runtime, or none."""
-    try:
-        config = json.loads((engine / CONFIG_NAME).read_bytes())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict) or config.get("runtime") != ENGINE_KIND:
-        return None
-    found: Mapping[str, Any] = config["build_config"]
-    return found
+def _served(config: PipelineConfig, role: Role) -> Path:
+    """What `speculative` has of one side: its engine, its description, or its checkpoint."""
+    return config.artifacts_dir / "model_repo" / SPECULATIVE / VERSION / role
+
+
+def _engine_config(engine: Path) -> Mapping[str, Any]:
+    """The `config.json` of a torch engine; empty for an engine of another runtime, or none."""
+    config = _read_json(engine / CONFIG_NAME)
+    return config if config.get("runtime") == ENGINE_KIND else {}
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """A JSON object; empty where there is none."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def _is_as_built(engine: Path) -> bool:
@@ -250,12 +241,6 @@ def _is_as_built(engine: Path) -> bool:
     return (
         manifest is not None and not compare_files(engine, manifest.outputs, trust_times=False)[0]
     )
-
-
-def _engine_dtype(engine: Path) -> str:
-    config = _torch_build_config(engine)
-    assert config is not None
-    return str(config["dtype"])
 
 
 def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:
@@ -267,18 +252,21 @@ def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:
 
 
 def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:
-    """The artifact's, else one that is converted: a backend that reads checkpoints as they are has
-    none.
-    """
+    """The artifact's, else what is served in Hugging Face's layout, converted."""
     checkpoint = config.artifacts_dir / role / "checkpoint"
-    with suppress(OSError, ValueError):
-        if "mapping" in json.loads((checkpoint / "config.json").read_bytes()):
-            return checkpoint
+    is_unified = "mapping" in _read_json(checkpoint / CONFIG_NAME)
+    if is_unified and "architectures" not in _read_json(_served(config, role) / CONFIG_NAME):
+        return checkpoint
     side = config.draft if role == "draft" else config.target
-    found = source.resolve(side.checkpoint, revision=side.revision, base=config.base_dir, role=role)
+    if side.quantization is not None:
+        folder = config.artifacts_dir / role / "huggingface"
+    else:
+        folder = source.resolve(
+            side.checkpoint, revision=side.revision, base=config.base_dir, role=role
+        ).path
     out = made / role / "checkpoint"
     out.mkdir(parents=True)
-    convert(found.path, out)
+    convert(folder, out)
     return out
 
 

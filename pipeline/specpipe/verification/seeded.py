@@ -34,6 +34,10 @@ class SeededChoice:
     end_token_ids: frozenset[int] = frozenset()
 
     @property
+    def token_id(self) -> int:
+        return int(self._scores(self.raw_logits).argmax())
+
+    @property
     def magnitude(self) -> float:
         return float(abs(self.raw_logits.max()))
 
@@ -75,7 +79,7 @@ class SeededChoice:
         shifted so that it falls to the edge.
         """
         if error == 0.0:
-            return int(self._scores(self.raw_logits).argmax()) == token_id
+            return self.token_id == token_id
         favoured = self.raw_logits - error
         favoured[token_id] += 2.0 * error
         if int(self._scores(favoured).argmax()) == token_id:

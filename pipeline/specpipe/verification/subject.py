@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -11,14 +13,13 @@ from specpipe.config import PipelineConfig
 from specpipe.endpoints.base import Endpoint
 from specpipe.endpoints.in_process import InProcess
 from specpipe.endpoints.triton import Speculative
+from specpipe.errors import ConfigError
 from specpipe.runtimes.base import Pair, load_runtime
-from specpipe.stages.base import Role
 from specpipe.triton.repository import read_pair
 from specpipe.triton.server import Log, running
-from specpipe.verification.controls import Engines, as_asked, write_fixed_repository
-from specpipe.verification.scorer import Scorer, open_scorer, torch_engine
-
-_ROLES: tuple[Role, ...] = ("draft", "target")
+from specpipe.verification import repositories
+from specpipe.verification.controls import Engines
+from specpipe.verification.scorer import Scorer, engine_rounding, open_scorer, torch_engine
 
 
 class Subject:
@@ -41,8 +42,10 @@ class Subject:
         self._is_float32 = is_float32
         self.engines = Engines.of(repository)
         served = read_pair(repository)
-        self.has_own_k = served.options != as_asked(served.options) and not is_float32
+        self.has_own_k = served.options != repositories.as_asked(served.options) and not is_float32
         """Whether the pair chooses K by itself as it is served."""
+        self.triton_version: str | None = None
+        """Of the server that was asked, once one was."""
         self.is_artifact = True
         """Whether the engines are those that are served."""
         if is_float32:
@@ -67,12 +70,12 @@ class Subject:
     def open_as_asked(self) -> Iterator[Endpoint]:
         """The pair with K as a request asks."""
         if self.is_in_process:
-            with self.open(self.engines.load()) as endpoint:
+            with self._open_pair(self.engines.load()) as endpoint:
                 yield endpoint
             return
-        fixed = write_fixed_repository(self._repository, self._made / self._repository.name)
         self._report("starting Triton, with K as asked")
-        with self._open_triton(fixed) as served:
+        made = repositories.write_as_asked(self._repository, self._made / "as_asked")
+        with self._open_triton(made) as served:
             yield served
 
     @contextmanager
@@ -87,7 +90,41 @@ class Subject:
             yield served
 
     @contextmanager
-    def open(self, pair: Pair) -> Iterator[Endpoint]:
+    def open_without_draft(self) -> Iterator[Endpoint]:
+        """The target alone, of a pair that drafts in every step of every request."""
+        self._report("starting Triton, without a draft")
+        made = repositories.write_without_draft(
+            self._config, self._repository, self._made / "without_draft"
+        )
+        with self._open_triton(made) as served:
+            yield served
+
+    @contextmanager
+    def open_own_draft(self) -> Iterator[Endpoint]:
+        """The target as its own draft."""
+        if self.runs_own_loop:
+            with self._open_pair(self.engines.load_own_draft()) as endpoint:
+                yield endpoint
+            return
+        self._report("starting Triton, with the target as its own draft")
+        made = repositories.write_own_draft(self._repository, self._made / "own_draft")
+        with self._open_triton(made) as served:
+            yield served
+
+    @contextmanager
+    def open_wrong_draft(self) -> Iterator[Endpoint]:
+        """The target with a draft that is always wrong."""
+        if self.runs_own_loop:
+            with self._open_pair(self.engines.load_wrong_draft()) as endpoint:
+                yield endpoint
+            return
+        made = repositories.write_wrong_draft(self._repository, self._made / "wrong_draft")
+        self._report("starting Triton, with a draft that is always wrong")
+        with self._open_triton(made) as served:
+            yield served
+
+    @contextmanager
+    def _open_pair(self, pair: Pair) -> Iterator[Endpoint]:
         """A pair in this process."""
         with closing(InProcess(pair, self.tokenizer)) as endpoint:
             yield endpoint
@@ -103,16 +140,29 @@ class Subject:
         launch = load_runtime(self.runtime).launch(repository)
         with running(repository, launch=launch) as server:
             url, end_token_ids = server.http_url, self.end_token_ids
+            with urllib.request.urlopen(f"{url}/v2", timeout=60.0) as response:
+                self.triton_version = json.load(response)["version"]
             with closing(Speculative(url, end_token_ids=end_token_ids)) as endpoint:
                 yield endpoint
 
     def _take_float32(self, max_num_draft_tokens: int) -> None:
-        """Both checkpoints for runtime torch; the artifact's own engines where they are that."""
+        """Both checkpoints for runtime torch; the artifact's own engines where they are that.
+
+        What a draft rounds has no part in what the target chooses.
+        """
         options = self.engines.options
         longest = max(options.num_draft_tokens, max_num_draft_tokens)
-        draft, target = (
-            torch_engine(self._config, role, self._made, dtype="float32", num_draft_tokens=longest)
-            for role in _ROLES
+        target = torch_engine(
+            self._config, "target", self._made, dtype="float32", num_draft_tokens=longest
+        )
+        if (rounding := engine_rounding(target)) is not None:
+            raise ConfigError(
+                f"--float32: the target rounds {rounding}, which makes a whole step of what "
+                "differs in the last place, so that its logits move by more than 1e-4 in float32, "
+                "too; leave it out"
+            )
+        draft = torch_engine(
+            self._config, "draft", self._made, dtype="float32", num_draft_tokens=longest
         )
         self.engines = dataclasses.replace(
             self.engines,

@@ -47,6 +47,10 @@ class Choice(Protocol):
     """How the target chooses the token at one position."""
 
     @property
+    def token_id(self) -> int:
+        """The token that it chooses."""
+
+    @property
     def magnitude(self) -> float:
         """The size of its largest logit, which the unit in the last place goes by."""
 
@@ -64,6 +68,10 @@ class GreedyChoice:
     logits: Floats
 
     @property
+    def token_id(self) -> int:
+        return int(self.logits.argmax())
+
+    @property
     def magnitude(self) -> float:
         return float(abs(self.logits.max()))
 
@@ -77,11 +85,13 @@ class TieThreshold:
 
     dtype             what the engine computes in
     block_difference  how much the target's logit differences move with the shape of a forward
+    rounding          what a quantized target rounds while it runs, as words, which makes them move
     fixed             holds instead of all that
     """
 
     dtype: str
     block_difference: float = 0.0
+    rounding: str | None = None
     fixed: float | None = None
 
     def at(self, magnitude: float) -> float:
@@ -93,11 +103,14 @@ class TieThreshold:
     def __str__(self) -> str:
         if self.fixed is not None:
             return f"a margin of at most {self.fixed:g}"
-        return (
+        text = (
             f"a margin of at most one unit in the last place of {self.dtype}, or "
             f"{self.block_difference:.3g}: what 99.9 % of the target's own logit differences "
             "move by between block shapes"
         )
+        if self.rounding is None:
+            return text
+        return f"{text} (it rounds {self.rounding}, so that a last digit becomes a whole step)"
 
 
 def unit_in_last_place(dtype: str, magnitude: float) -> float:
