@@ -82,10 +82,10 @@ def test_defaults() -> None:
         "serving": {"max_queue_size": 128, "request_timeout_s": 600.0},
         "nightly": {
             "prompts": "code",
-            "num_prompts": 8,
+            "num_prompts": 16,
             "max_tokens": 64,
             "concurrencies": [1, 8],
-            "rounds": 2,
+            "rounds": 3,
             "sampling_distance": None,
             "gate": None,
             "min_gate_pass_rate": None,

@@ -30,13 +30,31 @@ def at(concurrency: int, ratio: float, low: float | None, high: float | None) ->
 
 
 def test_the_ratio_is_that_of_tokens_per_second_over_all_prompts() -> None:
-    """30 tokens in 6 s before, 30 in 4 s after: 1.5. The prompts alone: 2 and 1.25, mean 1.62."""
-    baseline = {"a": [took(2.0, 20)], "b": [took(2.5, 5), took(1.5, 5)]}
-    side = {"a": [took(1.0, 20)], "b": [took(1.6, 5), took(1.4, 5)]}
+    """30 tokens in 6 s before, 40 in 4 s after: 10 over 5. The prompts: 2 and 2.67, mean 2.33.
+
+    The first round: 15 tokens in 3.4 s, 18 in 2 s; the second: 15 in 2.6 s, 22 in 2 s.
+    """
+    baseline = {"a": [took(0.9, 10), took(1.1, 10)], "b": [took(2.5, 5), took(1.5, 5)]}
+    side = {"a": [took(0.4, 10), took(0.6, 10)], "b": [took(1.6, 8), took(1.4, 12)]}
     found = compare(baseline, side, concurrency=4)
     assert found is not None
-    assert found.ratio == pytest.approx(1.5)
+    assert found.ratio == pytest.approx(2.0)
+    assert found.round_ratios == pytest.approx((2.04, 22 / 2 * 2.6 / 15))
     assert (found.concurrency, found.num_prompts) == (4, 2)
+
+
+def test_a_round_that_was_disturbed_widens_the_interval() -> None:
+    """Eight prompts, alike: 2 s each before, 0.9 s after, but 4 s where the machine was busy.
+
+    No draw of prompts tells of that: 6 s before, 5.8 s after. The rounds do: 2 / 0.9 and 2 / 4.
+    """
+    baseline = {str(n): [took(2.0, 10)] * 3 for n in range(8)}
+    side = {str(n): [took(0.9, 10), took(0.9, 10), took(4.0, 10)] for n in range(8)}
+    found = compare(baseline, side, concurrency=1)
+    assert found is not None
+    assert found.ratio == pytest.approx(6 / 5.8)
+    assert (found.low, found.high) == (pytest.approx(0.5), pytest.approx(2 / 0.9))
+    assert found.outcome == "no difference"
 
 
 def test_a_prompt_with_an_answer_that_is_not_complete_is_left_out_on_both_sides() -> None:
@@ -137,27 +155,33 @@ def test_the_verdict_says_where_a_gain_turns_into_a_loss() -> None:
         at(8, 1.01, 0.95, 1.07),
     ]
     assert verdict(comparisons, side="speculation", baseline="the target alone") == (
-        "speculation is faster than the target alone at concurrency "
-        "1 (1.42 times its rate, 95% interval 1.35 to 1.49) and "
-        "4 (1.18 times its rate, 95% interval 1.10 to 1.25). "
-        "speculation is slower than the target alone at concurrency "
-        "16 (0.85 times its rate, 95% interval 0.80 to 0.90). "
-        "speculation is neither faster nor slower, as far as this run can tell, than the target "
-        "alone at concurrency 8 (1.01 times its rate, 95% interval 0.95 to 1.07). "
+        "Speculation is faster than the target alone at concurrency "
+        "1 (1.42 times its rate, 95 % interval 1.35 to 1.49) and "
+        "4 (1.18 times its rate, 95 % interval 1.10 to 1.25). "
+        "It is slower at concurrency 16 (0.85 times its rate, 95 % interval 0.80 to 0.90). "
+        "It is neither faster nor slower, as far as this run can tell, at concurrency "
+        "8 (1.01 times its rate, 95 % interval 0.95 to 1.07). "
         "The gain turns into a loss between concurrency 4 and 16."
     )
 
 
 def test_the_verdict_of_one_prompt_has_no_interval() -> None:
     assert verdict([at(1, 1.5, None, None)], side="b", baseline="a") == (
-        "b is neither faster nor slower, as far as this run can tell, than a at concurrency "
+        "B is neither faster nor slower than a, as far as this run can tell, at concurrency "
         "1 (1.50 times its rate)."
+    )
+
+
+def test_a_url_begins_a_verdict_as_it_is() -> None:
+    assert verdict([at(1, 1.5, 1.4, 1.6)], side="http://h:1", baseline="http://h:2") == (
+        "http://h:1 is faster than http://h:2 at concurrency 1 (1.50 times its rate, "
+        "95 % interval 1.40 to 1.60)."
     )
 
 
 def test_without_comparisons_the_verdict_says_why() -> None:
     assert verdict([], side="b", baseline="a") == (
-        "b could not be compared with a: no prompt was answered by both."
+        "B could not be compared with a: no prompt was answered by both."
     )
 
 
@@ -167,6 +191,7 @@ def test_comparing_is_written_with_its_outcome() -> None:
         "ratio": 1.2,
         "low": 1.1,
         "high": 1.3,
+        "round_ratios": (),
         "num_prompts": 9,
         "num_differing_prompts": 0,
         "confidence": 0.95,

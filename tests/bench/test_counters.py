@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
 
-from specpipe.bench.counters import acceptance, gained, read_counters
+from specpipe.bench.counters import acceptance, gained, read_counters, read_settled
 from specpipe.errors import ServerError
 
 VLLM = """\
@@ -22,28 +23,45 @@ vllm:spec_decode_num_accepted_tokens_created{engine="0",model_name="m, {x}"} 1.7
 """
 
 
+Serve = Callable[..., str]
+
+
 @pytest.fixture
-def metrics_url() -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(VLLM.encode())
+def serve() -> Iterator[Serve]:
+    """Serves texts as metrics, one after the other, the last one for good."""
+    with contextlib.ExitStack() as stack:
 
-        def log_message(self, *_: object) -> None: ...
+        def start(*texts: str) -> str:
+            left = list(texts)
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/metrics"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+            class Handler(BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    self.send_response(200)
+                    self.end_headers()
+                    self.wfile.write((left.pop(0) if len(left) > 1 else left[0]).encode())
+
+                def log_message(self, *_: object) -> None: ...
+
+            server = stack.enter_context(HTTPServer(("127.0.0.1", 0), Handler))
+            thread = Thread(target=server.serve_forever, args=(0.05,))
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_port}/metrics"
+
+        yield start
 
 
-def test_vllms_counters_tell_acceptance_and_its_positions(metrics_url: str) -> None:
+def ours(num_in_flight: int, num_draft_tokens: int) -> str:
+    return (
+        f"specpipe_requests_in_flight {num_in_flight}\n"
+        f"specpipe_draft_tokens_total {num_draft_tokens}\n"
+    )
+
+
+def test_vllms_counters_tell_acceptance_and_its_positions(serve: Serve) -> None:
     """16 drafted and 9 accepted in 8 steps; 6 and 3 steps accepted a first and second token."""
-    assert acceptance(read_counters(metrics_url)) == {
+    assert acceptance(read_counters(serve(VLLM))) == {
         "rate": 0.5625,
         "length": 2.125,
         "per_position": [0.75, 0.375],
@@ -70,6 +88,31 @@ def test_our_counters_know_how_often_a_position_was_drafted() -> None:
     found = acceptance(grown)
     assert found is not None
     assert (found["length"], found["per_position"]) == (1.4, [0.5, 0.75])
+
+
+def test_ours_are_read_once_all_requests_are_counted(serve: Serve) -> None:
+    """The answers are there, and two requests are counted a moment later."""
+    reports: list[str] = []
+    found = read_settled(serve(ours(2, 4), ours(1, 8), ours(0, 12)), report=reports.append)
+    assert found == {"specpipe_requests_in_flight": 0.0, "specpipe_draft_tokens_total": 12.0}
+    assert reports == []
+
+
+def test_a_server_that_others_ask_is_not_waited_for_without_end(serve: Serve) -> None:
+    reports: list[str] = []
+    url = serve(ours(3, 4))
+    found = read_settled(url, report=reports.append, timeout_s=0.05)
+    assert found["specpipe_draft_tokens_total"] == 4.0
+    assert reports == [
+        f"warning: {url}: 3 requests are still in flight after 0.05 s, so the server's counters "
+        "may hold what others ask it, and lack what was asked here"
+    ]
+
+
+def test_other_servers_are_read_as_they_are(serve: Serve) -> None:
+    running = 'vllm:num_requests_running{engine="0"} 5.0\n'
+    found = read_settled(serve(running, VLLM), report=lambda line: None)
+    assert found == {'vllm:num_requests_running{engine="0"}': 5.0}
 
 
 def test_a_load_is_what_counters_gained() -> None:

@@ -16,12 +16,16 @@ QUESTIONS = [Question(text=str(number), max_tokens=1) for number in range(6)]
 
 
 class Counting:
-    """Notes how many answers are under way whenever one begins or ends."""
+    """Notes how many answers are under way whenever one begins or ends.
+
+    meeting  of so many the first answers go on only once all of them have begun
+    """
 
     name = "counting"
 
-    def __init__(self, seconds: float = 0.02) -> None:
+    def __init__(self, seconds: float = 0.02, *, meeting: int = 1) -> None:
         self.seconds = seconds
+        self._meeting, self._all_here = meeting, threading.Barrier(meeting, timeout=30)
         self.asked: list[str] = []
         self.num_under_way: list[int] = []
         self._now = 0
@@ -33,7 +37,10 @@ class Counting:
             self._now += 1
             self.asked.append(question.text)
             self.num_under_way.append(self._now)
+            is_first = len(self.asked) <= self._meeting
         try:
+            if is_first:
+                self._all_here.wait()
             for _ in range(4):
                 time.sleep(self.seconds / 4)
                 yield Piece(text=question.text, num_tokens=1)
@@ -74,7 +81,7 @@ def test_all_streams_are_busy_until_the_last_measured_answer() -> None:
                 assert is_asked_again.wait(30)
             yield from pieces
 
-    endpoint = LastWaits(0.004)
+    endpoint = LastWaits(0.004, meeting=3)
     load = run_load(endpoint, QUESTIONS, concurrency=3)
     assert is_asked_again.is_set()
     assert max(endpoint.num_under_way) == 3
@@ -82,7 +89,7 @@ def test_all_streams_are_busy_until_the_last_measured_answer() -> None:
 
 
 def test_more_streams_than_questions_are_busy_too() -> None:
-    endpoint = Counting()
+    endpoint = Counting(meeting=5)
     load = run_load(endpoint, QUESTIONS[:2], concurrency=5)
     assert max(endpoint.num_under_way) == 5
     assert [answer.text[0] for answer in load.answers] == ["0", "1"]

@@ -132,7 +132,7 @@ def test_the_result_has_each_side_and_their_comparison(measurements: Measurement
     assert (yes["server_counters"], yes["gpus"]) == (None, [])
     assert load["comparison"]["ratio"] == 2.0
     assert load["comparison"]["outcome"] == "gain"
-    assert found["verdict"].startswith("yes is faster than no at concurrency 4 (2.00 times")
+    assert found["verdict"].startswith("Yes is faster than no at concurrency 4 (2.00 times")
 
 
 def test_one_side_has_no_comparison(measurements: Measurements) -> None:

@@ -28,7 +28,7 @@ from specpipe.config import load_config  # noqa: E402
 from specpipe.manifest import manifest_path, read_manifest, record_files  # noqa: E402
 from specpipe.nightly import facts, record  # noqa: E402
 from specpipe.nightly.all import run_all  # noqa: E402
-from specpipe.nightly.record import CheckpointUsed, Run, SpeedUp  # noqa: E402
+from specpipe.nightly.record import CheckpointUsed, Run  # noqa: E402
 from specpipe.nightly.run import Finished, Options, _PairRun  # noqa: E402
 from specpipe.verification import run as verification  # noqa: E402
 from specpipe.verification.outcome import Findings, Verification  # noqa: E402
@@ -128,7 +128,10 @@ def test_first_night_builds_everything_and_becomes_the_last_good_run(
     assert sizes == {"draft engine": 4, "target engine": 22, "repository": 26}
     assert [used.revision for used in found.checkpoints.values()] == [None, None]
     assert record.read_last_good(folder / "engines/pair/results/nightly.json") == found
-    assert (folder / "engines/pair/report/report.html").is_file()
+    report = folder / "engines/pair/report"
+    html = (report / "report.html").read_text()
+    assert '<span class="value">lossless</span>' in html and 'id="figure-ratio"' in html
+    assert (report / "ratio.png").is_file()
     bench = json.loads((folder / "engines/pair/results/nightly-bench.json").read_text())
     assert (bench["kind"], [load["concurrency"] for load in bench["loads"]]) == ("bench", [2])
 
@@ -273,21 +276,34 @@ def test_a_damaged_last_good_run_is_said(folder: Path, quick: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "second, outcome", [(1.3, "good"), (0.6, "bad")], ids=["was busy", "is slower"]
+    "ratios, outcome, interval",
+    [
+        # A tenth about each: the first is under 0.9 as a whole, and so are all of the second line.
+        ([0.5, 1.3], "good", (0.4, 1.4)),
+        ([0.5, 0.6, 0.7], "bad", (0.4, 0.8)),
+    ],
+    ids=["was busy", "is slower"],
 )
-def test_a_crossed_speed_is_measured_once_more(
-    folder: Path, quick: None, monkeypatch: pytest.MonkeyPatch, second: float, outcome: str
+def test_a_crossed_speed_is_measured_again(
+    folder: Path,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    ratios: list[float],
+    outcome: str,
+    interval: tuple[float, float],
 ) -> None:
     text = (folder / "pair.yaml").read_text().replace("min_speed_up: null", "min_speed_up: 0.9")
     (folder / "pair.yaml").write_text(text)
-    measured: list[list[SpeedUp]] = [
-        [speed_up(2, ratio, ratio - 0.1, ratio + 0.1)] for ratio in (0.5, second)
-    ]
-    monkeypatch.setattr(facts, "speed_ups", lambda _: measured.pop(0))
+    measured = iter([[speed_up(2, ratio, ratio - 0.1, ratio + 0.1)] for ratio in ratios])
+    monkeypatch.setattr(facts, "speed_ups", lambda _: next(measured))
     found = run(folder).run
-    assert (found.outcome, measured) == (outcome, [])
-    assert "speed was measured twice; the first time: 0.50 at concurrency 2" in found.notes
-    assert found.speed_ups[0].ratio == second
+    assert (found.outcome, next(measured, None)) == (outcome, None)
+    assert [note for note in found.notes if "again" in note] == [
+        f"speed was measured again; measurement {number}: {ratio:.2f} at concurrency 2"
+        for number, ratio in enumerate(ratios[:-1], start=1)
+    ]
+    low, high = (pytest.approx(end) for end in interval)
+    assert found.speed_ups == [speed_up(2, ratios[-1], low, high)]
 
 
 def test_a_bug_in_one_run_is_kept_and_the_next_one_goes_on(

@@ -14,7 +14,7 @@ BAD = replace(
     outcome="bad",
     compared_with="2026-11-26T02:23:00+00:00",
     reasons=["acceptance rate 0.020 is 0.037 of the last good run's 0.540"],
-    notes=["speed was measured twice; the first time: 0.71 at concurrency 1"],
+    notes=["speed was measured again; measurement 1: 0.71 at concurrency 1"],
     stages=[
         StageRun(stage="check", reasons=(), duration_s=0.0),
         StageRun(stage="draft/convert", reasons=("input a|b changed",), duration_s=1.5),
@@ -51,7 +51,7 @@ configs/code.yaml · 2026-11-27T02:23:00+00:00 · compared with the run of 2026-
 
 - acceptance rate 0.020 is 0.037 of the last good run's 0.540
 - rebuilt draft/convert: input a|b changed
-- speed was measured twice; the first time: 0.71 at concurrency 1
+- speed was measured again; measurement 1: 0.71 at concurrency 1
 - speed-up at concurrency 1: 0.95, 95 % interval 0.90 to 1.00
 - draft: org/draft, commit 0a1b, SHA-256 dddddddddddddddd
 - target: ../target, SHA-256 eeeeeeeeeeeeeeee

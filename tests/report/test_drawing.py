@@ -43,15 +43,18 @@ def test_a_png_is_large_enough_for_a_dense_screen() -> None:
     assert (width, height) == (1034, 704)  # 4.7 and 3.2 inches at 220 dots
 
 
-def test_panels_share_a_legend_and_their_axes() -> None:
+def test_panels_share_a_legend_and_axes_that_hold_all_of_them() -> None:
+    x = Axis("load", "streams", ticks=(1.0, 2.0))
     panels = [
-        Panel([Series("a", [1], [n]), Series("b", [1], [2])], title=f"{n}") for n in (3, 4, 5)
+        Panel([Series("a", [1], [n]), Series("b", [2], [0])], title=f"up to {n}") for n in (3, 4, 5)
     ]
-    svg = to_svg(Chart(x=CHART.x, y=CHART.y, panels=panels), name="x", title="t")
+    svg = to_svg(Chart(x=x, y=CHART.y, panels=panels), name="x", title="t")
     texts = re.findall(r"<text [^>]*>([^<]*)</text>", svg)
-    assert [texts.count(text) for text in ("3", "4", "5")] >= [1, 1, 1]
+    assert [texts.count(f"up to {n}") for n in (3, 4, 5)] == [1, 1, 1]
     assert texts.count("a") == texts.count("b") == 1
     assert texts.count("speed-up (× target alone)") == 2  # of two rows
+    assert texts.count("load (streams)") == 2  # below the third panel, and below the second
+    assert texts.count("4") == 2  # a tick of each row, though the first panel ends at 3
 
 
 def test_few_ticks_have_labels() -> None:

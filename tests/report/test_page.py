@@ -117,8 +117,8 @@ def test_ids_are_there_once_and_what_is_linked_exists(whole: tuple[Path, str, Re
         "the target accepts 76.5 % of the draft tokens that it judges",
         "all prompts 1 5 / 6 83.3",
         "all prompts 4 2 / 2 100.0",
-        "Measured best: K = 4 at 1 at once, no draft at 8 at once.",
-        "1 4 1.50 1.70 1.60 1.40 1.35 1.30 to 1.40 90.0",
+        "Measured best: K = 4 with 1 at once; no draft with 8 at once.",
+        "1 4 1.40 1.35 1.30 to 1.40 1.70 1.60 1.50 90.0",
         "other – – its vocabulary is another one",
         "schedule: - {from_batch_size: 1, num_draft_tokens: 4} - {from_batch_size: 2, "
         "num_draft_tokens: 0}",
@@ -145,7 +145,8 @@ def test_every_caption_names_card_dtype_batch_lengths_and_prompts(
     _, html, _ = whole
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", html, re.DOTALL)
     assert len(captions) == len(FIGURES)
-    for caption in captions:
+    assert all("95\N{NO-BREAK SPACE}%" in c for c in captions if "95" in c)  # on one line
+    for caption in (c.replace("\N{NO-BREAK SPACE}", " ") for c in captions):
         if "texts held out" in caption:
             assert "cuda, bfloat16; 48 prompts cut from texts held out, greedy, K = 4" in caption
             continue
@@ -215,6 +216,25 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it(tmp_path: Path) 
     assert [path.name for path in (folder / "report").iterdir()] == ["report.html"]
 
 
+@pytest.mark.parametrize(
+    ("configs", "named"),
+    [
+        (["nightly/code.yaml"], "nightly/code.yaml"),
+        (["nightly/code.yaml", "nightly/chat.yaml"], "CONFIG.yaml"),
+    ],
+)
+def test_a_pair_that_a_nightly_run_built_names_its_config(
+    tmp_path: Path, configs: list[str], named: str
+) -> None:
+    """One of several cannot be told from the command line."""
+    folder = example.write_build(tmp_path / "bare")
+    for path in folder.rglob("*.manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["build"]["argv"] = ["/opt/bin/specpipe", "nightly", *configs, "--json"]
+        path.write_text(json.dumps(manifest))
+    assert f"specpipe verify --config {named}" in written(folder)[1].text
+
+
 def test_a_quantized_pair_without_measurement_says_so(tmp_path: Path) -> None:
     _, reader = written(example.write_build(tmp_path / "x", quantization="W4A16_AWQ"))
     assert "What quantization costs was not measured" in reader.text
@@ -227,6 +247,16 @@ def test_a_fault_is_the_first_thing_to_be_seen(tmp_path: Path) -> None:
     assert "Verdict failed greedy, K = 4, 8 at once: prompt fibonacci" in reader.text
     assert '<div class="tile bad">' in html
     assert "0.0625 position 9: an end instead of 11" in reader.text
+
+
+def test_without_tuning_acceptance_is_that_of_the_longest_draft_that_was_verified(
+    tmp_path: Path,
+) -> None:
+    """640 of 1000 with K = 4; K = 1 had 450 of 500, and both together would be neither."""
+    folder = example.write_build(tmp_path / "x")
+    example.write_verification(folder)
+    _, reader = written(folder)
+    assert "Acceptance rate 64 % accepted / drafted tokens, greedy, K = 4" in reader.text
 
 
 def test_a_repository_that_changed_is_no_longer_verified(tmp_path: Path) -> None:
@@ -245,6 +275,21 @@ def test_a_result_older_than_the_repository_says_so(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(example.MEASURED_AT, "2026-10-31T10:00:00+00:00"))
     _, reader = written(folder)
     assert "Measured on 2026-10-31, before the repository was built (2026-11-01)" in reader.text
+
+
+def test_of_a_benchmark_by_hand_and_of_the_last_night_the_newer_one_is_shown(
+    tmp_path: Path,
+) -> None:
+    folder = example.write_build(tmp_path / "x")
+    example.write_bench(folder)
+    results = folder / "results"
+    text = (results / "bench.json").read_text()
+    for at, rate in (("2026-11-02T09:00", "70.0"), ("2026-11-02T11:00", "80.0")):
+        night = text.replace(example.MEASURED_AT[:16], at).replace("50.0", rate)
+        (results / "nightly-bench.json").write_text(night)
+        _, reader = written(folder)
+        shown = "1 the target alone 80.0" if rate == "80.0" else "1 the target alone 50.0"
+        assert shown in reader.text
 
 
 def test_a_cpu_is_named_where_the_engine_ran_on_it(tmp_path: Path) -> None:

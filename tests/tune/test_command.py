@@ -151,12 +151,14 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch,
         tmp_path,
         *("--prompts", "chat", "--limit", "5", "--max-tokens", "9", "--temperature", "0.8"),
+        "--chat",
         *("--candidate", "a", "--candidate", "b", "--concurrency", "1,4,8"),
         *("--max-draft-len", "6", "--best", "3", "--rounds", "5", "--no-resume"),
     )
     assert options == run.Options(
         prompts="chat",
         limit=5,
+        is_chat=True,
         max_tokens=9,
         temperature=0.8,
         concurrencies=(1, 4, 8),

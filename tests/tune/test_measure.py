@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from specpipe.endpoints.base import Piece, Question
+from specpipe.endpoints.base import Piece, Question, Usage
 from specpipe.endpoints.in_process import InProcess
 from specpipe.errors import RequestError, ServerError
-from specpipe.tune.measure import Cell, Measurement, compare, measure_cell, whole_rounds
+from specpipe.tune.measure import Cell, Measurement, compare, doubt, measure_cell, whole_rounds
 from tests.runtimes.table_engine import make_pair
 from tests.speculative.table import TableModel, target_rule
 
@@ -32,6 +32,16 @@ def test_ratio_over_all_rounds_and_of_each() -> None:
             highest=pytest.approx(2.0),
         )
     ]
+
+
+def test_rounds_that_are_far_apart_are_doubted() -> None:
+    assert doubt([(1.0, 1.29), (0.5, 0.6)]) is None
+    assert doubt([]) is None
+    assert doubt([(1.0, 1.29), (0.5, 1.3)]) == (
+        "Rounds of one measurement differ by a factor of up to 2.6: other work disturbed this "
+        "machine, and what measured best may be chance. Tune again when it is quiet, or with more "
+        "--rounds."
+    )
 
 
 def test_interrupted_rounds_do_not_count() -> None:
@@ -95,3 +105,17 @@ def test_a_failed_question_is_no_measurement() -> None:
     assert str(caught.value) == (
         "1 of 2 questions failed with 3 draft tokens at concurrency 1: no room"
     )
+
+
+class Silent:
+    name = "silent"
+
+    def stream(self, question: Question) -> Iterator[Piece]:
+        yield Piece(finish_reason="stop", usage=Usage(num_output_tokens=0))
+
+    def close(self) -> None: ...
+
+
+def test_answers_without_a_token_have_no_speed() -> None:
+    with pytest.raises(ServerError, match="^the target ends every answer at once, .* with --chat$"):
+        measure_cell(Silent(), [question(7)], concurrency=1, num_draft_tokens=2, round_number=0)

@@ -14,6 +14,7 @@ from specpipe import pipeline
 from specpipe.config import PipelineConfig, load_config
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
 from specpipe.manifest import record_files
+from specpipe.report.page import write_report
 from specpipe.tune import costs, measure, run
 from specpipe.tune.costs import LoadCosts
 from specpipe.tune.measure import Cell
@@ -80,7 +81,7 @@ def even_speed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return cells
 
 
-def test_tuned_for_real(config: PipelineConfig) -> None:
+def test_tuned_for_real(config: PipelineConfig, tmp_path: Path) -> None:
     tuning = tune(config, dataclasses.replace(OPTIONS, rounds=1))
     own = tuning.own
     assert own.acceptance is not None and own.best is not None
@@ -105,6 +106,9 @@ def test_tuned_for_real(config: PipelineConfig) -> None:
     assert [load["batch_size"] for load in draft["costs"]] == [1, 4]
     assert sorted(path.name for path in tuning.path.parent.iterdir()) == ["tune.json"]
     assert not (config.artifacts_dir / ".tune").exists()
+    pytest.importorskip("matplotlib")
+    figures = write_report(config.artifacts_dir, tmp_path).figures
+    assert [path.name for path in figures] == ["acceptance.png", "speed-up.png"]
 
 
 def test_the_schedule_is_what_measured_best(

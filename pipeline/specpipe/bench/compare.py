@@ -16,16 +16,10 @@ from specpipe.errors import RuntimeUnavailable
 
 Outcome = Literal["gain", "loss", "no difference"]
 
+Table = np.ndarray[Any, np.dtype[np.float64]]
+
 CONFIDENCE = 0.95
 _NUM_RESAMPLES = 9999
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What one side needed for one prompt, over all rounds."""
-
-    num_tokens: int
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +27,7 @@ class Comparison:
     """One concurrency: rate of a side / rate of the baseline, with the interval of the ratio.
 
     low, high              None with less than two prompts
+    round_ratios           that of each round by itself; the interval holds them all
     num_prompts            those with complete answers only, and at least one token, on both sides
     num_differing_prompts  those whose text was not the same on both sides
     """
@@ -41,6 +36,7 @@ class Comparison:
     ratio: float
     low: float | None
     high: float | None
+    round_ratios: tuple[float, ...] = ()
     num_prompts: int
     num_differing_prompts: int
 
@@ -67,28 +63,32 @@ def compare(
 ) -> Comparison | None:
     """Compares the answers to each prompt, by its name; None when no prompt can be compared.
 
-    The ratio is that of tokens per second of a stream, over all prompts. Its interval is found by
-    drawing prompts, each with all its rounds on both sides: what a prompt is like, and what it
-    shared a round with, is then no noise.
+    A prompt has one answer for each round, on both sides. The ratio is that of tokens per second of
+    a stream, over all prompts. Its interval is found by drawing prompts, each with all its rounds
+    on both sides: what a prompt is like, and what it shared a round with, is then no noise. What
+    else a machine does for the time of a round hits many prompts at once, and no draw of prompts
+    tells of it: so the interval is widened to hold the ratio of each round.
     """
     spent = {
-        name: (before, after)
+        name: np.concatenate([before, after])
         for name in baseline
-        if (before := _spent(baseline[name], count_tokens))
-        and (after := _spent(side.get(name, ()), count_tokens))
+        if (before := _spent(baseline[name], count_tokens)) is not None
+        and (after := _spent(side.get(name, ()), count_tokens)) is not None
     }
     if not spent:
         return None
-    table = np.array(
-        [(b.num_tokens, b.seconds, s.num_tokens, s.seconds) for b, s in spent.values()],
-        dtype=np.float64,
-    ).T
-    low, high = _interval(table, seed) if len(spent) > 1 else (None, None)
+    table = np.array(list(spent.values()))  # [prompts, 4, rounds]
+    by_round = tuple(float(_ratio(*one_round)) for one_round in table.transpose(2, 1, 0))
+    low, high = None, None
+    if len(spent) > 1:
+        drawn_low, drawn_high = _interval(table.sum(axis=2).T, seed)
+        low, high = min(drawn_low, *by_round), max(drawn_high, *by_round)
     return Comparison(
         concurrency=concurrency,
-        ratio=float(_ratio(*table)),
+        ratio=float(_ratio(*table.sum(axis=2).T)),
         low=low,
         high=high,
+        round_ratios=by_round,
         num_prompts=len(spent),
         num_differing_prompts=sum(
             len({answer.text for answer in (*baseline[name], *side[name])}) > 1 for name in spent
@@ -98,20 +98,27 @@ def compare(
 
 def verdict(comparisons: Sequence[Comparison], *, side: str, baseline: str) -> str:
     """Says in words where one side gains and loses, and between which concurrencies it turns."""
+    subject, than = _begun(side), f" than {baseline}"
     if not comparisons:
-        return f"{side} could not be compared with {baseline}: no prompt was answered by both."
+        return f"{subject} could not be compared with {baseline}: no prompt was answered by both."
     ordered = sorted(comparisons, key=lambda found: found.concurrency)
-    sentences = [
-        f"{side} is {words} {baseline} at concurrency "
-        f"{_listed([_figure(found) for found in ordered if found.outcome == outcome])}."
-        for outcome, words in (
-            ("gain", "faster than"),
-            ("loss", "slower than"),
-            ("no difference", "neither faster nor slower, as far as this run can tell, than"),
-        )
-        if any(found.outcome == outcome for found in ordered)
-    ]
+    sentences = []
+    for outcome, words, aside in (
+        ("gain", "faster", ""),
+        ("loss", "slower", ""),
+        ("no difference", "neither faster nor slower", ", as far as this run can tell,"),
+    ):
+        figures = [_figure(found) for found in ordered if found.outcome == outcome]
+        if figures:
+            where = f"at concurrency {_listed(figures)}"
+            sentences.append(f"{subject} is {words}{than}{aside} {where}.")
+            subject, than = "It", ""
     return " ".join([*sentences, *_turning_points(ordered)])
+
+
+def _begun(name: str) -> str:
+    """A name as a sentence begins with it; a URL stays as it is."""
+    return name if "://" in name else name[:1].upper() + name[1:]
 
 
 def _turning_points(ordered: Sequence[Comparison]) -> list[str]:
@@ -131,7 +138,7 @@ def _figure(found: Comparison) -> str:
         return f"{found.concurrency} ({found.ratio:.2f} times its rate)"
     return (
         f"{found.concurrency} ({found.ratio:.2f} times its rate, "
-        f"{CONFIDENCE:.0%} interval {found.low:.2f} to {found.high:.2f})"
+        f"{100 * CONFIDENCE:.0f} % interval {found.low:.2f} to {found.high:.2f})"
     )
 
 
@@ -140,18 +147,19 @@ def _listed(words: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _spent(answers: Sequence[Answer], count_tokens: CountTokens | None) -> Spent | None:
-    """None for a prompt that says nothing of speed: an answer is not complete, or nobody counted
-    its tokens, or there were none.
+def _spent(answers: Sequence[Answer], count_tokens: CountTokens | None) -> Table | None:
+    """Tokens and seconds of each answer, [2, rounds].
+
+    None for a prompt that says nothing of speed: an answer is not complete, or nobody counted its
+    tokens, or there were none.
     """
     if not answers or not all(answer.is_complete for answer in answers):
         return None
     counts = [time_answer(answer, count_tokens).num_output_tokens for answer in answers]
-    seconds = sum(answer.ended_s - answer.started_s for answer in answers)
-    num_tokens = sum(count for count in counts if count is not None)
-    if None in counts or not num_tokens or not seconds:
+    seconds = [answer.ended_s - answer.started_s for answer in answers]
+    if not all(counts) or not all(seconds):
         return None
-    return Spent(num_tokens, seconds)
+    return np.array([counts, seconds], dtype=np.float64)
 
 
 def _ratio(
@@ -170,7 +178,7 @@ def require_scipy() -> None:
         )
 
 
-def _interval(table: np.ndarray[Any, Any], seed: int) -> tuple[float, float]:
+def _interval(table: Table, seed: int) -> tuple[float, float]:
     """The bias-corrected and accelerated bootstrap interval (Efron 1987) of the ratio."""
     from scipy import stats
 

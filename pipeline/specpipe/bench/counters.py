@@ -7,13 +7,15 @@ servers tell here, and nowhere else, at which position of a draft tokens are acc
 from __future__ import annotations
 
 import re
+import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specpipe.bench.metrics import Acceptance
 from specpipe.errors import ServerError
+from specpipe.triton.metrics import IN_FLIGHT
 
 Samples = Mapping[str, float]
 """Values by name and labels, written as `name{label="value"}`."""
@@ -54,6 +56,9 @@ _KNOWN = (
     ),
 )
 
+_SETTLE_TIMEOUT_S = 5.0
+_SETTLE_INTERVAL_S = 0.02
+
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*(?:\{.*\})?)\s+([^\s]+)")
 
 
@@ -65,6 +70,28 @@ def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
     except (OSError, ValueError) as exc:
         raise ServerError(f"{url} does not answer with metrics: {exc}") from exc
     return {match[1]: float(match[2]) for match in map(_SAMPLE.match, text.splitlines()) if match}
+
+
+def read_settled(
+    url: str, *, report: Callable[[str], None], timeout_s: float = _SETTLE_TIMEOUT_S
+) -> dict[str, float]:
+    """Reads a metrics endpoint once every request that was answered is counted there.
+
+    Ours counts a request a moment after its answer, and says with `specpipe_requests_in_flight` 0
+    that it has counted all; other servers are read as they are. Requests of others may keep it from
+    0: after `timeout_s` that is reported, and what is there is taken.
+    """
+    end = time.monotonic() + timeout_s
+    while num_in_flight := _total(found := read_counters(url), IN_FLIGHT):
+        if time.monotonic() >= end:
+            report(
+                f"warning: {url}: {num_in_flight:.0f} requests are still in flight after "
+                f"{timeout_s:g} s, so the server's counters may hold what others ask it, and lack "
+                "what was asked here"
+            )
+            break
+        time.sleep(_SETTLE_INTERVAL_S)
+    return found
 
 
 def gained(before: Samples, after: Samples) -> dict[str, float]:

@@ -147,7 +147,7 @@ def measure(
             round_number = number // len(sides)
             report(f"concurrency {concurrency}, round {round_number + 1}: {side.name}")
             ordered = _order(prompts.prompts, settings.seed + round_number)
-            _add_load(measured[side.name], side, ordered, concurrency, settings)
+            _add_load(measured[side.name], side, ordered, concurrency, settings, report)
     return Measurements(tuple(sides), by_concurrency)
 
 
@@ -218,15 +218,19 @@ def _add_load(
     prompts: Sequence[tuple[int, Prompt]],
     concurrency: int,
     settings: Settings,
+    report: Report,
 ) -> None:
+    def read() -> dict[str, float]:
+        url = side.metrics_url
+        return counters.read_settled(url, report=report) if url else {}
+
     questions = [_question(side, prompt, settings, number) for number, prompt in prompts]
-    before = counters.read_counters(side.metrics_url) if side.metrics_url else {}
+    before = read()
     with gpu.watched(measured.gpu_use, where=side.is_local):
         load = run_load(
             side.endpoint, questions, concurrency=concurrency, num_warm_up=settings.num_warm_up
         )
-    after = counters.read_counters(side.metrics_url) if side.metrics_url else {}
-    for name, value in counters.gained(before, after).items():
+    for name, value in counters.gained(before, read()).items():
         measured.grown[name] = measured.grown.get(name, 0.0) + value
     measured.loads.append(load)
     measured.prompts.append(tuple(prompt for _, prompt in prompts))

@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 
 Protocol = Literal["grpc", "http"]
 
+_CELL = 10  # characters
+_COLUMNS = (
+    "tokens/s",
+    "TTFT p50",
+    "p99",
+    "TPOT mean",
+    "p99",
+    "gap p99",
+    "good/s",
+    "accepted",
+    "per step",
+)
 _WITHOUT, _WITH = "the target alone", "speculation"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -31,73 +43,152 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
     "--config",
     "config_path",
     type=click.Path(path_type=Path),
-    help="The YAML of a built pair; without --url it is served for the time of the benchmark.",
+    help="The YAML of the pair, which has been built.",
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="As for `build`.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a setting, as for the build; may be given several times.",
+)
 @click.option(
     "--url",
-    help="A running server: http://HOST:PORT or grpc://HOST:PORT (Triton), openai+http://HOST:PORT",
+    metavar="URL",
+    help="A running server: http://HOST:PORT or grpc://HOST:PORT for Triton (our ensemble or "
+    "NVIDIA's), openai+http://HOST:PORT for vLLM, SGLang, trtllm-serve and the like.",
 )
-@click.option("--model", help="The server's model; needed by openai+http, else `ensemble`.")
-@click.option("--metrics-url", help="The server's metrics endpoint, to read its counters.")
-@click.option("--against", help="Another server to compare with, which is then the baseline.")
-@click.option("--against-model", help="Its model.")
-@click.option("--against-metrics-url", help="Its metrics endpoint.")
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="The server's model; an OpenAI-compatible server needs it. Left out: ensemble.",
+)
+@click.option(
+    "--metrics-url",
+    metavar="URL",
+    help="The server's metrics endpoint, for acceptance by position. Left out: of a server that "
+    "this command starts it is known, of others nothing is read.",
+)
+@click.option(
+    "--against",
+    metavar="URL",
+    help="A second server, the baseline: both are compared as they are.",
+)
+@click.option("--against-model", metavar="NAME", help="As --model, for --against.")
+@click.option("--against-metrics-url", metavar="URL", help="As --metrics-url, for --against.")
 @click.option(
     "--protocol",
     type=click.Choice(["grpc", "http"]),
     default="grpc",
     show_default=True,
-    help="How to ask the server that this command starts.",
+    help="How to ask a server that this command starts.",
 )
 @click.option(
     "--prompts",
     "prompts_source",
     default="code",
     show_default=True,
-    help="chat, code, summarization, or a .jsonl or .txt file.",
+    help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
 )
-@click.option("--limit", type=click.IntRange(1), help="Use the first prompts only.")
-@click.option("--chat", is_flag=True, help="Send each prompt as a user's message.")
-@click.option("--input-tokens", metavar="LENGTH", help="Of a prompt: 512, or 64-256 to draw.")
-@click.option("--max-tokens", metavar="LENGTH", help="Of an answer: 128, or 64-256 to draw.")
-@click.option("--ignore-end", is_flag=True, help="Let no end id end an answer.")
+@click.option("--limit", type=click.IntRange(1), help="Take the first prompts only.")
+@click.option(
+    "--chat", is_flag=True, help="Ask each prompt as a user's message, in the chat template."
+)
+@click.option(
+    "--input-tokens",
+    metavar="N|LOW-HIGH",
+    help="Cut or lengthen each prompt to so many tokens, or to a number drawn from a range. Left "
+    "out: prompts as they are.",
+)
+@click.option(
+    "--max-tokens",
+    metavar="N|LOW-HIGH",
+    help="Tokens of an answer at most, or a number drawn from a range. Left out: what the prompt "
+    "says, else 128.",
+)
+@click.option(
+    "--ignore-end",
+    is_flag=True,
+    help="Let no end id end an answer, so that all have --max-tokens tokens.",
+)
 @click.option(
     "--tokenizer",
     "tokenizer_dir",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of the checkpoint's tokenizer, for lengths and counts; left out: the pair's.",
+    help="Folder of a tokenizer, for --input-tokens and for counting what a server does not count. "
+    "Left out: that of the pair.",
 )
 @click.option(
     "--concurrency",
     "concurrencies",
     default="1,4,8",
     show_default=True,
-    metavar="N,N,…",
-    help="Numbers of streams, each busy all the time.",
+    metavar="N,N,...",
+    help="Loads to measure: numbers of streams, each of which asks one question after the other.",
 )
-@click.option("--num-draft-tokens", type=click.IntRange(1), help="K; left out: as served.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(1),
+    help="K on the side with speculation. Left out: as the pair is served.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="How often each side answers all prompts at each load, the sides in turns.",
+)
 @click.option(
     "--warm-up",
     "num_warm_up",
     type=click.IntRange(0),
     default=0,
-    help="Answers thrown away before each load; one for each stream at least.",
+    help="Answers thrown away before each measurement; at least one for each stream.",
 )
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, help="0: greedy.")
-@click.option("--top-k", type=click.IntRange(0), default=0)
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--ttft-limit-ms", type=click.FloatRange(0, min_open=True), help="For goodput.")
-@click.option("--tpot-limit-ms", type=click.FloatRange(0, min_open=True), help="For goodput.")
 @click.option(
-    "--api-key-variable", metavar="NAME", help="Environment variable with an OpenAI server's key."
+    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: greedy."
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="0: all tokens. Needs --temperature.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="1: all tokens. Needs --temperature.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Decides drawn lengths, the order of prompts, and sampled answers.",
+)
+@click.option(
+    "--ttft-limit-ms",
+    type=click.FloatRange(0, min_open=True),
+    help="Goodput counts answers whose first output comes within this time.",
+)
+@click.option(
+    "--tpot-limit-ms",
+    type=click.FloatRange(0, min_open=True),
+    help="Goodput counts answers that take at most this time for each output token.",
+)
+@click.option(
+    "--api-key-variable",
+    metavar="NAME",
+    help="Environment variable that holds the key for OpenAI-compatible servers.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The result's file; left out: bench.json in the pair's results, if there is a pair.",
+    help="File for the result; aiperf's records go into a folder of its name. Left out: "
+    "results/bench.json beside the repository, where there is a --config.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def bench(
@@ -114,9 +205,14 @@ def bench(
 ) -> None:
     """Measure speed under load, with and without speculation.
 
-    Both sides run in turns, on the same prompts. With --against, two servers are compared as they
-    are. Rates count complete answers alone; TTFT is the time to the first output, TPOT the time per
-    output token after it.
+    With --config alone the pair is served for the time of the benchmark. With --url a running
+    server is asked; --config then names its pair, whose tokenizer counts and whose folder keeps the
+    result. Speculation is compared with the target alone, on the same server and prompts, in turns;
+    with --against two servers are compared.
+
+    TTFT is the time to the first output, TPOT that for each output token after it, gap what passes
+    between two outputs of a stream. Failed and cut answers are counted, and are in no time and no
+    rate.
     """
     from specpipe.bench import run
     from specpipe.results import header, write_result
@@ -309,18 +405,22 @@ def _print_table(
 ) -> None:
     summaries = measurements.summaries(settings.limits, count_tokens)
     width = max(len(side.name) for side in measurements.sides)
-    columns = ("tokens/s", "TTFT p50", "p99", "TPOT mean", "p99", "gap p99", "goodput/s", "acc.")
-    header = "".join(f"{column:>11}" for column in columns)
+    header = "".join(f"{column:>{_CELL}}" for column in _COLUMNS)
     click.echo(f"{'streams':>7}  {'side':{width}}{header}  failed, cut")
     for concurrency, by_side in summaries.items():
         for name, summary in by_side.items():
-            cells = "".join(f"{cell:>11}" for cell in _cells(summary))
+            cells = "".join(f"{cell:>{_CELL}}" for cell in _cells(summary))
             faults = f"{summary.num_failed}, {summary.num_cut} of {summary.num_answers}"
             click.echo(f"{concurrency:7}  {name:{width}}{cells}  {faults}")
-    click.echo("times in ms; acc.: accepted / drafted tokens")
+    click.echo(
+        "times in ms; good/s: complete answers, within the limits if there are any; accepted: of "
+        "the draft tokens; per step: tokens that a step emits"
+    )
 
 
 def _conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
+    if by_position := list(_by_position(found)):
+        yield "\n".join(["accepted by position of the draft token:", *by_position])
     if found["verdict"]:
         yield found["verdict"]
     comparisons = [load["comparison"] for load in found["loads"] if load["comparison"]]
@@ -330,9 +430,20 @@ def _conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]
     if is_one_server and any(number for number, _, _ in differing):
         counts = ", ".join(f"{number} of {of} at {streams}" for number, of, streams in differing)
         yield (
-            f"prompts whose text was not always the same, by concurrency: {counts}; "
-            "`specpipe verify` tells numerical ties from faults"
+            f"Prompts whose text was not always the same, by concurrency: {counts}. "
+            "`specpipe verify` tells numerical ties from faults."
         )
+
+
+def _by_position(found: dict[str, Any]) -> Iterator[str]:
+    """A line for each load and side of which that is known: from its answers, or its counters."""
+    for load in found["loads"]:
+        for name, side in load["sides"].items():
+            sources = (side["acceptance"], side["server_counters"])
+            rates = next((s["per_position"] for s in sources if s and s["per_position"]), None)
+            if rates:
+                shown = "  ".join(f"{rate:.2f}" for rate in rates)
+                yield f"{load['concurrency']:7}  {name}: {shown}"
 
 
 def _cells(summary: Summary) -> list[str]:
@@ -346,6 +457,7 @@ def _cells(summary: Summary) -> list[str]:
         _milliseconds(summary.gap_s, "p99", 1),
         _number(summary.good_answers_per_s, 2),
         _number(None if acceptance is None else acceptance.rate, 2),
+        _number(None if acceptance is None else acceptance.length, 2),
     ]
 
 

@@ -14,7 +14,13 @@ import click
 @click.argument(
     "configs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CONFIG..."
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="As for `build`.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a setting in every CONFIG; may be given several times.",
+)
 @click.option(
     "--baseline",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
@@ -48,10 +54,13 @@ def nightly(
     """Rebuild what changed, verify, measure, and compare with the last good run.
 
     For every CONFIG, a YAML of a pair: its revisions are resolved anew, stages whose inputs changed
-    run, the pair is verified and measured in short form, and the section `nightly` of its YAML says
-    what it must not fall below. A good run becomes results/nightly.json beside the artifact, which
-    the next one is compared with. Exit code 1 when a pair is not good; the others run all the same.
-    On GitHub the summary is added to that of the job.
+    run, the pair is verified and measured in short form, and a report is written. The section
+    `nightly` of the YAML says what is measured and what a run must not fall below; all of it has
+    defaults (`specpipe schema`). A good run becomes results/nightly.json beside the repository,
+    which the next one is compared with.
+
+    Exit code 1 when a pair is not good, with the reasons; the others run all the same. On GitHub
+    the summary is added to that of the job.
     """
     from specpipe.nightly.all import reasons, run_all
     from specpipe.nightly.run import Options

@@ -39,7 +39,11 @@ built_pair_options = config_options(", which has been built.", "as for the build
 def prompt_options(command: Command) -> Command:
     """--prompts, --limit and --max-tokens: what a pair is asked."""
     command = click.option(
-        "--max-tokens", type=click.IntRange(min=1), default=64, show_default=True
+        "--max-tokens",
+        type=click.IntRange(min=1),
+        default=64,
+        show_default=True,
+        help="Tokens of an answer at most, where its prompt does not say.",
     )(command)
     command = click.option(
         "--limit", type=click.IntRange(min=1), help="Take the first prompts only."

@@ -12,15 +12,15 @@ import click
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the report; left out: `report` in that of the pair.",
+    help="Folder for the report; left out: ARTIFACTS_DIR/report.",
 )
 def report(artifacts_dir: Path, output: Path | None) -> None:
-    """Write a page about a built pair (engines/NAME).
+    """Write a page about a built pair, from its folder (engines/NAME).
 
-    The page needs no other file: formats and sizes, the verdict with its ties, acceptance by
+    One HTML file that needs no other: formats and sizes, the verdict with its ties, acceptance by
     position, predicted and measured speed-up, latencies under load, what quantization costs, and
-    where each number comes from. Its figures are beside it as PNG files. What was not measured is
-    said to be missing, with the command that measures it.
+    where each number comes from. Its figures are beside it as PNG files. Nothing is measured: what
+    is missing is named, with the command that measures it (verify, tune, bench).
     """
     from specpipe.report.page import write_report
 

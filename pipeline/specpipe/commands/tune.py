@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 @built_pair_options
 @prompt_options
 @click.option(
+    "--chat",
+    "is_chat",
+    is_flag=True,
+    help="Ask each prompt as a user's message, in the chat template.",
+)
+@click.option(
     "--temperature",
     type=click.FloatRange(min=0),
     default=0.0,
@@ -43,8 +49,8 @@ if TYPE_CHECKING:
 @click.option(
     "--max-draft-len",
     type=click.IntRange(1, 32),
-    help="The largest K to consider; left out: speculation.num_draft_tokens. More than that is "
-    "built aside.",
+    help="The largest K to consider; left out: speculation.num_draft_tokens. For more than that "
+    "engines are built aside.",
 )
 @click.option(
     "--best",
@@ -54,14 +60,25 @@ if TYPE_CHECKING:
     show_default=True,
     help="Draft lengths to measure at each load, those predicted best.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="How often each draft length answers all prompts, in turns with the target alone.",
+)
 @click.option(
     "--resume/--no-resume",
     "resumes",
     default=True,
+    show_default=True,
     help="Go on with an interrupted run of the same settings, prompts, engines and machine.",
 )
-@click.option("--write", is_flag=True, help="Write the schedule into the YAML; comments stay.")
+@click.option(
+    "--write",
+    is_flag=True,
+    help="Write the schedule into the YAML as speculation.schedule; comments stay.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def tune(
     config_path: Path,
@@ -69,6 +86,7 @@ def tune(
     prompts: str,
     limit: int | None,
     max_tokens: int,
+    is_chat: bool,
     temperature: float,
     candidates: Sequence[str],
     concurrencies: str | None,
@@ -82,9 +100,10 @@ def tune(
     """Find the draft length that pays at each load, and compare drafts.
 
     Measures acceptance by position on your prompts and what steps cost, predicts the speed-up of
-    every draft length, measures the best few of them against the target alone, and makes of it the
-    schedule that `speculative` uses. Runs the pair in this process. The result is written to
-    results/tune.json beside the repository.
+    every draft length, and measures the best few of them against the target alone. What pays at
+    each load becomes a schedule: --write puts it into the YAML, and the next build serves it; it is
+    also printed in the forms of TensorRT-LLM and vLLM. Runs the pair in this process. The result is
+    written to results/tune.json beside the repository.
     """
     from specpipe.config import load_config
     from specpipe.tune import run
@@ -96,6 +115,7 @@ def tune(
     options = run.Options(
         prompts=prompts,
         limit=limit,
+        is_chat=is_chat,
         max_tokens=max_tokens,
         temperature=temperature,
         concurrencies=_numbers(concurrencies),
@@ -143,6 +163,8 @@ def summary(tuning: Tuning) -> list[str]:
 
 
 def _draft(draft: Tuned, source: str) -> list[str]:
+    from specpipe.tune.measure import doubt
+
     if draft.acceptance is None:
         return [f"draft {draft.checkpoint}: cannot be paired: {draft.reason}"]
     alpha = "none" if draft.acceptance.alpha is None else f"{draft.acceptance.alpha:.2f}"
@@ -155,6 +177,8 @@ def _draft(draft: Tuned, source: str) -> list[str]:
         for kind, found in draft.kinds.items():
             lines += _acceptance(kind, found)
     lines += ["", *_costs(draft), "", *_speed_ups(draft)]
+    if warning := doubt((m.lowest, m.highest) for m in draft.measurements):
+        lines += ["", warning]
     return lines
 
 

@@ -21,7 +21,7 @@ class NightlyConfig(Section):
     prompts: str = Field(default="code", min_length=1)
     """`chat`, `code`, `summarization`, or a .jsonl or .txt file, relative to this one."""
 
-    num_prompts: int = Field(default=8, ge=2)
+    num_prompts: int = Field(default=16, ge=2)
     """The first so many of them; the interval of a speed-up needs two."""
 
     max_tokens: int = Field(default=64, ge=1)
@@ -30,7 +30,7 @@ class NightlyConfig(Section):
     concurrencies: tuple[Concurrency, ...] = Field(default=(1, 8), min_length=1, strict=False)
     """Numbers of streams that speed is measured with."""
 
-    rounds: int = Field(default=2, ge=1)
+    rounds: int = Field(default=3, ge=1)
     """How often each prompt is timed with speculation and without it, in turns."""
 
     sampling_distance: float | None = Field(default=None, gt=0, lt=1)
@@ -56,11 +56,12 @@ class NightlyConfig(Section):
 
     min_speed_up: float | None = Field(default=0.9, gt=0, allow_inf_nan=False)
     """Rate with speculation / without it, at each concurrency; none: no floor. So that a noisy
-    machine raises no alarm, it is crossed where the whole 95 % interval lies below, twice in a
-    row."""
+    machine raises no alarm, it is crossed where the whole 95 % interval lies below, in each of
+    three measurements."""
 
     min_speed_up_ratio: float | None = Field(default=0.8, gt=0, le=1)
-    """Speed-up / that of the last good run on the same machine; crossed as `min_speed_up` is."""
+    """Speed-up / that of the last good run on the same machine; crossed where the upper end of the
+    one interval / the lower end of the other lies below, in each of three measurements."""
 
     max_size_ratio: float = Field(default=1.1, ge=1, allow_inf_nan=False)
     """Bytes of an engine, or of the repository / those of the last good run."""

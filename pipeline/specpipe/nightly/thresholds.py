@@ -78,12 +78,13 @@ def _judge_answers(run: Run, judged: Judgement) -> None:
 
 
 def _judge_speed(run: Run, last: Run | None, limits: NightlyConfig, judged: Judgement) -> None:
-    before: dict[int, float] = {}
+    """Doubt is no alarm: of this run's intervals the upper end counts, of the last's the lower."""
+    before: dict[int, SpeedUp] = {}
     if last is not None and run.speed_ups and last.speed_ups:
         if differing := _differing(run, last, ("prompts", "served_by", "machine")):
             judged.notes.append(f"speed is not compared with the last good run: {differing}")
         else:
-            before = {s.concurrency: s.ratio for s in last.speed_ups if s.ratio is not None}
+            before = {found.concurrency: found for found in last.speed_ups}
     for found in run.speed_ups:
         if found.ratio is None:
             judged.notes.append(
@@ -96,10 +97,13 @@ def _judge_speed(run: Run, last: Run | None, limits: NightlyConfig, judged: Judg
         if floor is not None and highest < floor:
             judged.reasons.append(f"{what} is under nightly.min_speed_up {floor:g}")
         was, least = before.get(found.concurrency), limits.min_speed_up_ratio
-        if was is not None and least is not None and highest < least * was:
+        if was is None or was.ratio is None or least is None:
+            continue
+        lowest_before = was.ratio if was.low is None else was.low
+        if highest < least * lowest_before:
             judged.reasons.append(
-                f"{what} is {found.ratio / was:.3f} of the last good run's {was:.2f}, under "
-                f"nightly.min_speed_up_ratio {least:g}"
+                f"{what} is {found.ratio / was.ratio:.3f} of the last good run's {_figure(was)}, "
+                f"under nightly.min_speed_up_ratio {least:g}"
             )
 
 

@@ -25,6 +25,7 @@ QUALITY = Path("quality") / "report.json"
 """Written by the build of a quantized pair."""
 
 _MANIFEST = ".manifest.json"
+_YAML = (".yaml", ".yml")
 _HUB_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 
 
@@ -92,12 +93,19 @@ class Artifact:
 
     @property
     def config(self) -> str:
-        """The YAML that it was built from, as the command line of the build named it."""
+        """The YAML that it was built from, as the command line of the build named it.
+
+        That of `specpipe nightly` may name several.
+        """
         for built in reversed(self.built):
             argv = [str(word) for word in built.manifest.build.get("argv", ())]
-            for word, following in zip(argv, argv[1:], strict=False):
-                if word == "--config":
-                    return following
+            named = [
+                word
+                for before, word in zip(argv, argv[1:], strict=False)
+                if before == "--config" or ("nightly" in argv and word.endswith(_YAML))
+            ]
+            if len(named) == 1:
+                return named[0]
         return "CONFIG.yaml"
 
     def command(self, name: str) -> str:
@@ -136,8 +144,7 @@ def read_artifact(folder: Path) -> Artifact:
         engines={role: _read_engine(repository, role) for role in ROLES},
         verification=record.read(folder),
         changed=tuple(record.changes(folder)),
-        bench=_read_if_there(folder / "results" / "bench.json", "bench")
-        or _read_if_there(folder / "results" / "nightly-bench.json", "bench"),
+        bench=_read_bench(folder / "results"),
         tune=_read_if_there(folder / "results" / "tune.json", "tune"),
         quality=_read_quality(folder / QUALITY),
         sources=_sources(built),
@@ -146,6 +153,15 @@ def read_artifact(folder: Path) -> Artifact:
 
 def _read_if_there(path: Path, kind: str) -> Json | None:
     return read_result(path, kind) if path.exists() else None
+
+
+def _read_bench(folder: Path) -> Json | None:
+    """The newer one of `specpipe bench` and of the last nightly run."""
+    found = [
+        _read_if_there(folder / f"{name}.json", "bench") for name in ("bench", "nightly-bench")
+    ]
+    there = [result for result in found if result is not None]
+    return max(there, key=lambda result: str(result.get("made_at")), default=None)
 
 
 def _read_quality(path: Path) -> Json | None:

@@ -14,6 +14,7 @@ from specpipe.report.blocks import (
     Column,
     Figure,
     Missing,
+    Notice,
     Table,
     Text,
     interval,
@@ -22,6 +23,7 @@ from specpipe.report.blocks import (
     percent,
 )
 from specpipe.report.charts import Axis, Chart, Panel, Series, Style, counted
+from specpipe.tune.measure import doubt
 from specpipe.tune.schedule import to_yaml
 
 
@@ -35,6 +37,8 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
     own = own_draft(tune)
     if own["best"] is not None:
         yield Text(_best_words(own["best"]))
+    if warning := doubt((m["lowest"], m["highest"]) for m in own["measurements"]):
+        yield Notice(warning)
     yield from _figures(artifact)
     yield _costs(own)
     if len(tune["drafts"]) > 1:
@@ -50,9 +54,9 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
 
 def _best_words(best: Sequence[Sequence[int]]) -> str:
     words = [
-        f"{f'K = {length}' if length else 'no draft'} at {load} at once" for load, length in best
+        f"{f'K = {length}' if length else 'no draft'} with {load} at once" for load, length in best
     ]
-    return f"Measured best: {', '.join(words)}."
+    return f"Measured best: {'; '.join(words)}."
 
 
 def _costs(own: Json) -> Table:
@@ -173,12 +177,12 @@ def _speed_up_table(own: Json, measured: dict[tuple[int, int], Any]) -> Table:
             [
                 str(p["concurrency"]),
                 str(p["num_draft_tokens"]),
-                number(p["expected_tokens"]),
-                number(p["published"]),
-                number(p["memory_bound"]),
                 number(p["speed_up"]),
                 number(found.get("speed_up")),
                 interval(found.get("lowest"), found.get("highest")),
+                number(p["published"]),
+                number(p["memory_bound"]),
+                number(p["expected_tokens"]),
                 number(found.get("tokens_per_s"), 1),
             ]
         )
@@ -186,17 +190,18 @@ def _speed_up_table(own: Json, measured: dict[tuple[int, int], Any]) -> Table:
         "Predicted and measured speed-up",
         (
             Column("concurrency", "requests"),
-            Column("K", "tokens per step"),
-            Column("expected", "tokens per step"),
-            Column("published model", "×"),
-            Column("memory-bound model", "×"),
+            Column("K", "tokens"),
             Column("predicted", "×"),
             Column("measured", "×"),
             Column("lowest to highest round", "×"),
+            Column("published model", "×"),
+            Column("memory-bound model", "×"),
+            Column("a step emits", "tokens"),
             Column("measured", "tokens/s"),
         ),
         rows,
         note="Published model: one acceptance probability and one cost ratio (Leviathan et al. "
         "2023, theorem 3.8). Memory-bound model: acceptance by position, forwards of a fixed time "
-        "and a time for each row. Predicted: acceptance by position, every cost as measured.",
+        "and a time for each row. Predicted: acceptance by position, every cost as measured. A "
+        "step emits: as that acceptance promises.",
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _WIDTH_IN, _HEIGHT_IN = 4.7, 3.2
 _ROW_HEIGHT_IN = 2.2  # where there are several
 _PNG_DPI = 220
-_FONT_SIZE = 9.5
+_FONT_SIZE = 10.5
 
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
@@ -134,12 +134,15 @@ def _draw(figure: Figure, chart: Chart, palette: Palette) -> None:
             for series, moved, width in _places(panel.series)
         ]
         handles = handles or drawn
-        _set_scale(axes, chart)
         axes.set_title(_shown(panel.title), fontsize=_FONT_SIZE, loc="left")
-    for axes in places[len(chart.panels) :]:
-        axes.set_axis_off()
-    for axes in grid[-1]:
-        axes.set_xlabel(chart.x.label)
+    for place, axes in enumerate(places):
+        if place >= len(chart.panels):
+            axes.set_axis_off()
+            continue
+        _set_scale(axes, chart)  # now that all is drawn: limits are those of all panels
+        if place + chart.num_columns >= len(chart.panels):  # nothing is below it
+            axes.set_xlabel(chart.x.label)
+            axes.tick_params(labelbottom=True)
     for axes in grid[:, 0]:
         axes.set_ylabel(chart.y.label)
     names = [series.name for series in chart.panels[0].series]

@@ -130,8 +130,8 @@ def _ratio(bench: Json, under: str) -> Figure:
         slug="ratio",
         title="Speed-up under load",
         caption=f"Tokens per second of a stream, {side} over {baseline}, same prompts in one run; "
-        f"bars: 95 % bootstrap interval, drawing prompts. Other text: of prompts whose answers "
-        f"were not all alike. {under}",
+        f"bars: 95 % bootstrap interval, drawing prompts, widened to each round by itself. Other "
+        f"text: of prompts whose answers were not all alike. {under}",
         chart=Chart(
             x=_concurrency([c["concurrency"] for c in found]),
             y=Axis("speed-up", f"× {baseline}", low=0),

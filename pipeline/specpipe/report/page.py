@@ -40,6 +40,9 @@ _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 """What a name may hold and HTML may not: control characters, and halves of characters."""
 
 
+_WITHIN_FIGURES = re.compile(r"(?<=\d) (?=[%×])|(?<=\bK) (?==)|(?<=\bK =) ")
+
+
 @dataclass(frozen=True)
 class Written:
     """The files of a report."""
@@ -80,6 +83,7 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["unbroken"] = _unbroken
     environment.filters["with_code"] = _with_code
     drawings = {
         figure.slug: Markup(drawing.to_svg(figure.chart, name=figure.slug, title=figure.title))
@@ -90,6 +94,11 @@ def render(page: Page) -> str:
         page=page, drawings=drawings, style=style, version=__version__
     )
     return _NO_TEXT.sub("\N{REPLACEMENT CHARACTER}", html)
+
+
+def _unbroken(text: str) -> str:
+    """A sentence in which no line ends within 95 %, 2 × or K = 4."""
+    return _WITHIN_FIGURES.sub("\N{NO-BREAK SPACE}", text)
 
 
 def _with_code(text: str) -> Markup:

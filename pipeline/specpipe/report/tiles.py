@@ -55,17 +55,22 @@ def _acceptance_tile(artifact: Artifact) -> Tile:
         packaged = artifact.options.get("num_draft_tokens")
         expected = {e["num_draft_tokens"]: e["tokens"] for e in found["expected"]}
         length = packaged if packaged in expected else max(expected)
-        note = (
-            f"expected with K = {length}; of judged draft tokens {percent(found['alpha'])} % pass"
-        )
+        note = f"with K = {length}; {percent(found['alpha'])} % of judged draft tokens are accepted"
         return Tile("Tokens a step", f"{expected[length]:.2f}", note)
     if artifact.verification is not None:
-        checks = [c for c in artifact.verification["checks"] if c["kind"] == "speculation"]
-        drafted = sum(c["total_draft_tokens"] for c in checks)
-        accepted = sum(c["total_accepted_draft_tokens"] for c in checks)
-        if drafted:
-            rate = f"{percent(accepted / drafted)} %"
-            return Tile("Acceptance rate", rate, "accepted / drafted while it was verified")
+        drafting = [
+            check
+            for check in artifact.verification["checks"]
+            if (check["check"], check["kind"]) == ("greedy", "speculation")
+            and check["num_draft_tokens"]
+            and check["total_draft_tokens"]
+        ]
+        if drafting:
+            # The rate depends on K, and K as served on the clock: so that of the longest.
+            longest = max(drafting, key=lambda check: int(check["num_draft_tokens"]))
+            rate = longest["total_accepted_draft_tokens"] / longest["total_draft_tokens"]
+            note = f"accepted / drafted tokens, greedy, K = {longest['num_draft_tokens']}"
+            return Tile("Acceptance rate", f"{percent(rate)} %", note)
     return Tile("Acceptance", UNKNOWN, "not measured")
 
 

@@ -37,6 +37,8 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
         yield from _distributions(found["sampling"])
     if found["gate"] is not None:
         yield from _gate(found["gate"])
+    for sentence in found.get("notes", ()):  # those of earlier versions have none
+        yield Text(f"Note: {sentence}")
     for sentence in found["skipped"]:
         yield Text(f"Left out: {sentence}")
 

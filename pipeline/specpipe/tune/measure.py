@@ -5,13 +5,16 @@ A cell is one round of one draft length at one load: all prompts, each asked onc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from specpipe.bench.load import run_load
 from specpipe.endpoints.base import Endpoint, Question
 from specpipe.errors import ServerError
+
+_UNSTEADY = 1.3
+"""Highest / lowest round from which on a measurement says little: most gains are smaller."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,10 @@ def measure_cell(
     num_draft_tokens: int,
     round_number: int,
 ) -> Cell:
-    """Asks the questions with that many streams; raises ServerError when one is not answered."""
+    """Asks the questions with that many streams.
+
+    Raises ServerError when one is not answered, or when there is no speed in the answers.
+    """
     repeated = [*questions] * -(-concurrency // len(questions))
     load = run_load(endpoint, repeated, concurrency=concurrency)
     failed = [answer for answer in load.answers if not answer.is_complete]
@@ -66,11 +72,17 @@ def measure_cell(
             f"{len(failed)} of {len(load.answers)} questions failed with {num_draft_tokens} draft "
             f"tokens at concurrency {concurrency}: {failed[0].error}"
         )
+    num_tokens = sum(answer.num_output_tokens or 0 for answer in load.answers)
+    if not num_tokens:
+        raise ServerError(
+            "the target ends every answer at once, so no speed can be measured: choose other "
+            "prompts with --prompts; a chat model wants them in its chat template, with --chat"
+        )
     return Cell(
         concurrency=concurrency,
         num_draft_tokens=num_draft_tokens,
         round_number=round_number,
-        num_tokens=sum(answer.num_output_tokens or 0 for answer in load.answers),
+        num_tokens=num_tokens,
         stream_s=sum(answer.ended_s - answer.started_s for answer in load.answers),
     )
 
@@ -112,6 +124,18 @@ def compare(cells: Sequence[Cell]) -> list[Measurement]:
             )
         )
     return measurements
+
+
+def doubt(rounds: Iterable[tuple[float, float]]) -> str | None:
+    """Says where rounds of one measurement, given as lowest and highest, are far apart."""
+    spread = max((highest / lowest for lowest, highest in rounds), default=1.0)
+    if spread < _UNSTEADY:
+        return None
+    return (
+        f"Rounds of one measurement differ by a factor of up to {spread:.1f}: other work disturbed "
+        "this machine, and what measured best may be chance. Tune again when it is quiet, or with "
+        "more --rounds."
+    )
 
 
 def _rate(cells: Sequence[Cell]) -> float:

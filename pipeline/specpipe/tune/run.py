@@ -23,7 +23,7 @@ from specpipe.endpoints.base import Endpoint, Question
 from specpipe.endpoints.in_process import InProcess
 from specpipe.errors import ConfigError, RuntimeUnavailable
 from specpipe.pipeline import Reporter
-from specpipe.prompts import Prompt, PromptSet, load_prompts
+from specpipe.prompts import Prompt, PromptSet, as_messages, load_prompts
 from specpipe.runtimes.base import Pair, load_runtime
 from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.speculative.adaptive import Schedule
@@ -52,6 +52,7 @@ class Options:
     """What is tuned, and on what.
 
     prompts        a built-in set's name or a file; the first `limit` of it
+    is_chat        whether each text is asked as a user's message, in the chat template
     max_tokens     of an answer, where its prompt does not say
     temperature    0: greedy
     concurrencies  loads to tune for; none: 1, 2, 4 … up to engine.max_batch_size
@@ -64,6 +65,7 @@ class Options:
 
     prompts: str = "code"
     limit: int | None = None
+    is_chat: bool = False
     max_tokens: int = 64
     temperature: float = 0.0
     concurrencies: tuple[int, ...] = ()
@@ -179,7 +181,7 @@ class _Run:
         self.max_draft_len = _max_draft_len(config, options)
         self._loads = _loads(config, options)
         repository = pipeline.built_repository(config)
-        self._prompts = load_prompts(options.prompts, limit=options.limit)
+        self._prompts = _prompts(options)
         self._tokenizer = Tokenizer.load(repository / SPECULATIVE / VERSION / "tokenizer")
         self._max_seq_len = read_pair(repository).options.max_seq_len
         self._cases = [self._case(prompt) for prompt in self._prompts.prompts]
@@ -413,6 +415,11 @@ def _check_runtime(config: PipelineConfig) -> None:
             "in: what a draft's acceptance is on your prompts, --set engine.runtime=torch with a "
             "build of its own tells; the costs of TensorRT-LLM it does not"
         )
+
+
+def _prompts(options: Options) -> PromptSet:
+    found = load_prompts(options.prompts, limit=options.limit)
+    return PromptSet(found.source, as_messages(found.prompts)) if options.is_chat else found
 
 
 def _max_draft_len(config: PipelineConfig, options: Options) -> int:
