@@ -66,6 +66,7 @@ def test_defaults() -> None:
             "max_num_tokens": 256,
             "dtype": "auto",
             "device": "auto",
+            "kernels": "auto",
             "num_threads": None,
             "library": "tensorrt_rtx",
             "compute_capabilities": ["8.0", "8.6", "8.9", "12.0", "12.1"],
@@ -197,7 +198,7 @@ def test_merge_keys_and_anchors() -> None:
         (
             "engine: fast\n",
             "x.yaml:6: engine is 'fast': expected a mapping with runtime, max_batch_size,"
-            " max_seq_len, max_num_tokens, dtype, device, num_threads, library,"
+            " max_seq_len, max_num_tokens, dtype, device, kernels, num_threads, library,"
             " compute_capabilities, weights, weight_streaming, tensorrt_llm",
         ),
         (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from specpipe.cli import main
 from specpipe.config import load_config
@@ -50,10 +52,13 @@ def test_every_command_is_documented() -> None:
 
 
 def test_the_yaml_loads(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    whole, *parts = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert parts
     path = tmp_path / "readme.yaml"
-    path.write_text(block)
-    assert load_config(path).name == "python-code"
+    for part in ("", *parts):
+        settings = {**yaml.safe_load(whole), **(yaml.safe_load(textwrap.dedent(part)) or {})}
+        path.write_text(yaml.safe_dump(settings))
+        assert load_config(path).name == "python-code"
 
 
 def test_every_input_of_the_ensemble_that_works_is_named() -> None:

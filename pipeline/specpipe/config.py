@@ -232,6 +232,10 @@ class EngineConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engines run; auto: the GPU where there is one."""
 
+    kernels: Literal["auto", "fused", "plain"] = "auto"
+    """For runtime torch on a GPU: fused kernels with CUDA graphs, or torch's own operations; auto:
+    fused where they run the pair."""
+
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engines; none: all cores but one, which is left to Triton."""
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from specpipe.runtimes.admission import OVERDUE, Waiting, WaitingRequests
 from specpipe.runtimes.base import DetokenizerFactory, KVUse, Occupancy, PairOptions
 from specpipe.runtimes.costs import CostTable, Role
+from specpipe.runtimes.single_stream import Rounds, SingleStream
 from specpipe.speculative.adaptive import MIN_GAIN, DraftLength, most_draft_tokens
 from specpipe.speculative.decode import UNUSABLE_LOGITS
 from specpipe.speculative.request import Chunk, Limits, Request, RequestState
@@ -49,7 +50,7 @@ class Engine(Protocol):
         """
 
     def skip(self, sequence: SequenceId, num_tokens: int) -> None:
-        """Takes tokens as cached that never were, whatever the cache holds there: for timing."""
+        """Takes tokens as cached that a round has cached, or, for timing, that never were."""
 
     def truncate(self, sequence: SequenceId, length: int) -> None:
         """Forgets what comes after the first length tokens."""
@@ -122,17 +123,22 @@ class EnginePair:
         detokenizer: DetokenizerFactory,
         *,
         costs: CostTable | None = None,
+        rounds: Rounds | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """costs decides the draft length of adaptive requests; None keeps it fixed.
 
+        rounds are how a greedy request runs while it runs alone; None: as any other does.
         on_close gives back what the engines hold outside this process's own memory.
         """
         self._draft, self._target, self._sampler = draft, target, sampler
         self._options, self._detokenizer, self._clock = options, detokenizer, clock
         self._on_close = on_close
         self.costs = costs if options.adaptive else None
+        self._stream: SingleStream | None = None
+        if rounds is not None:
+            self._stream = SingleStream(rounds, options, is_adaptive=self.costs is not None)
         self._limits = Limits(
             max_num_draft_tokens=options.num_draft_tokens,
             max_seq_len=min(options.max_seq_len, target.max_seq_len),
@@ -228,6 +234,12 @@ class EnginePair:
 
     def _round(self) -> None:
         """One forward of the target over all that runs, and up to K of the draft before it."""
+        if self._stream is not None:
+            running = self._alone()
+            if running is not None:
+                self._stream_step(self._stream, running)
+                return
+            self._stream.end()
         decoding, prefill = self._schedule()
         drafted = self._run_draft(decoding)
         batch: list[tuple[SequenceId, Sequence[int]]] = []
@@ -247,6 +259,53 @@ class EnginePair:
             decoding, drafted, outcomes, num_cached, strict=True
         ):
             self._take(running, draft, outcome, cached)
+
+    def _alone(self) -> _Running | None:
+        """The request that runs alone and decodes greedily, if that is what goes on."""
+        if len(self._running) != 1:
+            return None
+        running = self._running[0]
+        if running.is_draft_suspect or not SingleStream.can_run(running.state):
+            return None
+        return running if len(self._missing(running)) == 1 else None
+
+    def _stream_step(self, stream: SingleStream, running: _Running) -> None:
+        """Takes in a round of a request that the device runs by itself."""
+        state = running.state
+        if not stream.runs(state):
+            stream.end()
+            has_draft = state.is_speculative and self._has_draft_sequence(running)
+            if has_draft:
+                self._catch_up(running)
+            stream.begin(
+                state,
+                target_sequence=running.target_sequence,
+                draft_sequence=running.draft_sequence if has_draft else None,
+            )
+        taken = stream.step()
+        if taken.token_ids is None:
+            stream.end()
+            if not taken.drafted:
+                self._end(running, state.finish("error", UNUSABLE_LOGITS))
+            running.is_draft_suspect = True
+            return
+        self._target.skip(running.target_sequence, len(taken.token_ids))
+        if taken.num_draft_cached is not None and running.draft_sequence is not None:
+            num_new = taken.num_draft_cached - self._draft_length(running)
+            self._draft.skip(running.draft_sequence, num_new)
+        chunk = state.accept(taken.token_ids, num_draft_tokens=taken.judged)
+        if chunk.finish_reason is not None:
+            self._end(running, chunk)
+        elif chunk.token_ids or chunk.text:
+            self._ended.append(chunk)
+
+    def _catch_up(self, running: _Running) -> None:
+        """Lets the draft read what it lacks of a text, but for the last token."""
+        assert running.draft_sequence is not None
+        token_ids = running.state.token_ids
+        while (start := self._draft_length(running)) < len(token_ids) - 1:
+            piece = token_ids[start : min(start + self._options.max_num_tokens, len(token_ids) - 1)]
+            self._draft.forward([(running.draft_sequence, piece)], [0])
 
     def _schedule(self) -> tuple[list[_Running], list[tuple[_Running, list[int]]]]:
         """Who decodes in this step, and which piece of whose prompt is cached in it instead."""
@@ -406,6 +465,8 @@ class EnginePair:
         return True
 
     def _end(self, running: _Running, chunk: Chunk) -> None:
+        if self._stream is not None and self._stream.runs(running.state):
+            self._stream.end()
         self._running.remove(running)
         self._target.free(running.target_sequence)
         if running.draft_sequence is not None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _READERS = {
     "dtype": ("torch", "tensorrt"),
     "device": ("torch",),
+    "kernels": ("torch",),
     "num_threads": ("torch",),
     "library": ("tensorrt",),
     "compute_capabilities": ("tensorrt",),

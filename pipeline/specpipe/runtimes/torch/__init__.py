@@ -70,7 +70,8 @@ class TorchRuntime:
         return False
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
-        return {}
+        kernels = pair.engine.kernels
+        return {} if kernels == "auto" else {"kernels": kernels}
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
         found = [] if pair.engine.device == "cpu" else gpus()

@@ -35,6 +35,7 @@ class EngineSpec:
     max_seq_len: int
     max_draft_len: int
     memory: MemoryEstimate
+    has_fp8_kv_cache: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> EngineSpec:
@@ -66,6 +67,7 @@ class EngineSpec:
             model=ModelConfig.from_unified(model),
             dtype=getattr(torch, build["dtype"]),
             device=torch.device(build["device"]),
+            has_fp8_kv_cache=model["quantization"].get("kv_cache_quant_algo") is not None,
             memory=estimate_memory(
                 model,
                 dtype=build["dtype"],

@@ -56,7 +56,7 @@ _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class _Rule:
+class Rule:
     """One tensor of the engine.
 
     sources       the unified tensors that it is joined from, along their output channels
@@ -94,7 +94,7 @@ def _entries(checkpoint: UnifiedCheckpoint, dtype: str, kernel: Kernel | None) -
     ):
         names.remove(_EMBEDDING)
     source = QuantizedSource(checkpoint, dtype, kernel)
-    for rule in _rules(ModelConfig.from_unified(config), source):
+    for rule in engine_rules(ModelConfig.from_unified(config), source):
         if not names.issuperset(rule.sources):  # biases and q/k norms: where the family has them
             continue
         linear, _, kind = rule.name.rpartition(".")
@@ -108,11 +108,11 @@ def _entries(checkpoint: UnifiedCheckpoint, dtype: str, kernel: Kernel | None) -
             rule.name,
             "F32" if is_float32 else DTYPES[dtype],
             _shape(checkpoint, rule),
-            partial(_arranged, source, rule),
+            partial(arranged, source, rule),
         )
 
 
-def _rules(config: ModelConfig, source: QuantizedSource) -> Iterator[_Rule]:
+def engine_rules(config: ModelConfig, source: QuantizedSource) -> Iterator[Rule]:
     """Yields every tensor that an engine can have, in the order of the forward pass."""
     num_kv_heads, group_size, head_size = config.num_kv_heads, config.group_size, config.head_size
     rotary_size = config.rotary.size
@@ -143,18 +143,18 @@ def _rules(config: ModelConfig, source: QuantizedSource) -> Iterator[_Rule]:
     def swap_halves(x: Tensor) -> Tensor:
         return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
 
-    yield _Rule("embedding.weight", (_EMBEDDING,), as_is)
+    yield Rule("embedding.weight", (_EMBEDDING,), as_is)
     for n in range(config.num_layers):
         of, to = f"transformer.layers.{n}", f"layers.{n}"
-        yield _Rule(f"{to}.attention_norm.weight", (f"{of}.input_layernorm.weight",), as_is)
-        yield _Rule(f"{to}.qkv.weight", (f"{of}.attention.qkv.weight",), qkv)
-        yield _Rule(f"{to}.qkv.bias", (f"{of}.attention.qkv.bias",), qkv)
-        yield _Rule(f"{to}.q_norm.weight", (f"{of}.attention.q_layernorm.weight",), pair)
-        yield _Rule(f"{to}.k_norm.weight", (f"{of}.attention.k_layernorm.weight",), pair)
+        yield Rule(f"{to}.attention_norm.weight", (f"{of}.input_layernorm.weight",), as_is)
+        yield Rule(f"{to}.qkv.weight", (f"{of}.attention.qkv.weight",), qkv)
+        yield Rule(f"{to}.qkv.bias", (f"{of}.attention.qkv.bias",), qkv)
+        yield Rule(f"{to}.q_norm.weight", (f"{of}.attention.q_layernorm.weight",), pair)
+        yield Rule(f"{to}.k_norm.weight", (f"{of}.attention.k_layernorm.weight",), pair)
         kv_cache_scale = f"{of}.attention.kv_cache_scaling_factor"
-        yield _Rule(f"{to}.kv_cache.scale", (kv_cache_scale,), as_is)
-        yield _Rule(f"{to}.dense.weight", (f"{of}.attention.dense.weight",), dense, True)
-        yield _Rule(f"{to}.dense.bias", (f"{of}.attention.dense.bias",), as_is)
+        yield Rule(f"{to}.kv_cache.scale", (kv_cache_scale,), as_is)
+        yield Rule(f"{to}.dense.weight", (f"{of}.attention.dense.weight",), dense, True)
+        yield Rule(f"{to}.dense.bias", (f"{of}.attention.dense.bias",), as_is)
         if config.has_branch_norms:
             norms = {
                 "dense_norm": "post_layernorm",
@@ -164,32 +164,32 @@ def _rules(config: ModelConfig, source: QuantizedSource) -> Iterator[_Rule]:
         else:
             norms = {"mlp_norm": "post_layernorm"}
         for name, norm in norms.items():
-            yield _Rule(f"{to}.{name}.weight", (f"{of}.{norm}.weight",), as_is)
+            yield Rule(f"{to}.{name}.weight", (f"{of}.{norm}.weight",), as_is)
         for kind in ("weight", "bias"):
             fc, gate = f"{of}.mlp.fc.{kind}", f"{of}.mlp.gate.{kind}"
             if config.activation == "swiglu":  # fc has both halves, the activated one last
-                yield _Rule(f"{to}.mlp_in.{kind}", (fc,), swap_halves)
+                yield Rule(f"{to}.mlp_in.{kind}", (fc,), swap_halves)
             elif source.are_alike(f"{of}.mlp.fc", f"{of}.mlp.gate"):
-                yield _Rule(f"{to}.mlp_in.{kind}", (fc, gate), as_is)
+                yield Rule(f"{to}.mlp_in.{kind}", (fc, gate), as_is)
             else:
-                yield _Rule(f"{to}.mlp_fc.{kind}", (fc,), as_is)
-                yield _Rule(f"{to}.mlp_gate.{kind}", (gate,), as_is)
-            yield _Rule(f"{to}.mlp_out.{kind}", (f"{of}.mlp.proj.{kind}",), as_is)
-    yield _Rule("norm.weight", ("transformer.ln_f.weight",), as_is)
-    yield _Rule("head.weight", (_HEAD,), as_is)
+                yield Rule(f"{to}.mlp_fc.{kind}", (fc,), as_is)
+                yield Rule(f"{to}.mlp_gate.{kind}", (gate,), as_is)
+            yield Rule(f"{to}.mlp_out.{kind}", (f"{of}.mlp.proj.{kind}",), as_is)
+    yield Rule("norm.weight", ("transformer.ln_f.weight",), as_is)
+    yield Rule("head.weight", (_HEAD,), as_is)
 
 
-def _is_transposed(rule: _Rule, shape: tuple[int, ...]) -> bool:
+def _is_transposed(rule: Rule, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and rule.sources != (_EMBEDDING,)  # rows of the embedding are looked up
 
 
-def _shape(checkpoint: UnifiedCheckpoint, rule: _Rule) -> tuple[int, ...]:
+def _shape(checkpoint: UnifiedCheckpoint, rule: Rule) -> tuple[int, ...]:
     shapes = [checkpoint.shape(source) for source in rule.sources]
     joined = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     return joined[::-1] if _is_transposed(rule, joined) else joined
 
 
-def _arranged(source: QuantizedSource, rule: _Rule) -> Tensor:
+def arranged(source: QuantizedSource, rule: Rule) -> Tensor:
     """Reads a tensor of the engine: a view of what was read, where nothing is to be moved."""
     tensors = [source.read(name) for name in rule.sources]
     joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
+import torch
+
+from specpipe.errors import RuntimeUnavailable
 from specpipe.runtimes.base import DetokenizerFactory, PairOptions
 from specpipe.runtimes.costs import measure_costs
 from specpipe.runtimes.engine_fit import check_limits
 from specpipe.runtimes.engine_pair import Engine, EnginePair
-from specpipe.runtimes.torch.engine import TorchEngine, check_memory
+from specpipe.runtimes.single_stream import Rounds
+from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine, check_memory
 from specpipe.runtimes.torch.sampling import TorchSampler
+
+Kernels = Literal["auto", "fused", "plain"]
+
+_MIN_CAPABILITY = (8, 0)
 
 
 def load_pair(
@@ -22,11 +32,71 @@ def load_pair(
     # A core to spare: a thread that waits for one which Triton displaced makes each step many
     # times slower.
     num_threads = options.num_threads or max(len(os.sched_getaffinity(0)) - 1, 1)
+    reason = unfused((draft, target), options.runtime_settings.get("kernels", "auto"))
+    if reason is None:
+        return _fused_pair(draft, target, options, detokenizer)
     engines = [TorchEngine.load(folder, num_threads=num_threads) for folder in (draft, target)]
     for engine, folder in zip(engines, (draft, target), strict=True):
         check_limits(folder, engine, options)
     draft_engine, target_engine = engines
     return pair_of(draft_engine, target_engine, options, detokenizer)
+
+
+def unfused(folders: Sequence[Path], kernels: Kernels) -> str | None:
+    """Says why engines do not run on the fused kernels; None: they do.
+
+    Raises RuntimeUnavailable where `kernels` asks for those and they cannot.
+    """
+    if kernels == "plain":
+        return "engine.kernels is plain"
+    reason = next(filter(None, map(_unfused, folders)), None)
+    if reason is not None and kernels == "fused":
+        raise RuntimeUnavailable(
+            f"engine.kernels is fused, but {reason}; set it to auto, which then takes torch's own"
+        )
+    return reason
+
+
+def _unfused(folder: Path) -> str | None:
+    spec = EngineSpec.read(folder)
+    if spec.device.type != "cuda":
+        return f"{folder} was built for a CPU"
+    if importlib.util.find_spec("triton") is None:
+        return "'triton' is not installed"
+    if torch.cuda.get_device_capability() < _MIN_CAPABILITY:
+        return "the GPU is older than Ampere (compute capability 8.0)"
+    if spec.dtype == torch.float16:
+        return f"{folder} computes in float16, whose range their norms can leave"
+    if spec.has_fp8_kv_cache:
+        return f"{folder} has a KV cache in FP8"
+    from specpipe.runtimes.torch.fused.load import reading
+    from specpipe.runtimes.torch.fused.weights import unsupported
+
+    with reading(folder, torch.device("cpu")) as read:
+        reason = unsupported(spec.model, read)
+    return None if reason is None else f"they do not run {folder}: {reason}"
+
+
+def _fused_pair(
+    draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+) -> EnginePair:
+    from specpipe.runtimes.torch.fused.load import load_engine
+    from specpipe.runtimes.torch.fused.rounds import MAX_DRAFT_TOKENS, FusedRounds
+
+    draft_engine, target_engine = load_engine(draft), load_engine(target)
+    for engine, folder in ((draft_engine, draft), (target_engine, target)):
+        check_limits(folder, engine, options)
+    rounds = None
+    if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
+        rounds = FusedRounds(
+            draft_engine,
+            target_engine,
+            num_draft_tokens=options.num_draft_tokens,
+            vocab_size=min(draft_engine.vocab_size, target_engine.vocab_size),
+            unused=options.unused_token_ids,
+        )
+        rounds.prepare()
+    return pair_of(draft_engine, target_engine, options, detokenizer, rounds=rounds)
 
 
 def pair_of(
@@ -35,6 +105,7 @@ def pair_of(
     options: PairOptions,
     detokenizer: DetokenizerFactory,
     *,
+    rounds: Rounds | None = None,
     on_close: Callable[[], None] = lambda: None,
 ) -> EnginePair:
     """Pairs engines whose logits are torch's, wherever they were computed."""
@@ -47,4 +118,13 @@ def pair_of(
             num_draft_tokens=options.num_draft_tokens,
         )
     sampler = TorchSampler(min(draft.vocab_size, target.vocab_size), options.unused_token_ids)
-    return EnginePair(draft, target, sampler, options, detokenizer, costs=costs, on_close=on_close)
+    return EnginePair(
+        draft,
+        target,
+        sampler,
+        options,
+        detokenizer,
+        costs=costs,
+        rounds=rounds,
+        on_close=on_close,
+    )

@@ -1,0 +1,169 @@
+"""Models for gpu.py: a small checkpoint, inflated in a GPU's memory, as engines that run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
+from benchmarks.inflate import Size, inflated_config, inflated_tensors, num_parameters, open_source
+from specpipe.families import unified_config
+from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine
+from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.weights import Weights, load_weights, unsupported
+from specpipe.runtimes.torch.memory import estimate_memory
+from specpipe.runtimes.torch.model import Model, ModelConfig
+
+_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint folder, and what it is inflated to; None: it stays small."""
+
+    folder: Path
+    size: Size | None
+    device: torch.device
+    dtype: torch.dtype
+
+    @cached_property
+    def hf_config(self) -> dict[str, Any]:
+        config, _ = open_source(self.folder)
+        return dict(config) if self.size is None else inflated_config(config, self.size)
+
+    @property
+    def num_parameters(self) -> int:
+        return num_parameters(self.hf_config)
+
+    def config(self, *, fp8: bool = False) -> dict[str, Any]:
+        """The unified config."""
+        config = unified_config(self.hf_config)
+        return {**config, "quantization": FP8} if fp8 else config
+
+    def why_not(self, *, fp8: bool = False) -> str | None:
+        """Says what keeps the fused kernels from running it; None: they do."""
+        config = ModelConfig.from_unified(self.config(fp8=fp8))
+        rounded = torch.empty(0, dtype=torch.float8_e4m3fn)  # all that they ask about it
+        names, _ = engine_tensors(self.config(), iter(()))
+        weights = {n: rounded for n in names if n.removesuffix(".weight") in config.formats}
+        return unsupported(config, weights.get)
+
+    def made(self) -> Iterator[tuple[str, Tensor]]:
+        """Makes its Hugging Face tensors, one at a time, on the device."""
+        config, read = open_source(self.folder)
+        size = self.size
+        if size is None:  # inflating to its own size only reads
+            unified = self.config()
+            size = Size(*(unified[field.name] for field in fields(Size)))
+        return inflated_tensors(config, read, size, device=self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class FusedModel:
+    """A model whose weights are on the device; engines are made of it as they are needed."""
+
+    unified: Mapping[str, Any]
+    config: ModelConfig
+    weights: Weights
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    @torch.inference_mode()
+    def make(cls, source: Source, *, fp8: bool = False) -> FusedModel:
+        plain, unified = source.config(), source.config(fp8=fp8)
+        config = ModelConfig.from_unified(unified)
+        _, read = engine_tensors(plain, source.made())
+        weights = load_weights(config, fp8_tensors(config, read) if fp8 else read)
+        return cls(unified, config, weights, source.device, source.dtype)
+
+    def engine(self, *, max_seq_len: int, max_draft_len: int) -> FusedEngine:
+        """An engine for one sequence, with a KV cache of its own."""
+        spec = _spec(self.unified, self.device, self.dtype, max_seq_len, max_draft_len)
+        with torch.inference_mode():
+            return FusedEngine(spec, self.weights)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads of the weights: all but an embedding that is not the head as well."""
+        num_bytes = _tensor_bytes(self.weights)
+        if self.weights.embedding is not self.weights.head.weight:
+            num_bytes -= self.weights.embedding.nbytes
+        return num_bytes
+
+    @torch.inference_mode()
+    def spoil(self) -> None:
+        """Replaces all matrices by noise: a draft whose tokens are worth nothing."""
+        for tensor in _tensors(self.weights):
+            if tensor.dim() == 2:
+                tensor.normal_(0.0, _STD)
+
+
+def plain_engine(source: Source, *, max_seq_len: int) -> TorchEngine:
+    """The engine that the fused one is compared with."""
+    if source.device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as TorchEngine.load
+    unified = source.config()
+    with torch.inference_mode():
+        names, read = engine_tensors(unified, source.made())
+        # The head, if it is the embedding, is made before all others.
+        tensors = {
+            name: read(name) for name in sorted(names, key=lambda name: name != "head.weight")
+        }
+        spec = _spec(unified, source.device, source.dtype, max_seq_len, 0)
+        return TorchEngine(spec, Model(spec.model, cast("dict[str, Tensor]", tensors)))
+
+
+def _spec(
+    unified: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    max_seq_len: int,
+    max_draft_len: int,
+) -> EngineSpec:
+    memory = estimate_memory(
+        unified,
+        dtype=str(dtype).removeprefix("torch."),
+        max_batch_size=1,
+        max_seq_len=max_seq_len,
+        max_draft_len=max_draft_len,
+        max_num_tokens=max_seq_len,
+    )
+    return EngineSpec(
+        model=ModelConfig.from_unified(unified),
+        dtype=dtype,
+        device=device,
+        max_batch_size=1,
+        max_seq_len=max_seq_len,
+        max_draft_len=max_draft_len,
+        memory=memory,
+    )
+
+
+def _tensors(weights: Any) -> Iterator[Tensor]:
+    """Yields every tensor of a tree of dataclasses once."""
+    seen: set[int] = set()
+
+    def walk(node: Any) -> Iterator[Tensor]:
+        if isinstance(node, Tensor):
+            if id(node) not in seen:
+                seen.add(id(node))
+                yield node
+        elif isinstance(node, tuple):
+            for item in node:
+                yield from walk(item)
+        elif is_dataclass(node):
+            for field in fields(node):
+                yield from walk(getattr(node, field.name))
+
+    return walk(weights)
+
+
+def _tensor_bytes(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(weights))

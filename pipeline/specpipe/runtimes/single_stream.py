@@ -1,0 +1,143 @@
+"""One greedy request that runs alone, in rounds that the device makes without the host.
+
+EnginePair runs any number of requests, and asks the device for logits in every step. A device that
+can draft, verify and accept by itself needs to be asked for nothing while one request runs: it gets
+its next round before the last one has ended, and is never idle. It does not matter when such
+rounds begin or stop: the text is the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specpipe.runtimes.base import PairOptions
+from specpipe.speculative.adaptive import StepCosts, most_draft_tokens
+from specpipe.speculative.request import RequestState
+
+MOST_UNDER_WAY = 2
+"""Rounds launched and not yet taken: one that runs, and one for when it ends."""
+
+
+class Verified(Protocol):
+    """What a round let out."""
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """Accepted draft tokens and the target's own; None where its first row was unusable."""
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens that were judged."""
+
+
+class Rounds(Protocol):
+    """Draft-verify rounds of one sequence at a time, on the engines of a pair."""
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """What rounds cost by draft length; None where that was not measured."""
+
+    def begin(
+        self, token_ids: Sequence[int], *, target_sequence: int, draft_sequence: int | None
+    ) -> None:
+        """Starts with a text of which the target has cached all but the last token.
+
+        The draft may lack one more. Without a draft_sequence rounds must have no draft tokens.
+        """
+
+    def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
+        """Begins a round as soon as the last one has ended, and does not wait for it.
+
+        num_positions  what its text may have reached by its end
+        """
+
+    def take(self) -> Verified:
+        """Waits for the oldest round under way and says what came of it."""
+
+    def drop(self) -> None:
+        """Waits for all rounds under way and forgets them."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A round of the stream: Verified, and how many tokens each engine has cached after it.
+
+    num_draft_cached  None: as many as before
+    """
+
+    token_ids: list[int] | None
+    drafted: int
+    judged: int
+    num_draft_cached: int | None
+
+
+class SingleStream:
+    """The request that has the device for itself, while there is one."""
+
+    def __init__(self, rounds: Rounds, options: PairOptions, *, is_adaptive: bool) -> None:
+        self._rounds = rounds
+        self._schedule = options.schedule
+        self._costs = rounds.costs if is_adaptive else None
+        self._state: RequestState | None = None
+        self._has_draft = False
+        self._under_way: deque[int] = deque()
+
+    def runs(self, state: RequestState) -> bool:
+        """Says whether the stream is that of this request."""
+        return self._state is state
+
+    @staticmethod
+    def can_run(state: RequestState) -> bool:
+        """Says whether a request asks for nothing but the best token of each row."""
+        request = state.request
+        sampling = request.sampling
+        return sampling.is_greedy and not sampling.changes_scores and not request.return_log_probs
+
+    def begin(
+        self, state: RequestState, *, target_sequence: int, draft_sequence: int | None
+    ) -> None:
+        """Takes a request over, whose text is cached as Rounds.begin wants it."""
+        self._state = state
+        self._has_draft = draft_sequence is not None
+        self._rounds.begin(
+            state.token_ids, target_sequence=target_sequence, draft_sequence=draft_sequence
+        )
+
+    def end(self) -> None:
+        """Lets the request go; rounds under way count for nothing."""
+        self._rounds.drop()
+        self._under_way.clear()
+        self._state = None
+
+    def step(self) -> Taken:
+        """Keeps the device busy, and takes in the oldest round."""
+        state = self._state
+        assert state is not None
+        while len(self._under_way) < MOST_UNDER_WAY and not self._is_sure_to_end(state):
+            self._launch(state)
+        num_drafted = self._under_way.popleft()
+        verified = self._rounds.take()
+        num_cached = None
+        if num_drafted and verified.token_ids is not None:
+            # The draft read all of the text and of its own tokens, but the last of those.
+            before = len(state.token_ids)
+            num_cached = min(before - 1 + num_drafted, before - 1 + len(verified.token_ids))
+        return Taken(verified.token_ids, num_drafted, verified.num_draft_tokens, num_cached)
+
+    def _is_sure_to_end(self, state: RequestState) -> bool:
+        """Says whether the rounds under way, of a token or more each, emit all that is wanted."""
+        left = state.request.max_tokens - state.num_output_tokens
+        return 0 < left <= len(self._under_way)
+
+    def _launch(self, state: RequestState) -> None:
+        num_draft_tokens = 0
+        if self._has_draft:
+            most = most_draft_tokens(self._schedule, 1)
+            num_draft_tokens = state.next_num_draft_tokens(self._costs, most=most)
+        under_way = sum(drafted + 1 for drafted in self._under_way)
+        num_positions = len(state.token_ids) + under_way + num_draft_tokens + 1
+        self._rounds.launch(num_draft_tokens, num_positions=num_positions)
+        self._under_way.append(num_draft_tokens)

@@ -1,0 +1,434 @@
+"""A decoder made of the fused kernels: up to ROWS rows a launch; prompts by matrix products.
+
+Letters as in kernels.py. All tensors that a launch touches are made once, so that a CUDA graph of
+it stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.runtime import driver
+
+from specpipe.runtimes.torch.fused import kernels
+from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS, CHUNK, MAX_QUERIES, ROWS
+from specpipe.runtimes.torch.fused.linear import Linear
+from specpipe.runtimes.torch.fused.pages import PAGE, PagedKVCache
+from specpipe.runtimes.torch.fused.products import KINDS
+from specpipe.runtimes.torch.fused.tiles import Tiles, add_tiles, gated_tiles, linear_tiles
+from specpipe.runtimes.torch.fused.weights import Layer, Weights
+from specpipe.runtimes.torch.model import ModelConfig
+
+_EMBED_BLOCK = 1024
+_BEST_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a launch.
+
+    positions    int32 [num_rows]; a row below 0 is computed and kept nowhere
+    slots        int32 [num_rows]: whose pages each row reads and writes
+    tokens       int32: token ids by row, or by position where by_position
+    group        neighbouring rows that are of one sequence, positions rising
+    max_chunks   parts of attention, CHUNK positions each, that the positions reach
+    """
+
+    positions: Tensor
+    slots: Tensor
+    tokens: Tensor
+    num_rows: int
+    group: int
+    max_chunks: int
+    by_position: bool = False
+
+
+@dataclass(frozen=True)
+class _LayerTiles:
+    qkv: Tiles
+    dense: Tiles
+    mlp_in: Tiles
+    mlp_out: Tiles
+
+
+class Decoder:
+    """Runs rows through all layers; keys and values go to the pages of a PagedKVCache."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, cache: PagedKVCache, *, capacity: int
+    ) -> None:
+        """capacity  positions that a sequence can have"""
+        self.config = config
+        self.weights = weights
+        self.cache = cache
+        self.capacity = capacity
+        self._device = weights.norm.device
+        self._dtype = weights.embedding.dtype
+        is_cuda = self._device.type == "cuda"
+        self._pdl = is_cuda and torch.cuda.get_device_capability(self._device) >= (9, 0)
+        self._shared_bytes: int | None = None
+        if is_cuda:
+            index = self._device.index or torch.cuda.current_device()
+            properties = driver.active.utils.get_device_properties(index)
+            self._shared_bytes = properties["max_shared_mem"]
+        table = config.rotary.table(capacity).squeeze(1)
+        self._rotations = torch.view_as_real(table).contiguous().to(self._device)
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
+        config = self.config
+
+        def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+
+        columns = config.query_size + 2 * config.key_size
+        max_chunks = -(-self.capacity // CHUNK)
+        self._hidden = empty(ROWS, config.hidden_size)
+        self._scaled = empty(ROWS, config.hidden_size)
+        self._qkv = empty(ROWS, columns)
+        self._query = empty(ROWS, config.query_size)
+        self._attended = empty(ROWS, config.query_size)
+        self._mlp = empty(ROWS, config.intermediate_size)
+        self.logits = empty(ROWS, config.vocab_size, dtype=torch.float32)
+        num_parts = ROWS * config.num_heads * max_chunks
+        self._sums = empty(num_parts, config.head_size, dtype=torch.float32)
+        self._states = empty(num_parts, 2, dtype=torch.float32)
+        self._arrivals = torch.zeros(
+            ROWS * config.num_heads, dtype=torch.int32, device=self._device
+        )
+        layers, head = self.weights.layers, self.weights.head
+        self._tiles = [self._layer_tiles(layer) for layer in layers]
+        adding = [tiles for layer in self._tiles for tiles in (layer.dense, layer.mlp_out)]
+        self._parts_block = _power_of_2_above(max(map(self._num_parts, adding)))
+        peaks = max(
+            config.num_heads,
+            *(config.intermediate_size // layer.mlp_in.block_n for layer in self._tiles),
+        )
+        self._input_peaks_block = _power_of_2_above(peaks)
+
+        def zeros(blocks: int) -> Tensor:
+            return torch.zeros(blocks, ROWS, dtype=torch.float32, device=self._device)
+
+        # Of the hidden states; and of what a projection back to them takes.
+        self._squares, self._peaks = zeros(self._parts_block), zeros(self._parts_block)
+        self._input_peaks = zeros(self._input_peaks_block)
+        self._norms = [*(layer.attention_norm for layer in layers), self.weights.norm]
+        self._normed = [*(layer.qkv for layer in layers), head]
+        splits = max(tiles.splits for tiles in adding)
+        self._parts = empty(splits, config.hidden_size, ROWS, dtype=torch.float32)
+        self._part_arrivals = torch.zeros(
+            config.hidden_size // 16, dtype=torch.int32, device=self._device
+        )
+        # Any number of tokens will do: the last block overlaps the one before it.
+        num_columns = 1 << config.vocab_size.bit_length()
+        tiles = linear_tiles(num_columns, config.hidden_size, most=64, **_packing(head))
+        block_n = min(tiles.block_n, _power_of_2_below(config.vocab_size))
+        self._head_tiles = self._fitting(replace(tiles, block_n=block_n))
+        self._num_blocks = -(-config.vocab_size // block_n)
+        self.best = empty(self._num_blocks, ROWS, dtype=torch.float32)
+        self.best_ids = empty(self._num_blocks, ROWS, dtype=torch.int32)
+        self._is_unused = torch.zeros(config.vocab_size, dtype=torch.uint8, device=self._device)
+        self._num_usable, self._has_unused = config.vocab_size, False
+
+    def _layer_tiles(self, layer: Layer) -> _LayerTiles:
+        turned = min(self.config.head_size, 64)
+        qkv, dense, mlp_in, mlp_out = layer.qkv, layer.dense, layer.mlp_in, layer.mlp_out
+        return _LayerTiles(
+            self._fitting(linear_tiles(*_shape(qkv), most=turned, **_packing(qkv))),
+            self._fitting(add_tiles(*_shape(dense), **_packing(dense))),
+            self._fitting(
+                gated_tiles(mlp_in.num_columns // 2, mlp_in.num_channels, **_packing(mlp_in)),
+                num_matrices=2,
+            ),
+            self._fitting(add_tiles(*_shape(mlp_out), **_packing(mlp_out))),
+        )
+
+    def _fitting(self, tiles: Tiles, num_matrices: int = 1) -> Tiles:
+        if self._shared_bytes is None:
+            return tiles
+        return tiles.fitting(
+            self._shared_bytes, element_bytes=self._dtype.itemsize, num_matrices=num_matrices
+        )
+
+    @torch.inference_mode()
+    def use_tokens(self, vocab_size: int, unused: list[tuple[int, int]]) -> None:
+        """Limits the best tokens to the first vocab_size ids, less those of half-open ranges."""
+        self._num_usable = vocab_size
+        self._is_unused.zero_()
+        self._has_unused = bool(unused)
+        for start, stop in unused:
+            self._is_unused[start:stop] = 1
+
+    def layers(self, rows: Rows) -> None:
+        """Runs the rows through all layers; their hidden states stay in a buffer."""
+        table = self.weights.embedding
+        scale = self.config.embedding_scale or 1.0
+        self._launch(
+            kernels.embed, (rows.num_rows,),
+            rows.tokens, rows.positions, table, self._norms[0], self._hidden, self._scaled,
+            self._squares, self._peaks, scale,
+            C=self.config.hidden_size, BLOCK_C=_EMBED_BLOCK, ROWS=ROWS,
+            BY_POSITION=rows.by_position, NEXT=KINDS[self._normed[0].kind],
+        )  # fmt: skip
+        num_parts = 1
+        for index, layer in enumerate(self.weights.layers):
+            tiles = self._tiles[index]
+            self._attend(index, layer, rows, num_parts)
+            self._add(
+                self._attended, self.config.num_heads, layer.dense, layer.mlp_norm,
+                layer.mlp_in, tiles.dense, rows,
+            )  # fmt: skip
+            self._gate(layer, tiles.mlp_in, rows, self._num_parts(tiles.dense))
+            self._add(
+                self._mlp, self.config.intermediate_size // tiles.mlp_in.block_n, layer.mlp_out,
+                self._norms[index + 1], self._normed[index + 1], tiles.mlp_out, rows,
+            )  # fmt: skip
+            num_parts = self._num_parts(tiles.mlp_out)
+
+    def _num_parts(self, tiles: Tiles) -> int:
+        """How many sums of squares a product with the hidden states as its columns leaves."""
+        return self.config.hidden_size // tiles.block_n
+
+    def score(self, first_row: int, num_rows: int, *, writes_logits: bool) -> None:
+        """Scores the vocabulary for some rows of the last launch: best, best_ids, and logits."""
+        tiles, head = self._head_tiles, self.weights.head
+        self._launch(
+            kernels.score, (self._num_blocks,),
+            self._scaled, self._squares, self._peaks, head.weight, _scale_of(head),
+            self._is_unused, self.logits, self.best, self.best_ids, first_row, num_rows,
+            self._num_parts(self._tiles[-1].mlp_out), self._num_usable, self.config.norm_epsilon,
+            head.input_scale,
+            V=self.config.vocab_size, C=head.num_channels, BLOCK_N=tiles.block_n,
+            BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=ROWS,
+            PREFETCH=tiles.prefetch, HAS_UNUSED=self._has_unused, WRITES_LOGITS=writes_logits,
+            GROUP=head.group, KIND=KINDS[head.kind], tiles=tiles,
+        )  # fmt: skip
+
+    def propose(self, history: Tensor, position: Tensor) -> None:
+        """Writes the best token of the row scored first behind *position in a history."""
+        self._launch(
+            kernels.propose, (1,),
+            self.best, self.best_ids, history, position, self._num_blocks,
+            ROWS=ROWS, BLOCKS=_BEST_BLOCKS,
+        )  # fmt: skip
+
+    def accept(
+        self, history: Tensor, positions: Tensor, first: int, result: Tensor, num_draft_tokens: int
+    ) -> None:
+        """Judges draft tokens by the rows scored: kernels.accept."""
+        self._launch(
+            kernels.accept, (1,),
+            self.best, self.best_ids, history, positions, result, self._num_blocks,
+            NUM_DRAFT=num_draft_tokens, FIRST=first, NUM_POSITIONS=len(positions), ROWS=ROWS,
+            BLOCKS=_BEST_BLOCKS,
+        )  # fmt: skip
+
+    def _attend(self, index: int, layer: Layer, rows: Rows, num_parts: int) -> None:
+        config, tiles, cache = self.config, self._tiles[index].qkv, self.cache
+        heads: dict[str, Any] = {
+            "H": config.num_heads, "H_KV": config.num_kv_heads, "D": config.head_size
+        }  # fmt: skip
+        linear, dense = layer.qkv, layer.dense
+        bias = linear.bias
+        turns = layer.query_norm is None
+        keys, values = cache.keys[index], cache.values[index]
+        self._launch(
+            kernels.rotary_linear, (linear.num_columns // tiles.block_n,),
+            self._scaled, self._squares, self._peaks, linear.weight, _scale_of(linear),
+            layer.attention_norm if bias is None else bias, self._rotations,
+            self._query if turns else self._qkv, keys, values, cache.table, rows.positions,
+            rows.slots, rows.num_rows, num_parts, cache.table.stride(0), config.norm_epsilon,
+            linear.input_scale,
+            C=linear.num_channels, PAGE=PAGE, BLOCK_N=tiles.block_n, BLOCK_C=tiles.block_c,
+            PARTS=self._parts_block, ROWS=ROWS, PREFETCH=tiles.prefetch,
+            HAS_BIAS=bias is not None, TURNS=turns, GROUP=linear.group, KIND=KINDS[linear.kind],
+            tiles=tiles, **heads,
+        )  # fmt: skip
+        if not turns:
+            self._turn(
+                index, layer, self._qkv, self._query, rows.positions[: rows.num_rows], rows.slots
+            )
+        num_queries = rows.group * config.group_size
+        block = min(max(16, _power_of_2_above(num_queries)), MAX_QUERIES)
+        blocks = -(-num_queries // block)
+        self._launch(
+            kernels.attention,
+            (rows.num_rows // rows.group * blocks, config.num_kv_heads, rows.max_chunks),
+            self._query, keys, values, cache.table, rows.positions, rows.slots,
+            self._query if dense.gain is None else dense.gain, _rounded(self._attended, dense),
+            self._input_peaks, self._sums, self._states, self._arrivals, cache.table.stride(0),
+            -(-self.capacity // CHUNK), config.windows[index] or 0, self._scale, rows.group,
+            rows.num_rows, dense.input_scale, PAGE=PAGE, ROWS=ROWS, CHUNK=CHUNK,
+            QUERIES=block, QUERY_BLOCKS=blocks, UNROLL=128 // block,
+            HEADS_BY_KV=dense.heads_by_kv, HAS_GAIN=dense.gain is not None,
+            NEXT=KINDS[dense.kind], num_warps=4 if config.head_size <= 64 else 8, **heads,
+        )  # fmt: skip
+
+    @property
+    def _scale(self) -> float:
+        return self.config.attention_scale or self.config.head_size**-0.5
+
+    def _turn(
+        self, index: int, layer: Layer, qkv: Tensor, query: Tensor, positions: Tensor, slots: Tensor
+    ) -> None:
+        """Norms and rotary embedding of heads, from qkv to query and the KV cache."""
+        config, norm = self.config, layer.query_norm
+        self._launch(
+            kernels.turn_heads, (len(positions), config.num_heads + 2 * config.num_kv_heads),
+            qkv, layer.attention_norm if norm is None else norm,
+            layer.attention_norm if layer.key_norm is None else layer.key_norm, self._rotations,
+            query, self.cache.keys[index], self.cache.values[index], self.cache.table, positions,
+            slots, self.cache.table.stride(0), config.norm_epsilon,
+            H=config.num_heads, H_KV=config.num_kv_heads, D=config.head_size, PAGE=PAGE,
+            HAS_NORM=norm is not None,
+        )  # fmt: skip
+
+    def _add(
+        self, x: Tensor, num_peaks: int, linear: Linear, norm: Tensor, following: Linear,
+        tiles: Tiles, rows: Rows,
+    ) -> None:  # fmt: skip
+        """Adds a product to the hidden states, and readies the norm and linear that follow."""
+        self._launch(
+            kernels.add_linear, (linear.num_columns // tiles.block_n, tiles.splits),
+            _rounded(x, linear), self._input_peaks, linear.weight, _scale_of(linear),
+            linear.weight if linear.bias is None else linear.bias, norm,
+            self._hidden, self._scaled, self._squares, self._peaks, self._parts,
+            self._part_arrivals, rows.num_rows, num_peaks,
+            N=linear.num_columns, C=linear.num_channels, BLOCK_N=tiles.block_n,
+            BLOCK_C=tiles.block_c, SPLITS=tiles.splits, X_PEAKS=self._input_peaks_block, ROWS=ROWS,
+            PREFETCH=tiles.prefetch, HAS_BIAS=linear.bias is not None, GROUP=linear.group,
+            KIND=KINDS[linear.kind], NEXT=KINDS[following.kind], tiles=tiles,
+        )  # fmt: skip
+
+    def _gate(self, layer: Layer, tiles: Tiles, rows: Rows, num_parts: int) -> None:
+        linear, out = layer.mlp_in, layer.mlp_out
+        bias = linear.bias
+        self._launch(
+            kernels.gated_linear, (self.config.intermediate_size // tiles.block_n,),
+            self._scaled, self._squares, self._peaks, linear.weight, _scale_of(linear),
+            layer.mlp_norm if bias is None else bias,
+            self._mlp if out.gain is None else out.gain, _rounded(self._mlp, out),
+            self._input_peaks, rows.num_rows, num_parts, self.config.norm_epsilon,
+            linear.input_scale, out.input_scale,
+            N=self.config.intermediate_size, C=linear.num_channels, BLOCK_N=tiles.block_n,
+            BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=ROWS, PREFETCH=tiles.prefetch,
+            HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[self.config.activation],
+            HAS_GAIN=out.gain is not None, GROUP=linear.group, KIND=KINDS[linear.kind],
+            NEXT=KINDS[out.kind], tiles=tiles,
+        )  # fmt: skip
+
+    def _launch(
+        self, kernel: Any, grid: tuple[int, ...], *arguments: Any, tiles: Tiles | None = None,
+        **constants: Any,
+    ) -> None:  # fmt: skip
+        options: dict[str, Any] = {"PDL": self._pdl}
+        if self._pdl:
+            options["launch_pdl"] = True
+        if tiles is not None:
+            options.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+        kernel[grid](*arguments, **constants, **options)
+
+    def prefill(self, token_ids: Tensor, slot: int, start: int) -> None:
+        """Caches the keys and values of tokens [T] of one sequence from position start on.
+
+        It is a matrix product a linear, so that long prompts go at the speed of those.
+        """
+        config, weights = self.config, self.weights
+        num_tokens = len(token_ids)
+        positions = torch.arange(start, start + num_tokens, dtype=torch.int32, device=self._device)
+        slots = torch.full_like(positions, slot)
+        hidden = F.embedding(token_ids, weights.embedding)
+        if config.embedding_scale is not None:
+            hidden = hidden * config.embedding_scale
+        query = hidden.new_empty(num_tokens, config.query_size)
+        for index, layer in enumerate(weights.layers):
+            normed = _norm(hidden, layer.attention_norm, config.norm_epsilon)
+            qkv = layer.qkv.of_prompt(normed)
+            self._turn(index, layer, qkv, query, positions, slots)
+            if index == config.num_layers - 1:
+                return  # nobody reads more of a prompt's last layer than its keys and values
+            keys, values = self.cache.gathered(index, slot, start + num_tokens)
+            attended = self._attend_prompt(query, keys, values, config.windows[index])
+            if layer.dense.heads_by_kv:
+                heads = attended.unflatten(-1, (config.group_size, -1, config.head_size))
+                attended = heads.transpose(-3, -2).flatten(-3)
+            hidden = hidden + layer.dense.of_prompt(attended)
+            normed = _norm(hidden, layer.mlp_norm, config.norm_epsilon)
+            fc, gate = layer.mlp_in.of_prompt(normed).chunk(2, dim=-1)
+            activated = _ACTIVATE[config.activation](fc) * gate
+            hidden = hidden + layer.mlp_out.of_prompt(activated)
+
+    def _attend_prompt(
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None
+    ) -> Tensor:
+        """What queries [T, H · D], the last of S positions, attend to: [T, H · D].
+
+        keys, values  [1, H_kv, S, D]
+        """
+        config = self.config
+        num_tokens, num_positions = len(query), keys.shape[2]
+        shape = (num_tokens, config.group_size, config.num_kv_heads, config.head_size)
+        # Heads of one group side by side, as grouped-query attention of torch has them.
+        heads = query.view(shape).permute(2, 1, 0, 3).flatten(0, 1)[None]
+        mask = None
+        if num_tokens < num_positions or (window is not None and window < num_positions):
+            positions = torch.arange(num_positions, device=query.device)
+            age = positions[-num_tokens:, None] - positions
+            mask = (age >= 0) if window is None else (age >= 0) & (age < window)
+        out: Tensor = F.scaled_dot_product_attention(
+            heads,
+            keys.repeat_interleave(config.group_size, dim=1),
+            values.repeat_interleave(config.group_size, dim=1),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._scale,
+        )
+        grouped: Tensor = out[0].unflatten(0, (config.num_kv_heads, config.group_size))
+        by_group: Tensor = grouped.permute(2, 1, 0, 3)
+        return by_group.reshape(num_tokens, -1)
+
+
+_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swiglu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def _shape(linear: Linear) -> tuple[int, int]:
+    return linear.num_columns, linear.num_channels
+
+
+def _packing(linear: Linear) -> dict[str, Any]:
+    return {"kind": linear.kind, "block": linear.block}
+
+
+def _scale_of(linear: Linear) -> Tensor:
+    """Returns the scale of a linear, or what a kernel is given that reads none."""
+    return linear.weight if linear.scale is None else linear.scale
+
+
+def _rounded(x: Tensor, linear: Linear) -> Tensor:
+    """Returns the room for the inputs of a linear: numbers of FP8 where it has them rounded."""
+    if linear.kind != "fp8":
+        return x
+    return x.flatten().view(torch.float8_e4m3fn)[: x.numel()].view(x.shape)
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    normed = F.rms_norm(x, x.shape[-1:], eps=epsilon) * weight
+    return normed.to(x.dtype)
+
+
+def _power_of_2_above(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _power_of_2_below(size: int) -> int:
+    return 1 << (size.bit_length() - 1)

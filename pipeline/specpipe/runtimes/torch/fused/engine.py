@@ -1,0 +1,172 @@
+"""An engine on the fused kernels: the `Engine` of EnginePair, for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specpipe.runtimes.torch.engine import EngineSpec
+from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
+from specpipe.runtimes.torch.fused.graphs import Graphs
+from specpipe.runtimes.torch.fused.kernels import CHUNK, ROWS
+from specpipe.runtimes.torch.fused.pages import PagedKVCache
+from specpipe.runtimes.torch.fused.weights import Weights
+
+SequenceId = int
+
+_ROW_COUNTS = (1, 2, 4, 8, 16)
+"""Rows of the launches that are recorded; a step with others is filled up with rows of nobody."""
+
+_MAX_PIECE = 8
+"""Tokens before the scored ones that go through the decode kernels, not as a prompt."""
+
+ROUNDS_AHEAD = 2
+"""Rounds that may be under way on the GPU when the host learns that a sequence has ended."""
+
+
+@dataclass
+class _Sequence:
+    slot: int
+    length: int
+    capacity: int  # positions that its pages have
+
+
+@dataclass(frozen=True)
+class _Row:
+    slot: int
+    position: int
+    token_id: int
+
+
+class FusedEngine:
+    """A decoder and the KV cache of the sequences that run on it. One thread uses it at a time."""
+
+    def __init__(self, spec: EngineSpec, weights: Weights) -> None:
+        self.spec = spec
+        self.vocab_size = spec.model.vocab_size
+        self.max_seq_len = spec.max_seq_len
+        self.max_batch_size = spec.max_batch_size
+        self.max_draft_len = spec.max_draft_len
+        self.memory = spec.memory
+        self._spare = (spec.max_draft_len + 1) * (1 + ROUNDS_AHEAD)
+        self.capacity = spec.max_seq_len + self._spare
+        self.cache = PagedKVCache(
+            num_layers=spec.model.num_layers,
+            num_slots=spec.max_batch_size,
+            capacity=self.capacity,
+            num_kv_heads=spec.model.num_kv_heads,
+            head_size=spec.model.head_size,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        self.decoder = Decoder(spec.model, weights, self.cache, capacity=self.capacity)
+        self.graphs = Graphs(spec.device)
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._next_id = 0
+        # positions, slots and token ids of a launch, [3, ROWS]
+        self._inputs = torch.zeros(3, ROWS, dtype=torch.int32, device=spec.device)
+
+    def can_admit(self, max_tokens: int) -> bool:
+        """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
+        return max_tokens <= self.max_seq_len and self.cache.can_hold(max_tokens + self._spare)
+
+    @torch.inference_mode()
+    def allocate(self, *, prompt_length: int, max_tokens: int) -> SequenceId:
+        """Makes an empty sequence; `can_admit(max_tokens)` must hold."""
+        assert self.can_admit(max_tokens)
+        sequence = self._next_id
+        self._next_id += 1
+        slot = self.cache.allocate(max_tokens + self._spare)
+        capacity = min(max_tokens + self._spare, self.capacity)
+        self._sequences[sequence] = _Sequence(slot, 0, capacity)
+        return sequence
+
+    def length(self, sequence: SequenceId) -> int:
+        """Returns how many tokens of a sequence have their keys and values cached."""
+        return self._sequences[sequence].length
+
+    def slot(self, sequence: SequenceId) -> int:
+        """Returns the row of the page table that a sequence has until it is freed."""
+        return self._sequences[sequence].slot
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Sequence[tuple[SequenceId, Sequence[int]]], num_logits: Sequence[int]
+    ) -> Tensor:
+        """Appends one or more tokens to each sequence and scores what follows them.
+
+        Returns float32 logits [sum(num_logits), V]: those after the last num_logits[i] tokens of
+        sequence i, in the order of the batch. It is an inference tensor.
+
+        Whether a token goes through the decode kernels or as a part of a prompt depends on how many
+        come before those that are scored, so draft tokens behind it do not change it.
+        """
+        rows: list[_Row] = []
+        scored: list[int] = []
+        for (sequence_id, tokens), count in zip(batch, num_logits, strict=True):
+            sequence = self._sequences[sequence_id]
+            start, stop = sequence.length, sequence.length + len(tokens)
+            if not tokens or stop > sequence.capacity:
+                raise ValueError(
+                    f"{len(tokens)} tokens after {start}: expected 1 to {sequence.capacity - start}"
+                )
+            num_before = len(tokens) - count
+            if count == 0 or num_before > _MAX_PIECE:
+                piece = torch.tensor(tokens[:num_before], device=self.spec.device)
+                self.decoder.prefill(piece, sequence.slot, start)
+                tokens, start = tokens[num_before:], start + num_before
+                num_before = 0
+            scored.extend(range(len(rows) + num_before, len(rows) + len(tokens)))
+            rows.extend(
+                _Row(sequence.slot, start + i, token_id) for i, token_id in enumerate(tokens)
+            )
+            sequence.length = stop
+        logits = torch.empty(len(scored), self.vocab_size, device=self.spec.device)
+        for first in range(0, len(rows), ROWS):
+            self._launch(rows[first : first + ROWS])
+            here = [i for i, row in enumerate(scored) if first <= row < first + ROWS]
+            if here:
+                places = torch.tensor([scored[i] - first for i in here], device=self.spec.device)
+                logits[here[0] : here[-1] + 1] = self.decoder.logits.index_select(0, places)
+        return logits
+
+    def _launch(self, rows: Sequence[_Row]) -> None:
+        """Runs up to ROWS rows; each of them is attended by itself."""
+        num_rows = next(count for count in _ROW_COUNTS if count >= len(rows))
+        filled = [*rows, *[_Row(0, -1, 0)] * (num_rows - len(rows))]
+        inputs = [
+            [row.position for row in filled],
+            [row.slot for row in filled],
+            [row.token_id for row in filled],
+        ]
+        self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
+        max_chunks = self.max_chunks(max(row.position for row in rows) + 1)
+        positions, slots, tokens = self._inputs
+
+        def launch() -> None:
+            self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, max_chunks))
+            self.decoder.score(0, num_rows, writes_logits=True)
+
+        self.graphs.run((num_rows, max_chunks), launch)
+
+    def max_chunks(self, num_positions: int) -> int:
+        """Returns the parts of attention to launch for a text that long: few different numbers."""
+        most = -(-self.capacity // CHUNK)
+        chunks = -(-num_positions // CHUNK)
+        return min(most, max(8, 1 << (chunks - 1).bit_length()))
+
+    def skip(self, sequence: SequenceId, num_tokens: int) -> None:
+        """Takes tokens as cached that a round has cached, or, for timing, that never were."""
+        self._sequences[sequence].length += num_tokens
+
+    def truncate(self, sequence: SequenceId, length: int) -> None:
+        """Forgets all tokens of a sequence after the first `length`."""
+        state = self._sequences[sequence]
+        state.length = min(state.length, length)
+
+    def free(self, sequence: SequenceId) -> None:
+        """Ends a sequence and gives its room to others."""
+        self.cache.free(self._sequences.pop(sequence).slot)

@@ -1,0 +1,247 @@
+"""Draft-verify rounds of one greedy stream, each a single CUDA graph; its state is on the GPU.
+
+A round drafts K tokens, verifies them, accepts and moves on without the host, which is told
+afterwards and, meanwhile, has given the GPU the next round already. What a round starts from:
+
+history    the tokens of the text by position, and behind them what is being drafted
+positions  a run of positions, one apart; that of the last token of the text stands at FIRST
+
+The draft begins each round with two tokens, the last one and the one before: of a round whose
+draft tokens were all accepted, it never read the last. Reading one twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specpipe.runtimes.torch.fused.decoder import Rows
+from specpipe.runtimes.torch.fused.engine import ROUNDS_AHEAD, FusedEngine
+from specpipe.runtimes.torch.fused.graphs import Graphs
+from specpipe.runtimes.torch.fused.kernels import CHUNK, ROWS
+from specpipe.speculative.adaptive import StepCosts
+
+MAX_DRAFT_TOKENS = ROWS - 1
+
+_NUM_POSITIONS = 128  # a power of 2
+_FIRST = _NUM_POSITIONS - 2 * ROWS
+_CATCH_UP = 16
+"""Tokens that the draft catches up with in one launch, after rounds without it."""
+
+_TIMED_ROUNDS = 5
+_TIMED_CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a round let out: token_ids is None when the target's first row was unusable.
+
+    num_draft_tokens  those that were judged
+    """
+
+    token_ids: list[int] | None
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    result: Tensor
+    done: torch.cuda.Event | None
+
+
+class FusedRounds:
+    """Runs rounds of one sequence at a time, on the engines of a pair."""
+
+    def __init__(
+        self,
+        draft: FusedEngine,
+        target: FusedEngine,
+        *,
+        num_draft_tokens: int,
+        vocab_size: int,
+        unused: Sequence[tuple[int, int]],
+    ) -> None:
+        """num_draft_tokens is the most that a round drafts, up to MAX_DRAFT_TOKENS."""
+        self._draft, self._target = draft, target
+        self._num_draft_tokens = num_draft_tokens
+        self._device = target.spec.device
+        for engine in (draft, target):
+            engine.decoder.use_tokens(vocab_size, list(unused))
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+        self._graphs = Graphs(self._device)
+        self._history = zeros(max(draft.capacity, target.capacity) + 2 * ROWS)
+        self._positions = zeros(_NUM_POSITIONS)
+        self._draft_slots, self._target_slots = zeros(ROWS), zeros(ROWS)
+        self._result = zeros(2 + ROWS)
+        is_cuda = self._device.type == "cuda"
+        self._told = [
+            torch.zeros(2 + ROWS, dtype=torch.int32, pin_memory=is_cuda)
+            for _ in range(ROUNDS_AHEAD + 1)
+        ]
+        self._under_way: deque[_UnderWay] = deque()
+        self._num_launched = 0
+        self._max_chunks = 0
+        self._num_behind = 0
+        self._has_draft = False
+        self.costs: StepCosts | None = None
+
+    @property
+    def num_under_way(self) -> int:
+        """Rounds that were launched and not yet taken."""
+        return len(self._under_way)
+
+    @torch.inference_mode()
+    def begin(
+        self, token_ids: Sequence[int], *, target_sequence: int, draft_sequence: int | None
+    ) -> None:
+        """Starts with a text of which the target has cached all but the last token.
+
+        The draft may lack one more. Without a draft_sequence rounds must have no draft tokens.
+        """
+        assert not self._under_way
+        num_tokens = len(token_ids)
+        self._history[:num_tokens] = torch.tensor(token_ids, dtype=torch.int32)
+        first = num_tokens - 1 - _FIRST
+        self._positions.copy_(torch.arange(first, first + _NUM_POSITIONS, dtype=torch.int32))
+        self._target_slots.fill_(self._target.slot(target_sequence))
+        self._has_draft = draft_sequence is not None
+        if draft_sequence is not None:
+            self._draft_slots.fill_(self._draft.slot(draft_sequence))
+        self._num_behind = 1
+
+    @torch.inference_mode()
+    def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
+        """Puts a round on the GPU; num_positions is what its text may have reached by its end."""
+        assert len(self._under_way) < len(self._told), "take a round first"
+        self._max_chunks = self._round_chunks(num_positions)
+        if num_draft_tokens or (self._has_draft and self._num_behind >= _FIRST):
+            self._catch_up()
+            self._num_behind = 1
+        if not num_draft_tokens:
+            self._num_behind += 1
+        key = ("round", num_draft_tokens, self._max_chunks)
+        self._graphs.run(key, lambda: self._round(num_draft_tokens))
+        told = self._told[self._num_launched % len(self._told)]
+        self._num_launched += 1
+        told.copy_(self._result, non_blocking=True)
+        done = None
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        self._under_way.append(_UnderWay(told, done))
+
+    def take(self) -> Verified:
+        """Waits for the oldest round under way and says what came of it."""
+        under_way = self._under_way.popleft()
+        if under_way.done is not None:
+            under_way.done.synchronize()
+        num_emitted, num_judged, *token_ids = under_way.result.tolist()
+        return Verified(token_ids[:num_emitted] if num_emitted else None, num_judged)
+
+    def drop(self) -> None:
+        """Waits for what is under way and forgets it: the sequence has ended, or goes elsewhere."""
+        while self._under_way:
+            self.take()
+
+    def _catch_up(self) -> None:
+        """Lets the draft read what was emitted by rounds without it.
+
+        `launch` sees to it that this is no more than positions reach back.
+        """
+        if self._num_behind > 1:
+            launches = min(-(-self._num_behind // _CATCH_UP), _FIRST // _CATCH_UP)
+            for blocks_ago in range(launches, 0, -1):
+                self._read_block(blocks_ago)
+
+    def _read_block(self, blocks_ago: int) -> None:
+        first = _FIRST - blocks_ago * _CATCH_UP
+        key = ("catch up", first, self._max_chunks)
+        self._graphs.run(key, lambda: self._draft_layers(first, _CATCH_UP))
+
+    def _round(self, num_draft_tokens: int) -> None:
+        draft, target = self._draft.decoder, self._target.decoder
+        for index in range(num_draft_tokens):
+            num_rows = 1 if index else 2
+            first = _FIRST + index - (num_rows - 1)
+            self._draft_layers(first, num_rows)
+            draft.score(num_rows - 1, 1, writes_logits=False)
+            draft.propose(self._history, self._positions[_FIRST + index :])
+        num_rows = num_draft_tokens + 1
+        target.layers(self._rows(_FIRST, num_rows, self._target_slots))
+        target.score(0, num_rows, writes_logits=False)
+        target.accept(self._history, self._positions, _FIRST, self._result, num_draft_tokens)
+
+    def _draft_layers(self, first: int, num_rows: int) -> None:
+        self._draft.decoder.layers(self._rows(first, num_rows, self._draft_slots))
+
+    def _rows(self, first: int, num_rows: int, slots: Tensor) -> Rows:
+        return Rows(
+            positions=self._positions[first : first + num_rows],
+            slots=slots,
+            tokens=self._history,
+            num_rows=num_rows,
+            group=num_rows,
+            max_chunks=self._max_chunks,
+            by_position=True,
+        )
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Records all rounds that may be asked for, and times those of a short text, on a GPU.
+
+        A round that is recorded while requests run would make one of them wait.
+        """
+        lengths = range(self._num_draft_tokens + 1)
+        engines = (self._draft, self._target)
+        draft, target = (engine.allocate(prompt_length=1, max_tokens=1) for engine in engines)
+        for max_chunks in self._all_max_chunks():
+            for k in lengths:
+                self._begin_again(target, draft)
+                self.launch(k, num_positions=max_chunks * CHUNK)
+                self.drop()
+            for blocks_ago in range(1, _FIRST // _CATCH_UP + 1):
+                self._read_block(blocks_ago)
+        for engine, sequence in zip(engines, (draft, target), strict=True):
+            engine.free(sequence)
+        seconds = [self._seconds(k) for k in lengths]
+        # Drafting is in the time of a round, so the draft's own step costs nothing more.
+        verify = [max(s / seconds[0] - 1.0, 0.0) for s in seconds]
+        self.costs = StepCosts(draft_step=0.0, verify=verify)
+
+    def _all_max_chunks(self) -> list[int]:
+        capacity = max(self._draft.capacity, self._target.capacity)
+        lengths = range(1, capacity + 1, CHUNK)
+        return sorted({self._round_chunks(length) for length in lengths})
+
+    def _round_chunks(self, num_positions: int) -> int:
+        return max(engine.max_chunks(num_positions) for engine in (self._draft, self._target))
+
+    def _begin_again(self, target: int, draft: int, num_tokens: int = 1) -> None:
+        self.begin([0] * num_tokens, target_sequence=target, draft_sequence=draft)
+
+    def _seconds(self, num_draft_tokens: int) -> float:
+        """The median seconds of a round."""
+        context = min(_TIMED_CONTEXT, self._draft.max_seq_len, self._target.max_seq_len)
+        engines = (self._draft, self._target)
+        draft, target = (e.allocate(prompt_length=context, max_tokens=context) for e in engines)
+        times: list[float] = []
+        for _ in range(_TIMED_ROUNDS):
+            self._begin_again(target, draft, context)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self.launch(num_draft_tokens, num_positions=context)
+            end.record()
+            self.drop()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        for engine, sequence in zip(engines, (draft, target), strict=True):
+            engine.free(sequence)
+        return statistics.median(times)

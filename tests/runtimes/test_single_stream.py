@@ -1,0 +1,249 @@
+"""A request that runs alone, in rounds of a device that is a table: two are always under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.costs import CostTable
+from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.runtimes.torch.sampling import TorchSampler
+from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.request import Request, Sampling
+from tests.runtimes.table_engine import HasLogits, TableEngine, ids, run
+from tests.speculative.table import (
+    DRAFT_RULES,
+    TableModel,
+    WordDetokenizer,
+    greedy_reference,
+    request,
+    target_rule,
+)
+
+
+class Device(TableEngine):
+    """An engine whose tokens a round may have cached: then `skip` finds them in the text."""
+
+    text: Sequence[int] = ()
+
+    def skip(self, sequence: int, num_tokens: int) -> None:
+        length = self.length(sequence)
+        assert length + num_tokens <= len(self.text)
+        self.sequences[sequence] += self.text[length : length + num_tokens]
+
+
+@dataclass(frozen=True)
+class Verified:
+    token_ids: list[int] | None
+    num_draft_tokens: int
+
+
+class TableRounds:
+    """Rounds that are made when they are launched, so the device is ahead of what was taken."""
+
+    def __init__(self, draft: Device, target: Device, costs: StepCosts | None) -> None:
+        self._draft, self._target = draft, target
+        self.costs = costs
+        self.launched: list[int] = []
+        self.num_dropped = 0
+        self._text: list[int] = []
+        self._under_way: deque[Verified] = deque()
+        self._num_read = 0
+
+    def begin(
+        self, token_ids: Sequence[int], *, target_sequence: int, draft_sequence: int | None
+    ) -> None:
+        assert not self._under_way
+        assert self._target.length(target_sequence) == len(token_ids) - 1
+        self._has_draft = draft_sequence is not None
+        if draft_sequence is not None:
+            assert self._draft.length(draft_sequence) >= len(token_ids) - 2
+        self._text = list(token_ids)
+        self._target.text = self._draft.text = self._text
+
+    def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
+        assert len(self._under_way) < 2
+        assert self._has_draft or not num_draft_tokens
+        text, drafted = self._text, list[int]()
+        for _ in range(num_draft_tokens):
+            drafted.append(int(self._draft.model.logits([*text, *drafted], 1).argmax()))
+        rows = self._target.model.logits([*text, *drafted], num_draft_tokens + 1)
+        best = rows.argmax(-1).tolist()
+        count = 0
+        while count < num_draft_tokens and drafted[count] == best[count]:
+            count += 1
+        emitted = best[: count + 1]
+        text += emitted
+        assert len(text) <= num_positions
+        self.launched.append(num_draft_tokens)
+        self._under_way.append(Verified(emitted, num_draft_tokens))
+
+    def take(self) -> Verified:
+        return self._under_way.popleft()
+
+    def drop(self) -> None:
+        self.num_dropped += len(self._under_way)
+        self._under_way.clear()
+
+
+def make_pair(
+    draft: HasLogits,
+    *,
+    costs: StepCosts | None = None,
+    rounds_type: type[TableRounds] = TableRounds,
+    **options: object,
+) -> tuple[EnginePair, TableRounds]:
+    engines = Device(draft), Device(TableModel(target_rule))
+    rounds = rounds_type(*engines, costs)
+    settings = {"max_batch_size": 4, "max_seq_len": 300, "max_num_tokens": 16, **options}
+    table = CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0}) if costs else None
+    pair = EnginePair(
+        *engines,
+        TorchSampler(engines[0].vocab_size),
+        PairOptions(adaptive=costs is not None, **settings),  # type: ignore[arg-type]
+        lambda prompt: WordDetokenizer(),
+        costs=table,
+        rounds=rounds,
+    )
+    return pair, rounds
+
+
+@pytest.mark.parametrize("draft_name", DRAFT_RULES)
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 8])
+def test_a_request_alone_has_the_text_of_the_target(draft_name: str, num_draft_tokens: int) -> None:
+    pair, rounds = make_pair(TableModel(DRAFT_RULES[draft_name]), num_draft_tokens=num_draft_tokens)
+    for asked in (request("short", 1, max_tokens=1), request("long", 40, max_tokens=50)):
+        chunks = run(pair, [asked])[asked.request_id]
+        assert ids(chunks) == greedy_reference(asked)
+        assert chunks[-1].finish_reason == "length"
+    assert rounds.launched
+    assert set(rounds.launched) <= set(range(num_draft_tokens + 1))
+    for engine in pair.engines.values():
+        assert isinstance(engine, Device)
+        assert engine.sequences == {}
+
+
+def test_a_perfect_draft_needs_few_rounds_and_one_that_is_wrong_as_many_as_tokens() -> None:
+    asked = request("r", 3, max_tokens=41)
+    for rule, num_steps in (("self", 9), ("wrong", 41)):
+        pair, _ = make_pair(TableModel(DRAFT_RULES[rule]), num_draft_tokens=4)
+        statistics = run(pair, [asked])["r"][-1].statistics
+        assert statistics is not None
+        assert statistics.num_steps == num_steps
+        assert statistics.num_output_tokens == 41
+
+
+def test_requests_that_join_and_leave_change_no_text() -> None:
+    """The stream is left when a second request comes, and begun again when it has gone."""
+    pair, rounds = make_pair(TableModel(DRAFT_RULES["half"]), num_draft_tokens=3)
+    first, second = request("first", 5, max_tokens=60), request("second", 20, max_tokens=10)
+    pair.submit(first)
+    chunks = {"first": [], "second": []}  # type: ignore[var-annotated]
+    for step in range(200):
+        if step == 6:
+            assert rounds.launched
+            pair.submit(second)
+        for chunk in pair.step():
+            chunks[chunk.request_id].append(chunk)
+    assert ids(chunks["first"]) == greedy_reference(first)
+    assert ids(chunks["second"]) == greedy_reference(second)
+    assert rounds.num_dropped
+    assert not pair.has_work()
+
+
+def test_a_cancelled_request_leaves_nothing_behind() -> None:
+    pair, rounds = make_pair(TableModel(DRAFT_RULES["half"]), num_draft_tokens=3)
+    pair.submit(request("r", 5, max_tokens=60))
+    for _ in range(5):
+        pair.step()
+    pair.cancel("r")
+    (chunk,) = pair.step()
+    assert chunk.finish_reason == "cancelled"
+    asked = request("next", 7, max_tokens=20)
+    assert ids(run(pair, [asked])["next"]) == greedy_reference(asked)
+
+
+def test_an_end_id_ends_it_though_rounds_are_under_way() -> None:
+    asked = request("r", 3, max_tokens=40)
+    text = greedy_reference(asked)
+    stop = request("r", 3, max_tokens=40, end_token_ids=frozenset({text[10]}))
+    pair, _ = make_pair(TableModel(DRAFT_RULES["self"]), num_draft_tokens=4)
+    chunks = run(pair, [stop])["r"]
+    assert ids(chunks) == text[: text.index(text[10])]
+    assert chunks[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sampling": Sampling(temperature=1.0, seed=1, is_seeded=True)},
+        {"sampling": Sampling(repetition_penalty=1.2)},
+        {"return_log_probs": True},
+    ],
+    ids=["sampled", "penalized", "log_probs"],
+)
+def test_who_asks_for_more_than_the_best_token_is_run_as_ever(settings: dict[str, object]) -> None:
+    pair, rounds = make_pair(TableModel(DRAFT_RULES["half"]), num_draft_tokens=3)
+    run(pair, [request("r", 3, max_tokens=10, **settings)])
+    assert not rounds.launched
+
+
+def test_no_round_is_launched_past_the_last_token() -> None:
+    pair, rounds = make_pair(TableModel(DRAFT_RULES["wrong"]), num_draft_tokens=2)
+    run(pair, [request("r", 3, max_tokens=9)])
+    # The first token comes with the prompt; the other eight are one a round, and none is wasted.
+    assert len(rounds.launched) == 8
+    assert rounds.num_dropped == 0
+
+
+def test_a_draft_that_is_always_wrong_is_seldom_tried() -> None:
+    costs = StepCosts(draft_step=0.0, verify=[0.0, 0.3, 0.6, 0.9, 1.2])
+    pair, rounds = make_pair(TableModel(DRAFT_RULES["wrong"]), costs=costs, num_draft_tokens=4)
+    asked = request("r", 3, max_tokens=250)
+    assert ids(run(pair, [asked])["r"]) == greedy_reference(asked)
+    assert sum(k > 0 for k in rounds.launched[50:]) <= 10
+
+
+class Unusable(TableRounds):
+    """The device finds no usable logits in the third round, or in all from there on."""
+
+    num_bad = 1
+
+    def take(self) -> Verified:
+        verified = super().take()
+        if len(self.launched) > 3 and self.num_bad:
+            self.num_bad -= 1
+            return Verified(None, 0)
+        return verified
+
+
+def test_an_unusable_round_is_made_again_without_draft_tokens() -> None:
+    pair, rounds = make_pair(
+        TableModel(DRAFT_RULES["half"]), rounds_type=Unusable, num_draft_tokens=3
+    )
+    asked = request("r", 3, max_tokens=40)
+    assert ids(run(pair, [asked])["r"]) == greedy_reference(asked)
+    assert rounds.num_dropped
+
+
+def test_an_unusable_round_without_draft_tokens_ends_the_request() -> None:
+    pair, _ = make_pair(TableModel(DRAFT_RULES["half"]), rounds_type=Unusable, num_draft_tokens=0)
+    chunk = run(pair, [request("r", 3, max_tokens=40)])["r"][-1]
+    assert chunk.finish_reason == "error"
+    assert chunk.error is not None and "NaN" in chunk.error
+
+
+def test_occupancy_counts_what_was_taken() -> None:
+    pair, _ = make_pair(TableModel(DRAFT_RULES["self"]), num_draft_tokens=3)
+    asked: Request = request("r", 5, max_tokens=60)
+    pair.submit(asked)
+    num_emitted = 0
+    for _ in range(4):
+        num_emitted += len(ids(pair.step()))
+    caches = pair.occupancy().kv_caches
+    assert caches["target"].num_tokens == 5 + num_emitted - 1
+    assert caches["draft"].num_tokens == caches["target"].num_tokens - 1  # all were accepted

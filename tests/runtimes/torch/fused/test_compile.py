@@ -1,0 +1,92 @@
+"""What the kernels become on GPUs that are not here, as the tiles of real models have them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KERNELS = [
+    "embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score",
+    "propose", "accept",
+]  # fmt: skip
+"""Both projections back to the hidden states are add_linear, with tiles of their own."""
+
+READ_BEFORE_THE_WAIT = {
+    "rotary_linear": {"positions_ptr", "slots_ptr", "pages_ptr"},
+    "attention": {"positions_ptr", "slots_ptr", "pages_ptr", "keys_ptr", "values_ptr"},
+    "dense": {"hidden_ptr", "gain_ptr"},
+    "mlp_out": {"hidden_ptr", "gain_ptr"},
+}
+"""Weights, and what was written two kernels ago or earlier; attention masks the newest keys."""
+
+STREAMED = {
+    "rotary_linear": {"weight_ptr", "scaled_ptr"},
+    "dense": {"weight_ptr", "x_ptr"},
+    "gated_linear": {"weight_ptr", "scaled_ptr"},
+    "mlp_out": {"weight_ptr", "x_ptr"},
+    "score": {"weight_ptr", "scaled_ptr"},
+}
+"""What moves to shared memory while earlier blocks are multiplied."""
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""That one program can have: CUDA C++ Programming Guide, compute capabilities."""
+
+
+def facts(
+    cache: Path, model: str, capability: int, *kernels: str, dtype: str = "bfloat16"
+) -> dict[str, dict[str, Any]]:
+    """Compiles kernels in another process, as this one may interpret them."""
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | {"TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "tests.runtimes.torch.fused.compile_kernels"]
+    done = subprocess.run(
+        [*command, model, dtype, str(capability), *kernels],
+        env=environment,
+        cwd=Path(__file__).parents[4],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return {kernel["name"]: kernel for kernel in json.loads(done.stdout)}
+
+
+def check(found: dict[str, dict[str, Any]], capability: int) -> None:
+    for name, kernel in found.items():
+        assert kernel["shared_bytes"] <= SHARED_BYTES[capability], name
+        accesses = {(argument, kind, size) for argument, kind, size in kernel["accesses"]}
+        for argument in STREAMED.get(name, ()):
+            used = {(kind, size) for a, kind, size in accesses if a == argument}
+            assert used == {("copy", 16)}, (name, argument, used)
+        if name == "attention":
+            for argument in ("keys_ptr", "values_ptr"):
+                used = {(kind, size) for a, kind, size in accesses if a == argument}
+                assert used == {("load", 16)}, (argument, used)
+        if capability < 90:
+            assert kernel["num_waits"] == 0, name
+            continue
+        assert kernel["num_waits"] >= 1, name
+        early = {(argument, kind) for argument, kind, _ in kernel["early"]}
+        assert early == {(a, "load") for a in READ_BEFORE_THE_WAIT.get(name, ())}, name
+
+
+def test_memory_is_read_wide_and_nothing_too_early(tmp_path: Path) -> None:
+    kernels = ("rotary_linear", "attention", "dense")
+    found = facts(tmp_path, "7b", 90, *kernels)
+    assert list(found) == list(kernels)
+    check(found, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["7b", "0.5b"])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_kernel_compiles(model: str, capability: int, tmp_path: Path) -> None:
+    found = facts(tmp_path, model, capability)
+    assert list(found) == KERNELS
+    check(found, capability)

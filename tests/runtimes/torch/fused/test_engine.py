@@ -1,0 +1,207 @@
+"""The engine on fused kernels against the plain one, and the contract that both keep."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specpipe.runtimes.engine_pair import Engine
+from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.rotary import Rotary
+from tests.runtimes.torch.fused.toy import toy_config, toy_engines
+
+# The same facts as for the plain engine, with the fixture `engine` of this file.
+from tests.runtimes.torch.test_engine import (  # noqa: F401
+    test_sequences_with_a_gap_between_them_run_together,
+    test_slots_limit_admission_and_come_back,
+    test_truncated_tokens_leave_no_trace,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+
+TOLERANCE = 1e-5  # float32, relative to the largest logit
+
+Step = Sequence[tuple[int, int, int]]
+"""Of several sequences: which, how many tokens it gets, and how many of them are scored."""
+
+SMALL = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+"""What is enough where the arithmetic is not in question."""
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
+    "plain": ({}, {}),
+    "one kv head, biases": ({"num_heads": 3, "num_kv_heads": 1}, {"has_bias": True}),
+    "norms of heads, gelu": (
+        {"num_heads": 2, "has_qk_norm": True, "activation": "gelu_pytorch_tanh"},
+        {"is_tied": True},
+    ),
+    "window, scales, partial rope": (
+        {
+            "windows": (6, None),
+            "attention_scale": 0.3,
+            "embedding_scale": 1.7,
+            "rotary": Rotary(16, 8, 1e4),
+        },
+        {},
+    ),
+}
+
+
+def texts(count: int, length: int, vocab_size: int = 64) -> list[list[int]]:
+    draw = random.Random(1)
+    return [draw.choices(range(vocab_size), k=length) for _ in range(count)]
+
+
+def largest_difference(
+    settings: dict[str, Any],
+    shapes: dict[str, bool],
+    steps: Sequence[Step],
+    *,
+    text_length: int = 100,
+    limits: dict[str, int] | None = None,
+) -> float:
+    """Runs steps on both engines; the largest difference, relative to the largest logit."""
+    engines: tuple[Engine, ...] = toy_engines(toy_config(**settings), limits=limits, **shapes)
+    contents = texts(3, text_length)
+    sequences = [
+        [engine.allocate(prompt_length=9, max_tokens=text_length) for _ in contents]
+        for engine in engines
+    ]
+    worst = 0.0
+    for step in steps:
+        logits: list[Tensor] = []
+        for engine, ids in zip(engines, sequences, strict=True):
+            batch = []
+            for index, count, _ in step:
+                start = engine.length(ids[index])
+                batch.append((ids[index], contents[index][start : start + count]))
+            logits.append(engine.forward(batch, [scored for _, _, scored in step]))
+        found, expected = logits
+        assert found.shape == expected.shape and found.dtype == torch.float32
+        if len(found):
+            difference = (found - expected).abs().max() / expected.abs().max()
+            assert difference == difference
+            worst = max(worst, float(difference))
+    return worst
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_the_plain_engine(name: str) -> None:
+    """Of the tokens of a prompt that go through matrix products, and 3 through the kernels."""
+    settings, shapes = MODELS[name]
+    assert largest_difference(settings, shapes, [[(0, 12, 3)]]) <= TOLERANCE
+
+
+def test_prompts_in_pieces_and_several_sequences_in_a_batch() -> None:
+    steps: list[Step] = [
+        [(1, 11, 0)],
+        [(0, 1, 1), (1, 10, 0), (2, 4, 2)],
+        [(2, 3, 3), (1, 10, 1), (0, 3, 2)],
+    ]
+    assert largest_difference(SMALL, {}, steps) <= TOLERANCE
+
+
+def test_more_rows_than_one_launch_has() -> None:
+    assert largest_difference(SMALL, {}, [[(1, 9, 9), (0, 9, 8)]]) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_attention_over_several_chunks_and_pages() -> None:
+    """Rows 127 to 131 of the layer with a window see the end of chunk 0, both, and 1 alone."""
+    settings = {"windows": (4, None), "num_heads": 1, "num_kv_heads": 1}
+    steps: list[Step] = [[(0, 127, 0)], [(0, 5, 5)]]
+    limits = {"max_seq_len": 150}
+    worst = largest_difference(settings, {}, steps, text_length=132, limits=limits)
+    assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"windows": (6, 6)}, {"has_qk_norm": True}, {"attention_scale": 0.3}],
+    ids=["window", "qk norm", "scale"],
+)
+def test_each_feature_shows_in_the_logits(changes: dict[str, Any]) -> None:
+    """The comparison with the plain engine would notice if one were dropped."""
+    text = texts(1, 20)[0]
+    logits = []
+    for settings in ({}, changes):
+        _, plain = toy_engines(toy_config(**settings))
+        sequence = plain.allocate(prompt_length=9, max_tokens=20)
+        logits.append(plain.forward([(sequence, text)], [1]))
+    difference = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
+    assert difference > 100 * TOLERANCE
+
+
+def test_a_row_is_the_same_whatever_runs_beside_it() -> None:
+    """Bit for bit, which makes verification lossless in any dtype."""
+    fused, _ = toy_engines(toy_config(**SMALL))
+    first, second = texts(2, 8)
+    one, other = (fused.allocate(prompt_length=9, max_tokens=20) for _ in range(2))
+    alone = [fused.forward([(one, [token])], [1]) for token in first[:2]]
+    fused.truncate(one, 0)
+    together = fused.forward([(other, second[:2]), (one, first[:3])], [0, 3])
+    assert torch.equal(together[:2], torch.cat(alone))
+
+
+@pytest.fixture(scope="module")
+def toy() -> FusedEngine:
+    """Token 7 of this model is not a number."""
+    fused, _ = toy_engines(toy_config(**SMALL), limits={"max_batch_size": 4, "max_seq_len": 320})
+    with torch.inference_mode():
+        fused.decoder.weights.embedding[7] = torch.nan
+    return fused
+
+
+@pytest.fixture
+def engine(toy: FusedEngine) -> FusedEngine:
+    """All sequences of an earlier test are gone; what they wrote is not."""
+    for sequence in list(toy._sequences):
+        toy.free(sequence)
+    return toy
+
+
+def test_only_the_last_logits_asked_for_come_back(engine: FusedEngine) -> None:
+    first, second = (engine.allocate(prompt_length=9, max_tokens=20) for _ in range(2))
+    everything = engine.forward([(first, [10, 11, 12]), (second, [20, 21])], [3, 2])
+    for sequence in (first, second):
+        engine.truncate(sequence, 0)
+    some = engine.forward([(second, [20, 21]), (first, [10, 11, 12])], [0, 2])
+    assert torch.equal(some, everything[1:3])
+    nothing = engine.forward([(first, [1]), (second, [2])], [0, 0])
+    assert nothing.shape == (0, 64)
+    assert [engine.length(first), engine.length(second)] == [4, 3]
+
+
+def test_a_nan_stays_in_its_row_and_ends_with_its_token(engine: FusedEngine) -> None:
+    healthy, sick = (engine.allocate(prompt_length=9, max_tokens=20) for _ in range(2))
+    logits = engine.forward([(healthy, [14]), (sick, [13, 7, 15])], [1, 3])
+    assert torch.isfinite(logits).all(dim=1).tolist() == [True, True, False, False]
+    engine.truncate(sick, 1)
+    logits = engine.forward([(healthy, [15]), (sick, [13])], [1, 1])
+    assert torch.isfinite(logits).all()
+    engine.forward([(sick, [7])], [0])
+    engine.free(sick)
+    successor = engine.allocate(prompt_length=9, max_tokens=20)
+    logits = engine.forward([(healthy, [14]), (successor, [18])], [1, 1])
+    assert torch.isfinite(logits).all()
+
+
+def test_more_tokens_than_a_sequence_can_have_are_refused(engine: FusedEngine) -> None:
+    sequence = engine.allocate(prompt_length=9, max_tokens=320)
+    # Draft tokens and one more have their own room, in the rounds that are under way too.
+    assert engine.capacity == 335
+    engine.skip(sequence, 334)
+    with pytest.raises(ValueError, match="2 tokens after 334: expected 1 to 1"):
+        engine.forward([(sequence, [1, 2])], [1])
+    with pytest.raises(ValueError, match="0 tokens after 334: expected 1 to 1"):
+        engine.forward([(sequence, [])], [0])
+
+
+def test_a_short_sequence_holds_no_more_pages_than_it_needs(engine: FusedEngine) -> None:
+    engine.allocate(prompt_length=9, max_tokens=40)  # and 15: one page of 24
+    assert engine.cache.can_hold(23 * 64)
+    assert not engine.cache.can_hold(23 * 64 + 1)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specpipe.runtimes.torch.fused.pages import PagedKVCache, pages_of
+
+
+def cache(num_slots: int = 2, capacity: int = 150) -> PagedKVCache:
+    return PagedKVCache(
+        num_layers=2,
+        num_slots=num_slots,
+        capacity=capacity,
+        num_kv_heads=2,
+        head_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def pages(kv_cache: PagedKVCache, slot: int) -> list[int]:
+    return kv_cache.table[slot].tolist()
+
+
+@pytest.mark.parametrize(("num_positions", "num_pages"), [(1, 1), (64, 1), (65, 2), (150, 3)])
+def test_pages_hold_64_positions(num_positions: int, num_pages: int) -> None:
+    assert pages_of(num_positions) == num_pages
+
+
+def test_all_slots_can_be_full_at_once() -> None:
+    kv_cache = cache()
+    assert [tuple(keys.shape) for keys in kv_cache.keys] == [(6, 2, 64, 4)] * 2
+    assert [tuple(values.shape) for values in kv_cache.values] == [(6, 2, 64, 4)] * 2
+    slots = []
+    for _ in range(2):
+        assert kv_cache.can_hold(150)
+        slots.append(kv_cache.allocate(150))
+    assert slots == [0, 1]
+    assert [pages(kv_cache, slot) for slot in slots] == [[0, 1, 2], [3, 4, 5]]
+    assert not kv_cache.can_hold(1)
+    assert kv_cache.num_free_slots == 0
+
+
+def test_a_short_sequence_takes_the_pages_that_it_needs() -> None:
+    kv_cache = cache()
+    assert kv_cache.allocate(64) == 0
+    assert kv_cache.allocate(65) == 1
+    assert pages(kv_cache, 0)[:1] == [0]
+    assert pages(kv_cache, 1)[:2] == [1, 2]
+
+
+def test_slots_and_pages_come_back() -> None:
+    kv_cache = cache()
+    kv_cache.allocate(100)
+    kv_cache.allocate(150)
+    kv_cache.free(0)
+    assert kv_cache.can_hold(150)
+    assert kv_cache.allocate(150) == 0
+    held = pages(kv_cache, 0) + pages(kv_cache, 1)
+    assert sorted(held) == [0, 1, 2, 3, 4, 5]
+    kv_cache.free(1)
+    kv_cache.free(0)
+    assert kv_cache.num_free_slots == 2
+    first, second = kv_cache.allocate(150), kv_cache.allocate(150)
+    assert sorted(pages(kv_cache, first) + pages(kv_cache, second)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_freeing_leaves_the_pages_of_others_alone() -> None:
+    kv_cache = cache()
+    kv_cache.allocate(150)
+    kv_cache.allocate(100)
+    before = pages(kv_cache, 1)
+    kv_cache.free(0)
+    kv_cache.allocate(20)
+    assert pages(kv_cache, 1) == before
+
+
+def test_gathered_reads_pages_in_the_order_of_positions() -> None:
+    kv_cache = cache()
+    kv_cache.allocate(20)
+    slot = kv_cache.allocate(150)
+    kv_cache.table[slot] = torch.tensor([4, 1, 3], dtype=torch.int32)
+    for layer, pool in enumerate((*kv_cache.keys, *kv_cache.values)):
+        pool.fill_(torch.nan)
+        for place, page in enumerate((4, 1, 3)):
+            positions = torch.arange(64.0) + 64 * place
+            pool[page] = positions[None, :, None] + 1000 * torch.arange(2.0)[:, None, None]
+            pool[page] += 10000 * layer
+    for layer in range(2):
+        keys, values = kv_cache.gathered(layer, slot, 130)
+        assert keys.shape == values.shape == (1, 2, 130, 4)
+        positions = torch.arange(130.0)
+        for head in range(2):
+            expected = (positions + 1000 * head)[:, None].expand(130, 4)
+            assert torch.equal(keys[0, head], expected + 10000 * layer)
+            assert torch.equal(values[0, head], expected + 10000 * (2 + layer))

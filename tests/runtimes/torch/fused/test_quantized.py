@@ -1,0 +1,481 @@
+"""Quantized weights: each kernel against float64, and whole engines against the emulated ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine
+from specpipe.runtimes.torch.engine import load_weights as load_tensors
+from specpipe.runtimes.torch.fused import kernels
+from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.kernels import ROWS
+from specpipe.runtimes.torch.fused.linear import Kind, Linear, int4_block, packed, unpacked
+from specpipe.runtimes.torch.fused.products import KINDS
+from specpipe.runtimes.torch.fused.weights import load_weights, unsupported
+from specpipe.runtimes.torch.kernel_choice import Kernel
+from specpipe.runtimes.torch.layout import write_weights
+from specpipe.unified import load_unified
+from tests.quantization.checkpoints import quantized_checkpoint
+from tests.runtimes.torch.engines import build_engine
+from tests.runtimes.torch.fused.test_kernels import (
+    DEVICE,
+    DTYPES,
+    EPSILON,
+    TOLERANCE,
+    UNUSED,
+    error,
+    integers,
+    launch,
+    poisoned,
+    random,
+    squares_of,
+)
+from tests.runtimes.torch.fused.toy import toy_config, toy_weights
+from tests.runtimes.torch.test_engine import difference
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_rounds_to_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter loses what rounds up to a power of 2, subnormals, and saturation."""
+    if DEVICE == "cuda":
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def exact(x: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target == tl.float8e4nv:
+            codes = torch.from_numpy(x).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+            return codes.view(torch.uint8).numpy()
+        if source == tl.float8e4nv:
+            return torch.from_numpy(x).view(torch.float8_e4m3fn).half().numpy().view("uint16")
+        return convert(x, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", exact)
+
+
+Case = tuple[Kind, int]
+"""A kind and how many channels share a scale; 0: all."""
+
+CASES: list[Case] = [
+    ("fp8", 0),
+    ("fp8_per_token", 0),
+    ("int8", 0),
+    ("int4", 0),
+    ("int4", 32),  # two groups in a block of packed numbers
+    ("int4", 128),  # two blocks in a group
+]
+EVERY_CASE = pytest.mark.parametrize(("kind", "group"), CASES)
+INPUT_SCALE = 0.01
+
+
+def linear_of(
+    kind: Kind, group: int, num_columns: int, num_channels: int, *, block: int = 0
+) -> tuple[Linear, Tensor]:
+    """A random linear without bias, and its matrix in float64 [N, C]."""
+    num_groups = num_channels // group if group else 1
+    scale = 0.01 + random(num_groups, num_columns, dtype=torch.float32, seed=1).abs() / 100
+    if kind in ("fp8", "fp8_per_token"):
+        weight = random(num_columns, num_channels, dtype=torch.float32, scale=4.0)
+        codes = weight = weight.to(torch.float8_e4m3fn)
+        block = 0
+    else:
+        most = 127 if kind == "int8" else 7
+        weight = random(num_columns, num_channels, dtype=torch.float32, scale=most / 2)
+        codes = weight = weight.round().clamp(-most - 1, most).to(torch.int8)
+        if kind == "int4":
+            block = block or int4_block(num_channels, group)
+            weight = packed(codes, block)
+        else:
+            block = 0
+    rows = scale.t().double().repeat_interleave(num_channels // num_groups, 1)
+    matrix = codes.double() * rows
+    input_scale = 1.0
+    if kind == "fp8":
+        input_scale = INPUT_SCALE
+        scale = scale * INPUT_SCALE
+    if not group:
+        scale = scale[0]
+    return Linear(weight, None, kind, scale, input_scale, block=block), matrix
+
+
+def rounded(x: Tensor, kind: Kind) -> Tensor:
+    """What a linear of a kind multiplies by, of inputs [R, C]; float64."""
+    if kind == "fp8":
+        scale = torch.full((len(x), 1), INPUT_SCALE, dtype=torch.float64, device=x.device)
+    elif kind == "fp8_per_token":
+        scale = x.double().abs().amax(1, keepdim=True) / 448
+    else:
+        return x.double()
+    codes = (x.double() / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+    return codes.double() * scale
+
+
+def normed(scaled: Tensor, hidden: Tensor) -> Tensor:
+    length = (hidden.double().square().mean(-1, keepdim=True) + EPSILON).sqrt()
+    return scaled.double() / length
+
+
+def peaks_of(x: Tensor, num_parts: int) -> Tensor:
+    """The greatest numbers of inputs [R, C], [parts, ROWS]."""
+    out = torch.zeros(num_parts, ROWS, device=DEVICE)
+    out[:, : len(x)] = x.float().abs().unflatten(1, (num_parts, -1)).amax(-1).t()
+    return out
+
+
+def test_int4_numbers_come_back() -> None:
+    codes = (torch.arange(2 * 64).reshape(2, 64) % 16 - 8).to(torch.int8)
+    bytes_ = packed(codes, 32)
+    assert bytes_.shape == (2, 32)
+    assert bytes_[0, 0] == 0 | 0 << 4  # channels 0 and 16, both -8
+    assert bytes_[0, 16] == 0 | 0 << 4
+    assert bytes_[0, 5] == 5 | 5 << 4
+    assert torch.equal(unpacked(bytes_, 32), codes)
+
+
+@pytest.mark.parametrize(
+    ("num_channels", "group", "block"),
+    [(4096, 0, 256), (4096, 128, 256), (4096, 32, 64), (896, 128, 128), (96, 32, 32)],
+)
+def test_no_half_of_an_int4_block_lies_in_two_groups(
+    num_channels: int, group: int, block: int
+) -> None:
+    assert int4_block(num_channels, group) == block
+
+
+@EVERY_DTYPE
+@EVERY_CASE
+def test_rotary_linear(dtype: torch.dtype, kind: Kind, group: int) -> None:
+    """Its product; test_kernels.py has what comes behind it."""
+    channels, columns, rows = 256, 64, 3
+    hidden, gain = random(rows, channels, dtype=dtype), random(channels, dtype=dtype, seed=1)
+    linear, matrix = linear_of(kind, group, columns, channels)
+    scaled = (hidden.float() * gain.float()).to(dtype)
+    out = poisoned(rows, columns, dtype=dtype)
+    launch(
+        kernels.rotary_linear, (columns // 32,),
+        scaled, squares_of(hidden, 2), peaks_of(scaled, 2), linear.weight, linear.scale, gain,
+        UNUSED, out, UNUSED, UNUSED, integers(0).view(1, 1), integers(0, 1, 2), integers(0, 0, 0),
+        rows, 2, 1, EPSILON, linear.input_scale,
+        C=channels, H=2, H_KV=1, D=16, PAGE=16, BLOCK_N=32, BLOCK_C=linear.block or 64, PARTS=2,
+        ROWS=ROWS, PREFETCH=64, HAS_BIAS=False, TURNS=False, GROUP=group, KIND=KINDS[kind],
+    )  # fmt: skip
+    assert error(out, rounded(normed(scaled, hidden), kind) @ matrix.t()) < TOLERANCE[dtype]
+
+
+@EVERY_DTYPE
+@EVERY_CASE
+@pytest.mark.parametrize("splits", [1, 2])
+def test_add_linear(dtype: torch.dtype, kind: Kind, group: int, splits: int) -> None:
+    channels, columns, rows, block_n = 256, 64, 5, 32
+    x, gain = random(rows, channels, dtype=dtype), random(columns, dtype=dtype, seed=3)
+    block = min(int4_block(channels, group), channels // splits)
+    linear, matrix = linear_of(kind, group, columns, channels, block=block)
+    bias, before = random(columns, dtype=dtype, seed=5), random(rows, columns, dtype=dtype, seed=6)
+    hidden, scaled = before.clone(), poisoned(rows, columns, dtype=dtype)
+    squares, peaks = (poisoned(2, ROWS, dtype=torch.float32) for _ in range(2))
+    parts = poisoned(splits, columns, ROWS, dtype=torch.float32)
+    arrivals = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    inputs = x
+    if kind == "fp8":  # whoever makes x rounds it
+        inputs = (x.float() / INPUT_SCALE).clamp(-448, 448).to(torch.float8_e4m3fn)
+    launch(
+        kernels.add_linear, (2, splits),
+        inputs, peaks_of(x, 4), linear.weight, linear.scale, bias, gain, hidden, scaled, squares,
+        peaks, parts, arrivals, rows, 4,
+        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=block if kind == "int4" else 64,
+        SPLITS=splits, X_PEAKS=4, ROWS=ROWS, PREFETCH=64, HAS_BIAS=True, GROUP=group,
+        KIND=KINDS[kind], NEXT=KINDS["fp8_per_token"],
+    )  # fmt: skip
+    product = rounded(x, kind) @ matrix.t() + bias.double()
+    assert error(hidden, before.double() + product) < TOLERANCE[dtype]
+    assert error(scaled, hidden.double() * gain.double()) < TOLERANCE[dtype]
+    assert torch.equal(peaks[:, :rows], peaks_of(scaled, 2)[:, :rows])
+
+
+@EVERY_DTYPE
+@EVERY_CASE
+@pytest.mark.parametrize("following", ["plain", "fp8", "fp8_per_token"])
+def test_gated_linear(dtype: torch.dtype, kind: Kind, group: int, following: Kind) -> None:
+    channels, columns, rows = 256, 64, 4
+    hidden, gain = random(rows, channels, dtype=dtype), random(channels, dtype=dtype, seed=1)
+    linear, matrix = linear_of(kind, group, 2 * columns, channels)
+    assert linear.scale is not None
+    linear = replace(linear, scale=linear.scale / 16)
+    scaled = (hidden.float() * gain.float()).to(dtype)
+    out_gain = random(columns, dtype=dtype, seed=7)
+    out_dtype = torch.float8_e4m3fn if following == "fp8" else dtype
+    out, peaks = poisoned(rows, columns, dtype=out_dtype), poisoned(2, ROWS, dtype=torch.float32)
+    launch(
+        kernels.gated_linear, (2,),
+        scaled, squares_of(hidden, 4), peaks_of(scaled, 4), linear.weight, linear.scale, UNUSED,
+        out_gain, out, peaks, rows, 4, EPSILON, linear.input_scale, INPUT_SCALE,
+        N=columns, C=channels, BLOCK_N=32, BLOCK_C=linear.block or 64, PARTS=4, ROWS=ROWS,
+        PREFETCH=64, HAS_BIAS=False, ACTIVATION=kernels.ACTIVATIONS["silu"], HAS_GAIN=True,
+        GROUP=group, KIND=KINDS[kind], NEXT=KINDS[following],
+    )  # fmt: skip
+    fc, gate = (rounded(normed(scaled, hidden), kind) @ matrix.t() / 16).chunk(2, dim=1)
+    wanted = torch.nn.functional.silu(fc) * gate * out_gain.double()
+    if following == "fp8":
+        codes = (wanted / INPUT_SCALE).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+        same = (codes.float() == out.float()).double().mean()
+        assert same == 1 if dtype == torch.float32 else same > 0.9
+    else:
+        assert error(out, wanted) < 2 * TOLERANCE[dtype]
+    if following == "fp8_per_token":
+        assert torch.equal(peaks[:, :rows], peaks_of(out, 2)[:, :rows])
+
+
+@EVERY_DTYPE
+@EVERY_CASE
+def test_score(dtype: torch.dtype, kind: Kind, group: int) -> None:
+    channels, vocab_size, rows = 256, 100, 3
+    hidden, gain = random(rows + 1, channels, dtype=dtype), random(channels, dtype=dtype, seed=1)
+    linear, matrix = linear_of(kind, group, vocab_size, channels)
+    scaled = (hidden.float() * gain.float()).to(dtype)
+    best, logits = poisoned(2, ROWS, dtype=torch.float32), poisoned(rows, 100, dtype=torch.float32)
+    best_ids = torch.full((2, ROWS), -1, dtype=torch.int32, device=DEVICE)
+    launch(
+        kernels.score, (2,),
+        scaled, squares_of(hidden, 4), peaks_of(scaled, 4), linear.weight, linear.scale, UNUSED,
+        logits, best, best_ids, 1, rows, 4, vocab_size, EPSILON, linear.input_scale,
+        V=vocab_size, C=channels, BLOCK_N=64, BLOCK_C=linear.block or 64, PARTS=4, ROWS=ROWS,
+        PREFETCH=64, HAS_UNUSED=False, WRITES_LOGITS=True, GROUP=group, KIND=KINDS[kind],
+    )  # fmt: skip
+    wanted = rounded(normed(scaled, hidden)[1:], kind) @ matrix.t()
+    assert error(logits, wanted) < TOLERANCE[dtype]
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("following", ["plain", "fp8", "fp8_per_token"])
+@pytest.mark.parametrize("heads_by_kv", [False, True])
+def test_attention_readies_what_it_writes(
+    dtype: torch.dtype, following: Kind, heads_by_kv: bool
+) -> None:
+    num_heads, num_kv_heads, head_size, rows = 4, 2, 16, 2
+    size = num_heads * head_size
+    query = random(rows, size, dtype=dtype)
+    keys = random(1, num_kv_heads, 16, head_size, dtype=dtype, seed=1)
+    values = random(1, num_kv_heads, 16, head_size, dtype=dtype, seed=2)
+    gain = random(size, dtype=dtype, seed=3)
+    out = poisoned(rows, size, dtype=torch.float8_e4m3fn if following == "fp8" else dtype)
+    peaks = poisoned(num_heads, ROWS, dtype=torch.float32)
+    arrivals = torch.zeros(rows * num_heads, dtype=torch.int32, device=DEVICE)
+    launch(
+        kernels.attention, (1, num_kv_heads, 1),
+        query, keys, values, integers(0).view(1, 1), integers(8, 9), integers(0, 0), gain, out,
+        peaks, poisoned(rows, num_heads, 1, head_size, dtype=torch.float32),
+        poisoned(rows, num_heads, 1, 2, dtype=torch.float32), arrivals, 1, 1, 0, head_size**-0.5,
+        rows, rows, INPUT_SCALE,
+        H=num_heads, H_KV=num_kv_heads, D=head_size, PAGE=16, ROWS=ROWS, CHUNK=128, QUERIES=16,
+        QUERY_BLOCKS=1, UNROLL=1, HEADS_BY_KV=heads_by_kv, HAS_GAIN=True, NEXT=KINDS[following],
+    )  # fmt: skip
+    wanted = torch.empty(rows, num_heads, head_size, dtype=torch.float64, device=DEVICE)
+    for row, position in enumerate((8, 9)):
+        for head in range(num_heads):
+            kv_head, place = head % num_kv_heads, head
+            if heads_by_kv:
+                place = kv_head * (num_heads // num_kv_heads) + head // num_kv_heads
+            k, v = (x[0, kv_head, : position + 1].double() for x in (keys, values))
+            q = query[row].unflatten(0, (num_heads, head_size))[head].double()
+            wanted[row, place] = (k @ q * head_size**-0.5).softmax(0) @ v
+    wanted = wanted.flatten(1) * gain.double()
+    if following == "fp8":
+        codes = (wanted / INPUT_SCALE).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+        same = (codes.float() == out.float()).double().mean()
+        assert same == 1 if dtype == torch.float32 else same > 0.9
+    else:
+        assert error(out, wanted) < 2 * TOLERANCE[dtype]
+    if following == "fp8_per_token":
+        assert torch.equal(peaks[:, :rows], peaks_of(out, num_heads)[:, :rows])
+
+
+FORMATS: dict[str, Kernel] = {
+    "fp8": "fp8",
+    "fp8_pc_pt": "fp8",
+    "w4a8_awq": "fp8",
+    "int8_wo": "int8",
+    "int4_wo": "int4",
+    "int4_awq": "int4",
+}
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 64}
+TEXT = [5, 9, 61, 33, 2, 17, 40, 8, 23, 50, 11, 30, 7, 44]
+
+
+def built(
+    work: Path, format: str, dtype: torch.dtype, **overrides: int
+) -> tuple[FusedEngine, TorchEngine]:
+    """An engine for kernels, and one of float32 that emulates the same checkpoint."""
+    settings = {"awq_block_size": 32, "quantize_lm_head": format != "int8_wo"}
+    quantized_checkpoint(work, "qwen2", format, settings=settings, **SHAPE, **overrides)
+    folder = build_engine(work / "hf", work, dtype="float32")
+    path = work / "kernels.safetensors"
+    write_weights(path, load_unified(work / "checkpoint"), "bfloat16", FORMATS[format])
+    tensors = {
+        # The interpreter has no bfloat16.
+        name: tensor.to(dtype) if tensor.dtype == torch.bfloat16 else tensor
+        for name, tensor in load_tensors(path, torch.device(DEVICE)).items()
+    }
+    spec = replace(EngineSpec.read(folder), device=torch.device(DEVICE), dtype=dtype)
+    assert unsupported(spec.model, tensors.get) is None
+    with torch.inference_mode():
+        fused = FusedEngine(spec, load_weights(spec.model, tensors.get))
+    return fused, TorchEngine.load(folder)
+
+
+def run(engine: FusedEngine | TorchEngine, *pieces: int) -> Tensor:
+    """Logits of TEXT from its 11th token on, which ends a prompt; then of pieces of the rest."""
+    sequence = engine.allocate(prompt_length=11, max_tokens=len(TEXT))
+    found = [engine.forward([(sequence, TEXT[:11])], [1])]
+    start = 11
+    for piece in pieces:
+        found.append(engine.forward([(sequence, TEXT[start : start + piece])], [piece]))
+        start += piece
+    return torch.cat(found).cpu()
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("w4a8_awq", "int4_wo") else [])
+        for name in FORMATS
+    ],
+)
+def test_an_engine_computes_what_the_emulation_does(
+    format: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    fused, plain = built(tmp_path, format, dtype)
+    kind = "fp8_per_token" if format == "fp8_pc_pt" else FORMATS[format]
+    (layer, _), head = fused.decoder.weights.layers, fused.decoder.weights.head
+    linears = (layer.qkv, layer.dense, layer.mlp_in, layer.mlp_out)
+    assert {linear.kind for linear in linears} == {kind}
+    assert head.kind == ("plain" if format == "int8_wo" else kind)
+    tolerance = 1e-5
+    if dtype == torch.bfloat16:
+        tolerance = 0.15 if FORMATS[format] == "fp8" else 0.05  # as test_quantized_kernels.py has
+    assert difference(run(fused, 2), run(plain, 2)) < tolerance
+
+
+@EVERY_DTYPE
+def test_rows_are_rounded_by_themselves(dtype: torch.dtype, tmp_path: Path) -> None:
+    fused, _ = built(tmp_path, "fp8_pc_pt", dtype, num_hidden_layers=1)
+    assert torch.equal(run(fused, 2), run(fused, 1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["7b", "0.5b"])
+@EVERY_CASE
+def test_weights_are_copied_16_bytes_at_a_time(
+    model: str, kind: Kind, group: int, tmp_path: Path
+) -> None:
+    """Which is so only for the right matrix instruction: tiles.py."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtimes.torch.fused.compile_quantized"]
+        + [model, kind, str(group)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[4],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for kernel in json.loads(done.stdout):
+        used = {(how, size) for name, how, size in kernel["accesses"] if name == "weight_ptr"}
+        assert used == {("copy", 16)}, kernel["name"]
+        assert kernel["shared_bytes"] <= 99 << 10, kernel["name"]  # which an RTX 4090 has too
+
+
+def halves(scale_of_gate: float, input_scale_of_gate: float) -> dict[str, Tensor]:
+    """An engine in FP8 whose gate and up projections have scales of their own."""
+    config = toy_config(num_layers=1)
+    tensors = toy_weights(config)
+    fc, gate = tensors.pop("layers.0.mlp_in.weight").t().to(torch.float8_e4m3fn).chunk(2)
+    for name, weight, scale, input_scale in (
+        ("mlp_fc", fc, 0.5, 0.25),
+        ("mlp_gate", gate, scale_of_gate, input_scale_of_gate),
+    ):
+        tensors[f"layers.0.{name}.weight"] = weight
+        tensors[f"layers.0.{name}.weight_scale"] = torch.tensor([scale], device=DEVICE)
+        tensors[f"layers.0.{name}.input_scale"] = torch.tensor([input_scale], device=DEVICE)
+    return tensors
+
+
+IN_FP8 = {"layers.0.mlp_in": "fp8", "layers.0.mlp_fc": "fp8", "layers.0.mlp_gate": "fp8"}
+
+
+def test_halves_with_one_input_scale_are_joined() -> None:
+    config = toy_config(num_layers=1, formats=IN_FP8)
+    tensors = halves(4.0, 0.25)
+    assert unsupported(config, tensors.get) is None
+    linear = load_weights(config, tensors.get).layers[0].mlp_in
+    size = config.intermediate_size
+    assert linear.num_columns == 2 * size
+    assert linear.input_scale == 0.25
+    assert linear.scale is not None
+    assert linear.scale.tolist() == [0.125] * size + [1.0] * size
+    assert torch.equal(linear.weight[size:].float(), tensors["layers.0.mlp_gate.weight"].float())
+
+
+@pytest.mark.parametrize(
+    ("formats", "tensors", "reason"),
+    [
+        (IN_FP8, None, "linears in fp8"),
+        ({"head": "int8_sq", "layers.0.qkv": "nvfp4"}, {}, "linears in int8_sq, nvfp4"),
+        ({"head": "int4_gptq"}, {}, "linears in int4_gptq"),
+        (
+            {"head": "fp8"},
+            {"head.weight": torch.zeros(32, 64)},
+            "head in fp8, which is emulated",
+        ),
+        (
+            IN_FP8,
+            halves(0.5, 0.125),
+            "layers.0.mlp_fc and mlp_gate, which do not round their input alike",
+        ),
+        ({"head": "int8_wo"}, {"head.weight": torch.zeros(32, 64)}, None),
+    ],
+)
+def test_what_is_not_done_is_named(
+    formats: dict[str, str], tensors: dict[str, Tensor] | None, reason: str | None
+) -> None:
+    config = toy_config(num_layers=1, formats=formats)
+    assert unsupported(config, None if tensors is None else tensors.get) == reason
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token", "int8", "int4"])
+def test_prompts_are_multiplied_alike(kind: Kind) -> None:
+    for group in (0, 32) if kind == "int4" else (0,):
+        linear, matrix = linear_of(kind, group, 48, 64)
+        linear = replace(
+            linear,
+            bias=random(48, dtype=torch.float32, seed=5),
+            gain=random(64, dtype=torch.float32, seed=6),
+        )
+        x = random(7, 64, dtype=torch.float32, seed=7)
+        assert linear.bias is not None and linear.gain is not None
+        wanted = rounded(x * linear.gain, kind) @ matrix.t() + linear.bias.double()
+        assert error(linear.of_prompt(x), wanted) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token"])
+def test_prompts_in_bfloat16_go_through_the_kernel_of_torch(kind: Kind) -> None:
+    linear, matrix = linear_of(kind, 0, 48, 64)
+    x = random(7, 64, dtype=torch.bfloat16, seed=7)
+    wanted = rounded(x, kind) @ matrix.t()
+    assert error(linear.of_prompt(x), wanted) < TOLERANCE[torch.bfloat16]

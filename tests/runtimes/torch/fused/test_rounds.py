@@ -1,0 +1,199 @@
+"""Rounds against plain greedy decoding, one token after the other on the plain engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from specpipe.runtimes.torch.engine import TorchEngine
+from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.rounds import FusedRounds, Verified
+from specpipe.runtimes.torch.model import ModelConfig
+from tests.runtimes.torch.fused.toy import toy_config, toy_engines
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+
+PROMPT = [3, 60, 21, 7, 33, 12, 48]
+TARGET = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+DRAFT = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+
+
+class Stream(NamedTuple):
+    """Rounds of one sequence, which have begun, and the plain engine that tells what is right."""
+
+    rounds: FusedRounds
+    draft: FusedEngine
+    target: FusedEngine
+    plain: TorchEngine
+    draft_sequence: int
+    target_sequence: int
+
+
+def stream(
+    draft: ModelConfig,
+    target: ModelConfig,
+    *,
+    seeds: tuple[int, int] = (1, 1),
+    vocab_size: int = 64,
+) -> Stream:
+    """Seeds of the draft's weights and the target's; the same model and seed is its own draft."""
+    draft_engine, _ = toy_engines(draft, seed=seeds[0])
+    target_engine, plain = toy_engines(target, seed=seeds[1])
+    rounds = FusedRounds(
+        draft_engine, target_engine, num_draft_tokens=4, vocab_size=vocab_size, unused=[]
+    )
+    sequences = [
+        engine.allocate(prompt_length=len(PROMPT), max_tokens=90)
+        for engine in (draft_engine, target_engine)
+    ]
+    begun = Stream(rounds, draft_engine, target_engine, plain, *sequences)
+    begin(begun, PROMPT)
+    return begun
+
+
+def begin(on: Stream, text: Sequence[int]) -> None:
+    for engine, sequence in (
+        (on.draft, on.draft_sequence),
+        (on.target, on.target_sequence),
+    ):
+        engine.truncate(sequence, 0)
+        engine.forward([(sequence, text[:-1])], [0])
+    on.rounds.begin(text, target_sequence=on.target_sequence, draft_sequence=on.draft_sequence)
+
+
+def own_draft() -> Stream:
+    return stream(toy_config(**TARGET), toy_config(**TARGET))
+
+
+def run(on: Stream, lengths: Sequence[int]) -> list[Verified]:
+    found = []
+    for num_draft_tokens in lengths:
+        on.rounds.launch(num_draft_tokens, num_positions=100)
+        found.append(on.rounds.take())
+    return found
+
+
+def emitted(found: Sequence[Verified]) -> list[int]:
+    return [token_id for verified in found for token_id in verified.token_ids or []]
+
+
+def greedy(on: Stream, num_tokens: int, *, vocab_size: int = 64) -> list[int]:
+    """What the target alone answers."""
+    sequence = on.plain.allocate(prompt_length=len(PROMPT), max_tokens=100)
+    text, feed = [], PROMPT
+    for _ in range(num_tokens):
+        logits = on.plain.forward([(sequence, feed)], [1])
+        feed = [int(logits[0, :vocab_size].argmax())]
+        text += feed
+    on.plain.free(sequence)
+    return text
+
+
+def test_a_target_that_drafts_for_itself_accepts_everything() -> None:
+    on = own_draft()
+    found = run(on, [2, 3, 0, 1])
+    assert [len(verified.token_ids or []) for verified in found] == [3, 4, 1, 2]
+    assert [verified.num_draft_tokens for verified in found] == [2, 3, 0, 1]
+    assert emitted(found) == greedy(on, 10)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[4, 0, 1, 2], pytest.param([3, 3, 0, 0, 2, 4, 1, 3, 4, 4], marks=pytest.mark.slow)]
+)
+def test_rounds_with_another_draft_emit_what_the_target_alone_does(lengths: list[int]) -> None:
+    on = own_draft()
+    head = on.draft.decoder.weights.head.weight
+    with torch.inference_mode():  # now some of its tokens are right, others not
+        head += 0.15 * torch.randn(head.shape, generator=torch.Generator().manual_seed(3)).to(head)
+    found = run(on, lengths)
+    text = emitted(found)
+    assert text == greedy(on, len(text))
+    accepted = [len(verified.token_ids or []) - 1 for verified in found]
+    assert any(0 < a < k for a, k in zip(accepted, lengths, strict=True))
+
+
+@pytest.mark.parametrize(
+    "num_rounds", [1, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 17, 40))]
+)
+def test_the_draft_catches_up_after_rounds_without_it(num_rounds: int) -> None:
+    """It knows as much as the target then: all of its tokens are accepted."""
+    on = own_draft()
+    found = run(on, [*[0] * num_rounds, 3])
+    assert emitted(found) == greedy(on, num_rounds + 4)
+    assert len(found[-1].token_ids or []) == 4
+
+
+def test_two_rounds_are_under_way_at_once() -> None:
+    on = own_draft()
+    found = []
+    on.rounds.launch(2, num_positions=100)
+    for num_draft_tokens in (0, 1):
+        on.rounds.launch(num_draft_tokens, num_positions=100)
+        assert on.rounds.num_under_way == 2
+        found.append(on.rounds.take())
+    found.append(on.rounds.take())
+    assert on.rounds.num_under_way == 0
+    assert [len(verified.token_ids or []) for verified in found] == [3, 1, 2]
+    assert emitted(found) == greedy(on, 6)
+
+
+def test_what_is_dropped_leaves_no_trace_in_the_next_text() -> None:
+    on = own_draft()
+    wanted = greedy(on, 3)
+    on.rounds.launch(2, num_positions=100)
+    on.rounds.launch(0, num_positions=100)
+    on.rounds.drop()
+    assert on.rounds.num_under_way == 0
+    on.rounds.begin(PROMPT, target_sequence=on.target_sequence, draft_sequence=on.draft_sequence)
+    assert emitted(run(on, [2])) == wanted
+
+
+def test_the_draft_may_lack_one_token_more_than_the_target() -> None:
+    on = own_draft()
+    on.draft.truncate(on.draft_sequence, 0)
+    with torch.inference_mode():
+        for pool in (on.draft.cache.keys[0], on.draft.cache.values[0]):
+            pool.fill_(torch.nan)
+    on.draft.forward([(on.draft_sequence, PROMPT[:-2])], [0])
+    (verified,) = run(on, [2])
+    assert verified == Verified(greedy(on, 3), 2)
+
+
+def test_only_usable_tokens_are_emitted() -> None:
+    on = stream(toy_config(**TARGET), toy_config(**TARGET), vocab_size=20)
+    found = run(on, [2, 0, 0])
+    assert emitted(found) == greedy(on, 5, vocab_size=20)
+    assert max(emitted(found)) < 20 <= max(greedy(on, 5))
+
+
+def test_a_target_without_a_usable_logit_emits_nothing() -> None:
+    on = own_draft()
+    with torch.inference_mode():
+        on.target.decoder.weights.norm.fill_(torch.nan)
+    assert run(on, [2, 0]) == [Verified(None, 0), Verified(None, 0)]
+
+
+def test_a_draft_without_a_usable_logit_costs_acceptance_only() -> None:
+    target = toy_config(**TARGET)
+    on = stream(target, target, seeds=(2, 1))
+    with torch.inference_mode():
+        on.draft.decoder.weights.norm.fill_(torch.nan)
+    text = emitted(run(on, [2, 1]))
+    assert text == greedy(on, len(text))
+
+
+def test_a_draft_token_that_the_target_cannot_read_shows_without_it() -> None:
+    """With it the whole round is unusable: 0 times the NaN of its values is NaN."""
+    on = own_draft()
+    first, second, _ = greedy(on, 3)
+    with torch.inference_mode():
+        on.target.decoder.weights.embedding[second] = torch.nan
+    assert run(on, [3, 0, 0, 0]) == [
+        Verified(None, 0),
+        Verified([first], 0),
+        Verified([second], 0),
+        Verified(None, 0),
+    ]

@@ -1,0 +1,287 @@
+"""benchmarks/gpu.py: what it makes of the times, and the weights that it times."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.gpu_report import covered, goals, kv_bytes, markdown, steps_speedup
+from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
+from benchmarks.inflate import Size, inflated_tensors, open_source
+from specpipe.families import unified_config
+from specpipe.runtimes.torch.model import ModelConfig
+from tests.runtimes.torch.engines import build_engine
+from tests.toy import write_toy_checkpoint
+from tests.toy_tokenizers import byte_level
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_kv_bytes_stop_at_a_window() -> None:
+    sizes = {"num_kv_heads": 16, "head_size": 64, "element_bytes": 2}
+    # 2 · 32 layers · 1,001 positions · 16 heads · 64 channels · 2 bytes
+    assert kv_bytes([None] * 32, num_positions=1001, **sizes) == 131_203_072
+    # keys and values of 100 + 10 positions, 4,096 bytes each
+    assert kv_bytes([None, 10], num_positions=100, **sizes) == 110 * 4_096
+
+
+def test_prediction_from_steps() -> None:
+    # 2.4 tokens in 4 · 0.5 + 6 ms, against one in 5 ms
+    found = steps_speedup(2.4, draft=0.5, verification=6.0, plain=5.0, num_draft_tokens=4)
+    assert found == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "expected"),
+    [
+        ([], 0.0),
+        ([(1.0, 2.0), (4.0, 5.0)], 2.0),
+        ([(4.0, 5.0), (1.0, 3.0), (2.0, 4.0)], 4.0),  # out of order, one in the other
+        ([(1.0, 6.0), (2.0, 3.0)], 5.0),
+        ([(-3.0, 1.0), (9.0, 12.0), (20.0, 21.0)], 2.0),  # only what is in 0 … 10
+    ],
+)
+def test_covered_time_counts_once(intervals: list[tuple[float, float]], expected: float) -> None:
+    assert covered(intervals, 0.0, 10.0) == expected
+
+
+def step(model: str, context: int, rows: int, seconds: float) -> dict[str, Any]:
+    return {
+        "model": model,
+        "context": context,
+        "rows": rows,
+        "seconds": seconds,
+        "floor_seconds": 0.004,
+        "bytes": 12_000_000_000,
+    }
+
+
+def by_k(num_draft_tokens: int, rate: float, speedup: float, of_steps: float) -> dict[str, Any]:
+    return {
+        "num_draft_tokens": num_draft_tokens,
+        "round_seconds": 0.005,
+        "tokens_per_second": rate,
+        "acceptance_length": 1.0 + num_draft_tokens / 4,
+        "speedup": speedup,
+        "of_rounds": 0.97,
+        "of_steps": of_steps,
+        "num_answers": 5,
+        "num_different": 0,
+        "margins": [],
+    }
+
+
+RUN: dict[str, Any] = {
+    "machine": {"gpu": "H100", "torch": "2.11.0", "triton": "3.6.0", "dtype": "bfloat16"},
+    "bytes_per_second": 3.01e12,
+    "small": {
+        "float32": {
+            "draft": {"num_tokens": 64, "num_different": 0, "max_error": 1e-6, "margins": []},
+            "target": {"num_tokens": 64, "num_different": 1, "max_error": 1e-6, "margins": [0.5]},
+            "rounds": {"num_draft_tokens": 4, "num_answers": 2, "num_different": 0},
+        }
+    },
+    "pairs": {
+        "7b+0.4b": {
+            "steps": [
+                step("target", 8_000, 1, 0.006),
+                step("target", 1_000, 1, 0.0044),
+                step("target", 1_000, 5, 0.009),
+                step("draft", 1_000, 1, 0.01),
+            ],
+            "rounds": [
+                by_k(0, 200.0, 1.0, 1.0),
+                by_k(2, 360.0, 1.8, 0.95),
+                by_k(4, 300.0, 1.5, 0.85) | {"num_different": 1, "margins": [0.03125]},
+            ],
+            "own": {"error": "OutOfMemoryError: none is left"},
+            "hopeless": {"tokens_per_second": 199.0, "alone_tokens_per_second": 200.0},
+            "fp8": {"not_run": "the fused kernels do not run linears in fp8"},
+            "busy": {"num_draft_tokens": 4, "busy": 0.96, "profiled": 0.9},
+        },
+        "32b+0.5b": {"rounds": [by_k(0, 40.0, 1.0, 1.0), by_k(4, 76.0, 1.9, 0.95)]},
+    },
+    "peers": [
+        {"engine": "vllm", "version": "0.23", "num_draft_tokens": 0, "tokens_per_second": 160.0},
+        {"engine": "vllm", "num_draft_tokens": 2, "error": "exit status 1"},
+        {
+            "engine": "transformers",
+            "version": "5",
+            "num_draft_tokens": 0,
+            "tokens_per_second": 30.0,
+        },
+        {
+            "engine": "transformers-compiled",
+            "version": "5",
+            "num_draft_tokens": 0,
+            "tokens_per_second": 120.0,
+        },
+    ],
+}
+
+
+def test_goals_are_judged_by_what_was_measured() -> None:
+    found = {
+        (g.pair, g.what): (None if g.is_reached is None else bool(g.is_reached), g.figure)
+        for g in goals(RUN)
+    }
+    best, predicted = (
+        "speculation over target alone, best K",
+        "speedup over what acceptance and steps predict, worst K",
+    )
+    different = "answers that differ from target alone, all K"
+    plain = "best tokens that differ from the plain engine's"
+    assert found == {
+        ("small", f"draft, float32: {plain}"): (True, 0.0),
+        ("small", f"target, float32: {plain}"): (False, 1.0),
+        ("small", "rounds, float32: answers that differ from the plain engine's"): (True, 0.0),
+        ("7b+0.4b", "target step after 8,000 tokens, over its floor"): (None, 1.5),
+        ("7b+0.4b", "target step after 1,000 tokens, over its floor"): (True, 1.1),
+        ("7b+0.4b", "draft step after 1,000 tokens, over its floor"): (False, 2.5),
+        ("7b+0.4b", predicted): (False, 0.85),
+        ("7b+0.4b", best): (None, 1.8),
+        ("7b+0.4b", different): (False, 1.0),
+        ("7b+0.4b", "adaptive K with a draft of noise, over target alone"): (True, 0.995),
+        ("7b+0.4b", "GPU busy in steady decode"): (True, 0.96),
+        ("7b+0.4b", "best K over the best of vLLM"): (True, 2.25),
+        ("7b+0.4b", "best K over the best of transformers, as it comes"): (True, 12.0),
+        ("7b+0.4b", "best K over the best of transformers at its best"): (True, 3.0),
+        ("32b+0.5b", predicted): (True, 0.95),
+        ("32b+0.5b", best): (False, 1.9),
+        ("32b+0.5b", different): (True, 0.0),
+    }
+
+
+def test_the_tables_tell_figures_and_what_has_none() -> None:
+    lines = markdown(RUN).splitlines()
+    assert lines[0] == ("H100, torch 2.11.0, Triton 3.6.0, bfloat16; a copy moves 3.01 TB/s.")
+    for line in (
+        "| 7b+0.4b | target step after 1,000 tokens, over its floor | ≤ 1.15 "
+        "| 1.1 (4.40 ms, floor 4.00) | reached |",
+        "| 7b+0.4b | answers that differ from target alone, all K | ≤ 0 "
+        "| 1 (of 10; logit margins 0.031) | missed |",
+        "| rows | 1,000 tokens | 8,000 tokens |",
+        "| 1 | 4.40 (1.10) | 6.00 (1.50) |",
+        "| 5 | 9.00 (2.25) |  |",
+        "| 4 | 5.00 | 2.00 | 300.0 | 1.50 | 0.97 | 0.85 |",
+        "7b+0.4b, own: OutOfMemoryError: none is left",
+        "7b+0.4b, fp8: the fused kernels do not run linears in fp8",
+    ):
+        assert line in lines
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("phi3", {}),
+    ],
+)
+def test_tensors_made_in_memory_are_those_of_a_built_engine(
+    family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_toy_checkpoint(tmp_path / "toy", family, dtype="float32", **overrides)
+    built = load_file(build_engine(folder, tmp_path) / "model.safetensors")
+    config, read_source = open_source(folder)
+    made = inflated_tensors(
+        config, read_source, Size(32, 2, 2, 64), device="cpu", dtype=torch.float32
+    )
+    names, read = engine_tensors(unified_config(config), made)
+    assert sorted(names) == sorted(built)
+    for name in ["head.weight", *(name for name in names if name != "head.weight")]:
+        tensor = read(name)
+        assert tensor is not None
+        assert torch.equal(tensor, built[name]), name
+    assert read("layers.9.qkv.weight") is None
+
+
+def test_fp8_weights_are_the_plain_ones_rounded() -> None:
+    config = ModelConfig.from_unified(
+        unified_config(json.loads((ROOT / "models/python-code/draft/config.json").read_bytes()))
+        | {"quantization": FP8}
+    )
+    weight = torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.5, -7.0]])  # [in, out]
+    read = fp8_tensors(config, {"layers.0.dense.weight": weight, "head.weight": weight}.get)
+    rounded, scale = read("layers.0.dense.weight"), read("layers.0.dense.weight_scale")
+    assert rounded is not None
+    assert rounded.dtype == torch.float8_e4m3fn
+    assert scale is not None
+    assert scale.tolist() == [7.0 / 448.0]
+    assert (rounded.float() * scale).tolist() == weight.t().tolist()
+    assert read("head.weight") is weight
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_a_run_without_a_gpu_measures_every_part(tmp_path: Path) -> None:
+    """In Triton's interpreter, so that its times mean nothing."""
+    for role in ("draft", "target"):
+        folder = write_toy_checkpoint(
+            tmp_path / role,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            dtype="float32",
+            seed=len(role),
+        )
+        byte_level().save(str(folder / "tokenizer.json"))
+    out, prompts = tmp_path / "out.json", tmp_path / "prompts.json"
+    options = {
+        "--draft": tmp_path / "draft",
+        "--target": tmp_path / "target",
+        "--pairs": "64,1,1,96+32,1,1,64",
+        "--device": "cpu",
+        "--dtype": "float32",
+        "--contexts": "8,20",
+        "--rows": "1,2",
+        "--num-draft-tokens": "0,2",
+        "--max-tokens": 6,
+        "--prompt-tokens": 12,
+        "--num-prompts": 1,
+        "--runs": 1,
+        "--times": 1,
+        "--out": out,
+        "--prompts-out": prompts,
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    done = subprocess.run(
+        command + [str(word) for option in options.items() for word in option],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("a CPU, torch ")
+    assert [len(prompt) for prompt in json.loads(prompts.read_bytes())] == [12]
+    run = json.loads(out.read_bytes())
+    assert run["small"]["float32"]["target"]["num_different"] == 0
+    assert run["small"]["float32"]["rounds"]["num_different"] == 0
+    pair = run["pairs"]["64,1,1,96+32,1,1,64"]
+    assert [(s["model"], s["context"], s["rows"]) for s in pair["steps"]] == [
+        (model, context, rows)
+        for model in ("target", "draft")
+        for context in (8, 20)
+        for rows in (1, 2)
+    ]
+    # 256 · 64 of the head, 64 · 96 of attention, 3 · 64 · 96 of the MLP, 3 · 64 of norms; and
+    # 2 · 16 of keys and values of 9 positions; 4 bytes each
+    assert pair["steps"][0]["bytes"] == 4 * (16_384 + 6_144 + 18_432 + 192 + 288)
+    assert [(r["num_draft_tokens"], r["num_different"]) for r in pair["rounds"]] == [(0, 0), (2, 0)]
+    assert pair["own"]["acceptance_rate"] == 1.0
+    assert pair["adaptive"]["tokens_per_second"] > 0
+    assert pair["hopeless"]["tokens_per_second"] > 0
+    assert pair["fp8"]["seconds"] > 0
+    assert pair["busy"] == {"not_run": "there is no GPU"}
