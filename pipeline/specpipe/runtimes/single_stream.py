@@ -134,7 +134,9 @@ class SingleStream:
 
     def _launch(self, state: RequestState) -> None:
         num_draft_tokens = 0
-        if self._has_draft:
+        # A trial is one round: the next does not draft before it has told.
+        awaits_trial = any(self._under_way) and state.is_draft_on_trial
+        if self._has_draft and not awaits_trial:
             most = most_draft_tokens(self._schedule, 1)
             num_draft_tokens = state.next_num_draft_tokens(self._costs, most=most)
         under_way = sum(drafted + 1 for drafted in self._under_way)

@@ -61,6 +61,11 @@ class DraftLength:
         """The estimate of a."""
         return self._accepted / (self._accepted + self._rejected)
 
+    @property
+    def is_trial(self) -> bool:
+        """True when the last choice was one token, to see whether drafting pays again."""
+        return self._is_trial
+
     def choose(self, limit: int, costs: StepCosts) -> int:
         """The draft length in 0 ... limit that promises most tokens in a given time."""
         if limit <= 0 or self._tokens_left_in_pause > 0:

@@ -276,6 +276,11 @@ class RequestState:
             return self._draft_length.choose(limit, costs)
         return max(limit, 0)
 
+    @property
+    def is_draft_on_trial(self) -> bool:
+        """True when the last draft length was chosen to see whether drafting pays again."""
+        return self._draft_length is not None and self._draft_length.is_trial
+
     def expected_tokens(self, num_draft_tokens: int) -> float:
         """What a step with that many draft tokens should emit; only for an adaptive request."""
         assert self._draft_length is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -63,6 +65,8 @@ def _unfused(folder: Path) -> str | None:
         return f"{folder} was built for a CPU"
     if importlib.util.find_spec("triton") is None:
         return "'triton' is not installed"
+    if (reason := _cannot_compile()) is not None:
+        return reason
     if torch.cuda.get_device_capability() < _MIN_CAPABILITY:
         return "the GPU is older than Ampere (compute capability 8.0)"
     if spec.dtype == torch.float16:
@@ -75,6 +79,15 @@ def _unfused(folder: Path) -> str | None:
     with reading(folder, torch.device("cpu")) as read:
         reason = unsupported(spec.model, read)
     return None if reason is None else f"they do not run {folder}: {reason}"
+
+
+def _cannot_compile() -> str | None:
+    """Says what Triton lacks to build what launches a kernel; it looks for the same."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler (gcc, clang, or what CC names)"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "Triton finds no headers of Python (Debian: python3-dev)"
+    return None
 
 
 def _fused_pair(

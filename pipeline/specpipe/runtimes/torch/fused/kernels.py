@@ -26,8 +26,8 @@ follows from the sum. So its loop is that of a plain product.
 
 Matrices are [N, C], so that a program reads whole stretches of memory, and may be quantized:
 products.py. What the next linear needs rounded is rounded, or its greatest numbers (peaks) are
-found, by the kernel that makes it. The 2 channels that rope
-turns together stand next to each other, and query heads in the order (G, H_kv): layout.py.
+found, by the kernel that makes it. The 2 channels that rope turns together stand next to each
+other, and query heads in the order (G, H_kv): layout.py.
 """
 
 # fmt: off

@@ -1,0 +1,51 @@
+"""Which kernels a pair runs on, where no GPU is to be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specpipe.errors import RuntimeUnavailable
+from specpipe.runtimes.torch.pair import _cannot_compile, unfused
+from tests.runtimes.torch.engines import build_engine
+from tests.toy import write_toy_checkpoint
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    return build_engine(write_toy_checkpoint(folder / "hf", "llama"), folder)
+
+
+def test_an_engine_for_a_cpu_runs_on_plain_kernels(engine: Path) -> None:
+    assert unfused((engine, engine), "auto") == f"{engine} was built for a CPU"
+
+
+def test_who_wants_plain_kernels_gets_them(engine: Path) -> None:
+    assert unfused((engine, engine), "plain") == "engine.kernels is plain"
+
+
+def test_who_wants_fused_kernels_is_told_why_not(engine: Path) -> None:
+    with pytest.raises(RuntimeUnavailable) as refused:
+        unfused((engine, engine), "fused")
+    assert str(refused.value) == (
+        f"engine.kernels is fused, but {engine} was built for a CPU; "
+        "set it to auto, which then takes torch's own"
+    )
+
+
+def test_triton_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _cannot_compile() == "Triton finds no C compiler (gcc, clang, or what CC names)"
+
+
+def test_triton_needs_the_headers_of_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert _cannot_compile() == "Triton finds no headers of Python (Debian: python3-dev)"
+    (tmp_path / "Python.h").touch()
+    assert _cannot_compile() is None
