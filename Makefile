@@ -14,7 +14,7 @@ quickstart: $(VENV)/.serve
 
 # In two processes: one for what starts servers (tests/conftest.py), one for the rest.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not slow" -n 2
 
 test-all: $(VENV)/.test-all
 	SPECPIPE_TEST_MPIRUN=$(abspath $(VENV))/bin/mpirun $(VENV)/bin/python -m pytest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +14,17 @@ if shutil.which("nvidia-smi") is None:
     # before anything imports Triton: transformers does.
     os.environ["TRITON_INTERPRET"] = "1"
 
-TESTS = Path(__file__).parent
-# What starts servers, which goes one after the other in one process of `pytest -n 2 --dist
-# loadgroup`: a server is given ports that were free a moment ago.
-SERVING = ("bench/", "endpoints/", "nightly/", "triton/", "verification/test_triton.py")
+# What starts servers: each gets ports that were free a moment ago.
+SERVING = (
+    "tests/bench/",
+    "tests/endpoints/",
+    "tests/nightly/",
+    "tests/triton/",
+    "tests/verification/test_triton.py",
+)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {}
     if shutil.which("nvidia-smi") is None:
         missing["gpu"] = "no NVIDIA GPU here"
@@ -31,8 +35,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            path = item.path.relative_to(TESTS).as_posix()
-            group = "serving" if path.startswith(SERVING) else path
-            item.add_marker(pytest.mark.xdist_group(group))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `pytest -n 2`, one process runs all that starts servers, the other one other files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "serving" if file.startswith(SERVING) else file
+
+    return Scheduling(config, log)

@@ -6,18 +6,13 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from specpipe.config import PipelineConfig
 from specpipe.pipeline import built_repository
 from specpipe.triton import launcher
-from tests.bench.aiperf import AIPERF
+from tests.bench.aiperf import AIPERF, needs_aiperf
 from tests.bench.conftest import ROOT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(AIPERF is None, reason="aiperf is not installed"),
-]
+pytestmark = needs_aiperf
 
 INPUTS = {
     "payload_template": '{"text_input": {{ text|tojson }}, "stream": {{ stream|tojson }}}',

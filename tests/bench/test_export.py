@@ -9,7 +9,7 @@ import pytest
 from specpipe.bench.export import write_records
 from specpipe.bench.load import Load
 from specpipe.endpoints.base import Usage
-from tests.bench.aiperf import AIPERF, aiperf_python
+from tests.bench.aiperf import aiperf_python, needs_aiperf
 from tests.bench.recorded import answer
 
 USAGE = Usage(
@@ -82,8 +82,7 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     assert "spec_decode_acceptance" not in record
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(AIPERF is None, reason="aiperf is not installed")
+@needs_aiperf
 def test_aiperf_reads_our_records(tmp_path: Path) -> None:
     path = tmp_path / "profile_export.jsonl"
     write_records(path, [LOAD])
