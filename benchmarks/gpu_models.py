@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_config, inflated_tensors, num_parameters, open_source
 from specpipe.families import unified_config
-from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine
+from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine, avoid_cudnn_attention
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import Weights, load_weights, unsupported
 from specpipe.runtimes.torch.memory import estimate_memory
@@ -107,8 +107,7 @@ class FusedModel:
 
 def plain_engine(source: Source, *, max_seq_len: int) -> TorchEngine:
     """The engine that the fused one is compared with."""
-    if source.device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as TorchEngine.load
+    avoid_cudnn_attention(source.device)
     unified = source.config()
     with torch.inference_mode():
         names, read = engine_tensors(unified, source.made())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu_report import covered
 from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.runtimes.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
@@ -23,7 +24,6 @@ from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.speculative.request import Request, Statistics
 
 _COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 20}
-_ROUNDS_QUEUED = 2  # one that runs, and one for when it ends
 _LAST_KERNEL = "accept"  # of a round
 
 
@@ -134,7 +134,7 @@ def round_seconds(
         rounds.begin([1] * context, target_sequence=of_target, draft_sequence=of_draft)
         marks: list[Any] = []
         for _ in range(times + 2):
-            if rounds.num_under_way == _ROUNDS_QUEUED:
+            if rounds.num_under_way == MOST_UNDER_WAY:
                 rounds.take()
             num_positions = context + (len(marks) + 1) * (num_draft_tokens + 1)
             rounds.launch(num_draft_tokens, num_positions=num_positions)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from specpipe.runtimes.base import PairOptions
 from specpipe.runtimes.costs import CostTable
 from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.runtimes.single_stream import Verified
 from specpipe.runtimes.torch.sampling import TorchSampler
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.request import Request, Sampling
@@ -35,12 +35,6 @@ class Device(TableEngine):
         length = self.length(sequence)
         assert length + num_tokens <= len(self.text)
         self.sequences[sequence] += self.text[length : length + num_tokens]
-
-
-@dataclass(frozen=True)
-class Verified:
-    token_ids: list[int] | None
-    num_draft_tokens: int
 
 
 class TableRounds:

@@ -36,6 +36,14 @@ def config_options(config_help: str, set_help: str) -> Callable[[Command], Comma
 built_pair_options = config_options(", which has been built.", "as for the build")
 
 
+chat_option = click.option(
+    "--chat",
+    "is_chat",
+    is_flag=True,
+    help="Ask each prompt as a user's message, in the chat template.",
+)
+
+
 def prompt_options(command: Command) -> Command:
     """--prompts, --limit and --max-tokens: what a pair is asked."""
     command = click.option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specpipe.commands.options import built_pair_options, prompt_options
+from specpipe.commands.options import built_pair_options, chat_option, prompt_options
 from specpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 @click.command()
 @built_pair_options
 @prompt_options
-@click.option(
-    "--chat",
-    "is_chat",
-    is_flag=True,
-    help="Ask each prompt as a user's message, in the chat template.",
-)
+@chat_option
 @click.option(
     "--num-draft-tokens",
     "num_draft_tokens",

@@ -285,9 +285,10 @@ class EnginePair:
         taken = stream.step()
         if taken.token_ids is None:
             stream.end()
-            if not taken.drafted:
+            if taken.drafted:
+                running.is_draft_suspect = True
+            else:
                 self._end(running, state.finish("error", UNUSABLE_LOGITS))
-            running.is_draft_suspect = True
             return
         self._target.skip(running.target_sequence, len(taken.token_ids))
         if taken.num_draft_cached is not None and running.draft_sequence is not None:

@@ -21,16 +21,17 @@ MOST_UNDER_WAY = 2
 """Rounds launched and not yet taken: one that runs, and one for when it ends."""
 
 
-class Verified(Protocol):
-    """What a round let out."""
+@dataclass(frozen=True)
+class Verified:
+    """What a round let out.
 
-    @property
-    def token_ids(self) -> list[int] | None:
-        """Accepted draft tokens and the target's own; None where its first row was unusable."""
+    token_ids         accepted draft tokens and the target's own; None where its first row was
+                      unusable
+    num_draft_tokens  those that were judged
+    """
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """Draft tokens that were judged."""
+    token_ids: list[int] | None
+    num_draft_tokens: int
 
 
 class Rounds(Protocol):

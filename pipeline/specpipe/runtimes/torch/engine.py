@@ -125,10 +125,7 @@ class TorchEngine:
         check_memory([folder])
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        if spec.device.type == "cuda":
-            # cuDNN's attention fails on some of our shapes in half precision ("mha_graph.execute
-            # ... is_good()", torch 2.11 on an H200); torch's own kernels take all of them.
-            torch.backends.cuda.enable_cudnn_sdp(False)
+        avoid_cudnn_attention(spec.device)
         with torch.inference_mode():
             return cls(spec, Model(spec.model, load_weights(folder / WEIGHTS_NAME, spec.device)))
 
@@ -233,6 +230,16 @@ class TorchEngine:
         if rows == list(range(rows[0], rows[0] + len(rows))):
             return self._model.logits(hidden[rows[0] : rows[0] + len(rows)])
         return self._model.logits(hidden[torch.tensor(rows, device=hidden.device)])
+
+
+def avoid_cudnn_attention(device: torch.device) -> None:
+    """Leaves attention to torch's own kernels, for the whole process.
+
+    cuDNN's fail on some of our shapes in half precision ("mha_graph.execute ... is_good()", torch
+    2.11 on an H200).
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def check_memory(folders: Sequence[Path]) -> None:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from specpipe.runtimes.single_stream import Verified
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
-from specpipe.runtimes.torch.fused.rounds import FusedRounds, Verified
+from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.model import ModelConfig
 from tests.runtimes.torch.fused.toy import toy_config, toy_engines
 

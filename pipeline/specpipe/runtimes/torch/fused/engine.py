@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specpipe.runtimes.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.engine import EngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs
@@ -22,9 +23,6 @@ _ROW_COUNTS = (1, 2, 4, 8, 16)
 
 _MAX_PIECE = 8
 """Tokens before the scored ones that go through the decode kernels, not as a prompt."""
-
-ROUNDS_AHEAD = 2
-"""Rounds that may be under way on the GPU when the host learns that a sequence has ended."""
 
 
 @dataclass
@@ -51,7 +49,7 @@ class FusedEngine:
         self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
         self.memory = spec.memory
-        self._spare = (spec.max_draft_len + 1) * (1 + ROUNDS_AHEAD)
+        self._spare = (spec.max_draft_len + 1) * (1 + MOST_UNDER_WAY)
         self.capacity = spec.max_seq_len + self._spare
         self.cache = PagedKVCache(
             num_layers=spec.model.num_layers,

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specpipe.runtimes.single_stream import MOST_UNDER_WAY, Verified
 from specpipe.runtimes.torch.fused.decoder import Rows
-from specpipe.runtimes.torch.fused.engine import ROUNDS_AHEAD, FusedEngine
+from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
 from specpipe.runtimes.torch.fused.kernels import CHUNK, ROWS
 from specpipe.speculative.adaptive import StepCosts
@@ -35,17 +36,6 @@ _CATCH_UP = 16
 
 _TIMED_ROUNDS = 5
 _TIMED_CONTEXT = 256
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What a round let out: token_ids is None when the target's first row was unusable.
-
-    num_draft_tokens  those that were judged
-    """
-
-    token_ids: list[int] | None
-    num_draft_tokens: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +74,7 @@ class FusedRounds:
         is_cuda = self._device.type == "cuda"
         self._told = [
             torch.zeros(2 + ROWS, dtype=torch.int32, pin_memory=is_cuda)
-            for _ in range(ROUNDS_AHEAD + 1)
+            for _ in range(MOST_UNDER_WAY + 1)
         ]
         self._under_way: deque[_UnderWay] = deque()
         self._num_launched = 0
