@@ -19,7 +19,7 @@ from specpipe.runtimes.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
-from specpipe.runtimes.torch.fused.kernels import ROWS
+from specpipe.runtimes.torch.fused.programs import ROWS
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.speculative.request import Request, Statistics
 

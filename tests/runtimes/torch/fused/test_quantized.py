@@ -16,18 +16,18 @@ from torch import Tensor
 
 from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine
 from specpipe.runtimes.torch.engine import load_weights as load_tensors
-from specpipe.runtimes.torch.fused import kernels
+from specpipe.runtimes.torch.fused import attention, kernels, scoring
 from specpipe.runtimes.torch.fused.engine import FusedEngine
-from specpipe.runtimes.torch.fused.kernels import ROWS
 from specpipe.runtimes.torch.fused.linear import Kind, Linear, int4_block, packed, unpacked
 from specpipe.runtimes.torch.fused.products import KINDS
+from specpipe.runtimes.torch.fused.programs import ROWS
 from specpipe.runtimes.torch.fused.weights import load_weights, unsupported
 from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.layout import write_weights
 from specpipe.unified import load_unified
 from tests.quantization.checkpoints import quantized_checkpoint
 from tests.runtimes.torch.engines import build_engine
-from tests.runtimes.torch.fused.test_kernels import (
+from tests.runtimes.torch.fused.kernel_inputs import (
     DEVICE,
     DTYPES,
     EPSILON,
@@ -251,7 +251,7 @@ def test_score(dtype: torch.dtype, kind: Kind, group: int) -> None:
     best, logits = poisoned(2, ROWS, dtype=torch.float32), poisoned(rows, 100, dtype=torch.float32)
     best_ids = torch.full((2, ROWS), -1, dtype=torch.int32, device=DEVICE)
     launch(
-        kernels.score, (2,),
+        scoring.score, (2,),
         scaled, squares_of(hidden, 4), peaks_of(scaled, 4), linear.weight, linear.scale, UNUSED,
         logits, best, best_ids, 1, rows, 4, vocab_size, EPSILON, linear.input_scale,
         V=vocab_size, C=channels, BLOCK_N=64, BLOCK_C=linear.block or 64, PARTS=4, ROWS=ROWS,
@@ -277,7 +277,7 @@ def test_attention_readies_what_it_writes(
     peaks = poisoned(num_heads, ROWS, dtype=torch.float32)
     arrivals = torch.zeros(rows * num_heads, dtype=torch.int32, device=DEVICE)
     launch(
-        kernels.attention, (1, num_kv_heads, 1),
+        attention.attention, (1, num_kv_heads, 1),
         query, keys, values, integers(0).view(1, 1), integers(8, 9), integers(0, 0), gain, out,
         peaks, poisoned(rows, num_heads, 1, head_size, dtype=torch.float32),
         poisoned(rows, num_heads, 1, 2, dtype=torch.float32), arrivals, 1, 1, 0, head_size**-0.5,

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from specpipe.runtimes.torch.fused.kernels import ROWS
+from specpipe.runtimes.torch.fused.programs import ROWS
 from specpipe.runtimes.torch.fused.tiles import (
     Tiles,
     add_tiles,

@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime import driver
 
-from specpipe.runtimes.torch.fused import kernels
-from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS, CHUNK, MAX_QUERIES, ROWS
+from specpipe.runtimes.torch.fused import attention, kernels, scoring
+from specpipe.runtimes.torch.fused.attention import CHUNK, MAX_QUERIES
+from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import Linear
 from specpipe.runtimes.torch.fused.pages import PAGE, PagedKVCache
 from specpipe.runtimes.torch.fused.products import KINDS
+from specpipe.runtimes.torch.fused.programs import ROWS
 from specpipe.runtimes.torch.fused.tiles import Tiles, add_tiles, gated_tiles, linear_tiles
 from specpipe.runtimes.torch.fused.weights import Layer, Weights
 from specpipe.runtimes.torch.model import ModelConfig
@@ -199,7 +201,7 @@ class Decoder:
         """Scores the vocabulary for some rows of the last launch: best, best_ids, and logits."""
         tiles, head = self._head_tiles, self.weights.head
         self._launch(
-            kernels.score, (self._num_blocks,),
+            scoring.score, (self._num_blocks,),
             self._scaled, self._squares, self._peaks, head.weight, _scale_of(head),
             self._is_unused, self.logits, self.best, self.best_ids, first_row, num_rows,
             self._num_parts(self._tiles[-1].mlp_out), self._num_usable, self.config.norm_epsilon,
@@ -213,7 +215,7 @@ class Decoder:
     def propose(self, history: Tensor, position: Tensor) -> None:
         """Writes the best token of the row scored first behind *position in a history."""
         self._launch(
-            kernels.propose, (1,),
+            scoring.propose, (1,),
             self.best, self.best_ids, history, position, self._num_blocks,
             ROWS=ROWS, BLOCKS=_BEST_BLOCKS,
         )  # fmt: skip
@@ -221,9 +223,9 @@ class Decoder:
     def accept(
         self, history: Tensor, positions: Tensor, first: int, result: Tensor, num_draft_tokens: int
     ) -> None:
-        """Judges draft tokens by the rows scored: kernels.accept."""
+        """Judges draft tokens by the rows scored: scoring.accept."""
         self._launch(
-            kernels.accept, (1,),
+            scoring.accept, (1,),
             self.best, self.best_ids, history, positions, result, self._num_blocks,
             NUM_DRAFT=num_draft_tokens, FIRST=first, NUM_POSITIONS=len(positions), ROWS=ROWS,
             BLOCKS=_BEST_BLOCKS,
@@ -258,7 +260,7 @@ class Decoder:
         block = min(max(16, _power_of_2_above(num_queries)), MAX_QUERIES)
         blocks = -(-num_queries // block)
         self._launch(
-            kernels.attention,
+            attention.attention,
             (rows.num_rows // rows.group * blocks, config.num_kv_heads, rows.max_chunks),
             self._query, keys, values, cache.table, rows.positions, rows.slots,
             self._query if dense.gain is None else dense.gain, _rounded(self._attended, dense),

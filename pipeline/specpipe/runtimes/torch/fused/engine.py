@@ -10,10 +10,11 @@ from torch import Tensor
 
 from specpipe.runtimes.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.engine import EngineSpec
+from specpipe.runtimes.torch.fused.attention import CHUNK
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs
-from specpipe.runtimes.torch.fused.kernels import CHUNK, ROWS
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
+from specpipe.runtimes.torch.fused.programs import ROWS
 from specpipe.runtimes.torch.fused.weights import Weights
 
 SequenceId = int

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specpipe.runtimes.torch.fused.products import (
     FP8_PER_TOKEN,
@@ -54,34 +53,11 @@ from specpipe.runtimes.torch.fused.products import (
     scaled,
     weight_block,
 )
-
-ROWS = 16
-"""Columns of every tile: rows that one launch takes at most."""
-
-CHUNK = 128
-"""Positions of one part of attention."""
-
-MAX_QUERIES = 32
-"""Of one program of attention: more would be another matrix instruction, with other rounding."""
+from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin
 
 _SILU: tl.constexpr = tl.constexpr(0)
 _GELU_TANH: tl.constexpr = tl.constexpr(1)
-_UNSPECIALIZED = ("num_rows", "group", "first_row")
-"""What the machine code must not depend on."""
-
 ACTIVATIONS = {"silu": 0, "swiglu": 0, "gelu_pytorch_tanh": 1}
-
-
-@triton.jit
-def _begin(PDL: tl.constexpr):
-    """Waits for what the kernel before this one wrote, and lets the next be put on the chip.
-
-    In this order: all that is older than the kernel before was then written when a kernel starts,
-    and need not be waited for.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -95,7 +71,7 @@ def embed(
 
     tokens  by row, or by position if BY_POSITION
     """
-    _begin(PDL)
+    begin(PDL)
     row = tl.program_id(0)
     position = tl.load(positions_ptr + row)
     if position < 0:
@@ -120,7 +96,7 @@ def embed(
         tl.store(peaks_ptr + row, tl.max(peaks))
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def rotary_linear(
     scaled_ptr, squares_ptr, peaks_ptr, weight_ptr, scale_ptr, bias_ptr, rotations_ptr,
     query_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr,
@@ -145,7 +121,7 @@ def rotary_linear(
     is_row = position >= 0
     position = tl.maximum(position, 0)
     page = tl.load(pages_ptr + slot * pages_stride + position // PAGE)
-    _begin(PDL)
+    begin(PDL)
     squares = blocks_of_rows(squares_ptr, num_parts, PARTS, ROWS)
     factor = normed_factor(
         squares, peaks_ptr, num_parts, input_scale, epsilon, C, PARTS, ROWS, KIND
@@ -207,7 +183,7 @@ def turn_heads(
     HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):
     """Norm and rotary embedding of each head, and the KV cache write: program (row, head)."""
-    _begin(PDL)
+    begin(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + row)
@@ -240,130 +216,7 @@ def turn_heads(
             tl.store(values_ptr + place * D + channel, x)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def attention(
-    query_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr,
-    slots_ptr, out_gain_ptr, out_ptr, peaks_ptr, sums_ptr, states_ptr, arrivals_ptr,
-    pages_stride, max_chunks, window, scale, group, num_rows, out_scale,
-    H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, QUERIES: tl.constexpr, QUERY_BLOCKS: tl.constexpr,
-    UNROLL: tl.constexpr, HEADS_BY_KV: tl.constexpr, HAS_GAIN: tl.constexpr, NEXT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """What queries [R, H · D] attend to, [R, H · D]: program (queries, key-value head, chunk).
-
-    `group` rows are of one sequence, positions rising; the queries of a group and head are taken
-    in QUERY_BLOCKS blocks of QUERIES. Each program takes CHUNK positions; the last of its queries
-    to arrive joins the parts, always in the same order.
-
-    sums    float32 [R, H, max_chunks, D]: of values, by chunk
-    states  float32 [R, H, max_chunks, 2]: the highest score, and the sum of weights below it
-    peaks   float32 [H, ROWS]: the greatest numbers of out, by head
-    window  positions that a row sees, its own included; 0: all
-
-    out is ready for a linear of kind NEXT, which may want heads in the order (H_kv, G).
-    """
-    first_row = tl.program_id(0) // QUERY_BLOCKS * group
-    kv_head = tl.program_id(1)
-    chunk = tl.program_id(2)
-    # Positions and pages are older than the kernel before: see rotary_linear.
-    first_position = tl.load(positions_ptr + first_row)
-    last_position = tl.load(positions_ptr + first_row + group - 1)
-    num_chunks = last_position // CHUNK + 1
-    first_chunk = 0
-    if window > 0:
-        first_chunk = tl.maximum(first_position - window + 1, 0) // CHUNK
-    if (last_position < 0) | (chunk >= num_chunks) | (chunk < first_chunk):
-        _begin(PDL)
-        return
-    G: tl.constexpr = H // H_KV
-    q = tl.program_id(0) % QUERY_BLOCKS * QUERIES + tl.arange(0, QUERIES)
-    is_query = q < group * G
-    row = first_row + q // G
-    head = (q % G) * H_KV + kv_head
-    position = tl.load(positions_ptr + row, mask=is_query, other=0)
-    slot = tl.load(slots_ptr + first_row)
-    channel = tl.arange(0, D)
-    seen = chunk * CHUNK + tl.arange(0, CHUNK)
-    page = tl.load(
-        pages_ptr + slot * pages_stride + seen // PAGE, mask=seen <= last_position, other=0
-    )
-    place = (tl.cast(page, tl.int64) * H_KV + kv_head) * PAGE + seen % PAGE
-    place = place[:, None] * D + channel[None, :]
-    # So are the keys and values of earlier steps; those of this one are the kernel's before.
-    any_row = tl.arange(0, ROWS)
-    any_position = tl.load(positions_ptr + any_row, mask=any_row < num_rows, other=-1)
-    any_slot = tl.load(slots_ptr + any_row, mask=any_row < num_rows, other=-1)
-    is_ours = (any_slot == slot) & (any_position >= 0)
-    first_new = tl.min(tl.where(is_ours, any_position, last_position), axis=0)
-    is_old = (seen < first_new)[:, None]
-    is_new = (seen >= first_new)[:, None] & (seen <= last_position)[:, None]
-    old_keys = tl.load(keys_ptr + place, mask=is_old, other=0.0)
-    old_values = tl.load(values_ptr + place, mask=is_old, other=0.0)
-    _begin(PDL)
-    query = tl.load(
-        query_ptr + (row * H + head)[:, None] * D + channel[None, :],
-        mask=is_query[:, None], other=0.0,
-    )
-    keys = tl.where(is_old, old_keys, tl.load(keys_ptr + place, mask=is_new, other=0.0))
-    values = tl.where(is_old, old_values, tl.load(values_ptr + place, mask=is_new, other=0.0))
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale  # [QUERIES, CHUNK]
-    is_seen = seen[None, :] <= position[:, None]
-    if window > 0:
-        is_seen &= seen[None, :] > position[:, None] - window
-    scores = tl.where(is_seen, scores, -float("inf"))
-    highest = tl.max(scores, axis=1)
-    weights = tl.where(is_seen, tl.exp(scores - highest[:, None]), 0.0)
-    sums = tl.dot(weights.to(values.dtype), values, input_precision="ieee")  # [QUERIES, D]
-    part = (row * H + head) * max_chunks + chunk
-    tl.store(sums_ptr + part[:, None] * D + channel[None, :], sums, mask=is_query[:, None])
-    tl.store(states_ptr + 2 * part, highest, mask=is_query)
-    tl.store(states_ptr + 2 * part + 1, tl.sum(weights, axis=1), mask=is_query)
-    tl.debug_barrier()
-    counter = arrivals_ptr + tl.program_id(0) * H_KV + kv_head
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-    if arrived < num_chunks - first_chunk - 1:
-        return
-    tl.store(counter, 0)
-    total = tl.zeros([QUERIES, D], tl.float32)
-    highest = tl.full([QUERIES], -float("inf"), tl.float32)
-    weight = tl.zeros([QUERIES], tl.float32)
-    first_part = (row * H + head) * max_chunks
-    for start in range(first_chunk, num_chunks, UNROLL):
-        for step in tl.static_range(UNROLL):  # their loads are under way together
-            part = first_part + start + step
-            is_part = is_query & (start + step < num_chunks)
-            top = tl.load(
-                states_ptr + 2 * part, mask=is_part, other=-float("inf"), cache_modifier=".cg"
-            )
-            more = tl.load(states_ptr + 2 * part + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-            sums = tl.load(
-                sums_ptr + part[:, None] * D + channel[None, :], mask=is_part[:, None], other=0.0,
-                cache_modifier=".cg",
-            )
-            higher = tl.maximum(highest, top)
-            # A chunk that a row sees nothing of has the score -inf and the weight 0.
-            old = tl.where(highest == -float("inf"), 0.0, tl.exp(highest - higher))
-            new = tl.where(top == -float("inf"), 0.0, tl.exp(top - higher))
-            total = total * old[:, None] + sums * new[:, None]
-            weight = weight * old + more * new
-            highest = higher
-    if HEADS_BY_KV:
-        head = kv_head * G + q % G
-    place = head[:, None] * D + channel[None, :]
-    gain = out_scale
-    if HAS_GAIN:
-        gain = tl.load(out_gain_ptr + place)
-    is_kept = is_query & (position >= 0)
-    out = as_input(
-        total / weight[:, None], gain, out_scale, query_ptr.dtype.element_ty, HAS_GAIN, NEXT
-    )
-    if NEXT == FP8_PER_TOKEN:
-        tl.store(peaks_ptr + head * ROWS + row, tl.max(tl.abs(out), axis=1), mask=is_kept)
-    tl.store(out_ptr + (row * (H * D))[:, None] + place, out, mask=is_kept[:, None])
-
-
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def add_linear(
     x_ptr, x_peaks_ptr, weight_ptr, scale_ptr, bias_ptr, gain_ptr, hidden_ptr, scaled_ptr,
     squares_ptr, peaks_ptr, parts_ptr, arrivals_ptr, num_rows, num_x_peaks,
@@ -394,7 +247,7 @@ def add_linear(
     # The hidden states were written two kernels ago at least.
     hidden = tl.load(hidden_ptr + place, mask=mask, other=0.0)
     gain = tl.load(gain_ptr + n).to(tl.float32)
-    _begin(PDL)
+    begin(PDL)
     factor = 1.0
     if KIND == FP8_PER_TOKEN:
         factor = peak_factor(blocks_of_rows(x_peaks_ptr, num_x_peaks, X_PEAKS, ROWS))
@@ -429,7 +282,7 @@ def add_linear(
         tl.store(peaks_ptr + block, tl.max(tl.abs(ready.to(tl.float32)), axis=0))
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def gated_linear(
     scaled_ptr, squares_ptr, peaks_ptr, weight_ptr, scale_ptr, bias_ptr, out_gain_ptr, out_ptr,
     out_peaks_ptr, num_rows, num_parts, epsilon, input_scale, out_scale,
@@ -445,7 +298,7 @@ def gated_linear(
     first_column = tl.program_id(0) * BLOCK_N
     prefetch_block(weight_ptr, first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
     prefetch_block(weight_ptr, N + first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
-    _begin(PDL)
+    begin(PDL)
     fc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     gate = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = blocks_of_rows(squares_ptr, num_parts, PARTS, ROWS)
@@ -493,123 +346,3 @@ def gated_linear(
             out_peaks_ptr + tl.program_id(0) * ROWS + row, tl.max(tl.abs(out), axis=0)
         )
     tl.store(out_ptr + row[None, :] * N + n[:, None], out, mask=row[None, :] < num_rows)
-
-
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def score(
-    scaled_ptr, squares_ptr, peaks_ptr, weight_ptr, scale_ptr, is_unused_ptr, logits_ptr,
-    best_ptr, best_ids_ptr, first_row, num_rows, num_parts, num_columns, epsilon, input_scale,
-    V: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_UNUSED: tl.constexpr,
-    WRITES_LOGITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
-):
-    """Logits float32 [R, V] of the normalized x, and the best of each block of columns.
-
-    best, best_ids  [blocks, ROWS]: the highest logit of the first num_columns that are used, NaN
-                    where one of them is, and its lowest id
-    """
-    block = tl.program_id(0)
-    # The last block overlaps the one before it rather than end early: both find the same logits.
-    first_column = tl.minimum(block * BLOCK_N, V - BLOCK_N)
-    prefetch_block(weight_ptr, first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
-    _begin(PDL)
-    squares = blocks_of_rows(squares_ptr + first_row, num_parts, PARTS, ROWS)
-    factor = normed_factor(
-        squares, peaks_ptr + first_row, num_parts, input_scale, epsilon, C, PARTS, ROWS, KIND
-    )
-    logits = product(
-        scaled_ptr + first_row * C, weight_ptr, scale_ptr, factor, first_column, 0, C, num_rows,
-        V, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND,
-    )
-    logits = normed(
-        logits, squares, factor, scale_ptr, first_column, epsilon, C, BLOCK_N, GROUP, KIND
-    )
-    n = first_column + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, ROWS)
-    if WRITES_LOGITS:
-        out = logits_ptr + row[None, :] * V + n[:, None]
-        tl.store(out, logits, mask=row[None, :] < num_rows)
-    is_usable = n < num_columns
-    if HAS_UNUSED:
-        is_usable &= tl.load(is_unused_ptr + n) == 0
-    is_nan = tl.max(((logits != logits) & is_usable[:, None]).to(tl.int32), axis=0) > 0
-    usable = tl.where(is_usable[:, None] & (logits == logits), logits, -float("inf"))
-    best = tl.max(usable, axis=0)
-    ids = tl.where(usable == best[None, :], n[:, None], V)
-    best_id = tl.min(ids, axis=0)
-    tl.store(best_ptr + block * ROWS + row, tl.where(is_nan, float("nan"), best))
-    tl.store(best_ids_ptr + block * ROWS + row, best_id)
-
-
-@triton.jit
-def _best_of_blocks(
-    best_ptr, best_ids_ptr, num_blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """The best token id of each row, [ROWS], and whether there is one: its logit is finite."""
-    row = tl.arange(0, ROWS)
-    best = tl.full([ROWS], -float("inf"), tl.float32)
-    best_id = tl.full([ROWS], 2147483647, tl.int32)
-    has_nan = tl.zeros([ROWS], tl.int32)
-    for start in range(0, num_blocks, BLOCKS):
-        block = start + tl.arange(0, BLOCKS)
-        mask = (block < num_blocks)[:, None]
-        place = block[:, None] * ROWS + row[None, :]
-        value = tl.load(best_ptr + place, mask=mask, other=-float("inf"))
-        ids = tl.load(best_ids_ptr + place, mask=mask, other=2147483647)
-        has_nan |= tl.max((value != value).to(tl.int32), axis=0)
-        value = tl.where(value == value, value, -float("inf"))
-        top = tl.max(value, axis=0)
-        top_id = tl.min(tl.where(value == top[None, :], ids, 2147483647), axis=0)
-        # Blocks come in the order of ids, so an equal one later never wins.
-        best_id = tl.where(top > best, top_id, best_id)
-        best = tl.maximum(best, top)
-    is_usable = (has_nan == 0) & (best > -float("inf")) & (best < float("inf"))
-    return tl.where(is_usable, best_id, 0), is_usable
-
-
-@triton.jit
-def propose(
-    best_ptr, best_ids_ptr, history_ptr, position_ptr, num_blocks,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
-):
-    """Writes the draft's best token of its first scored row to the position after *position."""
-    _begin(PDL)
-    best_id, _ = _best_of_blocks(best_ptr, best_ids_ptr, num_blocks, ROWS, BLOCKS)
-    row = tl.arange(0, ROWS)
-    place = history_ptr + tl.load(position_ptr) + 1
-    tl.store(place + row, best_id, mask=row == 0)
-
-
-@triton.jit
-def accept(
-    best_ptr, best_ids_ptr, history_ptr, positions_ptr,
-    result_ptr, num_blocks,
-    NUM_DRAFT: tl.constexpr, FIRST: tl.constexpr, NUM_POSITIONS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr, PDL: tl.constexpr,
-):
-    """Accepts draft tokens as long as they are what the target would have chosen, and moves on.
-
-    positions  [NUM_POSITIONS]: rising by 1, that of the first row verified stands at FIRST; moved
-               by what is emitted
-    history    the tokens by position; gets the target's own token behind the last accepted one
-    result     [2 + ROWS]: how many tokens are emitted (0: the first row is unusable), how many
-               draft tokens were judged, and the tokens
-    """
-    _begin(PDL)
-    row = tl.arange(0, ROWS)
-    best_id, is_usable = _best_of_blocks(best_ptr, best_ids_ptr, num_blocks, ROWS, BLOCKS)
-    is_row = row <= NUM_DRAFT
-    num_usable = tl.min(tl.where(is_usable | (row > NUM_DRAFT), NUM_DRAFT + 1, row), axis=0)
-    first = tl.load(positions_ptr + FIRST)
-    tokens = history_ptr + first + 1
-    drafted = tl.load(tokens + row, mask=row < NUM_DRAFT, other=-1)
-    is_wrong = (drafted != best_id) | (row >= num_usable - 1)
-    num_accepted = tl.min(tl.where(is_wrong, row, ROWS), axis=0)
-    num_emitted = tl.where(num_usable > 0, num_accepted + 1, 0)
-    tl.debug_barrier()  # all warps have read what is written now
-    tl.store(result_ptr, num_emitted)
-    tl.store(result_ptr + 1, tl.maximum(num_usable - 1, 0))
-    tl.store(result_ptr + 2 + row, best_id, mask=is_row)
-    tl.store(tokens + row, best_id, mask=(row == num_accepted) & (num_usable > 0))
-    n = tl.arange(0, NUM_POSITIONS)
-    tl.store(positions_ptr + n, first - FIRST + num_emitted + n)

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from specpipe.runtimes.single_stream import MOST_UNDER_WAY, Verified
+from specpipe.runtimes.torch.fused.attention import CHUNK
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
-from specpipe.runtimes.torch.fused.kernels import CHUNK, ROWS
+from specpipe.runtimes.torch.fused.programs import ROWS
 from specpipe.speculative.adaptive import StepCosts
 
 MAX_DRAFT_TOKENS = ROWS - 1

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specpipe.runtimes.torch.fused.kernels import ROWS
 from specpipe.runtimes.torch.fused.linear import Kind
+from specpipe.runtimes.torch.fused.programs import ROWS
 
 MIN_BLOCK = 16
 """Channels that one matrix instruction takes: what every size must be divisible by."""

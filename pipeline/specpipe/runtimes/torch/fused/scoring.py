@@ -1,0 +1,141 @@
+"""The head, and what a draft-verify round makes of its scores, in Triton's language.
+
+Letters are those of kernels.py.
+"""
+
+# fmt: off
+# With one argument a line, signatures and calls would be most of the file.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specpipe.runtimes.torch.fused.products import (
+    blocks_of_rows,
+    normed,
+    normed_factor,
+    prefetch_block,
+    product,
+)
+from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def score(
+    scaled_ptr, squares_ptr, peaks_ptr, weight_ptr, scale_ptr, is_unused_ptr, logits_ptr,
+    best_ptr, best_ids_ptr, first_row, num_rows, num_parts, num_columns, epsilon, input_scale,
+    V: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_UNUSED: tl.constexpr,
+    WRITES_LOGITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):
+    """Logits float32 [R, V] of the normalized x, and the best of each block of columns.
+
+    best, best_ids  [blocks, ROWS]: the highest logit of the first num_columns that are used, NaN
+                    where one of them is, and its lowest id
+    """
+    block = tl.program_id(0)
+    # The last block overlaps the one before it rather than end early: both find the same logits.
+    first_column = tl.minimum(block * BLOCK_N, V - BLOCK_N)
+    prefetch_block(weight_ptr, first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
+    begin(PDL)
+    squares = blocks_of_rows(squares_ptr + first_row, num_parts, PARTS, ROWS)
+    factor = normed_factor(
+        squares, peaks_ptr + first_row, num_parts, input_scale, epsilon, C, PARTS, ROWS, KIND
+    )
+    logits = product(
+        scaled_ptr + first_row * C, weight_ptr, scale_ptr, factor, first_column, 0, C, num_rows,
+        V, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND,
+    )
+    logits = normed(
+        logits, squares, factor, scale_ptr, first_column, epsilon, C, BLOCK_N, GROUP, KIND
+    )
+    n = first_column + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, ROWS)
+    if WRITES_LOGITS:
+        out = logits_ptr + row[None, :] * V + n[:, None]
+        tl.store(out, logits, mask=row[None, :] < num_rows)
+    is_usable = n < num_columns
+    if HAS_UNUSED:
+        is_usable &= tl.load(is_unused_ptr + n) == 0
+    is_nan = tl.max(((logits != logits) & is_usable[:, None]).to(tl.int32), axis=0) > 0
+    usable = tl.where(is_usable[:, None] & (logits == logits), logits, -float("inf"))
+    best = tl.max(usable, axis=0)
+    ids = tl.where(usable == best[None, :], n[:, None], V)
+    best_id = tl.min(ids, axis=0)
+    tl.store(best_ptr + block * ROWS + row, tl.where(is_nan, float("nan"), best))
+    tl.store(best_ids_ptr + block * ROWS + row, best_id)
+
+
+@triton.jit
+def _best_of_blocks(
+    best_ptr, best_ids_ptr, num_blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """The best token id of each row, [ROWS], and whether there is one: its logit is finite."""
+    row = tl.arange(0, ROWS)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    best_id = tl.full([ROWS], 2147483647, tl.int32)
+    has_nan = tl.zeros([ROWS], tl.int32)
+    for start in range(0, num_blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        mask = (block < num_blocks)[:, None]
+        place = block[:, None] * ROWS + row[None, :]
+        value = tl.load(best_ptr + place, mask=mask, other=-float("inf"))
+        ids = tl.load(best_ids_ptr + place, mask=mask, other=2147483647)
+        has_nan |= tl.max((value != value).to(tl.int32), axis=0)
+        value = tl.where(value == value, value, -float("inf"))
+        top = tl.max(value, axis=0)
+        top_id = tl.min(tl.where(value == top[None, :], ids, 2147483647), axis=0)
+        # Blocks come in the order of ids, so an equal one later never wins.
+        best_id = tl.where(top > best, top_id, best_id)
+        best = tl.maximum(best, top)
+    is_usable = (has_nan == 0) & (best > -float("inf")) & (best < float("inf"))
+    return tl.where(is_usable, best_id, 0), is_usable
+
+
+@triton.jit
+def propose(
+    best_ptr, best_ids_ptr, history_ptr, position_ptr, num_blocks,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):
+    """Writes the draft's best token of its first scored row to the position after *position."""
+    begin(PDL)
+    best_id, _ = _best_of_blocks(best_ptr, best_ids_ptr, num_blocks, ROWS, BLOCKS)
+    row = tl.arange(0, ROWS)
+    place = history_ptr + tl.load(position_ptr) + 1
+    tl.store(place + row, best_id, mask=row == 0)
+
+
+@triton.jit
+def accept(
+    best_ptr, best_ids_ptr, history_ptr, positions_ptr,
+    result_ptr, num_blocks,
+    NUM_DRAFT: tl.constexpr, FIRST: tl.constexpr, NUM_POSITIONS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):
+    """Accepts draft tokens as long as they are what the target would have chosen, and moves on.
+
+    positions  [NUM_POSITIONS]: rising by 1, that of the first row verified stands at FIRST; moved
+               by what is emitted
+    history    the tokens by position; gets the target's own token behind the last accepted one
+    result     [2 + ROWS]: how many tokens are emitted (0: the first row is unusable), how many
+               draft tokens were judged, and the tokens
+    """
+    begin(PDL)
+    row = tl.arange(0, ROWS)
+    best_id, is_usable = _best_of_blocks(best_ptr, best_ids_ptr, num_blocks, ROWS, BLOCKS)
+    is_row = row <= NUM_DRAFT
+    num_usable = tl.min(tl.where(is_usable | (row > NUM_DRAFT), NUM_DRAFT + 1, row), axis=0)
+    first = tl.load(positions_ptr + FIRST)
+    tokens = history_ptr + first + 1
+    drafted = tl.load(tokens + row, mask=row < NUM_DRAFT, other=-1)
+    is_wrong = (drafted != best_id) | (row >= num_usable - 1)
+    num_accepted = tl.min(tl.where(is_wrong, row, ROWS), axis=0)
+    num_emitted = tl.where(num_usable > 0, num_accepted + 1, 0)
+    tl.debug_barrier()  # all warps have read what is written now
+    tl.store(result_ptr, num_emitted)
+    tl.store(result_ptr + 1, tl.maximum(num_usable - 1, 0))
+    tl.store(result_ptr + 2 + row, best_id, mask=is_row)
+    tl.store(tokens + row, best_id, mask=(row == num_accepted) & (num_usable > 0))
+    n = tl.arange(0, NUM_POSITIONS)
+    tl.store(positions_ptr + n, first - FIRST + num_emitted + n)
