@@ -1,275 +1,98 @@
-"""What follows from the times that gpu.py measures: floors, predictions, goals and a drawing.
+"""The tables and the drawing of what gpu.py measured.
 
-It needs neither a GPU nor torch. Times are seconds; a run is the JSON that gpu.py writes.
+    python -m benchmarks.gpu_report gpu-7b.json gpu-32b.json --peers peers.jsonl --plot gpu.png
+
+It needs neither a GPU nor torch. Several runs must be of one machine, and have different pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import argparse
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Run = Mapping[str, Any]
-
-_MAX_STEP_RATIO = 1.15
-_MAX_DRAFT_RATIO = 2.4
-_MIN_OF_PREDICTED = 0.9
-_MIN_SPEEDUP = {"32b": 2.0}
-_MIN_OVER_PEERS = (
-    ("vLLM", 1.8, ("vllm",)),
-    ("transformers, as it comes", 5.0, ("transformers",)),
-    ("transformers at its best", 2.0, ("transformers", "transformers-compiled")),
-)
-_MIN_HOPELESS = 0.98
-_MIN_FP8 = 1.6
-_MIN_BUSY = 0.95
-_SEVEN_BILLION = "7b"
-
-_UNMEASURED = {"error", "not_run"}
-"""What a part has instead of figures."""
+from benchmarks.gpu_goals import SMALL, UNMEASURED, Goal, Run, goals, measured, target_of
 
 
-def kv_bytes(
-    windows: Sequence[int | None],
-    *,
-    num_kv_heads: int,
-    head_size: int,
-    num_positions: int,
-    element_bytes: int,
-) -> int:
-    """Bytes of keys and values that a step reads of one sequence; a window for each layer."""
-    positions = sum(min(window or num_positions, num_positions) for window in windows)
-    return 2 * positions * num_kv_heads * head_size * element_bytes
-
-
-def steps_speedup(acceptance_length: float, draft: float, verification: float, plain: float,
-                  num_draft_tokens: int) -> float:  # fmt: skip
-    """The speedup that K draft steps and one verification should give over plain steps."""
-    return acceptance_length * plain / (num_draft_tokens * draft + verification)
-
-
-def covered(intervals: Iterable[tuple[float, float]], start: float, stop: float) -> float:
-    """How much of start … stop the intervals cover together."""
-    total, reached = 0.0, start
-    for first, last in sorted(intervals):
-        first, last = max(first, reached), min(last, stop)
-        if last > first:
-            total += last - first
-            reached = last
-    return total
-
-
-@dataclass(frozen=True)
-class Goal:
-    """One line of the table.
-
-    bound  what the figure must not go below, or above where is_ceiling; None: it is only told
-    """
-
-    pair: str
-    what: str
-    figure: float
-    bound: float | None
-    is_ceiling: bool = False
-    note: str = ""
-
-    @property
-    def is_reached(self) -> bool | None:
-        if self.bound is None:
-            return None
-        return self.figure <= self.bound if self.is_ceiling else self.figure >= self.bound
-
-
-def goals(run: Run) -> list[Goal]:
-    """Returns what the run has figures for, in the order of a run."""
-    found = _small_goals(_measured(run.get("small")))
+def report(run: Run) -> str:
+    """The summary, and behind it tables of steps, rounds and peers, and what has no figures."""
+    lines = summary(run)
     for name, pair in run["pairs"].items():
-        found += _step_goals(name, _measured(pair.get("steps")))
-        found += _round_goals(name, pair)
-        found += _other_goals(name, pair)
-        found += _peer_goals(name, pair, run.get("peers", []))
-    return found
-
-
-def _small_goals(small: Any) -> list[Goal]:
-    found: list[Goal] = []
-    for dtype, of_dtype in dict(small).items():
-        bound = 0.0 if dtype == "float32" else None  # ties are no fault in others
-        for role in ("draft", "target"):
-            engine = of_dtype[role]
-            what = f"{role}, {dtype}: best tokens that differ from the plain engine's"
-            note = f"of {engine['num_tokens']}; largest error {engine['max_error']:.1e}"
-            note += _margins(engine["margins"])
-            different = float(engine["num_different"])
-            found.append(Goal("small", what, different, bound, is_ceiling=True, note=note))
-        rounds = of_dtype["rounds"]
-        what = f"rounds, {dtype}: answers that differ from the plain engine's"
-        note = f"of {rounds['num_answers']}, K = {rounds['num_draft_tokens']}"
-        different = float(rounds["num_different"])
-        found.append(Goal("small", what, different, bound, is_ceiling=True, note=note))
-    return found
-
-
-def _step_goals(name: str, steps: Sequence[Run]) -> list[Goal]:
-    found: list[Goal] = []
-    for model, bound in (("target", _MAX_STEP_RATIO), ("draft", _MAX_DRAFT_RATIO)):
-        plain = [step for step in steps if step["model"] == model and step["rows"] == 1]
-        first = min((step["context"] for step in plain), default=None)
-        found += [
-            Goal(
-                name,
-                f"{model} step after {step['context']:,} tokens, over its floor",
-                step["seconds"] / step["floor_seconds"],
-                bound if step["context"] == first else None,
-                is_ceiling=True,
-                note=f"{1e3 * step['seconds']:.2f} ms, floor {1e3 * step['floor_seconds']:.2f}",
-            )
-            for step in plain
-        ]
-    return found
-
-
-def _round_goals(name: str, pair: Run) -> list[Goal]:
-    rounds = _measured(pair.get("rounds"))
-    if not rounds:
-        return []
-    found = []
-    speculative = [r for r in rounds if r["num_draft_tokens"]]
-    if speculative:
-        worst = min(speculative, key=lambda r: r["of_steps"])
-        found.append(
-            Goal(
-                name,
-                "speedup over what acceptance and steps predict, worst K",
-                worst["of_steps"],
-                _MIN_OF_PREDICTED,
-                note=f"K = {worst['num_draft_tokens']}; of whole rounds {worst['of_rounds']:.2f}",
-            )
-        )
-        best = max(speculative, key=lambda r: r["speedup"])
-        found.append(
-            Goal(
-                name,
-                "speculation over target alone, best K",
-                best["speedup"],
-                _MIN_SPEEDUP.get(_target_of(name)),
-                note=f"K = {best['num_draft_tokens']}, {best['tokens_per_second']:.0f} tokens/s, "
-                f"acceptance length {best['acceptance_length']:.2f}",
-            )
-        )
-    different = sum(r["num_different"] for r in rounds)
-    margins = [margin for r in rounds for margin in r["margins"]]
-    found.append(
-        Goal(
-            name,
-            "answers that differ from target alone, all K",
-            float(different),
-            0.0,
-            is_ceiling=True,
-            note=f"of {sum(r['num_answers'] for r in speculative)}{_margins(margins)}",
-        )
-    )
-    return found
-
-
-def _other_goals(name: str, pair: Run) -> list[Goal]:
-    found = []
-    if own := _measured(pair.get("own")):
-        found.append(
-            Goal(
-                name,
-                "acceptance rate of the target as its own draft",
-                own["acceptance_rate"],
-                1.0,
-                note=f"K = {own['num_draft_tokens']}",
-            )
-        )
-    for part, what, bound in (
-        ("adaptive", "adaptive K over target alone", None),
-        ("hopeless", "adaptive K with a draft of noise, over target alone", _MIN_HOPELESS),
-    ):
-        if ratio := _measured(pair.get(part)):
-            figure = ratio["tokens_per_second"] / ratio["alone_tokens_per_second"]
-            note = f"{ratio['tokens_per_second']:.0f} tokens/s"
-            found.append(Goal(name, what, figure, bound, note=note))
-    if fp8 := _measured(pair.get("fp8")):
-        figure = fp8["plain_seconds"] / fp8["seconds"]
-        bound = _MIN_FP8 if _target_of(name) == _SEVEN_BILLION else None
-        note = f"a step of {1e3 * fp8['seconds']:.2f} ms"
-        found.append(Goal(name, "fp8 target over bf16", figure, bound, note=note))
-    if busy := _measured(pair.get("busy")):
-        note = f"K = {busy['num_draft_tokens']}; by the profiler alone {busy['profiled']:.3f}"
-        found.append(Goal(name, "GPU busy in steady decode", busy["busy"], _MIN_BUSY, note=note))
-    return found
-
-
-def _peer_goals(name: str, pair: Run, peers: Sequence[Run]) -> list[Goal]:
-    """The best K of either side."""
-    rounds = _measured(pair.get("rounds"))
-    if _target_of(name) != _SEVEN_BILLION or not rounds:
-        return []
-    ours = max(r["tokens_per_second"] for r in rounds)
-    found = []
-    for what, bound, engines in _MIN_OVER_PEERS:
-        lines = [line for line in peers if line["engine"] in engines and "error" not in line]
-        if lines:
-            best = max(lines, key=lambda line: line["tokens_per_second"])
-            found.append(
-                Goal(
-                    name,
-                    f"best K over the best of {what}",
-                    ours / best["tokens_per_second"],
-                    bound,
-                    note=f"{ours:.0f} against {best['tokens_per_second']:.0f} tokens/s, "
-                    f"{best['engine']} {best['version']}, K = {best['num_draft_tokens']}",
-                )
-            )
-    return found
-
-
-def _measured(part: Any) -> Any:
-    """Returns the figures of a part; nothing where it was left out, failed or cannot be."""
-    return [] if isinstance(part, Mapping) and part.keys() & _UNMEASURED else part or []
-
-
-def _target_of(pair: str) -> str:
-    return pair.partition("+")[0]
-
-
-def _margins(margins: Sequence[float]) -> str:
-    if not margins:
-        return ""
-    return f"; logit margins {', '.join(f'{margin:.3f}' for margin in sorted(margins))}"
-
-
-def markdown(run: Run) -> str:
-    """The run as tables: goals, then rounds by K."""
-    machine = run["machine"]
-    lines = [
-        f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}, "
-        f"{machine['dtype']}; a copy moves {run['bytes_per_second'] / 1e12:.2f} TB/s.",
-        "",
-        "| pair | what | wanted | measured | |",
-        "|---|---|---|---|---|",
-    ]
-    for goal in goals(run):
-        sign = "≤" if goal.is_ceiling else "≥"
-        wanted = "" if goal.bound is None else f"{sign} {goal.bound:g}"
-        verdict = {True: "reached", False: "missed", None: ""}[goal.is_reached]
-        note = f" ({goal.note})" if goal.note else ""
-        lines.append(
-            f"| {goal.pair} | {goal.what} | {wanted} | {_number(goal.figure)}{note} | {verdict} |"
-        )
-    for name, pair in run["pairs"].items():
-        lines += _steps_table(name, _measured(pair.get("steps")))
-        lines += _rounds_table(name, _measured(pair.get("rounds")))
-    for name, parts in {"small": {"small": run.get("small")}, **run["pairs"]}.items():
+        lines += _steps_table(name, measured(pair.get("steps")))
+        lines += _rounds_table(name, measured(pair.get("rounds")))
+    lines += _peers_table(run.get("peers", []))
+    for name, parts in {SMALL: {"small": run.get("small")}, **run["pairs"]}.items():
         for part, found in parts.items():
-            if isinstance(found, Mapping) and found.keys() & _UNMEASURED:
-                what = next(found[key] for key in _UNMEASURED if key in found)
+            if isinstance(found, Mapping) and found.keys() & UNMEASURED:
+                what = next(found[key] for key in UNMEASURED if key in found)
                 lines += ["", f"{name}, {part}: {what}"]
     return "\n".join(lines)
+
+
+def summary(run: Run) -> list[str]:
+    """What was measured on, and every figure beside its goal; README.md has these lines."""
+    machine = run["machine"]
+    lines = [
+        f"{machine['gpu']} (a copy moves {run['bytes_per_second'] / 1e12:.2f} TB/s), "
+        f"torch {machine['torch']}, Triton {machine['triton']},",
+        f"{machine['dtype']}, one stream, greedy unless said otherwise",
+    ]
+    for name, pair in run["pairs"].items():
+        settings, size = pair["settings"], pair["num_parameters"]
+        lines.append(
+            f"{name}: {size['target'] / 1e9:.1f} B + {size['draft'] / 1e9:.3f} B parameters; "
+            f"prompts: {settings['num_prompts']} of {settings['prompt_tokens']} tokens, "
+            f"{settings['max_tokens']} new ones; runs: {settings['runs']}"
+        )
+    if peers := [line for line in run.get("peers", []) if "error" not in line]:
+        versions = sorted({f"{p['engine'].partition('-')[0]} {p['version']}" for p in peers})
+        lines.append(f"peers: {', '.join(versions)}")
+    found = goals(run)
+    for names in (list(run["pairs"]), [SMALL]):
+        chosen = [goal for goal in found if goal.pair in names]
+        if chosen:
+            lines += ["", *_goals_table(names, chosen)]
+    return lines
+
+
+def _goals_table(names: Sequence[str], chosen: Sequence[Goal]) -> list[str]:
+    """A line for each thing that was measured, a column for each pair."""
+    by_what: dict[str, dict[str, Goal]] = {}
+    for goal in chosen:
+        by_what.setdefault(goal.what, {})[goal.pair] = goal
+    rows = [["", *names, "goal", ""]]
+    for what, by_pair in by_what.items():
+        cells = [_cell(by_pair.get(name)) for name in names]
+        rows.append([what, *cells, *_verdict(list(by_pair.values()), len(names))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _cell(goal: Goal | None) -> str:
+    if goal is None:
+        return ""
+    return f"{_number(goal.figure)} ({goal.note})" if goal.note else _number(goal.figure)
+
+
+def _verdict(same: Sequence[Goal], num_pairs: int) -> tuple[str, str]:
+    """The goal of what was measured, and whether all pairs reached it, or which missed it."""
+    bound = [goal for goal in same if goal.bound is not None]
+    if not bound:
+        return "", ""
+    wanted = f"{'<=' if bound[0].is_ceiling else '>='} {bound[0].bound:g}"
+    if len(bound) < len(same):
+        wanted += f" ({', '.join(target_of(goal.pair) for goal in bound)})"
+    if any(goal.figure is None for goal in bound):
+        return wanted, "not measured"
+    missed = [target_of(goal.pair) for goal in bound if not goal.is_reached]
+    if not missed:
+        return wanted, "reached"
+    return wanted, "missed" if len(missed) == num_pairs else f"missed ({', '.join(missed)})"
 
 
 def _steps_table(name: str, steps: Sequence[Run]) -> list[str]:
@@ -316,8 +139,34 @@ def _rounds_table(name: str, rounds: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _number(figure: float) -> str:
-    return f"{figure:.0f}" if figure == int(figure) else f"{figure:.3g}"
+def _peers_table(peers: Sequence[Run]) -> list[str]:
+    if not peers:
+        return []
+    lines = [
+        "",
+        "Peers, by K:",
+        "",
+        "| engine | version | K | tokens/s | acceptance length |",
+        "|---|---|---|---|---|",
+    ]
+    for line in peers:
+        place = f"| {line['engine']} | {line.get('version', '')} | {line['num_draft_tokens']} |"
+        if "error" in line:
+            lines.append(f"{place} {line['error']} | |")
+        else:
+            length = line["acceptance_length"]
+            told = "" if length is None else f"{length:.2f}"
+            lines.append(f"{place} {line['tokens_per_second']:.1f} | {told} |")
+    return lines
+
+
+def _number(figure: float | int | None) -> str:
+    """Three digits or so; below 1 three decimals, as goals there have two."""
+    if figure is None:
+        return "not measured"
+    if isinstance(figure, int):
+        return str(figure)
+    return f"{figure:.{3 if figure < 1 else 2 if figure < 10 else 0}f}"
 
 
 def draw(run: Run, path: Path) -> None:
@@ -331,7 +180,7 @@ def draw(run: Run, path: Path) -> None:
     series = [
         (f"{name} {model}", [step for step in steps if step["model"] == model])
         for name, pair in run["pairs"].items()
-        if (steps := _measured(pair.get("steps")))
+        if (steps := measured(pair.get("steps")))
         for model in ("target", "draft")
     ]
     for number, (label, steps) in enumerate(series):
@@ -364,3 +213,41 @@ def draw(run: Run, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=160)
     pyplot.close(figure)
+
+
+def merged(runs: Sequence[Run]) -> dict[str, Any]:
+    """Several runs of one machine as one; what the first says of it counts."""
+    first, *others = runs
+    whole = {**first, "pairs": dict(first["pairs"]), "peers": list(first.get("peers", []))}
+    for run in others:
+        if run["machine"] != first["machine"]:
+            raise ValueError(f"runs of {first['machine']} and of {run['machine']} are two tables")
+        if twice := whole["pairs"].keys() & run["pairs"].keys():
+            raise ValueError(f"two runs have figures for {', '.join(sorted(twice))}")
+        whole["pairs"] |= run["pairs"]
+        whole["peers"] += run.get("peers", [])
+        whole.setdefault("small", run.get("small"))
+    return whole
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="what gpu.py wrote to --out")
+    parser.add_argument("--peers", type=Path, help="what peers.py printed")
+    parser.add_argument("--plot", type=Path, help="a PNG file for a drawing of the steps")
+    arguments = parser.parse_args(argv)
+    try:
+        run = merged([json.loads(path.read_bytes()) for path in arguments.runs])
+    except ValueError as exc:
+        parser.error(str(exc))
+    if arguments.peers is not None:
+        run["peers"] += [json.loads(line) for line in arguments.peers.read_text().splitlines()]
+    print(report(run))
+    if arguments.plot is not None:
+        draw(run, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

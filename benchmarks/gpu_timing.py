@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_report import covered
+from benchmarks.gpu_goals import covered
 from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.runtimes.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
-from specpipe.runtimes.torch.fused.programs import ROWS
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
-from specpipe.speculative.request import Request, Statistics
+from specpipe.runtimes.torch.fused.sizes import ROWS
+from specpipe.speculative.request import GREEDY, Request, Sampling, Statistics
 
 _COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 20}
 _LAST_KERNEL = "accept"  # of a round
@@ -156,12 +156,18 @@ class Answer:
         return len(self.token_ids) / self.seconds
 
 
-def request(prompt: Sequence[int], max_tokens: int, num_draft_tokens: int | None) -> Request:
-    """Asks for a greedy answer that no token ends; num_draft_tokens None: the most there may be."""
+def request(
+    prompt: Sequence[int],
+    max_tokens: int,
+    num_draft_tokens: int | None,
+    sampling: Sampling = GREEDY,
+) -> Request:
+    """Asks for an answer that no token ends; num_draft_tokens None: the most there may be."""
     return Request(
         request_id="benchmark",
         prompt_token_ids=tuple(prompt),
         max_tokens=max_tokens,
+        sampling=sampling,
         num_draft_tokens=num_draft_tokens,
     )
 

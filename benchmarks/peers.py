@@ -36,7 +36,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-_NUM_WARM_UPS = 2  # the first compiles, the second records CUDA graphs
 _VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -71,6 +70,8 @@ class Engine(Protocol):
     """What is measured: a loaded target, and its draft if the job has one."""
 
     version: str
+    num_warm_ups: int
+    """Answers until all is compiled and recorded."""
 
     def generate(self, prompt: Sequence[int]) -> Sequence[int]:
         """Returns the answer's tokens when all of them are there."""
@@ -81,6 +82,8 @@ class Engine(Protocol):
 
 class Transformers:
     """transformers' `generate`, with an assistant model where the job has draft tokens."""
+
+    num_warm_ups = 1
 
     def __init__(self, job: Job) -> None:
         import torch
@@ -130,6 +133,8 @@ class CompiledTransformers(Transformers):
     makes anew for every answer would have its CUDA graphs recorded anew.
     """
 
+    num_warm_ups = 2  # the first compiles, the second records CUDA graphs
+
     def __init__(self, job: Job) -> None:
         from transformers import CompileConfig, StaticCache
 
@@ -149,6 +154,8 @@ class CompiledTransformers(Transformers):
 
 class VLLM:
     """vLLM's offline engine, with CUDA graphs as they come."""
+
+    num_warm_ups = 2
 
     def __init__(self, job: Job) -> None:
         for name, value in _VLLM_ENVIRONMENT.items():
@@ -199,7 +206,7 @@ _WITHOUT_DRAFT = {"transformers-compiled"}
 def measure(job: Job) -> dict[str, Any]:
     """Runs one job in this process; returns its line."""
     engine = ENGINES[job.engine](job)
-    for _ in range(_NUM_WARM_UPS):
+    for _ in range(engine.num_warm_ups):
         _check_length(engine.generate(max(job.prompts, key=len)), job)
     passes_before, tokens_before = engine.num_passes_and_tokens()
     rates = []

@@ -292,9 +292,9 @@ def test_check_plans_memory_for_a_named_gpu() -> None:
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[5:] == [
         "8 × 1024 tokens (batch × length):",
-        "  GPU 0, L4 (compute capability 8.9): draft 9.9 MB (1.8 MB weights, 4.2 MB KV cache, 3.9 "
-        "MB workspace); target 41.6 MB (11.0 MB weights, 25.3 MB KV cache, 5.4 MB workspace); "
-        "together 51.5 MB of 22.8 GB usable, fits",
+        "  GPU 0, L4 (compute capability 8.9): draft 10.8 MB (1.8 MB weights, 4.5 MB KV cache, 4.6 "
+        "MB workspace); target 43.9 MB (11.0 MB weights, 26.7 MB KV cache, 6.2 MB workspace); "
+        "together 54.7 MB of 22.8 GB usable, fits",
         "largest batch × length that fits: 4096 × 1024",
     ]
 

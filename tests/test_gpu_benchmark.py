@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.gpu_report import covered, goals, kv_bytes, markdown, steps_speedup
+from benchmarks.gpu_goals import covered, goals, kv_bytes, steps_speedup
+from benchmarks.gpu_report import main, merged, report, summary
 from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_tensors, open_source
+from benchmarks.source_prompts import main as write_prompts
 from specpipe.families import unified_config
 from specpipe.runtimes.torch.model import ModelConfig
+from specpipe.text import Tokenizer
 from tests.runtimes.torch.engines import build_engine
 from tests.toy import write_toy_checkpoint
 from tests.toy_tokenizers import byte_level
@@ -80,6 +84,36 @@ def by_k(num_draft_tokens: int, rate: float, speedup: float, of_steps: float) ->
     }
 
 
+def sampled(is_seeded: bool, num_different_from_alone: int | None) -> dict[str, Any]:
+    return {
+        "is_seeded": is_seeded,
+        "num_draft_tokens": 2,
+        "tokens_per_second": 290.0,
+        "alone_tokens_per_second": 200.0,
+        "step_by_step_tokens_per_second": 90.0,
+        "acceptance_length": 1.7,
+        "num_answers": 5,
+        "num_different": 0,
+        "num_different_from_alone": num_different_from_alone,
+    }
+
+
+SETTINGS = {"num_prompts": 5, "prompt_tokens": 128, "max_tokens": 192, "runs": 2}
+
+
+def peer(engine: str, rate: float, **others: Any) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "version": "5",
+        "num_draft_tokens": 0,
+        "tokens_per_second": rate,
+        "acceptance_length": None,
+        "num_prompts": 5,
+        "max_tokens": 192,
+        **others,
+    }
+
+
 RUN: dict[str, Any] = {
     "machine": {"gpu": "H100", "torch": "2.11.0", "triton": "3.6.0", "dtype": "bfloat16"},
     "bytes_per_second": 3.01e12,
@@ -92,6 +126,8 @@ RUN: dict[str, Any] = {
     },
     "pairs": {
         "7b+0.4b": {
+            "num_parameters": {"target": 6_996_365_312, "draft": 375_303_040},
+            "settings": SETTINGS,
             "steps": [
                 step("target", 8_000, 1, 0.006),
                 step("target", 1_000, 1, 0.0044),
@@ -103,28 +139,25 @@ RUN: dict[str, Any] = {
                 by_k(2, 360.0, 1.8, 0.95),
                 by_k(4, 300.0, 1.5, 0.85) | {"num_different": 1, "margins": [0.03125]},
             ],
+            "sampled": [sampled(True, 1), sampled(False, None)],
             "own": {"error": "OutOfMemoryError: none is left"},
             "hopeless": {"tokens_per_second": 199.0, "alone_tokens_per_second": 200.0},
             "fp8": {"not_run": "the fused kernels do not run linears in fp8"},
             "busy": {"num_draft_tokens": 4, "busy": 0.96, "profiled": 0.9},
         },
-        "32b+0.5b": {"rounds": [by_k(0, 40.0, 1.0, 1.0), by_k(4, 76.0, 1.9, 0.95)]},
+        "32b+0.5b": {
+            "num_parameters": {"target": 32_066_114_560, "draft": 494_978_048},
+            "settings": {**SETTINGS, "num_prompts": 3, "runs": 1},
+            "rounds": [by_k(0, 40.0, 1.0, 1.0), by_k(4, 76.0, 1.9, 0.95)],
+        },
     },
     "peers": [
-        {"engine": "vllm", "version": "0.23", "num_draft_tokens": 0, "tokens_per_second": 160.0},
+        peer("vllm", 160.0, version="0.23"),
         {"engine": "vllm", "num_draft_tokens": 2, "error": "exit status 1"},
-        {
-            "engine": "transformers",
-            "version": "5",
-            "num_draft_tokens": 0,
-            "tokens_per_second": 30.0,
-        },
-        {
-            "engine": "transformers-compiled",
-            "version": "5",
-            "num_draft_tokens": 0,
-            "tokens_per_second": 120.0,
-        },
+        peer("vllm", 170.0, version="0.23", num_prompts=3),  # of other prompts: no peer of ours
+        peer("transformers", 30.0),
+        peer("transformers", 16.0, num_draft_tokens=4, acceptance_length=2.125),
+        peer("transformers-compiled", 120.0),
     ],
 }
 
@@ -134,49 +167,134 @@ def test_goals_are_judged_by_what_was_measured() -> None:
         (g.pair, g.what): (None if g.is_reached is None else bool(g.is_reached), g.figure)
         for g in goals(RUN)
     }
-    best, predicted = (
-        "speculation over target alone, best K",
-        "speedup over what acceptance and steps predict, worst K",
-    )
-    different = "answers that differ from target alone, all K"
-    plain = "best tokens that differ from the plain engine's"
+    predicted = "speedup over what acceptance and steps predict, worst K"
+    best = "speculation over target alone, best K"
+    different = "answers other than target alone's, all K"
+    plain = "best tokens other than the plain engine's"
     assert found == {
-        ("small", f"draft, float32: {plain}"): (True, 0.0),
-        ("small", f"target, float32: {plain}"): (False, 1.0),
-        ("small", "rounds, float32: answers that differ from the plain engine's"): (True, 0.0),
+        ("small pair", f"draft, float32: {plain}"): (True, 0),
+        ("small pair", f"target, float32: {plain}"): (False, 1),
+        ("small pair", "rounds, float32: answers other than the plain engine's"): (True, 0),
         ("7b+0.4b", "target step after 8,000 tokens, over its floor"): (None, 1.5),
         ("7b+0.4b", "target step after 1,000 tokens, over its floor"): (True, 1.1),
         ("7b+0.4b", "draft step after 1,000 tokens, over its floor"): (False, 2.5),
         ("7b+0.4b", predicted): (False, 0.85),
+        ("7b+0.4b", "target alone, tokens/s"): (None, 200.0),
         ("7b+0.4b", best): (None, 1.8),
-        ("7b+0.4b", different): (False, 1.0),
+        ("7b+0.4b", different): (False, 1),
+        ("7b+0.4b", "sampled with a seed: speculation over target alone"): (None, 1.45),
+        ("7b+0.4b", "sampled with a seed: answers other than step by step"): (None, 0),
+        ("7b+0.4b", "sampled with a seed: answers other than target alone's"): (False, 1),
+        ("7b+0.4b", "sampled: speculation over target alone"): (None, 1.45),
+        ("7b+0.4b", "sampled: answers other than step by step"): (None, 0),
         ("7b+0.4b", "adaptive K with a draft of noise, over target alone"): (True, 0.995),
         ("7b+0.4b", "GPU busy in steady decode"): (True, 0.96),
-        ("7b+0.4b", "best K over the best of vLLM"): (True, 2.25),
-        ("7b+0.4b", "best K over the best of transformers, as it comes"): (True, 12.0),
-        ("7b+0.4b", "best K over the best of transformers at its best"): (True, 3.0),
+        ("7b+0.4b", "best K over vLLM's best"): (True, 2.25),
+        ("7b+0.4b", "best K over transformers as it comes"): (True, 12.0),
+        ("7b+0.4b", "best K over transformers' best"): (True, 3.0),
         ("32b+0.5b", predicted): (True, 0.95),
+        ("32b+0.5b", "target alone, tokens/s"): (None, 40.0),
         ("32b+0.5b", best): (False, 1.9),
-        ("32b+0.5b", different): (True, 0.0),
+        ("32b+0.5b", different): (True, 0),
     }
 
 
+def test_the_summary_has_a_line_for_each_figure_and_a_column_for_each_pair() -> None:
+    seven = {
+        **{part: RUN["pairs"]["7b+0.4b"][part] for part in ("num_parameters", "settings", "busy")},
+        "adaptive": {"tokens_per_second": 306.0, "alone_tokens_per_second": 200.0},
+        "fp8": {"context": 1_000, "plain_seconds": 0.0051, "seconds": 0.003},
+    }
+    thirty_two = {
+        **{part: RUN["pairs"]["32b+0.5b"][part] for part in ("num_parameters", "settings")},
+        "busy": {"num_draft_tokens": 4, "busy": 0.91, "profiled": 0.9},
+        "fp8": {"context": 1_000, "plain_seconds": 0.024, "seconds": 0.016},
+    }
+    pairs = {"7b+0.4b": seven, "32b+0.5b": thirty_two}
+    assert (
+        summary({**RUN, "pairs": pairs, "small": None})
+        == """\
+H100 (a copy moves 3.01 TB/s), torch 2.11.0, Triton 3.6.0,
+bfloat16, one stream, greedy unless said otherwise
+7b+0.4b: 7.0 B + 0.375 B parameters; prompts: 5 of 128 tokens, 192 new ones; runs: 2
+32b+0.5b: 32.1 B + 0.495 B parameters; prompts: 3 of 128 tokens, 192 new ones; runs: 1
+peers: transformers 5, vllm 0.23
+
+                                      7b+0.4b         32b+0.5b         goal
+adaptive K over target alone          1.53 (306/s)
+speed of an FP8 target over bfloat16  1.70 (3.00 ms)  1.50 (16.00 ms)  >= 1.6 (7b)  reached
+GPU busy in steady decode             0.960 (K = 4)   0.910 (K = 4)    >= 0.95      missed (32b)\
+""".splitlines()
+    )
+
+
+def test_a_peer_that_did_not_run_is_told_where_its_goal_is() -> None:
+    failed = {"engine": "vllm", "num_draft_tokens": 0, "error": "exit status 1"}
+    peers = [failed, peer("transformers", 30.0)]
+    lines = [re.split(r"  +", line) for line in summary({**RUN, "peers": peers})]
+    wanted = ["best K over vLLM's best", "not measured (exit status 1)", ">= 1.8", "not measured"]
+    assert wanted in lines
+
+
 def test_the_tables_tell_figures_and_what_has_none() -> None:
-    lines = markdown(RUN).splitlines()
-    assert lines[0] == ("H100, torch 2.11.0, Triton 3.6.0, bfloat16; a copy moves 3.01 TB/s.")
+    lines = report(RUN).splitlines()
+    assert lines[: len(summary(RUN))] == summary(RUN)
+    cells = [re.split(r"  +", line) for line in summary(RUN)]
+    for row in (
+        ["best K over vLLM's best", "2.25 (360/s, 160/s)", ">= 1.8", "reached"],
+        ["speculation over target alone, best K", "1.80 (K = 2, 360/s)", "1.90 (K = 4, 76/s)"]
+        + [">= 2 (32b)", "missed (32b)"],
+        ["answers other than target alone's, all K", "1 (of 10; by logits up to 0.031 apart)"]
+        + ["0 (of 5)", "<= 0", "missed (7b)"],
+        ["", "small pair", "goal"],
+    ):
+        assert row in cells
     for line in (
-        "| 7b+0.4b | target step after 1,000 tokens, over its floor | ≤ 1.15 "
-        "| 1.1 (4.40 ms, floor 4.00) | reached |",
-        "| 7b+0.4b | answers that differ from target alone, all K | ≤ 0 "
-        "| 1 (of 10; logit margins 0.031) | missed |",
         "| rows | 1,000 tokens | 8,000 tokens |",
         "| 1 | 4.40 (1.10) | 6.00 (1.50) |",
         "| 5 | 9.00 (2.25) |  |",
         "| 4 | 5.00 | 2.00 | 300.0 | 1.50 | 0.97 | 0.85 |",
+        "| vllm | 0.23 | 0 | 160.0 |  |",
+        "| vllm |  | 2 | exit status 1 | |",
+        "| transformers | 5 | 4 | 16.0 | 2.12 |",
         "7b+0.4b, own: OutOfMemoryError: none is left",
         "7b+0.4b, fp8: the fused kernels do not run linears in fp8",
     ):
         assert line in lines
+
+
+def test_runs_of_one_machine_make_one_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seven, thirty_two = (
+        {**RUN, "pairs": {name: pair}, "peers": []} for name, pair in RUN["pairs"].items()
+    )
+    assert merged([seven, thirty_two]) == {**RUN, "peers": []}
+    files = [tmp_path / "7b.json", tmp_path / "32b.json", tmp_path / "peers.jsonl"]
+    files[0].write_text(json.dumps(seven))
+    files[1].write_text(json.dumps(thirty_two))
+    files[2].write_text("".join(f"{json.dumps(line)}\n" for line in RUN["peers"]))
+    first, second, peers = map(str, files)
+    main([first, second, "--peers", peers])
+    assert capsys.readouterr().out == f"{report(RUN)}\n"
+    with pytest.raises(SystemExit):
+        main([first, first])
+    assert "two runs have figures for 7b+0.4b" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="are two tables"):
+        merged([seven, {**thirty_two, "machine": {"gpu": "H200"}}])
+
+
+def test_prompts_are_pieces_of_sources_each_further_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    write_prompts([str(tmp_path), "--number", "3", "--tokens", "200"])
+    prompts = json.loads(capsys.readouterr().out)
+    assert [len(prompt) for prompt in prompts] == [200] * 3
+    text = Path(json.__file__).read_text(encoding="utf-8")
+    assert Tokenizer.load(tmp_path).decode(prompts[0]) == text[:200]
+    assert prompts[1][:103] == prompts[0][97:]
+    assert prompts[2][:103] == prompts[1][97:]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +356,7 @@ def test_a_run_without_a_gpu_measures_every_part(tmp_path: Path) -> None:
         )
         byte_level().save(str(folder / "tokenizer.json"))
     out, prompts = tmp_path / "out.json", tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([[7, 191, 3, 88] * 3, [9] * 20]))
     options = {
         "--draft": tmp_path / "draft",
         "--target": tmp_path / "target",
@@ -248,12 +367,11 @@ def test_a_run_without_a_gpu_measures_every_part(tmp_path: Path) -> None:
         "--rows": "1,2",
         "--num-draft-tokens": "0,2",
         "--max-tokens": 6,
-        "--prompt-tokens": 12,
         "--num-prompts": 1,
         "--runs": 1,
         "--times": 1,
         "--out": out,
-        "--prompts-out": prompts,
+        "--prompts": prompts,
     }
     command = [sys.executable, "-m", "benchmarks.gpu"]
     done = subprocess.run(
@@ -264,12 +382,12 @@ def test_a_run_without_a_gpu_measures_every_part(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("a CPU, torch ")
-    assert [len(prompt) for prompt in json.loads(prompts.read_bytes())] == [12]
+    assert done.stdout.startswith("a CPU (a copy moves ")
     run = json.loads(out.read_bytes())
     assert run["small"]["float32"]["target"]["num_different"] == 0
     assert run["small"]["float32"]["rounds"]["num_different"] == 0
     pair = run["pairs"]["64,1,1,96+32,1,1,64"]
+    assert (pair["settings"]["num_prompts"], pair["settings"]["prompt_tokens"]) == (1, 12)
     assert [(s["model"], s["context"], s["rows"]) for s in pair["steps"]] == [
         (model, context, rows)
         for model in ("target", "draft")
@@ -280,6 +398,12 @@ def test_a_run_without_a_gpu_measures_every_part(tmp_path: Path) -> None:
     # 2 · 16 of keys and values of 9 positions; 4 bytes each
     assert pair["steps"][0]["bytes"] == 4 * (16_384 + 6_144 + 18_432 + 192 + 288)
     assert [(r["num_draft_tokens"], r["num_different"]) for r in pair["rounds"]] == [(0, 0), (2, 0)]
+    assert [(s["is_seeded"], s["num_draft_tokens"]) for s in pair["sampled"]] == [
+        (True, 2),
+        (False, 2),
+    ]
+    assert [s["num_different"] for s in pair["sampled"]] == [0, 0]
+    assert [s["num_different_from_alone"] for s in pair["sampled"]] == [0, None]
     assert pair["own"]["acceptance_rate"] == 1.0
     assert pair["adaptive"]["tokens_per_second"] > 0
     assert pair["hopeless"]["tokens_per_second"] > 0

@@ -7,20 +7,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+import torch
 
 from specpipe.runtimes.base import PairOptions
 from specpipe.runtimes.costs import CostTable
-from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.runtimes.engine_pair import Drafted, EnginePair
 from specpipe.runtimes.single_stream import Verified
 from specpipe.runtimes.torch.sampling import TorchSampler
 from specpipe.speculative.adaptive import StepCosts
-from specpipe.speculative.request import Request, Sampling
+from specpipe.speculative.request import Chunk, Request, Sampling
 from tests.runtimes.table_engine import HasLogits, TableEngine, ids, run
 from tests.speculative.table import (
     DRAFT_RULES,
+    NoisyModel,
     TableModel,
     WordDetokenizer,
     greedy_reference,
+    new_state,
     request,
     target_rule,
 )
@@ -50,32 +53,45 @@ class TableRounds:
         self._num_read = 0
 
     def begin(
-        self, token_ids: Sequence[int], *, target_sequence: int, draft_sequence: int | None
+        self,
+        token_ids: Sequence[int],
+        *,
+        target_sequence: int,
+        draft_sequence: int | None,
+        sampling: Sampling,
     ) -> None:
         assert not self._under_way
         assert self._target.length(target_sequence) == len(token_ids) - 1
         self._has_draft = draft_sequence is not None
         if draft_sequence is not None:
-            assert self._draft.length(draft_sequence) >= len(token_ids) - 2
-        self._text = list(token_ids)
+            self._draft_sequence, self._num_to_read = draft_sequence, len(token_ids) - 2
+        self._text, self._sampling = list(token_ids), sampling
         self._target.text = self._draft.text = self._text
 
     def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
         assert len(self._under_way) < 2
         assert self._has_draft or not num_draft_tokens
-        text, drafted = self._text, list[int]()
+        if num_draft_tokens:
+            assert self._draft.length(self._draft_sequence) >= self._num_to_read
+        text = self._text
+        asked = Request(
+            request_id="r", prompt_token_ids=tuple(text), max_tokens=99, sampling=self._sampling
+        )
+        sampler = TorchSampler(self._target.vocab_size)
+        drafted = Drafted(new_state(asked))
+
+        def logits(model: HasLogits, num_rows: int) -> torch.Tensor:
+            rows = model.logits([*text, *drafted.token_ids], num_rows)
+            return torch.from_numpy(rows).float()
+
         for _ in range(num_draft_tokens):
-            drafted.append(int(self._draft.model.logits([*text, *drafted], 1).argmax()))
-        rows = self._target.model.logits([*text, *drafted], num_draft_tokens + 1)
-        best = rows.argmax(-1).tolist()
-        count = 0
-        while count < num_draft_tokens and drafted[count] == best[count]:
-            count += 1
-        emitted = best[: count + 1]
-        text += emitted
+            sampler.draft(logits(self._draft.model, 1), [drafted])
+        (outcome,) = sampler.verify(logits(self._target.model, num_draft_tokens + 1), [drafted])
+        assert outcome.token_ids is not None
+        text += outcome.token_ids
         assert len(text) <= num_positions
         self.launched.append(num_draft_tokens)
-        self._under_way.append(Verified(emitted, num_draft_tokens))
+        self._under_way.append(Verified(list(outcome.token_ids), num_draft_tokens))
 
     def take(self) -> Verified:
         return self._under_way.popleft()
@@ -88,11 +104,17 @@ class TableRounds:
 def make_pair(
     draft: HasLogits,
     *,
+    target: HasLogits | None = None,
     costs: StepCosts | None = None,
     rounds_type: type[TableRounds] = TableRounds,
+    has_rounds: bool = True,
+    draft_max_seq_len: int = 500,
     **options: object,
 ) -> tuple[EnginePair, TableRounds]:
-    engines = Device(draft), Device(TableModel(target_rule))
+    engines = (
+        Device(draft, max_seq_len=draft_max_seq_len),
+        Device(target or TableModel(target_rule)),
+    )
     rounds = rounds_type(*engines, costs)
     settings = {"max_batch_size": 4, "max_seq_len": 300, "max_num_tokens": 16, **options}
     table = CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0}) if costs else None
@@ -102,7 +124,7 @@ def make_pair(
         PairOptions(adaptive=costs is not None, **settings),  # type: ignore[arg-type]
         lambda prompt: WordDetokenizer(),
         costs=table,
-        rounds=rounds,
+        rounds=rounds if has_rounds else None,
     )
     return pair, rounds
 
@@ -175,16 +197,66 @@ def test_an_end_id_ends_it_though_rounds_are_under_way() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"sampling": Sampling(temperature=1.0, seed=1, is_seeded=True)},
         {"sampling": Sampling(repetition_penalty=1.2)},
+        {"sampling": Sampling(temperature=1.0, min_tokens=3)},
         {"return_log_probs": True},
     ],
-    ids=["sampled", "penalized", "log_probs"],
+    ids=["penalized", "min_tokens", "log_probs"],
 )
-def test_who_asks_for_more_than_the_best_token_is_run_as_ever(settings: dict[str, object]) -> None:
+def test_who_asks_for_more_than_tokens_of_the_scores_is_run_as_ever(
+    settings: dict[str, object],
+) -> None:
     pair, rounds = make_pair(TableModel(DRAFT_RULES["half"]), num_draft_tokens=3)
     run(pair, [request("r", 3, max_tokens=10, **settings)])
     assert not rounds.launched
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=1.0, seed=7, is_seeded=True),
+        Sampling(temperature=1.0, seed=7),
+        Sampling(temperature=1.5, seed=8, top_p=0.7),
+    ],
+    ids=["greedy", "seeded", "unseeded", "top_p"],
+)
+def test_text_and_statistics_are_those_of_single_steps(
+    sampling: Sampling, num_draft_tokens: int
+) -> None:
+    """However often the stream is left and begun again."""
+    target, draft = NoisyModel(1, blend=0.3), NoisyModel(2, blend=0.3)
+    options = {"num_draft_tokens": num_draft_tokens, "target": target}
+    pair, rounds = make_pair(draft, **options)  # type: ignore[arg-type]
+    without, _ = make_pair(draft, has_rounds=False, **options)  # type: ignore[arg-type]
+    asked = request("r", 5, max_tokens=40, sampling=sampling)
+    expected = run(without, [asked])["r"]
+    assert len(ids(expected)) == 40
+    assert run(pair, [asked])["r"][-1].statistics == expected[-1].statistics
+    assert rounds.launched
+    pair.submit(asked)
+    chunks: list[Chunk] = []
+    for step in range(60):
+        if step in (3, 9):
+            pair.submit(request(f"other {step}", 6, max_tokens=2))
+        chunks += [chunk for chunk in pair.step() if chunk.request_id == "r"]
+    assert rounds.num_dropped
+    assert ids(chunks) == ids(expected)
+    assert chunks[-1].statistics == expected[-1].statistics
+
+
+def test_a_text_that_the_draft_cannot_hold_goes_on_without_it() -> None:
+    pair, rounds = make_pair(
+        TableModel(DRAFT_RULES["half"]), num_draft_tokens=3, draft_max_seq_len=60
+    )
+    grows = request("grows", 40, max_tokens=60)
+    assert ids(run(pair, [grows])["grows"]) == greedy_reference(grows)
+    assert rounds.launched[0] == 3 and rounds.launched[-1] == 0
+    rounds.launched.clear()
+    is_long = request("is long", 80, max_tokens=20)
+    assert ids(run(pair, [is_long])["is long"]) == greedy_reference(is_long)
+    assert set(rounds.launched) == {0}
 
 
 def test_no_round_is_launched_past_the_last_token() -> None:
@@ -204,6 +276,24 @@ def test_a_draft_that_is_always_wrong_is_seldom_tried() -> None:
     assert sum(number >= 50 for number in tried) <= 4
     # Each trial is one round, though the next is launched before it has told.
     assert all(b - a > 1 for a, b in pairwise(tried) if a >= 10)
+
+
+def test_the_draft_reads_the_prompt_while_rounds_are_under_way() -> None:
+    costs = StepCosts(draft_step=0.0, verify=[0.0, 0.1, 0.2, 0.3])
+    pair, rounds = make_pair(TableModel(DRAFT_RULES["self"]), costs=costs, num_draft_tokens=3)
+    asked = request("r", 14, max_tokens=40)
+    pair.submit(asked)
+    draft = pair.engines["draft"]
+    assert isinstance(draft, Device)
+    draft.forwards.clear()
+    (first,) = pair.step()
+    assert len(first.token_ids) == 1
+    assert draft.forwards == []
+    pair.step()
+    assert rounds.launched == [0, 0]
+    assert draft.forwards == [[14]]
+    pair.step()
+    assert rounds.launched[2] > 0
 
 
 class Unusable(TableRounds):

@@ -11,6 +11,8 @@ import pytest
 from specpipe.speculative.adaptive import DraftLength, StepCosts, most_draft_tokens
 
 COSTS = StepCosts(draft_step=0.25, verify=[0.05 * n for n in range(9)])
+CHEAP = StepCosts(draft_step=0.0, verify=[0.14 * n for n in range(9)])  # 7 B and 0.4 B on an H100
+DEAR = StepCosts(draft_step=0.4, verify=[0.0, 0.23, 0.26, 0.29, 0.31])  # small models on a CPU
 
 
 def simulate(
@@ -32,9 +34,48 @@ def simulate(
     return time / emitted, lengths
 
 
-def test_hopeless_draft_costs_little() -> None:
-    time, _ = simulate(0.0, COSTS)
-    assert time <= 1.05
+@pytest.mark.parametrize(("costs", "limit"), [(COSTS, 8), (CHEAP, 8), (DEAR, 4)])
+@pytest.mark.parametrize("num_tokens", [192, 1024])
+def test_hopeless_draft_costs_little(costs: StepCosts, limit: int, num_tokens: int) -> None:
+    time, _ = simulate(0.0, costs, num_tokens, limit)
+    assert time <= 1.01
+
+
+def lengths_of_steps(costs: StepCosts, limit: int, *, num_steps: int, right_from: int) -> str:
+    """The draft length of each step: tokens are wrong in the first steps, right in all later."""
+    draft_length, lengths = DraftLength(), ""
+    for step in range(num_steps):
+        k = draft_length.choose(limit, costs)
+        accepted = k if step >= right_from else 0
+        draft_length.observe(num_draft_tokens=k, num_accepted_tokens=accepted)
+        lengths += str(k)
+    return lengths
+
+
+def test_a_trial_that_fails_is_paid_for_before_the_next() -> None:
+    # It loses 0.14 of a step, 1 % of 14; then pauses double, and are no longer than 96.
+    found = lengths_of_steps(CHEAP, 8, num_steps=203, right_from=999)
+    assert found == "21111" + "0" * 14 + "1" + "0" * 28 + "1" + "0" * 56 + "1" + "0" * 96 + "1"
+    # 0.63 of a step, 1 % of 63.
+    found = lengths_of_steps(DEAR, 4, num_steps=258, right_from=999)
+    assert found == "1" + "0" * 63 + "1" + "0" * 96 + "1" + "0" * 96
+
+
+def test_one_right_token_after_a_pause_lets_drafting_begin_anew() -> None:
+    found = lengths_of_steps(CHEAP, 8, num_steps=130, right_from=100)
+    assert found == "21111" + "0" * 14 + "1" + "0" * 28 + "1" + "0" * 56 + "14" + "8" * 23
+
+
+def test_a_round_that_was_under_way_when_drafting_paused_does_not_prolong_the_pause() -> None:
+    draft_length = DraftLength()
+    chosen = [draft_length.choose(4, DEAR) for _ in range(2)]  # the second before the first told
+    assert chosen == [1, 1]
+    for k in chosen:
+        draft_length.observe(num_draft_tokens=k, num_accepted_tokens=0)
+    for _ in range(63):
+        assert draft_length.choose(4, DEAR) == 0
+        draft_length.observe(num_draft_tokens=0, num_accepted_tokens=0)
+    assert draft_length.choose(4, DEAR) == 1
 
 
 def test_good_draft_is_used_in_full() -> None:
@@ -43,14 +84,16 @@ def test_good_draft_is_used_in_full() -> None:
     assert sorted(lengths)[len(lengths) // 2] >= 6
 
 
+@pytest.mark.parametrize(("costs", "limit"), [(COSTS, 8), (CHEAP, 8), (DEAR, 4)])
 @pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_never_much_slower_than_without_and_close_to_the_best_fixed_length(
-    acceptance: float,
+    acceptance: float, costs: StepCosts, limit: int
 ) -> None:
-    time, _ = simulate(acceptance, COSTS, num_tokens=20_000)
-    expected = [sum(acceptance**i for i in range(k + 1)) / COSTS.time(k) for k in range(9)]
-    assert time <= 1.05
-    assert time <= 1.1 / max(expected)
+    time, _ = simulate(acceptance, costs, 20_000, limit)
+    lengths = range(limit + 1)
+    expected = [sum(acceptance**i for i in range(k + 1)) / costs.time(k) for k in lengths]
+    assert time <= 1.02
+    assert time <= 1.03 / max(expected)
 
 
 def test_expensive_draft_is_not_used() -> None:

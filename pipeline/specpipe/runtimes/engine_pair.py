@@ -129,7 +129,7 @@ class EnginePair:
     ) -> None:
         """costs decides the draft length of adaptive requests; None keeps it fixed.
 
-        rounds are how a greedy request runs while it runs alone; None: as any other does.
+        rounds are how a request runs while it runs alone; None: as any other does.
         on_close gives back what the engines hold outside this process's own memory.
         """
         self._draft, self._target, self._sampler = draft, target, sampler
@@ -261,7 +261,7 @@ class EnginePair:
             self._take(running, draft, outcome, cached)
 
     def _alone(self) -> _Running | None:
-        """The request that runs alone and decodes greedily, if that is what goes on."""
+        """The request that decodes alone and that the device can run, if that is what goes on."""
         if len(self._running) != 1:
             return None
         running = self._running[0]
@@ -269,19 +269,32 @@ class EnginePair:
             return None
         return running if len(self._missing(running)) == 1 else None
 
+    def _begins_a_stream(self, running: _Running) -> bool:
+        """Says whether this step, that of the prompt, leaves all drafting to the rounds after it.
+
+        So its token need not wait for the draft, which reads the prompt while the device is busy.
+        """
+        if self._stream is None or self.costs is None or len(self._running) != 1:
+            return False
+        return SingleStream.can_run(running.state)
+
     def _stream_step(self, stream: SingleStream, running: _Running) -> None:
         """Takes in a round of a request that the device runs by itself."""
         state = running.state
         if not stream.runs(state):
             stream.end()
-            has_draft = state.is_speculative and self._has_draft_sequence(running)
-            if has_draft:
-                self._catch_up(running)
+            fits_draft = len(state.token_ids) <= self._draft.max_seq_len
+            has_draft = state.is_speculative and fits_draft and self._has_draft_sequence(running)
+            # Rounds want all of the text but its last two tokens.
+            is_behind = has_draft and self._draft_length(running) < len(state.token_ids) - 2
             stream.begin(
                 state,
                 target_sequence=running.target_sequence,
                 draft_sequence=running.draft_sequence if has_draft else None,
+                reads_meanwhile=is_behind,
             )
+            if is_behind:
+                self._catch_up(running)
         taken = stream.step()
         if taken.token_ids is None:
             stream.end()
@@ -350,6 +363,8 @@ class EnginePair:
         for running, draft in zip(decoding, drafted, strict=True):
             if running.is_draft_suspect:
                 running.is_draft_suspect = False
+                continue
+            if self._begins_a_stream(running):
                 continue
             num_draft_tokens = running.state.next_num_draft_tokens(costs, most=most)
             if num_draft_tokens == 0 or not self._has_draft_sequence(running):

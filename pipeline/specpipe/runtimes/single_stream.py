@@ -1,4 +1,4 @@
-"""One greedy request that runs alone, in rounds that the device makes without the host.
+"""One request that runs alone, in rounds that the device makes without the host.
 
 EnginePair runs any number of requests, and asks the device for logits in every step. A device that
 can draft, verify and accept by itself needs to be asked for nothing while one request runs: it gets
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from specpipe.runtimes.base import PairOptions
 from specpipe.speculative.adaptive import StepCosts, most_draft_tokens
-from specpipe.speculative.request import RequestState
+from specpipe.speculative.request import RequestState, Sampling
 
 MOST_UNDER_WAY = 2
 """Rounds launched and not yet taken: one that runs, and one for when it ends."""
@@ -42,11 +42,17 @@ class Rounds(Protocol):
         """What rounds cost by draft length; None where that was not measured."""
 
     def begin(
-        self, token_ids: Sequence[int], *, target_sequence: int, draft_sequence: int | None
+        self,
+        token_ids: Sequence[int],
+        *,
+        target_sequence: int,
+        draft_sequence: int | None,
+        sampling: Sampling,
     ) -> None:
         """Starts with a text of which the target has cached all but the last token.
 
-        The draft may lack one more. Without a draft_sequence rounds must have no draft tokens.
+        Before a round that drafts, the draft must have read that much too, or one token less.
+        Without a draft_sequence rounds must have no draft tokens.
         """
 
     def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
@@ -92,20 +98,35 @@ class SingleStream:
 
     @staticmethod
     def can_run(state: RequestState) -> bool:
-        """Says whether a request asks for nothing but the best token of each row."""
+        """Says whether a request wants tokens only, chosen by no more than the model's scores."""
         request = state.request
-        sampling = request.sampling
-        return sampling.is_greedy and not sampling.changes_scores and not request.return_log_probs
+        return not request.sampling.changes_scores and not request.return_log_probs
 
     def begin(
-        self, state: RequestState, *, target_sequence: int, draft_sequence: int | None
+        self,
+        state: RequestState,
+        *,
+        target_sequence: int,
+        draft_sequence: int | None,
+        reads_meanwhile: bool = False,
     ) -> None:
-        """Takes a request over, whose text is cached as Rounds.begin wants it."""
+        """Takes a request over, whose text is cached as Rounds.begin wants it.
+
+        reads_meanwhile  the draft lacks much of the text, and reads it before the next step. Where
+                         the draft length is ours to choose, rounds without draft tokens are
+                         launched at once: they keep the device busy while the host gets that ready
+        """
         self._state = state
         self._has_draft = draft_sequence is not None
         self._rounds.begin(
-            state.token_ids, target_sequence=target_sequence, draft_sequence=draft_sequence
+            state.token_ids,
+            target_sequence=target_sequence,
+            draft_sequence=draft_sequence,
+            sampling=state.request.sampling,
         )
+        if reads_meanwhile and self._costs is not None:
+            while len(self._under_way) < MOST_UNDER_WAY and not self._is_sure_to_end(state):
+                self._launch(state, 0)
 
     def end(self) -> None:
         """Lets the request go; rounds under way count for nothing."""
@@ -117,8 +138,10 @@ class SingleStream:
         """Keeps the device busy, and takes in the oldest round."""
         state = self._state
         assert state is not None
-        while len(self._under_way) < MOST_UNDER_WAY and not self._is_sure_to_end(state):
-            self._launch(state)
+        while len(self._under_way) < MOST_UNDER_WAY and not (
+            self._is_sure_to_end(state) or self._depends(state)
+        ):
+            self._launch(state, self._num_draft_tokens(state))
         num_drafted = self._under_way.popleft()
         verified = self._rounds.take()
         num_cached = None
@@ -133,13 +156,28 @@ class SingleStream:
         left = state.request.max_tokens - state.num_output_tokens
         return 0 < left <= len(self._under_way)
 
-    def _launch(self, state: RequestState) -> None:
-        num_draft_tokens = 0
+    def _depends(self, state: RequestState) -> bool:
+        """Says whether a fixed draft length may be less when the rounds under way are taken.
+
+        So it is near the end of a text. Where the accept test rejects draft tokens, what is drawn
+        depends on which tokens are drafted: those must be the same ones as in single steps.
+        """
+        if self._costs is not None or not self._has_draft:
+            return False
+        most = most_draft_tokens(self._schedule, 1)
+        under_way = sum(drafted + 1 for drafted in self._under_way)
+        lengths = {state.next_num_draft_tokens(most=most, num_ahead=n) for n in (0, under_way)}
+        return len(lengths) > 1
+
+    def _num_draft_tokens(self, state: RequestState) -> int:
         # A trial is one round: the next does not draft before it has told.
         awaits_trial = any(self._under_way) and state.is_draft_on_trial
-        if self._has_draft and not awaits_trial:
-            most = most_draft_tokens(self._schedule, 1)
-            num_draft_tokens = state.next_num_draft_tokens(self._costs, most=most)
+        if awaits_trial or not self._has_draft:
+            return 0
+        most = most_draft_tokens(self._schedule, 1)
+        return state.next_num_draft_tokens(self._costs, most=most)
+
+    def _launch(self, state: RequestState, num_draft_tokens: int) -> None:
         under_way = sum(drafted + 1 for drafted in self._under_way)
         num_positions = len(state.token_ids) + under_way + num_draft_tokens + 1
         self._rounds.launch(num_draft_tokens, num_positions=num_positions)

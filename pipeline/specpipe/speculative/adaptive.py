@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_DECAY = 0.93  # weight of an observation after each later one: a memory of some fourteen steps
-_PRIOR = (3.0, 1.5)  # accepted and rejected tokens that a new request is taken to have seen
+_DECAY = 0.97  # weight of an observation after each later one: a memory of some thirty steps
+_PRIOR = (0.7, 0.5)  # accepted and rejected tokens that a new request is taken to have seen
 MIN_GAIN = 1.1
-"""What speculation must promise: costs that nobody measures (the draft reads the prompt too, and
-what the target added by itself) eat a promise of less.
+"""What a perfect draft must promise one request, and any draft a batch: costs that nobody measures
+(the draft reads the prompt too, and what the target added by itself) eat a promise of less.
 """
 
-_MIN_PAUSE, _MAX_PAUSE = 2, 64  # tokens without drafting before the draft is tried again
+_TRIAL_SHARE = 0.01  # of the time: what trials that fail may take
+_MIN_PAUSE, _MAX_PAUSE = 4, 96  # tokens without drafting before the draft is tried again
 
 
 Schedule = tuple[tuple[int, int], ...]
@@ -46,15 +47,21 @@ class DraftLength:
 
     A draft token is taken to be accepted with one probability a, independently, so that K draft
     tokens emit (1 - a^(K+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192,
-    eq. 1). When no K promises a gain, drafting pauses, and is tried again after a pause that
-    doubles as long as the draft stays wrong.
+    eq. 1), and K is what emits most in a given time. Where that is none, one token is drafted as a
+    trial: a wrong one has cost time(1) - 1 target steps for nothing, and drafting pauses until that
+    is a hundredth of the time, and twice as long after each further trial that fails. One that is
+    right after a pause lets the request begin anew: what was seen before it is no measure.
     """
 
     def __init__(self) -> None:
-        self._accepted, self._rejected = _PRIOR
-        self._pause = _MIN_PAUSE
-        self._tokens_left_in_pause = 0
         self._is_trial = False
+        self._first_pause = _MIN_PAUSE
+        self._begin()
+
+    def _begin(self) -> None:
+        self._accepted, self._rejected = _PRIOR
+        self._pause = 0  # its length in tokens, until a trial succeeds
+        self._tokens_left_in_pause = 0
 
     @property
     def acceptance_probability(self) -> float:
@@ -63,7 +70,7 @@ class DraftLength:
 
     @property
     def is_trial(self) -> bool:
-        """True when the last choice was one token, to see whether drafting pays again."""
+        """True after a trial was chosen, until a step that drafted is observed."""
         return self._is_trial
 
     def choose(self, limit: int, costs: StepCosts) -> int:
@@ -72,15 +79,13 @@ class DraftLength:
             return 0
         if (limit + 1) / costs.time(limit) < MIN_GAIN:
             return 0  # not even a perfect draft would pay at this load
-        gains = [self.expected_tokens(k) / costs.time(k) for k in range(limit + 1)]
-        best = max(range(limit + 1), key=gains.__getitem__)
-        self._is_trial = gains[best] < MIN_GAIN and self._pause > _MIN_PAUSE
-        if self._is_trial:
-            return 1
-        if gains[best] >= MIN_GAIN:
-            return best
-        self._start_pause()
-        return 0
+        best = 0 if self._pause else self._best(limit, costs)
+        self._is_trial = best == 0
+        self._first_pause = round((costs.time(1) - 1.0) / _TRIAL_SHARE)
+        return max(best, 1)
+
+    def _best(self, limit: int, costs: StepCosts) -> int:
+        return max(range(limit + 1), key=lambda k: self.expected_tokens(k) / costs.time(k))
 
     def expected_tokens(self, num_draft_tokens: int) -> float:
         """What a step with that many draft tokens should emit."""
@@ -93,13 +98,14 @@ class DraftLength:
             self._tokens_left_in_pause -= 1
             return
         rejected = num_accepted_tokens < num_draft_tokens
+        if self._pause and not rejected:
+            self._begin()
         self._accepted = self._accepted * _DECAY + num_accepted_tokens
         self._rejected = self._rejected * _DECAY + rejected
         if self._is_trial and rejected:
             self._start_pause()
-        elif not rejected:
-            self._pause = _MIN_PAUSE
+        self._is_trial = False
 
     def _start_pause(self) -> None:
-        self._tokens_left_in_pause = self._pause
-        self._pause = min(2 * self._pause, _MAX_PAUSE)
+        pause = max(self._first_pause, 2 * self._pause, _MIN_PAUSE)
+        self._pause = self._tokens_left_in_pause = min(pause, _MAX_PAUSE)

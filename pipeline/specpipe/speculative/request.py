@@ -258,17 +258,18 @@ class RequestState:
         return self._max_num_draft_tokens > 0
 
     def next_num_draft_tokens(
-        self, costs: StepCosts | None = None, *, most: int | None = None
+        self, costs: StepCosts | None = None, *, most: int | None = None, num_ahead: int = 0
     ) -> int:
         """How many tokens to draft in the next step; 0 makes it a plain one-token step.
 
         Never more than could be emitted beside the target's own token, nor than the draft's context
-        holds, nor than `most`, what the load allows.
+        holds, nor than `most`, what the load allows. num_ahead says how many tokens there may be by
+        then that were not yet accepted here.
         """
         limit = min(
             self._max_num_draft_tokens,
-            self._num_tokens_left() - 1,
-            self._limits.draft_max_seq_len - len(self.token_ids) + 1,
+            self._num_tokens_left() - num_ahead - 1,
+            self._limits.draft_max_seq_len - len(self.token_ids) - num_ahead + 1,
         )
         if most is not None:
             limit = min(limit, most)

@@ -13,15 +13,23 @@ from tests.toy import toy_config
 GIB_16_KB = "MemTotal:       32000000 kB\nMemFree:  1000 kB\nMemAvailable:   16000000 kB\n"
 
 
-def estimate(dtype: str = "float32", *, is_tied: bool = False) -> MemoryEstimate:
+def estimate(
+    dtype: str = "float32",
+    *,
+    is_tied: bool = False,
+    max_seq_len: int = 100,
+    max_num_tokens: int = 64,
+    on_gpu: bool = False,
+) -> MemoryEstimate:
     config = unified_config(toy_config(tie_word_embeddings=is_tied), tp_size=1, pp_size=1)
     return estimate_memory(
         config,
         dtype=dtype,
         max_batch_size=8,
-        max_seq_len=100,
+        max_seq_len=max_seq_len,
         max_draft_len=3,
-        max_num_tokens=64,
+        max_num_tokens=max_num_tokens,
+        on_gpu=on_gpu,
     )
 
 
@@ -51,6 +59,24 @@ def test_what_gemma2_has_beside_is_counted() -> None:
 
 def test_a_tied_head_counts_once() -> None:
     assert estimate().weights_bytes - estimate(is_tied=True).weights_bytes == 4 * 256 * 32
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "positions", "parts"), [(100, 128, 1), (40_000, 40_064, 40)]
+)
+def test_what_fused_kernels_take_is_counted_on_a_gpu(
+    max_seq_len: int, positions: int, parts: int
+) -> None:
+    on_gpu, plain = (
+        estimate("bfloat16", max_seq_len=max_seq_len, max_num_tokens=0, on_gpu=on_gpu)
+        for on_gpu in (True, False)
+    )
+    # positions of three rounds of 4 tokens beside the text, in pages of 64
+    assert on_gpu.kv_cache_bytes == 2 * 2 * 8 * positions * 2 * 2 * 8
+    # 16 rows: of 4 heads the parts of attention, 8 sums and a state of 2 each; and 256 logits
+    added = on_gpu.workspace_bytes - plain.workspace_bytes
+    # and of 4 rows in a round what a token is drawn from, 16 bytes of each of 256 tokens
+    assert added == 4 * 16 * (4 * parts * 10 + 256) + 4 * 16 * 256
 
 
 def test_estimate_reads_as_a_sentence() -> None:

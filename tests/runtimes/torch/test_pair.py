@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specpipe.errors import RuntimeUnavailable
-from specpipe.runtimes.torch.pair import _cannot_compile, unfused
+from specpipe.runtimes.torch.pair import _cannot_compile, _too_old, unfused
 from tests.runtimes.torch.engines import build_engine
 from tests.toy import write_toy_checkpoint
 
@@ -33,6 +33,26 @@ def test_who_wants_fused_kernels_is_told_why_not(engine: Path) -> None:
         f"engine.kernels is fused, but {engine} was built for a CPU; "
         "set it to auto, which then takes torch's own"
     )
+
+
+@pytest.mark.parametrize(
+    ("capability", "formats", "reason"),
+    [
+        ((7, 5), [], "the GPU is older than Ampere (compute capability 8.0)"),
+        ((8, 0), ["int4_awq", "int8_wo"], None),
+        ((8, 6), ["fp8"], "the GPU is older than Ada (compute capability 8.9), and has no FP8"),
+        (
+            (8, 0),
+            ["w4a8_awq"],
+            "the GPU is older than Ada (compute capability 8.9), and has no FP8",
+        ),
+        ((8, 9), ["fp8", "fp8_pc_pt"], None),
+    ],
+)
+def test_a_gpu_can_be_too_old(
+    capability: tuple[int, int], formats: list[str], reason: str | None
+) -> None:
+    assert _too_old(capability, formats) == reason
 
 
 def test_triton_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ class TorchRuntime:
         return estimate_memory(
             side.unified,
             dtype=compute_dtype(engine.dtype, device, checkpoint_dtype(side)),
+            on_gpu=device == "cuda",
             kernel=kernel_for(side.unified, sm),
             max_batch_size=engine.max_batch_size,
             max_seq_len=pair.max_seq_len_of(side),

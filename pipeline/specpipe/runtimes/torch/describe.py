@@ -34,7 +34,8 @@ def describe(engine: Path) -> EngineDescription | None:
     with reading_config(engine):
         pretrained, build = config["pretrained_config"], config["build_config"]
         dtype, limits = build["dtype"], {name: build[name] for name in _LIMITS}
-        estimate = estimate_memory(pretrained, dtype=dtype, **limits)
+        on_gpu = build["device"] == "cuda"
+        estimate = estimate_memory(pretrained, dtype=dtype, on_gpu=on_gpu, **limits)
         return EngineDescription(
             runtime="torch",
             versions={"specpipe": config["version"]},

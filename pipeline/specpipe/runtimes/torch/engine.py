@@ -72,6 +72,7 @@ class EngineSpec:
                 model,
                 dtype=build["dtype"],
                 max_num_tokens=build["max_num_tokens"],
+                on_gpu=build["device"] == "cuda",
                 kernel=kernel,
                 **limits,
             ),

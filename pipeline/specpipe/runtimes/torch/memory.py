@@ -10,6 +10,7 @@ from specpipe.families import part_shape, tensor_rules
 from specpipe.quantization.formats import FORMATS, format_of
 from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.memory import ELEMENT_BYTES, MemoryEstimate, kv_bytes_per_token
+from specpipe.runtimes.torch.fused.sizes import PAGE, ROWS, max_parts, pages_of, spare_positions
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
 
 
@@ -21,14 +22,18 @@ def estimate_memory(
     max_seq_len: int,
     max_draft_len: int,
     max_num_tokens: int,
+    on_gpu: bool = False,
     kernel: Kernel | None = None,
 ) -> MemoryEstimate:
     """Estimates an engine of a unified config; `dtype` is "float32", "bfloat16" or "float16".
 
+    on_gpu  counts what the fused kernels take beside, which run there if they can
     kernel  what multiplies by quantized weights, where it fits
     """
     element = ELEMENT_BYTES[dtype]
     capacity = max_seq_len + max_draft_len + 1
+    if on_gpu:
+        capacity = PAGE * pages_of(max_seq_len + spare_positions(max_draft_len))
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     hidden, head_size = config["hidden_size"], config["head_size"]
     weights_bytes = sum(_weight_bytes(config, dtype, kernel))
@@ -48,7 +53,8 @@ def estimate_memory(
         kv_cache_bytes=max_batch_size * capacity * kv_bytes_per_token(config, dtype),
         workspace_bytes=element * (2 * max_num_tokens * row + prefill_mask)
         + 4 * (scores + 2 * logits)
-        + _rounding_bytes(config, max_num_tokens),
+        + _rounding_bytes(config, max_num_tokens)
+        + (_fused_bytes(config, capacity, max_draft_len) if on_gpu else 0),
     )
 
 
@@ -93,6 +99,16 @@ def _rounding_bytes(config: Mapping[str, Any], max_num_tokens: int) -> int:
     copies = 12 if kind == "nvfp4" else 4  # in float32
     widest = max(hidden, intermediate, heads)
     return 4 * max_num_tokens * (copies * widest + 2 * intermediate)
+
+
+def _fused_bytes(config: Mapping[str, Any], capacity: int, max_draft_len: int) -> int:
+    """Returns what fused engines keep of a round: parts of attention, logits, and what is drawn."""
+    num_parts = ROWS * config["num_attention_heads"] * max_parts(capacity)
+    part = config["head_size"] + 2  # sums of values; the highest score, and the sum of weights
+    vocab_size: int = config["vocab_size"]
+    floats = int(num_parts * part) + ROWS * vocab_size
+    drawn = 16 * vocab_size  # of each row a key and a mass of every token
+    return ELEMENT_BYTES["float32"] * floats + (max_draft_len + 1) * drawn
 
 
 def _activations(config: Mapping[str, Any]) -> str | None:

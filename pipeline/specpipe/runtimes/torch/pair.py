@@ -6,13 +6,14 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from specpipe.errors import RuntimeUnavailable
+from specpipe.quantization.formats import FORMATS
 from specpipe.runtimes.base import DetokenizerFactory, PairOptions
 from specpipe.runtimes.costs import measure_costs
 from specpipe.runtimes.engine_fit import check_limits
@@ -23,7 +24,7 @@ from specpipe.runtimes.torch.sampling import TorchSampler
 
 Kernels = Literal["auto", "fused", "plain"]
 
-_MIN_CAPABILITY = (8, 0)
+_MIN_CAPABILITY, _MIN_FP8_CAPABILITY = (8, 0), (8, 9)
 
 
 def load_pair(
@@ -67,8 +68,9 @@ def _unfused(folder: Path) -> str | None:
         return "'triton' is not installed"
     if (reason := _cannot_compile()) is not None:
         return reason
-    if torch.cuda.get_device_capability() < _MIN_CAPABILITY:
-        return "the GPU is older than Ampere (compute capability 8.0)"
+    reason = _too_old(torch.cuda.get_device_capability(), spec.model.formats.values())
+    if reason is not None:
+        return reason
     if spec.dtype == torch.float16:
         return f"{folder} computes in float16, whose range their norms can leave"
     if spec.has_fp8_kv_cache:
@@ -76,9 +78,19 @@ def _unfused(folder: Path) -> str | None:
     from specpipe.runtimes.torch.fused.load import reading
     from specpipe.runtimes.torch.fused.weights import unsupported
 
-    with reading(folder, torch.device("cpu")) as read:
+    with reading(folder) as read:
         reason = unsupported(spec.model, read)
     return None if reason is None else f"they do not run {folder}: {reason}"
+
+
+def _too_old(capability: tuple[int, int], formats: Iterable[str]) -> str | None:
+    """Says what of a GPU the kernels miss, for linears in some formats."""
+    if capability < _MIN_CAPABILITY:
+        return "the GPU is older than Ampere (compute capability 8.0)"
+    rounds_to_fp8 = any((FORMATS[name].activations or "").startswith("fp8") for name in formats)
+    if rounds_to_fp8 and capability < _MIN_FP8_CAPABILITY:
+        return "the GPU is older than Ada (compute capability 8.9), and has no FP8"
+    return None
 
 
 def _cannot_compile() -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class RecordingDecoder(Decoder):
 
     launches: list[Launch]
 
-    def _launch(
+    def launch(
         self,
         kernel: Any,
         grid: tuple[int, ...],
@@ -76,7 +77,10 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     decoder.accept(integers, integers, 96, integers, 4)
     names = ["embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score"]
     names += ["propose", "accept"]
-    return dict(zip(names, decoder.launches, strict=True))
+    launches = dict(zip(names, decoder.launches, strict=True))
+    decoder.layers(replace(rows, max_chunks=64))
+    launches["attention_by_blocks"] = decoder.launches[len(names) + names.index("attention")]
+    return launches
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -145,7 +149,7 @@ def _arguments(lines: list[str], names: list[str]) -> dict[str, str]:
 
 def _access(line: str, arguments: dict[str, str]) -> Access | None:
     operation = re.sub(r"^@!?\S+\s+", "", line).split(None, 1)
-    if len(operation) < 2 or operation[0].startswith("prefetch"):
+    if len(operation) < 2 or "prefetch" in operation[0]:
         return None
     name, operands = operation
     address = [r for r in re.findall(r"\[\s*(%rd\d+)", operands) if r in arguments]
@@ -190,9 +194,11 @@ def facts(name: str, launch: Launch, capability: int) -> dict[str, Any]:
     return {
         "name": name,
         "shared_bytes": kernel.metadata.shared,
+        "is_held": launch.tiles is not None and launch.tiles.held > 0,
         "accesses": sorted(set(every)),
         "early": sorted(set(early)),
         "num_waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
+        "num_bulk_prefetches": kernel.asm["ptx"].count("cp.async.bulk.prefetch.L2"),
     }
 
 

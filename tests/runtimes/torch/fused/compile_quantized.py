@@ -27,7 +27,6 @@ _DTYPES = {
     "int4": torch.uint8,
 }
 _TYPES = {torch.float8_e4m3fn: "*fp8e4nv", torch.int8: "*i8"}
-_NAMES = ("embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score")
 
 
 def quantized(linear: Linear, kind: Kind, group: int) -> Linear:
@@ -40,7 +39,7 @@ def quantized(linear: Linear, kind: Kind, group: int) -> Linear:
     return Linear(weight, None, kind, scale, block=block)
 
 
-def launches_of(model: str, kind: Kind, group: int) -> dict[str, compile_kernels.Launch]:
+def launches_of(model: str, kind: Kind, group: int) -> list[compile_kernels.Launch]:
     config = toy_config(**compile_kernels.MODELS[model], num_layers=1)
     plain = load_weights(
         config,
@@ -72,7 +71,7 @@ def launches_of(model: str, kind: Kind, group: int) -> dict[str, compile_kernels
     integers = torch.empty(128, dtype=torch.int32, device=_META)
     decoder.layers(Rows(integers[:5], integers, integers, num_rows=5, group=5, max_chunks=8))
     decoder.score(0, 5, writes_logits=True)
-    return dict(zip(_NAMES, decoder.launches, strict=True))
+    return decoder.launches
 
 
 if __name__ == "__main__":
@@ -82,9 +81,9 @@ if __name__ == "__main__":
     print(
         json.dumps(
             [
-                compile_kernels.facts(name, launch, 90)
-                for name, launch in launches.items()
-                if name not in ("embed", "attention")
+                compile_kernels.facts(launch.kernel.__name__, launch, 90)
+                for launch in launches
+                if launch.kernel.__name__ not in ("embed", "attention")
             ]
         )
     )

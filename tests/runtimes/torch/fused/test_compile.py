@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from specpipe.runtimes.torch.fused.sizes import CHUNK, PAGE
+
 KERNELS = [
     "embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score",
-    "propose", "accept",
+    "propose", "accept", "attention_by_blocks",
 ]  # fmt: skip
 """Both projections back to the hidden states are add_linear, with tiles of their own."""
 
 READ_BEFORE_THE_WAIT = {
-    "rotary_linear": {"positions_ptr", "slots_ptr", "pages_ptr"},
+    "rotary_linear": {"positions_ptr", "slots_ptr", "pages_ptr", "rotations_ptr"},
     "attention": {"positions_ptr", "slots_ptr", "pages_ptr", "keys_ptr", "values_ptr"},
+    "attention_by_blocks": {"positions_ptr", "slots_ptr", "pages_ptr"},
     "dense": {"hidden_ptr", "gain_ptr"},
     "mlp_out": {"hidden_ptr", "gain_ptr"},
 }
@@ -31,8 +34,9 @@ STREAMED = {
     "gated_linear": {"weight_ptr", "scaled_ptr"},
     "mlp_out": {"weight_ptr", "x_ptr"},
     "score": {"weight_ptr", "scaled_ptr"},
+    "attention_by_blocks": {"keys_ptr", "values_ptr"},
 }
-"""What moves to shared memory while earlier blocks are multiplied."""
+"""What moves to shared memory while earlier blocks are multiplied; what is held, all at once."""
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """That one program can have: CUDA C++ Programming Guide, compute capabilities."""
@@ -63,23 +67,34 @@ def check(found: dict[str, dict[str, Any]], capability: int) -> None:
         accesses = {(argument, kind, size) for argument, kind, size in kernel["accesses"]}
         for argument in STREAMED.get(name, ()):
             used = {(kind, size) for a, kind, size in accesses if a == argument}
-            assert used == {("copy", 16)}, (name, argument, used)
+            assert used == {("load" if kernel["is_held"] else "copy", 16)}, (name, argument, used)
         if name == "attention":
             for argument in ("keys_ptr", "values_ptr"):
                 used = {(kind, size) for a, kind, size in accesses if a == argument}
                 assert used == {("load", 16)}, (argument, used)
         if capability < 90:
-            assert kernel["num_waits"] == 0, name
+            assert kernel["num_waits"] == kernel["num_bulk_prefetches"] == 0, name
             continue
+        # Of a block the first keys and values, page by page.
+        num_prefetches = 2 * CHUNK // PAGE if name == "attention_by_blocks" else 0
+        assert kernel["num_bulk_prefetches"] == num_prefetches, name
         assert kernel["num_waits"] >= 1, name
         early = {(argument, kind) for argument, kind, _ in kernel["early"]}
-        assert early == {(a, "load") for a in READ_BEFORE_THE_WAIT.get(name, ())}, name
+        held = {"weight_ptr"} if kernel["is_held"] else set()
+        wanted = READ_BEFORE_THE_WAIT.get(name, set()) | held
+        assert early == {(argument, "load") for argument in wanted}, name
 
 
 def test_memory_is_read_wide_and_nothing_too_early(tmp_path: Path) -> None:
-    kernels = ("rotary_linear", "attention", "dense")
+    kernels = ("rotary_linear", "attention", "dense", "attention_by_blocks")
     found = facts(tmp_path, "7b", 90, *kernels)
     assert list(found) == list(kernels)
+    check(found, 90)
+
+
+def test_a_small_matrix_is_read_before_the_wait(tmp_path: Path) -> None:
+    found = facts(tmp_path, "0.5b", 90, "dense")
+    assert found["dense"]["is_held"]
     check(found, 90)
 
 

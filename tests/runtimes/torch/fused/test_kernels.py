@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specpipe.runtimes.torch.fused import kernels
-from specpipe.runtimes.torch.fused.programs import ROWS
+from specpipe.runtimes.torch.fused.sizes import ROWS
 from tests.runtimes.torch.fused.kernel_inputs import (
     DEVICE,
     DTYPES,
@@ -40,7 +40,7 @@ def test_embed(dtype: torch.dtype, by_position: bool) -> None:
     tokens = integers(7, 3, 49, 0, 11)
     launch(
         kernels.embed, (4,), tokens, integers(2, 4, -1, 1), table, gain, hidden, scaled, squares,
-        UNUSED, 2.0, C=48, BLOCK_C=32, ROWS=ROWS, BY_POSITION=by_position, NEXT=PLAIN,
+        2.0, C=48, BLOCK_C=32, ROWS=ROWS, BY_POSITION=by_position,
     )  # fmt: skip
     rows = [49, 11, 3] if by_position else [7, 3, 0]
     wanted = 2.0 * table[rows]
@@ -51,8 +51,13 @@ def test_embed(dtype: torch.dtype, by_position: bool) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("block_n", "block_c"), [(16, 32), (32, 64)])
-def test_rotary_linear(dtype: torch.dtype, block_n: int, block_c: int, has_bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("block_n", "block_c", "ways", "held"),
+    [(16, 32, 1, 0), (32, 64, 1, 0), (16, 16, 1, 48), (16, 32, 2, 0), (16, 32, 2, 64)],
+)
+def test_rotary_linear(
+    dtype: torch.dtype, block_n: int, block_c: int, ways: int, held: int, has_bias: bool
+) -> None:
     num_heads, num_kv_heads, head_size, channels, rows = 4, 2, 32, 64, 3
     columns = (num_heads + 2 * num_kv_heads) * head_size
     hidden, gain = random(rows, channels, dtype=dtype), random(channels, dtype=dtype, seed=1)
@@ -68,10 +73,10 @@ def test_rotary_linear(dtype: torch.dtype, block_n: int, block_c: int, has_bias:
         kernels.rotary_linear, (columns // block_n,),
         (hidden.float() * gain.float()).to(dtype), squares_of(hidden, 2), UNUSED, weight, UNUSED,
         bias, rotations, query, keys, values, pages, integers(*positions), integers(1, 1, 1), rows,
-        2, 3, EPSILON, 1.0,
+        2, 3, EPSILON,
         C=channels, H=num_heads, H_KV=num_kv_heads, D=head_size, PAGE=PAGE, BLOCK_N=block_n,
         BLOCK_C=block_c, PARTS=4, ROWS=ROWS, PREFETCH=block_c, HAS_BIAS=has_bias, TURNS=True,
-        GROUP=0, KIND=PLAIN,
+        GROUP=0, KIND=PLAIN, WAYS=ways, HELD=held,
     )  # fmt: skip
     product = normed(hidden, gain) @ weight.double().t() + (bias.double() if has_bias else 0.0)
     heads = product.unflatten(1, (-1, head_size))
@@ -115,23 +120,27 @@ def test_turn_heads(dtype: torch.dtype, has_norm: bool) -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("block_n", [16, 64])
-def test_add_linear(dtype: torch.dtype, block_n: int, splits: int, has_bias: bool) -> None:
-    channels, columns, rows = 128, 64, 5
+@pytest.mark.parametrize(
+    ("block_n", "ways", "held"), [(16, 1, 0), (64, 1, 0), (32, 1, 96), (16, 2, 0), (16, 4, 192)]
+)
+def test_add_linear(
+    dtype: torch.dtype, block_n: int, ways: int, held: int, splits: int, has_bias: bool
+) -> None:
+    channels, columns, rows = 192 * splits, 64, 5
     x, weight = random(rows, channels, dtype=dtype), random(columns, channels, dtype=dtype, seed=1)
     bias, gain = random(columns, dtype=dtype, seed=2), random(columns, dtype=dtype, seed=3)
     before = random(rows, columns, dtype=dtype, seed=4)
     hidden, scaled = before.clone(), poisoned(rows, columns, dtype=dtype)
     num_parts = columns // block_n
     squares = poisoned(num_parts, ROWS, dtype=torch.float32)
-    parts = poisoned(splits, columns, ROWS, dtype=torch.float32)
+    parts = poisoned(splits, ROWS, columns, dtype=torch.float32)
     arrivals = torch.zeros(num_parts, dtype=torch.int32, device=DEVICE)
     launch(
         kernels.add_linear, (num_parts, splits),
-        x, UNUSED, weight, UNUSED, bias, gain, hidden, scaled, squares, UNUSED, parts, arrivals,
-        rows, 0,
-        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=32, SPLITS=splits, X_PEAKS=1, ROWS=ROWS,
-        PREFETCH=32, HAS_BIAS=has_bias, GROUP=0, KIND=PLAIN, NEXT=PLAIN,
+        x, UNUSED, weight, UNUSED, bias, gain, hidden, scaled, squares, parts, arrivals, rows,
+        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=32, SPLITS=splits, ROWS=ROWS, WAYS=ways,
+        HELD=held,
+        PREFETCH=32, HAS_BIAS=has_bias, GROUP=0, KIND=PLAIN,
     )  # fmt: skip
     assert not arrivals.any()
     product = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
@@ -142,9 +151,13 @@ def test_add_linear(dtype: torch.dtype, block_n: int, splits: int, has_bias: boo
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("block_n", [16, 64])
-def test_gated_linear(dtype: torch.dtype, block_n: int, activation: str, has_bias: bool) -> None:
-    channels, columns, rows = 64, 64, 4
+@pytest.mark.parametrize(
+    ("block_n", "ways", "held"), [(16, 1, 0), (64, 1, 0), (16, 2, 0), (16, 2, 64), (16, 8, 96)]
+)
+def test_gated_linear(
+    dtype: torch.dtype, block_n: int, ways: int, held: int, activation: str, has_bias: bool
+) -> None:
+    channels, columns, rows = 96, 64, 4
     hidden, gain = random(rows, channels, dtype=dtype), random(channels, dtype=dtype, seed=1)
     weight = random(2 * columns, channels, dtype=dtype, seed=2, scale=0.2)
     bias = random(2 * columns, dtype=dtype, seed=3)
@@ -152,10 +165,10 @@ def test_gated_linear(dtype: torch.dtype, block_n: int, activation: str, has_bia
     launch(
         kernels.gated_linear, (columns // block_n,),
         (hidden.float() * gain.float()).to(dtype), squares_of(hidden, 4), UNUSED, weight, UNUSED,
-        bias, UNUSED, out, UNUSED, rows, 4, EPSILON, 1.0, 1.0,
-        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=32, PARTS=4, ROWS=ROWS, PREFETCH=32,
-        HAS_BIAS=has_bias, ACTIVATION=kernels.ACTIVATIONS[activation], HAS_GAIN=False, GROUP=0,
-        KIND=PLAIN, NEXT=PLAIN,
+        bias, out, out, rows, 4, EPSILON, 1.0,
+        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=max(32, 16 * ways), PARTS=4, ROWS=ROWS,
+        PREFETCH=32, HAS_BIAS=has_bias, ACTIVATION=kernels.ACTIVATIONS[activation],
+        HAS_GAIN=False, GROUP=0, KIND=PLAIN, NEXT=PLAIN, WAYS=ways, HELD=held,
     )  # fmt: skip
     product = normed(hidden, gain) @ weight.double().t() + (bias.double() if has_bias else 0.0)
     fc, gate = product.chunk(2, dim=1)

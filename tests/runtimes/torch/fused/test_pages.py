@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specpipe.runtimes.torch.fused.pages import PagedKVCache, pages_of
+from specpipe.runtimes.torch.fused.pages import PagedKVCache
+from specpipe.runtimes.torch.fused.sizes import pages_of
 
 
 def cache(num_slots: int = 2, capacity: int = 150) -> PagedKVCache:

@@ -20,7 +20,8 @@ from specpipe.runtimes.torch.fused import attention, kernels, scoring
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.linear import Kind, Linear, int4_block, packed, unpacked
 from specpipe.runtimes.torch.fused.products import KINDS
-from specpipe.runtimes.torch.fused.programs import ROWS
+from specpipe.runtimes.torch.fused.sizes import ROWS
+from specpipe.runtimes.torch.fused.tiles import Tiles, add_tiles, gated_tiles, linear_tiles
 from specpipe.runtimes.torch.fused.weights import load_weights, unsupported
 from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.layout import write_weights
@@ -40,6 +41,7 @@ from tests.runtimes.torch.fused.kernel_inputs import (
     random,
     squares_of,
 )
+from tests.runtimes.torch.fused.test_tiles import SHAPES, Shape
 from tests.runtimes.torch.fused.toy import toy_config, toy_weights
 from tests.runtimes.torch.test_engine import difference
 
@@ -82,6 +84,15 @@ CASES: list[Case] = [
 ]
 EVERY_CASE = pytest.mark.parametrize(("kind", "group"), CASES)
 INPUT_SCALE = 0.01
+BLOCK_N = [32, 64] if DEVICE == "cuda" else [32]
+"""Of which the second is another matrix instruction."""
+
+
+def tolerance(dtype: torch.dtype, kind: Kind) -> float:
+    """What Hopper's instruction for e4m3 loses of a sum, products.py, is more than float32 does."""
+    if DEVICE == "cuda" and kind in ("fp8", "fp8_per_token"):
+        return max(1e-3, TOLERANCE[dtype])
+    return TOLERANCE[dtype]
 
 
 def linear_of(
@@ -131,11 +142,53 @@ def normed(scaled: Tensor, hidden: Tensor) -> Tensor:
     return scaled.double() / length
 
 
-def peaks_of(x: Tensor, num_parts: int) -> Tensor:
-    """The greatest numbers of inputs [R, C], [parts, ROWS]."""
-    out = torch.zeros(num_parts, ROWS, device=DEVICE)
-    out[:, : len(x)] = x.float().abs().unflatten(1, (num_parts, -1)).amax(-1).t()
-    return out
+def as_kernels_take(
+    x: Tensor, linear: Linear, hidden: Tensor | None = None, *, first_row: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Inputs of a linear [R, C], rounded if they have to be, and their scales by row.
+
+    hidden  the states that x is without its RMSNorm; None: it has none
+    """
+    if not linear.rounds:
+        return x, UNUSED
+    channels, num_parts = x.shape[1], 3
+    squares = UNUSED
+    if hidden is not None:
+        squares = poisoned(4, ROWS, dtype=torch.float32)
+        squares[:3] = squares_of(torch.nn.functional.pad(hidden, (0, -channels % 3)), num_parts)
+    out = poisoned(*x.shape, dtype=torch.float8_e4m3fn)
+    row_scales = poisoned(ROWS, dtype=torch.float32)
+    launch(
+        kernels.round_input, (len(x) - first_row,),
+        x, squares, out, row_scales, first_row, num_parts, EPSILON, linear.input_scale,
+        C=channels, BLOCK_C=1 << (channels - 1).bit_length(), PARTS=4, ROWS=ROWS,
+        HAS_NORM=hidden is not None, KIND=KINDS[linear.kind],
+    )  # fmt: skip
+    return out, row_scales
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token"])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_round_input(dtype: torch.dtype, kind: Kind, has_norm: bool) -> None:
+    channels = 96
+    hidden = random(3, channels, dtype=dtype)
+    hidden[1, 7] = 60.0  # with the static scale it is beyond 448
+    hidden[2] = 0.0
+    linear, _ = linear_of(kind, 0, 16, channels)
+    found, row_scales = as_kernels_take(hidden, linear, hidden if has_norm else None, first_row=1)
+    assert found[0].isnan().all()  # rows before the first one are left alone
+    wanted = rounded(normed(hidden, hidden) if has_norm else hidden, kind)[1:]
+    wanted[1] = 0.0
+    if kind == "fp8":
+        scale = torch.full((2, 1), INPUT_SCALE, device=DEVICE)
+        assert row_scales.isnan().all()
+    else:
+        scale = row_scales[1:3, None]
+    # In bfloat16 some numbers lie between two of e4m3, and 448 / peak is rounded before it is used.
+    most = 2e-3 if dtype == torch.bfloat16 and kind == "fp8_per_token" else 1e-6
+    assert error(found[1:].float() * scale, wanted) < most
+    assert not found[2].float().any()
 
 
 def test_int4_numbers_come_back() -> None:
@@ -167,12 +220,13 @@ def test_rotary_linear(dtype: torch.dtype, kind: Kind, group: int) -> None:
     linear, matrix = linear_of(kind, group, columns, channels)
     scaled = (hidden.float() * gain.float()).to(dtype)
     out = poisoned(rows, columns, dtype=dtype)
+    x, row_scales = as_kernels_take(scaled, linear, hidden)
     launch(
         kernels.rotary_linear, (columns // 32,),
-        scaled, squares_of(hidden, 2), peaks_of(scaled, 2), linear.weight, linear.scale, gain,
-        UNUSED, out, UNUSED, UNUSED, integers(0).view(1, 1), integers(0, 1, 2), integers(0, 0, 0),
-        rows, 2, 1, EPSILON, linear.input_scale,
-        C=channels, H=2, H_KV=1, D=16, PAGE=16, BLOCK_N=32, BLOCK_C=linear.block or 64, PARTS=2,
+        x, squares_of(hidden, 2), row_scales, linear.weight, linear.scale, gain, UNUSED, out,
+        UNUSED, UNUSED, integers(0).view(1, 1), integers(0, 1, 2), integers(0, 0, 0), rows, 2, 1,
+        EPSILON,
+        C=channels, H=2, H_KV=1, D=16, PAGE=16, BLOCK_N=32, BLOCK_C=linear.block or 128, PARTS=2,
         ROWS=ROWS, PREFETCH=64, HAS_BIAS=False, TURNS=False, GROUP=group, KIND=KINDS[kind],
     )  # fmt: skip
     assert error(out, rounded(normed(scaled, hidden), kind) @ matrix.t()) < TOLERANCE[dtype]
@@ -181,37 +235,38 @@ def test_rotary_linear(dtype: torch.dtype, kind: Kind, group: int) -> None:
 @EVERY_DTYPE
 @EVERY_CASE
 @pytest.mark.parametrize("splits", [1, 2])
-def test_add_linear(dtype: torch.dtype, kind: Kind, group: int, splits: int) -> None:
-    channels, columns, rows, block_n = 256, 64, 5, 32
+@pytest.mark.parametrize("block_n", BLOCK_N)
+def test_add_linear(dtype: torch.dtype, kind: Kind, group: int, splits: int, block_n: int) -> None:
+    channels, columns, rows = 256, 64, 5
     x, gain = random(rows, channels, dtype=dtype), random(columns, dtype=dtype, seed=3)
     block = min(int4_block(channels, group), channels // splits)
     linear, matrix = linear_of(kind, group, columns, channels, block=block)
     bias, before = random(columns, dtype=dtype, seed=5), random(rows, columns, dtype=dtype, seed=6)
     hidden, scaled = before.clone(), poisoned(rows, columns, dtype=dtype)
-    squares, peaks = (poisoned(2, ROWS, dtype=torch.float32) for _ in range(2))
+    num_blocks = columns // block_n
+    squares = poisoned(num_blocks, ROWS, dtype=torch.float32)
     parts = poisoned(splits, columns, ROWS, dtype=torch.float32)
     arrivals = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    inputs = x
-    if kind == "fp8":  # whoever makes x rounds it
-        inputs = (x.float() / INPUT_SCALE).clamp(-448, 448).to(torch.float8_e4m3fn)
+    inputs, row_scales = as_kernels_take(x, linear)
     launch(
-        kernels.add_linear, (2, splits),
-        inputs, peaks_of(x, 4), linear.weight, linear.scale, bias, gain, hidden, scaled, squares,
-        peaks, parts, arrivals, rows, 4,
-        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=block if kind == "int4" else 64,
-        SPLITS=splits, X_PEAKS=4, ROWS=ROWS, PREFETCH=64, HAS_BIAS=True, GROUP=group,
-        KIND=KINDS[kind], NEXT=KINDS["fp8_per_token"],
+        kernels.add_linear, (num_blocks, splits),
+        inputs, row_scales, linear.weight, linear.scale, bias, gain, hidden, scaled, squares,
+        parts, arrivals, rows,
+        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=block if kind == "int4" else 128,
+        SPLITS=splits, ROWS=ROWS, PREFETCH=64, HAS_BIAS=True, GROUP=group, KIND=KINDS[kind],
     )  # fmt: skip
     product = rounded(x, kind) @ matrix.t() + bias.double()
-    assert error(hidden, before.double() + product) < TOLERANCE[dtype]
+    assert error(hidden, before.double() + product) < tolerance(dtype, kind)
     assert error(scaled, hidden.double() * gain.double()) < TOLERANCE[dtype]
-    assert torch.equal(peaks[:, :rows], peaks_of(scaled, 2)[:, :rows])
 
 
 @EVERY_DTYPE
 @EVERY_CASE
-@pytest.mark.parametrize("following", ["plain", "fp8", "fp8_per_token"])
-def test_gated_linear(dtype: torch.dtype, kind: Kind, group: int, following: Kind) -> None:
+@pytest.mark.parametrize("following", ["plain", "fp8"])
+@pytest.mark.parametrize("block_n", BLOCK_N)
+def test_gated_linear(
+    dtype: torch.dtype, kind: Kind, group: int, following: Kind, block_n: int
+) -> None:
     channels, columns, rows = 256, 64, 4
     hidden, gain = random(rows, channels, dtype=dtype), random(channels, dtype=dtype, seed=1)
     linear, matrix = linear_of(kind, group, 2 * columns, channels)
@@ -220,12 +275,13 @@ def test_gated_linear(dtype: torch.dtype, kind: Kind, group: int, following: Kin
     scaled = (hidden.float() * gain.float()).to(dtype)
     out_gain = random(columns, dtype=dtype, seed=7)
     out_dtype = torch.float8_e4m3fn if following == "fp8" else dtype
-    out, peaks = poisoned(rows, columns, dtype=out_dtype), poisoned(2, ROWS, dtype=torch.float32)
+    out = poisoned(rows, columns, dtype=out_dtype)
+    x, row_scales = as_kernels_take(scaled, linear, hidden)
     launch(
-        kernels.gated_linear, (2,),
-        scaled, squares_of(hidden, 4), peaks_of(scaled, 4), linear.weight, linear.scale, UNUSED,
-        out_gain, out, peaks, rows, 4, EPSILON, linear.input_scale, INPUT_SCALE,
-        N=columns, C=channels, BLOCK_N=32, BLOCK_C=linear.block or 64, PARTS=4, ROWS=ROWS,
+        kernels.gated_linear, (columns // block_n,),
+        x, squares_of(hidden, 4), row_scales, linear.weight, linear.scale, UNUSED, out_gain, out,
+        rows, 4, EPSILON, INPUT_SCALE,
+        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=linear.block or 128, PARTS=4, ROWS=ROWS,
         PREFETCH=64, HAS_BIAS=False, ACTIVATION=kernels.ACTIVATIONS["silu"], HAS_GAIN=True,
         GROUP=group, KIND=KINDS[kind], NEXT=KINDS[following],
     )  # fmt: skip
@@ -234,11 +290,12 @@ def test_gated_linear(dtype: torch.dtype, kind: Kind, group: int, following: Kin
     if following == "fp8":
         codes = (wanted / INPUT_SCALE).clamp(-448, 448).float().to(torch.float8_e4m3fn)
         same = (codes.float() == out.float()).double().mean()
-        assert same == 1 if dtype == torch.float32 else same > 0.9
+        if dtype == torch.bfloat16:
+            assert same > 0.9
+        else:
+            assert same == 1 if tolerance(dtype, kind) == TOLERANCE[dtype] else same > 0.97
     else:
-        assert error(out, wanted) < 2 * TOLERANCE[dtype]
-    if following == "fp8_per_token":
-        assert torch.equal(peaks[:, :rows], peaks_of(out, 2)[:, :rows])
+        assert error(out, wanted) < 2 * tolerance(dtype, kind)
 
 
 @EVERY_DTYPE
@@ -250,19 +307,20 @@ def test_score(dtype: torch.dtype, kind: Kind, group: int) -> None:
     scaled = (hidden.float() * gain.float()).to(dtype)
     best, logits = poisoned(2, ROWS, dtype=torch.float32), poisoned(rows, 100, dtype=torch.float32)
     best_ids = torch.full((2, ROWS), -1, dtype=torch.int32, device=DEVICE)
+    x, row_scales = as_kernels_take(scaled, linear, hidden, first_row=1)
     launch(
         scoring.score, (2,),
-        scaled, squares_of(hidden, 4), peaks_of(scaled, 4), linear.weight, linear.scale, UNUSED,
-        logits, best, best_ids, 1, rows, 4, vocab_size, EPSILON, linear.input_scale,
-        V=vocab_size, C=channels, BLOCK_N=64, BLOCK_C=linear.block or 64, PARTS=4, ROWS=ROWS,
+        x, squares_of(hidden, 4), row_scales, linear.weight, linear.scale, UNUSED, logits, best,
+        best_ids, 1, rows, 4, vocab_size, EPSILON,
+        V=vocab_size, C=channels, BLOCK_N=64, BLOCK_C=linear.block or 128, PARTS=4, ROWS=ROWS,
         PREFETCH=64, HAS_UNUSED=False, WRITES_LOGITS=True, GROUP=group, KIND=KINDS[kind],
     )  # fmt: skip
     wanted = rounded(normed(scaled, hidden)[1:], kind) @ matrix.t()
-    assert error(logits, wanted) < TOLERANCE[dtype]
+    assert error(logits, wanted) < tolerance(dtype, kind)
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("following", ["plain", "fp8", "fp8_per_token"])
+@pytest.mark.parametrize("following", ["plain", "fp8"])
 @pytest.mark.parametrize("heads_by_kv", [False, True])
 def test_attention_readies_what_it_writes(
     dtype: torch.dtype, following: Kind, heads_by_kv: bool
@@ -274,16 +332,16 @@ def test_attention_readies_what_it_writes(
     values = random(1, num_kv_heads, 16, head_size, dtype=dtype, seed=2)
     gain = random(size, dtype=dtype, seed=3)
     out = poisoned(rows, size, dtype=torch.float8_e4m3fn if following == "fp8" else dtype)
-    peaks = poisoned(num_heads, ROWS, dtype=torch.float32)
     arrivals = torch.zeros(rows * num_heads, dtype=torch.int32, device=DEVICE)
     launch(
         attention.attention, (1, num_kv_heads, 1),
         query, keys, values, integers(0).view(1, 1), integers(8, 9), integers(0, 0), gain, out,
-        peaks, poisoned(rows, num_heads, 1, head_size, dtype=torch.float32),
-        poisoned(rows, num_heads, 1, 2, dtype=torch.float32), arrivals, 1, 1, 0, head_size**-0.5,
-        rows, rows, INPUT_SCALE,
-        H=num_heads, H_KV=num_kv_heads, D=head_size, PAGE=16, ROWS=ROWS, CHUNK=128, QUERIES=16,
-        QUERY_BLOCKS=1, UNROLL=1, HEADS_BY_KV=heads_by_kv, HAS_GAIN=True, NEXT=KINDS[following],
+        poisoned(rows, num_heads, 1, head_size, dtype=torch.float32),
+        poisoned(rows, num_heads, 1, 2, dtype=torch.float32), arrivals, 1, 1, 0,
+        head_size**-0.5, rows, rows, INPUT_SCALE,
+        H=num_heads, H_KV=num_kv_heads, D=head_size, PAGE=16, ROWS=ROWS, CHUNK=128, BLOCK=8,
+        TAKES_BLOCKS=False, STAGES=1, QUERIES=16, QUERY_BLOCKS=1, UNROLL=1,
+        HEADS_BY_KV=heads_by_kv, HAS_GAIN=True, NEXT=KINDS[following],
     )  # fmt: skip
     wanted = torch.empty(rows, num_heads, head_size, dtype=torch.float64, device=DEVICE)
     for row, position in enumerate((8, 9)):
@@ -301,8 +359,6 @@ def test_attention_readies_what_it_writes(
         assert same == 1 if dtype == torch.float32 else same > 0.9
     else:
         assert error(out, wanted) < 2 * TOLERANCE[dtype]
-    if following == "fp8_per_token":
-        assert torch.equal(peaks[:, :rows], peaks_of(out, num_heads)[:, :rows])
 
 
 FORMATS: dict[str, Kernel] = {
@@ -366,16 +422,59 @@ def test_an_engine_computes_what_the_emulation_does(
     linears = (layer.qkv, layer.dense, layer.mlp_in, layer.mlp_out)
     assert {linear.kind for linear in linears} == {kind}
     assert head.kind == ("plain" if format == "int8_wo" else kind)
-    tolerance = 1e-5
+    most = 1e-5
     if dtype == torch.bfloat16:
-        tolerance = 0.15 if FORMATS[format] == "fp8" else 0.05  # as test_quantized_kernels.py has
-    assert difference(run(fused, 2), run(plain, 2)) < tolerance
+        most = 0.15 if FORMATS[format] == "fp8" else 0.05  # as test_quantized_kernels.py has
+    elif tolerance(dtype, kind) > TOLERANCE[dtype]:
+        most = 0.03  # some numbers are rounded to the next of e4m3
+    assert difference(run(fused, 2), run(plain, 2)) < most
 
 
 @EVERY_DTYPE
 def test_rows_are_rounded_by_themselves(dtype: torch.dtype, tmp_path: Path) -> None:
     fused, _ = built(tmp_path, "fp8_pc_pt", dtype, num_hidden_layers=1)
     assert torch.equal(run(fused, 2), run(fused, 1, 1))
+
+
+# Constants, and what was written before the input that is rounded: programs.begin_between.
+READ_BEFORE_THE_WAIT = {
+    "round_input": set(),
+    "rotary_linear": {"scale_ptr", "rotations_ptr", "positions_ptr", "slots_ptr", "pages_ptr"},
+    "add_linear": {"scale_ptr", "gain_ptr", "hidden_ptr"},
+    "gated_linear": {"scale_ptr"},
+    "score": {"scale_ptr"},
+}
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token", "int8"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_tiles_divide_every_known_matrix(shape: Shape, kind: Kind) -> None:
+    hidden, inter = shape.hidden, shape.intermediate
+    queries = shape.num_heads * shape.head_size
+    columns = queries + 2 * shape.num_kv_heads * shape.head_size
+    most = min(shape.head_size, 64)
+    for num_columns, num_channels, tiles in [
+        (columns, hidden, linear_tiles(columns, hidden, most=most, kind=kind)),
+        (hidden, queries, add_tiles(hidden, queries, kind=kind)),
+        (inter, hidden, gated_tiles(inter, hidden, kind=kind)),
+        (hidden, inter, add_tiles(hidden, inter, kind=kind)),
+    ]:
+        assert num_columns % tiles.block_n == 0
+        assert num_channels % (tiles.splits * tiles.block_c) == 0
+        assert 0 < tiles.prefetch <= num_channels // tiles.splits
+
+
+def test_the_tiles_that_were_timed() -> None:
+    """Those of 7 B on an H100: queries, keys and values; gate and up; both ways back."""
+    assert linear_tiles(6144, 4096, most=64, kind="fp8") == Tiles(64, 256, 1, 4, 6, 512)
+    assert gated_tiles(14336, 4096, kind="fp8") == Tiles(64, 256, 1, 4, 4, 128)
+    assert add_tiles(4096, 4096, kind="fp8") == Tiles(64, 256, 4, 4, 4, 512)
+    assert add_tiles(4096, 14336, kind="fp8") == Tiles(64, 256, 4, 4, 4, 512)
+    assert gated_tiles(14336, 4096, kind="int8") == Tiles(32, 256, 1, 4, 4, 512)
+    assert add_tiles(4096, 14336, kind="int8") == Tiles(32, 256, 2, 4, 4, 512)
+    int4 = {"kind": "int4", "block": 256}
+    assert gated_tiles(14336, 4096, **int4) == Tiles(32, 256, 1, 2, 4, 512)
+    assert gated_tiles(29184, 5120, **int4) == Tiles(64, 256, 1, 2, 4, 512)
 
 
 @pytest.mark.slow
@@ -396,9 +495,13 @@ def test_weights_are_copied_16_bytes_at_a_time(
     )
     assert done.returncode == 0, done.stderr
     for kernel in json.loads(done.stdout):
-        used = {(how, size) for name, how, size in kernel["accesses"] if name == "weight_ptr"}
-        assert used == {("copy", 16)}, kernel["name"]
-        assert kernel["shared_bytes"] <= 99 << 10, kernel["name"]  # which an RTX 4090 has too
+        is_rounding = kernel["name"] == "round_input"
+        read = "x_ptr" if is_rounding else "weight_ptr"
+        used = {(how, size) for name, how, size in kernel["accesses"] if name == read}
+        assert used == {("load" if is_rounding else "copy", 16)}, kernel["name"]
+        assert kernel["shared_bytes"] <= 227 << 10, kernel["name"]
+        early = {name for name, _, _ in kernel["early"]}
+        assert early <= READ_BEFORE_THE_WAIT[kernel["name"]], kernel["name"]
 
 
 def halves(scale_of_gate: float, input_scale_of_gate: float) -> dict[str, Tensor]:

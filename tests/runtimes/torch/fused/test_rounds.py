@@ -1,19 +1,29 @@
-"""Rounds against plain greedy decoding, one token after the other on the plain engine."""
+"""Rounds against plain greedy decoding, one token after the other on the plain engine.
+
+Those of sampled requests are compared with single steps on the same engines.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.runtimes.single_stream import Verified
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.model import ModelConfig
-from tests.runtimes.torch.fused.toy import toy_config, toy_engines
+from specpipe.runtimes.torch.sampling import TorchSampler
+from specpipe.speculative.request import Chunk, Request, Sampling
+from tests.runtimes.table_engine import ids
+from tests.runtimes.torch.fused.test_drawing import SETTINGS
+from tests.runtimes.torch.fused.toy import DEVICE, toy_config, toy_engines
+from tests.speculative.table import WordDetokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
@@ -39,15 +49,17 @@ def stream(
     *,
     seeds: tuple[int, int] = (1, 1),
     vocab_size: int = 64,
+    limits: dict[str, int] | None = None,
+    draft_limits: dict[str, int] | None = None,
 ) -> Stream:
     """Seeds of the draft's weights and the target's; the same model and seed is its own draft."""
-    draft_engine, _ = toy_engines(draft, seed=seeds[0])
-    target_engine, plain = toy_engines(target, seed=seeds[1])
+    draft_engine, _ = toy_engines(draft, seed=seeds[0], limits=draft_limits)
+    target_engine, plain = toy_engines(target, seed=seeds[1], limits=limits)
     rounds = FusedRounds(
         draft_engine, target_engine, num_draft_tokens=4, vocab_size=vocab_size, unused=[]
     )
     sequences = [
-        engine.allocate(prompt_length=len(PROMPT), max_tokens=90)
+        engine.allocate(prompt_length=len(PROMPT), max_tokens=min(engine.max_seq_len, 120))
         for engine in (draft_engine, target_engine)
     ]
     begun = Stream(rounds, draft_engine, target_engine, plain, *sequences)
@@ -93,6 +105,14 @@ def greedy(on: Stream, num_tokens: int, *, vocab_size: int = 64) -> list[int]:
     return text
 
 
+def disturb(draft: FusedEngine) -> None:
+    """Lets some of the tokens of a target's own draft be right, and others not."""
+    head = draft.decoder.weights.head.weight
+    noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(3)).to(head)
+    with torch.inference_mode():
+        head += 0.15 * noise
+
+
 def test_a_target_that_drafts_for_itself_accepts_everything() -> None:
     on = own_draft()
     found = run(on, [2, 3, 0, 1])
@@ -106,9 +126,7 @@ def test_a_target_that_drafts_for_itself_accepts_everything() -> None:
 )
 def test_rounds_with_another_draft_emit_what_the_target_alone_does(lengths: list[int]) -> None:
     on = own_draft()
-    head = on.draft.decoder.weights.head.weight
-    with torch.inference_mode():  # now some of its tokens are right, others not
-        head += 0.15 * torch.randn(head.shape, generator=torch.Generator().manual_seed(3)).to(head)
+    disturb(on.draft)
     found = run(on, lengths)
     text = emitted(found)
     assert text == greedy(on, len(text))
@@ -125,6 +143,25 @@ def test_the_draft_catches_up_after_rounds_without_it(num_rounds: int) -> None:
     found = run(on, [*[0] * num_rounds, 3])
     assert emitted(found) == greedy(on, num_rounds + 4)
     assert len(found[-1].token_ids or []) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("holds_all", [True, False])
+def test_the_draft_reads_no_further_than_it_has_room(holds_all: bool) -> None:
+    """It would else catch up before positions reach back no further."""
+    config = toy_config(**TARGET)
+    on = stream(
+        config,
+        config,
+        limits={"max_seq_len": 130},
+        draft_limits={"max_seq_len": 130 if holds_all else 30},
+    )
+    positions = []
+    on.draft.decoder.layers = lambda rows: positions.append(rows.positions)  # type: ignore
+    for length in range(len(PROMPT), 108):
+        on.rounds.launch(0, num_positions=length + 1)
+        on.rounds.take()
+    assert bool(positions) == holds_all
 
 
 def test_two_rounds_are_under_way_at_once() -> None:
@@ -198,3 +235,81 @@ def test_a_draft_token_that_the_target_cannot_read_shows_without_it() -> None:
         Verified([second], 0),
         Verified(None, 0),
     ]
+
+
+def pair(num_draft_tokens: int, *, has_rounds: bool) -> tuple[EnginePair, list[int]]:
+    """A pair of fused engines, and the draft lengths of its rounds."""
+    draft, _ = toy_engines(toy_config(**TARGET), seed=1)
+    target, _ = toy_engines(toy_config(**TARGET), seed=1)
+    disturb(draft)
+    unused = [(5, 9)]
+    lengths: list[int] = []
+
+    class Recorded(FusedRounds):
+        def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
+            lengths.append(num_draft_tokens)
+            super().launch(num_draft_tokens, num_positions=num_positions)
+
+    rounds = None
+    if has_rounds:
+        rounds = Recorded(
+            draft, target, num_draft_tokens=num_draft_tokens, vocab_size=64, unused=unused
+        )
+    options = PairOptions(
+        num_draft_tokens=num_draft_tokens,
+        adaptive=False,
+        max_batch_size=3,
+        max_seq_len=100,
+        max_num_tokens=16,
+    )
+    sampler = TorchSampler(64, unused)
+    engines = EnginePair(
+        draft, target, sampler, options, lambda prompt: WordDetokenizer(), rounds=rounds
+    )
+    return engines, lengths
+
+
+def answer(engines: EnginePair, asked: Request, *, joined_at: int | None = None) -> list[Chunk]:
+    """What a request gets, beside which another runs for a while from a step on."""
+    engines.submit(asked)
+    chunks: list[Chunk] = []
+    for step in range(100):
+        if step == joined_at:
+            engines.submit(Request(request_id="other", prompt_token_ids=(1, 2), max_tokens=2))
+        chunks += [chunk for chunk in engines.step() if chunk.request_id == asked.request_id]
+        if not engines.has_work():
+            break
+    return chunks
+
+
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "settings", "is_seeded"),
+    [
+        (2, SETTINGS[-1], False),
+        *(
+            pytest.param(num_draft_tokens, settings, is_seeded, marks=pytest.mark.slow)
+            for num_draft_tokens in (0, 1, 4)
+            for settings in (SETTINGS if DEVICE.type == "cuda" else SETTINGS[::4])
+            for is_seeded in (True, False)
+        ),
+    ],
+)
+def test_a_sampled_text_is_that_of_single_steps(
+    num_draft_tokens: int, settings: dict[str, Any], is_seeded: bool
+) -> None:
+    is_short = num_draft_tokens == 2
+    sampling = Sampling(temperature=0.9, seed=11, is_seeded=is_seeded, **settings)
+    asked = Request(
+        request_id="r",
+        prompt_token_ids=tuple(PROMPT),
+        max_tokens=7 if is_short else 16,
+        sampling=sampling,
+    )
+    in_rounds, lengths = pair(num_draft_tokens, has_rounds=True)
+    step_by_step, _ = pair(num_draft_tokens, has_rounds=False)
+    expected = answer(step_by_step, asked)
+    found = answer(in_rounds, asked, joined_at=None if is_short else 2)
+    assert num_draft_tokens in lengths
+    assert len(ids(expected)) == asked.max_tokens
+    assert ids(found) == ids(expected)
+    assert found[-1].statistics == expected[-1].statistics

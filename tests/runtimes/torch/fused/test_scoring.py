@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specpipe.runtimes.torch.fused import scoring
-from specpipe.runtimes.torch.fused.programs import ROWS
+from specpipe.runtimes.torch.fused.sizes import ROWS
 from tests.runtimes.torch.fused.kernel_inputs import (
     DEVICE,
     DTYPES,
@@ -44,7 +44,7 @@ def test_score(dtype: torch.dtype) -> None:
     launch(
         scoring.score, (2,),
         (hidden.float() * gain.float()).to(dtype), squares_of(hidden, 4), UNUSED, weight, UNUSED,
-        is_unused, logits, best, best_ids, 1, rows, 4, 90, EPSILON, 1.0,
+        is_unused, logits, best, best_ids, 1, rows, 4, 90, EPSILON,
         V=vocab_size, C=channels, BLOCK_N=block_n, BLOCK_C=32, PARTS=4, ROWS=ROWS, PREFETCH=32,
         HAS_UNUSED=True, WRITES_LOGITS=True, GROUP=0, KIND=PLAIN,
     )  # fmt: skip

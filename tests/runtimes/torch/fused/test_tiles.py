@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import pytest
 
-from specpipe.runtimes.torch.fused.programs import ROWS
+from specpipe.runtimes.torch.fused.sizes import ROWS
 from specpipe.runtimes.torch.fused.tiles import (
     Tiles,
     add_tiles,
     gated_tiles,
     largest_divisor,
-    linear_tiles,
+    qkv_tiles,
 )
 
 HOPPER, ADA = 200 << 10, 99 << 10
@@ -72,7 +72,7 @@ def matrices(shape: Shape) -> dict[str, Matrix]:
     columns = queries + 2 * shape.num_kv_heads * shape.head_size
     most = min(shape.head_size, 64)
     return {
-        "qkv": Matrix(columns, hidden, linear_tiles(columns, hidden, most=most)),
+        "qkv": Matrix(columns, hidden, qkv_tiles(columns, hidden, most=most)),
         "dense": Matrix(hidden, queries, add_tiles(hidden, queries)),
         "mlp_in": Matrix(inter, hidden, gated_tiles(inter, hidden), 2),
         "mlp_out": Matrix(hidden, inter, add_tiles(hidden, inter)),
@@ -96,10 +96,25 @@ def test_tiles_divide_every_known_matrix(shape: Shape) -> None:
 
 
 @EVERY_SHAPE
-def test_what_is_prefetched_is_a_power_of_2_within_a_part_of_the_channels(shape: Shape) -> None:
+def test_what_is_read_ahead_of_time_is_within_a_part_of_the_channels(shape: Shape) -> None:
     for name, (_, num_channels, tiles, _) in matrices(shape).items():
-        assert is_power_of_2(tiles.prefetch), name
-        assert tiles.prefetch <= num_channels // tiles.splits, name
+        assert 0 < tiles.held + tiles.prefetch <= num_channels // tiles.splits, name
+
+
+@EVERY_SHAPE
+def test_each_warp_has_enough_channels_for_a_matrix_instruction(shape: Shape) -> None:
+    for name, (_, _, tiles, _) in matrices(shape).items():
+        assert tiles.ways in (1, tiles.num_warps), name
+        assert is_power_of_2(tiles.ways) and tiles.ways <= 8, name
+        assert (tiles.held or tiles.block_c) // tiles.ways >= 16, name
+        assert tiles.held % tiles.ways == 0, name
+
+
+@EVERY_SHAPE
+def test_a_part_is_held_whole_or_not_at_all(shape: Shape) -> None:
+    for name, (_, num_channels, tiles, _) in matrices(shape).items():
+        assert tiles.held in (0, num_channels // tiles.splits), name
+        assert tiles.held <= 1024, name
 
 
 @EVERY_SHAPE
@@ -108,9 +123,12 @@ def test_columns_of_a_program_are_those_of_one_head(shape: Shape) -> None:
 
 
 def shared_bytes(matrix: Matrix, tiles: Tiles, element_bytes: int) -> int:
-    """Of blocks of the weights, and of all rows' channels, each num_stages times."""
-    weights = matrix.num_matrices * tiles.block_n * tiles.block_c
-    return tiles.num_stages * (weights + ROWS * tiles.block_c) * element_bytes
+    """Of blocks of weights, and of all rows' channels, each num_stages times; or of all held."""
+    channels = tiles.num_stages * tiles.block_c
+    if tiles.held:
+        each = tiles.held // tiles.ways
+        channels = tiles.ways * next(1 << n for n in range(20) if 1 << n >= each)
+    return (matrix.num_matrices * tiles.block_n + ROWS) * channels * element_bytes
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4], ids=["bfloat16", "float32"])
@@ -143,6 +161,15 @@ def test_fewer_blocks_are_under_way_where_there_is_no_room() -> None:
     assert tiles.fitting(1024, element_bytes=4) == Tiles(32, 256, 1, 4, 1, 1024)
 
 
+def test_nothing_is_held_where_it_takes_more_than_half_of_the_room() -> None:
+    tiles = add_tiles(896, 896)
+    assert tiles == Tiles(16, 128, 1, 8, 4, 0, 8, 896)
+    # (16 + 16) rows, of 8 · 128 channels: 64 KB in bfloat16, 128 KB in float32.
+    assert tiles.fitting(HOPPER, element_bytes=2) == tiles
+    assert tiles.fitting(HOPPER, element_bytes=4) == Tiles(16, 128, 1, 8, 4, 0, 8, 0)
+    assert tiles.fitting(ADA, element_bytes=2) == Tiles(16, 128, 1, 8, 4, 0, 8, 0)
+
+
 def test_the_tiles_that_were_timed() -> None:
     assert {name: m.tiles for name, m in matrices(SHAPES["inflated 7B"]).items()} == {
         "qkv": Tiles(16, 512, 1, 2, 3, 2048),
@@ -151,18 +178,26 @@ def test_the_tiles_that_were_timed() -> None:
         "mlp_out": Tiles(32, 256, 1, 4, 6, 1024),
     }
     assert {name: m.tiles for name, m in matrices(SHAPES["inflated 0.4B"]).items()} == {
-        "qkv": Tiles(16, 128, 1, 2, 3, 512),
-        "dense": Tiles(16, 256, 1, 2, 6, 1024),
+        "qkv": Tiles(32, 64, 1, 4, 4, 0, 4, 896),
+        "dense": Tiles(16, 128, 1, 8, 4, 0, 8, 1024),
         "mlp_in": Tiles(16, 128, 1, 2, 6, 512),
-        "mlp_out": Tiles(64, 64, 4, 4, 6, 256),
+        "mlp_out": Tiles(32, 32, 8, 4, 4, 0, 4, 608),
     }
+    assert add_tiles(1024, 5632) == Tiles(32, 64, 11, 4, 4, 0, 4, 512)
+
+
+def test_columns_that_fill_some_processors_twice_are_divided_further() -> None:
+    """32 columns a program: 128 programs fill an H100's 132 processors once, 160 do not twice."""
+    assert add_tiles(4096, 4096).splits == 1
+    assert add_tiles(5120, 4096) == Tiles(32, 128, 4, 4, 6, 512)
+    assert add_tiles(5120, 29184) == Tiles(32, 128, 4, 4, 6, 512)
+    assert add_tiles(8192, 28672).splits == 1
 
 
 def test_parts_of_channels_that_do_not_divide_become_fewer() -> None:
-    # 2080 = 2 · 1040, and 1040 = 65 · 16
-    assert add_tiles(896, 2080).splits == 2
-    assert add_tiles(896, 2080).block_c == 16
-    assert add_tiles(896, 4864).splits == 4
+    # 5200 = 2 · 2600, and 2600 is not divisible by 16.
+    assert add_tiles(5120, 5200).splits == 1
+    assert add_tiles(5120, 5200).block_c == 16
 
 
 @pytest.mark.parametrize(

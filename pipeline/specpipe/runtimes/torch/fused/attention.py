@@ -1,5 +1,9 @@
 """Attention of a few rows over the pages of their sequences, in Triton's language.
 
+A text is divided among programs by its length: a short one into chunks of few positions, so that
+all of it is read at once, a long one into blocks of several chunks, so that each program reads one
+while it computes another and few have to be joined. The bits are the same: tests show it.
+
 Letters are those of kernels.py.
 """
 
@@ -11,42 +15,139 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specpipe.runtimes.torch.fused.products import FP8_PER_TOKEN, as_input
+from specpipe.runtimes.torch.fused.products import as_input
 from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin
-
-CHUNK = 128
-"""Positions of one part of attention."""
 
 MAX_QUERIES = 32
 """Of one program of attention: more would be another matrix instruction, with other rounding."""
 
 
+@triton.jit
+def _prefetch(ptr, num_bytes):
+    """Calls bytes, 16 or a multiple, into the L2 cache: one thread says so, and goes on at once."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 thread;
+        .reg .pred is_first;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 is_first, thread, 0;
+        @is_first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [ptr, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _places(
+    pages_ptr, slot, pages_stride, seen, last_position, kv_head,
+    H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Where the keys and values of positions `seen` stand, [positions, D]."""
+    page = tl.load(
+        pages_ptr + slot * pages_stride + seen // PAGE, mask=seen <= last_position, other=0
+    )
+    place = (tl.cast(page, tl.int64) * H_KV + kv_head) * PAGE + seen % PAGE
+    return place[:, None] * D + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def _attended(query, keys, values, seen, position, window, scale):
+    """What queries see of a chunk: sums [QUERIES, D] of values, highest scores, sums of weights.
+
+    Multiplications and additions that could be one instruction are: whether a compiler makes them
+    one must not depend on what is around.
+    """
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")  # [QUERIES, CHUNK]
+    is_seen = seen[None, :] <= position[:, None]
+    if window > 0:
+        is_seen &= seen[None, :] > position[:, None] - window
+    highest = tl.max(tl.where(is_seen, scores * scale, -float("inf")), axis=1)
+    weights = tl.exp(tl.fma(scores, scale, -highest[:, None]))
+    weights = tl.where(is_seen, weights, 0.0)
+    sums = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return sums, highest, tl.sum(weights, axis=1)
+
+
+@triton.jit
+def _joined(sums, highest, weight, more_sums, more_highest, more_weight):
+    """Two of what `_attended` returns as one; the highest score of nothing is -inf."""
+    higher = tl.maximum(highest, more_highest)
+    old = tl.where(highest == -float("inf"), 0.0, tl.exp(highest - higher))
+    new = tl.where(more_highest == -float("inf"), 0.0, tl.exp(more_highest - higher))
+    sums = tl.fma(sums, tl.broadcast_to(old[:, None], sums.shape), more_sums * new[:, None])
+    return sums, higher, tl.fma(weight, old, more_weight * new)
+
+
+@triton.jit
+def _nothing(QUERIES: tl.constexpr, D: tl.constexpr):
+    """What joins anything without changing it."""
+    sums = tl.zeros([QUERIES, D], tl.float32)
+    highest = tl.full([QUERIES], -float("inf"), tl.float32)
+    return sums, highest, tl.zeros([QUERIES], tl.float32)
+
+
+@triton.jit
+def _joined_parts(
+    sums_ptr, states_ptr, parts, first, stop, is_query,
+    QUERIES: tl.constexpr, D: tl.constexpr, UNROLL: tl.constexpr,
+):
+    """Parts first ... stop of queries whose first ones are `parts`, from left to right."""
+    channel = tl.arange(0, D)
+    sums, highest, weight = _nothing(QUERIES, D)
+    for start in range(first, stop, UNROLL):
+        for step in tl.static_range(UNROLL):  # their loads are under way together
+            part = parts + start + step
+            is_part = is_query & (start + step < stop)
+            more_highest = tl.load(
+                states_ptr + 2 * part, mask=is_part, other=-float("inf"), cache_modifier=".cg"
+            )
+            more_weight = tl.load(
+                states_ptr + 2 * part + 1, mask=is_part, other=0.0, cache_modifier=".cg"
+            )
+            more_sums = tl.load(
+                sums_ptr + part[:, None] * D + channel[None, :], mask=is_part[:, None], other=0.0,
+                cache_modifier=".cg",
+            )
+            sums, highest, weight = _joined(
+                sums, highest, weight, more_sums, more_highest, more_weight
+            )
+    return sums, highest, weight
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention(
     query_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr,
-    slots_ptr, out_gain_ptr, out_ptr, peaks_ptr, sums_ptr, states_ptr, arrivals_ptr,
-    pages_stride, max_chunks, window, scale, group, num_rows, out_scale,
+    slots_ptr, out_gain_ptr, out_ptr, sums_ptr, states_ptr, arrivals_ptr,
+    pages_stride, max_parts, window, scale, group, num_rows, out_scale,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, QUERIES: tl.constexpr, QUERY_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAKES_BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr, QUERIES: tl.constexpr, QUERY_BLOCKS: tl.constexpr,
     UNROLL: tl.constexpr, HEADS_BY_KV: tl.constexpr, HAS_GAIN: tl.constexpr, NEXT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What queries [R, H · D] attend to, [R, H · D]: program (queries, key-value head, chunk).
+    """What queries [R, H · D] attend to, [R, H · D]: program (queries, key-value head, part).
 
     `group` rows are of one sequence, positions rising; the queries of a group and head are taken
-    in QUERY_BLOCKS blocks of QUERIES. Each program takes CHUNK positions; the last of its queries
-    to arrive joins the parts, always in the same order.
+    in QUERY_BLOCKS blocks of QUERIES. A part is a chunk, CHUNK positions, or if TAKES_BLOCKS a
+    block, BLOCK chunks; the last program of some queries to arrive joins theirs. What is added to
+    what is the same either way: chunks to blocks, and blocks to the whole, from left to right.
 
-    sums    float32 [R, H, max_chunks, D]: of values, by chunk
-    states  float32 [R, H, max_chunks, 2]: the highest score, and the sum of weights below it
-    peaks   float32 [H, ROWS]: the greatest numbers of out, by head
+    sums    float32 [R, H, max_parts, D]: of values, by part
+    states  float32 [R, H, max_parts, 2]: the highest score, and the sum of weights below it
     window  positions that a row sees, its own included; 0: all
 
     out is ready for a linear of kind NEXT, which may want heads in the order (H_kv, G).
     """
-    first_row = tl.program_id(0) // QUERY_BLOCKS * group
     kv_head = tl.program_id(1)
-    chunk = tl.program_id(2)
+    part = tl.program_id(2)
+    first_row = tl.program_id(0) // QUERY_BLOCKS * group
     # Positions and pages are older than the kernel before: see rotary_linear.
     first_position = tl.load(positions_ptr + first_row)
     last_position = tl.load(positions_ptr + first_row + group - 1)
@@ -54,7 +155,15 @@ def attention(
     first_chunk = 0
     if window > 0:
         first_chunk = tl.maximum(first_position - window + 1, 0) // CHUNK
-    if (last_position < 0) | (chunk >= num_chunks) | (chunk < first_chunk):
+    first_block = first_chunk // BLOCK
+    num_blocks = tl.cdiv(num_chunks, BLOCK)
+    if TAKES_BLOCKS:
+        first_part = first_block
+        stop_part = num_blocks
+    else:
+        first_part = first_chunk
+        stop_part = num_chunks
+    if (last_position < 0) | (part < first_part) | (part >= stop_part):
         begin(PDL)
         return
     G: tl.constexpr = H // H_KV
@@ -65,70 +174,80 @@ def attention(
     position = tl.load(positions_ptr + row, mask=is_query, other=0)
     slot = tl.load(slots_ptr + first_row)
     channel = tl.arange(0, D)
-    seen = chunk * CHUNK + tl.arange(0, CHUNK)
-    page = tl.load(
-        pages_ptr + slot * pages_stride + seen // PAGE, mask=seen <= last_position, other=0
-    )
-    place = (tl.cast(page, tl.int64) * H_KV + kv_head) * PAGE + seen % PAGE
-    place = place[:, None] * D + channel[None, :]
-    # So are the keys and values of earlier steps; those of this one are the kernel's before.
-    any_row = tl.arange(0, ROWS)
-    any_position = tl.load(positions_ptr + any_row, mask=any_row < num_rows, other=-1)
-    any_slot = tl.load(slots_ptr + any_row, mask=any_row < num_rows, other=-1)
-    is_ours = (any_slot == slot) & (any_position >= 0)
-    first_new = tl.min(tl.where(is_ours, any_position, last_position), axis=0)
-    is_old = (seen < first_new)[:, None]
-    is_new = (seen >= first_new)[:, None] & (seen <= last_position)[:, None]
-    old_keys = tl.load(keys_ptr + place, mask=is_old, other=0.0)
-    old_values = tl.load(values_ptr + place, mask=is_old, other=0.0)
-    begin(PDL)
-    query = tl.load(
-        query_ptr + (row * H + head)[:, None] * D + channel[None, :],
-        mask=is_query[:, None], other=0.0,
-    )
-    keys = tl.where(is_old, old_keys, tl.load(keys_ptr + place, mask=is_new, other=0.0))
-    values = tl.where(is_old, old_values, tl.load(values_ptr + place, mask=is_new, other=0.0))
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale  # [QUERIES, CHUNK]
-    is_seen = seen[None, :] <= position[:, None]
-    if window > 0:
-        is_seen &= seen[None, :] > position[:, None] - window
-    scores = tl.where(is_seen, scores, -float("inf"))
-    highest = tl.max(scores, axis=1)
-    weights = tl.where(is_seen, tl.exp(scores - highest[:, None]), 0.0)
-    sums = tl.dot(weights.to(values.dtype), values, input_precision="ieee")  # [QUERIES, D]
-    part = (row * H + head) * max_chunks + chunk
-    tl.store(sums_ptr + part[:, None] * D + channel[None, :], sums, mask=is_query[:, None])
-    tl.store(states_ptr + 2 * part, highest, mask=is_query)
-    tl.store(states_ptr + 2 * part + 1, tl.sum(weights, axis=1), mask=is_query)
+    query_place = (row * H + head)[:, None] * D + channel[None, :]
+    if TAKES_BLOCKS:
+        first = tl.maximum(part * BLOCK, first_chunk)
+        stop = tl.minimum((part + 1) * BLOCK, num_chunks)
+        if PDL:
+            # Keys of this step too: into the cache they may come before they are written.
+            pages = pages_ptr + slot * pages_stride + first * CHUNK // PAGE
+            page_bytes: tl.constexpr = PAGE * D * keys_ptr.dtype.element_ty.primitive_bitwidth // 8
+            for i in tl.static_range(CHUNK // PAGE):
+                if first * CHUNK + i * PAGE <= last_position:
+                    page = tl.cast(tl.load(pages + i), tl.int64) * H_KV + kv_head
+                    _prefetch(keys_ptr + page * (PAGE * D), page_bytes)
+                    _prefetch(values_ptr + page * (PAGE * D), page_bytes)
+        begin(PDL)
+        query = tl.load(query_ptr + query_place, mask=is_query[:, None], other=0.0)
+        sums, highest, weight = _nothing(QUERIES, D)
+        for chunk in tl.range(first, stop, num_stages=STAGES):
+            seen = chunk * CHUNK + tl.arange(0, CHUNK)
+            place = _places(
+                pages_ptr, slot, pages_stride, seen, last_position, kv_head, H_KV, D, PAGE
+            )
+            is_there = (seen <= last_position)[:, None]
+            keys = tl.load(keys_ptr + place, mask=is_there, other=0.0)
+            values = tl.load(values_ptr + place, mask=is_there, other=0.0)
+            more_sums, more_highest, more_weight = _attended(
+                query, keys, values, seen, position, window, scale
+            )
+            sums, highest, weight = _joined(
+                sums, highest, weight, more_sums, more_highest, more_weight
+            )
+    else:
+        seen = part * CHUNK + tl.arange(0, CHUNK)
+        place = _places(pages_ptr, slot, pages_stride, seen, last_position, kv_head, H_KV, D, PAGE)
+        # So are the keys and values of earlier steps; those of this one are the kernel's before.
+        any_row = tl.arange(0, ROWS)
+        any_position = tl.load(positions_ptr + any_row, mask=any_row < num_rows, other=-1)
+        any_slot = tl.load(slots_ptr + any_row, mask=any_row < num_rows, other=-1)
+        is_ours = (any_slot == slot) & (any_position >= 0)
+        first_new = tl.min(tl.where(is_ours, any_position, last_position), axis=0)
+        is_old = (seen < first_new)[:, None]
+        is_new = (seen >= first_new)[:, None] & (seen <= last_position)[:, None]
+        old_keys = tl.load(keys_ptr + place, mask=is_old, other=0.0)
+        old_values = tl.load(values_ptr + place, mask=is_old, other=0.0)
+        begin(PDL)
+        query = tl.load(query_ptr + query_place, mask=is_query[:, None], other=0.0)
+        keys = tl.where(is_old, old_keys, tl.load(keys_ptr + place, mask=is_new, other=0.0))
+        values = tl.where(is_old, old_values, tl.load(values_ptr + place, mask=is_new, other=0.0))
+        sums, highest, weight = _attended(query, keys, values, seen, position, window, scale)
+    parts = (row * H + head) * max_parts
+    here = parts + part
+    tl.store(sums_ptr + here[:, None] * D + channel[None, :], sums, mask=is_query[:, None])
+    tl.store(states_ptr + 2 * here, highest, mask=is_query)
+    tl.store(states_ptr + 2 * here + 1, weight, mask=is_query)
     tl.debug_barrier()
     counter = arrivals_ptr + tl.program_id(0) * H_KV + kv_head
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-    if arrived < num_chunks - first_chunk - 1:
+    if arrived < stop_part - first_part - 1:
         return
     tl.store(counter, 0)
-    total = tl.zeros([QUERIES, D], tl.float32)
-    highest = tl.full([QUERIES], -float("inf"), tl.float32)
-    weight = tl.zeros([QUERIES], tl.float32)
-    first_part = (row * H + head) * max_chunks
-    for start in range(first_chunk, num_chunks, UNROLL):
-        for step in tl.static_range(UNROLL):  # their loads are under way together
-            part = first_part + start + step
-            is_part = is_query & (start + step < num_chunks)
-            top = tl.load(
-                states_ptr + 2 * part, mask=is_part, other=-float("inf"), cache_modifier=".cg"
+    if TAKES_BLOCKS:
+        sums, highest, weight = _joined_parts(
+            sums_ptr, states_ptr, parts, first_part, stop_part, is_query, QUERIES, D, UNROLL
+        )
+    else:
+        sums, highest, weight = _nothing(QUERIES, D)
+        for block in range(first_block, num_blocks):
+            first = tl.maximum(block * BLOCK, first_part)
+            stop = tl.minimum((block + 1) * BLOCK, stop_part)
+            more_sums, more_highest, more_weight = _joined_parts(
+                sums_ptr, states_ptr, parts, first, stop, is_query, QUERIES, D, UNROLL
             )
-            more = tl.load(states_ptr + 2 * part + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-            sums = tl.load(
-                sums_ptr + part[:, None] * D + channel[None, :], mask=is_part[:, None], other=0.0,
-                cache_modifier=".cg",
+            sums, highest, weight = _joined(
+                sums, highest, weight, more_sums, more_highest, more_weight
             )
-            higher = tl.maximum(highest, top)
-            # A chunk that a row sees nothing of has the score -inf and the weight 0.
-            old = tl.where(highest == -float("inf"), 0.0, tl.exp(highest - higher))
-            new = tl.where(top == -float("inf"), 0.0, tl.exp(top - higher))
-            total = total * old[:, None] + sums * new[:, None]
-            weight = weight * old + more * new
-            highest = higher
     if HEADS_BY_KV:
         head = kv_head * G + q % G
     place = head[:, None] * D + channel[None, :]
@@ -137,8 +256,6 @@ def attention(
         gain = tl.load(out_gain_ptr + place)
     is_kept = is_query & (position >= 0)
     out = as_input(
-        total / weight[:, None], gain, out_scale, query_ptr.dtype.element_ty, HAS_GAIN, NEXT
+        sums / weight[:, None], gain, out_scale, query_ptr.dtype.element_ty, HAS_GAIN, NEXT
     )
-    if NEXT == FP8_PER_TOKEN:
-        tl.store(peaks_ptr + head * ROWS + row, tl.max(tl.abs(out), axis=1), mask=is_kept)
     tl.store(out_ptr + (row * (H * D))[:, None] + place, out, mask=is_kept[:, None])

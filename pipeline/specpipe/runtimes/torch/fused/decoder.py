@@ -17,13 +17,19 @@ from torch import Tensor
 from triton.runtime import driver
 
 from specpipe.runtimes.torch.fused import attention, kernels, scoring
-from specpipe.runtimes.torch.fused.attention import CHUNK, MAX_QUERIES
+from specpipe.runtimes.torch.fused.attention import MAX_QUERIES
 from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import Linear
-from specpipe.runtimes.torch.fused.pages import PAGE, PagedKVCache
+from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused.products import KINDS
-from specpipe.runtimes.torch.fused.programs import ROWS
-from specpipe.runtimes.torch.fused.tiles import Tiles, add_tiles, gated_tiles, linear_tiles
+from specpipe.runtimes.torch.fused.sizes import BLOCK, CHUNK, MOST_CHUNKS, PAGE, ROWS, max_parts
+from specpipe.runtimes.torch.fused.tiles import (
+    Tiles,
+    add_tiles,
+    gated_tiles,
+    linear_tiles,
+    qkv_tiles,
+)
 from specpipe.runtimes.torch.fused.weights import Layer, Weights
 from specpipe.runtimes.torch.model import ModelConfig
 
@@ -39,7 +45,7 @@ class Rows:
     slots        int32 [num_rows]: whose pages each row reads and writes
     tokens       int32: token ids by row, or by position where by_position
     group        neighbouring rows that are of one sequence, positions rising
-    max_chunks   parts of attention, CHUNK positions each, that the positions reach
+    max_chunks   CHUNK positions each: how far the positions may reach
     """
 
     positions: Tensor
@@ -73,7 +79,11 @@ class Decoder:
         self._device = weights.norm.device
         self._dtype = weights.embedding.dtype
         is_cuda = self._device.type == "cuda"
-        self._pdl = is_cuda and torch.cuda.get_device_capability(self._device) >= (9, 0)
+        capability = torch.cuda.get_device_capability(self._device) if is_cuda else (9, 0)
+        self._pdl = is_cuda and capability >= (9, 0)
+        # What inputs of FP8 are multiplied as: products.py. Only Hopper's sums of e4m3 are known
+        # to be exact enough.
+        self._fp8_dtype = torch.float8_e4m3fn if capability[0] == 9 else torch.float16
         self._shared_bytes: int | None = None
         if is_cuda:
             index = self._device.index or torch.cuda.current_device()
@@ -90,7 +100,6 @@ class Decoder:
             return torch.empty(shape, dtype=dtype, device=self._device)
 
         columns = config.query_size + 2 * config.key_size
-        max_chunks = -(-self.capacity // CHUNK)
         self._hidden = empty(ROWS, config.hidden_size)
         self._scaled = empty(ROWS, config.hidden_size)
         self._qkv = empty(ROWS, columns)
@@ -98,7 +107,8 @@ class Decoder:
         self._attended = empty(ROWS, config.query_size)
         self._mlp = empty(ROWS, config.intermediate_size)
         self.logits = empty(ROWS, config.vocab_size, dtype=torch.float32)
-        num_parts = ROWS * config.num_heads * max_chunks
+        self._max_parts = max_parts(self.capacity)
+        num_parts = ROWS * config.num_heads * self._max_parts
         self._sums = empty(num_parts, config.head_size, dtype=torch.float32)
         self._states = empty(num_parts, 2, dtype=torch.float32)
         self._arrivals = torch.zeros(
@@ -108,22 +118,15 @@ class Decoder:
         self._tiles = [self._layer_tiles(layer) for layer in layers]
         adding = [tiles for layer in self._tiles for tiles in (layer.dense, layer.mlp_out)]
         self._parts_block = _power_of_2_above(max(map(self._num_parts, adding)))
-        peaks = max(
-            config.num_heads,
-            *(config.intermediate_size // layer.mlp_in.block_n for layer in self._tiles),
+        self._squares = torch.zeros(
+            self._parts_block, ROWS, dtype=torch.float32, device=self._device
         )
-        self._input_peaks_block = _power_of_2_above(peaks)
-
-        def zeros(blocks: int) -> Tensor:
-            return torch.zeros(blocks, ROWS, dtype=torch.float32, device=self._device)
-
-        # Of the hidden states; and of what a projection back to them takes.
-        self._squares, self._peaks = zeros(self._parts_block), zeros(self._parts_block)
-        self._input_peaks = zeros(self._input_peaks_block)
+        widest = max(config.hidden_size, config.query_size, config.intermediate_size)
+        self._rounded = empty(ROWS * widest, dtype=self._fp8_dtype)
+        self._row_scales = empty(ROWS, dtype=torch.float32)
         self._norms = [*(layer.attention_norm for layer in layers), self.weights.norm]
-        self._normed = [*(layer.qkv for layer in layers), head]
         splits = max(tiles.splits for tiles in adding)
-        self._parts = empty(splits, config.hidden_size, ROWS, dtype=torch.float32)
+        self._parts = empty(splits, ROWS, config.hidden_size, dtype=torch.float32)
         self._part_arrivals = torch.zeros(
             config.hidden_size // 16, dtype=torch.int32, device=self._device
         )
@@ -131,7 +134,7 @@ class Decoder:
         num_columns = 1 << config.vocab_size.bit_length()
         tiles = linear_tiles(num_columns, config.hidden_size, most=64, **_packing(head))
         block_n = min(tiles.block_n, _power_of_2_below(config.vocab_size))
-        self._head_tiles = self._fitting(replace(tiles, block_n=block_n))
+        self._head_tiles = self._fitting(replace(tiles, block_n=block_n), head)
         self._num_blocks = -(-config.vocab_size // block_n)
         self.best = empty(self._num_blocks, ROWS, dtype=torch.float32)
         self.best_ids = empty(self._num_blocks, ROWS, dtype=torch.int32)
@@ -142,20 +145,23 @@ class Decoder:
         turned = min(self.config.head_size, 64)
         qkv, dense, mlp_in, mlp_out = layer.qkv, layer.dense, layer.mlp_in, layer.mlp_out
         return _LayerTiles(
-            self._fitting(linear_tiles(*_shape(qkv), most=turned, **_packing(qkv))),
-            self._fitting(add_tiles(*_shape(dense), **_packing(dense))),
+            self._fitting(qkv_tiles(*_shape(qkv), most=turned, **_packing(qkv)), qkv),
+            self._fitting(add_tiles(*_shape(dense), **_packing(dense)), dense),
             self._fitting(
                 gated_tiles(mlp_in.num_columns // 2, mlp_in.num_channels, **_packing(mlp_in)),
+                mlp_in,
                 num_matrices=2,
             ),
-            self._fitting(add_tiles(*_shape(mlp_out), **_packing(mlp_out))),
+            self._fitting(add_tiles(*_shape(mlp_out), **_packing(mlp_out)), mlp_out),
         )
 
-    def _fitting(self, tiles: Tiles, num_matrices: int = 1) -> Tiles:
+    def _fitting(self, tiles: Tiles, linear: Linear, num_matrices: int = 1) -> Tiles:
         if self._shared_bytes is None:
             return tiles
+        # Blocks of FP8 are nearly all weights.
+        dtype = linear.weight.dtype if linear.rounds else self._dtype
         return tiles.fitting(
-            self._shared_bytes, element_bytes=self._dtype.itemsize, num_matrices=num_matrices
+            self._shared_bytes, element_bytes=dtype.itemsize, num_matrices=num_matrices
         )
 
     @torch.inference_mode()
@@ -171,26 +177,20 @@ class Decoder:
         """Runs the rows through all layers; their hidden states stay in a buffer."""
         table = self.weights.embedding
         scale = self.config.embedding_scale or 1.0
-        self._launch(
+        self.launch(
             kernels.embed, (rows.num_rows,),
             rows.tokens, rows.positions, table, self._norms[0], self._hidden, self._scaled,
-            self._squares, self._peaks, scale,
+            self._squares, scale,
             C=self.config.hidden_size, BLOCK_C=_EMBED_BLOCK, ROWS=ROWS,
-            BY_POSITION=rows.by_position, NEXT=KINDS[self._normed[0].kind],
+            BY_POSITION=rows.by_position,
         )  # fmt: skip
         num_parts = 1
         for index, layer in enumerate(self.weights.layers):
             tiles = self._tiles[index]
             self._attend(index, layer, rows, num_parts)
-            self._add(
-                self._attended, self.config.num_heads, layer.dense, layer.mlp_norm,
-                layer.mlp_in, tiles.dense, rows,
-            )  # fmt: skip
+            self._add(self._attended, layer.dense, layer.mlp_norm, tiles.dense, rows)
             self._gate(layer, tiles.mlp_in, rows, self._num_parts(tiles.dense))
-            self._add(
-                self._mlp, self.config.intermediate_size // tiles.mlp_in.block_n, layer.mlp_out,
-                self._norms[index + 1], self._normed[index + 1], tiles.mlp_out, rows,
-            )  # fmt: skip
+            self._add(self._mlp, layer.mlp_out, self._norms[index + 1], tiles.mlp_out, rows)
             num_parts = self._num_parts(tiles.mlp_out)
 
     def _num_parts(self, tiles: Tiles) -> int:
@@ -200,12 +200,13 @@ class Decoder:
     def score(self, first_row: int, num_rows: int, *, writes_logits: bool) -> None:
         """Scores the vocabulary for some rows of the last launch: best, best_ids, and logits."""
         tiles, head = self._head_tiles, self.weights.head
-        self._launch(
+        num_parts = self._num_parts(self._tiles[-1].mlp_out)
+        x = self._normed(head, num_rows, num_parts, first_row=first_row)
+        self.launch(
             scoring.score, (self._num_blocks,),
-            self._scaled, self._squares, self._peaks, head.weight, _scale_of(head),
+            x, self._squares, self._row_scales, head.weight, _scale_of(head),
             self._is_unused, self.logits, self.best, self.best_ids, first_row, num_rows,
-            self._num_parts(self._tiles[-1].mlp_out), self._num_usable, self.config.norm_epsilon,
-            head.input_scale,
+            num_parts, self._num_usable, self.config.norm_epsilon,
             V=self.config.vocab_size, C=head.num_channels, BLOCK_N=tiles.block_n,
             BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=ROWS,
             PREFETCH=tiles.prefetch, HAS_UNUSED=self._has_unused, WRITES_LOGITS=writes_logits,
@@ -214,7 +215,7 @@ class Decoder:
 
     def propose(self, history: Tensor, position: Tensor) -> None:
         """Writes the best token of the row scored first behind *position in a history."""
-        self._launch(
+        self.launch(
             scoring.propose, (1,),
             self.best, self.best_ids, history, position, self._num_blocks,
             ROWS=ROWS, BLOCKS=_BEST_BLOCKS,
@@ -224,7 +225,7 @@ class Decoder:
         self, history: Tensor, positions: Tensor, first: int, result: Tensor, num_draft_tokens: int
     ) -> None:
         """Judges draft tokens by the rows scored: scoring.accept."""
-        self._launch(
+        self.launch(
             scoring.accept, (1,),
             self.best, self.best_ids, history, positions, result, self._num_blocks,
             NUM_DRAFT=num_draft_tokens, FIRST=first, NUM_POSITIONS=len(positions), ROWS=ROWS,
@@ -236,41 +237,61 @@ class Decoder:
         heads: dict[str, Any] = {
             "H": config.num_heads, "H_KV": config.num_kv_heads, "D": config.head_size
         }  # fmt: skip
-        linear, dense = layer.qkv, layer.dense
+        linear = layer.qkv
         bias = linear.bias
         turns = layer.query_norm is None
         keys, values = cache.keys[index], cache.values[index]
-        self._launch(
+        self.launch(
             kernels.rotary_linear, (linear.num_columns // tiles.block_n,),
-            self._scaled, self._squares, self._peaks, linear.weight, _scale_of(linear),
+            self._normed(linear, rows.num_rows, num_parts), self._squares, self._row_scales,
+            linear.weight, _scale_of(linear),
             layer.attention_norm if bias is None else bias, self._rotations,
             self._query if turns else self._qkv, keys, values, cache.table, rows.positions,
             rows.slots, rows.num_rows, num_parts, cache.table.stride(0), config.norm_epsilon,
-            linear.input_scale,
             C=linear.num_channels, PAGE=PAGE, BLOCK_N=tiles.block_n, BLOCK_C=tiles.block_c,
             PARTS=self._parts_block, ROWS=ROWS, PREFETCH=tiles.prefetch,
             HAS_BIAS=bias is not None, TURNS=turns, GROUP=linear.group, KIND=KINDS[linear.kind],
-            tiles=tiles, **heads,
+            WAYS=tiles.ways, HELD=tiles.held, tiles=tiles, **heads,
         )  # fmt: skip
         if not turns:
             self._turn(
                 index, layer, self._qkv, self._query, rows.positions[: rows.num_rows], rows.slots
             )
+        self._look_back(index, layer, rows)
+
+    def _look_back(self, index: int, layer: Layer, rows: Rows) -> None:
+        """Attends to what is cached."""
+        config, cache, dense = self.config, self.cache, layer.dense
         num_queries = rows.group * config.group_size
-        block = min(max(16, _power_of_2_above(num_queries)), MAX_QUERIES)
-        blocks = -(-num_queries // block)
-        self._launch(
-            attention.attention,
-            (rows.num_rows // rows.group * blocks, config.num_kv_heads, rows.max_chunks),
-            self._query, keys, values, cache.table, rows.positions, rows.slots,
-            self._query if dense.gain is None else dense.gain, _rounded(self._attended, dense),
-            self._input_peaks, self._sums, self._states, self._arrivals, cache.table.stride(0),
-            -(-self.capacity // CHUNK), config.windows[index] or 0, self._scale, rows.group,
-            rows.num_rows, dense.input_scale, PAGE=PAGE, ROWS=ROWS, CHUNK=CHUNK,
-            QUERIES=block, QUERY_BLOCKS=blocks, UNROLL=128 // block,
-            HEADS_BY_KV=dense.heads_by_kv, HAS_GAIN=dense.gain is not None,
-            NEXT=KINDS[dense.kind], num_warps=4 if config.head_size <= 64 else 8, **heads,
+        # More of float32 would be added up in another order.
+        most = 16 if self._dtype == torch.float32 else MAX_QUERIES
+        queries = min(max(16, _power_of_2_above(num_queries)), most)
+        blocks = -(-num_queries // queries)
+        programs = rows.num_rows // rows.group * blocks, config.num_kv_heads
+        takes_blocks = rows.max_chunks > MOST_CHUNKS
+        num_parts = -(-rows.max_chunks // BLOCK) if takes_blocks else rows.max_chunks
+        head_bytes = config.head_size * self._dtype.itemsize
+        self.launch(
+            attention.attention, (*programs, num_parts),
+            self._query, cache.keys[index], cache.values[index], cache.table, rows.positions,
+            rows.slots, self._query if dense.gain is None else dense.gain,
+            self._room(self._attended, dense), self._sums, self._states, self._arrivals,
+            cache.table.stride(0), self._max_parts, config.windows[index] or 0, self._scale,
+            rows.group, rows.num_rows, dense.input_scale,
+            H=config.num_heads, H_KV=config.num_kv_heads, D=config.head_size, PAGE=PAGE, ROWS=ROWS,
+            CHUNK=CHUNK, BLOCK=BLOCK, TAKES_BLOCKS=takes_blocks,
+            STAGES=self._attention_stages, QUERIES=queries, QUERY_BLOCKS=blocks,
+            UNROLL=128 // queries, HEADS_BY_KV=dense.heads_by_kv, HAS_GAIN=dense.gain is not None,
+            NEXT=KINDS[dense.kind], num_warps=4 if head_bytes <= 128 else 8,
         )  # fmt: skip
+
+    @property
+    def _attention_stages(self) -> int:
+        """Of the loop over chunks: two are under way, or one, and their places before them."""
+        chunk_bytes = 2 * CHUNK * self.config.head_size * self._dtype.itemsize
+        # Queries and weights take a fifth of what two chunks do; float32 would want more registers.
+        has_room = self._shared_bytes is None or 2.4 * chunk_bytes <= self._shared_bytes
+        return 5 if has_room and self._dtype != torch.float32 else 3
 
     @property
     def _scale(self) -> float:
@@ -281,7 +302,7 @@ class Decoder:
     ) -> None:
         """Norms and rotary embedding of heads, from qkv to query and the KV cache."""
         config, norm = self.config, layer.query_norm
-        self._launch(
+        self.launch(
             kernels.turn_heads, (len(positions), config.num_heads + 2 * config.num_kv_heads),
             qkv, layer.attention_norm if norm is None else norm,
             layer.attention_norm if layer.key_norm is None else layer.key_norm, self._rotations,
@@ -291,44 +312,76 @@ class Decoder:
             HAS_NORM=norm is not None,
         )  # fmt: skip
 
-    def _add(
-        self, x: Tensor, num_peaks: int, linear: Linear, norm: Tensor, following: Linear,
-        tiles: Tiles, rows: Rows,
-    ) -> None:  # fmt: skip
-        """Adds a product to the hidden states, and readies the norm and linear that follow."""
-        self._launch(
+    def _add(self, x: Tensor, linear: Linear, norm: Tensor, tiles: Tiles, rows: Rows) -> None:
+        """Adds a product to the hidden states, and readies the norm that follows."""
+        x = self._room(x, linear)
+        if linear.kind == "fp8_per_token":
+            x = self._round(x, linear, rows.num_rows)
+        self.launch(
             kernels.add_linear, (linear.num_columns // tiles.block_n, tiles.splits),
-            _rounded(x, linear), self._input_peaks, linear.weight, _scale_of(linear),
+            x, self._row_scales, linear.weight, _scale_of(linear),
             linear.weight if linear.bias is None else linear.bias, norm,
-            self._hidden, self._scaled, self._squares, self._peaks, self._parts,
-            self._part_arrivals, rows.num_rows, num_peaks,
+            self._hidden, self._scaled, self._squares, self._parts, self._part_arrivals,
+            rows.num_rows,
             N=linear.num_columns, C=linear.num_channels, BLOCK_N=tiles.block_n,
-            BLOCK_C=tiles.block_c, SPLITS=tiles.splits, X_PEAKS=self._input_peaks_block, ROWS=ROWS,
-            PREFETCH=tiles.prefetch, HAS_BIAS=linear.bias is not None, GROUP=linear.group,
-            KIND=KINDS[linear.kind], NEXT=KINDS[following.kind], tiles=tiles,
+            BLOCK_C=tiles.block_c, SPLITS=tiles.splits, ROWS=ROWS, PREFETCH=tiles.prefetch,
+            HAS_BIAS=linear.bias is not None, GROUP=linear.group, KIND=KINDS[linear.kind],
+            WAYS=tiles.ways, HELD=tiles.held, tiles=tiles,
         )  # fmt: skip
 
     def _gate(self, layer: Layer, tiles: Tiles, rows: Rows, num_parts: int) -> None:
         linear, out = layer.mlp_in, layer.mlp_out
         bias = linear.bias
-        self._launch(
+        self.launch(
             kernels.gated_linear, (self.config.intermediate_size // tiles.block_n,),
-            self._scaled, self._squares, self._peaks, linear.weight, _scale_of(linear),
-            layer.mlp_norm if bias is None else bias,
-            self._mlp if out.gain is None else out.gain, _rounded(self._mlp, out),
-            self._input_peaks, rows.num_rows, num_parts, self.config.norm_epsilon,
-            linear.input_scale, out.input_scale,
+            self._normed(linear, rows.num_rows, num_parts), self._squares, self._row_scales,
+            linear.weight, _scale_of(linear), layer.mlp_norm if bias is None else bias,
+            self._mlp if out.gain is None else out.gain, self._room(self._mlp, out),
+            rows.num_rows, num_parts, self.config.norm_epsilon, out.input_scale,
             N=self.config.intermediate_size, C=linear.num_channels, BLOCK_N=tiles.block_n,
             BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=ROWS, PREFETCH=tiles.prefetch,
             HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[self.config.activation],
             HAS_GAIN=out.gain is not None, GROUP=linear.group, KIND=KINDS[linear.kind],
-            NEXT=KINDS[out.kind], tiles=tiles,
+            NEXT=KINDS[out.kind], WAYS=tiles.ways, HELD=tiles.held, tiles=tiles,
         )  # fmt: skip
 
-    def _launch(
+    def _normed(self, linear: Linear, num_rows: int, num_parts: int, first_row: int = 0) -> Tensor:
+        """Returns the hidden states as a linear behind a norm takes them."""
+        if not linear.rounds:
+            return self._scaled
+        return self._round(self._scaled, linear, num_rows, num_parts, first_row)
+
+    def _round(
+        self, x: Tensor, linear: Linear, num_rows: int, num_parts: int = 0, first_row: int = 0
+    ) -> Tensor:
+        """Rounds rows for a linear in FP8.
+
+        num_parts  sums of their squares, if their RMSNorm is still to be done; else 0
+        """
+        num_channels = linear.num_channels
+        rounded = self._rounded[: ROWS * num_channels].view(ROWS, num_channels)
+        block = _power_of_2_above(num_channels)
+        self.launch(
+            kernels.round_input, (num_rows,),
+            x, self._squares, rounded, self._row_scales, first_row, num_parts,
+            self.config.norm_epsilon, linear.input_scale,
+            C=num_channels, BLOCK_C=block, PARTS=self._parts_block, ROWS=ROWS,
+            HAS_NORM=num_parts > 0, KIND=KINDS[linear.kind],
+            num_warps=min(16, max(4, block // 512)),
+        )  # fmt: skip
+        return rounded
+
+    def _room(self, x: Tensor, linear: Linear) -> Tensor:
+        """Returns the room for the inputs of a linear: that of rounded ones, if they come so."""
+        if linear.kind != "fp8":
+            return x
+        return x.flatten().view(self._fp8_dtype)[: x.numel()].view(x.shape)
+
+    def launch(
         self, kernel: Any, grid: tuple[int, ...], *arguments: Any, tiles: Tiles | None = None,
         **constants: Any,
     ) -> None:  # fmt: skip
+        """Launches a kernel behind the one before it."""
         options: dict[str, Any] = {"PDL": self._pdl}
         if self._pdl:
             options["launch_pdl"] = True
@@ -414,13 +467,6 @@ def _packing(linear: Linear) -> dict[str, Any]:
 def _scale_of(linear: Linear) -> Tensor:
     """Returns the scale of a linear, or what a kernel is given that reads none."""
     return linear.weight if linear.scale is None else linear.scale
-
-
-def _rounded(x: Tensor, linear: Linear) -> Tensor:
-    """Returns the room for the inputs of a linear: numbers of FP8 where it has them rounded."""
-    if linear.kind != "fp8":
-        return x
-    return x.flatten().view(torch.float8_e4m3fn)[: x.numel()].view(x.shape)
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

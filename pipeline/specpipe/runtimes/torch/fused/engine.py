@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.engine import EngineSpec
-from specpipe.runtimes.torch.fused.attention import CHUNK
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
-from specpipe.runtimes.torch.fused.programs import ROWS
+from specpipe.runtimes.torch.fused.sizes import CHUNK, ROWS, spare_positions
 from specpipe.runtimes.torch.fused.weights import Weights
 
 SequenceId = int
@@ -50,7 +48,7 @@ class FusedEngine:
         self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
         self.memory = spec.memory
-        self._spare = (spec.max_draft_len + 1) * (1 + MOST_UNDER_WAY)
+        self._spare = spare_positions(spec.max_draft_len)
         self.capacity = spec.max_seq_len + self._spare
         self.cache = PagedKVCache(
             num_layers=spec.model.num_layers,
@@ -114,8 +112,7 @@ class FusedEngine:
                 )
             num_before = len(tokens) - count
             if count == 0 or num_before > _MAX_PIECE:
-                piece = torch.tensor(tokens[:num_before], device=self.spec.device)
-                self.decoder.prefill(piece, sequence.slot, start)
+                self.decoder.prefill(self._on_device(tokens[:num_before]), sequence.slot, start)
                 tokens, start = tokens[num_before:], start + num_before
                 num_before = 0
             scored.extend(range(len(rows) + num_before, len(rows) + len(tokens)))
@@ -131,6 +128,13 @@ class FusedEngine:
                 places = torch.tensor([scored[i] - first for i in here], device=self.spec.device)
                 logits[here[0] : here[-1] + 1] = self.decoder.logits.index_select(0, places)
         return logits
+
+    def _on_device(self, token_ids: Sequence[int]) -> Tensor:
+        """Copies token ids without waiting for what the device does before it."""
+        tokens = torch.tensor(token_ids)
+        if self.spec.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        return tokens.to(self.spec.device, non_blocking=True)
 
     def _launch(self, rows: Sequence[_Row]) -> None:
         """Runs up to ROWS rows; each of them is attended by itself."""

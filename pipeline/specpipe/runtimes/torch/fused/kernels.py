@@ -11,11 +11,13 @@ made to stream one matrix: five of them make a layer.
 | gated_linear | RMSNorm, gate and up projections, activation |
 | score | RMSNorm, the head, and the best token of each block of the vocabulary |
 
+Linears in FP8 have a small one before them that rounds their input, round_input.
+
 What a row computes must not depend on how many rows there are, or a draft token would change what
 the target says: verification would find other tokens than decoding one by one. So each row takes
 one column of a tile of always ROWS columns; how the sum of a product is divided depends on the
-matrix alone, and how attention is divided on positions alone. Losslessness is then exact in any
-dtype, not up to ties.
+matrix alone, and what attention adds to what on positions alone. Losslessness is then exact in
+any dtype, not up to ties.
 
 Letters beyond style: R rows of a step, C channels of the input (K of the matrix product), N of the
 output, G query heads per key-value head, P positions of a page.
@@ -25,9 +27,8 @@ norm's weights and adds up their squares, block by block; the next multiplies it
 follows from the sum. So its loop is that of a plain product.
 
 Matrices are [N, C], so that a program reads whole stretches of memory, and may be quantized:
-products.py. What the next linear needs rounded is rounded, or its greatest numbers (peaks) are
-found, by the kernel that makes it. The 2 channels that rope turns together stand next to each
-other, and query heads in the order (G, H_kv): layout.py.
+products.py. The 2 channels that rope turns together stand next to each other, and query heads in
+the order (G, H_kv): layout.py.
 """
 
 # fmt: off
@@ -39,22 +40,26 @@ import triton
 import triton.language as tl
 
 from specpipe.runtimes.torch.fused.products import (
+    FP8,
     FP8_PER_TOKEN,
     INT4,
     add_product,
     as_input,
-    blocks_of_rows,
+    column_scales,
+    held_inputs,
+    held_weights,
     inputs,
+    joined,
+    no_sums,
     normed,
-    normed_factor,
-    peak_factor,
     prefetch_block,
     product,
-    scaled,
+    unnormed,
     weight_block,
 )
-from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin
+from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin, begin_between
 
+_E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 _SILU: tl.constexpr = tl.constexpr(0)
 _GELU_TANH: tl.constexpr = tl.constexpr(1)
 ACTIVATIONS = {"silu": 0, "swiglu": 0, "gelu_pytorch_tanh": 1}
@@ -62,12 +67,11 @@ ACTIVATIONS = {"silu": 0, "swiglu": 0, "gelu_pytorch_tanh": 1}
 
 @triton.jit
 def embed(
-    tokens_ptr, positions_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr, squares_ptr, peaks_ptr,
-    scale,
+    tokens_ptr, positions_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr, squares_ptr, scale,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BY_POSITION: tl.constexpr,
-    NEXT: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """hidden, scaled [R, C], squares, peaks [1, ROWS] of embeddings of tokens; one program a row.
+    """hidden, scaled [R, C] and squares [1, ROWS] of embeddings of tokens; one program a row.
 
     tokens  by row, or by position if BY_POSITION
     """
@@ -79,7 +83,6 @@ def embed(
     token = tl.load(tokens_ptr + (position if BY_POSITION else row))
     c = tl.arange(0, BLOCK_C)
     squares = tl.zeros([BLOCK_C], tl.float32)
-    peaks = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, C, BLOCK_C):
         inside = start + c < C
         x = tl.load(table_ptr + tl.cast(token, tl.int64) * C + start + c, mask=inside, other=0.0)
@@ -88,61 +91,95 @@ def embed(
         wide = x.to(tl.float32)
         squares += wide * wide
         gain = tl.load(gain_ptr + start + c, mask=inside, other=0.0).to(tl.float32)
-        ready = (wide * gain).to(scaled_ptr.dtype.element_ty)
-        tl.store(scaled_ptr + row * C + start + c, ready, mask=inside)
-        peaks = tl.maximum(peaks, tl.abs(ready.to(tl.float32)))
+        tl.store(scaled_ptr + row * C + start + c, wide * gain, mask=inside)
     tl.store(squares_ptr + row, tl.sum(squares))
-    if NEXT == FP8_PER_TOKEN:
-        tl.store(peaks_ptr + row, tl.max(peaks))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def round_input(
+    x_ptr, squares_ptr, out_ptr, row_scales_ptr, first_row, num_parts, epsilon, input_scale,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    HAS_NORM: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):
+    """out [R, C] = x [R, C], with its RMSNorm if HAS_NORM, rounded to e4m3 for a linear of KIND.
+
+    There is a program for each row from first_row on. BLOCK_C is C or more.
+
+    row_scales  float32 [ROWS]: what a product of kind fp8_per_token is multiplied by, row by row
+    """
+    begin_between(PDL)
+    row = first_row + tl.program_id(0)
+    c = tl.arange(0, BLOCK_C)
+    x = tl.load(x_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+    length = 1.0
+    if HAS_NORM:
+        part = tl.arange(0, PARTS)
+        squares = tl.load(squares_ptr + part * ROWS + row, mask=part < num_parts, other=0.0)
+        length = tl.sqrt(tl.sum(squares) / C + epsilon)
+    if KIND == FP8:
+        factor = 1.0 / (length * input_scale)
+    else:
+        # The row is rounded to the same numbers, divided by its length or not.
+        peak = tl.max(tl.abs(x))
+        factor = tl.where(peak > 0, _E4M3_MAX / peak, 1.0)
+        tl.store(row_scales_ptr + row, 1.0 / (length * factor))
+    tl.store(out_ptr + row * C + c, (x * factor).to(tl.float8e4nv), mask=c < C)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def rotary_linear(
-    scaled_ptr, squares_ptr, peaks_ptr, weight_ptr, scale_ptr, bias_ptr, rotations_ptr,
+    scaled_ptr, squares_ptr, row_scales_ptr, weight_ptr, scale_ptr, bias_ptr, rotations_ptr,
     query_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr,
-    slots_ptr, num_rows, num_parts, pages_stride, epsilon, input_scale,
+    slots_ptr, num_rows, num_parts, pages_stride, epsilon,
     C: tl.constexpr, H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_BIAS: tl.constexpr, TURNS: tl.constexpr,
     GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    WAYS: tl.constexpr = 1, HELD: tl.constexpr = 0,
 ):
     """Queries to query [R, H · D], keys and values to their pages [pages, H_kv, P, D].
 
-    A program has BLOCK_N channels of one head. Without TURNS all of them go to query
+    scaled are hidden states times the norm's weights, or what round_input made of them, with
+    row_scales. A program has BLOCK_N channels of one head. Without TURNS all of them go to query
     [R, (H + 2 H_kv) · D] as they are: for models that normalize heads first, see turn_heads.
     """
     first_column = tl.program_id(0) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
-    prefetch_block(weight_ptr, first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
+    prefetch_block(weight_ptr, first_column, HELD, C, BLOCK_N, PREFETCH, KIND, PDL)
+    held = held_weights(weight_ptr, first_column, 0, C, BLOCK_N, HELD, WAYS)
     # The step before, of which the positions are, ended two kernels ago at least.
     position = tl.load(positions_ptr + row, mask=row < num_rows, other=-1)
     slot = tl.load(slots_ptr + row, mask=row < num_rows, other=0)
     is_row = position >= 0
     position = tl.maximum(position, 0)
     page = tl.load(pages_ptr + slot * pages_stride + position // PAGE)
-    begin(PDL)
-    squares = blocks_of_rows(squares_ptr, num_parts, PARTS, ROWS)
-    factor = normed_factor(
-        squares, peaks_ptr, num_parts, input_scale, epsilon, C, PARTS, ROWS, KIND
-    )
-    x = product(
-        scaled_ptr, weight_ptr, scale_ptr, factor, first_column, 0, C, num_rows,
-        (H + 2 * H_KV) * D, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND,
-    )
-    x = normed(x, squares, factor, scale_ptr, first_column, epsilon, C, BLOCK_N, GROUP, KIND)
+    head = first_column // D
+    channel = first_column % D
+    if TURNS:
+        cosine, sine = _rotations(rotations_ptr, position, channel, D, BLOCK_N)
+    else:
+        cosine, sine = 0.0, 0.0  # for what is behind a return, and compiled all the same
     if HAS_BIAS:
-        x += tl.load(bias_ptr + first_column + n).to(tl.float32)[:, None]
+        bias = tl.load(bias_ptr + first_column + n).to(tl.float32)[:, None]
+    scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
+    begin(PDL)
+    norms = unnormed(squares_ptr, row_scales_ptr, num_parts, PARTS, ROWS, KIND)
+    x = product(
+        scaled_ptr, weight_ptr, scale_ptr, first_column, 0, C, num_rows,
+        (H + 2 * H_KV) * D, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND, WAYS, held, HELD,
+    )
+    x = normed(x, norms, epsilon, C, KIND) * scales
+    if HAS_BIAS:
+        x += bias
     if not TURNS:
         out = query_ptr + row[None, :] * ((H + 2 * H_KV) * D) + first_column + n[:, None]
         tl.store(out, x, mask=row[None, :] < num_rows)
         return
     # The dtype that keys are kept in, before they are turned, as one product after the other has.
     x = x.to(query_ptr.dtype.element_ty).to(tl.float32)
-    head = first_column // D
-    channel = first_column % D
     if head < H + H_KV:
-        x = _turned(x, rotations_ptr, position, channel, D, BLOCK_N, ROWS)
+        x = _turned(x, cosine, sine, BLOCK_N, ROWS)
     if head < H:
         out = query_ptr + row[None, :] * (H * D) + first_column + n[:, None]
         tl.store(out, x, mask=is_row[None, :])
@@ -157,19 +194,20 @@ def rotary_linear(
 
 
 @triton.jit
-def _turned(
-    x, rotations_ptr, position, channel,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):
-    """Rotary embedding of channels [BLOCK_N, ROWS] of a head, from `channel` on.
+def _rotations(rotations_ptr, position, channel, D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cosines and sines [BLOCK_N / 2, ROWS] of the pairs of channels of a head from `channel` on.
 
     rotations  [positions, D / 2, 2]: cosine and sine of each pair of channels
     """
-    even, odd = tl.split(x.reshape(BLOCK_N // 2, 2, ROWS).permute(0, 2, 1))
     pair = channel // 2 + tl.arange(0, BLOCK_N // 2)
     turn = rotations_ptr + position[None, :] * D + 2 * pair[:, None]
-    cosine = tl.load(turn)
-    sine = tl.load(turn + 1)
+    return tl.load(turn), tl.load(turn + 1)
+
+
+@triton.jit
+def _turned(x, cosine, sine, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """Rotary embedding of channels [BLOCK_N, ROWS] of a head."""
+    even, odd = tl.split(x.reshape(BLOCK_N // 2, 2, ROWS).permute(0, 2, 1))
     turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
     return turned.permute(0, 2, 1).reshape(BLOCK_N, ROWS)
 
@@ -218,28 +256,28 @@ def turn_heads(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def add_linear(
-    x_ptr, x_peaks_ptr, weight_ptr, scale_ptr, bias_ptr, gain_ptr, hidden_ptr, scaled_ptr,
-    squares_ptr, peaks_ptr, parts_ptr, arrivals_ptr, num_rows, num_x_peaks,
+    x_ptr, row_scales_ptr, weight_ptr, scale_ptr, bias_ptr, gain_ptr, hidden_ptr, scaled_ptr,
+    squares_ptr, parts_ptr, arrivals_ptr, num_rows,
     N: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    SPLITS: tl.constexpr, X_PEAKS: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NEXT: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr = 1,
+    HELD: tl.constexpr = 0,
 ):
     """hidden [R, N] += x [R, C] · Wᵀ: program (BLOCK_N channels, one of SPLITS parts of C).
 
     The last part of a block to arrive adds them all up, always in the same order.
 
-    scaled   [R, N]: the new hidden states times the weights of the norm that comes next
-    squares  float32 [N / BLOCK_N, ROWS]: sums of the new hidden states' squares, block by block
-    peaks    likewise: the greatest numbers of scaled, for a linear of kind fp8_per_token
-    x_peaks  float32 [X_PEAKS, ROWS]: those of x, for this one
-    parts    float32 [SPLITS, N, ROWS]
+    row_scales  those of a rounded x: round_input
+    scaled      [R, N]: the new hidden states times the weights of the norm that comes next
+    squares     float32 [N / BLOCK_N, ROWS]: sums of the new hidden states' squares, block by block
+    parts       float32 [SPLITS, ROWS, N]
     """
     first_column = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
     size: tl.constexpr = C // SPLITS
     first = split * size
-    prefetch_block(weight_ptr, first_column, first, C, BLOCK_N, PREFETCH, KIND, PDL)
+    prefetch_block(weight_ptr, first_column, first + HELD, C, BLOCK_N, PREFETCH, KIND, PDL)
+    held = held_weights(weight_ptr, first_column, first, C, BLOCK_N, HELD, WAYS)
     n = first_column + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     place = row[None, :] * N + n[:, None]
@@ -247,71 +285,86 @@ def add_linear(
     # The hidden states were written two kernels ago at least.
     hidden = tl.load(hidden_ptr + place, mask=mask, other=0.0)
     gain = tl.load(gain_ptr + n).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + n).to(tl.float32)[:, None]
+    scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
     begin(PDL)
-    factor = 1.0
     if KIND == FP8_PER_TOKEN:
-        factor = peak_factor(blocks_of_rows(x_peaks_ptr, num_x_peaks, X_PEAKS, ROWS))
+        scales *= tl.load(row_scales_ptr + row)[None, :]
     added = product(
-        x_ptr, weight_ptr, scale_ptr, factor, first_column, first, first + size, num_rows,
-        N, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND,
+        x_ptr, weight_ptr, scale_ptr, first_column, first, size, num_rows,
+        N, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND, WAYS, held, HELD,
     )
     if SPLITS > 1:
-        part = parts_ptr + n[:, None] * ROWS + row[None, :]
-        tl.store(part + split * (N * ROWS), added)
+        part = parts_ptr + place
+        tl.store(part + split * (ROWS * N), added, mask=mask)
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel")
         if arrived < SPLITS - 1:
             return
         tl.store(arrivals_ptr + tl.program_id(0), 0)
         added = tl.zeros([BLOCK_N, ROWS], tl.float32)
-        for index in range(SPLITS):
-            added += tl.load(part + index * (N * ROWS), cache_modifier=".cg")
-    added = scaled(added, factor, scale_ptr, first_column, BLOCK_N, GROUP, KIND)
+        for index in tl.static_range(SPLITS):  # their loads are under way together
+            added += tl.load(
+                part + index * (ROWS * N), mask=mask, other=0.0, cache_modifier=".cg"
+            )
+    added *= scales
     if HAS_BIAS:
-        added += tl.load(bias_ptr + n).to(tl.float32)[:, None]
+        added += bias
     dtype = hidden_ptr.dtype.element_ty
     # One rounding for the product, one for the sum, as a matrix product and an addition have.
     hidden = (hidden.to(tl.float32) + added.to(dtype).to(tl.float32)).to(dtype)
     tl.store(hidden_ptr + place, hidden, mask=mask)
     wide = hidden.to(tl.float32)
-    ready = (wide * gain[:, None]).to(dtype)
-    tl.store(scaled_ptr + place, ready, mask=mask)
-    block = tl.program_id(0) * ROWS + row
-    tl.store(squares_ptr + block, tl.sum(wide * wide, axis=0))
-    if NEXT == FP8_PER_TOKEN:
-        tl.store(peaks_ptr + block, tl.max(tl.abs(ready.to(tl.float32)), axis=0))
+    tl.store(scaled_ptr + place, wide * gain[:, None], mask=mask)
+    tl.store(squares_ptr + tl.program_id(0) * ROWS + row, tl.sum(wide * wide, axis=0))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def gated_linear(
-    scaled_ptr, squares_ptr, peaks_ptr, weight_ptr, scale_ptr, bias_ptr, out_gain_ptr, out_ptr,
-    out_peaks_ptr, num_rows, num_parts, epsilon, input_scale, out_scale,
+    scaled_ptr, squares_ptr, row_scales_ptr, weight_ptr, scale_ptr, bias_ptr, out_gain_ptr, out_ptr,
+    num_rows, num_parts, epsilon, out_scale,
     N: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_GAIN: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    NEXT: tl.constexpr, PDL: tl.constexpr,
+    NEXT: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr = 1, HELD: tl.constexpr = 0,
 ):
     """out [R, N] = activation(x · Wᵀ) · (x · Vᵀ) of the normalized x [R, C]; W over V is [2 N, C].
 
-    out is ready for a linear of kind NEXT; out_peaks [N / BLOCK_N, ROWS] are its greatest numbers.
+    scaled and row_scales are those of rotary_linear. out is ready for a linear of kind NEXT.
+
+    out_gain  [N]; its dtype is the engine's, even where it is not read
     """
     first_column = tl.program_id(0) * BLOCK_N
-    prefetch_block(weight_ptr, first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
-    prefetch_block(weight_ptr, N + first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
+    n = first_column + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, ROWS)
+    prefetch_block(weight_ptr, first_column, HELD, C, BLOCK_N, PREFETCH, KIND, PDL)
+    prefetch_block(weight_ptr, N + first_column, HELD, C, BLOCK_N, PREFETCH, KIND, PDL)
+    fc_held = held_weights(weight_ptr, first_column, 0, C, BLOCK_N, HELD, WAYS)
+    gate_held = held_weights(weight_ptr, N + first_column, 0, C, BLOCK_N, HELD, WAYS)
+    fc_scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
+    gate_scales = column_scales(scale_ptr, N + first_column, BLOCK_N, GROUP, KIND)
+    if HAS_BIAS:
+        fc_bias = tl.load(bias_ptr + n).to(tl.float32)[:, None]
+        gate_bias = tl.load(bias_ptr + N + n).to(tl.float32)[:, None]
+    gain = out_scale
+    if HAS_GAIN:
+        gain = tl.load(out_gain_ptr + n)[:, None]
     begin(PDL)
-    fc = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    gate = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    squares = blocks_of_rows(squares_ptr, num_parts, PARTS, ROWS)
-    factor = normed_factor(
-        squares, peaks_ptr, num_parts, input_scale, epsilon, C, PARTS, ROWS, KIND
-    )
+    fc = no_sums(BLOCK_N, ROWS, WAYS)
+    gate = no_sums(BLOCK_N, ROWS, WAYS)
+    norms = unnormed(squares_ptr, row_scales_ptr, num_parts, PARTS, ROWS, KIND)
     in_one: tl.constexpr = 2 if KIND == INT4 else 1
-    fc_block = weight_block(weight_ptr, first_column, C, BLOCK_N, BLOCK_C, KIND)
-    gate_block = weight_block(weight_ptr, N + first_column, C, BLOCK_N, BLOCK_C, KIND)
-    for start in range(0, C, BLOCK_C):
+    if HELD > 0:
+        held_x = held_inputs(scaled_ptr, 0, num_rows, C, HELD, WAYS, ROWS)
+        fc = tl.dot(fc_held, held_x, fc, input_precision="ieee")
+        gate = tl.dot(gate_held, held_x, gate, input_precision="ieee")
+    fc_block = weight_block(weight_ptr, first_column, C, BLOCK_N, BLOCK_C, KIND, WAYS)
+    gate_block = weight_block(weight_ptr, N + first_column, C, BLOCK_N, BLOCK_C, KIND, WAYS)
+    for start in range(HELD, C, BLOCK_C):
         fc_weights = tl.load(fc_block + start // in_one, eviction_policy="evict_first")
         gate_weights = tl.load(gate_block + start // in_one, eviction_policy="evict_first")
-        x, high_x = inputs(scaled_ptr, start, num_rows, factor, C, BLOCK_C, ROWS, KIND)
+        x, high_x = inputs(scaled_ptr, start, num_rows, C, BLOCK_C, ROWS, KIND, WAYS)
         fc = add_product(
             fc, fc_weights, x, high_x, scale_ptr, first_column, start,
             2 * N, BLOCK_N, BLOCK_C, GROUP, KIND,
@@ -320,16 +373,14 @@ def gated_linear(
             gate, gate_weights, x, high_x, scale_ptr, N + first_column, start,
             2 * N, BLOCK_N, BLOCK_C, GROUP, KIND,
         )
-    n = first_column + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, ROWS)
-    fc = normed(fc, squares, factor, scale_ptr, first_column, epsilon, C, BLOCK_N, GROUP, KIND)
-    gate = normed(
-        gate, squares, factor, scale_ptr, N + first_column, epsilon, C, BLOCK_N, GROUP, KIND
-    )
+    fc = joined(fc, BLOCK_N, ROWS, WAYS)
+    gate = joined(gate, BLOCK_N, ROWS, WAYS)
+    fc = normed(fc, norms, epsilon, C, KIND) * fc_scales
+    gate = normed(gate, norms, epsilon, C, KIND) * gate_scales
     if HAS_BIAS:
-        fc += tl.load(bias_ptr + n).to(tl.float32)[:, None]
-        gate += tl.load(bias_ptr + N + n).to(tl.float32)[:, None]
-    dtype = scaled_ptr.dtype.element_ty
+        fc += fc_bias
+        gate += gate_bias
+    dtype = out_gain_ptr.dtype.element_ty
     fc = fc.to(dtype).to(tl.float32)
     gate = gate.to(dtype).to(tl.float32)
     if ACTIVATION == _SILU:
@@ -337,12 +388,5 @@ def gated_linear(
     else:
         inner = 0.7978845608028654 * (fc + 0.044715 * fc * fc * fc)
         fc = fc * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
-    gain = out_scale
-    if HAS_GAIN:
-        gain = tl.load(out_gain_ptr + n)[:, None]
     out = as_input(fc.to(dtype).to(tl.float32) * gate, gain, out_scale, dtype, HAS_GAIN, NEXT)
-    if NEXT == FP8_PER_TOKEN:
-        tl.store(
-            out_peaks_ptr + tl.program_id(0) * ROWS + row, tl.max(tl.abs(out), axis=0)
-        )
     tl.store(out_ptr + row[None, :] * N + n[:, None], out, mask=row[None, :] < num_rows)

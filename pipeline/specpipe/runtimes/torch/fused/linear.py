@@ -61,6 +61,11 @@ class Linear:
         return self.weight.shape[1] * (2 if self.kind == "int4" else 1)
 
     @property
+    def rounds(self) -> bool:
+        """Whether inputs are rounded to e4m3 before they are multiplied."""
+        return self.kind in ("fp8", "fp8_per_token")
+
+    @property
     def group(self) -> int:
         """Channels that share a scale of [groups, N]; 0: all do."""
         if self.scale is None or self.scale.dim() == 1:

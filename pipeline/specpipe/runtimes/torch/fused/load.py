@@ -28,15 +28,28 @@ def load_engine(folder: Path) -> FusedEngine:
 
 
 @contextmanager
-def reading(folder: Path, device: torch.device) -> Iterator[Read]:
-    """Opens an engine's weights, for as long as what reads a tensor by its name is used."""
+def reading(folder: Path, device: torch.device | None = None) -> Iterator[Read]:
+    """Opens an engine's weights, for as long as what reads a tensor by its name is used.
+
+    device  where tensors are put. None: the numbers of matrices stay in the file, for who wants
+            to know their shapes and dtypes; such a matrix is on torch's device "meta"
+    """
     path = folder / WEIGHTS_NAME
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt", device=str(device or "cpu")) as file:
             names = set(file.keys())
 
             def read(name: str) -> Tensor | None:
-                return file.get_tensor(name) if name in names else None
+                if name not in names:
+                    return None
+                if device is None:
+                    part = file.get_slice(name)
+                    shape = part.get_shape()
+                    if len(shape) > 1:
+                        no_rows: Tensor = part[:0]
+                        return no_rows.new_empty(shape, device="meta")
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
 
             yield read
     except (OSError, SafetensorError) as exc:

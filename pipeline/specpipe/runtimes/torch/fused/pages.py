@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PAGE = 64
-"""Positions of a page."""
+from specpipe.runtimes.torch.fused.sizes import PAGE, pages_of
 
 
 class PagedKVCache:
@@ -78,8 +77,3 @@ class PagedKVCache:
             return in_order[None, :, :num_positions]
 
         return joined(self.keys[layer]), joined(self.values[layer])
-
-
-def pages_of(num_positions: int) -> int:
-    """Returns how many pages hold so many positions."""
-    return -(-num_positions // PAGE)

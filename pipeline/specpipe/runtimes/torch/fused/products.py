@@ -8,15 +8,22 @@
 | int8 | int8 | | scale [N] |
 | int4 | two in a byte | | scale [N], or [groups, N] block by block |
 
-Numbers are multiplied as the least dtype of tensor cores that holds them: integers in that of x,
-e4m3 in float16. Sums are float32, scales come after them; so every product is exact.
+x of FP8 is rounded already: by the kernel that makes it where that knows the scale (static FP8
+behind attention and MLP), else by round_input of kernels.py, RMSNorm included.
 
-e4m3 needs 1 / length of RMSNorm before the product and not behind it: x is multiplied by `factor`
-[1, ROWS] and rounded where it is loaded. Where the kernel before knows the scale (static FP8
-behind attention and MLP), it rounds, and x is e4m3 already.
+Numbers are multiplied in the dtype that x comes in, which holds those of the matrix: e4m3 comes as
+itself for tensor cores that take it, in float16 for others. Sums are float32, scales come after
+them. So products are exact; but Hopper adds up those of e4m3, in tiles of 64 columns and 4 warps,
+with 14 bits of the greatest of them. It does so for a block of channels at a time here, blocks are
+added in float32, and less is lost than bfloat16 loses of the result.
 
 An int4 block of 2 n channels has n bytes: channel i is in the low half of byte i, i + n in the high
 half, 8 added to each. So a block is two blocks of plain numbers, without moving any.
+
+A small plain matrix takes less time to arrive than a kernel takes to begin and end, so there the
+order of things decides. Its weights are loaded before `begin` and wait in shared memory (held);
+and the channels of a block are divided into WAYS, each multiplied by a warp of its own, so that
+instructions do not wait for the sums of the one before. The shape of the matrix says how: tiles.py.
 
 Letters are those of kernels.py.
 """
@@ -36,20 +43,77 @@ FP8: tl.constexpr = tl.constexpr(KINDS["fp8"])
 FP8_PER_TOKEN: tl.constexpr = tl.constexpr(KINDS["fp8_per_token"])
 INT8: tl.constexpr = tl.constexpr(KINDS["int8"])
 INT4: tl.constexpr = tl.constexpr(KINDS["int4"])
-_E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+_FP8_CHANNELS: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit
 def weight_block(
     weight_ptr, first_column,
     C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, KIND: tl.constexpr,
+    WAYS: tl.constexpr = 1,
 ):
-    """Pointers to the first block of some rows of a matrix: [BLOCK_N, BLOCK_C], of int4 half."""
+    """Pointers to the first block of some rows of a matrix: [BLOCK_N, BLOCK_C], of int4 half.
+
+    In ways: [WAYS, BLOCK_N, BLOCK_C / WAYS].
+    """
     in_one: tl.constexpr = 2 if KIND == INT4 else 1
-    n = tl.arange(0, BLOCK_N)
-    c = tl.arange(0, BLOCK_C // in_one)
     row = C // in_one
-    return weight_ptr + tl.cast(first_column, tl.int64) * row + n[:, None] * row + c[None, :]
+    first = weight_ptr + tl.cast(first_column, tl.int64) * row
+    n = tl.arange(0, BLOCK_N)
+    c = tl.arange(0, BLOCK_C // in_one // WAYS)
+    if WAYS > 1:
+        way = tl.arange(0, WAYS) * (BLOCK_C // WAYS)
+        block = first + way[:, None, None] + n[None, :, None] * row + c[None, None, :]
+    else:
+        block = first + n[:, None] * row + c[None, :]
+    return block
+
+
+@triton.jit
+def held_weights(
+    weight_ptr, first_column, first,
+    C: tl.constexpr, BLOCK_N: tl.constexpr, HELD: tl.constexpr, WAYS: tl.constexpr,
+):
+    """HELD channels of some rows of a plain matrix from `first` on: [WAYS, BLOCK_N, HELD / WAYS].
+
+    One way is [BLOCK_N, HELD]. Zeros are added up to a power of 2. Loaded before `begin`, they come
+    into the chip while the kernel before this one still runs: the compiler puts them into shared
+    memory there and then.
+    """
+    if HELD > 0:
+        each: tl.constexpr = HELD // WAYS
+        c = tl.arange(0, triton.next_power_of_2(each))
+        way = tl.arange(0, WAYS) * each
+        n = tl.arange(0, BLOCK_N)
+        start = weight_ptr + tl.cast(first_column, tl.int64) * C + first
+        held = tl.load(
+            start + way[:, None, None] + n[None, :, None] * C + c[None, None, :],
+            mask=(c < each)[None, None, :], other=0.0, eviction_policy="evict_first",
+        )
+        if WAYS == 1:
+            held = held.reshape(held.shape[1], held.shape[2])
+    else:
+        held = 0
+    return held
+
+
+@triton.jit
+def held_inputs(
+    x_ptr, first, num_rows,
+    C: tl.constexpr, HELD: tl.constexpr, WAYS: tl.constexpr, ROWS: tl.constexpr,
+):
+    """What held_weights are multiplied by: [WAYS, HELD / WAYS, ROWS], or [HELD, ROWS]."""
+    each: tl.constexpr = HELD // WAYS
+    c = tl.arange(0, triton.next_power_of_2(each))
+    way = tl.arange(0, WAYS) * each
+    row = tl.arange(0, ROWS)
+    x = tl.load(
+        x_ptr + first + way[:, None, None] + row[None, None, :] * C + c[None, :, None],
+        mask=(c < each)[None, :, None] & (row < num_rows)[None, None, :], other=0.0,
+    )
+    if WAYS == 1:
+        x = x.reshape(x.shape[1], x.shape[2])
+    return x
 
 
 @triton.jit
@@ -72,31 +136,42 @@ def prefetch_block(
     PDL: tl.constexpr,
 ):
     """Prefetches PREFETCH channels of BLOCK_N rows from `first` on, by lines of 128 bytes."""
-    if PDL:
+    if PDL and PREFETCH > 0:
         in_one: tl.constexpr = 2 if KIND == INT4 else 1
         line: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
         lines: tl.constexpr = PREFETCH // in_one // line if PREFETCH // in_one > line else 1
         row = C // in_one
         n = tl.arange(0, BLOCK_N)
-        c = tl.arange(0, lines) * line
+        c = tl.minimum(tl.arange(0, triton.next_power_of_2(lines)), lines - 1) * line
         start = weight_ptr + tl.cast(first_column, tl.int64) * row + first // in_one
         _prefetch(start + n[:, None] * row + c[None, :])
 
 
 @triton.jit
 def _rows_block(
-    x_ptr, start, num_rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+    x_ptr, start, num_rows, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    WAYS: tl.constexpr = 1,
 ):
-    """Some channels of all rows, [BLOCK_C, ROWS]."""
+    """Some channels of all rows, [BLOCK_C, ROWS]; in ways [WAYS, BLOCK_C / WAYS, ROWS]."""
     row = tl.arange(0, ROWS)
-    c = start + tl.arange(0, BLOCK_C)
-    return tl.load(x_ptr + row[None, :] * C + c[:, None], mask=row[None, :] < num_rows, other=0.0)
+    if WAYS > 1:
+        way = start + tl.arange(0, WAYS) * (BLOCK_C // WAYS)
+        c = tl.arange(0, BLOCK_C // WAYS)
+        x = tl.load(
+            x_ptr + row[None, None, :] * C + way[:, None, None] + c[None, :, None],
+            mask=(row < num_rows)[None, None, :], other=0.0,
+        )
+    else:
+        c = start + tl.arange(0, BLOCK_C)
+        x = tl.load(x_ptr + row[None, :] * C + c[:, None], mask=row[None, :] < num_rows, other=0.0)
+    return x
 
 
 @triton.jit
 def inputs(
-    x_ptr, start, num_rows, factor,
+    x_ptr, start, num_rows,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    WAYS: tl.constexpr = 1,
 ):
     """What a block of weights is multiplied by: [BLOCK_C, ROWS]; of int4, its two halves."""
     if KIND == INT4:
@@ -104,11 +179,7 @@ def inputs(
         low = _rows_block(x_ptr, start, num_rows, C, half, ROWS)
         high = _rows_block(x_ptr, start + half, num_rows, C, half, ROWS)
     else:
-        low = _rows_block(x_ptr, start, num_rows, C, BLOCK_C, ROWS)
-        if KIND == FP8 or KIND == FP8_PER_TOKEN:  # noqa: SIM109, of which Triton knows nothing
-            if low.dtype != tl.float8e4nv:
-                low = (low.to(tl.float32) * factor).to(tl.float8e4nv)  # rounds to ±448 at most
-            low = low.to(tl.float16)
+        low = _rows_block(x_ptr, start, num_rows, C, BLOCK_C, ROWS, WAYS)
         high = low
     return low, high
 
@@ -175,46 +246,90 @@ def add_product(
                 part = tl.dot(high, high_x, part, input_precision="ieee")
             last = (start + BLOCK_C // 2) // GROUP
             sums += part * tl.load(scale + last * N)[:, None]
+    elif x.dtype == tl.float8e4nv:
+        if BLOCK_C < _FP8_CHANNELS:  # which no instruction of e4m3 takes
+            sums = tl.dot(weights.to(tl.float16), x.to(tl.float16), sums)
+        else:
+            sums += tl.dot(weights, x, max_num_imprecise_acc=BLOCK_C)
     else:
-        if KIND == INT8:
-            weights = weights.to(x.dtype)
-        elif weights.dtype == tl.float8e4nv:
-            weights = weights.to(tl.float16)
-        sums = tl.dot(weights, x, sums, input_precision="ieee")
+        sums = tl.dot(weights.to(x.dtype), x, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def no_sums(BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WAYS: tl.constexpr):
+    """What products are added to: [BLOCK_N, ROWS], or so much for each way."""
+    if WAYS > 1:
+        sums = tl.zeros([WAYS, BLOCK_N, ROWS], tl.float32)
+    else:
+        sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    return sums
+
+
+@triton.jit
+def _pairs(x):
+    first, second = tl.split(x)
+    return first + second
+
+
+@triton.jit
+def joined(sums, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WAYS: tl.constexpr):
+    """The sum of all ways, [BLOCK_N, ROWS].
+
+    Pair by pair each thread adds numbers that it has, brought to it at once. tl.sum would have
+    threads exchange what they added, three times over.
+    """
+    if WAYS > 1:
+        sums = sums.permute(1, 2, 0)
+        if WAYS == 8:
+            sums = _pairs(sums.reshape(BLOCK_N, ROWS, 4, 2))
+        if WAYS >= 4:
+            sums = _pairs(sums.reshape(BLOCK_N, ROWS, 2, 2))
+        sums = _pairs(sums)
     return sums
 
 
 @triton.jit
 def product(
-    x_ptr, weight_ptr, scale_ptr, factor, first_column, first, stop, num_rows,
+    x_ptr, weight_ptr, scale_ptr, first_column, first, SIZE: tl.constexpr, num_rows,
     N: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    WAYS: tl.constexpr = 1, held=0, HELD: tl.constexpr = 0,
 ):
-    """W · x over the channels first ... stop, float32 [BLOCK_N, ROWS]; see `scaled`."""
+    """W · x over SIZE channels from `first` on, float32 [BLOCK_N, ROWS]; see `column_scales`.
+
+    held  what held_weights brought of the first HELD of them
+    """
     in_one: tl.constexpr = 2 if KIND == INT4 else 1
-    sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    block = weight_block(weight_ptr, first_column, C, BLOCK_N, BLOCK_C, KIND)
-    for start in range(first, stop, BLOCK_C):
-        weights = tl.load(block + start // in_one, eviction_policy="evict_first")
-        x, high_x = inputs(x_ptr, start, num_rows, factor, C, BLOCK_C, ROWS, KIND)
-        sums = add_product(
-            sums, weights, x, high_x, scale_ptr, first_column, start,
-            N, BLOCK_N, BLOCK_C, GROUP, KIND,
-        )
-    return sums
+    sums = no_sums(BLOCK_N, ROWS, WAYS)
+    if HELD > 0:
+        held_x = held_inputs(x_ptr, first, num_rows, C, HELD, WAYS, ROWS)
+        sums = tl.dot(held, held_x, sums, input_precision="ieee")
+    if HELD < SIZE:
+        block = weight_block(weight_ptr, first_column, C, BLOCK_N, BLOCK_C, KIND, WAYS)
+        for start in range(first + HELD, first + SIZE, BLOCK_C):
+            weights = tl.load(block + start // in_one, eviction_policy="evict_first")
+            x, high_x = inputs(x_ptr, start, num_rows, C, BLOCK_C, ROWS, KIND, WAYS)
+            sums = add_product(
+                sums, weights, x, high_x, scale_ptr, first_column, start,
+                N, BLOCK_N, BLOCK_C, GROUP, KIND,
+            )
+    return joined(sums, BLOCK_N, ROWS, WAYS)
 
 
 @triton.jit
-def scaled(
-    sums, factor, scale_ptr, first_column,
-    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+def column_scales(
+    scale_ptr, first_column, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr
 ):
-    """A product [BLOCK_N, ROWS] times the scales that no loop applied; what `factor` did undone."""
-    if KIND == FP8_PER_TOKEN:
-        sums *= 1.0 / factor
-    if KIND != PLAIN and GROUP == 0:
-        sums *= tl.load(scale_ptr + first_column + tl.arange(0, BLOCK_N))[:, None]
-    return sums
+    """What a product [BLOCK_N, ROWS] is multiplied by, where its loop has not done it.
+
+    They are constant: to be read before the product, and before a kernel waits.
+    """
+    if KIND == PLAIN or GROUP > 0:
+        scales = 1.0
+    else:
+        scales = tl.load(scale_ptr + first_column + tl.arange(0, BLOCK_N))[:, None]
+    return scales
 
 
 @triton.jit
@@ -232,48 +347,41 @@ def inverse_length(squares, epsilon, C: tl.constexpr):
 
 
 @triton.jit
-def peak_factor(peaks):
-    """What takes the peak of each row to the greatest of e4m3, [1, ROWS]; peaks [blocks, ROWS]."""
-    peak = tl.max(peaks, axis=0)
-    return tl.where(peak > 0, _E4M3_MAX / peak, 1.0)[None, :]
-
-
-@triton.jit
-def normed_factor(
-    squares, peaks_ptr, num_blocks, input_scale, epsilon,
-    C: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+def unnormed(
+    squares_ptr, row_scales_ptr, num_parts,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
 ):
-    """The factor of x that waits for its RMSNorm; where that is done behind the product, 1.
+    """What `normed` has to know of each row, to be read before the product.
 
-    A row at a scale of its own is rounded to the same numbers, divided by its length or not.
+    Squares [PARTS, ROWS]; of rounded rows, of which RMSNorm is done, their scales [1, ROWS].
     """
     if KIND == FP8:
-        factor = inverse_length(squares, epsilon, C) / input_scale
+        found = 1.0
     elif KIND == FP8_PER_TOKEN:
-        factor = peak_factor(blocks_of_rows(peaks_ptr, num_blocks, BLOCKS, ROWS))
+        found = tl.load(row_scales_ptr + tl.arange(0, ROWS))[None, :]
     else:
-        factor = 1.0
-    return factor
+        found = blocks_of_rows(squares_ptr, num_parts, PARTS, ROWS)
+    return found
 
 
 @triton.jit
-def normed(
-    sums, squares, factor, scale_ptr, first_column, epsilon,
-    C: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-):
-    """A product with x as it is, [BLOCK_N, ROWS] → the product with its RMSNorm, scales applied."""
-    if KIND != FP8:
-        sums *= inverse_length(squares, epsilon, C)
-    return scaled(sums, factor, scale_ptr, first_column, BLOCK_N, GROUP, KIND)
+def normed(sums, found, epsilon, C: tl.constexpr, KIND: tl.constexpr):
+    """A product [BLOCK_N, ROWS] of x as it is → that of x with its RMSNorm; found: `unnormed`."""
+    if KIND == FP8 or KIND == FP8_PER_TOKEN:  # noqa: SIM109, of which Triton knows nothing
+        sums *= found
+    else:
+        sums *= inverse_length(found, epsilon, C)
+    return sums
 
 
 @triton.jit
 def as_input(x, gain, input_scale, dtype: tl.constexpr, HAS_GAIN: tl.constexpr, KIND: tl.constexpr):
-    """Float32 x as a linear of some kind takes it: times its gain, and rounded if it can be."""
+    """Float32 x as a linear of some kind takes it: times its gain, and rounded if it can be.
+
+    Numbers beyond ±448 become that.
+    """
     if HAS_GAIN:
         x = x.to(dtype).to(tl.float32) * gain.to(tl.float32)
     if KIND == FP8:
         x = (x.to(dtype).to(tl.float32) * (1.0 / input_scale)).to(tl.float8e4nv)
-    elif KIND == FP8_PER_TOKEN:
-        x = x.to(dtype).to(tl.float32)
     return x

@@ -6,9 +6,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ROWS = 16
-"""Columns of every tile: rows that one launch takes at most."""
-
 UNSPECIALIZED = ("num_rows", "group", "first_row")
 """What the machine code must not depend on."""
 
@@ -23,3 +20,15 @@ def begin(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def begin_between(PDL: tl.constexpr):
+    """`begin` of a kernel so small that the next should call its weights in meanwhile.
+
+    In this order the next may start while the kernel before this one still runs: of that it must
+    not read before it waits either. All that is older was written then.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()

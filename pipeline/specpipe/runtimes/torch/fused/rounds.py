@@ -1,4 +1,4 @@
-"""Draft-verify rounds of one greedy stream, each a single CUDA graph; its state is on the GPU.
+"""Draft-verify rounds of one stream, each a single CUDA graph; its state is on the GPU.
 
 A round drafts K tokens, verifies them, accepts and moves on without the host, which is told
 afterwards and, meanwhile, has given the GPU the next round already. What a round starts from:
@@ -8,6 +8,8 @@ positions  a run of positions, one apart; that of the last token of the text sta
 
 The draft begins each round with two tokens, the last one and the one before: of a round whose
 draft tokens were all accepted, it never read the last. Reading one twice changes nothing.
+
+A greedy round takes the best token of each row; one of a sampled request draws them: sampling.py.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import torch
 from torch import Tensor
 
 from specpipe.runtimes.single_stream import MOST_UNDER_WAY, Verified
-from specpipe.runtimes.torch.fused.attention import CHUNK
 from specpipe.runtimes.torch.fused.decoder import Rows
+from specpipe.runtimes.torch.fused.drawing import Drawing, Mode, Settings, Text
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
-from specpipe.runtimes.torch.fused.programs import ROWS
+from specpipe.runtimes.torch.fused.sizes import CHUNK, ROWS
 from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.noise import Purpose
+from specpipe.speculative.request import GREEDY, Sampling
 
 MAX_DRAFT_TOKENS = ROWS - 1
 
@@ -34,6 +38,17 @@ _NUM_POSITIONS = 128  # a power of 2
 _FIRST = _NUM_POSITIONS - 2 * ROWS
 _CATCH_UP = 16
 """Tokens that the draft catches up with in one launch, after rounds without it."""
+
+_COMMON = (Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9))
+"""What rounds are recorded for beforehand, while texts are short."""
+
+_EVERY_MODE = [
+    Sampling(temperature=1.0, is_seeded=is_seeded, top_k=top_k, top_p=top_p)
+    for is_seeded in (False, True)
+    for top_k in (0, 2)
+    for top_p in (1.0, 0.9)
+]
+"""Between them these take every kernel in every form."""
 
 _TIMED_ROUNDS = 5
 _TIMED_CONTEXT = 256
@@ -59,7 +74,7 @@ class FusedRounds:
     ) -> None:
         """num_draft_tokens is the most that a round drafts, up to MAX_DRAFT_TOKENS."""
         self._draft, self._target = draft, target
-        self._num_draft_tokens = num_draft_tokens
+        self._num_draft_tokens, self._vocab_size = num_draft_tokens, vocab_size
         self._device = target.spec.device
         for engine in (draft, target):
             engine.decoder.use_tokens(vocab_size, list(unused))
@@ -71,6 +86,9 @@ class FusedRounds:
         self._history = zeros(max(draft.capacity, target.capacity) + 2 * ROWS)
         self._positions = zeros(_NUM_POSITIONS)
         self._draft_slots, self._target_slots = zeros(ROWS), zeros(ROWS)
+        self._mode: Mode | None = None
+        self._settings = Settings(self._device)
+        self._draft_drawing, self._target_drawing = self._drawings(unused)
         self._result = zeros(2 + ROWS)
         is_cuda = self._device.type == "cuda"
         self._told = [
@@ -84,6 +102,19 @@ class FusedRounds:
         self._has_draft = False
         self.costs: StepCosts | None = None
 
+    def _drawings(self, unused: Sequence[tuple[int, int]]) -> tuple[Drawing, Drawing]:
+        """What draws tokens for the draft and for the target."""
+        is_unused = torch.zeros(self._vocab_size, dtype=torch.uint8, device=self._device)
+        for start, stop in unused:
+            is_unused[start:stop] = 1
+        text = Text(self._history, self._positions, _FIRST)
+
+        def drawing(engine: FusedEngine, num_rows: int) -> Drawing:
+            return Drawing(engine.decoder, self._settings, text, is_unused, num_rows=num_rows)
+
+        most = self._num_draft_tokens
+        return drawing(self._draft, max(most, 1)), drawing(self._target, most + 1)
+
     @property
     def num_under_way(self) -> int:
         """Rounds that were launched and not yet taken."""
@@ -91,7 +122,12 @@ class FusedRounds:
 
     @torch.inference_mode()
     def begin(
-        self, token_ids: Sequence[int], *, target_sequence: int, draft_sequence: int | None
+        self,
+        token_ids: Sequence[int],
+        *,
+        target_sequence: int,
+        draft_sequence: int | None,
+        sampling: Sampling = GREEDY,
     ) -> None:
         """Starts with a text of which the target has cached all but the last token.
 
@@ -107,18 +143,22 @@ class FusedRounds:
         if draft_sequence is not None:
             self._draft_slots.fill_(self._draft.slot(draft_sequence))
         self._num_behind = 1
+        self._mode = None
+        if not sampling.is_greedy:
+            self._mode = self._settings.write(sampling, self._vocab_size)
 
     @torch.inference_mode()
     def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
         """Puts a round on the GPU; num_positions is what its text may have reached by its end."""
         assert len(self._under_way) < len(self._told), "take a round first"
         self._max_chunks = self._round_chunks(num_positions)
-        if num_draft_tokens or (self._has_draft and self._num_behind >= _FIRST):
+        can_read = self._has_draft and num_positions <= self._draft.capacity
+        if num_draft_tokens or (can_read and self._num_behind >= _FIRST):
             self._catch_up()
             self._num_behind = 1
         if not num_draft_tokens:
             self._num_behind += 1
-        key = ("round", num_draft_tokens, self._max_chunks)
+        key = ("round", num_draft_tokens, self._max_chunks, self._mode)
         self._graphs.run(key, lambda: self._round(num_draft_tokens))
         told = self._told[self._num_launched % len(self._told)]
         self._num_launched += 1
@@ -158,17 +198,26 @@ class FusedRounds:
         self._graphs.run(key, lambda: self._draft_layers(first, _CATCH_UP))
 
     def _round(self, num_draft_tokens: int) -> None:
-        draft, target = self._draft.decoder, self._target.decoder
+        draft, target, mode = self._draft.decoder, self._target.decoder, self._mode
         for index in range(num_draft_tokens):
             num_rows = 1 if index else 2
             first = _FIRST + index - (num_rows - 1)
             self._draft_layers(first, num_rows)
-            draft.score(num_rows - 1, 1, writes_logits=False)
-            draft.propose(self._history, self._positions[_FIRST + index :])
+            draft.score(num_rows - 1, 1, writes_logits=mode is not None)
+            if mode is None:
+                draft.propose(self._history, self._positions[_FIRST + index :])
+            else:
+                self._draft_drawing.draw(mode, Purpose.DRAFT, first_row=index, num_rows=1)
+                self._draft_drawing.propose(index)
         num_rows = num_draft_tokens + 1
         target.layers(self._rows(_FIRST, num_rows, self._target_slots))
-        target.score(0, num_rows, writes_logits=False)
-        target.accept(self._history, self._positions, _FIRST, self._result, num_draft_tokens)
+        target.score(0, num_rows, writes_logits=mode is not None)
+        if mode is None:
+            target.accept(self._history, self._positions, _FIRST, self._result, num_draft_tokens)
+        else:
+            drawing = self._target_drawing
+            drawing.draw(mode, Purpose.RECOVERED, first_row=0, num_rows=num_rows)
+            drawing.accept(self._draft_drawing, mode, self._result, num_draft_tokens)
 
     def _draft_layers(self, first: int, num_rows: int) -> None:
         self._draft.decoder.layers(self._rows(first, num_rows, self._draft_slots))
@@ -186,9 +235,10 @@ class FusedRounds:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Records all rounds that may be asked for, and times those of a short text, on a GPU.
+        """Records greedy rounds, all that may be asked for, and the commonest of sampled requests.
 
-        A round that is recorded while requests run would make one of them wait.
+        A round that is recorded while requests run makes one of them wait, the longer the more of
+        its kernels are to be compiled first: so all are, here. On a GPU; it times rounds, too.
         """
         lengths = range(self._num_draft_tokens + 1)
         engines = (self._draft, self._target)
@@ -200,6 +250,14 @@ class FusedRounds:
                 self.drop()
             for blocks_ago in range(1, _FIRST // _CATCH_UP + 1):
                 self._read_block(blocks_ago)
+        for sampling in _EVERY_MODE:
+            self._begin_again(target, draft, sampling=sampling)
+            self._round(lengths[-1])
+        for sampling in _COMMON:
+            for k in lengths:
+                self._begin_again(target, draft, sampling=sampling)
+                self.launch(k, num_positions=CHUNK)
+                self.drop()
         for engine, sequence in zip(engines, (draft, target), strict=True):
             engine.free(sequence)
         seconds = [self._seconds(k) for k in lengths]
@@ -215,8 +273,11 @@ class FusedRounds:
     def _round_chunks(self, num_positions: int) -> int:
         return max(engine.max_chunks(num_positions) for engine in (self._draft, self._target))
 
-    def _begin_again(self, target: int, draft: int, num_tokens: int = 1) -> None:
-        self.begin([0] * num_tokens, target_sequence=target, draft_sequence=draft)
+    def _begin_again(
+        self, target: int, draft: int, num_tokens: int = 1, *, sampling: Sampling = GREEDY
+    ) -> None:
+        text = [0] * num_tokens
+        self.begin(text, target_sequence=target, draft_sequence=draft, sampling=sampling)
 
     def _seconds(self, num_draft_tokens: int) -> float:
         """The median seconds of a round."""

@@ -12,19 +12,19 @@ import triton
 import triton.language as tl
 
 from specpipe.runtimes.torch.fused.products import (
-    blocks_of_rows,
+    column_scales,
     normed,
-    normed_factor,
     prefetch_block,
     product,
+    unnormed,
 )
 from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def score(
-    scaled_ptr, squares_ptr, peaks_ptr, weight_ptr, scale_ptr, is_unused_ptr, logits_ptr,
-    best_ptr, best_ids_ptr, first_row, num_rows, num_parts, num_columns, epsilon, input_scale,
+    scaled_ptr, squares_ptr, row_scales_ptr, weight_ptr, scale_ptr, is_unused_ptr, logits_ptr,
+    best_ptr, best_ids_ptr, first_row, num_rows, num_parts, num_columns, epsilon,
     V: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_UNUSED: tl.constexpr,
     WRITES_LOGITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
@@ -38,18 +38,16 @@ def score(
     # The last block overlaps the one before it rather than end early: both find the same logits.
     first_column = tl.minimum(block * BLOCK_N, V - BLOCK_N)
     prefetch_block(weight_ptr, first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
+    scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
     begin(PDL)
-    squares = blocks_of_rows(squares_ptr + first_row, num_parts, PARTS, ROWS)
-    factor = normed_factor(
-        squares, peaks_ptr + first_row, num_parts, input_scale, epsilon, C, PARTS, ROWS, KIND
+    norms = unnormed(
+        squares_ptr + first_row, row_scales_ptr + first_row, num_parts, PARTS, ROWS, KIND
     )
     logits = product(
-        scaled_ptr + first_row * C, weight_ptr, scale_ptr, factor, first_column, 0, C, num_rows,
+        scaled_ptr + first_row * C, weight_ptr, scale_ptr, first_column, 0, C, num_rows,
         V, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND,
     )
-    logits = normed(
-        logits, squares, factor, scale_ptr, first_column, epsilon, C, BLOCK_N, GROUP, KIND
-    )
+    logits = normed(logits, norms, epsilon, C, KIND) * scales
     n = first_column + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     if WRITES_LOGITS:
@@ -124,7 +122,6 @@ def accept(
     begin(PDL)
     row = tl.arange(0, ROWS)
     best_id, is_usable = _best_of_blocks(best_ptr, best_ids_ptr, num_blocks, ROWS, BLOCKS)
-    is_row = row <= NUM_DRAFT
     num_usable = tl.min(tl.where(is_usable | (row > NUM_DRAFT), NUM_DRAFT + 1, row), axis=0)
     first = tl.load(positions_ptr + FIRST)
     tokens = history_ptr + first + 1
@@ -132,10 +129,26 @@ def accept(
     is_wrong = (drafted != best_id) | (row >= num_usable - 1)
     num_accepted = tl.min(tl.where(is_wrong, row, ROWS), axis=0)
     num_emitted = tl.where(num_usable > 0, num_accepted + 1, 0)
+    move_on(
+        result_ptr, history_ptr, positions_ptr, first, best_id, num_emitted,
+        tl.maximum(num_usable - 1, 0), NUM_DRAFT, FIRST, NUM_POSITIONS, ROWS,
+    )
+
+
+@triton.jit
+def move_on(
+    result_ptr, history_ptr, positions_ptr, first, token_ids, num_emitted, num_judged,
+    num_draft, FIRST: tl.constexpr, NUM_POSITIONS: tl.constexpr, ROWS: tl.constexpr,
+):
+    """Ends a round that emits the first of token_ids [ROWS], of which draft tokens are in history.
+
+    What is written: see accept.
+    """
+    row = tl.arange(0, ROWS)
     tl.debug_barrier()  # all warps have read what is written now
     tl.store(result_ptr, num_emitted)
-    tl.store(result_ptr + 1, tl.maximum(num_usable - 1, 0))
-    tl.store(result_ptr + 2 + row, best_id, mask=is_row)
-    tl.store(tokens + row, best_id, mask=(row == num_accepted) & (num_usable > 0))
+    tl.store(result_ptr + 1, num_judged)
+    tl.store(result_ptr + 2 + row, token_ids, mask=row <= num_draft)
+    tl.store(history_ptr + first + 1 + row, token_ids, mask=row == num_emitted - 1)
     n = tl.arange(0, NUM_POSITIONS)
     tl.store(positions_ptr + n, first - FIRST + num_emitted + n)

@@ -4,9 +4,10 @@ The rules were found by timing 368 tiles of the matrices of 7 B and 0.4 B models
 (benchmarks/notes.md). What they come to: a program streams its weights fastest in blocks of 8
 to 16 KB, of which a few are under way, and all programs should be on the chip at once.
 
-Quantized weights are unpacked in registers, and instructions run short before bandwidth does: their
-tiles let few warps unpack the same numbers. 64 columns go with 2 warps, since 4 would make another
-matrix instruction of them, for which blocks of bytes are copied 8 at a time and not 16.
+Integers are unpacked in registers, and instructions run short before bandwidth does: their tiles
+let few warps unpack the same numbers. 64 columns go with 2 warps, since 4 would make another matrix
+instruction of them, for which blocks of bytes are copied 8 at a time and not 16. In FP8 it is that
+instruction which takes numbers as they are: Hopper's wgmma, of 64 columns and 4 warps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specpipe.runtimes.torch.fused.linear import Kind
-from specpipe.runtimes.torch.fused.programs import ROWS
+from specpipe.runtimes.torch.fused.sizes import ROWS
+
+_FP8 = ("fp8", "fp8_per_token")
 
 MIN_BLOCK = 16
 """Channels that one matrix instruction takes: what every size must be divisible by."""
@@ -22,8 +25,17 @@ MIN_BLOCK = 16
 _LINE = 128
 """Bytes that memory is read by."""
 
+_FEW_CHANNELS = 1024
+"""So many or fewer of 16 columns are loaded at once."""
+
 _FEW_COLUMNS = 2048
 """Fewer are not enough programs for a whole chip, however they are divided."""
+
+_MOST_HELD = 640
+"""Channels of a part that is loaded at once, where there are few columns."""
+
+_PROCESSORS = 132
+"""Of an H100. Others have 72 to 148: what suits one, suits the others nearly as well."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,8 @@ class Tiles:
     splits      parts that the channels are divided into, each a program of its own
     num_stages  blocks that are on their way from memory at once
     prefetch    channels of each row that are called into the cache ahead of time
+    ways        parts of a block that are multiplied side by side, each by a warp of its own
+    held        channels of each row that are brought into the chip ahead of time
     """
 
     block_n: int
@@ -41,14 +55,26 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 4
     prefetch: int = 0
+    ways: int = 1
+    held: int = 0
 
     def fitting(self, shared_bytes: int, *, element_bytes: int, num_matrices: int = 1) -> Tiles:
         """The same with fewer blocks under way, where those exceed a chip's shared memory.
 
+        No channels are held where they would take more than half of it.
+
         num_matrices  that a program reads side by side
         """
-        block = (num_matrices * self.block_n + ROWS) * self.block_c * element_bytes
-        return replace(self, num_stages=max(1, min(self.num_stages, shared_bytes // block)))
+        channel = (num_matrices * self.block_n + ROWS) * element_bytes
+        held, ways, num_warps = self.held, self.ways, self.num_warps
+        # Kernels count in powers of 2.
+        held_bytes = self.ways * _power_of_2_above(held // self.ways) * channel if held else 0
+        if held_bytes > shared_bytes // 2:
+            held, held_bytes = 0, 0
+            ways = num_warps = self.block_c // MIN_BLOCK
+        most = (shared_bytes - held_bytes) // (self.block_c * channel)
+        num_stages = max(1, min(self.num_stages, most))
+        return replace(self, num_stages=num_stages, held=held, ways=ways, num_warps=num_warps)
 
 
 def linear_tiles(
@@ -58,6 +84,9 @@ def linear_tiles(
 
     block  channels that are packed together, of kind int4
     """
+    if kind in _FP8:
+        wanted = Tiles(min(most, 64), 256, num_stages=6)
+        return _quantized(wanted, num_columns, num_channels, kind)
     if kind != "plain":
         wanted = Tiles(min(most, 64), 128, num_warps=2)
         if num_columns <= 8 * _FEW_COLUMNS:
@@ -68,13 +97,24 @@ def linear_tiles(
     return _tiles(num_columns, num_channels, 16, 512, num_stages=3)
 
 
+def qkv_tiles(
+    num_columns: int, num_channels: int, *, most: int, kind: Kind = "plain", block: int = 0
+) -> Tiles:
+    """Tiles of queries, keys and values; `most` columns in one."""
+    if kind == "plain" and num_channels <= _FEW_CHANNELS:
+        return _held(largest_divisor(num_columns, min(most, 32)), num_channels, num_warps=4)
+    return linear_tiles(num_columns, num_channels, most=most, kind=kind, block=block)
+
+
 def gated_tiles(
     num_columns: int, num_channels: int, *, kind: Kind = "plain", block: int = 0
 ) -> Tiles:
     """Tiles of gate and up projection, [num_columns, num_channels] each."""
+    if kind in _FP8:
+        return _quantized(Tiles(64, 256, prefetch=_LINE), num_columns, num_channels, kind)
     if kind != "plain":
-        block_n = 64 if num_columns > 4 * _FEW_COLUMNS else 32
-        return _quantized(Tiles(block_n, 128, num_warps=2), num_columns, num_channels, kind, block)
+        block_n = 64 if kind == "int4" and num_columns > 8 * _FEW_COLUMNS else 32
+        return _quantized(Tiles(block_n, 256), num_columns, num_channels, kind, block)
     if num_columns > 4 * _FEW_COLUMNS:
         return _tiles(num_columns, num_channels, 64, 128, num_stages=4)
     return _tiles(num_columns, num_channels, 16, 128, num_stages=6)
@@ -84,18 +124,37 @@ def add_tiles(
     num_columns: int, num_channels: int, *, kind: Kind = "plain", block: int = 0
 ) -> Tiles:
     """Tiles of a projection back to the hidden states."""
+    if kind in _FP8:
+        wanted = Tiles(64, 256, splits=4)
+        return _quantized(wanted, num_columns, num_channels, kind)
     if kind != "plain":
-        splits = 4 if num_columns < _FEW_COLUMNS or kind == "int4" else 1
-        wanted = Tiles(32, 256, splits, num_stages=6)
+        splits = 4 if num_columns < _FEW_COLUMNS or kind == "int4" else 2
+        wanted = Tiles(32, 256, splits, num_stages=4 if kind == "int8" else 6)
         return _quantized(wanted, num_columns, num_channels, kind, block)
     if num_columns >= _FEW_COLUMNS:
+        if _is_uneven(num_columns // 32):
+            return _tiles(num_columns, num_channels, 32, 128, num_stages=6, splits=4)
         return _tiles(num_columns, num_channels, 32, 256, num_stages=6)
+    if num_channels <= _FEW_CHANNELS:
+        return _held(MIN_BLOCK, num_channels, num_warps=8)
     if num_channels < _FEW_COLUMNS:
         return _tiles(num_columns, num_channels, 16, 256, num_stages=6)
+    for splits in range(-(-num_channels // _MOST_HELD), num_channels // (4 * MIN_BLOCK) + 1):
+        if num_channels % (splits * 2 * MIN_BLOCK) == 0:
+            block_n = largest_divisor(num_columns, 32)
+            return _held(block_n, num_channels // splits, num_warps=4, splits=splits)
     return _tiles(num_columns, num_channels, 64, 64, num_stages=6, splits=4)
 
 
-def _quantized(wanted: Tiles, num_columns: int, num_channels: int, kind: Kind, block: int) -> Tiles:
+def _is_uneven(num_programs: int) -> bool:
+    """Says whether some processors would have far more to do than others."""
+    rounds = -(-num_programs // _PROCESSORS)
+    return rounds * _PROCESSORS > 1.2 * num_programs
+
+
+def _quantized(
+    wanted: Tiles, num_columns: int, num_channels: int, kind: Kind, block: int = 0
+) -> Tiles:
     """Makes tiles no larger than wanted that divide the matrix; of int4, one block at a time."""
     splits = wanted.splits
     # A part is made of whole lines of memory, where the matrix is.
@@ -107,7 +166,7 @@ def _quantized(wanted: Tiles, num_columns: int, num_channels: int, kind: Kind, b
     num_warps = 2 if kind == "int4" else wanted.num_warps
     return replace(
         wanted, block_n=block_n, block_c=block_c, splits=splits, num_warps=num_warps,
-        prefetch=min(num_channels // splits, 2 * block_c),
+        prefetch=min(num_channels // splits, wanted.prefetch or 2 * block_c),
     )  # fmt: skip
 
 
@@ -127,6 +186,23 @@ def _tiles(
     return Tiles(block_n, block_c, splits, 2 if block_n == 16 else 4, num_stages, prefetch)
 
 
+def _held(block_n: int, num_channels: int, *, num_warps: int, splits: int = 1) -> Tiles:
+    """Makes tiles that hold all channels of a part while the kernel before still runs.
+
+    Each warp multiplies a share of them: 1,024 channels are 64 matrix instructions, which would
+    take a µs if each waited for the sums of the one before.
+    """
+    most = min(num_warps, num_channels // MIN_BLOCK)
+    ways = largest_divisor(num_channels // 8, most)  # of whole 16 bytes each
+    block_c = largest_divisor(num_channels, ways * MIN_BLOCK)
+    return Tiles(block_n, block_c, splits, num_warps=ways, ways=ways, held=num_channels)
+
+
 def largest_divisor(size: int, most: int) -> int:
     """Returns the largest power of 2 up to `most` that divides size."""
-    return min(size & -size, most)
+    return min(size & -size, 1 << (most.bit_length() - 1))
+
+
+def _power_of_2_above(size: int) -> int:
+    """Returns the smallest power of 2 that is not below size."""
+    return 1 << (size - 1).bit_length()

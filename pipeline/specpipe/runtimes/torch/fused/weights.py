@@ -28,7 +28,8 @@ _FORMATS = ("fp8", "fp8_pc_pt", "w4a8_awq", "int8_wo", "int4_wo", "int4_awq")
 def unsupported(config: ModelConfig, read: Read | None = None) -> str | None:
     """Says what about a model the fused kernels cannot do; None: they run it.
 
-    read  its tensors, on any device; without it, quantized linears count as unsupported
+    read  its tensors, of which matrices need no numbers (device "meta"); without it, quantized
+          linears count as unsupported
     """
     if config.has_branch_norms:
         return "norms behind attention and MLP"

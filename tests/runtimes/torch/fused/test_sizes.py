@@ -1,0 +1,43 @@
+"""What engines are sized by, and that the memory estimate knows it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specpipe.families import unified_config
+from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.sizes import max_parts, spare_positions
+from specpipe.runtimes.torch.fused.weights import load_weights
+from specpipe.runtimes.torch.memory import estimate_memory
+from specpipe.runtimes.torch.model import ModelConfig
+from tests import toy
+from tests.runtimes.torch.fused.toy import toy_spec, toy_weights
+
+
+@pytest.mark.parametrize(
+    ("capacity", "parts"),
+    [(1, 1), (128, 1), (129, 2), (4096, 32), (4097, 32), (32768, 32), (32769, 33)],
+)
+def test_parts_of_attention(capacity: int, parts: int) -> None:
+    assert max_parts(capacity) == parts
+
+
+def test_spare_positions_are_for_three_rounds() -> None:
+    assert [spare_positions(k) for k in (0, 4)] == [3, 15]
+
+
+def test_the_estimate_counts_what_an_engine_holds() -> None:
+    unified = unified_config(toy.toy_config(head_dim=16), tp_size=1, pp_size=1)
+    limits = {"max_batch_size": 2, "max_seq_len": 500, "max_draft_len": 4}
+    spec = toy_spec(ModelConfig.from_unified(unified), **limits)
+    with torch.inference_mode():
+        engine = FusedEngine(spec, load_weights(spec.model, toy_weights(spec.model).get))
+    on_gpu, plain = (
+        estimate_memory(unified, dtype="float32", max_num_tokens=0, on_gpu=on_gpu, **limits)
+        for on_gpu in (True, False)
+    )
+    cache, decoder = engine.cache, engine.decoder
+    assert on_gpu.kv_cache_bytes == sum(x.nbytes for x in (*cache.keys, *cache.values))
+    buffers = (decoder._sums, decoder._states, decoder.logits)
+    assert on_gpu.workspace_bytes - plain.workspace_bytes == sum(x.nbytes for x in buffers)
