@@ -286,9 +286,11 @@ def test_the_draft_reads_the_prompt_while_rounds_are_under_way() -> None:
     draft = pair.engines["draft"]
     assert isinstance(draft, Device)
     draft.forwards.clear()
+    assert pair.costs is not None
     (first,) = pair.step()
     assert len(first.token_ids) == 1
     assert draft.forwards == []
+    assert pair.costs.seconds("draft", 1) == 1.0  # it was not too slow, and need not be faster
     pair.step()
     assert rounds.launched == [0, 0]
     assert draft.forwards == [[14]]

@@ -276,7 +276,7 @@ class EnginePair:
         """
         if self._stream is None or self.costs is None or len(self._running) != 1:
             return False
-        return SingleStream.can_run(running.state)
+        return SingleStream.can_run(running.state) and not running.is_draft_suspect
 
     def _stream_step(self, stream: SingleStream, running: _Running) -> None:
         """Takes in a round of a request that the device runs by itself."""
@@ -355,16 +355,16 @@ class EnginePair:
             self._draft.forward(batch, [0] * len(batch))
 
     def _run_draft(self, decoding: Sequence[_Running]) -> list[Drafted]:
+        drafted = [Drafted(r.state) for r in decoding]
+        if decoding and self._begins_a_stream(decoding[0]):
+            return drafted
         costs = self.costs.at(len(decoding)) if self.costs is not None and decoding else None
         most = most_draft_tokens(self._options.schedule, len(decoding))
-        drafted = [Drafted(r.state) for r in decoding]
         feeds: list[tuple[_Running, Drafted, int, list[int]]] = []
         catching_up = []
         for running, draft in zip(decoding, drafted, strict=True):
             if running.is_draft_suspect:
                 running.is_draft_suspect = False
-                continue
-            if self._begins_a_stream(running):
                 continue
             num_draft_tokens = running.state.next_num_draft_tokens(costs, most=most)
             if num_draft_tokens == 0 or not self._has_draft_sequence(running):
