@@ -7,6 +7,7 @@ import torch
 
 from specpipe.families import unified_config
 from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.fused.sizes import max_parts, spare_positions
 from specpipe.runtimes.torch.fused.weights import load_weights
 from specpipe.runtimes.torch.memory import estimate_memory
@@ -32,12 +33,14 @@ def test_the_estimate_counts_what_an_engine_holds() -> None:
     limits = {"max_batch_size": 2, "max_seq_len": 500, "max_draft_len": 4}
     spec = toy_spec(ModelConfig.from_unified(unified), **limits)
     with torch.inference_mode():
-        engine = FusedEngine(spec, load_weights(spec.model, toy_weights(spec.model).get))
+        weights = load_weights(spec.model, toy_weights(spec.model).get)
+        engine, draft = FusedEngine(spec, weights), FusedEngine(spec, weights)
+    rounds = FusedRounds(draft, engine, num_draft_tokens=4, vocab_size=engine.vocab_size, unused=())
     on_gpu, plain = (
         estimate_memory(unified, dtype="float32", max_num_tokens=0, on_gpu=on_gpu, **limits)
         for on_gpu in (True, False)
     )
-    cache, decoder = engine.cache, engine.decoder
+    cache, decoder, drawing = engine.cache, engine.decoder, rounds._target_drawing
     assert on_gpu.kv_cache_bytes == sum(x.nbytes for x in (*cache.keys, *cache.values))
-    buffers = (decoder._sums, decoder._states, decoder.logits)
+    buffers = (decoder._sums, decoder._states, decoder.logits, drawing._keys, drawing.masses)
     assert on_gpu.workspace_bytes - plain.workspace_bytes == sum(x.nbytes for x in buffers)
