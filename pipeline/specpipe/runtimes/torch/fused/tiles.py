@@ -1,6 +1,6 @@
 """How each matrix is divided among programs: by its shape alone, never by the number of rows.
 
-The rules were found by timing 368 tiles of the matrices of 7 B and 0.4 B models on an H100
+The rules were found by timing some 900 tiles of the matrices of 0.4 B to 32 B models on an H100
 (benchmarks/notes.md). What they come to: a program streams its weights fastest in blocks of 8
 to 16 KB, of which a few are under way, and all programs should be on the chip at once.
 
@@ -26,7 +26,7 @@ _LINE = 128
 """Bytes that memory is read by."""
 
 _FEW_CHANNELS = 1024
-"""So many or fewer of 16 columns are loaded at once."""
+"""So many or fewer, of 16 or 32 columns, are loaded at once."""
 
 _FEW_COLUMNS = 2048
 """Fewer are not enough programs for a whole chip, however they are divided."""
@@ -35,7 +35,7 @@ _MOST_HELD = 640
 """Channels of a part that is loaded at once, where there are few columns."""
 
 _PROCESSORS = 132
-"""Of an H100. Others have 72 to 148: what suits one, suits the others nearly as well."""
+"""Of an H100, on which all of this was timed."""
 
 
 @dataclass(frozen=True)
