@@ -236,7 +236,7 @@ class EnginePair:
         """One forward of the target over all that runs, and up to K of the draft before it."""
         if self._stream is not None:
             running = self._alone()
-            if running is not None:
+            if running is not None and len(self._missing(running)) == 1:
                 self._stream_step(self._stream, running)
                 return
             self._stream.end()
@@ -261,22 +261,13 @@ class EnginePair:
             self._take(running, draft, outcome, cached)
 
     def _alone(self) -> _Running | None:
-        """The request that decodes alone and that the device can run, if that is what goes on."""
+        """The request that runs alone, if the device can run it by itself."""
         if len(self._running) != 1:
             return None
         running = self._running[0]
         if running.is_draft_suspect or not SingleStream.can_run(running.state):
             return None
-        return running if len(self._missing(running)) == 1 else None
-
-    def _begins_a_stream(self, running: _Running) -> bool:
-        """Says whether this step, that of the prompt, leaves all drafting to the rounds after it.
-
-        So its token need not wait for the draft, which reads the prompt while the device is busy.
-        """
-        if self._stream is None or self.costs is None or len(self._running) != 1:
-            return False
-        return SingleStream.can_run(running.state) and not running.is_draft_suspect
+        return running
 
     def _stream_step(self, stream: SingleStream, running: _Running) -> None:
         """Takes in a round of a request that the device runs by itself."""
@@ -356,7 +347,9 @@ class EnginePair:
 
     def _run_draft(self, decoding: Sequence[_Running]) -> list[Drafted]:
         drafted = [Drafted(r.state) for r in decoding]
-        if decoding and self._begins_a_stream(decoding[0]):
+        if self._stream is not None and self.costs is not None and self._alone() is not None:
+            # This step is that of a prompt: its token need not wait for the draft, which reads the
+            # prompt while the device is busy with the rounds that come next.
             return drafted
         costs = self.costs.at(len(decoding)) if self.costs is not None and decoding else None
         most = most_draft_tokens(self._options.schedule, len(decoding))

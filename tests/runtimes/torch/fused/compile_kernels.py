@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from triton.compiler import ASTSource
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused.tiles import Tiles
-from specpipe.runtimes.torch.fused.weights import load_weights
+from specpipe.runtimes.torch.fused.weights import Weights, load_weights
 from tests.runtimes.torch.fused.toy import MISTRAL_7B, QWEN_05B, toy_config, toy_shapes
 
 MODELS = {"7b": MISTRAL_7B, "0.5b": QWEN_05B}
@@ -51,8 +52,12 @@ class RecordingDecoder(Decoder):
         self.launches.append(Launch(kernel, arguments, constants, tiles))
 
 
-def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
-    """What a draft-verify round launches, one of each kernel."""
+def recording_decoder(
+    model: str,
+    dtype: torch.dtype = torch.bfloat16,
+    change: Callable[[Weights], Weights] = lambda weights: weights,
+) -> RecordingDecoder:
+    """A decoder of one layer, without memory."""
     config = toy_config(**MODELS[model], num_layers=1)
     weights = {
         name: torch.empty(shape, dtype=dtype, device="meta")
@@ -67,8 +72,15 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
         dtype=dtype,
         device=torch.device("meta"),
     )
-    decoder = RecordingDecoder(config, load_weights(config, weights.get), cache, capacity=1024)
+    loaded = change(load_weights(config, weights.get))
+    decoder = RecordingDecoder(config, loaded, cache, capacity=1024)
     decoder.launches = []
+    return decoder
+
+
+def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
+    """What a draft-verify round launches, one of each kernel."""
+    decoder = recording_decoder(model, dtype)
     integers = torch.empty(128, dtype=torch.int32, device="meta")
     rows = Rows(integers[:5], integers, integers, num_rows=5, group=5, max_chunks=8)
     decoder.layers(rows)

@@ -14,10 +14,8 @@ import torch
 
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.linear import Kind, Linear, int4_block
-from specpipe.runtimes.torch.fused.pages import PagedKVCache
-from specpipe.runtimes.torch.fused.weights import Weights, load_weights
+from specpipe.runtimes.torch.fused.weights import Weights
 from tests.runtimes.torch.fused import compile_kernels
-from tests.runtimes.torch.fused.toy import toy_config, toy_shapes
 
 _META = torch.device("meta")
 _DTYPES = {
@@ -40,34 +38,18 @@ def quantized(linear: Linear, kind: Kind, group: int) -> Linear:
 
 
 def launches_of(model: str, kind: Kind, group: int) -> list[compile_kernels.Launch]:
-    config = toy_config(**compile_kernels.MODELS[model], num_layers=1)
-    plain = load_weights(
-        config,
-        {
-            name: torch.empty(shape, dtype=torch.bfloat16, device=_META)
-            for name, shape in toy_shapes(config).items()
-        }.get,
-    )
-    layer = plain.layers[0]
-    layer = replace(
-        layer,
-        qkv=quantized(layer.qkv, kind, group),
-        dense=quantized(layer.dense, kind, group),
-        mlp_in=quantized(layer.mlp_in, kind, group),
-        mlp_out=quantized(layer.mlp_out, kind, group),
-    )
-    weights = Weights(plain.embedding, (layer,), plain.norm, quantized(plain.head, kind, group))
-    cache = PagedKVCache(
-        num_layers=1,
-        num_slots=1,
-        capacity=1024,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        dtype=torch.bfloat16,
-        device=_META,
-    )
-    decoder = compile_kernels.RecordingDecoder(config, weights, cache, capacity=1024)
-    decoder.launches = []
+    def change(plain: Weights) -> Weights:
+        (layer,) = plain.layers
+        layer = replace(
+            layer,
+            qkv=quantized(layer.qkv, kind, group),
+            dense=quantized(layer.dense, kind, group),
+            mlp_in=quantized(layer.mlp_in, kind, group),
+            mlp_out=quantized(layer.mlp_out, kind, group),
+        )
+        return Weights(plain.embedding, (layer,), plain.norm, quantized(plain.head, kind, group))
+
+    decoder = compile_kernels.recording_decoder(model, change=change)
     integers = torch.empty(128, dtype=torch.int32, device=_META)
     decoder.layers(Rows(integers[:5], integers, integers, num_rows=5, group=5, max_chunks=8))
     decoder.score(0, 5, writes_logits=True)

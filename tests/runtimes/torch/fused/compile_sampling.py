@@ -11,11 +11,8 @@ import sys
 import torch
 
 from specpipe.runtimes.torch.fused.drawing import Drawing, Mode, Settings, Text
-from specpipe.runtimes.torch.fused.pages import PagedKVCache
-from specpipe.runtimes.torch.fused.weights import load_weights
 from specpipe.speculative.noise import Purpose
 from tests.runtimes.torch.fused import compile_kernels
-from tests.runtimes.torch.fused.toy import toy_config, toy_shapes
 
 _META = torch.device("meta")
 _TYPES = {torch.int64: "*i64", torch.float64: "*fp64"}
@@ -30,25 +27,8 @@ MODES = [
 
 def launches_of(model: str) -> list[compile_kernels.Launch]:
     """What rounds of five draft tokens launch behind their heads, each kernel in each form once."""
-    config = toy_config(**compile_kernels.MODELS[model], num_layers=1)
-    weights = {
-        name: torch.empty(shape, dtype=torch.bfloat16, device=_META)
-        for name, shape in toy_shapes(config).items()
-    }
-    cache = PagedKVCache(
-        num_layers=1,
-        num_slots=1,
-        capacity=1024,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        dtype=torch.bfloat16,
-        device=_META,
-    )
-    decoder = compile_kernels.RecordingDecoder(
-        config, load_weights(config, weights.get), cache, capacity=1024
-    )
-    decoder.launches = []
-    is_unused = torch.empty(config.vocab_size, dtype=torch.uint8, device=_META)
+    decoder = compile_kernels.recording_decoder(model)
+    is_unused = torch.empty(decoder.config.vocab_size, dtype=torch.uint8, device=_META)
     settings = Settings(_META)
     integers = torch.empty(128, dtype=torch.int32, device=_META)
     text = Text(integers, integers, first=96)

@@ -22,7 +22,16 @@ from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import Linear
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused.products import KINDS
-from specpipe.runtimes.torch.fused.sizes import BLOCK, CHUNK, MOST_CHUNKS, PAGE, ROWS, max_parts
+from specpipe.runtimes.torch.fused.sizes import (
+    BLOCK,
+    CHUNK,
+    MOST_CHUNKS,
+    PAGE,
+    ROWS,
+    max_parts,
+    power_of_2_above,
+    power_of_2_below,
+)
 from specpipe.runtimes.torch.fused.tiles import (
     Tiles,
     add_tiles,
@@ -117,7 +126,7 @@ class Decoder:
         layers, head = self.weights.layers, self.weights.head
         self._tiles = [self._layer_tiles(layer) for layer in layers]
         adding = [tiles for layer in self._tiles for tiles in (layer.dense, layer.mlp_out)]
-        self._parts_block = _power_of_2_above(max(map(self._num_parts, adding)))
+        self._parts_block = power_of_2_above(max(map(self._num_parts, adding)))
         self._squares = torch.zeros(
             self._parts_block, ROWS, dtype=torch.float32, device=self._device
         )
@@ -133,12 +142,12 @@ class Decoder:
         # Any number of tokens will do: the last block overlaps the one before it.
         num_columns = 1 << config.vocab_size.bit_length()
         tiles = linear_tiles(num_columns, config.hidden_size, most=64, **_packing(head))
-        block_n = min(tiles.block_n, _power_of_2_below(config.vocab_size))
+        block_n = min(tiles.block_n, power_of_2_below(config.vocab_size))
         self._head_tiles = self._fitting(replace(tiles, block_n=block_n), head)
         self._num_blocks = -(-config.vocab_size // block_n)
         self.best = empty(self._num_blocks, ROWS, dtype=torch.float32)
         self.best_ids = empty(self._num_blocks, ROWS, dtype=torch.int32)
-        self._is_unused = torch.zeros(config.vocab_size, dtype=torch.uint8, device=self._device)
+        self.is_unused = torch.zeros(config.vocab_size, dtype=torch.uint8, device=self._device)
         self._num_usable, self._has_unused = config.vocab_size, False
 
     def _layer_tiles(self, layer: Layer) -> _LayerTiles:
@@ -168,10 +177,10 @@ class Decoder:
     def use_tokens(self, vocab_size: int, unused: list[tuple[int, int]]) -> None:
         """Limits the best tokens to the first vocab_size ids, less those of half-open ranges."""
         self._num_usable = vocab_size
-        self._is_unused.zero_()
+        self.is_unused.zero_()
         self._has_unused = bool(unused)
         for start, stop in unused:
-            self._is_unused[start:stop] = 1
+            self.is_unused[start:stop] = 1
 
     def layers(self, rows: Rows) -> None:
         """Runs the rows through all layers; their hidden states stay in a buffer."""
@@ -205,7 +214,7 @@ class Decoder:
         self.launch(
             scoring.score, (self._num_blocks,),
             x, self._squares, self._row_scales, head.weight, _scale_of(head),
-            self._is_unused, self.logits, self.best, self.best_ids, first_row, num_rows,
+            self.is_unused, self.logits, self.best, self.best_ids, first_row, num_rows,
             num_parts, self._num_usable, self.config.norm_epsilon,
             V=self.config.vocab_size, C=head.num_channels, BLOCK_N=tiles.block_n,
             BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=ROWS,
@@ -265,7 +274,7 @@ class Decoder:
         num_queries = rows.group * config.group_size
         # More of float32 would be added up in another order.
         most = 16 if self._dtype == torch.float32 else MAX_QUERIES
-        queries = min(max(16, _power_of_2_above(num_queries)), most)
+        queries = min(max(16, power_of_2_above(num_queries)), most)
         blocks = -(-num_queries // queries)
         programs = rows.num_rows // rows.group * blocks, config.num_kv_heads
         takes_blocks = rows.max_chunks > MOST_CHUNKS
@@ -360,7 +369,7 @@ class Decoder:
         """
         num_channels = linear.num_channels
         rounded = self._rounded[: ROWS * num_channels].view(ROWS, num_channels)
-        block = _power_of_2_above(num_channels)
+        block = power_of_2_above(num_channels)
         self.launch(
             kernels.round_input, (num_rows,),
             x, self._squares, rounded, self._row_scales, first_row, num_parts,
@@ -472,11 +481,3 @@ def _scale_of(linear: Linear) -> Tensor:
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     normed = F.rms_norm(x, x.shape[-1:], eps=epsilon) * weight
     return normed.to(x.dtype)
-
-
-def _power_of_2_above(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def _power_of_2_below(size: int) -> int:
-    return 1 << (size.bit_length() - 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specpipe.runtimes.torch.fused import sampling as kernels
 from specpipe.runtimes.torch.fused.decoder import Decoder
-from specpipe.runtimes.torch.fused.sizes import ROWS
+from specpipe.runtimes.torch.fused.sizes import ROWS, power_of_2_above
 from specpipe.speculative.noise import Purpose
 from specpipe.speculative.request import Sampling
 
@@ -86,12 +86,12 @@ class Drawing:
         self._is_unused = is_unused
         self._num_columns = len(is_unused)
         self._num_rows = num_rows
-        block = min(_MIN_BLOCK, 1 << (self._num_columns - 1).bit_length())
+        block = min(_MIN_BLOCK, power_of_2_above(self._num_columns))
         while block * _MOST_BLOCKS < self._num_columns:
             block *= 2
         self._block = block
         self._num_blocks = num_blocks = -(-self._num_columns // block)
-        self._blocks = 1 << (num_blocks - 1).bit_length()
+        self._blocks = power_of_2_above(num_blocks)
         device = is_unused.device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -121,7 +121,7 @@ class Drawing:
             kernels.weigh, grid,
             decoder.logits, decoder.best, self._is_unused, numbers, self._keys, self.masses,
             self.peaks, first_row, num_columns, len(decoder.best), decoder.config.vocab_size,
-            ROWS=ROWS, BESTS=1 << (len(decoder.best) - 1).bit_length(), BLOCK=block,
+            ROWS=ROWS, BESTS=power_of_2_above(len(decoder.best)), BLOCK=block,
             num_warps=num_warps,
         )  # fmt: skip
         if mode.has_top_k:

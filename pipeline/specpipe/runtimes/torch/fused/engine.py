@@ -12,7 +12,7 @@ from specpipe.runtimes.torch.engine import EngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
-from specpipe.runtimes.torch.fused.sizes import CHUNK, ROWS, spare_positions
+from specpipe.runtimes.torch.fused.sizes import CHUNK, ROWS, power_of_2_above, spare_positions
 from specpipe.runtimes.torch.fused.weights import Weights
 
 SequenceId = int
@@ -159,7 +159,7 @@ class FusedEngine:
         """Returns the parts of attention to launch for a text that long: few different numbers."""
         most = -(-self.capacity // CHUNK)
         chunks = -(-num_positions // CHUNK)
-        return min(most, max(8, 1 << (chunks - 1).bit_length()))
+        return min(most, max(8, power_of_2_above(chunks)))
 
     def skip(self, sequence: SequenceId, num_tokens: int) -> None:
         """Takes tokens as cached that a round has cached, or, for timing, that never were."""

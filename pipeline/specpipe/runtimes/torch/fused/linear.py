@@ -19,6 +19,9 @@ from specpipe.quantization.formats import E4M3_MAX
 
 Kind = Literal["plain", "fp8", "fp8_per_token", "int8", "int4"]
 
+ROUNDED: tuple[Kind, ...] = ("fp8", "fp8_per_token")
+"""Kinds whose inputs are rounded to e4m3 before they are multiplied."""
+
 Read = Callable[[str], "Tensor | None"]
 """Returns a tensor of an engine by name, or None where it has none."""
 
@@ -63,7 +66,7 @@ class Linear:
     @property
     def rounds(self) -> bool:
         """Whether inputs are rounded to e4m3 before they are multiplied."""
-        return self.kind in ("fp8", "fp8_per_token")
+        return self.kind in ROUNDED
 
     @property
     def group(self) -> int:

@@ -88,7 +88,7 @@ class FusedRounds:
         self._draft_slots, self._target_slots = zeros(ROWS), zeros(ROWS)
         self._mode: Mode | None = None
         self._settings = Settings(self._device)
-        self._draft_drawing, self._target_drawing = self._drawings(unused)
+        self._draft_drawing, self._target_drawing = self._drawings()
         self._result = zeros(2 + ROWS)
         is_cuda = self._device.type == "cuda"
         self._told = [
@@ -102,11 +102,9 @@ class FusedRounds:
         self._has_draft = False
         self.costs: StepCosts | None = None
 
-    def _drawings(self, unused: Sequence[tuple[int, int]]) -> tuple[Drawing, Drawing]:
+    def _drawings(self) -> tuple[Drawing, Drawing]:
         """What draws tokens for the draft and for the target."""
-        is_unused = torch.zeros(self._vocab_size, dtype=torch.uint8, device=self._device)
-        for start, stop in unused:
-            is_unused[start:stop] = 1
+        is_unused = self._target.decoder.is_unused[: self._vocab_size]
         text = Text(self._history, self._positions, _FIRST)
 
         def drawing(engine: FusedEngine, num_rows: int) -> Drawing:

@@ -34,3 +34,13 @@ def max_parts(capacity: int) -> int:
     """Returns how many parts attention over so many positions leaves to join: chunks or blocks."""
     chunks = -(-capacity // CHUNK)
     return max(min(chunks, MOST_CHUNKS), -(-chunks // BLOCK))
+
+
+def power_of_2_above(size: int) -> int:
+    """Returns the smallest power of 2 that is not below size; kernels count in those."""
+    return 1 << (size - 1).bit_length()
+
+
+def power_of_2_below(size: int) -> int:
+    """Returns the largest power of 2 that is not above size."""
+    return 1 << (size.bit_length() - 1)

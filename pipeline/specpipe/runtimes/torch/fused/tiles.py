@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specpipe.runtimes.torch.fused.linear import Kind
-from specpipe.runtimes.torch.fused.sizes import ROWS
-
-_FP8 = ("fp8", "fp8_per_token")
+from specpipe.runtimes.torch.fused.linear import ROUNDED, Kind
+from specpipe.runtimes.torch.fused.sizes import ROWS, power_of_2_above, power_of_2_below
 
 MIN_BLOCK = 16
 """Channels that one matrix instruction takes: what every size must be divisible by."""
@@ -68,7 +66,7 @@ class Tiles:
         channel = (num_matrices * self.block_n + ROWS) * element_bytes
         held, ways, num_warps = self.held, self.ways, self.num_warps
         # Kernels count in powers of 2.
-        held_bytes = self.ways * _power_of_2_above(held // self.ways) * channel if held else 0
+        held_bytes = self.ways * power_of_2_above(held // self.ways) * channel if held else 0
         if held_bytes > shared_bytes // 2:
             held, held_bytes = 0, 0
             ways = num_warps = self.block_c // MIN_BLOCK
@@ -84,7 +82,7 @@ def linear_tiles(
 
     block  channels that are packed together, of kind int4
     """
-    if kind in _FP8:
+    if kind in ROUNDED:
         wanted = Tiles(min(most, 64), 256, num_stages=6)
         return _quantized(wanted, num_columns, num_channels, kind)
     if kind != "plain":
@@ -110,7 +108,7 @@ def gated_tiles(
     num_columns: int, num_channels: int, *, kind: Kind = "plain", block: int = 0
 ) -> Tiles:
     """Tiles of gate and up projection, [num_columns, num_channels] each."""
-    if kind in _FP8:
+    if kind in ROUNDED:
         return _quantized(Tiles(64, 256, prefetch=_LINE), num_columns, num_channels, kind)
     if kind != "plain":
         block_n = 64 if kind == "int4" and num_columns > 8 * _FEW_COLUMNS else 32
@@ -124,7 +122,7 @@ def add_tiles(
     num_columns: int, num_channels: int, *, kind: Kind = "plain", block: int = 0
 ) -> Tiles:
     """Tiles of a projection back to the hidden states."""
-    if kind in _FP8:
+    if kind in ROUNDED:
         wanted = Tiles(64, 256, splits=4)
         return _quantized(wanted, num_columns, num_channels, kind)
     if kind != "plain":
@@ -180,9 +178,7 @@ def _tiles(
     block_n = largest_divisor(num_columns, block_n)
     channels = num_channels // splits
     block_c = largest_divisor(channels, block_c)
-    # Kernels count in powers of 2.
-    most = 1 << (channels.bit_length() - 1)
-    prefetch = min(most, 4 * block_c if num_columns < 8192 else block_c)
+    prefetch = min(power_of_2_below(channels), 4 * block_c if num_columns < 8192 else block_c)
     return Tiles(block_n, block_c, splits, 2 if block_n == 16 else 4, num_stages, prefetch)
 
 
@@ -200,9 +196,4 @@ def _held(block_n: int, num_channels: int, *, num_warps: int, splits: int = 1) -
 
 def largest_divisor(size: int, most: int) -> int:
     """Returns the largest power of 2 up to `most` that divides size."""
-    return min(size & -size, 1 << (most.bit_length() - 1))
-
-
-def _power_of_2_above(size: int) -> int:
-    """Returns the smallest power of 2 that is not below size."""
-    return 1 << (size - 1).bit_length()
+    return min(size & -size, power_of_2_below(most))
