@@ -13,6 +13,7 @@ rounds    draft-verify rounds by K: their time, answers to real prompts, what wa
 sampled   answers at temperature 0.8, with and without a seed, and whether they are those of the
           same engines run step by step
 adaptive  K as it is chosen where nobody sets it, against the target alone
+lookup    adaptive where draft tokens may be copied from the text itself, against the target alone
 busy      how much of the time kernels cover in steady decode
 hopeless  adaptive with a draft whose weights are noise, against the target alone
 own       the target as its own draft: every draft token should be accepted
@@ -51,7 +52,18 @@ from benchmarks.source_prompts import source_prompts
 from specpipe.text import Tokenizer
 
 _MODELS = Path(__file__).parents[1] / "models" / "python-code"
-_PARTS = ("small", "steps", "rounds", "sampled", "adaptive", "busy", "hopeless", "own", "fp8")
+_PARTS = (
+    "small",
+    "steps",
+    "rounds",
+    "sampled",
+    "adaptive",
+    "lookup",
+    "busy",
+    "hopeless",
+    "own",
+    "fp8",
+)
 _DEFAULTS = Settings([1_000, 8_000, 32_000], [*range(1, 10)], [*range(9)], 192, 128, 5, 3, 20)
 _QUICK = replace(_DEFAULTS, rows=[1, 2, 5, 9], num_prompts=2, runs=1, times=10)
 

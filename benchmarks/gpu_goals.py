@@ -15,11 +15,6 @@ _MAX_STEP_RATIO = 1.15
 _MAX_DRAFT_RATIO = 2.4
 _MIN_OF_PREDICTED = 0.9
 _MIN_SPEEDUP = {"32b": 2.0}
-_MIN_OVER_PEERS = (
-    ("vLLM's best", 1.8, ("vllm",)),
-    ("transformers as it comes", 5.0, ("transformers",)),
-    ("transformers' best", 2.0, ("transformers", "transformers-compiled")),
-)
 _MIN_HOPELESS = 0.98
 _MIN_FP8 = 1.6
 _MIN_BUSY = 0.95
@@ -80,6 +75,40 @@ class Goal:
         if self.bound is None or self.figure is None:
             return None
         return self.figure <= self.bound if self.is_ceiling else self.figure >= self.bound
+
+
+@dataclass(frozen=True)
+class _PeerGoal:
+    """How much faster than the best of other engines a part is to be.
+
+    engines  without lines of theirs there is no goal
+    others   engines whose lines count too, where there is one
+    """
+
+    what: str
+    part: str
+    bound: float
+    engines: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+
+_PEER_GOALS = (
+    _PeerGoal("best K over vLLM's best with the pair", "rounds", 1.8, ("vllm",)),
+    _PeerGoal(
+        "prompt lookup over vLLM's best with n-gram drafts",
+        "lookup",
+        1.8,
+        ("vllm-ngram",),
+        others=("vllm",),
+    ),
+    _PeerGoal("best K over transformers as it comes", "rounds", 5.0, ("transformers",)),
+    _PeerGoal(
+        "best K over transformers' best",
+        "rounds",
+        2.0,
+        ("transformers", "transformers-compiled"),
+    ),
+)
 
 
 def goals(run: Run) -> list[Goal]:
@@ -187,12 +216,17 @@ def _other_goals(name: str, pair: Run) -> list[Goal]:
         )
     for part, what, bound in (
         ("adaptive", "adaptive K over target alone", None),
+        ("lookup", "adaptive K with prompt lookup over target alone", None),
         ("hopeless", "adaptive K with a draft of noise, over target alone", _MIN_HOPELESS),
     ):
         if ratio := measured(pair.get(part)):
             figure = ratio["tokens_per_second"] / ratio["alone_tokens_per_second"]
             note = f"{ratio['tokens_per_second']:.0f}/s"
             found.append(Goal(name, what, figure, bound, note=note))
+    if lookup := measured(pair.get("lookup")):
+        what = "with prompt lookup: answers other than target alone's"
+        note = f"of {lookup['num_answers']}{_margins(lookup['margins'])}"
+        found.append(Goal(name, what, lookup["num_different"], 0, True, note))
     if fp8 := measured(pair.get("fp8")):
         figure = fp8["plain_seconds"] / fp8["seconds"]
         bound = _MIN_FP8 if target_of(name) == _SEVEN_BILLION else None
@@ -205,28 +239,35 @@ def _other_goals(name: str, pair: Run) -> list[Goal]:
 
 
 def _peer_goals(name: str, pair: Run, peers: Sequence[Run]) -> list[Goal]:
-    """The best K of either side, where both had the same prompts."""
-    rounds = measured(pair.get("rounds"))
-    if target_of(name) != _SEVEN_BILLION or not rounds:
+    """The best of either side, where both had the same prompts."""
+    if target_of(name) != _SEVEN_BILLION:
         return []
-    ours = max(r["tokens_per_second"] for r in rounds)
+    rates: dict[str, float] = {}
+    if rounds := measured(pair.get("rounds")):
+        rates["rounds"] = max(r["tokens_per_second"] for r in rounds)
+    if lookup := measured(pair.get("lookup")):
+        rates["lookup"] = lookup["tokens_per_second"]
     asked = {key: pair["settings"][key] for key in ("num_prompts", "max_tokens")}
+    alike = [
+        line
+        for line in peers
+        if "error" not in line and all(line[key] == value for key, value in asked.items())
+    ]
     found = []
-    for what, bound, engines in _MIN_OVER_PEERS:
-        asked_for = [line for line in peers if line["engine"] in engines]
-        failures = {line["error"] for line in asked_for if "error" in line}
-        lines = [
-            line
-            for line in asked_for
-            if "error" not in line and all(line[key] == value for key, value in asked.items())
-        ]
-        if failures and not lines:
-            note = ", ".join(sorted(failures))
-            found.append(Goal(name, f"best K over {what}", None, bound, note=note))
-        if lines:
-            theirs = max(line["tokens_per_second"] for line in lines)
+    for goal in _PEER_GOALS:
+        if goal.part not in rates:
+            continue
+        if any(line["engine"] in goal.engines for line in alike):
+            engines = {*goal.engines, *goal.others}
+            theirs = max(line["tokens_per_second"] for line in alike if line["engine"] in engines)
+            ours = rates[goal.part]
             note = f"{ours:.0f}/s, {theirs:.0f}/s"
-            found.append(Goal(name, f"best K over {what}", ours / theirs, bound, note=note))
+            found.append(Goal(name, goal.what, ours / theirs, goal.bound, note=note))
+            continue
+        failures = {p["error"] for p in peers if p["engine"] in goal.engines and "error" in p}
+        if failures:
+            note = ", ".join(sorted(failures))
+            found.append(Goal(name, goal.what, None, goal.bound, note=note))
     return found
 
 

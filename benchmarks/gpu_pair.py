@@ -87,6 +87,7 @@ class LoadedPair:
             num_draft_tokens=settings.most_draft_tokens,
             vocab_size=min(self.draft.vocab_size, self.target.vocab_size),
             unused=(),
+            copies=True,
         )
         if draft.device.type == "cuda":
             self.rounds.prepare()
@@ -102,6 +103,12 @@ class LoadedPair:
     @cached_property
     def adaptive(self) -> EnginePair:
         return self._pair(replace(self._options, adaptive=True), self.rounds)
+
+    @cached_property
+    def lookup(self) -> EnginePair:
+        """An adaptive one that may copy draft tokens from the text."""
+        options = replace(self._options, adaptive=True, prompt_lookup=True)
+        return self._pair(options, self.rounds)
 
     @cached_property
     def step_by_step(self) -> EnginePair:
@@ -250,6 +257,20 @@ class PairBenchmark:
             "tokens_per_second": rate,
             "alone_tokens_per_second": alone,
             "acceptance_length": acceptance_length(answers),
+        }
+
+    def lookup(self) -> dict[str, Any]:
+        loaded = self._pair()
+        alone_rate, alone = self._answers(loaded.fixed, 0)
+        rate, answers = self._answers(loaded.lookup, None)
+        margins = self._margins(loaded.target, alone, answers)
+        return {
+            "tokens_per_second": rate,
+            "alone_tokens_per_second": alone_rate,
+            "acceptance_length": acceptance_length(answers),
+            "num_answers": len(answers),
+            "num_different": len(margins),
+            "margins": margins,
         }
 
     def busy(self) -> dict[str, Any]:

@@ -10,11 +10,13 @@ transformers           `generate` as it comes; with draft tokens, the draft is i
 transformers-compiled  static cache and torch.compile, mode reduce-overhead; without a draft only,
                        as assisted generation takes no static cache
 vllm                   where it is installed; with draft tokens, its method draft_model
+vllm-ngram             vLLM's method ngram: it copies draft tokens from the text; needs no --draft
 
 End tokens are ignored, so that every answer has `--max-tokens` tokens. The first answers warm up
 and are not counted. A run is all prompts one after the other: tokens_per_second is the median of
-the runs, prefill included, and acceptance_length the tokens that a pass of the target gave, null
-without a draft. What fails gives a line with `error`, and its log is on stderr.
+the runs, prefill included, and acceptance_length the tokens that a pass of the target over draft
+tokens gave, null where there were none. What fails gives a line with `error`, and its log is on
+stderr.
 """
 
 from __future__ import annotations
@@ -174,14 +176,17 @@ class VLLM:
         }
         if job.num_draft_tokens:
             options["speculative_config"] = {
-                "method": "draft_model",
-                "model": job.draft,
+                **self._method(job),
                 "num_speculative_tokens": job.num_draft_tokens,
             }
         self._llm = vllm.LLM(job.target, **{**options, **job.vllm_options})
         self._sampling = vllm.SamplingParams(
             temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False
         )
+
+    def _method(self, job: Job) -> dict[str, Any]:
+        """How draft tokens are made."""
+        return {"method": "draft_model", "model": job.draft}
 
     def generate(self, prompt: Sequence[int]) -> Sequence[int]:
         requests = [{"prompt_token_ids": list(prompt)}]
@@ -195,12 +200,23 @@ class VLLM:
         return num_passes, num_passes + int(values.get("vllm:spec_decode_num_accepted_tokens", 0))
 
 
+class NgramVLLM(VLLM):
+    """vLLM without a draft model: draft tokens are what followed the last ones earlier on.
+
+    A pass for which it found none counts neither as a pass over draft tokens nor with its token.
+    """
+
+    def _method(self, job: Job) -> dict[str, Any]:
+        return {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
 ENGINES: dict[str, Callable[[Job], Engine]] = {
     "transformers": Transformers,
     "transformers-compiled": CompiledTransformers,
     "vllm": VLLM,
+    "vllm-ngram": NgramVLLM,
 }
-_WITHOUT_DRAFT = {"transformers-compiled"}
+_NEEDS_VLLM = {"vllm", "vllm-ngram"}
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -287,11 +303,12 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     prompts = json.loads(arguments.prompts.read_bytes())[: arguments.limit]
     jobs = []
     for engine in arguments.engines:
-        if engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            print("vllm is not installed and left out", file=sys.stderr)
+        if engine in _NEEDS_VLLM and importlib.util.find_spec("vllm") is None:
+            print(f"vllm is not installed: {engine} is left out", file=sys.stderr)
             continue
         for num_draft_tokens in arguments.num_draft_tokens:
-            if num_draft_tokens and (arguments.draft is None or engine in _WITHOUT_DRAFT):
+            has_draft = arguments.draft is not None
+            if not _is_measured(engine, num_draft_tokens, has_draft=has_draft):
                 continue
             job = Job(
                 engine=engine,
@@ -307,6 +324,13 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
             )
             jobs.append(job)
     return jobs
+
+
+def _is_measured(engine: str, num_draft_tokens: int, *, has_draft: bool) -> bool:
+    """Says whether an engine has a line for so many draft tokens."""
+    if engine == "vllm-ngram":
+        return num_draft_tokens > 0  # without draft tokens it is vllm
+    return num_draft_tokens == 0 or (has_draft and engine != "transformers-compiled")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

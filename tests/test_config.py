@@ -58,7 +58,12 @@ def test_defaults() -> None:
         "name": "toy",
         "draft": {"checkpoint": "models/draft", **whole},
         "target": {"checkpoint": "models/target", **whole},
-        "speculation": {"num_draft_tokens": 4, "adaptive": True, "schedule": []},
+        "speculation": {
+            "num_draft_tokens": 4,
+            "adaptive": True,
+            "schedule": [],
+            "prompt_lookup": False,
+        },
         "engine": {
             "runtime": "torch",
             "max_batch_size": 8,
@@ -236,7 +241,7 @@ def test_wrong_values_name_line_key_value_and_expectation(extra: str, message: s
         (
             "speculation: {flavour: mild}\n",
             "x.yaml:6: speculation.flavour is not a setting:"
-            " expected one of num_draft_tokens, adaptive, schedule",
+            " expected one of num_draft_tokens, adaptive, schedule, prompt_lookup",
         ),
     ],
 )
@@ -787,3 +792,50 @@ def test_the_line_of_a_level() -> None:
 def test_backend_pytorch_has_no_schedule_of_ours() -> None:
     backend = "engine:\n  runtime: tensorrt_llm\n  tensorrt_llm: {backend: pytorch}\n"
     assert "speculation.schedule is [{" in refusal(MINIMAL + LEVELS + backend)
+
+
+LOOKUP = "speculation:\n  prompt_lookup: true\n"
+
+
+@pytest.mark.parametrize("runtime", ["torch", "tensorrt"])
+def test_prompt_lookup_where_our_loop_runs(runtime: str) -> None:
+    assert load(MINIMAL + LOOKUP, f"engine.runtime={runtime}").speculation.prompt_lookup
+    alone = load(
+        MINIMAL + LOOKUP, "speculation.schedule=[{from_batch_size: 2, num_draft_tokens: 0}]"
+    )
+    assert alone.speculation.limits == ((2, 0),)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["speculation.adaptive=false"],
+            "false, or speculation.adaptive true: what recent copies were worth decides whether a"
+            " step copies",
+        ),
+        (
+            ["speculation.num_draft_tokens=0"],
+            "nothing here, since it has no effect with speculation.num_draft_tokens 0",
+        ),
+        (
+            ["speculation.schedule=[{from_batch_size: 1, num_draft_tokens: 0}]"],
+            "nothing here, since it has no effect with a speculation.schedule that allows a request"
+            " alone no draft tokens, copied or not",
+        ),
+        (
+            ["engine.runtime=tensorrt_llm"],
+            "nothing here, since it has no effect with engine.runtime 'tensorrt_llm'",
+        ),
+        (
+            ["engine.runtime=tensorrt_llm", f"{LLM}.backend=pytorch"],
+            "nothing here, since it has no effect with engine.runtime 'tensorrt_llm'",
+        ),
+    ],
+)
+def test_prompt_lookup_without_effect(overrides: list[str], expected: str) -> None:
+    assert refusal(MINIMAL + LOOKUP, *overrides) == (
+        f"x.yaml:7: speculation.prompt_lookup is true: expected {expected}"
+    )
+    off = load(MINIMAL + LOOKUP.replace("true", "false"), *overrides)
+    assert not off.speculation.prompt_lookup

@@ -114,6 +114,11 @@ def peer(engine: str, rate: float, **others: Any) -> dict[str, Any]:
     }
 
 
+def failed(engine: str) -> dict[str, Any]:
+    return {"engine": engine, "num_draft_tokens": 2, "error": "exit status 1"}
+
+
+NGRAM = peer("vllm-ngram", 320.0, version="0.23", num_draft_tokens=4, acceptance_length=4.18)
 RUN: dict[str, Any] = {
     "machine": {"gpu": "H100", "torch": "2.11.0", "triton": "3.6.0", "dtype": "bfloat16"},
     "bytes_per_second": 3.01e12,
@@ -141,6 +146,14 @@ RUN: dict[str, Any] = {
             ],
             "sampled": [sampled(True, 1), sampled(False, None)],
             "own": {"error": "OutOfMemoryError: none is left"},
+            "lookup": {
+                "tokens_per_second": 400.0,
+                "alone_tokens_per_second": 200.0,
+                "acceptance_length": 3.5,
+                "num_answers": 5,
+                "num_different": 1,
+                "margins": [0.0625],
+            },
             "hopeless": {"tokens_per_second": 199.0, "alone_tokens_per_second": 200.0},
             "fp8": {"not_run": "the fused kernels do not run linears in fp8"},
             "busy": {"num_draft_tokens": 4, "busy": 0.96, "profiled": 0.9},
@@ -153,8 +166,9 @@ RUN: dict[str, Any] = {
     },
     "peers": [
         peer("vllm", 160.0, version="0.23"),
-        {"engine": "vllm", "num_draft_tokens": 2, "error": "exit status 1"},
+        failed("vllm"),
         peer("vllm", 170.0, version="0.23", num_prompts=3),  # of other prompts: no peer of ours
+        NGRAM,
         peer("transformers", 30.0),
         peer("transformers", 16.0, num_draft_tokens=4, acceptance_length=2.125),
         peer("transformers-compiled", 120.0),
@@ -187,9 +201,12 @@ def test_goals_are_judged_by_what_was_measured() -> None:
         ("7b+0.4b", "sampled with a seed: answers other than target alone's"): (False, 1),
         ("7b+0.4b", "sampled: speculation over target alone"): (None, 1.45),
         ("7b+0.4b", "sampled: answers other than step by step"): (None, 0),
+        ("7b+0.4b", "adaptive K with prompt lookup over target alone"): (None, 2.0),
+        ("7b+0.4b", "with prompt lookup: answers other than target alone's"): (False, 1),
         ("7b+0.4b", "adaptive K with a draft of noise, over target alone"): (True, 0.995),
         ("7b+0.4b", "GPU busy in steady decode"): (True, 0.96),
-        ("7b+0.4b", "best K over vLLM's best"): (True, 2.25),
+        ("7b+0.4b", "best K over vLLM's best with the pair"): (True, 2.25),
+        ("7b+0.4b", "prompt lookup over vLLM's best with n-gram drafts"): (False, 1.25),
         ("7b+0.4b", "best K over transformers as it comes"): (True, 12.0),
         ("7b+0.4b", "best K over transformers' best"): (True, 3.0),
         ("32b+0.5b", predicted): (True, 0.95),
@@ -229,11 +246,34 @@ GPU busy in steady decode             0.960 (K = 4)   0.910 (K = 4)    >= 0.95  
 
 
 def test_a_peer_that_did_not_run_is_told_where_its_goal_is() -> None:
-    failed = {"engine": "vllm", "num_draft_tokens": 0, "error": "exit status 1"}
-    peers = [failed, peer("transformers", 30.0)]
+    peers = [failed("vllm"), peer("transformers", 30.0)]
     lines = [re.split(r"  +", line) for line in summary({**RUN, "peers": peers})]
-    wanted = ["best K over vLLM's best", "not measured (exit status 1)", ">= 1.8", "not measured"]
-    assert wanted in lines
+    what = "best K over vLLM's best with the pair"
+    assert [what, "not measured (exit status 1)", ">= 1.8", "not measured"] in lines
+
+
+@pytest.mark.parametrize(
+    ("peers", "expected"),
+    [
+        ([peer("vllm", 160.0), NGRAM], (1.25, "400/s, 320/s")),
+        ([peer("vllm", 160.0), NGRAM, peer("vllm-ngram", 200.0)], (1.25, "400/s, 320/s")),
+        ([peer("vllm", 500.0), NGRAM, peer("transformers", 800.0)], (0.8, "400/s, 500/s")),
+        ([peer("vllm", 500.0, num_prompts=3), NGRAM], (1.25, "400/s, 320/s")),
+        ([peer("vllm", 160.0), failed("vllm-ngram")], (None, "exit status 1")),
+        ([failed("vllm"), NGRAM, failed("vllm-ngram")], (1.25, "400/s, 320/s")),
+        ([peer("vllm", 160.0)], None),
+        ([peer("vllm", 160.0), NGRAM | {"max_tokens": 64}], None),
+    ],
+)
+def test_prompt_lookup_is_judged_by_all_of_vllm_where_it_has_ngram_drafts(
+    peers: list[dict[str, Any]], expected: tuple[float | None, str] | None
+) -> None:
+    found = [
+        (goal.figure, goal.note)
+        for goal in goals({**RUN, "peers": peers})
+        if goal.what == "prompt lookup over vLLM's best with n-gram drafts"
+    ]
+    assert found == ([] if expected is None else [expected])
 
 
 def test_the_tables_tell_figures_and_what_has_none() -> None:
@@ -241,7 +281,12 @@ def test_the_tables_tell_figures_and_what_has_none() -> None:
     assert lines[: len(summary(RUN))] == summary(RUN)
     cells = [re.split(r"  +", line) for line in summary(RUN)]
     for row in (
-        ["best K over vLLM's best", "2.25 (360/s, 160/s)", ">= 1.8", "reached"],
+        ["best K over vLLM's best with the pair", "2.25 (360/s, 160/s)", ">= 1.8", "reached"],
+        ["prompt lookup over vLLM's best with n-gram drafts", "1.25 (400/s, 320/s)"]
+        + [">= 1.8", "missed (7b)"],
+        ["adaptive K with prompt lookup over target alone", "2.00 (400/s)"],
+        ["with prompt lookup: answers other than target alone's"]
+        + ["1 (of 5; by logits up to 0.062 apart)", "<= 0", "missed (7b)"],
         ["speculation over target alone, best K", "1.80 (K = 2, 360/s)", "1.90 (K = 4, 76/s)"]
         + [">= 2 (32b)", "missed (32b)"],
         ["answers other than target alone's, all K", "1 (of 10; by logits up to 0.031 apart)"]
@@ -256,6 +301,7 @@ def test_the_tables_tell_figures_and_what_has_none() -> None:
         "| 4 | 5.00 | 2.00 | 300.0 | 1.50 | 0.97 | 0.85 |",
         "| vllm | 0.23 | 0 | 160.0 |  |",
         "| vllm |  | 2 | exit status 1 | |",
+        "| vllm-ngram | 0.23 | 4 | 320.0 | 4.18 |",
         "| transformers | 5 | 4 | 16.0 | 2.12 |",
         "7b+0.4b, own: OutOfMemoryError: none is left",
         "7b+0.4b, fp8: the fused kernels do not run linears in fp8",
@@ -406,6 +452,8 @@ def test_a_run_without_a_gpu_measures_every_part(tmp_path: Path) -> None:
     assert [s["num_different_from_alone"] for s in pair["sampled"]] == [0, None]
     assert pair["own"]["acceptance_rate"] == 1.0
     assert pair["adaptive"]["tokens_per_second"] > 0
+    assert (pair["lookup"]["num_answers"], pair["lookup"]["num_different"]) == (1, 0)
+    assert pair["lookup"]["tokens_per_second"] > 0
     assert pair["hopeless"]["tokens_per_second"] > 0
     assert pair["fp8"]["seconds"] > 0
     assert pair["busy"] == {"not_run": "there is no GPU"}

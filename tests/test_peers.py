@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.peers import ENGINES, Job, main, measure
+from benchmarks.peers import ENGINES, Job, jobs_of, main, measure, parse_arguments
 from tests.toy import toy_config, write_toy_checkpoint
 
 PROMPTS = [[7, 191, 3, 88], [245, 19, 60, 154, 31, 9]]
@@ -99,11 +100,19 @@ class FakeLLM:
         ]
 
 
-def test_vllm_is_asked_for_its_draft_model(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that seems to be installed."""
     vllm = ModuleType("vllm")
+    vllm.__spec__ = ModuleSpec("vllm", None)
     vllm.__version__ = "0.23.0"  # type: ignore[attr-defined]
     vllm.LLM, vllm.SamplingParams = FakeLLM, SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(FakeLLM, "made", [])
+
+
+@pytest.mark.usefixtures("vllm")
+def test_vllm_is_asked_for_its_draft_model(job: Job) -> None:
     line = measure(
         replace(job, engine="vllm", num_draft_tokens=2, vllm_options={"max_num_seqs": 1})
     )
@@ -130,6 +139,54 @@ def test_vllm_is_asked_for_its_draft_model(job: Job, monkeypatch: pytest.MonkeyP
         "ignore_eos": True,
         "detokenize": False,
     }
+
+
+@pytest.mark.usefixtures("vllm")
+def test_vllm_is_asked_for_ngram_drafts_without_a_draft_model(job: Job) -> None:
+    line = measure(replace(job, engine="vllm-ngram", draft=None, num_draft_tokens=4))
+    assert (line["engine"], line["version"]) == ("vllm-ngram", "0.23.0")
+    assert (line["num_draft_tokens"], line["acceptance_length"]) == (4, 1.5)
+    (llm,) = FakeLLM.made
+    assert llm.options["speculative_config"] == {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 2,
+    }
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(PROMPTS))
+    return ["--target", "/target", "--prompts", str(prompts), "--num-draft-tokens", "0,2,4"]
+
+
+def engines_and_lengths(command: list[str]) -> list[tuple[str, int]]:
+    return [(job.engine, job.num_draft_tokens) for job in jobs_of(parse_arguments(command))]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_ngram_drafts_need_draft_tokens_and_others_a_draft_for_them(command: list[str]) -> None:
+    ngram = [("vllm-ngram", 2), ("vllm-ngram", 4)]
+    alone = [("transformers", 0), ("transformers-compiled", 0), ("vllm", 0)]
+    assert engines_and_lengths(command) == alone + ngram
+    assert engines_and_lengths([*command, "--draft", "/draft"]) == [
+        *(("transformers", k) for k in (0, 2, 4)),
+        ("transformers-compiled", 0),
+        *(("vllm", k) for k in (0, 2, 4)),
+        *ngram,
+    ]
+
+
+def test_without_vllm_both_of_its_engines_are_left_out(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert engines_and_lengths(command) == [("transformers", 0), ("transformers-compiled", 0)]
+    assert capsys.readouterr().err == (
+        "vllm is not installed: vllm is left out\nvllm is not installed: vllm-ngram is left out\n"
+    )
 
 
 def test_a_short_answer_is_an_error(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,21 @@ def test_one_draft_setting_changes_the_draft_stages_alone() -> None:
     assert changed == ["draft/convert"]
 
 
+def test_how_a_pair_speculates_changes_what_is_packaged_alone() -> None:
+    before, after = (
+        pipeline.plan(quickstart(f"speculation.prompt_lookup={given}"))
+        for given in ("false", "true")
+    )
+    changed = [
+        old.name
+        for old, new in zip(before, after, strict=True)
+        if old.stage.inputs() != new.stage.inputs()
+    ]
+    assert changed == ["package"]
+    found = [settings_of(stages, "package")["prompt_lookup"] for stages in (before, after)]
+    assert found == [False, True]
+
+
 def test_hub_checkpoint_is_planned_from_small_files_and_fetched_at_the_same_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -182,6 +182,11 @@ class SpeculationConfig(Section):
     """The most draft tokens by load, as `specpipe tune` measures it; none: num_draft_tokens at any
     load."""
 
+    prompt_lookup: bool = False
+    """Whether a request that runs alone, greedy or with a seed, may copy draft tokens from its own
+    text instead of asking the draft model: it pays where texts repeat themselves or their prompt,
+    as edits of code and answers from given documents do. Needs adaptive."""
+
     @property
     def limits(self) -> Schedule:
         """The schedule as the loop reads it."""

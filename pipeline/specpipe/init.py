@@ -36,6 +36,8 @@ speculation:
   num_draft_tokens: 4
   # Each request's K follows its own acceptance, so that a poor draft costs little.
   # adaptive: true
+  # A request that runs alone copies draft tokens from its own text where that repeats itself.
+  # prompt_lookup: false
 
 engine:
   # The library that builds and runs the engines.

@@ -113,6 +113,7 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
             num_draft_tokens=config.speculation.num_draft_tokens,
             adaptive=config.speculation.adaptive,
             schedule=config.speculation.limits,
+            prompt_lookup=config.speculation.prompt_lookup,
             max_batch_size=config.engine.max_batch_size,
             max_seq_len=pair.max_seq_len,
             max_num_tokens=config.engine.max_num_tokens,

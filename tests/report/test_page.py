@@ -15,6 +15,8 @@ from specpipe.commands.report import report
 from specpipe.errors import RepositoryError
 from specpipe.report import page as page_module
 from specpipe.report.page import write_report
+from specpipe.runtimes.base import PairOptions
+from specpipe.triton.repository import PairFile
 from tests.report import example
 
 pytest.importorskip("matplotlib")
@@ -290,6 +292,16 @@ def test_of_a_benchmark_by_hand_and_of_the_last_night_the_newer_one_is_shown(
         _, reader = written(folder)
         shown = "1 the target alone 80.0" if rate == "80.0" else "1 the target alone 50.0"
         assert shown in reader.text
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_pair_that_copies_says_so(tmp_path: Path, copies: bool) -> None:
+    folder = example.write_build(tmp_path / "x")
+    packaged = folder / "model_repo" / "speculative" / "1" / "pair.json"
+    packaged.write_text(PairFile("torch", PairOptions(prompt_lookup=copies)).to_json())
+    _, reader = written(folder)
+    said = "A request that runs alone may copy them from its own text instead." in reader.text
+    assert said is copies
 
 
 def test_a_cpu_is_named_where_the_engine_ran_on_it(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -15,6 +15,7 @@ from specpipe.runtimes.engine_pair import Drafted, EnginePair
 from specpipe.runtimes.single_stream import Verified
 from specpipe.runtimes.torch.sampling import TorchSampler
 from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.request import Chunk, Request, Sampling
 from tests.runtimes.table_engine import HasLogits, TableEngine, ids, run
 from tests.speculative.table import (
@@ -46,7 +47,9 @@ class TableRounds:
     def __init__(self, draft: Device, target: Device, costs: StepCosts | None) -> None:
         self._draft, self._target = draft, target
         self.costs = costs
+        self.copy_costs = None if costs is None else StepCosts(0.0, [0.01 * n for n in range(9)])
         self.launched: list[int] = []
+        self.copied: list[int] = []
         self.num_dropped = 0
         self._text: list[int] = []
         self._under_way: deque[Verified] = deque()
@@ -68,10 +71,11 @@ class TableRounds:
         self._text, self._sampling = list(token_ids), sampling
         self._target.text = self._draft.text = self._text
 
-    def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
+    def launch(self, num_draft_tokens: int, *, num_positions: int, is_copied: bool = False) -> None:
         assert len(self._under_way) < 2
-        assert self._has_draft or not num_draft_tokens
-        if num_draft_tokens:
+        is_drafting = num_draft_tokens > 0 and not is_copied
+        assert self._has_draft or not is_drafting
+        if is_drafting:
             assert self._draft.length(self._draft_sequence) >= self._num_to_read
         text = self._text
         asked = Request(
@@ -84,13 +88,17 @@ class TableRounds:
             rows = model.logits([*text, *drafted.token_ids], num_rows)
             return torch.from_numpy(rows).float()
 
-        for _ in range(num_draft_tokens):
+        if is_copied:
+            drafted.token_ids.extend(PromptLookup(text).copy(num_draft_tokens))
+        for _ in range(num_draft_tokens if is_drafting else 0):
             sampler.draft(logits(self._draft.model, 1), [drafted])
         (outcome,) = sampler.verify(logits(self._target.model, num_draft_tokens + 1), [drafted])
         assert outcome.token_ids is not None
         text += outcome.token_ids
         assert len(text) <= num_positions
         self.launched.append(num_draft_tokens)
+        if is_copied:
+            self.copied.append(num_draft_tokens)
         self._under_way.append(Verified(list(outcome.token_ids), num_draft_tokens))
 
     def take(self) -> Verified:
@@ -337,3 +345,146 @@ def test_occupancy_counts_what_was_taken() -> None:
     caches = pair.occupancy().kv_caches
     assert caches["target"].num_tokens == 5 + num_emitted - 1
     assert caches["draft"].num_tokens == caches["target"].num_tokens - 1  # all were accepted
+
+
+COSTS = StepCosts(draft_step=0.0, verify=[0.0, 0.1, 0.2, 0.3, 0.4])
+SEEDED = Sampling(temperature=0.05, seed=3, is_seeded=True)
+
+
+def lap_rule(context: Sequence[int]) -> int:
+    """Text that repeats itself, for a while."""
+    return 10 + len(context) % 7 if len(context) < 80 else target_rule(context)
+
+
+def text_of(rule: Callable[[Sequence[int]], int], asked: Request) -> list[int]:
+    text = list(asked.prompt_token_ids)
+    for _ in range(asked.max_tokens):
+        text.append(rule(text))
+    return text[len(asked.prompt_token_ids) :]
+
+
+@pytest.mark.parametrize("draft_name", ["self", "wrong"])
+def test_where_the_text_repeats_itself_it_is_copied(draft_name: str) -> None:
+    pair, rounds = make_pair(
+        TableModel(DRAFT_RULES[draft_name]),
+        target=TableModel(lap_rule),
+        costs=COSTS,
+        num_draft_tokens=4,
+        prompt_lookup=True,
+    )
+    asked = request("r", 3, max_tokens=150)
+    chunks = run(pair, [asked])["r"]
+    assert ids(chunks) == text_of(lap_rule, asked)
+    # 77 tokens repeat themselves, five of them a round; where they end, it takes some to be seen.
+    assert 10 <= rounds.copied.count(4) <= len(rounds.copied) <= 24
+    statistics = chunks[-1].statistics
+    assert statistics is not None
+    assert statistics.total_accepted_draft_tokens >= 4 * 10
+    # From 80 tokens on the draft is right, or nothing is.
+    assert rounds.launched[-5:-2] == ([4, 4, 4] if draft_name == "self" else [0, 0, 0])
+
+
+def test_nothing_is_copied_unless_that_was_asked_for_and_changes_nothing() -> None:
+    target = TableModel(lap_rule)
+    draft = TableModel(DRAFT_RULES["wrong"])
+    for prompt_lookup, sampling, is_copied in (
+        (False, Sampling(), False),
+        (True, Sampling(), True),
+        (True, SEEDED, True),
+        (True, Sampling(temperature=0.05, seed=3), False),  # the accept test wants probabilities
+    ):
+        pair, rounds = make_pair(
+            draft, target=target, costs=COSTS, num_draft_tokens=4, prompt_lookup=prompt_lookup
+        )
+        asked = request("r", 3, max_tokens=60, sampling=sampling)
+        chunks = run(pair, [asked])["r"]
+        assert len(ids(chunks)) == 60
+        assert bool(rounds.copied) == is_copied
+        pair, rounds = make_pair(
+            draft, target=target, num_draft_tokens=4, prompt_lookup=prompt_lookup
+        )
+        assert ids(run(pair, [asked])["r"]) == ids(chunks)
+        assert not rounds.copied  # a fixed draft length is that of the draft
+
+
+def test_a_request_may_ask_for_fewer_copied_tokens_or_none() -> None:
+    for most, copied in ((2, {2}), (0, set())):
+        pair, rounds = make_pair(
+            TableModel(DRAFT_RULES["wrong"]),
+            target=TableModel(lap_rule),
+            costs=COSTS,
+            num_draft_tokens=4,
+            prompt_lookup=True,
+        )
+        run(pair, [request("r", 3, max_tokens=60, num_draft_tokens=most)])
+        assert set(rounds.copied) == copied
+
+
+def test_copies_need_no_room_of_the_draft() -> None:
+    pair, rounds = make_pair(
+        TableModel(DRAFT_RULES["self"]),
+        target=TableModel(lap_rule),
+        costs=COSTS,
+        num_draft_tokens=4,
+        prompt_lookup=True,
+        draft_max_seq_len=8,
+    )
+    asked = request("r", 9, max_tokens=60)
+    assert ids(run(pair, [asked])["r"]) == text_of(lap_rule, asked)
+    assert [k for k in rounds.launched if k] == rounds.copied
+    assert rounds.copied.count(4) > 5
+
+
+@pytest.mark.parametrize("has_rounds", [True, False])
+def test_requests_that_join_change_no_text_that_is_copied(has_rounds: bool) -> None:
+    pair, rounds = make_pair(
+        TableModel(DRAFT_RULES["half"]),
+        target=TableModel(lap_rule),
+        costs=COSTS,
+        num_draft_tokens=4,
+        prompt_lookup=True,
+        has_rounds=has_rounds,
+    )
+    asked = request("r", 5, max_tokens=120)
+    pair.submit(asked)
+    chunks: list[Chunk] = []
+    for step in range(200):
+        if step in (12, 20):
+            pair.submit(request(f"other {step}", 6, max_tokens=2))
+        chunks += [chunk for chunk in pair.step() if chunk.request_id == "r"]
+    assert ids(chunks) == text_of(lap_rule, asked)
+    assert bool(rounds.copied) == has_rounds
+
+
+def test_single_steps_copy_without_the_draft() -> None:
+    pair, _ = make_pair(
+        TableModel(DRAFT_RULES["wrong"]),
+        target=TableModel(lap_rule),
+        costs=COSTS,
+        num_draft_tokens=4,
+        prompt_lookup=True,
+        has_rounds=False,
+    )
+    asked = request("r", 3, max_tokens=60)
+    chunks = run(pair, [asked])["r"]
+    assert ids(chunks) == text_of(lap_rule, asked)
+    draft, target = pair.engines["draft"], pair.engines["target"]
+    assert isinstance(draft, Device) and isinstance(target, Device)
+    assert len(target.forwards) <= 30
+    assert len(draft.forwards) <= 15
+    statistics = chunks[-1].statistics
+    assert statistics is not None and statistics.total_accepted_draft_tokens >= 30
+
+
+def test_an_unusable_round_of_copies_is_made_again_without_them() -> None:
+    pair, rounds = make_pair(
+        TableModel(DRAFT_RULES["wrong"]),
+        target=TableModel(lambda context: 10),
+        costs=COSTS,
+        num_draft_tokens=4,
+        prompt_lookup=True,
+        rounds_type=Unusable,
+    )
+    asked = request("r", 1, max_tokens=40)
+    assert ids(run(pair, [asked])["r"]) == [10] * 40
+    assert rounds.num_dropped and rounds.copied

@@ -61,6 +61,7 @@ def test_the_pair_file_has_the_options_and_the_contracts_unused_ids(
             "num_draft_tokens": 4,
             "adaptive": True,
             "schedule": [],
+            "prompt_lookup": False,
             "max_batch_size": 8,
             "max_seq_len": 1024,
             "max_num_tokens": 256,

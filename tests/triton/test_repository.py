@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from specpipe.runtimes.base import PairOptions
 from specpipe.triton import lint, repository
 from specpipe.triton.repository import PairFile
@@ -75,6 +77,7 @@ def test_a_pair_file_round_trips() -> None:
         PairOptions(
             num_draft_tokens=2,
             schedule=((1, 2), (4, 0)),
+            prompt_lookup=True,
             max_seq_len=77,
             unused_token_ids=((250, 256), (300, 320)),
         ),
@@ -82,7 +85,8 @@ def test_a_pair_file_round_trips() -> None:
     assert PairFile.from_json(pair.to_json()) == pair
 
 
-def test_a_pair_file_from_before_there_were_schedules() -> None:
+@pytest.mark.parametrize("setting", ["schedule", "prompt_lookup"])
+def test_a_pair_file_from_before_there_was_a_setting(setting: str) -> None:
     written = json.loads(PairFile("torch", PairOptions()).to_json())
-    del written["options"]["schedule"]
+    del written["options"][setting]
     assert PairFile.from_json(json.dumps(written)) == PairFile("torch", PairOptions())

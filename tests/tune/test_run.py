@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from specpipe.config import PipelineConfig, load_config
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
 from specpipe.manifest import record_files
 from specpipe.report.page import write_report
+from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.torch import TorchRuntime
+from specpipe.triton.repository import PairFile
 from specpipe.tune import costs, measure, run
 from specpipe.tune.costs import LoadCosts
 from specpipe.tune.measure import Cell
@@ -287,6 +291,34 @@ def test_refused(config: PipelineConfig, change: dict[str, Any], message: str) -
     with pytest.raises(ConfigError) as caught:
         tune(config, dataclasses.replace(OPTIONS, **change))
     assert str(caught.value) == message
+
+
+def test_nothing_is_copied_while_the_draft_is_measured(
+    built: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    even_costs: object,
+    even_speed: object,
+) -> None:
+    shutil.copytree(built, tmp_path / "engines")
+    overrides = [f"output_dir={tmp_path / 'engines'}", "speculation.prompt_lookup=true"]
+    config = load_config(QUICKSTART, overrides)
+    packaged = config.artifacts_dir / "model_repo" / "speculative" / "1" / "pair.json"
+    pair = PairFile.from_json(packaged.read_text())
+    served = dataclasses.replace(pair.options, prompt_lookup=True)
+    packaged.write_text(PairFile(pair.runtime, served).to_json())
+    loaded: list[PairOptions] = []
+
+    class Noted(TorchRuntime):
+        def load_pair(self, draft: Path, target: Path, options: PairOptions, *rest: Any) -> Any:
+            loaded.append(options)
+            return super().load_pair(draft, target, options, *rest)
+
+    monkeypatch.setattr(run, "load_runtime", lambda name: Noted())
+    said: list[str] = []
+    tune(config, report=said.append)
+    assert said[0] == "speculation.prompt_lookup is off while the draft is measured"
+    assert [(options.prompt_lookup, options.adaptive) for options in loaded] == [(False, False)] * 2
 
 
 def test_without_drafting_there_is_nothing_to_tune(built: Path) -> None:

@@ -13,10 +13,15 @@ import pytest
 pytest.importorskip("tritonclient.grpc")
 
 from specpipe.errors import RuntimeUnavailable  # noqa: E402
+from specpipe.runtimes.base import PairOptions  # noqa: E402
 from specpipe.triton.model_config import read_config  # noqa: E402
 from specpipe.triton.repository import read_pair  # noqa: E402
 from specpipe.verification import record  # noqa: E402
-from specpipe.verification.repositories import write_own_draft, write_wrong_draft  # noqa: E402
+from specpipe.verification.repositories import (  # noqa: E402
+    as_asked,
+    write_own_draft,
+    write_wrong_draft,
+)
 from tests.runtimes.tensorrt_llm.engines import package, pair_options  # noqa: E402
 
 
@@ -48,6 +53,11 @@ def test_the_target_as_its_own_draft_has_its_engine_and_its_gpus(
     assert (settings["draft_world_size"], settings["target_world_size"]) == (2, 2)
     assert not read_pair(own).options.adaptive
     assert parameter(repository, "draft", "gpu_device_ids") == "0"
+
+
+def test_as_asked_nothing_adapts_and_nothing_is_copied() -> None:
+    options = PairOptions(num_draft_tokens=4, schedule=((1, 4), (3, 2)), prompt_lookup=True)
+    assert as_asked(options) == PairOptions(num_draft_tokens=4, adaptive=False)
 
 
 def test_a_wrong_draft_takes_the_same_requests_and_loads_no_engine(

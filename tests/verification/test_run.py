@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from specpipe.errors import ConfigError, RepositoryError  # noqa: E402
 from specpipe.runtimes.torch import sampling as torch_sampling  # noqa: E402
 from specpipe.speculative.verify import Verified  # noqa: E402
 from specpipe.triton import launcher  # noqa: E402
+from specpipe.triton.repository import PairFile  # noqa: E402
 from specpipe.verification import judge, record, run  # noqa: E402
 from specpipe.verification.outcome import Findings, Options, Verification  # noqa: E402
 from tests.verification.conftest import QUICKSTART  # noqa: E402
@@ -101,6 +103,19 @@ def test_a_sound_pair_is_identical_on_every_side(copied: Copy) -> None:
     assert lines[7].split("  ")[-1].startswith("3 of 3 identical; 1.00 of ")
     assert any(line.startswith("a tie is a margin of at most one unit") for line in lines)
     assert lines[-1] == "verdict: identical (verification.json)"
+
+
+def test_a_pair_that_copies_is_asked_one_at_a_time_too(copied: Copy) -> None:
+    config = copied("speculation.prompt_lookup=true")
+    packaged = config.artifacts_dir / "model_repo" / "speculative" / "1" / "pair.json"
+    pair = PairFile.from_json(packaged.read_text())
+    served = replace(pair.options, prompt_lookup=True)
+    packaged.write_text(PairFile(pair.runtime, served).to_json())
+    done = verified(config)
+    assert done.findings.verdict == "identical"
+    assert [name for name in by_name(done) if "as served" in name] == [
+        f"{check}, as served, {load} at once" for check in ("greedy", "seeded") for load in (1, 8)
+    ]
 
 
 def serve(

@@ -124,11 +124,12 @@ def _counted_acceptance(artifact: Artifact, bench: Json) -> Iterator[Figure]:
     if not rates:
         return
     longest = max(len(found) for found in rates.values())
+    copied = "; copied tokens count, too" if artifact.options.get("prompt_lookup") else ""
     yield Figure(
         slug="acceptance",
         title="Acceptance by position of the draft token",
         caption="Accepted / drafted tokens at each position, by the server's own counters: a "
-        "position is accepted where all before it are. "
+        f"position is accepted where all before it are{copied}. "
         f"{conditions.of_bench(artifact, bench)}",
         chart=Chart(
             x=_positions(longest),

@@ -44,10 +44,14 @@ def make_page(artifact: Artifact, made_at: datetime) -> Page:
 def _subtitle(artifact: Artifact) -> str:
     longest = artifact.options.get("num_draft_tokens")
     length = f"up to {longest}" if artifact.options.get("adaptive") else f"{longest}"
+    copies = ""
+    if artifact.options.get("prompt_lookup"):
+        copies = " A request that runs alone may copy them from its own text instead."
     formats = {role: _format(artifact.engines[role]) for role in ROLES}
     return (
         f"Speculative decoding on runtime {artifact.runtime}: a draft ({formats['draft']}) "
         f"proposes {length} tokens a step, the target ({formats['target']}) verifies them."
+        f"{copies}"
     )
 
 

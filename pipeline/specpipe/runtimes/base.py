@@ -111,6 +111,10 @@ class PairOptions:
     adaptive: bool = True
     schedule: Schedule = ()
     """The most draft tokens by load, whatever acceptance says; none: num_draft_tokens."""
+    prompt_lookup: bool = False
+    """Whether a request that runs alone copies draft tokens from its own text where that repeats
+    itself, instead of asking the draft model.
+    """
     max_batch_size: int = 8
     max_seq_len: int = 1024
     max_num_tokens: int = 256

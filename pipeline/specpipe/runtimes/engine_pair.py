@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from specpipe.runtimes.admission import OVERDUE, Waiting, WaitingRequests
@@ -69,6 +69,8 @@ class Drafted:
     """The probabilities [V] that each token was drawn from; empty for requests verified by
     matching.
     """
+    is_copied: bool = False
+    """The tokens are the text's own and not the draft's."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,7 @@ class EnginePair:
             self._limits,
             self._detokenizer(request.prompt_token_ids),
             draft_length=DraftLength() if self.costs is not None else None,
+            has_lookup=self._options.prompt_lookup and self.costs is not None,
             queue_s=waiting.waited_s(self._clock()),
         )
 
@@ -298,7 +301,9 @@ class EnginePair:
         if taken.num_draft_cached is not None and running.draft_sequence is not None:
             num_new = taken.num_draft_cached - self._draft_length(running)
             self._draft.skip(running.draft_sequence, num_new)
-        chunk = state.accept(taken.token_ids, num_draft_tokens=taken.judged)
+        chunk = state.accept(
+            taken.token_ids, num_draft_tokens=taken.judged, is_copied=taken.is_copied
+        )
         if chunk.finish_reason is not None:
             self._end(running, chunk)
         elif chunk.token_ids or chunk.text:
@@ -353,6 +358,12 @@ class EnginePair:
             return drafted
         costs = self.costs.at(len(decoding)) if self.costs is not None and decoding else None
         most = most_draft_tokens(self._options.schedule, len(decoding))
+        if costs is not None and len(decoding) == 1 and not decoding[0].is_draft_suspect:
+            state = decoding[0].state
+            copying = replace(costs, draft_step=0.0)
+            num_copied = state.next_num_copied_tokens(copying, costs, most=most)
+            if num_copied:
+                return [Drafted(state, state.copy(num_copied), is_copied=True)]
         feeds: list[tuple[_Running, Drafted, int, list[int]]] = []
         catching_up = []
         for running, draft in zip(decoding, drafted, strict=True):
@@ -435,7 +446,10 @@ class EnginePair:
             self._cut_back(running, num_before - 1, num_draft_cached)
             return
         chunk = state.accept(
-            outcome.token_ids, outcome.log_probs, num_draft_tokens=outcome.num_draft_tokens
+            outcome.token_ids,
+            outcome.log_probs,
+            num_draft_tokens=outcome.num_draft_tokens,
+            is_copied=drafted.is_copied,
         )
         if chunk.finish_reason is not None:
             self._end(running, chunk)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specpipe.quantization.formats import FORMATS, TENSORRT_FORMATS
+from specpipe.speculative.adaptive import most_draft_tokens
 
 if TYPE_CHECKING:
     from specpipe.config import CheckpointConfig, PipelineConfig, QuantizationConfig
@@ -42,6 +43,7 @@ def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
             value = getattr(engine, name)
             shown = value.model_dump(exclude_unset=True) if name == "tensorrt_llm" else value
             yield without_effect(f"engine.{name}", shown, f"engine.runtime '{engine.runtime}'")
+    yield from _prompt_lookup_faults(config)
     yield from _quantization_faults(config)
     yield from _quality_faults(config)
     if engine.runtime == "tensorrt_llm":
@@ -54,6 +56,30 @@ def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
 
 def _sides(config: PipelineConfig) -> tuple[tuple[str, CheckpointConfig], ...]:
     return ("draft", config.draft), ("target", config.target)
+
+
+def _prompt_lookup_faults(config: PipelineConfig) -> Iterator[Fault]:
+    speculation = config.speculation
+    if not speculation.prompt_lookup:
+        return
+    key = "speculation.prompt_lookup"
+    if config.engine.runtime == "tensorrt_llm":
+        yield without_effect(key, True, "engine.runtime 'tensorrt_llm'")
+    if speculation.num_draft_tokens == 0:
+        yield without_effect(key, True, "speculation.num_draft_tokens 0")
+    if not speculation.adaptive:
+        yield Fault(
+            key,
+            True,
+            "false, or speculation.adaptive true: what recent copies were worth decides whether a "
+            "step copies",
+        )
+    if most_draft_tokens(speculation.limits, 1) == 0:
+        yield without_effect(
+            key,
+            True,
+            "a speculation.schedule that allows a request alone no draft tokens, copied or not",
+        )
 
 
 def _quantization_faults(config: PipelineConfig) -> Iterator[Fault]:

@@ -55,10 +55,15 @@ class Rounds(Protocol):
         Without a draft_sequence rounds must have no draft tokens.
         """
 
-    def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
+    @property
+    def copy_costs(self) -> StepCosts | None:
+        """What rounds cost whose draft tokens are copied; None where there are no such rounds."""
+
+    def launch(self, num_draft_tokens: int, *, num_positions: int, is_copied: bool = False) -> None:
         """Begins a round as soon as the last one has ended, and does not wait for it.
 
         num_positions  what its text may have reached by its end
+        is_copied      its draft tokens are copied from the text, as PromptLookup does
         """
 
     def take(self) -> Verified:
@@ -78,7 +83,14 @@ class Taken:
     token_ids: list[int] | None
     drafted: int
     judged: int
+    is_copied: bool
     num_draft_cached: int | None
+
+
+@dataclass(frozen=True)
+class _Launched:
+    num_draft_tokens: int
+    is_copied: bool = False
 
 
 class SingleStream:
@@ -88,9 +100,10 @@ class SingleStream:
         self._rounds = rounds
         self._schedule = options.schedule
         self._costs = rounds.costs if is_adaptive else None
+        self._copy_costs = rounds.copy_costs if options.prompt_lookup and is_adaptive else None
         self._state: RequestState | None = None
         self._has_draft = False
-        self._under_way: deque[int] = deque()
+        self._under_way: deque[_Launched] = deque()
 
     def runs(self, state: RequestState) -> bool:
         """Says whether the stream is that of this request."""
@@ -126,7 +139,7 @@ class SingleStream:
         )
         if reads_meanwhile and self._costs is not None:
             while len(self._under_way) < MOST_UNDER_WAY and not self._is_sure_to_end(state):
-                self._launch(state, 0)
+                self._launch(state, _Launched(0))
 
     def end(self) -> None:
         """Lets the request go; rounds under way count for nothing."""
@@ -141,15 +154,21 @@ class SingleStream:
         while len(self._under_way) < MOST_UNDER_WAY and not (
             self._is_sure_to_end(state) or self._depends(state)
         ):
-            self._launch(state, self._num_draft_tokens(state))
-        num_drafted = self._under_way.popleft()
+            self._launch(state, self._next(state))
+        launched = self._under_way.popleft()
         verified = self._rounds.take()
-        num_cached = None
-        if num_drafted and verified.token_ids is not None:
+        num_drafted, num_cached = launched.num_draft_tokens, None
+        if num_drafted and not launched.is_copied and verified.token_ids is not None:
             # The draft read all of the text and of its own tokens, but the last of those.
             before = len(state.token_ids)
             num_cached = min(before - 1 + num_drafted, before - 1 + len(verified.token_ids))
-        return Taken(verified.token_ids, num_drafted, verified.num_draft_tokens, num_cached)
+        return Taken(
+            verified.token_ids,
+            num_drafted,
+            verified.num_draft_tokens,
+            launched.is_copied,
+            num_cached,
+        )
 
     def _is_sure_to_end(self, state: RequestState) -> bool:
         """Says whether the rounds under way, of a token or more each, emit all that is wanted."""
@@ -165,20 +184,32 @@ class SingleStream:
         if self._costs is not None or not self._has_draft:
             return False
         most = most_draft_tokens(self._schedule, 1)
-        under_way = sum(drafted + 1 for drafted in self._under_way)
-        lengths = {state.next_num_draft_tokens(most=most, num_ahead=n) for n in (0, under_way)}
+        ahead = self._most_tokens_under_way()
+        lengths = {state.next_num_draft_tokens(most=most, num_ahead=n) for n in (0, ahead)}
         return len(lengths) > 1
 
-    def _num_draft_tokens(self, state: RequestState) -> int:
-        # A trial is one round: the next does not draft before it has told.
-        awaits_trial = any(self._under_way) and state.is_draft_on_trial
-        if awaits_trial or not self._has_draft:
-            return 0
-        most = most_draft_tokens(self._schedule, 1)
-        return state.next_num_draft_tokens(self._costs, most=most)
+    def _most_tokens_under_way(self) -> int:
+        return sum(launched.num_draft_tokens + 1 for launched in self._under_way)
 
-    def _launch(self, state: RequestState, num_draft_tokens: int) -> None:
-        under_way = sum(drafted + 1 for drafted in self._under_way)
-        num_positions = len(state.token_ids) + under_way + num_draft_tokens + 1
-        self._rounds.launch(num_draft_tokens, num_positions=num_positions)
-        self._under_way.append(num_draft_tokens)
+    def _next(self, state: RequestState) -> _Launched:
+        """The round to launch."""
+        most = most_draft_tokens(self._schedule, 1)
+        if self._copy_costs is not None:
+            drafting = self._costs if self._has_draft else None
+            num_copied = state.next_num_copied_tokens(self._copy_costs, drafting, most=most)
+            if num_copied:
+                return _Launched(num_copied, is_copied=True)
+        # A trial is one round: the next does not draft before it has told.
+        is_drafting = any(r.num_draft_tokens and not r.is_copied for r in self._under_way)
+        if not self._has_draft or (is_drafting and state.is_draft_on_trial):
+            return _Launched(0)
+        return _Launched(state.next_num_draft_tokens(self._costs, most=most))
+
+    def _launch(self, state: RequestState, launched: _Launched) -> None:
+        num_ahead = self._most_tokens_under_way() + launched.num_draft_tokens + 1
+        self._rounds.launch(
+            launched.num_draft_tokens,
+            num_positions=len(state.token_ids) + num_ahead,
+            is_copied=launched.is_copied,
+        )
+        self._under_way.append(launched)

@@ -42,12 +42,25 @@ class StepCosts:
         return 1.0 + num_draft_tokens * self.draft_step + self.verify[num_draft_tokens]
 
 
+def expected_tokens(acceptance_probability: float, num_draft_tokens: int) -> float:
+    """What a step with K draft tokens should emit, each accepted with one probability a.
+
+    (1 - a^(K+1)) / (1 - a), Leviathan et al. 2023, arXiv:2211.17192, eq. 1.
+    """
+    return sum(acceptance_probability**i for i in range(num_draft_tokens + 1))
+
+
+def best_draft_length(acceptance_probability: float, limit: int, costs: StepCosts) -> int:
+    """The draft length in 0 ... limit that promises most tokens in a given time."""
+    return max(
+        range(limit + 1), key=lambda k: expected_tokens(acceptance_probability, k) / costs.time(k)
+    )
+
+
 class DraftLength:
     """Chooses one request's draft length from its own acceptance.
 
-    A draft token is taken to be accepted with one probability a, independently, so that K draft
-    tokens emit (1 - a^(K+1)) / (1 - a) tokens on average (Leviathan et al. 2023, arXiv:2211.17192,
-    eq. 1), and K is what emits most in a given time. Where that is none, one token is drafted as a
+    K is what should emit most in a given time. Where that is none, one token is drafted as a
     trial: a wrong one has cost time(1) - 1 target steps for nothing, and drafting pauses until that
     is a hundredth of the time, and twice as long after each further trial that fails. One that is
     right after a pause lets the request begin anew: what was seen before it is no measure.
@@ -85,17 +98,27 @@ class DraftLength:
         return max(best, 1)
 
     def _best(self, limit: int, costs: StepCosts) -> int:
-        return max(range(limit + 1), key=lambda k: self.expected_tokens(k) / costs.time(k))
+        return best_draft_length(self.acceptance_probability, limit, costs)
+
+    def promise(self, limit: int, costs: StepCosts) -> float:
+        """The tokens that drafting up to limit promises in the time of a plain step."""
+        if limit <= 0 or self._pause:
+            return 1.0
+        best = self._best(limit, costs)
+        return self.expected_tokens(best) / costs.time(best)
 
     def expected_tokens(self, num_draft_tokens: int) -> float:
         """What a step with that many draft tokens should emit."""
-        a = self.acceptance_probability
-        return sum(a**i for i in range(num_draft_tokens + 1))
+        return expected_tokens(self.acceptance_probability, num_draft_tokens)
+
+    def observe_others(self, num_tokens: int) -> None:
+        """Takes in a step that drafted nothing and emitted num_tokens."""
+        self._tokens_left_in_pause -= num_tokens
 
     def observe(self, *, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Takes in one step; num_accepted_tokens + 1 tokens were emitted."""
         if not num_draft_tokens:
-            self._tokens_left_in_pause -= 1
+            self.observe_others(1)
             return
         rejected = num_accepted_tokens < num_draft_tokens
         if self._pause and not rejected:

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from specpipe.errors import RequestError
 from specpipe.speculative.adaptive import DraftLength, StepCosts
+from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.metrics import AcceptanceCounts
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -217,11 +218,14 @@ class RequestState:
         detokenizer: Detokenizer,
         *,
         draft_length: DraftLength | None = None,
+        has_lookup: bool = False,
         queue_s: float | None = None,
     ) -> None:
         """draft_length adapts the draft length to acceptance and costs; None keeps it fixed.
 
-        queue_s is how long the request has waited, for its last chunk.
+        has_lookup  whether draft tokens may be copied from the text, where it does not matter to
+                    what is emitted how they were found
+        queue_s     how long the request has waited, for its last chunk
         """
         limits.check(request)
         self.request = request
@@ -235,6 +239,10 @@ class RequestState:
         self._queue_s = queue_s
         wanted = request.num_draft_tokens
         self._max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
+        sampling = request.sampling
+        self._lookup: PromptLookup | None = None
+        if has_lookup and self.is_speculative and (sampling.is_greedy or sampling.is_seeded):
+            self._lookup = PromptLookup(request.prompt_token_ids)
         self._output = _Output(request)
 
     @property
@@ -266,16 +274,41 @@ class RequestState:
         holds, nor than `most`, what the load allows. num_ahead says how many tokens there may be by
         then that were not yet accepted here.
         """
-        limit = min(
-            self._max_num_draft_tokens,
-            self._num_tokens_left() - num_ahead - 1,
-            self._limits.draft_max_seq_len - len(self.token_ids) - num_ahead + 1,
-        )
-        if most is not None:
-            limit = min(limit, most)
+        limit = self._draft_limit(most, num_ahead)
         if self._draft_length is not None and costs is not None:
             return self._draft_length.choose(limit, costs)
         return max(limit, 0)
+
+    def next_num_copied_tokens(
+        self, copying: StepCosts, drafting: StepCosts | None, *, most: int | None = None
+    ) -> int:
+        """How many draft tokens to copy from the text in the next step; 0: it is not to copy any.
+
+        So it is where drafting promises more, and where the request cannot copy. The limits are
+        those of drafting, but for the draft's context. drafting is None while there is no draft.
+        """
+        if self._lookup is None or self._draft_length is None:
+            return 0
+        self._lookup.extend(self.token_ids[self._lookup.length :])
+        promise = 1.0
+        if drafting is not None:
+            promise = self._draft_length.promise(self._draft_limit(most), drafting)
+        return self._lookup.choose(self._token_limit(most), copying, instead_of=promise)
+
+    def copy(self, num_tokens: int) -> list[int]:
+        """Returns as many draft tokens as `next_num_copied_tokens` said, copied from the text."""
+        assert self._lookup is not None
+        return self._lookup.copy(num_tokens)
+
+    def _token_limit(self, most: int | None, num_ahead: int = 0) -> int:
+        """The most draft tokens that the request has a use for; less than 1: none."""
+        limit = min(self._max_num_draft_tokens, self._num_tokens_left() - num_ahead - 1)
+        return limit if most is None else min(limit, most)
+
+    def _draft_limit(self, most: int | None, num_ahead: int = 0) -> int:
+        """The same, of those that the draft has room for."""
+        room = self._limits.draft_max_seq_len - len(self.token_ids) - num_ahead + 1
+        return min(self._token_limit(most, num_ahead), room)
 
     @property
     def is_draft_on_trial(self) -> bool:
@@ -293,20 +326,24 @@ class RequestState:
         log_probs: Sequence[float] = (),
         *,
         num_draft_tokens: int,
+        is_copied: bool = False,
     ) -> Chunk:
         """Takes in what one step verified: accepted draft tokens, then the target's own token.
 
-        log_probs has one entry per token when the request asked for them. Returns what may be
-        emitted now, which is empty while a character is incomplete or a stop string may be under
-        way.
+        log_probs has one entry per token when the request asked for them. is_copied says that the
+        draft tokens were not the draft's. Returns what may be emitted now, which is empty while a
+        character is incomplete or a stop string may be under way.
         """
         assert not self.is_finished
         num_accepted = len(token_ids) - 1
         assert 0 <= num_accepted <= num_draft_tokens
         if self._draft_length is not None:
-            self._draft_length.observe(
-                num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted
-            )
+            if is_copied:
+                self._draft_length.observe_others(len(token_ids))
+            else:
+                self._draft_length.observe(
+                    num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted
+                )
         for row, token_id in enumerate(token_ids):
             self._append(token_id, log_probs[row] if log_probs else None)
             if self.finish_reason is not None:

@@ -198,6 +198,8 @@ class _Run:
             libraries=_LIBRARIES,
         )
         self._progress = Progress(config.artifacts_dir / _PROGRESS, self._header)
+        if config.speculation.prompt_lookup:
+            report("speculation.prompt_lookup is off while the draft is measured")
         for line in pipeline.outdated(config):
             report(f"warning: not what {config.source} says now: {line}")
 
@@ -361,7 +363,7 @@ class _Run:
         )
 
     def _load(self, repository: Path) -> EnginePair:
-        """The pair with K as asked, and for as long as it takes."""
+        """The pair with K as asked, drafted by the draft, and for as long as it takes."""
         packaged = read_pair(repository)
         folder = repository / SPECULATIVE / VERSION
         pair = load_runtime(packaged.runtime).load_pair(
@@ -372,6 +374,7 @@ class _Run:
                 num_draft_tokens=self.max_draft_len,
                 adaptive=False,
                 schedule=(),
+                prompt_lookup=False,
                 request_timeout_s=_NO_TIME_LIMIT_S,
             ),
             self._tokenizer.detokenizer,

@@ -109,7 +109,7 @@ def sides_of_speculation(lengths: Sequence[int], at_once: int) -> list[Side]:
 
 
 def side_as_served(at_once: int) -> Side:
-    """K as the pair chooses it, which changes while a request runs."""
+    """K as the pair chooses it, and its draft or the text to take it from, step by step."""
     return Side(
         name=f"as served, {at_once} at once",
         kind="speculation",

@@ -31,12 +31,12 @@ _WRONG_DRAFT = (
 
 
 def as_asked(options: PairOptions) -> PairOptions:
-    """Returns the options under which K is what a request asks for, whatever pays."""
-    return dataclasses.replace(options, adaptive=False, schedule=())
+    """Returns the options under which the draft drafts what a request asks for, whatever pays."""
+    return dataclasses.replace(options, adaptive=False, schedule=(), prompt_lookup=False)
 
 
 def write_as_asked(repository: Path, out: Path) -> Path:
-    """Writes a repository like this one whose K is as asked."""
+    """Writes a repository like this one whose K is as asked, and drafted by the draft."""
     link_folder(repository, out)
     pair = read_pair(repository)
     _rewrite(out / _PAIR, PairFile(pair.runtime, as_asked(pair.options)).to_json())
@@ -84,7 +84,7 @@ def write_without_draft(config: PipelineConfig, repository: Path, out: Path) -> 
     from specpipe import pipeline
 
     alone = config.speculation.model_copy(
-        update={"num_draft_tokens": 0, "adaptive": False, "schedule": ()}
+        update={"num_draft_tokens": 0, "adaptive": False, "schedule": (), "prompt_lookup": False}
     )
     package = pipeline.plan(config.model_copy(update={"speculation": alone}))[-1].stage
     settings = package.inputs().settings["runtime_settings"]

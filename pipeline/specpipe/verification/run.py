@@ -2,7 +2,7 @@
 
 with K as asked  the target alone, one request at a time: the reference
                  the target alone in another batch shape; every K; sampling; the gate
-as served        the pair with the K that it chooses by itself
+as served        the pair with the K that it chooses by itself, copied draft tokens among them
 controls         the target as its own draft, a draft that is always wrong
 the scorer       tie or fault; the threshold; the distributions to expect
 
@@ -276,8 +276,10 @@ class _Run:
 
     def _ask_as_served(self) -> None:
         if self._subject.has_own_k and not self._drafts_always:
+            # Only a request that runs alone copies.
+            loads = {1, self._at_once} if self._subject.may_copy else {self._at_once}
             with self._subject.open_as_served() as endpoint:
-                self._ask_more(endpoint, [questions.side_as_served(self._at_once)])
+                self._ask_more(endpoint, [questions.side_as_served(load) for load in sorted(loads)])
 
     def _ask_controls(self) -> None:
         """Pairs that ordinary drafts seldom come near to."""

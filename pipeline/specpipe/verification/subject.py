@@ -43,7 +43,9 @@ class Subject:
         self.engines = Engines.of(repository)
         served = read_pair(repository)
         self.has_own_k = served.options != repositories.as_asked(served.options) and not is_float32
-        """Whether the pair chooses K by itself as it is served."""
+        """Whether the pair, as it is served, chooses by itself how much to draft or to copy."""
+        self.may_copy = served.options.prompt_lookup
+        """Whether it takes draft tokens from the text of a request that runs alone."""
         self.triton_version: str | None = None
         """Of the server that was asked, once one was."""
         self.is_artifact = True
@@ -68,7 +70,7 @@ class Subject:
 
     @contextmanager
     def open_as_asked(self) -> Iterator[Endpoint]:
-        """The pair with K as a request asks."""
+        """The pair with K as a request asks, all of it drafted by the draft."""
         if self.is_in_process:
             with self._open_pair(self.engines.load()) as endpoint:
                 yield endpoint

@@ -119,6 +119,7 @@ def _fused_pair(
             num_draft_tokens=options.num_draft_tokens,
             vocab_size=min(draft_engine.vocab_size, target_engine.vocab_size),
             unused=options.unused_token_ids,
+            copies=options.prompt_lookup,
         )
         rounds.prepare()
     return pair_of(draft_engine, target_engine, options, detokenizer, rounds=rounds)

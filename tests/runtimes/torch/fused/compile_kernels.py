@@ -86,9 +86,10 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     decoder.layers(rows)
     decoder.score(0, 5, writes_logits=True)
     decoder.propose(integers, integers)
+    decoder.copy(integers, integers, 96, 4)
     decoder.accept(integers, integers, 96, integers, 4)
     names = ["embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score"]
-    names += ["propose", "accept"]
+    names += ["propose", "copy", "accept"]
     launches = dict(zip(names, decoder.launches, strict=True))
     decoder.layers(replace(rows, max_chunks=64))
     launches["attention_by_blocks"] = decoder.launches[len(names) + names.index("attention")]

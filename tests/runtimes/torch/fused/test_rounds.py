@@ -19,7 +19,8 @@ from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.model import ModelConfig
 from specpipe.runtimes.torch.sampling import TorchSampler
-from specpipe.speculative.request import Chunk, Request, Sampling
+from specpipe.speculative.lookup import PromptLookup
+from specpipe.speculative.request import GREEDY, Chunk, Request, Sampling
 from tests.runtimes.table_engine import ids
 from tests.runtimes.torch.fused.test_drawing import SETTINGS
 from tests.runtimes.torch.fused.toy import DEVICE, toy_config, toy_engines
@@ -67,24 +68,29 @@ def stream(
     return begun
 
 
-def begin(on: Stream, text: Sequence[int]) -> None:
+def begin(on: Stream, text: Sequence[int], *, sampling: Sampling = GREEDY) -> None:
     for engine, sequence in (
         (on.draft, on.draft_sequence),
         (on.target, on.target_sequence),
     ):
         engine.truncate(sequence, 0)
         engine.forward([(sequence, text[:-1])], [0])
-    on.rounds.begin(text, target_sequence=on.target_sequence, draft_sequence=on.draft_sequence)
+    on.rounds.begin(
+        text,
+        target_sequence=on.target_sequence,
+        draft_sequence=on.draft_sequence,
+        sampling=sampling,
+    )
 
 
 def own_draft() -> Stream:
     return stream(toy_config(**TARGET), toy_config(**TARGET))
 
 
-def run(on: Stream, lengths: Sequence[int]) -> list[Verified]:
+def run(on: Stream, lengths: Sequence[int], *, is_copied: bool = False) -> list[Verified]:
     found = []
     for num_draft_tokens in lengths:
-        on.rounds.launch(num_draft_tokens, num_positions=100)
+        on.rounds.launch(num_draft_tokens, num_positions=100, is_copied=is_copied)
         found.append(on.rounds.take())
     return found
 
@@ -143,6 +149,58 @@ def test_the_draft_catches_up_after_rounds_without_it(num_rounds: int) -> None:
     found = run(on, [*[0] * num_rounds, 3])
     assert emitted(found) == greedy(on, num_rounds + 4)
     assert len(found[-1].token_ids or []) == 4
+
+
+def num_right(text: Sequence[int], following: Sequence[int], num_tokens: int) -> int:
+    """How many tokens that the host would copy are what follows."""
+    pairs = zip(PromptLookup(text).copy(num_tokens), following, strict=False)
+    return next((i for i, (copied, told) in enumerate(pairs) if copied != told), num_tokens)
+
+
+def test_copied_tokens_are_judged_as_those_of_the_draft_are() -> None:
+    on = own_draft()
+    answer = greedy(on, 36)
+    text = [*PROMPT, *answer]
+    start = len(PROMPT) + 21  # where some of it comes again
+    begin(on, text[:start])
+    accepted = []
+    for num_tokens, is_copied in ((4, True), (1, True), (2, False), (3, True), (0, False)):
+        wanted = num_right(text[:start], text[start:], num_tokens) if is_copied else num_tokens
+        (verified,) = run(on, [num_tokens], is_copied=is_copied)
+        assert verified == Verified(text[start : start + wanted + 1], num_tokens)
+        start += wanted + 1
+        accepted.append(wanted)
+    assert 0 < accepted[0] < 4
+
+
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(21, marks=pytest.mark.slow)])
+def test_the_draft_catches_up_after_rounds_that_copied(num_rounds: int) -> None:
+    on = own_draft()
+    found = [*run(on, [4] * num_rounds, is_copied=True), *run(on, [3])]
+    assert emitted(found) == greedy(on, len(emitted(found)))
+    assert len(found[-1].token_ids or []) == 4
+
+
+def test_a_seeded_text_is_the_same_with_copied_tokens() -> None:
+    on = own_draft()
+    sampling = Sampling(temperature=0.2, seed=5, is_seeded=True)
+    texts = []
+    for lengths, is_copied in (([0] * 8, False), ([2] * 8, True)):
+        begin(on, [*PROMPT, *PROMPT], sampling=sampling)
+        texts.append(emitted(run(on, lengths, is_copied=is_copied)))
+    assert texts[1][:8] == texts[0]
+
+
+def test_a_draft_without_a_usable_logit_does_not_spoil_what_is_copied() -> None:
+    on = own_draft()
+    with torch.inference_mode():
+        on.draft.decoder.weights.norm.fill_(torch.nan)
+    sampling = Sampling(temperature=0.2, seed=5, is_seeded=True)
+    begin(on, PROMPT, sampling=sampling)
+    (drafted,) = run(on, [2])
+    assert drafted.num_draft_tokens == 0
+    (copied,) = run(on, [2], is_copied=True)
+    assert copied.num_draft_tokens == 2
 
 
 @pytest.mark.slow
@@ -246,9 +304,11 @@ def pair(num_draft_tokens: int, *, has_rounds: bool) -> tuple[EnginePair, list[i
     lengths: list[int] = []
 
     class Recorded(FusedRounds):
-        def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
+        def launch(
+            self, num_draft_tokens: int, *, num_positions: int, is_copied: bool = False
+        ) -> None:
             lengths.append(num_draft_tokens)
-            super().launch(num_draft_tokens, num_positions=num_positions)
+            super().launch(num_draft_tokens, num_positions=num_positions, is_copied=is_copied)
 
     rounds = None
     if has_rounds:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime import driver
 
-from specpipe.runtimes.torch.fused import attention, kernels, scoring
+from specpipe.runtimes.torch.fused import attention, kernels, lookup, scoring
 from specpipe.runtimes.torch.fused.attention import MAX_QUERIES
 from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import Linear
@@ -44,6 +44,8 @@ from specpipe.runtimes.torch.model import ModelConfig
 
 _EMBED_BLOCK = 1024
 _BEST_BLOCKS = 64
+_LOOKUP_BLOCK = 4096
+"""Places of a text that are looked at together, by one program: then nothing is to be joined."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,14 @@ class Decoder:
             scoring.propose, (1,),
             self.best, self.best_ids, history, position, self._num_blocks,
             ROWS=ROWS, BLOCKS=_BEST_BLOCKS,
+        )  # fmt: skip
+
+    def copy(self, history: Tensor, positions: Tensor, first: int, num_draft_tokens: int) -> None:
+        """Writes draft tokens that are copied from a history behind it: lookup.copy_draft."""
+        self.launch(
+            lookup.copy_draft, (1,),
+            history, positions, num_draft_tokens,
+            FIRST=first, BLOCK=_LOOKUP_BLOCK, ROWS=ROWS, num_warps=16,
         )  # fmt: skip
 
     def accept(

@@ -10,6 +10,7 @@ The draft begins each round with two tokens, the last one and the one before: of
 draft tokens were all accepted, it never read the last. Reading one twice changes nothing.
 
 A greedy round takes the best token of each row; one of a sampled request draws them: sampling.py.
+Draft tokens may be copied from the text instead: lookup.py.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ _TIMED_ROUNDS = 5
 _TIMED_CONTEXT = 256
 
 
-@dataclass(frozen=True)
+@dataclass
 class _UnderWay:
     result: Tensor
     done: torch.cuda.Event | None
+    num_unread: int
+    """The most of its tokens that the draft has not read."""
 
 
 class FusedRounds:
@@ -71,8 +74,12 @@ class FusedRounds:
         num_draft_tokens: int,
         vocab_size: int,
         unused: Sequence[tuple[int, int]],
+        copies: bool = False,
     ) -> None:
-        """num_draft_tokens is the most that a round drafts, up to MAX_DRAFT_TOKENS."""
+        """num_draft_tokens is the most that a round drafts, up to MAX_DRAFT_TOKENS.
+
+        copies says whether there will be rounds whose draft tokens are copied from the text.
+        """
         self._draft, self._target = draft, target
         self._num_draft_tokens, self._vocab_size = num_draft_tokens, vocab_size
         self._device = target.spec.device
@@ -98,9 +105,11 @@ class FusedRounds:
         self._under_way: deque[_UnderWay] = deque()
         self._num_launched = 0
         self._max_chunks = 0
-        self._num_behind = 0
+        self._num_unread = 0
         self._has_draft = False
+        self._copies = copies
         self.costs: StepCosts | None = None
+        self.copy_costs: StepCosts | None = None
 
     def _drawings(self) -> tuple[Drawing, Drawing]:
         """What draws tokens for the draft and for the target."""
@@ -140,24 +149,23 @@ class FusedRounds:
         self._has_draft = draft_sequence is not None
         if draft_sequence is not None:
             self._draft_slots.fill_(self._draft.slot(draft_sequence))
-        self._num_behind = 1
+        self._num_unread = 0
         self._mode = None
         if not sampling.is_greedy:
             self._mode = self._settings.write(sampling, self._vocab_size)
 
     @torch.inference_mode()
-    def launch(self, num_draft_tokens: int, *, num_positions: int) -> None:
+    def launch(self, num_draft_tokens: int, *, num_positions: int, is_copied: bool = False) -> None:
         """Puts a round on the GPU; num_positions is what its text may have reached by its end."""
         assert len(self._under_way) < len(self._told), "take a round first"
         self._max_chunks = self._round_chunks(num_positions)
+        is_drafting = num_draft_tokens > 0 and not is_copied
+        num_unread = self._num_unread + sum(r.num_unread for r in self._under_way)
         can_read = self._has_draft and num_positions <= self._draft.capacity
-        if num_draft_tokens or (can_read and self._num_behind >= _FIRST):
-            self._catch_up()
-            self._num_behind = 1
-        if not num_draft_tokens:
-            self._num_behind += 1
-        key = ("round", num_draft_tokens, self._max_chunks, self._mode)
-        self._graphs.run(key, lambda: self._round(num_draft_tokens))
+        if is_drafting or (can_read and num_unread + num_draft_tokens + 1 >= _FIRST):
+            self._catch_up(num_unread)
+        key = ("round", num_draft_tokens, is_copied, self._max_chunks, self._mode)
+        self._graphs.run(key, lambda: self._round(num_draft_tokens, is_copied=is_copied))
         told = self._told[self._num_launched % len(self._told)]
         self._num_launched += 1
         told.copy_(self._result, non_blocking=True)
@@ -165,7 +173,8 @@ class FusedRounds:
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        self._under_way.append(_UnderWay(told, done))
+        num_unread = 0 if is_drafting else num_draft_tokens + 1
+        self._under_way.append(_UnderWay(told, done, num_unread))
 
     def take(self) -> Verified:
         """Waits for the oldest round under way and says what came of it."""
@@ -173,6 +182,7 @@ class FusedRounds:
         if under_way.done is not None:
             under_way.done.synchronize()
         num_emitted, num_judged, *token_ids = under_way.result.tolist()
+        self._num_unread += min(under_way.num_unread, num_emitted)
         return Verified(token_ids[:num_emitted] if num_emitted else None, num_judged)
 
     def drop(self) -> None:
@@ -180,23 +190,45 @@ class FusedRounds:
         while self._under_way:
             self.take()
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, num_unread: int) -> None:
         """Lets the draft read what was emitted by rounds without it.
 
         `launch` sees to it that this is no more than positions reach back.
         """
-        if self._num_behind > 1:
-            launches = min(-(-self._num_behind // _CATCH_UP), _FIRST // _CATCH_UP)
+        if num_unread:
+            # One more: it need not have read the last token before those either.
+            launches = min(-(-(num_unread + 1) // _CATCH_UP), _FIRST // _CATCH_UP)
             for blocks_ago in range(launches, 0, -1):
                 self._read_block(blocks_ago)
+        self._num_unread = 0
+        for under_way in self._under_way:
+            under_way.num_unread = 0
 
     def _read_block(self, blocks_ago: int) -> None:
         first = _FIRST - blocks_ago * _CATCH_UP
         key = ("catch up", first, self._max_chunks)
         self._graphs.run(key, lambda: self._draft_layers(first, _CATCH_UP))
 
-    def _round(self, num_draft_tokens: int) -> None:
-        draft, target, mode = self._draft.decoder, self._target.decoder, self._mode
+    def _round(self, num_draft_tokens: int, *, is_copied: bool = False) -> None:
+        target, mode = self._target.decoder, self._mode
+        if is_copied:
+            self._copy_tokens(num_draft_tokens)
+        else:
+            self._draft_tokens(num_draft_tokens)
+        num_rows = num_draft_tokens + 1
+        target.layers(self._rows(_FIRST, num_rows, self._target_slots))
+        target.score(0, num_rows, writes_logits=mode is not None)
+        if mode is None:
+            target.accept(self._history, self._positions, _FIRST, self._result, num_draft_tokens)
+        else:
+            drawing = self._target_drawing
+            drawing.draw(mode, Purpose.RECOVERED, first_row=0, num_rows=num_rows)
+            # Of copied tokens nobody has a row: the target's own, then, which change nothing.
+            judged_by = drawing if is_copied else self._draft_drawing
+            drawing.accept(judged_by, mode, self._result, num_draft_tokens)
+
+    def _draft_tokens(self, num_draft_tokens: int) -> None:
+        draft, mode = self._draft.decoder, self._mode
         for index in range(num_draft_tokens):
             num_rows = 1 if index else 2
             first = _FIRST + index - (num_rows - 1)
@@ -207,15 +239,10 @@ class FusedRounds:
             else:
                 self._draft_drawing.draw(mode, Purpose.DRAFT, first_row=index, num_rows=1)
                 self._draft_drawing.propose(index)
-        num_rows = num_draft_tokens + 1
-        target.layers(self._rows(_FIRST, num_rows, self._target_slots))
-        target.score(0, num_rows, writes_logits=mode is not None)
-        if mode is None:
-            target.accept(self._history, self._positions, _FIRST, self._result, num_draft_tokens)
-        else:
-            drawing = self._target_drawing
-            drawing.draw(mode, Purpose.RECOVERED, first_row=0, num_rows=num_rows)
-            drawing.accept(self._draft_drawing, mode, self._result, num_draft_tokens)
+
+    def _copy_tokens(self, num_draft_tokens: int) -> None:
+        assert self._mode is None or not self._mode.rejects, "the accept test wants probabilities"
+        self._target.decoder.copy(self._history, self._positions, _FIRST, num_draft_tokens)
 
     def _draft_layers(self, first: int, num_rows: int) -> None:
         self._draft.decoder.layers(self._rows(first, num_rows, self._draft_slots))
@@ -239,12 +266,15 @@ class FusedRounds:
         its kernels are to be compiled first: so all are, here. On a GPU; it times rounds, too.
         """
         lengths = range(self._num_draft_tokens + 1)
+        kinds = [(k, False) for k in lengths]
+        if self._copies:
+            kinds += [(k, True) for k in lengths[1:]]
         engines = (self._draft, self._target)
         draft, target = (engine.allocate(prompt_length=1, max_tokens=1) for engine in engines)
         for max_chunks in self._all_max_chunks():
-            for k in lengths:
+            for k, is_copied in kinds:
                 self._begin_again(target, draft)
-                self.launch(k, num_positions=max_chunks * CHUNK)
+                self.launch(k, num_positions=max_chunks * CHUNK, is_copied=is_copied)
                 self.drop()
             for blocks_ago in range(1, _FIRST // _CATCH_UP + 1):
                 self._read_block(blocks_ago)
@@ -258,10 +288,10 @@ class FusedRounds:
                 self.drop()
         for engine, sequence in zip(engines, (draft, target), strict=True):
             engine.free(sequence)
-        seconds = [self._seconds(k) for k in lengths]
-        # Drafting is in the time of a round, so the draft's own step costs nothing more.
-        verify = [max(s / seconds[0] - 1.0, 0.0) for s in seconds]
-        self.costs = StepCosts(draft_step=0.0, verify=verify)
+        plain, *drafting = [self._seconds(k) for k in lengths]
+        self.costs = _costs(plain, drafting)
+        if self._copies:
+            self.copy_costs = _costs(plain, [self._seconds(k, is_copied=True) for k in lengths[1:]])
 
     def _all_max_chunks(self) -> list[int]:
         capacity = max(self._draft.capacity, self._target.capacity)
@@ -277,7 +307,7 @@ class FusedRounds:
         text = [0] * num_tokens
         self.begin(text, target_sequence=target, draft_sequence=draft, sampling=sampling)
 
-    def _seconds(self, num_draft_tokens: int) -> float:
+    def _seconds(self, num_draft_tokens: int, *, is_copied: bool = False) -> float:
         """The median seconds of a round."""
         context = min(_TIMED_CONTEXT, self._draft.max_seq_len, self._target.max_seq_len)
         engines = (self._draft, self._target)
@@ -287,7 +317,7 @@ class FusedRounds:
             self._begin_again(target, draft, context)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            self.launch(num_draft_tokens, num_positions=context)
+            self.launch(num_draft_tokens, num_positions=context, is_copied=is_copied)
             end.record()
             self.drop()
             end.synchronize()
@@ -295,3 +325,9 @@ class FusedRounds:
         for engine, sequence in zip(engines, (draft, target), strict=True):
             engine.free(sequence)
         return statistics.median(times)
+
+
+def _costs(plain: float, speculating: Sequence[float]) -> StepCosts:
+    """What rounds of 1, 2, 3 ... draft tokens cost, by their seconds and those of a plain one."""
+    # Drafting is in the time of a round, so the draft's own step costs nothing more.
+    return StepCosts(0.0, [0.0, *(max(seconds / plain - 1.0, 0.0) for seconds in speculating)])

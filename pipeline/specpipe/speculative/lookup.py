@@ -1,0 +1,92 @@
+"""Prompt lookup: draft tokens that are copied from the text, where it repeats itself.
+
+What followed the last tokens where they stood before is taken to follow again (Saxena 2023, prompt
+lookup decoding; "ngram" in vLLM). It takes no model, so verification is all that it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specpipe.speculative.adaptive import MIN_GAIN, StepCosts, best_draft_length, expected_tokens
+
+LONGEST, SHORTEST = 4, 2
+"""Tokens at the end of the text that are looked for; more of them before fewer."""
+
+_DECAY = 0.7  # weight of a token after each later one: texts begin and end to repeat themselves
+_PRIOR = (0.25, 0.75)  # copied tokens, right and wrong, that a new request is taken to have seen
+
+
+class PromptLookup:
+    """The text of one request, what it says comes next, and how often that was right.
+
+    Of tokens that came without a copy it is known, too, whether one would have been right: nothing
+    has to be tried.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        """token_ids is the prompt, of one token at least."""
+        self._tokens = np.array(token_ids, dtype=np.int32)
+        self.length = len(token_ids)
+        """Tokens of the text so far."""
+        self._right, self._wrong = _PRIOR
+
+    @property
+    def acceptance_probability(self) -> float:
+        """The estimate of a copied token's chance, after right ones."""
+        return self._right / (self._right + self._wrong)
+
+    def copy(self, num_tokens: int) -> list[int]:
+        """Returns what follows the text, by the latest place that ends as it does.
+
+        A text that says more than stands there goes round. Where nothing was found, the last token
+        is said again.
+        """
+        distance = self._distance()
+        after = self.length - distance + np.arange(num_tokens) % distance
+        copied: list[int] = self._tokens[after].tolist()
+        return copied
+
+    def _distance(self) -> int:
+        """How far back the latest place is that ends in the most of the last tokens."""
+        tokens, last = self._tokens[: self.length], self.length - 1
+        matched = np.zeros(last, dtype=np.int8)  # at each earlier place
+        is_same = np.ones(last, dtype=bool)
+        for back in range(min(LONGEST, last)):
+            is_same[:back] = False
+            is_same[back:] &= tokens[: last - back] == tokens[last - back]
+            matched += is_same
+        if matched.max(initial=0) < SHORTEST:
+            return 1
+        return int(matched[::-1].argmax()) + 1
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Adds what was emitted, and remembers how far a copy was right, or would have been."""
+        num_new = len(token_ids)
+        if not num_new:
+            return
+        pairs = zip(self.copy(num_new), token_ids, strict=True)
+        num_right = next((i for i, (copied, told) in enumerate(pairs) if copied != told), num_new)
+        decay = _DECAY**num_new
+        self._right = self._right * decay + num_right
+        self._wrong = self._wrong * decay + (num_right < num_new)
+        length = self.length + num_new
+        if length > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * length)
+        self._tokens[self.length : length] = token_ids
+        self.length = length
+
+    def choose(self, limit: int, costs: StepCosts, *, instead_of: float) -> int:
+        """How many tokens, up to limit, to copy; 0: not worth it.
+
+        costs       of verifying them
+        instead_of  the tokens that another kind of step promises in the time of a plain step
+        """
+        if limit <= 0:
+            return 0
+        a = self.acceptance_probability
+        best = best_draft_length(a, limit, costs)
+        promise = expected_tokens(a, best) / costs.time(best)
+        return best if promise > max(instead_of, MIN_GAIN) else 0
