@@ -6,12 +6,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specpipe.runtimes.base import Pair, PairOptions, load_runtime
 from specpipe.runtimes.torch.build import BuildTorchEngine
-from specpipe.speculative.request import GREEDY, Request, Sampling
+from specpipe.speculative.request import GREEDY, Request, RequestState, Sampling
 from specpipe.stages.convert import convert
 from specpipe.text import Tokenizer
 
@@ -81,17 +82,26 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(ROOT / "models" / "python-code" / "target")
 
 
-@pytest.fixture(scope="module")
-def pair(engines: Path, setting: Setting, tokenizer: Tokenizer) -> Pair:
-    """Drafts as many tokens as a request asks for."""
+def load(
+    engines: Path, setting: Setting, tokenizer: Tokenizer, *, chooses_drafts: bool = False
+) -> Pair:
     return load_runtime("torch").load_pair(
         engines / "draft" / "engine",
         engines / "target" / "engine",
         PairOptions(
-            num_draft_tokens=8, adaptive=False, runtime_settings={"kernels": setting.kernels}
+            num_draft_tokens=8,
+            adaptive=chooses_drafts,
+            prompt_lookup=chooses_drafts,
+            runtime_settings={"kernels": setting.kernels},
         ),
         tokenizer.detokenizer,
     )
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Path, setting: Setting, tokenizer: Tokenizer) -> Pair:
+    """Drafts as many tokens as a request asks for."""
+    return load(engines, setting, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +114,12 @@ def target_alone(pair: Pair, tokenizer: Tokenizer) -> dict[str, list[list[int]]]
 
 
 def answers(
-    pair: Pair, tokenizer: Tokenizer, sampling: Sampling, *, num_draft_tokens: int, at_once: int
+    pair: Pair,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    *,
+    num_draft_tokens: int | None,
+    at_once: int,
 ) -> list[list[int]]:
     output: list[list[int]] = [[] for _ in PROMPTS]
     for first in range(0, len(PROMPTS), at_once):
@@ -161,6 +176,28 @@ def test_speculative_output_is_that_of_the_target_alone(
     sampling = GREEDY if name == "greedy" else SEEDED
     output = answers(pair, tokenizer, sampling, num_draft_tokens=num_draft_tokens, at_once=at_once)
     assert output == target_alone[name]
+
+
+def test_output_with_prompt_lookup_is_that_of_the_target_alone(
+    engines: Path,
+    setting: Setting,
+    tokenizer: Tokenizer,
+    target_alone: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_copied = []
+    next_num_copied_tokens = RequestState.next_num_copied_tokens
+
+    def recorded(*arguments: Any, **options: Any) -> int:
+        num_copied.append(next_num_copied_tokens(*arguments, **options))
+        return num_copied[-1]
+
+    monkeypatch.setattr(RequestState, "next_num_copied_tokens", recorded)
+    chooses = load(engines, setting, tokenizer, chooses_drafts=True)
+    for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
+        output = answers(chooses, tokenizer, sampling, num_draft_tokens=None, at_once=1)
+        assert output == target_alone[name]
+    assert sum(num_copied) > 100
 
 
 def test_the_target_alone_is_transformers_greedy(
