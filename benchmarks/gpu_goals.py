@@ -223,6 +223,10 @@ def _other_goals(name: str, pair: Run) -> list[Goal]:
             figure = ratio["tokens_per_second"] / ratio["alone_tokens_per_second"]
             note = f"{ratio['tokens_per_second']:.0f}/s"
             found.append(Goal(name, what, figure, bound, note=note))
+    if adaptive := measured(pair.get("adaptive")):
+        for key, what in (("alone_first_token", "target alone"), ("first_token", "adaptive K")):
+            milliseconds = 1e3 * adaptive[f"{key}_seconds"]
+            found.append(Goal(name, f"first token, {what}, ms", milliseconds, None))
     if lookup := measured(pair.get("lookup")):
         what = "with prompt lookup: answers other than target alone's"
         note = f"of {lookup['num_answers']}{_margins(lookup['margins'])}"

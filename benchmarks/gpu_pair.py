@@ -90,6 +90,8 @@ class LoadedPair:
             copies=True,
         )
         if draft.device.type == "cuda":
+            for engine in (self.draft, self.target):
+                engine.record_prompts(settings.prompt_tokens)
             self.rounds.prepare()
         self._options = PairOptions(
             num_draft_tokens=settings.most_draft_tokens,
@@ -251,12 +253,14 @@ class PairBenchmark:
 
     def adaptive(self) -> dict[str, Any]:
         loaded = self._pair()
-        alone, _ = self._answers(loaded.fixed, 0)
+        alone_rate, alone = self._answers(loaded.fixed, 0)
         rate, answers = self._answers(loaded.adaptive, None)
         return {
             "tokens_per_second": rate,
-            "alone_tokens_per_second": alone,
+            "alone_tokens_per_second": alone_rate,
             "acceptance_length": acceptance_length(answers),
+            "first_token_seconds": first_token_seconds(answers),
+            "alone_first_token_seconds": first_token_seconds(alone),
         }
 
     def lookup(self) -> dict[str, Any]:
@@ -379,6 +383,10 @@ class PairBenchmark:
 def acceptance_length(answers: Sequence[Answer]) -> float:
     accepted = sum(a.statistics.total_accepted_draft_tokens for a in answers)
     return 1.0 + accepted / sum(a.statistics.num_steps for a in answers)
+
+
+def first_token_seconds(answers: Sequence[Answer]) -> float:
+    return statistics.median(a.first_seconds for a in answers)
 
 
 def _num_different(answers: Sequence[Answer], others: Sequence[Answer]) -> int:

@@ -145,10 +145,14 @@ def round_seconds(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a pair made of a prompt: prefill is in its seconds."""
+    """What a pair made of a prompt: prefill is in its seconds.
+
+    first_seconds  until the first token was there
+    """
 
     token_ids: tuple[int, ...]
     seconds: float
+    first_seconds: float
     statistics: Statistics
 
     @property
@@ -175,15 +179,18 @@ def request(
 def answer(pair: EnginePair, asked: Request) -> Answer:
     """Runs one request to its end."""
     token_ids: list[int] = []
+    first_seconds = 0.0
     start = time.perf_counter()
     pair.submit(asked)
     while pair.has_work():
         for chunk in pair.step():
+            if chunk.token_ids and not token_ids:
+                first_seconds = time.perf_counter() - start
             token_ids += chunk.token_ids
     seconds = time.perf_counter() - start
     if chunk.error is not None or chunk.statistics is None:
         raise RuntimeError(f"the pair gave no answer: {chunk.error}")
-    return Answer(tuple(token_ids), seconds, chunk.statistics)
+    return Answer(tuple(token_ids), seconds, first_seconds, chunk.statistics)
 
 
 @dataclass(frozen=True)

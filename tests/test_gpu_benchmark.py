@@ -219,7 +219,12 @@ def test_goals_are_judged_by_what_was_measured() -> None:
 def test_the_summary_has_a_line_for_each_figure_and_a_column_for_each_pair() -> None:
     seven = {
         **{part: RUN["pairs"]["7b+0.4b"][part] for part in ("num_parameters", "settings", "busy")},
-        "adaptive": {"tokens_per_second": 306.0, "alone_tokens_per_second": 200.0},
+        "adaptive": {
+            "tokens_per_second": 306.0,
+            "alone_tokens_per_second": 200.0,
+            "first_token_seconds": 0.0182,
+            "alone_first_token_seconds": 0.0093,
+        },
         "fp8": {"context": 1_000, "plain_seconds": 0.0051, "seconds": 0.003},
     }
     thirty_two = {
@@ -239,6 +244,8 @@ peers: transformers 5, vllm 0.23
 
                                       7b+0.4b         32b+0.5b         goal
 adaptive K over target alone          1.53 (306/s)
+first token, target alone, ms         9.30
+first token, adaptive K, ms           18
 speed of an FP8 target over bfloat16  1.70 (3.00 ms)  1.50 (16.00 ms)  >= 1.6 (7b)  reached
 GPU busy in steady decode             0.960 (K = 4)   0.910 (K = 4)    >= 0.95      missed (32b)\
 """.splitlines()
@@ -451,7 +458,9 @@ def test_a_run_without_a_gpu_measures_every_part(tmp_path: Path) -> None:
     assert [s["num_different"] for s in pair["sampled"]] == [0, 0]
     assert [s["num_different_from_alone"] for s in pair["sampled"]] == [0, None]
     assert pair["own"]["acceptance_rate"] == 1.0
-    assert pair["adaptive"]["tokens_per_second"] > 0
+    adaptive = pair["adaptive"]
+    assert adaptive["tokens_per_second"] > 0
+    assert adaptive["first_token_seconds"] > 0 and adaptive["alone_first_token_seconds"] > 0
     assert (pair["lookup"]["num_answers"], pair["lookup"]["num_different"]) == (1, 0)
     assert pair["lookup"]["tokens_per_second"] > 0
     assert pair["hopeless"]["tokens_per_second"] > 0

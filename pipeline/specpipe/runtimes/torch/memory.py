@@ -10,7 +10,14 @@ from specpipe.families import part_shape, tensor_rules
 from specpipe.quantization.formats import FORMATS, format_of
 from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.memory import ELEMENT_BYTES, MemoryEstimate, kv_bytes_per_token
-from specpipe.runtimes.torch.fused.sizes import PAGE, ROWS, max_parts, pages_of, spare_positions
+from specpipe.runtimes.torch.fused.sizes import (
+    LONGEST_RECORDED,
+    PAGE,
+    ROWS,
+    max_parts,
+    pages_of,
+    spare_positions,
+)
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
 
 
@@ -48,10 +55,13 @@ def estimate_memory(
     if config.get("attn_logit_softcapping") is None:
         scores = 0
     logits = max_batch_size * (max_draft_len + 1) * config["vocab_size"]
+    num_rows = max_num_tokens
+    if on_gpu:
+        num_rows += min(max_num_tokens, LONGEST_RECORDED)  # what was recorded has its own
     return MemoryEstimate(
         weights_bytes=weights_bytes,
         kv_cache_bytes=max_batch_size * capacity * kv_bytes_per_token(config, dtype),
-        workspace_bytes=element * (2 * max_num_tokens * row + prefill_mask)
+        workspace_bytes=element * (2 * num_rows * row + prefill_mask)
         + 4 * (scores + 2 * logits)
         + _rounding_bytes(config, max_num_tokens)
         + (_fused_bytes(config, capacity, max_draft_len) if on_gpu else 0),

@@ -111,6 +111,7 @@ def _fused_pair(
     draft_engine, target_engine = load_engine(draft), load_engine(target)
     for engine, folder in ((draft_engine, draft), (target_engine, target)):
         check_limits(folder, engine, options)
+        engine.record_prompts(options.max_num_tokens)
     rounds = None
     if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
         rounds = FusedRounds(

@@ -205,3 +205,27 @@ def test_a_short_sequence_holds_no_more_pages_than_it_needs(engine: FusedEngine)
     engine.allocate(prompt_length=9, max_tokens=40)  # and 15: one page of 24
     assert engine.cache.can_hold(23 * 64)
     assert not engine.cache.can_hold(23 * 64 + 1)
+
+
+@pytest.mark.parametrize("length", [9, 15, 16, 17])
+def test_what_fills_up_a_short_prompt_is_never_looked_at(length: int) -> None:
+    """Whatever length is recorded, and in pages that held what would show."""
+    fused, plain = toy_engines(toy_config(**SMALL))
+    with torch.inference_mode():
+        for pool in (*fused.cache.keys, *fused.cache.values):
+            pool.fill_(torch.nan)
+    (text,) = texts(1, length + 6)
+    pieces = [(text[:length], 0), (text[length : length + 1], 1), (text[length + 1 :], 5)]
+    logits = []
+    for engine in (fused, plain):
+        sequence = engine.allocate(prompt_length=length, max_tokens=40)
+        rows = [engine.forward([(sequence, piece)], [count]) for piece, count in pieces]
+        logits.append(torch.cat(rows))
+    found, wanted = logits
+    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_a_prompt_without_room_to_be_filled_up_is_read_as_it_is() -> None:
+    limits = {"max_seq_len": 20, "max_draft_len": 0}
+    steps: list[Step] = [[(0, 19, 0)], [(0, 1, 1)]]
+    assert largest_difference(SMALL, {}, steps, text_length=20, limits=limits) <= TOLERANCE

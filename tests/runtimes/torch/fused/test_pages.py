@@ -87,8 +87,9 @@ def test_gathered_reads_pages_in_the_order_of_positions() -> None:
             positions = torch.arange(64.0) + 64 * place
             pool[page] = positions[None, :, None] + 1000 * torch.arange(2.0)[:, None, None]
             pool[page] += 10000 * layer
+    on_device = torch.tensor([slot], dtype=torch.int32)
     for layer in range(2):
-        keys, values = kv_cache.gathered(layer, slot, 130)
+        keys, values = kv_cache.gathered(layer, on_device, 130)
         assert keys.shape == values.shape == (1, 2, 130, 4)
         positions = torch.arange(130.0)
         for head in range(2):

@@ -408,15 +408,16 @@ class Decoder:
             options.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
         kernel[grid](*arguments, **constants, **options)
 
-    def prefill(self, token_ids: Tensor, slot: int, start: int) -> None:
+    def prefill(self, token_ids: Tensor, slots: Tensor, start: int) -> None:
         """Caches the keys and values of tokens [T] of one sequence from position start on.
+
+        slots  int32 [T]: that of the sequence, for each token
 
         It is a matrix product a linear, so that long prompts go at the speed of those.
         """
         config, weights = self.config, self.weights
         num_tokens = len(token_ids)
         positions = torch.arange(start, start + num_tokens, dtype=torch.int32, device=self._device)
-        slots = torch.full_like(positions, slot)
         hidden = F.embedding(token_ids, weights.embedding)
         if config.embedding_scale is not None:
             hidden = hidden * config.embedding_scale
@@ -427,7 +428,7 @@ class Decoder:
             self._turn(index, layer, qkv, query, positions, slots)
             if index == config.num_layers - 1:
                 return  # nobody reads more of a prompt's last layer than its keys and values
-            keys, values = self.cache.gathered(index, slot, start + num_tokens)
+            keys, values = self.cache.gathered(index, slots[:1], start + num_tokens)
             attended = self._attend_prompt(query, keys, values, config.windows[index])
             if layer.dense.heads_by_kv:
                 heads = attended.unflatten(-1, (config.group_size, -1, config.head_size))

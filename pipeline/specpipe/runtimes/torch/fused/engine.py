@@ -12,7 +12,13 @@ from specpipe.runtimes.torch.engine import EngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
-from specpipe.runtimes.torch.fused.sizes import CHUNK, ROWS, power_of_2_above, spare_positions
+from specpipe.runtimes.torch.fused.sizes import (
+    CHUNK,
+    LONGEST_RECORDED,
+    ROWS,
+    power_of_2_above,
+    spare_positions,
+)
 from specpipe.runtimes.torch.fused.weights import Weights
 
 SequenceId = int
@@ -22,6 +28,9 @@ _ROW_COUNTS = (1, 2, 4, 8, 16)
 
 _MAX_PIECE = 8
 """Tokens before the scored ones that go through the decode kernels, not as a prompt."""
+
+_PROMPT_STEP = {"cuda": 64, "cpu": 8}
+"""Launches for prompts are recorded for multiples of this length: a GPU takes as long for fewer."""
 
 
 @dataclass
@@ -65,6 +74,9 @@ class FusedEngine:
         self._next_id = 0
         # positions, slots and token ids of a launch, [3, ROWS]
         self._inputs = torch.zeros(3, ROWS, dtype=torch.int32, device=spec.device)
+        # those of a prompt but for its positions, which are known
+        self._prompt = torch.zeros(LONGEST_RECORDED, dtype=torch.int64, device=spec.device)
+        self._prompt_slots = torch.zeros(LONGEST_RECORDED, dtype=torch.int32, device=spec.device)
 
     def can_admit(self, max_tokens: int) -> bool:
         """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
@@ -112,7 +124,7 @@ class FusedEngine:
                 )
             num_before = len(tokens) - count
             if count == 0 or num_before > _MAX_PIECE:
-                self.decoder.prefill(self._on_device(tokens[:num_before]), sequence.slot, start)
+                self._prefill(sequence, tokens[:num_before], start)
                 tokens, start = tokens[num_before:], start + num_before
                 num_before = 0
             scored.extend(range(len(rows) + num_before, len(rows) + len(tokens)))
@@ -128,6 +140,37 @@ class FusedEngine:
                 places = torch.tensor([scored[i] - first for i in here], device=self.spec.device)
                 logits[here[0] : here[-1] + 1] = self.decoder.logits.index_select(0, places)
         return logits
+
+    def _prefill(self, sequence: _Sequence, token_ids: Sequence[int], start: int) -> None:
+        """Caches a piece of a prompt. The beginning of one, if it is short, costs the host a call.
+
+        It is then as long as was recorded, with its last token again and again behind it: nobody
+        looks at that before it is written anew.
+        """
+        step = _PROMPT_STEP[self.spec.device.type]
+        length = -(-len(token_ids) // step) * step
+        if start > 0 or length > min(LONGEST_RECORDED, sequence.capacity):
+            slots = torch.full(
+                (len(token_ids),), sequence.slot, dtype=torch.int32, device=self.spec.device
+            )
+            self.decoder.prefill(self._on_device(token_ids), slots, start)
+            return
+        filled = [*token_ids, *[token_ids[-1]] * (length - len(token_ids))]
+        self._prompt[:length] = self._on_device(filled)
+        self._prompt_slots.fill_(sequence.slot)
+        self.graphs.run(
+            ("prompt", length),
+            lambda: self.decoder.prefill(self._prompt[:length], self._prompt_slots[:length], 0),
+        )
+
+    @torch.inference_mode()
+    def record_prompts(self, longest: int) -> None:
+        """Records what pieces of prompts of up to so many tokens need, before the first comes."""
+        sequence = self.allocate(prompt_length=1, max_tokens=self.max_seq_len)
+        step = _PROMPT_STEP[self.spec.device.type]
+        for length in range(step, min(longest + step, LONGEST_RECORDED + 1), step):
+            self._prefill(self._sequences[sequence], [0] * length, 0)
+        self.free(sequence)
 
     def _on_device(self, token_ids: Sequence[int]) -> Tensor:
         """Copies token ids without waiting for what the device does before it."""

@@ -20,6 +20,10 @@ MOST_CHUNKS = 32
 """That have programs of their own. More would be many programs of few bytes, and long to join."""
 
 
+LONGEST_RECORDED = 512
+"""Tokens of a piece of a prompt. For more, the GPU takes longer than the host to launch it all."""
+
+
 def spare_positions(max_draft_len: int) -> int:
     """Returns how many positions a sequence has beyond its text: for all rounds under way."""
     return (max_draft_len + 1) * (1 + MOST_UNDER_WAY)
