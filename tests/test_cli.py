@@ -292,9 +292,9 @@ def test_check_plans_memory_for_a_named_gpu() -> None:
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[5:] == [
         "8 × 1024 tokens (batch × length):",
-        "  GPU 0, L4 (compute capability 8.9): draft 10.8 MB (1.8 MB weights, 4.5 MB KV cache, 4.6 "
-        "MB workspace); target 43.9 MB (11.0 MB weights, 26.7 MB KV cache, 6.2 MB workspace); "
-        "together 54.7 MB of 22.8 GB usable, fits",
+        "  GPU 0, L4 (compute capability 8.9): draft 12.3 MB (1.8 MB weights, 4.5 MB KV cache, 6.1 "
+        "MB workspace); target 46.9 MB (11.0 MB weights, 26.7 MB KV cache, 9.2 MB workspace); "
+        "together 59.2 MB of 22.8 GB usable, fits",
         "largest batch × length that fits: 4096 × 1024",
     ]
 
@@ -303,7 +303,7 @@ def test_check_fails_where_the_pair_does_not_fit_and_still_says_what_would() -> 
     result = run(*QUICKSTART, "--gpu", "0.04", "--json")
     assert result.exit_code == 1
     plan = json.loads(result.stdout)["memory_plan"]
-    assert (plan["fits"], plan["largest"]) == (False, [{"max_batch_size": 4, "max_seq_len": 1024}])
+    assert (plan["fits"], plan["largest"]) == (False, [{"max_batch_size": 2, "max_seq_len": 1024}])
     assert result.stderr == (
         "Error: the pair does not fit on GPU 0: lower engine.max_batch_size or engine.max_seq_len\n"
     )

@@ -79,6 +79,18 @@ def test_what_fused_kernels_take_is_counted_on_a_gpu(
     assert added == 4 * 16 * (4 * parts * 10 + 256) + 4 * 16 * 256
 
 
+def test_pieces_of_prompts_that_are_recorded_have_memory_of_their_own() -> None:
+    """On a GPU, up to 512 tokens."""
+    row = 2 * 32 + 3 * 4 * 8 + 2 * 2 * 8 + 2 * 64
+    for on_gpu, recorded in ((True, 2 * 2 * 100 * row), (False, 0)):
+        first, last = (
+            estimate("bfloat16", max_num_tokens=start + 100, on_gpu=on_gpu).workspace_bytes
+            - estimate("bfloat16", max_num_tokens=start, on_gpu=on_gpu).workspace_bytes
+            for start in (0, 512)
+        )
+        assert first - last == recorded
+
+
 def test_estimate_reads_as_a_sentence() -> None:
     text = str(MemoryEstimate(5_480_000_000, 22_000_000, 1_500))
     assert text == "5.5 GB (5.5 GB weights, 22.0 MB KV cache, 1.5 kB workspace)"
