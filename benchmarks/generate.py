@@ -2,12 +2,13 @@
 
     python benchmarks/generate.py --config configs/quickstart.yaml --threads 2
 
-Compared are transformers' `generate`, its assisted generation with the same draft and K, the
-target alone, speculation with K fixed, and speculation with the adaptive K that is served. All run
-in this process, greedy, in float32 on a CPU; each prompt runs on every side in turn, some rounds,
-before the next one, after a warm-up that does not count; the median of the rounds counts. It needs
-the extras `torch` and `test` (transformers), and a pair that has been built. Nothing else should
-keep the cores busy.
+Compared are transformers' `generate`, its assisted generation with the same draft and K, and its
+prompt lookup of as many tokens; the target alone, speculation with K fixed, speculation with the
+adaptive K that is served, and that with `speculation.prompt_lookup`. All run in this process,
+greedy, in float32 on a CPU; each prompt runs on every side in turn, some rounds, before the next
+one, after a warm-up that does not count; the median of the rounds counts. It needs the extras
+`torch` and `test` (transformers), and a pair that has been built. Nothing else should keep the
+cores busy.
 """
 
 from __future__ import annotations
@@ -43,9 +44,18 @@ from specpipe.speculative.adaptive import StepCosts
 from specpipe.text import Tokenizer
 
 TRANSFORMERS, ASSISTED = "transformers generate", "transformers assisted"
+LOOKED_UP = "transformers prompt lookup"
 ALONE, FIXED, ADAPTIVE = "target alone", "speculation, K fixed", "speculation, adaptive K"
-SIDES = (TRANSFORMERS, ASSISTED, ALONE, FIXED, ADAPTIVE)
-RATIOS = ((ALONE, TRANSFORMERS), (FIXED, ASSISTED), (FIXED, ALONE), (ADAPTIVE, ALONE))
+LOOKUP = "adaptive K with prompt lookup"
+SIDES = (TRANSFORMERS, ASSISTED, LOOKED_UP, ALONE, FIXED, ADAPTIVE, LOOKUP)
+RATIOS = (
+    (ALONE, TRANSFORMERS),
+    (FIXED, ASSISTED),
+    (LOOKUP, LOOKED_UP),
+    (FIXED, ALONE),
+    (ADAPTIVE, ALONE),
+    (LOOKUP, ALONE),
+)
 
 
 @dataclass
@@ -83,12 +93,14 @@ def main() -> None:
     fixed = load_pair(config, tokenizer, adaptive=False, **options)
     adaptive = load_pair(config, tokenizer, adaptive=True, **options)
     assert isinstance(adaptive, EnginePair) and adaptive.costs is not None
+    lookup = load_pair(config, tokenizer, adaptive=True, prompt_lookup=True, **options)
     costs_at_start = adaptive.costs.at(1)
     adaptive.costs = recorder = RecordingCosts(adaptive.costs)
     sides = {
         **transformers_sides(config, tokenizer, arguments.num_draft_tokens),
         ALONE: Side(lambda ids, limit: ask(fixed, tokenizer, ids, limit, 0)),
         FIXED: Side(lambda ids, limit: ask(fixed, tokenizer, ids, limit)),
+        LOOKUP: Side(lambda ids, limit: ask(lookup, tokenizer, ids, limit)),
         ADAPTIVE: Side(lambda ids, limit: ask(adaptive, tokenizer, ids, limit)),
     }
     prompts = read_prompts(arguments.prompts, arguments.limit)
@@ -169,6 +181,9 @@ def transformers_sides(
     return {
         TRANSFORMERS: Side(generate),
         ASSISTED: Side(lambda ids, limit: generate(ids, limit, assistant_model=draft)),
+        LOOKED_UP: Side(
+            lambda ids, limit: generate(ids, limit, prompt_lookup_num_tokens=num_draft_tokens)
+        ),
     }
 
 
@@ -180,7 +195,7 @@ def print_table(prompts: Sequence[Prompt], runs: dict[str, list[Run]]) -> None:
     columns["all"] = list(range(len(prompts)))
 
     def row(name: str, cells: Sequence[str]) -> None:
-        print(f"{name:48}" + "".join(f"{cell:>12}" for cell in cells))
+        print(f"{name:58}" + "".join(f"{cell:>12}" for cell in cells))
 
     def chosen(side: str, indices: Sequence[int]) -> list[Run]:
         return [runs[side][i] for i in indices]
@@ -191,16 +206,16 @@ def print_table(prompts: Sequence[Prompt], runs: dict[str, list[Run]]) -> None:
     for side, base in RATIOS:
         ratios = [rate(chosen(side, i)) / rate(chosen(base, i)) for i in columns.values()]
         row(f"{side} / {base}", [f"{ratio:.2f}" for ratio in ratios])
-    for side in (FIXED, ADAPTIVE):
+    for side in (FIXED, ADAPTIVE, LOOKUP):
         lengths = [acceptance_length(chosen(side, i)) for i in columns.values()]
         row(f"acceptance length, {side}", [f"{length:.2f}" for length in lengths])
 
 
 def print_prompts(prompts: Sequence[Prompt], runs: dict[str, list[Run]]) -> None:
     """Rates by prompt."""
-    print(f"\n{'tokens/s by prompt':28}" + "".join(f"{side:>25}" for side in SIDES))
+    print(f"\n{'tokens/s by prompt':28}" + "".join(f"{side:>31}" for side in SIDES))
     for index, prompt in enumerate(prompts):
-        cells = "".join(f"{runs[side][index].rate:25.0f}" for side in SIDES)
+        cells = "".join(f"{runs[side][index].rate:31.0f}" for side in SIDES)
         length = acceptance_length([runs[FIXED][index]])
         print(f"{prompt.name[:27]:28}{cells}   acceptance length {length:.2f}")
 
@@ -227,9 +242,10 @@ def print_verdict(
             for i in rows
         ]
         print(f"{side}: {min(reached):.2f} to {max(reached):.2f} of the predicted rate")
-    ratios = {i: runs[ADAPTIVE][i].rate / runs[ALONE][i].rate for i in rows}
-    worst = min(ratios, key=ratios.__getitem__)
-    print(f"{ADAPTIVE} / {ALONE}: {ratios[worst]:.2f} on the worst prompt, {prompts[worst].name}")
+    for side in (ADAPTIVE, LOOKUP):
+        ratios = {i: runs[side][i].rate / runs[ALONE][i].rate for i in rows}
+        worst = min(ratios, key=ratios.__getitem__)
+        print(f"{side} / {ALONE}: {ratios[worst]:.2f} on the worst prompt, {prompts[worst].name}")
     good = [i for i in rows if acceptance_length([runs[FIXED][i]]) >= 2.6]
     if good:
         ratio = rate([runs[FIXED][i] for i in good]) / rate([runs[ALONE][i] for i in good])
