@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -363,15 +364,14 @@ def text_of(rule: Callable[[Sequence[int]], int], asked: Request) -> list[int]:
     return text[len(asked.prompt_token_ids) :]
 
 
+def copying_pair(draft_name: str, **options: Any) -> tuple[EnginePair, TableRounds]:
+    settings = {"target": TableModel(lap_rule), "prompt_lookup": True, "costs": COSTS, **options}
+    return make_pair(TableModel(DRAFT_RULES[draft_name]), num_draft_tokens=4, **settings)
+
+
 @pytest.mark.parametrize("draft_name", ["self", "wrong"])
 def test_where_the_text_repeats_itself_it_is_copied(draft_name: str) -> None:
-    pair, rounds = make_pair(
-        TableModel(DRAFT_RULES[draft_name]),
-        target=TableModel(lap_rule),
-        costs=COSTS,
-        num_draft_tokens=4,
-        prompt_lookup=True,
-    )
+    pair, rounds = copying_pair(draft_name)
     asked = request("r", 3, max_tokens=150)
     chunks = run(pair, [asked])["r"]
     assert ids(chunks) == text_of(lap_rule, asked)
@@ -385,50 +385,31 @@ def test_where_the_text_repeats_itself_it_is_copied(draft_name: str) -> None:
 
 
 def test_nothing_is_copied_unless_that_was_asked_for_and_changes_nothing() -> None:
-    target = TableModel(lap_rule)
-    draft = TableModel(DRAFT_RULES["wrong"])
     for prompt_lookup, sampling, is_copied in (
         (False, Sampling(), False),
         (True, Sampling(), True),
         (True, SEEDED, True),
         (True, Sampling(temperature=0.05, seed=3), False),  # the accept test wants probabilities
     ):
-        pair, rounds = make_pair(
-            draft, target=target, costs=COSTS, num_draft_tokens=4, prompt_lookup=prompt_lookup
-        )
+        pair, rounds = copying_pair("wrong", prompt_lookup=prompt_lookup)
         asked = request("r", 3, max_tokens=60, sampling=sampling)
         chunks = run(pair, [asked])["r"]
         assert len(ids(chunks)) == 60
         assert bool(rounds.copied) == is_copied
-        pair, rounds = make_pair(
-            draft, target=target, num_draft_tokens=4, prompt_lookup=prompt_lookup
-        )
+        pair, rounds = copying_pair("wrong", prompt_lookup=prompt_lookup, costs=None)
         assert ids(run(pair, [asked])["r"]) == ids(chunks)
         assert not rounds.copied  # a fixed draft length is that of the draft
 
 
 def test_a_request_may_ask_for_fewer_copied_tokens_or_none() -> None:
     for most, copied in ((2, {2}), (0, set())):
-        pair, rounds = make_pair(
-            TableModel(DRAFT_RULES["wrong"]),
-            target=TableModel(lap_rule),
-            costs=COSTS,
-            num_draft_tokens=4,
-            prompt_lookup=True,
-        )
+        pair, rounds = copying_pair("wrong")
         run(pair, [request("r", 3, max_tokens=60, num_draft_tokens=most)])
         assert set(rounds.copied) == copied
 
 
 def test_copies_need_no_room_of_the_draft() -> None:
-    pair, rounds = make_pair(
-        TableModel(DRAFT_RULES["self"]),
-        target=TableModel(lap_rule),
-        costs=COSTS,
-        num_draft_tokens=4,
-        prompt_lookup=True,
-        draft_max_seq_len=8,
-    )
+    pair, rounds = copying_pair("self", draft_max_seq_len=8)
     asked = request("r", 9, max_tokens=60)
     assert ids(run(pair, [asked])["r"]) == text_of(lap_rule, asked)
     assert [k for k in rounds.launched if k] == rounds.copied
@@ -437,14 +418,7 @@ def test_copies_need_no_room_of_the_draft() -> None:
 
 @pytest.mark.parametrize("has_rounds", [True, False])
 def test_requests_that_join_change_no_text_that_is_copied(has_rounds: bool) -> None:
-    pair, rounds = make_pair(
-        TableModel(DRAFT_RULES["half"]),
-        target=TableModel(lap_rule),
-        costs=COSTS,
-        num_draft_tokens=4,
-        prompt_lookup=True,
-        has_rounds=has_rounds,
-    )
+    pair, rounds = copying_pair("half", has_rounds=has_rounds)
     asked = request("r", 5, max_tokens=120)
     pair.submit(asked)
     chunks: list[Chunk] = []
@@ -457,14 +431,7 @@ def test_requests_that_join_change_no_text_that_is_copied(has_rounds: bool) -> N
 
 
 def test_single_steps_copy_without_the_draft() -> None:
-    pair, _ = make_pair(
-        TableModel(DRAFT_RULES["wrong"]),
-        target=TableModel(lap_rule),
-        costs=COSTS,
-        num_draft_tokens=4,
-        prompt_lookup=True,
-        has_rounds=False,
-    )
+    pair, _ = copying_pair("wrong", has_rounds=False)
     asked = request("r", 3, max_tokens=60)
     chunks = run(pair, [asked])["r"]
     assert ids(chunks) == text_of(lap_rule, asked)
@@ -477,13 +444,8 @@ def test_single_steps_copy_without_the_draft() -> None:
 
 
 def test_an_unusable_round_of_copies_is_made_again_without_them() -> None:
-    pair, rounds = make_pair(
-        TableModel(DRAFT_RULES["wrong"]),
-        target=TableModel(lambda context: 10),
-        costs=COSTS,
-        num_draft_tokens=4,
-        prompt_lookup=True,
-        rounds_type=Unusable,
+    pair, rounds = copying_pair(
+        "wrong", target=TableModel(lambda context: 10), rounds_type=Unusable
     )
     asked = request("r", 1, max_tokens=40)
     assert ids(run(pair, [asked])["r"]) == [10] * 40
