@@ -179,8 +179,8 @@ class SpeculationConfig(Section):
     """Whether each request's K follows its own acceptance, so that a poor draft costs little."""
 
     schedule: tuple[LoadLevel, ...] = Field(default=(), strict=False)
-    """The most draft tokens by load, as `specpipe tune` measures it; none: num_draft_tokens at any
-    load."""
+    """The most tokens that the draft drafts by load, as `specpipe tune` measures it; none:
+    num_draft_tokens at any load."""
 
     prompt_lookup: bool = False
     """Whether a request that runs alone, greedy or with a seed, may copy draft tokens from its own

@@ -417,6 +417,19 @@ def test_copies_need_no_room_of_the_draft() -> None:
 
 
 @pytest.mark.parametrize("has_rounds", [True, False])
+def test_a_load_without_drafting_copies_and_leaves_the_draft_alone(has_rounds: bool) -> None:
+    pair, rounds = copying_pair("self", has_rounds=has_rounds, schedule=((1, 0),))
+    asked = request("r", 9, max_tokens=60)
+    chunks = run(pair, [asked])["r"]
+    assert ids(chunks) == text_of(lap_rule, asked)
+    statistics = chunks[-1].statistics
+    assert statistics is not None and statistics.total_accepted_draft_tokens >= 30
+    draft = pair.engines["draft"]
+    assert isinstance(draft, Device)
+    assert draft.forwards == []
+
+
+@pytest.mark.parametrize("has_rounds", [True, False])
 def test_requests_that_join_change_no_text_that_is_copied(has_rounds: bool) -> None:
     pair, rounds = copying_pair("half", has_rounds=has_rounds)
     asked = request("r", 5, max_tokens=120)

@@ -101,23 +101,6 @@ def test_copying_stays_where_it_may(tmp_path: Path) -> None:
     assert written(tmp_path, HEAD + LOOKUP) == HEAD + LOOKUP + LEVELS.format(indent="  ")
 
 
-def test_no_draft_tokens_for_a_request_alone_leave_nothing_to_copy(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text(HEAD + LOOKUP)
-    with pytest.raises(ConfigError) as caught:
-        write_schedule(path, ((1, 0), (2, 3)))
-    assert str(caught.value) == (
-        f"{path}: the draft does not pay for a request that runs alone, and a schedule without "
-        "draft tokens there allows no copied ones: leave speculation.prompt_lookup out, or write "
-        "the schedule by hand, with what may be copied in its first level:\n"
-        "speculation:\n"
-        "  schedule:\n"
-        "    - {from_batch_size: 1, num_draft_tokens: 0}\n"
-        "    - {from_batch_size: 2, num_draft_tokens: 3}\n"
-    )
-    assert path.read_text() == HEAD + LOOKUP
-
-
 def test_windows_lines_stay(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes((HEAD + "engine:\n  runtime: torch\n").replace("\n", "\r\n").encode())

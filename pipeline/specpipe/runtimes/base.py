@@ -110,7 +110,9 @@ class PairOptions:
     num_draft_tokens: int = 4
     adaptive: bool = True
     schedule: Schedule = ()
-    """The most draft tokens by load, whatever acceptance says; none: num_draft_tokens."""
+    """The most tokens that the draft drafts by load, whatever acceptance says; none:
+    num_draft_tokens.
+    """
     prompt_lookup: bool = False
     """Whether a request that runs alone copies draft tokens from its own text where that repeats
     itself, instead of asking the draft model.

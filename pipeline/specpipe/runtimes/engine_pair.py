@@ -278,7 +278,8 @@ class EnginePair:
         if not stream.runs(state):
             stream.end()
             fits_draft = len(state.token_ids) <= self._draft.max_seq_len
-            has_draft = state.is_speculative and fits_draft and self._has_draft_sequence(running)
+            may_draft = most_draft_tokens(self._options.schedule, 1) != 0 and state.is_speculative
+            has_draft = may_draft and fits_draft and self._has_draft_sequence(running)
             # Rounds want all of the text but its last two tokens.
             is_behind = has_draft and self._draft_length(running) < len(state.token_ids) - 2
             stream.begin(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specpipe.quantization.formats import FORMATS, TENSORRT_FORMATS
-from specpipe.speculative.adaptive import most_draft_tokens
 
 if TYPE_CHECKING:
     from specpipe.config import CheckpointConfig, PipelineConfig, QuantizationConfig
@@ -73,12 +72,6 @@ def _prompt_lookup_faults(config: PipelineConfig) -> Iterator[Fault]:
             True,
             "false, or speculation.adaptive true: what recent copies were worth decides whether a "
             "step copies",
-        )
-    if most_draft_tokens(speculation.limits, 1) == 0:
-        yield without_effect(
-            key,
-            True,
-            "a speculation.schedule that allows a request alone no draft tokens, copied or not",
         )
 
 

@@ -284,8 +284,9 @@ class RequestState:
     ) -> int:
         """How many draft tokens to copy from the text in the next step; 0: it is not to copy any.
 
-        So it is where drafting promises more, and where the request cannot copy. The limits are
-        those of drafting, but for the draft's context. drafting is None while there is no draft.
+        So it is where drafting promises more, and where the request cannot copy. drafting is None
+        while there is no draft. Neither its context nor `most` limits what is copied: both are of
+        the draft.
         """
         if self._lookup is None or self._draft_length is None:
             return 0
@@ -293,22 +294,22 @@ class RequestState:
         promise = 1.0
         if drafting is not None:
             promise = self._draft_length.promise(self._draft_limit(most), drafting)
-        return self._lookup.choose(self._token_limit(most), copying, instead_of=promise)
+        return self._lookup.choose(self._token_limit(), copying, instead_of=promise)
 
     def copy(self, num_tokens: int) -> list[int]:
         """Returns as many draft tokens as `next_num_copied_tokens` said, copied from the text."""
         assert self._lookup is not None
         return self._lookup.copy(num_tokens)
 
-    def _token_limit(self, most: int | None, num_ahead: int = 0) -> int:
+    def _token_limit(self, num_ahead: int = 0) -> int:
         """The most draft tokens that the request has a use for; less than 1: none."""
-        limit = min(self._max_num_draft_tokens, self._num_tokens_left() - num_ahead - 1)
-        return limit if most is None else min(limit, most)
+        return min(self._max_num_draft_tokens, self._num_tokens_left() - num_ahead - 1)
 
     def _draft_limit(self, most: int | None, num_ahead: int = 0) -> int:
-        """The same, of those that the draft has room for."""
+        """The same, of those that the draft has room for and the load allows."""
         room = self._limits.draft_max_seq_len - len(self.token_ids) - num_ahead + 1
-        return min(self._token_limit(most, num_ahead), room)
+        limit = min(self._token_limit(num_ahead), room)
+        return limit if most is None else min(limit, most)
 
     @property
     def is_draft_on_trial(self) -> bool:

@@ -11,19 +11,17 @@ from pydantic import ValidationError
 
 from specpipe.config import PipelineConfig
 from specpipe.errors import ConfigError
-from specpipe.speculative.adaptive import Schedule, most_draft_tokens
+from specpipe.speculative.adaptive import Schedule
 from specpipe.tune.schedule import to_yaml
 from specpipe.yaml_document import parse_yaml, read_yaml
 
 _SECTION, _SCHEDULE, _NUM_DRAFT_TOKENS = "speculation", "schedule", "num_draft_tokens"
-_PROMPT_LOOKUP = "prompt_lookup"
 
 
 def write_schedule(path: Path, schedule: Schedule) -> None:
     """Sets speculation.schedule, and raises speculation.num_draft_tokens where it allows less.
 
-    Raises ConfigError, with what to write by hand, where the section is not in block style, and
-    where speculation.prompt_lookup would be without effect.
+    Raises ConfigError, with what to write by hand, where the section is not in block style.
     """
     read_yaml(path)  # refuses what is not a YAML of ours
     text = path.read_bytes().decode()
@@ -32,13 +30,6 @@ def write_schedule(path: Path, schedule: Schedule) -> None:
     data = parse_yaml(text, origin=str(path)).data
     if data[_SECTION].get(_NUM_DRAFT_TOKENS, _default_num_draft_tokens()) < most:
         text = _with_num_draft_tokens(path, text, most)
-    if data[_SECTION].get(_PROMPT_LOOKUP) is True and most_draft_tokens(schedule, 1) == 0:
-        raise ConfigError(
-            f"{path}: the draft does not pay for a request that runs alone, and a schedule without "
-            f"draft tokens there allows no copied ones: leave {_SECTION}.{_PROMPT_LOOKUP} out, or "
-            f"write the schedule by hand, with what may be copied in its first level:\n"
-            f"{_by_hand_text(schedule)}"
-        )
     try:
         PipelineConfig.model_validate(parse_yaml(text, origin=str(path)).data, context=path)
     except (ConfigError, ValidationError) as exc:
@@ -116,11 +107,8 @@ def _default_num_draft_tokens() -> int:
 
 
 def _by_hand(path: Path, schedule: Schedule) -> ConfigError:
+    text = "".join(_indented(schedule, 2))
     return ConfigError(
         f"{path}: the schedule cannot be put into section {_SECTION} as it is written there; "
-        f"write it by hand:\n{_by_hand_text(schedule)}"
+        f"write it by hand:\n{_SECTION}:\n{text}"
     )
-
-
-def _by_hand_text(schedule: Schedule) -> str:
-    return f"{_SECTION}:\n{''.join(_indented(schedule, 2))}"
