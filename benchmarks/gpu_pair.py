@@ -252,26 +252,23 @@ class PairBenchmark:
         return found
 
     def adaptive(self) -> dict[str, Any]:
+        return self._beside_alone(self._pair().adaptive)
+
+    def lookup(self) -> dict[str, Any]:
+        return self._beside_alone(self._pair().lookup)
+
+    def _beside_alone(self, pair: EnginePair) -> dict[str, Any]:
+        """Answers of a pair that chooses its drafts, and of the target alone right before."""
         loaded = self._pair()
         alone_rate, alone = self._answers(loaded.fixed, 0)
-        rate, answers = self._answers(loaded.adaptive, None)
+        rate, answers = self._answers(pair, None)
+        margins = self._margins(loaded.target, alone, answers)
         return {
             "tokens_per_second": rate,
             "alone_tokens_per_second": alone_rate,
             "acceptance_length": acceptance_length(answers),
             "first_token_seconds": first_token_seconds(answers),
             "alone_first_token_seconds": first_token_seconds(alone),
-        }
-
-    def lookup(self) -> dict[str, Any]:
-        loaded = self._pair()
-        alone_rate, alone = self._answers(loaded.fixed, 0)
-        rate, answers = self._answers(loaded.lookup, None)
-        margins = self._margins(loaded.target, alone, answers)
-        return {
-            "tokens_per_second": rate,
-            "alone_tokens_per_second": alone_rate,
-            "acceptance_length": acceptance_length(answers),
             "num_answers": len(answers),
             "num_different": len(margins),
             "margins": margins,

@@ -138,6 +138,19 @@ def make_pair(
     return pair, rounds
 
 
+def run_beside_others(
+    pair: EnginePair, asked: Request, *, joined_at: tuple[int, int]
+) -> list[Chunk]:
+    """What a request gets, beside which others run for a while from two steps on."""
+    pair.submit(asked)
+    chunks: list[Chunk] = []
+    for step in range(200):
+        if step in joined_at:
+            pair.submit(request(f"other {step}", 6, max_tokens=2))
+        chunks += [chunk for chunk in pair.step() if chunk.request_id == asked.request_id]
+    return chunks
+
+
 @pytest.mark.parametrize("draft_name", DRAFT_RULES)
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 8])
 def test_a_request_alone_has_the_text_of_the_target(draft_name: str, num_draft_tokens: int) -> None:
@@ -244,12 +257,7 @@ def test_text_and_statistics_are_those_of_single_steps(
     assert len(ids(expected)) == 40
     assert run(pair, [asked])["r"][-1].statistics == expected[-1].statistics
     assert rounds.launched
-    pair.submit(asked)
-    chunks: list[Chunk] = []
-    for step in range(60):
-        if step in (3, 9):
-            pair.submit(request(f"other {step}", 6, max_tokens=2))
-        chunks += [chunk for chunk in pair.step() if chunk.request_id == "r"]
+    chunks = run_beside_others(pair, asked, joined_at=(3, 9))
     assert rounds.num_dropped
     assert ids(chunks) == ids(expected)
     assert chunks[-1].statistics == expected[-1].statistics
@@ -433,12 +441,7 @@ def test_a_load_without_drafting_copies_and_leaves_the_draft_alone(has_rounds: b
 def test_requests_that_join_change_no_text_that_is_copied(has_rounds: bool) -> None:
     pair, rounds = copying_pair("half", has_rounds=has_rounds)
     asked = request("r", 5, max_tokens=120)
-    pair.submit(asked)
-    chunks: list[Chunk] = []
-    for step in range(200):
-        if step in (12, 20):
-            pair.submit(request(f"other {step}", 6, max_tokens=2))
-        chunks += [chunk for chunk in pair.step() if chunk.request_id == "r"]
+    chunks = run_beside_others(pair, asked, joined_at=(12, 20))
     assert ids(chunks) == text_of(lap_rule, asked)
     assert bool(rounds.copied) == has_rounds
 

@@ -138,6 +138,7 @@ class EnginePair:
         self._options, self._detokenizer, self._clock = options, detokenizer, clock
         self._on_close = on_close
         self.costs = costs if options.adaptive else None
+        self._copies = options.prompt_lookup and self.costs is not None
         self._stream: SingleStream | None = None
         if rounds is not None:
             self._stream = SingleStream(rounds, options, is_adaptive=self.costs is not None)
@@ -231,7 +232,7 @@ class EnginePair:
             self._limits,
             self._detokenizer(request.prompt_token_ids),
             draft_length=DraftLength() if self.costs is not None else None,
-            has_lookup=self._options.prompt_lookup and self.costs is not None,
+            has_lookup=self._copies,
             queue_s=waiting.waited_s(self._clock()),
         )
 
@@ -278,8 +279,8 @@ class EnginePair:
         if not stream.runs(state):
             stream.end()
             fits_draft = len(state.token_ids) <= self._draft.max_seq_len
-            may_draft = most_draft_tokens(self._options.schedule, 1) != 0 and state.is_speculative
-            has_draft = may_draft and fits_draft and self._has_draft_sequence(running)
+            may_draft = stream.may_draft(state) and fits_draft
+            has_draft = may_draft and self._has_draft_sequence(running)
             # Rounds want all of the text but its last two tokens.
             is_behind = has_draft and self._draft_length(running) < len(state.token_ids) - 2
             stream.begin(
@@ -359,7 +360,12 @@ class EnginePair:
             return drafted
         costs = self.costs.at(len(decoding)) if self.costs is not None and decoding else None
         most = most_draft_tokens(self._options.schedule, len(decoding))
-        if costs is not None and len(decoding) == 1 and not decoding[0].is_draft_suspect:
+        if (
+            self._copies
+            and costs is not None
+            and len(decoding) == 1
+            and not decoding[0].is_draft_suspect
+        ):
             state = decoding[0].state
             copying = replace(costs, draft_step=0.0)
             num_copied = state.next_num_copied_tokens(copying, costs, most=most)

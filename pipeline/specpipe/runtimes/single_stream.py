@@ -98,7 +98,7 @@ class SingleStream:
 
     def __init__(self, rounds: Rounds, options: PairOptions, *, is_adaptive: bool) -> None:
         self._rounds = rounds
-        self._schedule = options.schedule
+        self._most = most_draft_tokens(options.schedule, 1)
         self._costs = rounds.costs if is_adaptive else None
         self._copy_costs = rounds.copy_costs if options.prompt_lookup and is_adaptive else None
         self._state: RequestState | None = None
@@ -114,6 +114,10 @@ class SingleStream:
         """Says whether a request wants tokens only, chosen by no more than the model's scores."""
         request = state.request
         return not request.sampling.changes_scores and not request.return_log_probs
+
+    def may_draft(self, state: RequestState) -> bool:
+        """Says whether a request, and the load that it is alone, let the draft draft."""
+        return state.is_speculative and self._most != 0
 
     def begin(
         self,
@@ -183,9 +187,8 @@ class SingleStream:
         """
         if self._costs is not None or not self._has_draft:
             return False
-        most = most_draft_tokens(self._schedule, 1)
         ahead = self._most_tokens_under_way()
-        lengths = {state.next_num_draft_tokens(most=most, num_ahead=n) for n in (0, ahead)}
+        lengths = {state.next_num_draft_tokens(most=self._most, num_ahead=n) for n in (0, ahead)}
         return len(lengths) > 1
 
     def _most_tokens_under_way(self) -> int:
@@ -193,17 +196,16 @@ class SingleStream:
 
     def _next(self, state: RequestState) -> _Launched:
         """The round to launch."""
-        most = most_draft_tokens(self._schedule, 1)
         if self._copy_costs is not None:
             drafting = self._costs if self._has_draft else None
-            num_copied = state.next_num_copied_tokens(self._copy_costs, drafting, most=most)
+            num_copied = state.next_num_copied_tokens(self._copy_costs, drafting, most=self._most)
             if num_copied:
                 return _Launched(num_copied, is_copied=True)
         # A trial is one round: the next does not draft before it has told.
         is_drafting = any(r.num_draft_tokens and not r.is_copied for r in self._under_way)
         if not self._has_draft or (is_drafting and state.is_draft_on_trial):
             return _Launched(0)
-        return _Launched(state.next_num_draft_tokens(self._costs, most=most))
+        return _Launched(state.next_num_draft_tokens(self._costs, most=self._most))
 
     def _launch(self, state: RequestState, launched: _Launched) -> None:
         num_ahead = self._most_tokens_under_way() + launched.num_draft_tokens + 1

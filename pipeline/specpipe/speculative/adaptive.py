@@ -50,11 +50,14 @@ def expected_tokens(acceptance_probability: float, num_draft_tokens: int) -> flo
     return sum(acceptance_probability**i for i in range(num_draft_tokens + 1))
 
 
+def promise(acceptance_probability: float, num_draft_tokens: int, costs: StepCosts) -> float:
+    """The tokens that should come of such steps in the time of a plain one."""
+    return expected_tokens(acceptance_probability, num_draft_tokens) / costs.time(num_draft_tokens)
+
+
 def best_draft_length(acceptance_probability: float, limit: int, costs: StepCosts) -> int:
-    """The draft length in 0 ... limit that promises most tokens in a given time."""
-    return max(
-        range(limit + 1), key=lambda k: expected_tokens(acceptance_probability, k) / costs.time(k)
-    )
+    """The draft length in 0 ... limit that promises most."""
+    return max(range(limit + 1), key=lambda k: promise(acceptance_probability, k, costs))
 
 
 class DraftLength:
@@ -92,20 +95,17 @@ class DraftLength:
             return 0
         if (limit + 1) / costs.time(limit) < MIN_GAIN:
             return 0  # not even a perfect draft would pay at this load
-        best = 0 if self._pause else self._best(limit, costs)
+        best = 0 if self._pause else best_draft_length(self.acceptance_probability, limit, costs)
         self._is_trial = best == 0
         self._first_pause = round((costs.time(1) - 1.0) / _TRIAL_SHARE)
         return max(best, 1)
-
-    def _best(self, limit: int, costs: StepCosts) -> int:
-        return best_draft_length(self.acceptance_probability, limit, costs)
 
     def promise(self, limit: int, costs: StepCosts) -> float:
         """The tokens that drafting up to limit promises in the time of a plain step."""
         if limit <= 0 or self._pause:
             return 1.0
-        best = self._best(limit, costs)
-        return self.expected_tokens(best) / costs.time(best)
+        a = self.acceptance_probability
+        return promise(a, best_draft_length(a, limit, costs), costs)
 
     def expected_tokens(self, num_draft_tokens: int) -> float:
         """What a step with that many draft tokens should emit."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specpipe.speculative.adaptive import MIN_GAIN, StepCosts, best_draft_length, expected_tokens
+from specpipe.speculative.adaptive import MIN_GAIN, StepCosts, best_draft_length, promise
 
 LONGEST, SHORTEST = 4, 2
 """Tokens at the end of the text that are looked for; more of them before fewer."""
@@ -88,5 +88,4 @@ class PromptLookup:
             return 0
         a = self.acceptance_probability
         best = best_draft_length(a, limit, costs)
-        promise = expected_tokens(a, best) / costs.time(best)
-        return best if promise > max(instead_of, MIN_GAIN) else 0
+        return best if promise(a, best, costs) > max(instead_of, MIN_GAIN) else 0

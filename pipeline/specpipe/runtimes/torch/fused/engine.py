@@ -74,6 +74,7 @@ class FusedEngine:
         self._next_id = 0
         # positions, slots and token ids of a launch, [3, ROWS]
         self._inputs = torch.zeros(3, ROWS, dtype=torch.int32, device=spec.device)
+        self._prompt_step = _PROMPT_STEP[spec.device.type]
         # those of a prompt but for its positions, which are known
         self._prompt = torch.zeros(LONGEST_RECORDED, dtype=torch.int64, device=spec.device)
         self._prompt_slots = torch.zeros(LONGEST_RECORDED, dtype=torch.int32, device=spec.device)
@@ -147,8 +148,7 @@ class FusedEngine:
         It is then as long as was recorded, with its last token again and again behind it: nobody
         looks at that before it is written anew.
         """
-        step = _PROMPT_STEP[self.spec.device.type]
-        length = -(-len(token_ids) // step) * step
+        length = -(-len(token_ids) // self._prompt_step) * self._prompt_step
         if start > 0 or length > min(LONGEST_RECORDED, sequence.capacity):
             slots = torch.full(
                 (len(token_ids),), sequence.slot, dtype=torch.int32, device=self.spec.device
@@ -167,7 +167,7 @@ class FusedEngine:
     def record_prompts(self, longest: int) -> None:
         """Records what pieces of prompts of up to so many tokens need, before the first comes."""
         sequence = self.allocate(prompt_length=1, max_tokens=self.max_seq_len)
-        step = _PROMPT_STEP[self.spec.device.type]
+        step = self._prompt_step
         for length in range(step, min(longest + step, LONGEST_RECORDED + 1), step):
             self._prefill(self._sequences[sequence], [0] * length, 0)
         self.free(sequence)

@@ -173,8 +173,8 @@ class FusedRounds:
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        num_unread = 0 if is_drafting else num_draft_tokens + 1
-        self._under_way.append(_UnderWay(told, done, num_unread))
+        left_unread = 0 if is_drafting else num_draft_tokens + 1
+        self._under_way.append(_UnderWay(told, done, left_unread))
 
     def take(self) -> Verified:
         """Waits for the oldest round under way and says what came of it."""
