@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_
 
 from specpipe import config_messages
 from specpipe.errors import ConfigError
+from specpipe.limits import Limits
 from specpipe.nightly.settings import NightlyConfig
 from specpipe.quantization.formats import FORMATS
 from specpipe.runtimes.setting_faults import setting_faults
@@ -273,6 +274,9 @@ class ServingConfig(Section):
 
     request_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds from arrival to the last token; then the request ends with what it has."""
+
+    limits: Limits = Limits()
+    """What is refused for its size before work is done on it."""
 
 
 class PipelineConfig(Section):
