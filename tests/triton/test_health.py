@@ -145,7 +145,7 @@ def test_one_break_between_answers_is_none(watch: Watch) -> None:
     [FULL, ServerError(f"the request failed: {OVERDUE}")],
 )
 def test_a_probe_refused_for_the_load_is_an_answer(watch: Watch, refusal: Exception) -> None:
-    for _ in range(200):
+    for _ in range(20):
         watch.look_for(5, entered=1, steps=3, responses=6, left=6)
         assert watch.end_probe(refusal) is None
 

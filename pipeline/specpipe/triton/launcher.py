@@ -67,8 +67,9 @@ def serve(
         try:
             server.start(signals.received)
             if not signals.received():
+                health = Health(server)  # first, so that whoever hears of it finds it watched
                 on_ready(server)
-                _supervise(server, signals, report)
+                _supervise(server, health, signals, report)
             if signals.received():
                 report(f"stopping: running requests have {options.drain_timeout_s:g} s to finish")
         finally:
@@ -77,9 +78,8 @@ def serve(
         raise KeyboardInterrupt
 
 
-def _supervise(server: Server, signals: _Signals, report: Report) -> None:
+def _supervise(server: Server, health: Health, signals: _Signals, report: Report) -> None:
     """Watches until a signal comes; restarts, at once, or after pauses that grow while it fails."""
-    health = Health(server)
     while not signals.wait(min(LOOK_INTERVAL_S, server.options.probe_interval_s)):
         reason = health.look()
         if reason is None:
@@ -102,8 +102,8 @@ def _supervise(server: Server, signals: _Signals, report: Report) -> None:
                     raise ServerError(f"Triton fails again and again, last: {reason}") from exc
         if signals.received():
             return
-        report(f"Triton answers again, {time.monotonic() - noticed:.1f} s after that was noticed")
         health = Health(server)
+        report(f"Triton answers again, {time.monotonic() - noticed:.1f} s after that was noticed")
 
 
 class _Signals:
