@@ -209,6 +209,18 @@ def _print_checked(checked: Checked) -> None:
 @click.option("--grpc-port", default=8001, show_default=True, help="0: any free port.")
 @click.option("--metrics-port", default=8002, show_default=True, help="0: any free port.")
 @click.option(
+    "--no-http",
+    "allow_http",
+    flag_value=False,
+    default=True,
+    help="Listen for gRPC alone: known holes of older tritonservers are in HTTP.",
+)
+@click.option(
+    "--allow-known-holes",
+    is_flag=True,
+    help="Let others than this machine reach a tritonserver that a client can end.",
+)
+@click.option(
     "--mpi-mode",
     type=click.Choice(["auto", "leader", "orchestrator"]),
     default="auto",
@@ -244,7 +256,7 @@ def serve(
     from specpipe.verification import record
 
     def announce(server: launcher.Server) -> None:
-        click.echo(f"ready: {server.http_url} {server.grpc_url} {server.metrics_url}")
+        click.echo(f"ready: {' '.join(server.urls)} {server.metrics_url}")
 
     config = _load(config_path, overrides)
     repository = pipeline.built_repository(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -45,7 +46,7 @@ def examine() -> tuple[Line, ...]:
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
         *(Line(library, found) for library, found in versions(LIBRARIES).items()),
-        Line("tritonserver", _tritonserver()),
+        *_tritonserver(),
         *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),
         *_gpus(),
         Line("docker", _docker()),
@@ -54,13 +55,18 @@ def examine() -> tuple[Line, ...]:
     )
 
 
-def _tritonserver() -> str:
+def _tritonserver() -> Iterator[Line]:
+    from specpipe.triton import known_holes
     from specpipe.triton.server import find_tritonserver
 
     try:
-        return str(find_tritonserver().path)
+        binary = find_tritonserver()
     except SpecpipeError as exc:
-        return str(exc)
+        yield Line("tritonserver", str(exc))
+        return
+    version = known_holes.find_version(binary, os.environ)
+    yield Line("tritonserver", f"{version or 'version unknown'} ({binary.path})")
+    yield Line("known holes", known_holes.describe(version))
 
 
 def _gpus() -> Iterator[Line]:

@@ -69,6 +69,7 @@ class TritonPythonModel:
         if arrays is not None:
             tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
             sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if is_last else 0)
+            self._counters.count_response()
 
 
 def _send_error(sender, error, *, code):

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 # (Open MPI's mpirun, "binding"), unless it is told not to.
 MPI_RUN = ("mpirun", "--allow-run-as-root", "--bind-to", "none")
 
+# What whoever reaches Triton could do to it; clients need none of it. Triton's names, from --help.
+ADMIN_CALLS = ("shared-memory", "model-repository", "trace", "logging", "statistics")
+ADMIN_HEADER = "specpipe-admin-key"
+"""The HTTP header that opens them; over gRPC it is `triton-grpc-protocol-specpipe-admin-key`."""
+
 # Linux sends a SIGTERM when the thread that started the process dies, however that came (1 is
 # PR_SET_PDEATHSIG), so that no server is left behind with its ports and its memory.
 _EXEC = (
@@ -34,22 +39,31 @@ def server_command(
     *,
     shared_memory_prefix: str,
     backends: Path | None,
+    admin_key: str,
 ) -> list[str]:
     """Composes the command; raises ServerError where mpirun is needed and not there.
 
     For several ranks, as in TensorRT-LLM 1.2, triton_backend/scripts/launch_triton_server.py. Those
     after the first stay in the initialization of their models, and never open the ports.
     """
+    restricted = f"{','.join(ADMIN_CALLS)}:{ADMIN_HEADER}={admin_key}"
+    http = ["--allow-http=false"]
+    if options.allow_http:
+        http = [
+            f"--http-address={options.host}",
+            f"--http-port={options.http_port}",
+            f"--http-restricted-api={restricted}",
+        ]
     ranks = []
     for rank in range(launch.world_size):
         command = [
             str(binary.path),
             f"--model-repository={repository}",
             "--disable-auto-complete-config",
-            f"--http-address={options.host}",
-            f"--http-port={options.http_port}",
+            *http,
             f"--grpc-address={options.host}",
             f"--grpc-port={options.grpc_port}",
+            f"--grpc-restricted-protocol={restricted}",
             f"--metrics-address={options.host}",
             f"--metrics-port={options.metrics_port}",
             f"--exit-timeout-secs={int(options.drain_timeout_s)}",

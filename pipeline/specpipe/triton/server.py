@@ -11,6 +11,7 @@ import http.client
 import importlib.util
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -37,6 +38,7 @@ from specpipe.triton.command import (
     server_environment,
     shared_memory_argument,
 )
+from specpipe.triton.health import NeededProcesses
 
 Log = Callable[[str], None]
 
@@ -44,6 +46,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _PROBE_PROMPT = "Hello"
 _MAX_LOG_LINES = 200
 _PORTS = ("http_port", "grpc_port", "metrics_port")
+_ADMIN_KEY = "SPECPIPE_ADMIN_KEY"
+_ANSWER_TIME_S = 2.0  # what a server that answers takes at most to say so
 _EXIT_TIME_S = 10.0  # what Triton may take to unload its models
 _DRAIN_INTERVAL_S = 0.5
 _MAX_NUM_STUCK = 6  # looks without a step; the loop reports its steps once a second
@@ -62,17 +66,22 @@ class TritonBinary:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where the server listens and how patient the launcher is. Port 0 takes a free one."""
+    """Where the server listens and how patient the launcher is. Port 0 takes a free one.
+
+    allow_http  False: gRPC alone, the metrics aside
+    """
 
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    allow_http: bool = True
+    allow_known_holes: bool = False  # beyond loopback (known_holes.py)
     startup_timeout_s: float = 600.0
     probe_interval_s: float = 5.0
     probe_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
-    max_restarts: int = 5  # in a row, without one probe answered in between
+    max_restarts: int = 5  # in a row, none of which came to a server that answers
 
 
 def find_tritonserver() -> TritonBinary:
@@ -127,10 +136,17 @@ class Server:
         self._log_reader: threading.Thread | None = None
         self._backends: tempfile.TemporaryDirectory[str] | None = None
         self._shared_memory_prefix = f"specpipe_{os.getpid()}_{id(self):x}_"
+        self._admin_key = _admin_key(os.environ)
         self._num_steps: float | None = None
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        """Where clients ask."""
+        return (self.http_url, self.grpc_url) if self.options.allow_http else (self.grpc_url,)
+
+    @property
     def http_url(self) -> str:
+        assert self.options.allow_http
         return f"http://{self._client_host}:{self.options.http_port}"
 
     @property
@@ -199,11 +215,18 @@ class Server:
 
     def probe(self) -> None:
         """Sends one request for one token through everything; raises when no answer comes."""
-        with Client(self.http_url, timeout_s=self.options.probe_timeout_s) as client:
+        timeout_s = self.options.probe_timeout_s
+        # A little longer than the request's own limit, whose refusal tells more than silence.
+        with Client(self.urls[0], timeout_s=timeout_s + _ANSWER_TIME_S) as client:
             # First in the queue, and out of it when nobody waits for the answer any more.
-            client.generate(
-                _PROBE_PROMPT, max_tokens=1, priority=-1, timeout_s=self.options.probe_timeout_s
-            )
+            answer = client.generate(_PROBE_PROMPT, max_tokens=1, priority=-1, timeout_s=timeout_s)
+        if answer.finish_reason is None:
+            raise ServerError("the answer is empty")
+
+    def needed_processes(self) -> NeededProcesses:
+        """Those that run now and have to go on (health.py)."""
+        assert self._process is not None
+        return NeededProcesses(self._process.pid, uses_mpi=self._launch.uses_mpi)
 
     def makes_progress(self) -> bool:
         """True when the loop ran steps since the last call: busy, however long a probe waits."""
@@ -213,22 +236,26 @@ class Server:
     def stop(self) -> None:
         """Lets running requests finish, up to the drain limit, then ends the process group."""
         if self.is_running:
-            with self._connection():
-                self._terminate()
+            with self._kept_at_work():
                 is_done = self._drain()
-            if is_done and not self._has_dead_model():
+            if is_done and not self._has_lost_model():
                 # Not for longer: idle connections of clients would keep Triton for its whole limit.
                 self._wait(_EXIT_TIME_S)
         self.kill()
 
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[None]:
-        """Keeps Triton at work after its SIGTERM, while the context lasts.
+    def _kept_at_work(self) -> Iterator[None]:
+        """Tells Triton to end, and keeps it at work while the context lasts.
 
-        It waits for its HTTP connections to be closed before it stops its models. Without one it
-        stops them at once: an ensemble's later steps are then refused, so that every gRPC stream
-        breaks off, and its request stays in flight (Triton 2.51).
+        After its SIGTERM it waits for its HTTP connections to be closed before it stops its models.
+        Without one it stops them at once: an ensemble's later steps are then refused, so that every
+        gRPC stream breaks off, and its request stays in flight (Triton 2.51). So one is kept open;
+        where there is no HTTP, Triton is told when all is done, and takes new requests until then.
         """
+        if not self.options.allow_http:
+            yield
+            self._terminate()
+            return
         connection = http.client.HTTPConnection(
             self._client_host, self.options.http_port, timeout=_EXIT_TIME_S
         )
@@ -236,12 +263,13 @@ class Server:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 connection.request("GET", "/v2/health/live")
                 connection.getresponse().read()
+            self._terminate()
             yield
 
     def _drain(self) -> bool:
         """Waits until nothing is in flight; False at the limit, or when that will never be.
 
-        A model's process that died never answers the requests that were inside it.
+        A model's process that died or is stopped never answers the requests inside it.
         """
         deadline = time.monotonic() + self.options.drain_timeout_s
         last_num: float | None = -1.0
@@ -252,7 +280,7 @@ class Server:
             if num_in_flight == last_num == 0:
                 return True
             is_stuck = num_in_flight == last_num and not self.makes_progress()
-            num_stuck = num_stuck + 1 if is_stuck and self._has_dead_model() else 0
+            num_stuck = num_stuck + 1 if is_stuck and self._has_lost_model() else 0
             if num_stuck == _MAX_NUM_STUCK:
                 return False
             last_num = num_in_flight
@@ -265,12 +293,18 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
-    def _has_dead_model(self) -> bool:
-        """True when a child of Triton died that Triton does not look after: a model's process.
+    def _has_lost_model(self) -> bool:
+        """True when Triton is stopped, or a child of it is or died: a model's process.
 
         Triton reaps those that it unloads itself, which it does once no request is in flight.
         """
-        return processes.has_dead_child(self._triton_pid())
+        assert self._process is not None
+        triton = self._triton_pid()
+        return any(
+            process.state in processes.DEAD | processes.STOPPED
+            for process in processes.of_session(self._process.pid)
+            if triton in (process.pid, process.parent)
+        )
 
     def _triton_pid(self) -> int:
         """The process of the Triton that answers: with MPI, the first rank's."""
@@ -296,7 +330,8 @@ class Server:
         """Ends all processes at once and removes what they leave behind."""
         if self._process is not None:
             processes.kill_session(self._process.pid)
-            self._process.wait()
+            # One that hangs in the kernel does not even die; the next start finds its ports taken.
+            self._wait(_EXIT_TIME_S)
             assert self._log_reader is not None
             self._log_reader.join(timeout=5)
             self._process = None
@@ -322,6 +357,7 @@ class Server:
             self._launch,
             shared_memory_prefix=self._shared_memory_prefix,
             backends=self._backend_folder(),
+            admin_key=self._admin_key,
         )
 
     def _backend_folder(self) -> Path | None:
@@ -355,19 +391,36 @@ class Server:
         return "\n".join(errors[-5:]) or "it wrote no log"
 
     def _is_live(self) -> bool:
+        if not self.options.allow_http:
+            return self._is_live_by_grpc()
         try:
             with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=5) as response:
                 return bool(response.status == 200)
         except OSError:
             return False
 
-    def _read_metric(self, name: str) -> float | None:
+    def _is_live_by_grpc(self) -> bool:
+        from tritonclient import grpc
+
+        # A new client each time: one that was refused waits ever longer before it tries again.
+        with (
+            contextlib.suppress(grpc.InferenceServerException),
+            grpc.InferenceServerClient(self.grpc_url.removeprefix("grpc://")) as client,
+        ):
+            return bool(client.is_server_ready(client_timeout=_ANSWER_TIME_S))
+        return False
+
+    def read_metrics(self) -> str | None:
+        """The page of the metrics endpoint; None when there is none to be had."""
         try:
-            with urllib.request.urlopen(self.metrics_url, timeout=5) as response:
-                text = response.read().decode()
-        except OSError:
+            with urllib.request.urlopen(self.metrics_url, timeout=_ANSWER_TIME_S) as response:
+                return str(response.read().decode())
+        except (OSError, http.client.HTTPException):
             return None
-        found = re.search(rf"^{name}(?:{{.*}})? ([\d.e+]+)$", text, re.MULTILINE)
+
+    def _read_metric(self, name: str) -> float | None:
+        page = self.read_metrics() or ""
+        found = re.search(rf"^{name}(?:{{.*}})? ([\d.e+]+)$", page, re.MULTILINE)
         return float(found[1]) if found else None
 
 
@@ -391,11 +444,31 @@ def running(
         server.stop()
 
 
+def _admin_key(environment: Mapping[str, str]) -> str:
+    """The operator's own key for Triton's admin calls, or a random one that nobody knows.
+
+    Whoever may see this machine's command lines can read either.
+    """
+    key = environment.get(_ADMIN_KEY)
+    if key is None:
+        return secrets.token_hex(16)
+    if re.fullmatch(r"[\w-]{16,}", key, re.ASCII) is None:
+        raise ServerError(
+            f"{_ADMIN_KEY} is no key: set 16 or more letters, digits, '-' and '_', or unset it"
+        )
+    return key
+
+
+def _ports(options: ServeOptions) -> tuple[str, ...]:
+    """The options that name a port that will be listened on."""
+    return _PORTS if options.allow_http else _PORTS[1:]
+
+
 def _with_free_ports(options: ServeOptions) -> ServeOptions:
     """Replaces each port 0 by a free port."""
     with contextlib.ExitStack() as stack:
         ports = {}
-        for name in _PORTS:
+        for name in _ports(options):
             if getattr(options, name) == 0:
                 # Open until all are chosen, so that no two are the same.
                 listener = stack.enter_context(socket.socket())
@@ -406,7 +479,7 @@ def _with_free_ports(options: ServeOptions) -> ServeOptions:
 
 def _check_ports(options: ServeOptions) -> None:
     """Another server on one of the ports would answer in our place until ours has failed."""
-    for name in _PORTS:
+    for name in _ports(options):
         port = getattr(options, name)
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
