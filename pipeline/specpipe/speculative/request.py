@@ -8,14 +8,16 @@ context. They cut text, ids, log-probabilities and counts at the same place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 from specpipe.errors import RequestError
 from specpipe.speculative.adaptive import DraftLength, StepCosts
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.metrics import AcceptanceCounts
+from specpipe.speculative.stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -370,8 +372,7 @@ class RequestState:
             return
         self.token_ids.append(token_id)
         text = self._detokenizer.append([token_id])
-        stop_strings = self.request.stop_strings if can_stop else ()
-        if self._output.append(token_id, log_prob, text, stop_strings):
+        if self._output.append(token_id, log_prob, text, can_stop=can_stop):
             self._end("stop")
         elif self._num_tokens_left() == 0:
             self._end("length")
@@ -384,9 +385,7 @@ class RequestState:
 
     def _end(self, reason: FinishReason) -> None:
         can_stop = self.num_output_tokens > self.request.sampling.min_tokens
-        stopped = self._output.finish(
-            self._detokenizer.flush(), self.request.stop_strings if can_stop else ()
-        )
+        stopped = self._output.finish(self._detokenizer.flush(), can_stop=can_stop)
         self.finish_reason = "stop" if stopped and reason == "length" else reason
 
     def _chunk(self, error: str | None = None) -> Chunk:
@@ -419,54 +418,46 @@ class _Output:
     """Text, ids and log-probabilities on their way out, held back while a stop string may be under
     way.
 
-    A token leaves together with the text that it completes, so that a cut takes both.
+    A token leaves together with the text that it completes, so that a cut takes both. Offsets are
+    those of the whole text, so that what is held back costs nothing while it waits.
     """
 
     def __init__(self, request: Request) -> None:
         self._with_log_probs = request.return_log_probs
-        self._text = ""  # decoded, not yet taken; offsets count from its start
-        self._tokens: list[_Token] = []
-        self._search_from = 0  # text before min_tokens is not searched for stop strings
+        self._stop_strings = StopStrings(request.stop_strings)
+        self._text = ""  # decoded, not yet taken
+        self._num_taken_chars = 0
+        self._tokens: deque[_Token] = deque()
         self._num_held_chars = 0
         self._is_cut = self._is_finished = False
         self.num_taken_tokens = 0
 
-    def append(
-        self, token_id: int, log_prob: float | None, text: str, stop_strings: Sequence[str]
-    ) -> bool:
+    def append(self, token_id: int, log_prob: float | None, text: str, *, can_stop: bool) -> bool:
         """Adds one token; True when its text completes a stop string, which is then cut off.
 
-        Without stop_strings the text so far can no longer become part of one.
+        Where it cannot stop, the text so far can no longer become part of a stop string.
         """
-        start = len(self._text)
+        start = self._num_taken_chars + len(self._text)
         self._text += text
-        self._tokens.append(_Token(token_id, log_prob, start, len(self._text)))
-        if not stop_strings:
-            self._search_from = len(self._text)
-        return bool(text) and self._search(stop_strings)
+        self._tokens.append(_Token(token_id, log_prob, start, start + len(text)))
+        return self._search(text, can_stop=can_stop)
 
-    def finish(self, text: str, stop_strings: Sequence[str]) -> bool:
+    def finish(self, text: str, *, can_stop: bool) -> bool:
         """Adds the last text and holds nothing back; True when a stop string was cut off."""
         self._is_finished = True
         if text and not self._is_cut:
             self._text += text
-            self._search(stop_strings)
+            self._search(text, can_stop=can_stop)
         self._num_held_chars = 0
         return self._is_cut
 
     def take(self) -> tuple[str, tuple[int, ...], tuple[float, ...]]:
         """What may leave now: text, token ids, log-probabilities."""
         num_chars = len(self._text) - self._num_held_chars
-        num_tokens = len(self._tokens)
-        if not self._is_finished:
-            # A token without text of its own (the start of a character) waits for the one that
-            # completes it.
-            num_tokens = self._num_tokens(lambda token: token.end <= num_chars)
-        taken, left = self._tokens[:num_tokens], self._tokens[num_tokens:]
         text, self._text = self._text[:num_chars], self._text[num_chars:]
-        self._tokens = [replace(t, start=t.start - num_chars, end=t.end - num_chars) for t in left]
-        self._search_from = max(self._search_from - num_chars, 0)
-        self.num_taken_tokens += num_tokens
+        self._num_taken_chars += num_chars
+        taken = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
+        self.num_taken_tokens += len(taken)
         log_probs = [t.log_prob for t in taken if t.log_prob is not None]
         return (
             text,
@@ -474,28 +465,38 @@ class _Output:
             tuple(log_probs) if self._with_log_probs else (),
         )
 
-    def _search(self, stop_strings: Sequence[str]) -> bool:
-        starts = [self._text.find(s, self._search_from) for s in stop_strings]
-        if any(at >= 0 for at in starts):
-            num_chars = min(at for at in starts if at >= 0)
-            self._text = self._text[:num_chars]
-            del self._tokens[self._num_tokens(lambda token: token.start < num_chars) :]
-            self._is_cut = True
-            return True
-        searched = self._text[self._search_from :]
-        self._num_held_chars = max((_overlap(searched, s) for s in stop_strings), default=0)
-        return False
+    def _num_whole_tokens(self) -> int:
+        """How many tokens have all their text taken.
 
-    def _num_tokens(self, condition: Callable[[_Token], bool]) -> int:
-        """How many tokens it takes up to the last one with text that meets the condition."""
-        return max(
-            (
-                number
-                for number, token in enumerate(self._tokens, 1)
-                if token.end > token.start and condition(token)
-            ),
-            default=0,
-        )
+        A token without text of its own (the start of a character) waits for the one that completes
+        it.
+        """
+        if self._is_finished:
+            return len(self._tokens)
+        num_whole = 0
+        for number, token in enumerate(self._tokens, 1):
+            if token.end > self._num_taken_chars:
+                break
+            if token.has_text:
+                num_whole = number
+        return num_whole
+
+    def _search(self, text: str, *, can_stop: bool) -> bool:
+        if not can_stop:
+            self._stop_strings.forget()
+            self._num_held_chars = 0
+            return False
+        end = self._num_taken_chars + len(self._text)
+        at = self._stop_strings.find(text)
+        if at is None:
+            self._num_held_chars = self._stop_strings.num_held_chars
+            return False
+        cut = end - len(text) + at
+        self._text = self._text[: cut - self._num_taken_chars]
+        while self._tokens and not (self._tokens[-1].has_text and self._tokens[-1].start < cut):
+            self._tokens.pop()
+        self._is_cut = True
+        return True
 
 
 @dataclass(frozen=True)
@@ -505,10 +506,6 @@ class _Token:
     start: int
     end: int
 
-
-def _overlap(text: str, stop_string: str) -> int:
-    """Length of the longest end of text that is a beginning of stop_string, but not all of it."""
-    for length in range(min(len(text), len(stop_string) - 1), 0, -1):
-        if text.endswith(stop_string[:length]):
-            return length
-    return 0
+    @property
+    def has_text(self) -> bool:
+        return self.end > self.start
