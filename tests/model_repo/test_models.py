@@ -12,13 +12,24 @@ import numpy as np
 import pytest
 
 from specpipe.errors import RequestError
+from specpipe.limits import RequestLimits
 from specpipe.runtimes.base import Occupancy, PairOptions
 from specpipe.speculative.request import Chunk, Request, Statistics
 from specpipe.triton import repository, serving
 from specpipe.triton.repository import PairFile
+from specpipe.triton.secret import Signer
 
 TOKENIZER = Path(__file__).parents[2] / "models" / "python-code" / "target"
+PREPROCESSING = {"tokenizer_dir": "tokenizer", "limits_file": "limits.json"}
 LoadModel = Callable[[str], Any]
+
+
+SECRET = "the secret of a start"
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECPIPE_SECRET", SECRET)
 
 
 def arguments(folder: Path, **parameters: str) -> dict[str, str]:
@@ -46,6 +57,8 @@ def version(tmp_path: Path) -> Path:
     folder = tmp_path / "1"
     folder.mkdir()
     (folder / "tokenizer").symlink_to(TOKENIZER)
+    limits = RequestLimits().resolved(max_seq_len=64, longest_token_bytes=82, is_bytewise=True)
+    (folder / "limits.json").write_text(limits.model_dump_json())
     return folder
 
 
@@ -53,7 +66,7 @@ def test_preprocessing_answers_neighbours_of_a_bad_request(
     load_model: LoadModel, pb_utils: ModuleType, version: Path
 ) -> None:
     model = load_model("preprocessing")
-    model.initialize(arguments(version.parent, tokenizer_dir="tokenizer"))
+    model.initialize(arguments(version.parent, **PREPROCESSING))
     responses = model.execute(
         [
             pb_utils.ServerRequest(arrays(text_input=b"def f", max_tokens=3)),
@@ -64,7 +77,7 @@ def test_preprocessing_answers_neighbours_of_a_bad_request(
         ]
     )
     assert responses[0].error() is None
-    assert set(outputs(responses[0])) == {"request", "input_ids"}
+    assert set(outputs(responses[0])) == {"request", "input_ids", "signature"}
     assert len(outputs(responses[0])["input_ids"][0]) == 2
     assert str(responses[1].error()).startswith("max_tokens is missing")
     assert str(responses[2].error()).startswith("unknown request parameter 'max_token'")
@@ -98,7 +111,10 @@ def test_postprocessing_tells_speculative_of_a_cancellation(
     model.execute([request])
     (call,) = pb_utils.InferenceRequest.made
     assert call.model_name == "speculative"
-    assert [(t.name(), t.as_numpy().tolist()) for t in call.inputs] == [("cancel", [[b"s1"]])]
+    assert {t.name(): t.as_numpy().tolist() for t in call.inputs} == {
+        "cancel": [[b"s1"]],
+        "signature": [[Signer(SECRET).sign("cancel", b"s1")]],
+    }
 
 
 STATISTICS = Statistics(
@@ -176,7 +192,7 @@ def ask(model: Any, pb_utils: ModuleType, *, max_tokens: int, stream: bool = Fal
         request=Request(request_id="", prompt_token_ids=(1, 2), max_tokens=max_tokens),
         stream=stream,
     )
-    request = pb_utils.ServerRequest(generation.to_tensors())
+    request = pb_utils.ServerRequest(generation.to_tensors(Signer(SECRET)))
     assert model.execute([request]) is None
     assert request.sender.closed.wait(5)
     model.finalize()
@@ -221,7 +237,7 @@ def test_speculative_fails_before_the_first_chunk_by_a_triton_error(
 def test_speculative_takes_a_cancellation_and_answers_it_at_once(
     speculative: Any, pb_utils: ModuleType
 ) -> None:
-    request = pb_utils.ServerRequest({"cancel": serving.as_array(serving.CANCEL, [b"nobody"])})
+    request = pb_utils.ServerRequest(serving.write_cancel(b"nobody", Signer(SECRET)))
     speculative.execute([request])
     assert request.sender.sent == [(None, 1)]
     speculative.finalize()

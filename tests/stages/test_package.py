@@ -12,6 +12,7 @@ from specpipe.errors import RepositoryError
 from specpipe.pairing import PairContract
 from specpipe.runtimes.base import PairOptions
 from specpipe.stages.package import Package, models_folder
+from tests import toy_tokenizers
 
 CONTRACT = PairContract(
     num_used_token_ids=250,
@@ -36,7 +37,7 @@ def package(tmp_path: Path) -> Package:
         text = json.dumps({"build_config": build_config})
         (tmp_path / role / "config.json").write_text(text)
     (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "tokenizer.json").write_text("{}")
+    toy_tokenizers.words().save(str(tmp_path / "checkpoint" / "tokenizer.json"))
     (tmp_path / "checkpoint" / "model.safetensors").write_text("weights")
     (tmp_path / "pair.json").write_text(CONTRACT.to_json())
     return Package(

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from specpipe.errors import RequestError, ServerError
+from specpipe.limits import RequestLimits
 from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
 from specpipe.triton import serving
+from specpipe.triton.secret import Signer
 from specpipe.triton.serving import Answer, Generation, parse_request
 
 
@@ -24,21 +26,29 @@ class Words:
     def encode(self, text: str) -> list[int]:
         return [1, *map(ord, text)]
 
-    def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_messages(
+        self, messages: list[dict[str, Any]], *, max_bytes: int | None = None
+    ) -> list[int]:
         return [1, *(ord(char) for message in messages for char in message["content"])]
 
     def encode_fragment(self, text: str) -> list[int]:
         return [ord(char) for char in text]
 
 
-def parse(*, parameters: tuple[str, ...] = (), timeout_us: int = 0, **inputs: Any) -> Generation:
+LIMITS = RequestLimits().resolved(max_seq_len=1024, longest_token_bytes=16, is_bytewise=True)
+SIGNER = Signer("the secret of a start")
+
+
+def parse(*, parameters: str = "", timeout_us: int = 0, **inputs: Any) -> Generation:
     """What preprocessing does with inputs as Triton delivers them: shaped, strings as bytes."""
     tensors = {}
     for name, value in inputs.items():
         values = value if isinstance(value, list) else [value]
         encoded = [v.encode() if isinstance(v, str) else v for v in values]
         tensors[name] = serving.as_array(serving.input_tensor(name), encoded)
-    return parse_request(tensors, Words(), parameters=parameters, timeout_us=timeout_us)
+    return parse_request(
+        tensors, Words(), limits=LIMITS, parameters=parameters, timeout_us=timeout_us
+    )
 
 
 def test_every_tensor_of_nvidias_ensemble_is_there() -> None:
@@ -223,10 +233,12 @@ def test_an_unsupported_input_passes_with_its_neutral_values_alone(name: str) ->
         name: np.array([other], dtype=tensor.numpy_dtype).reshape((1,) * rank),
     }
     with pytest.raises(RequestError, match=f"^{name} is not supported: "):
-        parse_request(tensors, Words())
+        parse_request(tensors, Words(), limits=LIMITS)
     empty = np.zeros((1,) * (rank - 1) + (0,), dtype=tensor.numpy_dtype)
     if -1 in tensor.dims:
-        assert parse_request({**tensors, name: empty}, Words()).request.max_tokens == 1
+        assert (
+            parse_request({**tensors, name: empty}, Words(), limits=LIMITS).request.max_tokens == 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -283,15 +295,19 @@ def test_refusals_name_the_field(inputs: dict[str, Any], message: str) -> None:
 
 def test_request_parameters_are_refused_by_the_nearest_name() -> None:
     asked = {"text_input": "a", "max_tokens": 1}
-    assert parse(**asked, parameters=("id",)).request.max_tokens == 1
+    assert parse(**asked, parameters='{"id": "7"}').request.max_tokens == 1
     for name, advice in (
         ("temprature", "unknown request parameter 'temprature': did you mean 'temperature'?"),
         ("xyz", "unknown request parameter 'xyz': leave it out"),
         ("top_k", "top_k is an input: send it beside text_input, not as a parameter"),
     ):
         with pytest.raises(RequestError) as caught:
-            parse(**asked, parameters=(name,))
+            parse(**asked, parameters=json.dumps({name: 1}))
         assert str(caught.value) == advice
+
+
+def read(tensors: serving.Tensors, signer: Signer = SIGNER) -> Generation:
+    return Generation.from_tensors(tensors, request_id="r1", signer=signer, max_seq_len=1024)
 
 
 def test_a_generation_survives_the_way_to_the_pair() -> None:
@@ -306,7 +322,7 @@ def test_a_generation_survives_the_way_to_the_pair() -> None:
         timeout_s=0.5,
         exclude_input_in_output=False,
     )
-    received = Generation.from_tensors(sent.to_tensors(), request_id="r1")
+    received = read(sent.to_tensors(SIGNER))
     assert received.request.request_id == "r1"
     assert received.request.prompt_token_ids == (1, 97, 233)
     assert (received.echo, received.stream) == ("aé", True)
@@ -317,11 +333,11 @@ def test_a_generation_survives_the_way_to_the_pair() -> None:
 
 def test_a_direct_caller_that_forgets_a_tensor() -> None:
     with pytest.raises(RequestError, match="^request is missing$"):
-        Generation.from_tensors({}, request_id="r1")
-    tensors = parse(text_input="a", max_tokens=1).to_tensors()
-    tensors["request"] = serving.as_array(serving.REQUEST, ["[]"])
-    with pytest.raises(RequestError, match="^request is not what preprocessing writes: "):
-        Generation.from_tensors(tensors, request_id="r1")
+        read({})
+    tensors = parse(text_input="a", max_tokens=1).to_tensors(SIGNER)
+    del tensors["input_ids"]
+    with pytest.raises(RequestError, match="^input_ids is missing$"):
+        read(tensors)
 
 
 STATISTICS = Statistics(

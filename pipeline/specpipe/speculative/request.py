@@ -7,19 +7,25 @@ context. They cut text, ids, log-probabilities and counts at the same place.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
-from specpipe.errors import RequestError
+from specpipe.errors import FAULT, RequestError, show
 from specpipe.speculative.adaptive import DraftLength, StepCosts
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.stop_strings import StopStrings
 
+_LOGGER = logging.getLogger(__name__)
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+_MAX_COUNT = 2**31 - 1
+"""What clients send counts and token ids as, INT32."""
 
 
 class Detokenizer(Protocol):
@@ -57,19 +63,20 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, low, high, what in (
             ("temperature", 0.0, math.inf, "0 (greedy) or a positive number"),
-            ("top_k", 0, math.inf, "0 (off) or a positive count"),
+            ("top_k", 0, _MAX_COUNT, "0 (off) or a positive count"),
             ("top_p", 0.0, 1.0, "between 0 (exclusive) and 1"),
             ("min_p", 0.0, 1.0, "between 0 and 1"),
             ("repetition_penalty", 0.0, math.inf, "a positive number"),
             ("presence_penalty", -math.inf, math.inf, "a number"),
             ("frequency_penalty", -math.inf, math.inf, "a number"),
-            ("min_tokens", 0, math.inf, "0 or a positive count"),
+            ("min_tokens", 0, _MAX_COUNT, "0 or a positive count"),
             ("seed", 0, 2**64 - 1, "an unsigned 64-bit integer"),
         ):
             value = getattr(self, name)
             is_excluded_zero = value == 0 and name in ("top_p", "repetition_penalty")
-            if not (math.isfinite(value) and low <= value <= high) or is_excluded_zero:
-                raise RequestError(f"{name} is {value}; it must be {what}")
+            # The range first: a whole number may be too large to be a float.
+            if not (low <= value <= high and math.isfinite(value)) or is_excluded_zero:
+                raise RequestError(f"{name} is {show(value)}; it must be {what}")
         if () in self.bad_words:
             raise RequestError("bad_words has an empty entry; leave it out")
 
@@ -109,22 +116,34 @@ class Request:
     priority: int = 0
     """A lower number is served first; equal ones in order of arrival."""
     timeout_s: float | None = None
-    """From submission to the last token; None: the limit that the pair was packaged with."""
+    """From submission to the last token; at most the limit that the pair was packaged with."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError("the prompt is empty; send at least one token")
         if self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens}; it must be 1 or more")
+            raise RequestError(f"max_tokens is {show(self.max_tokens)}; it must be 1 or more")
         if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
             raise RequestError(
-                f"num_draft_tokens is {self.num_draft_tokens}; "
+                f"num_draft_tokens is {show(self.num_draft_tokens)}; "
                 "it must be 0 (no speculation) or more"
             )
+        for token_id in self.end_token_ids:
+            if not 0 <= token_id <= _MAX_COUNT:
+                raise RequestError(f"end id {show(token_id)} is no token id")
         if "" in self.stop_strings:
             raise RequestError("stop_words has an empty entry; leave it out")
-        if self.timeout_s is not None and not self.timeout_s > 0:
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise RequestError(f"timeout_s is {self.timeout_s}; it must be positive")
+
+
+def check_prompt_length(num_tokens: int, max_seq_len: int) -> None:
+    """Raises RequestError for a prompt that leaves no room for an output."""
+    if num_tokens >= max_seq_len:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens; prompt and output together may have "
+            f"{max_seq_len} (engine.max_seq_len)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,20 +159,15 @@ class Limits:
 
     def check(self, request: Request) -> None:
         """Raises RequestError, with the numbers, for a request that can never run here."""
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt >= self.max_seq_len:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; prompt and output together may have "
-                f"{self.max_seq_len} (engine.max_seq_len)"
-            )
+        check_prompt_length(len(request.prompt_token_ids), self.max_seq_len)
         if request.max_tokens > self.max_seq_len:
             raise RequestError(
-                f"max_tokens is {request.max_tokens}; prompt and output together may have "
+                f"max_tokens is {show(request.max_tokens)}; prompt and output together may have "
                 f"{self.max_seq_len} (engine.max_seq_len)"
             )
         if (request.num_draft_tokens or 0) > self.max_num_draft_tokens:
             raise RequestError(
-                f"num_draft_tokens is {request.num_draft_tokens}; this pair drafts at most "
+                f"num_draft_tokens is {show(request.num_draft_tokens)}; this pair drafts at most "
                 f"{self.max_num_draft_tokens} (speculation.num_draft_tokens)"
             )
         for token_id in (
@@ -162,7 +176,7 @@ class Limits:
         ):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
-                    f"token id {token_id} is outside the vocabulary of {self.vocab_size}"
+                    f"token id {show(token_id)} is outside the vocabulary of {self.vocab_size}"
                 )
 
 
@@ -347,13 +361,16 @@ class RequestState:
                 self._draft_length.observe(
                     num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted
                 )
-        for row, token_id in enumerate(token_ids):
-            self._append(token_id, log_probs[row] if log_probs else None)
-            if self.finish_reason is not None:
-                # What was drafted past the end was never judged.
-                num_draft_tokens = min(num_draft_tokens, row + 1)
-                num_accepted = min(num_accepted, row + 1)
-                break
+        try:
+            for row, token_id in enumerate(token_ids):
+                self._append(token_id, log_probs[row] if log_probs else None)
+                if self.finish_reason is not None:
+                    # What was drafted past the end was never judged.
+                    num_draft_tokens = min(num_draft_tokens, row + 1)
+                    num_accepted = min(num_accepted, row + 1)
+                    break
+        except Exception:
+            return self._fail()
         self.counts.record(num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted)
         return self._chunk()
 
@@ -362,8 +379,20 @@ class RequestState:
         emitted.
         """
         assert not self.is_finished
-        self._end(reason)
+        try:
+            self._end(reason)
+        except Exception:
+            return self._fail()
         return self._chunk(error)
+
+    def _fail(self) -> Chunk:
+        """Ends the request after an exception that is its own: its text cannot be made. The others
+        of its batch go on.
+        """
+        _LOGGER.exception("request %s failed", self.request.request_id)
+        self._output = _Output(self.request)
+        self.finish_reason = "error"
+        return self._chunk(FAULT)
 
     def _append(self, token_id: int, log_prob: float | None) -> None:
         can_stop = self.num_output_tokens >= self.request.sampling.min_tokens

@@ -37,6 +37,7 @@ from specpipe.triton.command import (
     server_environment,
     shared_memory_argument,
 )
+from specpipe.triton.secret import VARIABLE, secret_of_start
 
 Log = Callable[[str], None]
 
@@ -128,6 +129,8 @@ class Server:
         self._backends: tempfile.TemporaryDirectory[str] | None = None
         self._shared_memory_prefix = f"specpipe_{os.getpid()}_{id(self):x}_"
         self._num_steps: float | None = None
+        self.secret = secret_of_start(os.environ)
+        """What `speculative` takes requests by; see secret.py."""
 
     @property
     def http_url(self) -> str:
@@ -162,7 +165,10 @@ class Server:
         self._process = subprocess.Popen(
             self._command(),
             cwd=self._repository,
-            env=server_environment(self._binary, self._launch, os.environ),
+            env={
+                **server_environment(self._binary, self._launch, os.environ),
+                VARIABLE: self.secret,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
