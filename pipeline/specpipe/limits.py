@@ -6,9 +6,10 @@ from pydantic import Field
 
 from specpipe.section import Section
 
-_MOST_PROMPT_BYTES = 4 << 20
-"""Of the default: tokenizing takes about a second for each MiB, and Triton 2.51's HTTP server is
-killed by a body of 6 MiB.
+_MOST_PROMPT_BYTES = 2 << 20
+"""Of the default: tokenizing takes about a second for each MiB on one core (measured: BPE, Unigram
+and WordPiece of tokenizers 0.23, linear in the text), and a body of 4 MB kills the HTTP server of
+Triton 2.51.
 """
 
 _MOST_SHRUNK_BY = 4
@@ -30,7 +31,7 @@ class RequestLimits(Section):
     max_prompt_bytes: int | None = Field(default=None, ge=1)
     """Bytes of a prompt in UTF-8, before it is tokenized; none: `engine.max_seq_len` times the
     longest token of the tokenizer (times 4 unless its tokens are bytes of the text, since others
-    may be shorter than what they stand for), and 4 MiB at most."""
+    may be shorter than what they stand for), and 2 MiB at most."""
 
     max_messages_bytes: int | None = Field(default=None, ge=1)
     """Bytes of `messages`, which is JSON; none: three times those of a prompt, and 64 KiB."""

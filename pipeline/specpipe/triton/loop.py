@@ -35,9 +35,10 @@ class PairLoop:
     """Runs draft-verify rounds while there is work; `submit` and `cancel` may come from any thread.
 
     Every request gets an answer, whatever happens: chunks until one has a finish_reason, or the
-    pair's refusal. What goes wrong while a request is submitted fails that request alone, and so
-    does `RequestState` with what goes wrong in its text. After a fault of the pair itself all open requests fail, every later one does,
-    and `on_fault` is called once those that were open have their answers.
+    pair's refusal. What goes wrong while a request is submitted fails that request alone (and what
+    goes wrong in its text, `RequestState` contains). After a fault of the pair itself all open
+    requests fail, every later one does, and `on_fault` is called once those that were open have
+    their answers.
 
     Answers are sent by a thread of their own, in order, so that no round waits for Triton.
     `on_report` gets the number of rounds since its last call and what the pair holds: before the
