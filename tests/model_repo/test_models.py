@@ -15,6 +15,7 @@ from specpipe.errors import RequestError
 from specpipe.limits import RequestLimits
 from specpipe.runtimes.base import Occupancy, PairOptions
 from specpipe.speculative.request import Chunk, Request, Statistics
+from specpipe.text import Tokenizer
 from specpipe.triton import repository, serving
 from specpipe.triton.repository import PairFile
 from specpipe.triton.secret import Signer
@@ -82,6 +83,55 @@ def test_preprocessing_answers_neighbours_of_a_bad_request(
     assert str(responses[1].error()).startswith("max_tokens is missing")
     assert str(responses[2].error()).startswith("unknown request parameter 'max_token'")
     assert {r.error().code for r in responses[1:]} == {pb_utils.TritonError.INVALID_ARG}
+
+
+def test_preprocessing_survives_what_nobody_expected(
+    load_model: LoadModel,
+    pb_utils: ModuleType,
+    version: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+        if text == "bad":
+            raise RecursionError(f"in {version}")
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    model = load_model("preprocessing")
+    model.initialize(arguments(version.parent, **PREPROCESSING))
+    good, bad = (
+        pb_utils.ServerRequest(arrays(text_input=text, max_tokens=3)) for text in (b"good", b"bad")
+    )
+    responses = model.execute([bad, good])
+    error = responses[0].error()
+    assert (str(error), error.code) == (
+        "the request failed inside the server, whose log says how",
+        pb_utils.TritonError.INTERNAL,
+    )
+    assert responses[1].error() is None
+    assert f"RecursionError: in {version}" in caplog.text
+
+
+def test_postprocessing_refuses_what_is_no_chunk(
+    load_model: LoadModel, pb_utils: ModuleType
+) -> None:
+    model = load_model("postprocessing")
+    model.initialize(arguments(Path("."), cancels="speculative"))
+    nothing = pb_utils.ServerRequest({})
+    big = pb_utils.ServerRequest(
+        {
+            "text": serving.as_array(serving.TEXT, [b" f"]),
+            "stream_id": serving.as_array(serving.STREAM_ID, [b"s" * 10**6]),
+        }
+    )
+    nothing.cancelled = big.cancelled = True
+    responses = model.execute([nothing, big])
+    assert [str(response.error()) for response in responses] == [
+        "stream_id is missing",
+        "stream_id has 1000000 bytes; it may have 64",
+    ]
+    assert pb_utils.InferenceRequest.made == []
 
 
 def test_postprocessing_hands_the_text_on(load_model: LoadModel, pb_utils: ModuleType) -> None:
@@ -232,6 +282,46 @@ def test_speculative_fails_before_the_first_chunk_by_a_triton_error(
     assert flags == 1
     assert str(response.error()) == message
     assert response.error().code == getattr(pb_utils.TritonError, code)
+
+
+def test_speculative_refuses_strangers(speculative: Any, pb_utils: ModuleType) -> None:
+    request = Request(request_id="", prompt_token_ids=(1, 2), max_tokens=9)
+    signed = serving.Generation(request=request).to_tensors(Signer("of another start"))
+    unsigned = {name: array for name, array in signed.items() if name != "signature"}
+    cancel = {"cancel": serving.as_array(serving.CANCEL, [b"nobody"])}
+    asked = [pb_utils.ServerRequest(tensors) for tensors in (signed, unsigned, cancel, {})]
+    speculative.execute(asked)
+    refusal = "speculative takes requests from the ensemble only: ask 'ensemble'"
+    assert [[str(r.error()) for r, _ in request.sender.sent] for request in asked] == [
+        [refusal],
+        [refusal],
+        [refusal],
+        ["request is missing"],
+    ]
+    speculative.finalize()
+    counted = pb_utils.MetricFamily.made
+    assert counted["specpipe_requests_in_flight"][""].value == 0
+
+
+def test_speculative_survives_what_nobody_expected(
+    speculative: Any, pb_utils: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreadable(pb_utils.ServerRequest):  # type: ignore[misc, name-defined]
+        def inputs(self) -> list[Any]:
+            raise MemoryError("no room for it")
+
+    bad = Unreadable({})
+    good = pb_utils.ServerRequest(
+        serving.Generation(
+            request=Request(request_id="", prompt_token_ids=(1, 2), max_tokens=9)
+        ).to_tensors(Signer(SECRET))
+    )
+    speculative.execute([bad, good])
+    ((response, _),) = bad.sender.sent
+    assert str(response.error()) == "the request failed inside the server, whose log says how"
+    assert good.sender.closed.wait(5)
+    assert good.sender.sent[0][0].error() is None
+    speculative.finalize()
 
 
 def test_speculative_takes_a_cancellation_and_answers_it_at_once(
