@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,12 @@ def test_no_prompt_that_fits_is_too_large(
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), min_size=1, max_size=40)))
     num_tokens = len(made.encode(text))
     assert len(text.encode()) <= max_prompt_bytes(made, num_tokens + 1)
+
+
+def test_the_docs_have_every_limit_with_its_default() -> None:
+    docs = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \| .+ \|$", docs, re.MULTILINE))
+    assert rows.keys() == Limits.model_fields.keys()
+    for name, value in Limits().model_dump().items():
+        if value is not None:
+            assert int(rows[name].replace(",", "")) == value, name

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from specpipe.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
-from specpipe.errors import RequestError
+from specpipe.errors import RequestError, show
 from specpipe.tokenizer_files import TokenizerParts, added_ends, is_library_fault, load_parts
 
 
@@ -150,7 +150,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: boo
     except BaseException as exc:
         if not is_library_fault(exc):
             raise
-        raise RequestError(f"the tokenizer cannot encode {text[:80]!r}: {exc}") from exc
+        raise RequestError(f"the tokenizer cannot encode '{show(text)}': {show(exc)}") from exc
 
 
 _WITHOUT_PREFIX = {

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from specpipe.errors import RequestError, ServerError, show
+from specpipe.errors import RequestError, ServerError, show, to_sentence
 from specpipe.limits import ServedLimits
 from specpipe.speculative.request import Chunk, Request, Sampling, Statistics, check_prompt_length
 from specpipe.triton.messages import parse_messages
@@ -555,7 +555,7 @@ class Answer:
 def _last_values(chunk: Chunk) -> dict[str, Sequence[Any]]:
     values: dict[str, Sequence[Any]] = {"finish_reason": [chunk.finish_reason]}
     if chunk.error is not None:
-        values["error"] = [chunk.error]
+        values["error"] = [to_sentence(chunk.error)]
     if chunk.statistics is not None:
         values |= {
             name: [value]
