@@ -28,6 +28,7 @@ from specpipe.errors import RequestError, ServerError, show, to_sentence
 from specpipe.limits import ServedLimits
 from specpipe.speculative.request import Chunk, Request, Sampling, Statistics, check_prompt_length
 from specpipe.triton.messages import parse_messages
+from specpipe.triton.request_sizes import check_bytes, check_sizes
 from specpipe.triton.secret import Signer
 
 _LOGGER = logging.getLogger(__name__)
@@ -282,13 +283,15 @@ def parse_request(
     then 1 unless given. A top_k or top_p of 0 is unset, as NVIDIA's clients send it.
     """
     _refuse_parameters(parameters, limits)
+    inputs: dict[str, list[Any]] = {}
     for name, array in tensors.items():
-        _check(_INPUTS_BY_NAME[name], array, limits)
-    inputs = {
-        name: _values(tensor, tensors)
-        for name in tensors
-        if (tensor := _INPUTS_BY_NAME[name]).neutral is None and tensor is not _MESSAGES
-    }
+        tensor = _INPUTS_BY_NAME[name]
+        if tensor.neutral is not None:
+            _check_neutral(tensor, array, limits)
+            continue
+        check_sizes(tensor, array, limits)
+        if tensor is not _MESSAGES:
+            inputs[name] = _values(tensor, tensors)
 
     def scalar(name: str, default: Any = None) -> Any:
         return inputs[name][0] if name in inputs else default
@@ -341,7 +344,8 @@ def _refuse_parameters(text: str, limits: ServedLimits) -> None:
 
     So does `id`, which is Triton's own and changes nothing.
     """
-    _check_bytes("the request parameters", len(text.encode()), "max_parameters_bytes", limits)
+    num_bytes = len(text.encode())
+    check_bytes("the request parameters have", num_bytes, "max_parameters_bytes", limits)
     try:
         parameters = json.loads(text or "{}")
     except (ValueError, RecursionError) as exc:
@@ -352,50 +356,17 @@ def _refuse_parameters(text: str, limits: ServedLimits) -> None:
         raise RequestError(f"{names[0]} is an input: send it beside text_input, not as a parameter")
 
 
-def _check(tensor: Input, array: np.ndarray[Any, Any], limits: ServedLimits) -> None:
-    """Refuses what is too many or too large, and a value of an input without effect."""
-    if tensor.dims == (1,) and array.size != 1:
-        raise RequestError(f"{tensor.name} has {array.size} values: it takes one")
-    if tensor.neutral is not None:
-        if array.size > limits.max_words or not all(
-            value in _neutral_values(tensor) for value in array.reshape(-1).tolist()
-        ):
-            allowed = " or ".join(str(neutral) for neutral in tensor.neutral if neutral != "")
-            advice = f"send {allowed} or leave it out" if allowed else "leave it out"
-            raise RequestError(f"{tensor.name} is not supported: {advice}")
-    elif tensor.dtype == "STRING":
-        sizes = [_num_bytes(value) for value in array.reshape(-1)[: limits.max_words]]
-        if tensor.dims == (1,):
-            limit = "max_messages_bytes" if tensor is _MESSAGES else "max_prompt_bytes"
-            _check_bytes(tensor.name, sizes[0], limit, limits)
-            return
-        if array.size > limits.max_words:
-            raise RequestError(
-                f"{tensor.name} has {array.size} entries; it may have {limits.max_words} "
-                "(serving.limits.max_words)"
-            )
-        _check_bytes(f"an entry of {tensor.name}", max(sizes, default=0), "max_word_bytes", limits)
-        _check_bytes(f"{tensor.name}", sum(sizes), "max_words_bytes", limits)
-
-
-def _neutral_values(tensor: Input) -> tuple[Any, ...]:
-    """With strings as Triton delivers them, too."""
-    neutral = tensor.neutral or ()
-    return (*neutral, *(value.encode() for value in neutral if isinstance(value, str)))
-
-
-def _num_bytes(value: bytes | str) -> int:
-    return len(value if isinstance(value, bytes) else value.encode())
-
-
-def _check_bytes(what: str, num_bytes: int, limit: str, limits: ServedLimits) -> None:
-    """`limit` is the name of the setting."""
-    most: int = getattr(limits, limit)
-    if num_bytes > most:
-        verb = "have" if what.startswith("the ") else "has"
-        raise RequestError(
-            f"{what} {verb} {num_bytes} bytes; at most {most} are taken (serving.limits.{limit})"
-        )
+def _check_neutral(tensor: Input, array: np.ndarray[Any, Any], limits: ServedLimits) -> None:
+    """Refuses an input without effect here, unless it asks for nothing."""
+    assert tensor.neutral is not None
+    # Strings as Triton delivers them, too.
+    encoded = (value.encode() for value in tensor.neutral if isinstance(value, str))
+    neutral = (*tensor.neutral, *encoded)
+    is_small = array.size <= limits.max_words
+    if not is_small or any(value not in neutral for value in array.reshape(-1).tolist()):
+        allowed = " or ".join(str(value) for value in tensor.neutral if value != "")
+        advice = f"send {allowed} or leave it out" if allowed else "leave it out"
+        raise RequestError(f"{tensor.name} is not supported: {advice}")
 
 
 def _encode_prompt(
