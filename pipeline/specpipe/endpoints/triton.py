@@ -19,6 +19,7 @@ from specpipe.speculative.request import FinishReason, Request
 from specpipe.triton import serving
 from specpipe.triton.client import Client
 from specpipe.triton.layout import ENSEMBLE, SPECULATIVE
+from specpipe.triton.secret import Signer
 from specpipe.triton.serving import Generation
 
 _NVIDIAS_COUNTS = {"return_num_input_tokens": True, "return_num_output_tokens": True}
@@ -121,16 +122,21 @@ class Triton:
 class Speculative:
     """Our `speculative` itself, without the ensemble: token ids in, token ids out, over HTTP.
 
-    `end_token_ids` are the checkpoint's, which preprocessing knows else.
+    `secret` is the server's, `end_token_ids` are the checkpoint's, which preprocessing knows else.
     """
 
     def __init__(
-        self, url: str, *, end_token_ids: frozenset[int] = frozenset(), timeout_s: float = 600.0
+        self,
+        url: str,
+        *,
+        secret: str,
+        end_token_ids: frozenset[int] = frozenset(),
+        timeout_s: float = 600.0,
     ) -> None:
         if not url.startswith("http://"):
             raise ServerError(f"{url!r} is not http://HOST:PORT: token ids travel over HTTP only")
         self.name = f"{url} {SPECULATIVE}"
-        self._url, self._end_token_ids = url, end_token_ids
+        self._url, self._end_token_ids, self._signer = url, end_token_ids, Signer(secret)
         self._client = _RawClient(url, model=SPECULATIVE, timeout_s=timeout_s)
 
     def stream(self, question: Question) -> Iterator[Piece]:
@@ -178,9 +184,11 @@ class Speculative:
             stream=True,
             return_token_ids=True,
         )
-        tensors = generation.to_tensors()
+        tensors = generation.to_tensors(self._signer)
         inputs = {name: array.reshape(-1).tolist() for name, array in tensors.items()}
-        return {**inputs, serving.REQUEST.name: inputs[serving.REQUEST.name][0], "stream": True}
+        for tensor in (serving.REQUEST, serving.SIGNATURE):
+            (inputs[tensor.name],) = inputs[tensor.name]
+        return {**inputs, "stream": True}
 
 
 def _listed(value: Any) -> tuple[int, ...]:

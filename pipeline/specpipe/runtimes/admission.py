@@ -68,7 +68,8 @@ class WaitingRequests:
                 f"(serving.max_queue_size), {num_running} run; try again later"
             )
         now = self._clock()
-        timeout_s = request.timeout_s or self._options.request_timeout_s
+        limit_s = self._options.request_timeout_s
+        timeout_s = limit_s if request.timeout_s is None else min(request.timeout_s, limit_s)
         waiting = Waiting(request.priority, next(self._arrivals), request, now, now + timeout_s)
         heapq.heappush(self._heap, waiting)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specpipe.errors import RepositoryError
+from specpipe.limits import RequestLimits
 from specpipe.pairing import PairContract
 from specpipe.runtimes.base import PairOptions
 from specpipe.stages.base import StageInputs
@@ -23,6 +24,8 @@ class Package:
     contract   the result of the check stage: which ids no tokenizer entry uses
     tokenizer  the target's checkpoint, whose tokenizer files are copied
     options    how the pair serves; `unused_token_ids` are the contract's
+    limits     what of a request is refused for its size
+    num_preprocessing  processes that tokenize
     """
 
     contract: Path
@@ -31,6 +34,8 @@ class Package:
     tokenizer: Path
     runtime: str
     options: PairOptions
+    limits: RequestLimits = RequestLimits()
+    num_preprocessing: int = 1
 
     name = "package"
 
@@ -46,7 +51,12 @@ class Package:
                 *(path for path in tokenizer_files if path.is_file()),
                 models_folder(),
             ),
-            settings={"runtime": self.runtime, **settings},
+            settings={
+                "runtime": self.runtime,
+                **settings,
+                "limits": self.limits.model_dump(),
+                "preprocessing_instances": self.num_preprocessing,
+            },
             libraries=("tritonclient",),
         )
 
@@ -63,6 +73,8 @@ class Package:
             target_engine=self.target_engine,
             tokenizer=self.tokenizer,
             pair=repository.PairFile(self.runtime, options),
+            limits=self.limits,
+            num_preprocessing=self.num_preprocessing,
         )
         lint.check(out)
 

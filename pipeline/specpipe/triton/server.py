@@ -39,6 +39,7 @@ from specpipe.triton.command import (
     shared_memory_argument,
 )
 from specpipe.triton.health import NeededProcesses
+from specpipe.triton.secret import VARIABLE, secret_of_start
 
 Log = Callable[[str], None]
 
@@ -138,6 +139,8 @@ class Server:
         self._shared_memory_prefix = f"specpipe_{os.getpid()}_{id(self):x}_"
         self._admin_key = _admin_key(os.environ)
         self._num_steps: float | None = None
+        self.secret = secret_of_start(os.environ)
+        """What `speculative` takes requests by; see secret.py."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -178,7 +181,10 @@ class Server:
         self._process = subprocess.Popen(
             self._command(),
             cwd=self._repository,
-            env=server_environment(self._binary, self._launch, os.environ),
+            env={
+                **server_environment(self._binary, self._launch, os.environ),
+                VARIABLE: self.secret,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -144,7 +144,9 @@ class Subject:
             url, end_token_ids = server.http_url, self.end_token_ids
             with urllib.request.urlopen(f"{url}/v2", timeout=60.0) as response:
                 self.triton_version = json.load(response)["version"]
-            with closing(Speculative(url, end_token_ids=end_token_ids)) as endpoint:
+            with closing(
+                Speculative(url, secret=server.secret, end_token_ids=end_token_ids)
+            ) as endpoint:
                 yield endpoint
 
     def _take_float32(self, max_num_draft_tokens: int) -> None:
