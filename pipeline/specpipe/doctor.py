@@ -55,7 +55,7 @@ def examine() -> tuple[Line, ...]:
 
 
 def _tritonserver() -> str:
-    from specpipe.triton.server import find_tritonserver
+    from specpipe.triton.installation import find_tritonserver
 
     try:
         return str(find_tritonserver().path)

@@ -12,7 +12,8 @@ from specpipe.errors import ServerError
 from specpipe.runtimes.base import Launch
 
 if TYPE_CHECKING:
-    from specpipe.triton.server import ServeOptions, TritonBinary
+    from specpipe.triton.installation import TritonBinary
+    from specpipe.triton.server import ServeOptions
 
 # mpirun binds each of one or two ranks to one core, and the models that the first starts with it
 # (Open MPI's mpirun, "binding"), unless it is told not to.

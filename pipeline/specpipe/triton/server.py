@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib.util
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,13 +19,14 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.runtimes.base import Launch
 from specpipe.triton import metrics, processes
+from specpipe.triton.addresses import check_ports, with_free_ports
 from specpipe.triton.client import Client
 from specpipe.triton.command import (
     MPI_RUN,
@@ -37,27 +34,16 @@ from specpipe.triton.command import (
     server_environment,
     shared_memory_argument,
 )
+from specpipe.triton.installation import TritonBinary, find_tritonserver, gather_backends
 
 Log = Callable[[str], None]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PROBE_PROMPT = "Hello"
 _MAX_LOG_LINES = 200
-_PORTS = ("http_port", "grpc_port", "metrics_port")
 _EXIT_TIME_S = 10.0  # what Triton may take to unload its models
 _DRAIN_INTERVAL_S = 0.5
 _MAX_NUM_STUCK = 6  # looks without a step; the loop reports its steps once a second
-
-
-@dataclass(frozen=True)
-class TritonBinary:
-    """A tritonserver to run, with what it needs around it."""
-
-    path: Path
-    libraries_dir: Path | None = None
-    # None: where the installation has them. Else a folder of them, `python` among them
-    backends: Path | None = None
-    python_stub: Path | None = None  # the process that runs a Python model, for this Python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,33 +61,6 @@ class ServeOptions:
     max_restarts: int = 5  # in a row, without one probe answered in between
 
 
-def find_tritonserver() -> TritonBinary:
-    """Finds `tritonserver` on PATH, else in the nvidia-pytriton wheel; raises ServerError."""
-    on_path = shutil.which("tritonserver")
-    if on_path is not None:
-        return TritonBinary(Path(on_path))
-    spec = importlib.util.find_spec("pytriton")
-    if spec is None or not spec.submodule_search_locations:
-        raise ServerError(
-            "tritonserver is not on PATH: run inside a Triton container, or pip install "
-            "'specpipe[triton]'"
-        )
-    root = Path(spec.submodule_search_locations[0])
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    server = root / "tritonserver"
-    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
-    if not stub.is_file():
-        raise ServerError(
-            f"nvidia-pytriton has no Python {version} backend: use Python 3.10 to 3.12"
-        )
-    return TritonBinary(
-        path=server / "bin" / "tritonserver",
-        libraries_dir=root.parent / "nvidia_pytriton.libs",
-        backends=server / "backends",
-        python_stub=stub,
-    )
-
-
 class Server:
     """One Triton with all its processes; `start` returns when a real request went through.
 
@@ -117,7 +76,7 @@ class Server:
         binary: TritonBinary | None = None,
         log: Log = lambda line: None,
     ) -> None:
-        self.options = _with_free_ports(options)
+        self.options = with_free_ports(options)
         self._repository = repository.resolve()
         self._launch = Launch() if launch is None else launch
         self._binary = find_tritonserver() if binary is None else binary
@@ -156,7 +115,7 @@ class Server:
 
     def start(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
         """Starts Triton and waits until it answers; raises ServerError with the reason."""
-        _check_ports(self.options)
+        check_ports(self.options)
         self._last_lines.clear()
         self._num_steps = None
         self._process = subprocess.Popen(
@@ -321,23 +280,14 @@ class Server:
             self.options,
             self._launch,
             shared_memory_prefix=self._shared_memory_prefix,
-            backends=self._backend_folder(),
+            backends=self._gather_backends(),
         )
 
-    def _backend_folder(self) -> Path | None:
-        """The wheel keeps the stub of each Python version apart from the backend that runs it."""
+    def _gather_backends(self) -> Path | None:
         if self._binary.backends is None or self._binary.python_stub is None:
             return self._binary.backends
         self._backends = tempfile.TemporaryDirectory(prefix="specpipe-triton-")
-        folder = Path(self._backends.name)
-        for backend in self._binary.backends.iterdir():
-            if backend.name != "python":
-                (folder / backend.name).symlink_to(backend)
-        (folder / "python").mkdir()
-        for source in (self._binary.backends / "python").iterdir():
-            (folder / "python" / source.name).symlink_to(source)
-        (folder / "python" / self._binary.python_stub.name).symlink_to(self._binary.python_stub)
-        return folder
+        return gather_backends(self._binary, Path(self._backends.name))
 
     def _read_log(self, lines: IO[str]) -> None:
         with lines:
@@ -389,32 +339,3 @@ def running(
         yield server
     finally:
         server.stop()
-
-
-def _with_free_ports(options: ServeOptions) -> ServeOptions:
-    """Replaces each port 0 by a free port."""
-    with contextlib.ExitStack() as stack:
-        ports = {}
-        for name in _PORTS:
-            if getattr(options, name) == 0:
-                # Open until all are chosen, so that no two are the same.
-                listener = stack.enter_context(socket.socket())
-                listener.bind((options.host, 0))
-                ports[name] = listener.getsockname()[1]
-        return replace(options, **ports)
-
-
-def _check_ports(options: ServeOptions) -> None:
-    """Another server on one of the ports would answer in our place until ours has failed."""
-    for name in _PORTS:
-        port = getattr(options, name)
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((options.host, port))
-            except OSError as exc:
-                option = f"--{name.replace('_', '-')}"
-                raise ServerError(
-                    f"{options.host}:{port} cannot be listened on ({exc.strerror}): choose another "
-                    f"port with {option}"
-                ) from exc
