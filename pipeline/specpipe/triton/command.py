@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from specpipe.runtimes.base import Launch
 if TYPE_CHECKING:
     from specpipe.triton.installation import TritonBinary
     from specpipe.triton.server import ServeOptions
+    from specpipe.triton.workspace import Workspace
 
 # mpirun binds each of one or two ranks to one core, and the models that the first starts with it
 # (Open MPI's mpirun, "binding"), unless it is told not to.
@@ -84,15 +86,19 @@ def shared_memory_argument(prefix: str, rank: int) -> str:
 
 
 def server_environment(
-    binary: TritonBinary, launch: Launch, inherited: Mapping[str, str]
+    binary: TritonBinary, launch: Launch, inherited: Mapping[str, str], workspace: Workspace
 ) -> dict[str, str]:
     """The variables of the server and, since mpirun hands its own on, of every rank."""
     environment = {**inherited, **launch.environment, "PYTHONUNBUFFERED": "1"}
-    # The stub finds this environment's packages through the `python3` that comes first on PATH.
-    environment["PATH"] = ":".join(
-        [str(Path(sys.executable).parent), inherited.get("PATH", "/usr/bin:/bin")]
-    )
-    if binary.libraries_dir is not None:
-        libraries = [str(binary.libraries_dir), inherited.get("LD_LIBRARY_PATH", "")]
-        environment["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
+    # The stub finds its packages through the `python3` that comes first on PATH, and is started by
+    # bash, which a PATH may lack.
+    found = [str(workspace.python_dir), str(Path(sys.executable).parent), inherited.get("PATH", "")]
+    environment["PATH"] = ":".join(filter(None, [*found, os.defpath]))
+    # After what the user has there, and with nothing else in it, so that no library is shadowed.
+    libraries = [
+        str(binary.libraries_dir or ""),
+        inherited.get("LD_LIBRARY_PATH", ""),
+        str(workspace.library_dir),
+    ]
+    environment["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
     return environment

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import urllib.error
@@ -25,7 +24,7 @@ from typing import IO
 
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.runtimes.base import Launch
-from specpipe.triton import metrics, processes
+from specpipe.triton import installation, metrics, processes
 from specpipe.triton.addresses import check_ports, with_free_ports
 from specpipe.triton.client import Client
 from specpipe.triton.command import (
@@ -34,7 +33,8 @@ from specpipe.triton.command import (
     server_environment,
     shared_memory_argument,
 )
-from specpipe.triton.installation import TritonBinary, find_tritonserver, gather_backends
+from specpipe.triton.installation import TritonBinary, find_tritonserver
+from specpipe.triton.workspace import Workspace
 
 Log = Callable[[str], None]
 
@@ -84,7 +84,7 @@ class Server:
         self._last_lines: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._process: subprocess.Popen[str] | None = None
         self._log_reader: threading.Thread | None = None
-        self._backends: tempfile.TemporaryDirectory[str] | None = None
+        self._workspace: Workspace | None = None
         self._shared_memory_prefix = f"specpipe_{os.getpid()}_{id(self):x}_"
         self._num_steps: float | None = None
 
@@ -118,10 +118,13 @@ class Server:
         check_ports(self.options)
         self._last_lines.clear()
         self._num_steps = None
+        workspace = self._workspace = Workspace(self._binary, self._repository)
+        environment = server_environment(self._binary, self._launch, os.environ, workspace)
+        installation.check(self._binary, environment)
         self._process = subprocess.Popen(
-            self._command(),
+            self._command(workspace),
             cwd=self._repository,
-            env=server_environment(self._binary, self._launch, os.environ),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -261,9 +264,9 @@ class Server:
             self._process = None
         for left in _SHARED_MEMORY.glob(f"{self._shared_memory_prefix}*"):
             left.unlink(missing_ok=True)
-        if self._backends is not None:
-            self._backends.cleanup()
-            self._backends = None
+        if self._workspace is not None:
+            self._workspace.close()
+            self._workspace = None
 
     def signal_all(self, number: signal.Signals) -> None:
         """Sends a signal to Triton and the processes of its models.
@@ -273,21 +276,15 @@ class Server:
         if self._process is not None:
             processes.signal_session(self._process.pid, number)
 
-    def _command(self) -> list[str]:
+    def _command(self, workspace: Workspace) -> list[str]:
         return server_command(
             self._binary,
-            self._repository,
+            workspace.repository,
             self.options,
             self._launch,
             shared_memory_prefix=self._shared_memory_prefix,
-            backends=self._gather_backends(),
+            backends=workspace.backends,
         )
-
-    def _gather_backends(self) -> Path | None:
-        if self._binary.backends is None or self._binary.python_stub is None:
-            return self._binary.backends
-        self._backends = tempfile.TemporaryDirectory(prefix="specpipe-triton-")
-        return gather_backends(self._binary, Path(self._backends.name))
 
     def _read_log(self, lines: IO[str]) -> None:
         with lines:
