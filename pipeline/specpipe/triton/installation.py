@@ -125,7 +125,7 @@ def _other_pythons() -> str:
 
 
 def _check_stub(binary: TritonBinary, environment: Mapping[str, str]) -> None:
-    """Starts the stub without arguments, which it refuses once the loader has found all it needs."""
+    """Starts the stub without arguments: it refuses that, once the loader found all it needs."""
     try:
         started = subprocess.run(
             [binary.stub],

@@ -3,6 +3,7 @@
 repository      a link
 backends/       the wheel's, with the stub of this Python beside its library
 bin/python3     with pyvenv.cfg and lib/python3.X: an environment that has this process's packages
+base            a link to this Python
 lib/            libpython, as a link
 
 Triton 2.51 starts a stub, the process of one Python model, with a line of bash that quotes no path
@@ -54,8 +55,9 @@ class Workspace:
     def _write_environment(self) -> None:
         self.python_dir.mkdir()
         (self.python_dir / "python3").symlink_to(sys.executable)
-        home = os.fsencode(sys.base_prefix) + b"/bin"
-        (self._folder / "pyvenv.cfg").write_bytes(b"home = " + home + b"\n")
+        (self._folder / "base").symlink_to(sys.base_prefix)
+        home = self._folder / "base" / "bin"
+        (self._folder / "pyvenv.cfg").write_text(f"home = {home}\n", encoding="ascii")
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         packages = self.library_dir / version / "site-packages"
         packages.mkdir(parents=True)
