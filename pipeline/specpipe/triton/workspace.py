@@ -27,7 +27,6 @@ from specpipe.triton.installation import TritonBinary
 
 _PLAIN = re.compile(r"[\w./+-]+", re.ASCII)
 _PARENTS = ("/tmp", "/var/tmp", "/dev/shm")
-_PTH = "import os, site; site.addsitedir(os.fsdecode({path!r}))\n"
 
 
 class Workspace:
@@ -61,14 +60,17 @@ class Workspace:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         packages = self.library_dir / version / "site-packages"
         packages.mkdir(parents=True)
-        (packages / "specpipe.pth").write_text(
-            "".join(
-                _PTH.format(path=os.fsencode(folder))
-                for folder in sys.path
-                if os.path.isabs(folder)
-            ),
-            encoding="ascii",
-        )
+        folders = (folder for folder in sys.path if os.path.isabs(folder))
+        lines = (f"import site; site.addsitedir({self._ascii(folder)!r})\n" for folder in folders)
+        (packages / "specpipe.pth").write_text("".join(lines), encoding="ascii")
+
+    def _ascii(self, folder: str) -> str:
+        """A name for a folder that NumPy, too, can be imported from, where the stub reads ASCII."""
+        if folder.isascii():
+            return folder
+        link = self._folder / f"packages{len(list(self._folder.iterdir()))}"
+        link.symlink_to(folder)
+        return str(link)
 
     def _gather_backends(self, backends: Path, stub: Path) -> Path:
         """The wheel keeps the stub of each Python version apart from the backend that runs it."""
