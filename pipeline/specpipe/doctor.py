@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import shutil
 import subprocess
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 
 from specpipe.errors import SpecpipeError
 from specpipe.provenance import gpus, versions
-from specpipe.runtimes.base import RUNTIMES, load_runtime
+from specpipe.runtimes.base import RUNTIMES, Launch, load_runtime
 from specpipe.stages.calibrate import require_libraries
 
 LIBRARIES = (
@@ -41,7 +43,7 @@ class Line:
 
 
 def examine() -> tuple[Line, ...]:
-    """Looks at the environment; nothing is started but `nvidia-smi` and `docker version`."""
+    """Looks at the environment; nothing is started but what says whether it does."""
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
         *(Line(library, found) for library, found in versions(LIBRARIES).items()),
@@ -55,12 +57,18 @@ def examine() -> tuple[Line, ...]:
 
 
 def _tritonserver() -> str:
-    from specpipe.triton.installation import find_tritonserver
+    from specpipe.triton import installation
+    from specpipe.triton.command import server_environment
+    from specpipe.triton.workspace import Workspace
 
     try:
-        return str(find_tritonserver().path)
+        binary = installation.find_tritonserver()
+        with contextlib.closing(Workspace(binary)) as workspace:
+            environment = server_environment(binary, Launch(), os.environ, workspace)
+            installation.check(binary, environment)
     except SpecpipeError as exc:
-        return str(exc)
+        return f"does not start here: {exc}"
+    return str(binary.path)
 
 
 def _gpus() -> Iterator[Line]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from specpipe.errors import ServerError
 from specpipe.runtimes.base import Launch
+from specpipe.triton.addresses import http_address
+from specpipe.web import bracketed
 
 if TYPE_CHECKING:
     from specpipe.triton.installation import TritonBinary
@@ -49,11 +51,11 @@ def server_command(
             str(binary.path),
             f"--model-repository={repository}",
             "--disable-auto-complete-config",
-            f"--http-address={options.host}",
+            f"--http-address={http_address(options.host)}",
             f"--http-port={options.http_port}",
-            f"--grpc-address={options.host}",
+            f"--grpc-address={bracketed(options.host)}",
             f"--grpc-port={options.grpc_port}",
-            f"--metrics-address={options.host}",
+            f"--metrics-address={http_address(options.host)}",
             f"--metrics-port={options.metrics_port}",
             f"--exit-timeout-secs={int(options.drain_timeout_s)}",
             shared_memory_argument(shared_memory_prefix, rank),

@@ -14,18 +14,16 @@ import signal
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.runtimes.base import Launch
-from specpipe.triton import installation, metrics, processes
-from specpipe.triton.addresses import check_ports, with_free_ports
+from specpipe.triton import installation, metrics, processes, start_failure
+from specpipe.triton.addresses import check_ports, client_host, settle
 from specpipe.triton.client import Client
 from specpipe.triton.command import (
     MPI_RUN,
@@ -34,7 +32,9 @@ from specpipe.triton.command import (
     shared_memory_argument,
 )
 from specpipe.triton.installation import TritonBinary, find_tritonserver
+from specpipe.triton.start_failure import StartWatch
 from specpipe.triton.workspace import Workspace
+from specpipe.web import fetch
 
 Log = Callable[[str], None]
 
@@ -76,7 +76,7 @@ class Server:
         binary: TritonBinary | None = None,
         log: Log = lambda line: None,
     ) -> None:
-        self.options = with_free_ports(options)
+        self.options = settle(options)
         self._repository = repository.resolve()
         self._launch = Launch() if launch is None else launch
         self._binary = find_tritonserver() if binary is None else binary
@@ -102,7 +102,7 @@ class Server:
 
     @property
     def _client_host(self) -> str:
-        return "127.0.0.1" if self.options.host == "0.0.0.0" else self.options.host
+        return client_host(self.options.host)
 
     @property
     def is_running(self) -> bool:
@@ -138,18 +138,17 @@ class Server:
         )
         self._log_reader.start()
         deadline = time.monotonic() + self.options.startup_timeout_s
-        while not is_interrupted():
+        watch = StartWatch(self._process.pid, uses_mpi=self._launch.uses_mpi)
+        while not is_interrupted() and not self._is_live():
             if not self.is_running:
-                self.kill()
-                raise ServerError(f"Triton did not start: {self._failure()}")
-            if self._is_live():
-                break
+                self._give_up("Triton did not start")
+            if (fault := watch.fault()) is not None:
+                self._give_up(f"Triton did not start: {fault}")
+            if any(map(start_failure.has_failed, self.last_log_lines)):
+                # It would load the other models first, however long that takes, and then end.
+                self._give_up("Triton did not start")
             if time.monotonic() > deadline:
-                self.kill()
-                raise ServerError(
-                    f"Triton was not ready after {self.options.startup_timeout_s:g} s: "
-                    f"{self._failure()}"
-                )
+                self._give_up(f"Triton was not ready after {self.options.startup_timeout_s:g} s")
             time.sleep(0.1)
         if is_interrupted():
             return
@@ -158,6 +157,10 @@ class Server:
         except SpecpipeError as exc:
             self.kill()
             raise ServerError(f"Triton started, but the first request failed: {exc}") from exc
+
+    def _give_up(self, what: str) -> NoReturn:
+        self.kill()
+        raise ServerError(f"{what}: {start_failure.words(self.last_log_lines)}")
 
     def probe(self) -> None:
         """Sends one request for one token through everything; raises when no answer comes."""
@@ -295,23 +298,16 @@ class Server:
                 with contextlib.suppress(OSError, ValueError):
                     self._log(line.rstrip("\n"))
 
-    def _failure(self) -> str:
-        """The last error lines of the log, which say why."""
-        lines = self.last_log_lines
-        errors = [line for line in lines if re.match(r"E\d{4} |error:", line)] or lines
-        return "\n".join(errors[-5:]) or "it wrote no log"
-
     def _is_live(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=5) as response:
-                return bool(response.status == 200)
+            fetch(f"{self.http_url}/v2/health/ready", timeout_s=5)
         except OSError:
             return False
+        return True
 
     def _read_metric(self, name: str) -> float | None:
         try:
-            with urllib.request.urlopen(self.metrics_url, timeout=5) as response:
-                text = response.read().decode()
+            text = fetch(self.metrics_url, timeout_s=5).decode()
         except OSError:
             return None
         found = re.search(rf"^{name}(?:{{.*}})? ([\d.e+]+)$", text, re.MULTILINE)
