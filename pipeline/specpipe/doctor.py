@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from specpipe.errors import SpecpipeError
 from specpipe.provenance import gpus, versions
-from specpipe.runtimes.base import RUNTIMES, load_runtime
+from specpipe.runtimes.base import RUNTIMES, Launch, load_runtime
 from specpipe.stages.calibrate import require_libraries
 
 LIBRARIES = (
@@ -42,7 +43,7 @@ class Line:
 
 
 def examine() -> tuple[Line, ...]:
-    """Looks at the environment; nothing is started but `nvidia-smi` and `docker version`."""
+    """Looks at the environment; nothing is started but what says whether it does."""
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
         *(Line(library, found) for library, found in versions(LIBRARIES).items()),
@@ -56,13 +57,17 @@ def examine() -> tuple[Line, ...]:
 
 
 def _tritonserver() -> Iterator[Line]:
-    from specpipe.triton import known_holes
-    from specpipe.triton.server import find_tritonserver
+    from specpipe.triton import installation, known_holes
+    from specpipe.triton.command import server_environment
+    from specpipe.triton.workspace import Workspace
 
     try:
-        binary = find_tritonserver()
+        binary = installation.find_tritonserver()
+        with contextlib.closing(Workspace(binary)) as workspace:
+            environment = server_environment(binary, Launch(), os.environ, workspace)
+            installation.check(binary, environment)
     except SpecpipeError as exc:
-        yield Line("tritonserver", str(exc))
+        yield Line("tritonserver", f"does not start here: {exc}")
         return
     version = known_holes.find_version(binary, os.environ)
     yield Line("tritonserver", f"{version or 'version unknown'} ({binary.path})")

@@ -23,7 +23,8 @@ from specpipe.runtimes.base import Launch
 from specpipe.triton import processes
 from specpipe.triton.client import Client
 from specpipe.triton.command import server_command, server_environment
-from specpipe.triton.server import ServeOptions, Server, TritonBinary, find_tritonserver
+from specpipe.triton.installation import TritonBinary, find_tritonserver
+from specpipe.triton.server import ServeOptions, Server
 
 FAKE_MPIRUN = """#!<python>
 import os, signal, subprocess, sys, time

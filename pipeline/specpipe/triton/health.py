@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from specpipe.runtimes.admission import is_for_load
@@ -67,7 +66,7 @@ class NeededProcesses:
             daemons = {process.pid for process in found if process.name in _MPI_DAEMONS}
             needed = _with_children(needed | daemons, found)
         self._needed = [process for process in found if process.pid in needed]
-        self._names = {process.pid: _name(process) for process in self._needed}
+        self._names = {process.pid: processes.model_name(process) for process in self._needed}
         self._was_stopped: set[int] = set()
 
     def trouble(self) -> str | None:
@@ -105,15 +104,6 @@ class NeededProcesses:
 
 def _with_children(pids: set[int], found: Iterable[processes.Process]) -> set[int]:
     return pids | {process.pid for process in found if process.parent in pids}
-
-
-def _name(process: processes.Process) -> str:
-    """The model's name, by the path of its model.py among the arguments; else the program's."""
-    for argument in processes.arguments(process.pid):
-        path = Path(argument)
-        if path.name == "model.py" and len(path.parts) > 2:
-            return path.parts[-3]
-    return process.name
 
 
 class Progress:

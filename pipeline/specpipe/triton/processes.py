@@ -73,6 +73,15 @@ def arguments(pid: int) -> list[str]:
         return []
 
 
+def model_name(process: Process) -> str:
+    """The model's name, by the path of its model.py among the arguments; else the program's."""
+    for argument in arguments(process.pid):
+        path = Path(argument)
+        if path.name == "model.py" and len(path.parts) > 2:
+            return path.parts[-3]
+    return process.name
+
+
 def signal_session(session: int, number: signal.Signals) -> None:
     """Sends a signal to every process of a session, whatever its group."""
     for pid in session_pids(session):
