@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from specpipe import installation
 from specpipe.errors import SpecpipeError
 from specpipe.provenance import gpus, versions
 from specpipe.runtimes.base import RUNTIMES, load_runtime
@@ -44,6 +45,7 @@ def examine() -> tuple[Line, ...]:
     """Looks at the environment; nothing is started but `nvidia-smi` and `docker version`."""
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
+        Line("installed", installation.describe()),
         *(Line(library, found) for library, found in versions(LIBRARIES).items()),
         Line("tritonserver", _tritonserver()),
         *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO
 
 from specpipe.errors import ServerError, SpecpipeError
+from specpipe.installation import with_extras, with_library
 from specpipe.runtimes.base import Launch
 from specpipe.triton import metrics, processes
 from specpipe.triton.client import Client
@@ -82,23 +83,30 @@ def find_tritonserver() -> TritonBinary:
         return TritonBinary(Path(on_path))
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
-        raise ServerError(
-            "tritonserver is not on PATH: run inside a Triton container, or pip install "
-            "'specpipe[triton]'"
-        )
+        raise ServerError(f"tritonserver is not on PATH: {_how_to_get_triton()}")
     root = Path(spec.submodule_search_locations[0])
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     server = root / "tritonserver"
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
         raise ServerError(
-            f"nvidia-pytriton has no Python {version} backend: use Python 3.10 to 3.12"
+            f"nvidia-pytriton has no Python {version} backend: use Python 3.10 to 3.13"
         )
     return TritonBinary(
         path=server / "bin" / "tritonserver",
         libraries_dir=root.parent / "nvidia_pytriton.libs",
         backends=server / "backends",
         python_stub=stub,
+    )
+
+
+def _how_to_get_triton() -> str:
+    if sys.version_info < (3, 13):
+        return f"run inside a Triton container, or {with_extras('triton')}"
+    # Its NumPy 1 has no wheel here, so the extra leaves it out (pyproject.toml).
+    return (
+        "run inside a Triton container or with Python 3.10 to 3.12, or let NumPy 1 be compiled for "
+        f"10 to 20 minutes: {with_library('nvidia-pytriton==0.7.*')}"
     )
 
 
