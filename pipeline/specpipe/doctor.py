@@ -46,6 +46,7 @@ def examine() -> tuple[Line, ...]:
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
         Line("installed", installation.describe()),
+        *(Line("conflict", found) for found in installation.conflicts()),
         *(Line(library, found) for library, found in versions(LIBRARIES).items()),
         Line("tritonserver", _tritonserver()),
         *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),

@@ -35,18 +35,7 @@ def with_extras(*extras: str) -> str:
     A checkout is not copied by it, a wheel or repository is taken again from where it was, and a
     folder that `pip install --target` filled gets the libraries, too.
     """
-    named = f"[{','.join(extras)}]"
-    if _is_checkout():
-        return f"{_installer('install')} -e {shlex.quote(f'{_CHECKOUT}{named}')}"
-    origin = _origin(_ours())
-    path = _local_path(origin)
-    if path is not None:
-        requirement = f"{path}{named}"
-    elif "vcs_info" in origin:
-        requirement = f"{DISTRIBUTION}{named} @ {origin['vcs_info']['vcs']}+{origin['url']}"
-    else:
-        requirement = f"{DISTRIBUTION}{named}"
-    return f"{_installer('install')} {_target()}{shlex.quote(requirement)}"
+    return f"{_installer('install')} {_arguments(*extras)}"
 
 
 def with_library(requirement: str) -> str:
@@ -66,27 +55,45 @@ def shipped(name: str) -> Path:
 
 
 def describe() -> str:
-    """Says in a line what is installed here and from where, and what is at odds with it."""
+    """Says in a line what is installed here, and where."""
     ours = _ours()
     if ours is None:
-        text = f"the sources in {_CHECKOUT}, not installed"
-    elif _is_checkout():
-        text = f"{DISTRIBUTION} {ours.version}, editable, in {_CHECKOUT}"
-    else:
-        text = f"{DISTRIBUTION} {ours.version} in {_PACKAGE.parent}"
-    return "; ".join((text, *map(_conflict, distributions(name="specpipe"))))
+        return f"the sources in {_CHECKOUT}, not installed"
+    if _is_checkout():
+        return f"{DISTRIBUTION} {ours.version}, editable, in {_CHECKOUT}"
+    return f"{DISTRIBUTION} {ours.version} in {_PACKAGE.parent}"
+
+
+def conflicts() -> list[str]:
+    """Says of each distribution named `specpipe` here how to be rid of it.
+
+    It has the same import folder: another project, or this one under its earlier name.
+    """
+    return [_conflict(other) for other in distributions(name="specpipe")]
 
 
 def _conflict(other: Distribution) -> str:
-    """What a distribution named `specpipe` does here, and how to be rid of it."""
-    ours = _ours()
-    shared = set(map(str, other.files or ())) & set(map(str, (ours and ours.files) or ()))
-    overlap = f"shares {len(shared)} files with it" if shared else "has the same import folder"
+    theirs, own = (set(map(str, (one and one.files) or ())) for one in (other, _ours()))
+    overlap = "has files that are" if theirs & own else "has the import folder that is"
     return (
-        f"the distribution specpipe {other.version} in {other.locate_file('')} {overlap} and is "
-        f"another project, or an earlier state of this one: {_installer('uninstall')} specpipe, "
-        f"then install {DISTRIBUTION} again with --force-reinstall --no-deps"
+        f"specpipe {other.version} in {other.locate_file('')} is another project, or this one by "
+        f"its earlier name, and {overlap} also {DISTRIBUTION}'s: "
+        f"{_installer('uninstall')} specpipe && "
+        f"{_installer('install')} --force-reinstall --no-deps {_arguments()}"
     )
+
+
+def _arguments(*extras: str) -> str:
+    """What is installed again to add extras: from where it was, and to where it is."""
+    named = f"[{','.join(extras)}]" if extras else ""
+    if _is_checkout():
+        return f"-e {shlex.quote(f'{_CHECKOUT}{named}')}"
+    origin = _origin(_ours())
+    path = _local_path(origin)
+    requirement = f"{DISTRIBUTION if path is None else path}{named}"
+    if "vcs_info" in origin:
+        requirement += f" @ {origin['vcs_info']['vcs']}+{origin['url']}"
+    return f"{_target()}{shlex.quote(requirement)}"
 
 
 def _is_checkout() -> bool:
@@ -122,9 +129,7 @@ def _installer(command: str) -> str:
     by_uv = ours is not None and (ours.read_text("INSTALLER") or "").strip() == "uv"
     if by_uv or importlib.util.find_spec("pip") is None:
         is_active = os.environ.get("VIRTUAL_ENV") == sys.prefix
-        return f"uv pip {command}" + (
-            "" if is_active else f" --python {shlex.quote(sys.executable)}"
-        )
+        return f"uv pip {command}{'' if is_active else f' --python {python}'}"
     on_path = shutil.which("pip")
     if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
         return f"pip {command}"
