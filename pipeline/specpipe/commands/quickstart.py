@@ -27,7 +27,7 @@ def quickstart(output: Path) -> None:
     from specpipe import quickstart as pair
     from specpipe.commands.progress import Progress
     from specpipe.config import load_config
-    from specpipe.signals import sigterm_raises
+    from specpipe.signals import signals_deferred, sigterm_raises
     from specpipe.triton import launcher
     from specpipe.triton.client import Client
 
@@ -45,11 +45,16 @@ def quickstart(output: Path) -> None:
 
         click.echo(f"\n--- a Triton on free ports, as specpipe serve {option}")
         click.echo("starting Triton ...")
-        with launcher.running(repository) as server, Client(server.grpc_url) as client:
+        with (
+            launcher.running(repository) as server,
+            signals_deferred() as leave_if_asked,
+            Client(server.grpc_url) as client,
+        ):
             click.echo(f"ready at {server.grpc_url}\n\n--- a streamed request over gRPC")
             click.echo(pair.PROMPTS[0], nl=False)
             for chunk in client.stream(pair.PROMPTS[0], max_tokens=48):
                 click.echo(chunk.text, nl=False)
+                leave_if_asked()
 
             click.echo("\n\n--- a whole request over HTTP")
             with Client(server.http_url) as http_client:
@@ -60,7 +65,7 @@ def quickstart(output: Path) -> None:
                 f"\n--- {len(pair.PROMPTS)} prompts, {pair.MAX_TOKENS} tokens each, greedy, "
                 "one at a time"
             )
-            alone, speculative = pair.compare(client)
+            alone, speculative = pair.compare(client, before_each=leave_if_asked)
     for name, total in (("target alone", alone), ("speculative", speculative)):
         click.echo(f"{name:14} {total.rate:7.0f} tokens/s")
     click.echo(f"ratio          {speculative.rate / alone.rate:7.2f}")
