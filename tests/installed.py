@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import email.parser
 import os
 import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -70,3 +72,11 @@ def run(command: list[str | Path], *, cwd: Path | None = None, **variables: str)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def extras_of(wheel: Path) -> set[str]:
+    """The extras that a wheel's metadata names."""
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.parser.Parser().parsestr(files.read(name).decode())
+    return set(metadata.get_all("Provides-Extra", []))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-import email.parser
 import re
 import shlex
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from specpipe.runtimes.tensorrt.library import EXTRAS
-from tests.installed import FROM_HERE, ROOT, Environment, build, run
+from tests.installed import FROM_HERE, ROOT, Environment, build, extras_of, run
 
 PACKAGE = ROOT / "pipeline" / "specpipe"
 
@@ -139,14 +137,6 @@ def test_a_stranger_of_the_earlier_name_is_found(
     told_of = {tuple(line.split(maxsplit=1)) for line in lines}
     assert ("installed", f"specpipe-llm 0.1.0 in {environment.site_packages}") in told_of
     assert ("conflict", told.format("files that are")) in told_of
-
-
-def extras_of(wheel: Path) -> set[str]:
-    """The extras that a wheel's metadata names."""
-    with zipfile.ZipFile(wheel) as files:
-        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = email.parser.Parser().parsestr(files.read(name).decode())
-    return set(metadata.get_all("Provides-Extra", []))
 
 
 def hinted_extras() -> Iterator[tuple[str, str]]:
