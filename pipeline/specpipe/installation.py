@@ -38,9 +38,9 @@ def with_extras(*extras: str) -> str:
     return f"{_installer('install')} {_arguments(*extras)}"
 
 
-def with_library(requirement: str) -> str:
-    """Returns the command line that adds a library which no extra brings."""
-    return f"{_installer('install')} {_target()}{shlex.quote(requirement)}"
+def with_library(*requirements: str) -> str:
+    """Returns the command line that adds libraries which no extra brings."""
+    return f"{_installer('install')} {_target()}{shlex.join(requirements)}"
 
 
 def shipped(name: str) -> Path:

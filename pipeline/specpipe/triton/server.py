@@ -106,7 +106,7 @@ def _how_to_get_triton() -> str:
     # Its NumPy 1 has no wheel here, so the extra leaves it out (pyproject.toml).
     return (
         "run inside a Triton container or with Python 3.10 to 3.12, or let NumPy 1 be compiled for "
-        f"10 to 20 minutes: {with_library('nvidia-pytriton==0.7.*')}"
+        f"10 to 20 minutes: {with_library('nvidia-pytriton', 'numpy<2')}"
     )
 
 
