@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from specpipe import installation
 from specpipe.errors import SpecpipeError
 from specpipe.provenance import gpus, versions
 from specpipe.runtimes.base import RUNTIMES, Launch, load_runtime
@@ -46,6 +47,8 @@ def examine() -> tuple[Line, ...]:
     """Looks at the environment; nothing is started but what says whether it does."""
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
+        Line("installed", installation.describe()),
+        *(Line("conflict", found) for found in installation.conflicts()),
         *(Line(library, found) for library, found in versions(LIBRARIES).items()),
         *_tritonserver(),
         *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),

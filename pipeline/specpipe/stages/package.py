@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 
-from specpipe.errors import RepositoryError
+from specpipe.installation import shipped
 from specpipe.limits import RequestLimits
 from specpipe.pairing import PairContract
 from specpipe.runtimes.base import PairOptions
 from specpipe.stages.base import StageInputs
 from specpipe.tokenizer_files import TOKENIZER_FILES
-
-_A_MODEL = "speculative/1/model.py"
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,5 @@ class Package:
 
 
 def models_folder() -> Path:
-    """Returns the folder of hand-written Triton models: the checkout's, else the installed one."""
-    checkout = Path(__file__).parents[3] / "model_repo"
-    if (checkout / _A_MODEL).is_file():
-        return checkout
-    # Where pip puts a distribution's data files differs by system; its record tells.
-    for file in importlib.metadata.files("specpipe") or ():
-        if file.as_posix().endswith(f"model_repo/{_A_MODEL}"):
-            return Path(str(file.locate())).resolve().parents[2]
-    raise RepositoryError("the Triton models of specpipe are missing: install specpipe again")
+    """Returns the folder of hand-written Triton models."""
+    return shipped("model_repo")

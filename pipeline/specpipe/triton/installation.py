@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specpipe.errors import ServerError
+from specpipe.installation import with_extras, with_library
 
 _VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 _STUB = "triton_python_backend_stub"  # the process that runs a Python model
@@ -65,20 +66,13 @@ def find_tritonserver() -> TritonBinary:
         return TritonBinary(Path(on_path))
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
-        raise ServerError(
-            "tritonserver is not on PATH: run inside a Triton container, or pip install "
-            + (
-                "'specpipe[triton]'"
-                if sys.version_info < _NO_WHEEL_OF_NUMPY_1
-                else f"'specpipe[triton]' for {_other_pythons()}"
-            )
-        )
+        raise ServerError(f"tritonserver is not on PATH: {_how_to_get_triton()}")
     root = Path(spec.submodule_search_locations[0])
     server = root / "tritonserver"
     stub = server / "python_backend_stubs" / _VERSION / _STUB
     if not stub.is_file():
         raise ServerError(
-            f"nvidia-pytriton has no Python {_VERSION} backend: use Python 3.10 to 3.12"
+            f"nvidia-pytriton has no Python {_VERSION} backend: use Python 3.10 to 3.13"
         )
     return TritonBinary(
         path=server / "bin" / "tritonserver",
@@ -113,14 +107,17 @@ def _check_numpy() -> None:
         return
     found = f"the pip-installed Triton needs NumPy 1, and this Python has NumPy {np.__version__}"
     if sys.version_info < _NO_WHEEL_OF_NUMPY_1:
-        raise ServerError(f"{found}: pip install 'numpy<2'")
-    raise ServerError(f"{found}: use {_other_pythons()}")
+        raise ServerError(f"{found}: {with_library('numpy<2')}")
+    raise ServerError(f"{found}: {_how_to_get_triton()}")
 
 
-def _other_pythons() -> str:
+def _how_to_get_triton() -> str:
+    if sys.version_info < _NO_WHEEL_OF_NUMPY_1:
+        return f"run inside a Triton container, or {with_extras('triton')}"
+    # The extra leaves it out here (pyproject.toml).
     return (
-        f"Python 3.10 to 3.12; for Python {_VERSION}, NumPy 1 has no wheel, but compiles in 10 to "
-        "20 minutes: pip install nvidia-pytriton 'numpy<2'"
+        "run inside a Triton container or with Python 3.10 to 3.12, or let NumPy 1 be compiled for "
+        f"10 to 20 minutes: {with_library('nvidia-pytriton', 'numpy<2')}"
     )
 
 
