@@ -48,6 +48,24 @@ def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+def test_tritonserver_and_its_known_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = examined()
+    assert wheel["tritonserver"].startswith("2.51.0 (")
+    assert wheel["known holes"].startswith("tritonserver 2.51.0: a body of a million chunks ends ")
+    binary = tmp_path / "bin" / "tritonserver"
+    binary.parent.mkdir()
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", str(binary.parent))
+    unknown = examined()
+    assert unknown["tritonserver"] == f"version unknown ({binary})"
+    assert unknown["known holes"].startswith("unknown, ")
+    (tmp_path / "TRITON_VERSION").write_text("2.71.0\n")
+    image = examined()
+    assert image["tritonserver"] == f"2.71.0 ({binary})"
+    assert image["known holes"] == "none in tritonserver 2.71.0"
+
+
 def test_gpus_and_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(doctor, "gpus", lambda: [GPU, GPU])
