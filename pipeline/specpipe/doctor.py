@@ -63,11 +63,14 @@ def _tritonserver() -> str:
 
     try:
         binary = installation.find_tritonserver()
+    except SpecpipeError as exc:
+        return str(exc)
+    try:
         with contextlib.closing(Workspace(binary)) as workspace:
             environment = server_environment(binary, Launch(), os.environ, workspace)
             installation.check(binary, environment)
     except SpecpipeError as exc:
-        return f"does not start here: {exc}"
+        return f"{binary.path}, which does not start here: {exc}"
     return str(binary.path)
 
 
