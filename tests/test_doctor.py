@@ -8,6 +8,7 @@ import platform
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -16,6 +17,7 @@ from specpipe.cli import main
 from specpipe.installation import with_extras
 from specpipe.runtimes.tensorrt import library
 from specpipe.stages import calibrate
+from specpipe.triton import installation
 
 GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "590.44.01"}
 
@@ -113,6 +115,17 @@ def test_runtime_tensorrt_without_its_library(monkeypatch: pytest.MonkeyPatch) -
     assert examined()["runtime tensorrt"] == (
         "plans here (--dry-run); runtime 'tensorrt' needs 'tensorrt_rtx': "
         f"{with_extras('tensorrt-rtx')}"
+    )
+
+
+def test_a_triton_that_does_not_start_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "__version__", "2.3.5")
+    binary = installation.find_tritonserver()
+    if binary.python_stub is None:
+        pytest.skip("this Triton is not the pip-installed one")
+    assert examined()["tritonserver"] == (
+        f"{binary.path}, which does not start here: the pip-installed Triton needs NumPy 1, and "
+        "this Python has NumPy 2.3.5: pip install 'numpy<2'"
     )
 
 
