@@ -41,7 +41,7 @@ class Hole:
 # were seen to kill 2.51, the last one to happen there.
 HOLES = (
     Hole("a body of a million chunks ends the server", (2, 59, 1), "server#8305, CVE-2025-23310"),
-    Hole("a body of 6 MiB ends the server", (2, 59, 1), "server#8305, CVE-2025-23311"),
+    Hole("a body of 4 MiB ends the server", (2, 59, 1), "server#8305, CVE-2025-23311"),
     Hole("a body of a million '[' ends the server", (2, 58, 0), "server#8172"),
     Hole(
         "an error tells the name of private memory, which is of use with the admin key alone",
