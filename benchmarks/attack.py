@@ -37,9 +37,10 @@ from pathlib import Path
 
 from benchmarks import attack_faults, attack_load
 from benchmarks.attack_faults import Fault
+from benchmarks.attack_goals import Phase, Run, goals
 from benchmarks.attack_kinds import KINDS, Attack, Hostile, default_names
 from benchmarks.attack_load import Load, Question
-from benchmarks.attack_report import Phase, Run, goals, report
+from benchmarks.attack_report import report
 from benchmarks.attack_server import Served
 from benchmarks.measure import QUICKSTART
 from specpipe.errors import SpecpipeError
