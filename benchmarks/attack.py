@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks import attack_faults, attack_load
@@ -124,10 +124,11 @@ class Session:
             time.sleep(2.0)  # so that the load is back at work
             _say(f"{process} is {how}")
             fault = attack_faults.commit(self._served, process, how, _MAX_FAULT_S + start_s)
-            committed.append(fault)
             if fault.served_s is None:
                 _say(f"no service again after {fault.ended_s - fault.started_s:.0f} s")
                 self._revive(is_broken=True)
+                fault = replace(fault, ended_s=time.monotonic())  # what our restart broke too
+            committed.append(fault)
         return committed
 
     def _revive(self, *, is_broken: bool = False) -> None:

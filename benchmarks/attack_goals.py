@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from benchmarks.attack_faults import Fault
@@ -17,10 +18,13 @@ MAX_DELAY_S = 2.0
 
 ROOT = Path(__file__).parents[1]
 _TELLTALE = {
-    "a traceback": re.compile(r"Traceback|\.py\", line|File \"|[\w/]+\.py\(\d+\)|/\d/model\.py"),
+    "a traceback": re.compile(r"Traceback|\.py\", line|File \"|\.py\(\d+\)|/\d/model\.py"),
     "a path": re.compile(rf"{re.escape(str(ROOT))}|/site-packages|/dev/shm|/tmp/|/usr/lib|/opt/"),
     "a shared memory region": re.compile(r"specpipe_\d+_|triton_python_backend_shm"),
 }
+
+
+_TOLD = ("answered", "refused")  # the other texts are the client's own
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,15 @@ class Phase:
         """How many requests of well-behaved clients ended so."""
         return sum(answered.ending in endings for answered in self.answered)
 
-    @property
+    @cached_property
     def failed(self) -> list[Answered]:
         """Requests that failed, and not while a fault of ours lasted."""
         return [a for a in self.answered if a.ending == "failed" and not self._is_excused(a)]
 
-    @property
-    def num_excused(self) -> int:
+    @cached_property
+    def excused(self) -> list[Answered]:
         """Requests that failed while a fault of ours lasted."""
-        return self.num("failed") - len(self.failed)
+        return [a for a in self.answered if a.ending == "failed" and self._is_excused(a)]
 
     @property
     def longest_wait_s(self) -> float:
@@ -75,6 +79,18 @@ class Run:
     start_s: float
     phases: Sequence[Phase]
     secrets: Collection[str] = field(default=(), repr=False)
+
+    @cached_property
+    def telltales(self) -> list[tuple[str, str, str]]:
+        """What was told that must not be: who asked, what it is, and the text around it."""
+        found = []
+        for phase in self.phases:
+            texts = [(a.protocol, a.error) for a in phase.answered if a.error]
+            texts += [(h.kind, h.text) for h in phase.hostile if h.outcome in _TOLD]
+            for source, text in texts:
+                if (told := telltale(text, self.secrets)) is not None:
+                    found.append((source, *told))
+        return found
 
     def phase(self, name: str) -> Phase | None:
         return next((phase for phase in self.phases if phase.name == name), None)
@@ -100,7 +116,7 @@ def goals(run: Run) -> list[Goal]:
         Goal("wrong answers", sum(phase.num("wrong") for phase in run.phases), 0),
         Goal("answers that failed without a fault", sum(len(p.failed) for p in run.phases), 0),
         Goal("restarts without a fault", sum(len(p.restarts) for p in run.phases), 0),
-        Goal("texts with paths, tracebacks, regions, secrets", len(telltales(run)), 0),
+        Goal("texts with paths, tracebacks, regions, secrets", len(run.telltales), 0),
     ]
     plain, attacked = run.phase("load"), run.phase("attack")
     if plain and attacked:
@@ -121,18 +137,6 @@ def goals(run: Run) -> list[Goal]:
 def is_let_through(hostile: Hostile) -> bool:
     """Whether a call that must be refused had an answer."""
     return KINDS[hostile.kind].must_refuse and hostile.outcome == "answered"
-
-
-def telltales(run: Run) -> list[tuple[str, str, str]]:
-    """What was told that must not be: by whom it was asked, what it is, and the text around it."""
-    found = []
-    for phase in run.phases:
-        texts = [(a.protocol, a.error) for a in phase.answered if a.error]
-        texts += [(h.kind, h.text) for h in phase.hostile if h.outcome in ("answered", "refused")]
-        for source, text in texts:
-            if (told := telltale(text, run.secrets)) is not None:
-                found.append((source, *told))
-    return found
 
 
 def telltale(text: str, secrets: Collection[str] = ()) -> tuple[str, str] | None:

@@ -52,7 +52,6 @@ class Served:
     def start(self) -> float:
         """Starts the server and returns the seconds until it said that it is ready."""
         self._is_ready.clear()
-        self._urls.clear()
         begun = time.monotonic()
         ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
         self._process = subprocess.Popen(
@@ -171,7 +170,7 @@ class Served:
             for line in lines:
                 self.log.append(line.rstrip("\n"))
                 if line.startswith("ready: "):
-                    self._urls += line.split()[1:]
+                    self._urls = line.split()[1:]
                     self._is_ready.set()
                 if _RESTART.search(line):
                     self.restarts.append((time.monotonic(), line.strip()))

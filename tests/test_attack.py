@@ -158,7 +158,7 @@ def test_failures_during_a_fault_are_counted_apart() -> None:
     during = answered(ending="failed", started_s=29.0, ended_s=31.0, error="reset")
     after = answered(ending="failed", started_s=50.0, ended_s=51.0, error="reset")
     phase = Phase("faults", 60.0, [during, after, answered()], {}, {}, faults=[fault()])
-    assert (phase.num_excused, phase.failed) == (1, [after])
+    assert (phase.excused, phase.failed) == ([during], [after])
     assert "faults: during a fault 1×: reset" in report(run_of(phases=(phase,)))
 
 
@@ -179,8 +179,8 @@ def test_only_waits_at_the_same_time_are_beside_a_hostile_request() -> None:
         answered(wait_s=2.0, waited_from_s=20.5),
         answered(wait_s=8.0, waited_from_s=21.5),
     ]
-    assert wait_beside_s([hostile()], waits) == 3.0
-    assert wait_beside_s([], waits) == 0.0
+    assert wait_beside_s(hostile(), waits) == 3.0
+    assert wait_beside_s(hostile(), waits[:1]) == 0.0
 
 
 @pytest.mark.parametrize(
