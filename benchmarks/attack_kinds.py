@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from benchmarks import attack_admin, attack_inner, attack_sizes, attack_values, attack_wire
 from benchmarks.attack_kind import Kind
 from benchmarks.attack_send import TIMEOUT_S, Outcome, Reply, Target
+from specpipe.errors import ServerError
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
@@ -77,7 +78,7 @@ class Attack:
         self._ours.send("end")
         if not self._ours.poll(4 * TIMEOUT_S):
             self.kill()
-            raise RuntimeError("a hostile client did not come to its end")
+            raise ServerError("a hostile client did not come to its end")
         sent: list[Hostile] = self._ours.recv()
         self._process.join(TIMEOUT_S)
         return sent

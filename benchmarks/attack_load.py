@@ -24,7 +24,7 @@ from typing import Any, Literal
 from benchmarks.attack_send import infer_request, number, strings, stub
 from benchmarks.attack_server import Served
 from benchmarks.measure import PROMPTS, read_prompts
-from specpipe.errors import SpecpipeError
+from specpipe.errors import ServerError, SpecpipeError
 from specpipe.triton.client import Client
 
 NUM_QUESTIONS = 48
@@ -130,7 +130,7 @@ class Load:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            raise RuntimeError("a well-behaved client did not come to its end")
+            raise ServerError("a well-behaved client did not come to its end")
         return self.answered
 
     def _run(self, index: int) -> None:

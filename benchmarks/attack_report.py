@@ -18,6 +18,8 @@ from benchmarks.attack_kinds import Hostile
 from benchmarks.attack_load import Answered
 from benchmarks.attack_send import Outcome
 
+_SHARES = {"median": 0.5, "p99": 0.99, "longest": 1.0}
+
 
 def report(run: Run) -> str:
     """The tables, the goals last."""
@@ -26,6 +28,7 @@ def report(run: Run) -> str:
         f"clients; one normal start took {run.start_s:.1f} s",
         "",
         *_load_table(run.phases),
+        *_added_waits(run),
     ]
     for phase in run.phases:
         if phase.hostile:
@@ -60,10 +63,25 @@ def _load_table(phases: Sequence[Phase]) -> list[str]:
     rows.append(["failed without a fault", *(str(len(phase.failed)) for phase in phases)])
     rows.append(["failed during a fault", *(str(len(phase.excused)) for phase in phases)])
     rows.append(["restarts without a fault", *(str(len(phase.restarts)) for phase in phases)])
-    for what, share in (("median", 0.5), ("p99", 0.99), ("longest", 1.0)):
-        waits = (percentile((a.wait_s for a in phase.answered), share) for phase in phases)
-        rows.append([f"wait, {what}, s", *(f"{wait:.2f}" for wait in waits)])
+    for what, share in _SHARES.items():
+        rows.append([f"wait, {what}, s", *(f"{_wait_s(phase, share):.2f}" for phase in phases)])
     return table(rows)
+
+
+def _added_waits(run: Run) -> list[str]:
+    """How much longer the waits were with hostile requests than without."""
+    load, attack = run.phase("load"), run.phase("attack")
+    if load is None or attack is None:
+        return []
+    added = (
+        f"{what} {_wait_s(attack, share) - _wait_s(load, share):+.2f}"
+        for what, share in _SHARES.items()
+    )
+    return [f"hostile requests add to the wait, s: {', '.join(added)}"]
+
+
+def _wait_s(phase: Phase, share: float) -> float:
+    return percentile((answered.wait_s for answered in phase.answered), share)
 
 
 def _hostile_table(phase: Phase, limit_s: float) -> list[str]:

@@ -177,9 +177,15 @@ def lying_headers(target: Target, rng: random.Random) -> Reply:
 
 
 def compressed(target: Target, rng: random.Random) -> Reply:
-    """A small body that becomes a prompt of 4 MB when the server unpacks it."""
-    body = json.dumps({"text_input": "a " * (2 << 20), "max_tokens": 8}).encode()
-    return post(target, _GENERATE, gzip.compress(body), {"Content-Encoding": "gzip"})
+    """A small body that becomes a prompt of 4 MB where the server unpacks it."""
+    prompt = "a " * (2 << 20)
+    if rng.random() < 0.5:
+        path, body = _GENERATE, {"text_input": prompt, "max_tokens": 8}
+    else:
+        tensor = {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": [prompt]}
+        path, body = "/v2/models/preprocessing/infer", {"inputs": [tensor]}
+    packed = gzip.compress(json.dumps(body).encode())
+    return post(target, path, packed, {"Content-Encoding": "gzip"})
 
 
 def short_connections(target: Target, rng: random.Random) -> Reply:
@@ -209,7 +215,6 @@ def first_in_the_queue(target: Target, rng: random.Random) -> Reply:
         "max_tokens": _NUM_TOKENS,
         "end_id": -1,
         "priority": -(2**31),
-        "num_draft_tokens": 8,
     }
     return post(target, _GENERATE, json.dumps(inputs))
 

@@ -122,6 +122,13 @@ def test_all_goals_reached() -> None:
     assert missed(run_of()) == []
 
 
+def test_the_delay_is_the_longest_wait_less_the_longest_without() -> None:
+    run = run_of(answered(wait_s=3.25))
+    delay = next(goal for goal in goals(run) if goal.what == "delay by hostile requests")
+    assert (delay.figure, delay.ceiling) == (1.75, 2.0)
+    assert "median +1.75, p99 +1.75, longest +1.75" in report(run)
+
+
 @pytest.mark.parametrize(
     ("run", "what"),
     [
