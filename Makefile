@@ -1,16 +1,25 @@
 # Two commands on a fresh machine with Python 3.10 to 3.12: `make quickstart`, `make test`.
-PYTHON ?= python3
+# With COMPILE_NUMPY=1 also 3.13, for which NumPy 1 has no wheel: pip compiles it, 10 to 20 minutes.
+COMPILE_NUMPY ?=
+CHECK_PYTHON = scripts/check_python.py $(if $(COMPILE_NUMPY),--compile-numpy)
+# The first of these that runs and fits; where none does, python3 says why.
+PYTHON ?= $(or $(firstword $(foreach python,python3 python3.12 python3.11 python3.10,\
+    $(shell $(python) $(CHECK_PYTHON) >/dev/null 2>&1 && echo $(python)))),python3)
 VENV ?= .venv
+# Where torch comes from. Without a GPU that is PyTorch's index of builds for CPUs, since PyPI's torch
+# brings some 5 GB of CUDA; with one it is PyPI, as where TORCH_INDEX is empty.
+TORCH_INDEX ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null | grep '^GPU'),,\
+    https://download.pytorch.org/whl/cpu)
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 
 # NVIDIA's load tool, for the tests that let it measure our server, where `make aiperf` installed it.
 export SPECPIPE_TEST_AIPERF ?= $(if $(wildcard $(VENV)/.aiperf),$(abspath $(VENV))/aiperf/bin/aiperf)
 
+.DELETE_ON_ERROR:
 .PHONY: quickstart test test-all lint aiperf clean
 
 quickstart: $(VENV)/.serve
-	$(VENV)/bin/specpipe build --config configs/quickstart.yaml
-	$(VENV)/bin/python scripts/quickstart.py
+	$(VENV)/bin/specpipe quickstart --output .
 
 # In two processes: one for what starts servers (tests/conftest.py), one for the rest.
 test: $(VENV)/.dev
@@ -34,10 +43,16 @@ clean:
 	rm -rf $(VENV) engines/*/
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@python=$(PYTHON) && command -v $$python >/dev/null || \
+	    { echo "there is no $$python: name a Python with PYTHON=python3.12" >&2; exit 1; }; \
+	$$python $(CHECK_PYTHON) && $$python -m venv $(VENV)
 
 $(VENV)/.serve: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP_INSTALL) --editable '.[torch,triton]'
+	@$(VENV)/bin/python $(CHECK_PYTHON)
+	@index="$(strip $(TORCH_INDEX))"; test -z "$$index" || \
+	    $(PIP_INSTALL) --no-deps --timeout 20 --retries 1 --index-url "$$index" torch || \
+	    echo "$$index gave no torch: PyPI's follows, with some 5 GB of CUDA" >&2
+	$(PIP_INSTALL) --editable '.[torch,triton]' $(if $(COMPILE_NUMPY),nvidia-pytriton numpy==1.26.4)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.serve

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.installed import build, copy_checkout
 
 if shutil.which("nvidia-smi") is None:
     # The fused kernels of runtime torch then run in Triton's interpreter, which must be asked for
@@ -47,3 +50,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "serving" if file.startswith(SERVING) else file
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this checkout that may be installed from."""
+    return copy_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
+    """The wheel of this checkout."""
+    return build("build_wheel", checkout, tmp_path_factory.mktemp("wheel"))

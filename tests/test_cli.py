@@ -19,6 +19,7 @@ from specpipe import __version__, pipeline
 from specpipe.cli import main
 from specpipe.config import PipelineConfig, load_config
 from specpipe.errors import SpecpipeError
+from specpipe.installation import with_extras
 from specpipe.pipeline import Plan, PlannedStage
 from specpipe.speculative.request import Statistics
 from specpipe.stages.base import StageInputs
@@ -83,6 +84,7 @@ def test_help_lists_the_commands() -> None:
         "inspect",
         "migrate",
         "nightly",
+        "quickstart",
         "report",
         "schema",
         "serve",
@@ -509,7 +511,7 @@ def test_build_without_torch_is_refused_before_it_starts(tmp_path: Path) -> None
     config = str(ROOT / "configs" / "quickstart.yaml")
     result = run("build", "--config", config, "--set", f"output_dir={tmp_path / 'out'}")
     assert result.exit_code == 1
-    assert result.stderr == "Error: runtime 'torch' needs 'torch': pip install 'specpipe[torch]'\n"
+    assert result.stderr == f"Error: runtime 'torch' needs 'torch': {with_extras('torch')}\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
+import json
 import re
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import pytest
 import yaml
 
 from specpipe.runtimes.tensorrt_llm.versions import DEFAULT_VERSION, RELEASES
+from tests.installed import extras_of
 
 DOCKER = Path(__file__).parents[1] / "docker"
 TENSORRT_LLM = "Dockerfile.tensorrt-llm"
@@ -36,14 +42,22 @@ def test_both_images_are_of_one_triton() -> None:
     assert argument == f"TRITON_IMAGE=nvcr.io/nvidia/tritonserver:{RELEASES['1.2.1'].triton}-py3"
 
 
-def test_the_image_is_told_which_runtimes_it_has() -> None:
-    found = instructions("Dockerfile")
-    assert ("ARG", "EXTRAS=torch") in found[2:]  # what stands before FROM is not known after it
-    (install,) = (arguments for name, arguments in found if name == "RUN")
+@pytest.mark.parametrize(
+    ("name", "default"), [("Dockerfile", "torch,evaluate"), (TENSORRT_LLM, "evaluate")]
+)
+def test_the_image_is_told_which_extras_it_has(name: str, default: str, wheel: Path) -> None:
+    found = instructions(name)
+    # What stands before FROM is not known after it.
+    assert ("ARG", f"EXTRAS={default}") in found[2:]
+    install = next(arguments for name, arguments in found if "pip install" in arguments)
     assert '"/opt/specpipe[${EXTRAS}]"' in install
-    (named,) = re.findall(r"--build-arg EXTRAS=(\S+)", (DOCKER / "Dockerfile").read_text())
-    extras = re.findall(r"^([\w-]+) = \[", (DOCKER.parent / "pyproject.toml").read_text(), re.M)
-    assert set(named.split(",")) <= set(extras)
+    named = re.findall(r"EXTRAS[=:](?:-| \"\$\{EXTRAS:-)?([a-z-]+(?:,[a-z-]+)*)", text_of_all())
+    assert len(named) >= 4
+    assert {extra for extras in named for extra in extras.split(",")} <= extras_of(wheel)
+
+
+def text_of_all() -> str:
+    return "".join(path.read_text() for path in sorted(DOCKER.iterdir()))
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", TENSORRT_LLM])
@@ -51,8 +65,55 @@ def test_an_image_runs_as_a_user_and_says_how_it_is(name: str) -> None:
     found = dict(instructions(name))
     assert found["USER"] == "1000:1000"
     assert found["ENTRYPOINT"] == '["specpipe"]'
-    assert "http://127.0.0.1:8000/v2/health/ready" in found["HEALTHCHECK"]
-    assert "HF_HOME=/cache/huggingface" in found["ENV"]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", TENSORRT_LLM])
+def test_a_user_without_a_home_can_write_every_cache(name: str) -> None:
+    made = [arguments for name, arguments in instructions(name) if name == "RUN"]
+    assert made[-1].endswith("mkdir --mode=1777 /cache")
+    variables = dict(
+        word.split("=", 1)
+        for name, arguments in instructions(name)
+        if name == "ENV"
+        for word in arguments.split()
+    )
+    caches = ("HOME", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    assert {variables[cache].split("/")[1] for cache in caches} == {"cache"}
+
+
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("name", ["Dockerfile", TENSORRT_LLM])
+def test_the_health_check_asks_the_server_and_no_proxy(
+    name: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (check,) = (arguments for name, arguments in instructions(name) if name == "HEALTHCHECK")
+    python, option, code = json.loads(check.partition("CMD ")[2])
+    assert (python, option) == ("python3", "-c")
+
+    class Ready(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/v2/health/ready" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Ready) as server:
+        threading.Thread(target=server.handle_request).start()
+        code = code.replace("8000", str(server.server_port))
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.delenv("no_proxy", raising=False)
+        done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == (status != 200)
+
+
+def test_command_lines_listen_on_this_machine_and_have_shared_memory() -> None:
+    lines = re.sub(r"\\\n#\s*", "", text_of_all()).splitlines()
+    runs = [line for line in lines if line.startswith("#   docker run")]
+    assert len(runs) == 3
+    for line in runs:
+        assert "--shm-size" in line
+        assert re.findall(r"-p (\S+)", line) in ([], ["127.0.0.1:8000:8000", "127.0.0.1:8001:8001"])
+        assert ("0.0.0.0" in line) == ("-p " in line)
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", TENSORRT_LLM])
@@ -66,12 +127,19 @@ def test_what_is_copied_is_let_into_the_build(name: str) -> None:
                 assert f"!{source}" in allowed
 
 
-def test_compose_builds_both_and_leaves_time_to_drain() -> None:
+def test_compose_builds_all_and_leaves_time_to_drain() -> None:
     services: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
     assert {name: service["build"]["dockerfile"] for name, service in services.items()} == {
         "cpu": "docker/Dockerfile",
+        "gpu": "docker/Dockerfile",
         "tensorrt-llm": "docker/Dockerfile.tensorrt-llm",
     }
     for service in services.values():
         assert service["stop_grace_period"] == "1m"  # the launcher's 30 s, and Triton's unloading
+        assert service["shm_size"] == "2gb"
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    with_gpus = [name for name, service in services.items() if "deploy" in service]
+    assert with_gpus == ["gpu", "tensorrt-llm"]
+    # Two images of one file must not bear one name.
+    assert len({service["image"] for service in services.values()}) == len(services)
+    assert services["cpu"]["build"]["args"]["TORCH_INDEX"].endswith("/cpu")

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from specpipe import __version__, doctor, provenance
 from specpipe.cli import main
+from specpipe.installation import with_extras
 from specpipe.runtimes.tensorrt import library
 from specpipe.stages import calibrate
 
@@ -80,7 +81,7 @@ def test_runtime_tensorrt_and_the_gpus_here(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(provenance, "gpus", lambda: [GPU])
     assert examined()["runtime tensorrt"] == (
         "builds here; not served here: tensorrt_rtx runs on none of NVIDIA H100 (9.0): "
-        "pip install 'specpipe[tensorrt]', and set engine.library to tensorrt"
+        f"set engine.library to tensorrt, and {with_extras('tensorrt')}"
     )
     monkeypatch.setattr(provenance, "gpus", lambda: [GPU, GPU | {"compute_cap": "8.9"}])
     assert examined()["runtime tensorrt"] == "builds here, and is served here"
@@ -93,15 +94,14 @@ def test_runtime_tensorrt_without_its_library(monkeypatch: pytest.MonkeyPatch) -
     )
     assert examined()["runtime tensorrt"] == (
         "plans here (--dry-run); runtime 'tensorrt' needs 'tensorrt_rtx': "
-        "pip install 'specpipe[tensorrt-rtx]'"
+        f"{with_extras('tensorrt-rtx')}"
     )
 
 
 def test_without_what_calibrating_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_IMPORTED", ("torch", "no_such_library"))
     assert examined()["quantization"] == (
-        "plans here (--dry-run); quantization needs 'no_such_library': pip install"
-        " 'specpipe[quantize]'"
+        f"plans here (--dry-run); quantization needs 'no_such_library': {with_extras('quantize')}"
     )
 
 
@@ -115,5 +115,5 @@ def test_one_line_each() -> None:
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0
     lines = [line.split()[0] for line in result.stdout.splitlines()]
-    assert lines[:4] == ["python", "specpipe", "huggingface_hub", "numpy"]
+    assert lines[:4] == ["python", "installed", "specpipe", "huggingface_hub"]
     assert {len(line.split("  ", 1)[0]) < 24 for line in result.stdout.splitlines()} == {True}

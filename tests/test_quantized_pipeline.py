@@ -15,6 +15,7 @@ from specpipe import pipeline
 from specpipe.cli import main
 from specpipe.config import PipelineConfig, load_config
 from specpipe.errors import CheckpointError, ConfigError, EngineBuildError
+from specpipe.installation import with_extras
 from specpipe.unified import load_unified
 from tests.quiet import Quiet
 from tests.toy import write_toy_checkpoint
@@ -200,9 +201,7 @@ def test_calibration_without_its_library_stops_before_any_stage(
     )
     result = build(tmp_path, "target.quantization={format: fp8}")
     assert result.exit_code == 1
-    assert result.stderr == (
-        "Error: quantization needs 'modelopt': pip install 'specpipe[quantize]'\n"
-    )
+    assert result.stderr == (f"Error: quantization needs 'modelopt': {with_extras('quantize')}\n")
     assert not (tmp_path / "engines").exists()
 
 

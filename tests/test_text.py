@@ -258,6 +258,18 @@ def test_messages_need_a_template(tmp_path: Path) -> None:
         tokenizer.encode_messages(USER_HI)
 
 
+def test_what_a_template_makes_too_long_is_not_encoded(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message['content'] * 100 }}{% endfor %}"
+    tokenizer = Tokenizer.load(write_chat(tmp_path, chat_template=template))
+    assert len(tokenizer.encode_messages(USER_HI, max_bytes=200)) > 0
+    with pytest.raises(RequestError) as caught:
+        tokenizer.encode_messages(USER_HI, max_bytes=199)
+    assert str(caught.value) == (
+        "messages come to a prompt of 200 bytes, which may have 199 "
+        "(serving.limits.max_prompt_bytes)"
+    )
+
+
 def test_text_that_cannot_be_encoded_is_a_request_error(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(toy_tokenizers.write_words(tmp_path))
     with pytest.raises(RequestError, match="the tokenizer cannot encode 'w4 unheard'"):

@@ -7,15 +7,13 @@ runs, so that `--help` is quick and no command needs another one's libraries.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import logging
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +23,8 @@ from specpipe import __version__
 from specpipe.commands.bench import bench
 from specpipe.commands.nightly import nightly
 from specpipe.commands.options import config_options
+from specpipe.commands.progress import Progress, log, log_shown
+from specpipe.commands.quickstart import quickstart
 from specpipe.commands.report import report
 from specpipe.commands.tune import tune
 from specpipe.commands.verify import verify
@@ -120,8 +120,8 @@ def build(
                 for command in report.commands:
                     click.echo(f"  $ {shlex.join(command)}")
         return
-    with _log_shown():
-        reports = pipeline.run(stages, _Progress())
+    with log_shown():
+        reports = pipeline.run(stages, Progress())
     if as_json:
         _print_json(
             {
@@ -209,6 +209,18 @@ def _print_checked(checked: Checked) -> None:
 @click.option("--grpc-port", default=8001, show_default=True, help="0: any free port.")
 @click.option("--metrics-port", default=8002, show_default=True, help="0: any free port.")
 @click.option(
+    "--no-http",
+    "allow_http",
+    flag_value=False,
+    default=True,
+    help="Listen for gRPC alone: known holes of older tritonservers are in HTTP.",
+)
+@click.option(
+    "--allow-known-holes",
+    is_flag=True,
+    help="Let others than this machine reach a tritonserver that a client can end.",
+)
+@click.option(
     "--mpi-mode",
     type=click.Choice(["auto", "leader", "orchestrator"]),
     default="auto",
@@ -244,27 +256,27 @@ def serve(
     from specpipe.verification import record
 
     def announce(server: launcher.Server) -> None:
-        click.echo(f"ready: {server.http_url} {server.grpc_url} {server.metrics_url}")
+        click.echo(f"ready: {' '.join(server.urls)} {server.metrics_url}")
 
     config = _load(config_path, overrides)
     repository = pipeline.built_repository(config)
     for line in pipeline.outdated(config):
-        _log(f"warning: not what {config.source} says now: {line}")
+        log(f"warning: not what {config.source} says now: {line}")
     if (refusal := record.refusal(config.artifacts_dir)) is not None:
         if not allow_unverified:
             raise RepositoryError(f"{refusal}, or serve it as it is with --allow-unverified")
-        _log(f"warning: {refusal}; allowed by --allow-unverified")
+        log(f"warning: {refusal}; allowed by --allow-unverified")
     launcher.serve(
         repository,
         launcher.ServeOptions(**listen),
-        report=_log,
+        report=log,
         mpi_mode=mpi_mode,
         allow_unknown_engine_facts=allow_unknown_engine_facts,
         build_command=shlex.join(
             ["specpipe", "build", "--config", str(config_path)]
             + [word for override in overrides for word in ("--set", override)]
         ),
-        log=_log,
+        log=log,
         on_ready=announce,
     )
 
@@ -433,45 +445,8 @@ def schema() -> None:
     _print_json(json_schema())
 
 
-for _evaluation in (verify, bench, tune, report, nightly):
-    main.add_command(_evaluation)
-
-
-class _Progress:
-    """Writes to stderr what `build` does."""
-
-    def started(self, stage: str, reasons: Sequence[str]) -> None:
-        for reason in reasons:
-            _log(f"{stage}: {reason}")
-
-    def waiting(self, stage: str) -> None:
-        _log(f"{stage}: another build of it is running, waiting")
-
-    def finished(self, report: StageReport) -> None:
-        done = f"built in {report.duration_s:.1f} s" if report.reasons else "up to date"
-        _log(f"{report.stage}: {done}")
-        if report.shows is not None:
-            _log((report.artifact / report.shows).read_text(encoding="utf-8").rstrip())
-
-
-class _LogLines(logging.Handler):
-    """Writes to stderr what the builders' programs print."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _log(self.format(record))
-
-
-@contextlib.contextmanager
-def _log_shown() -> Iterator[None]:
-    logger = logging.getLogger("specpipe")
-    handler, level = _LogLines(), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+for _command in (quickstart, verify, bench, tune, report, nightly):
+    main.add_command(_command)
 
 
 def _load(path: Path, overrides: Sequence[str]) -> PipelineConfig:
@@ -529,7 +504,3 @@ def _shown(path: Path) -> str:
 
 def _print_json(data: Any, indent: int | None = 2) -> None:
     click.echo(json.dumps(data, indent=indent, ensure_ascii=False))
-
-
-def _log(line: str) -> None:
-    click.echo(line, err=True)

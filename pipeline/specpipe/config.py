@@ -275,6 +275,9 @@ class ServingConfig(Section):
     request_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds from arrival to the last token; then the request ends with what it has."""
 
+    preprocessing_instances: int = Field(default=2, ge=1, le=64)
+    """Processes that tokenize: with two, one long prompt keeps nobody waiting."""
+
     limits: Limits = Limits()
     """What is refused for its size before work is done on it."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import shutil
 import subprocess
@@ -9,9 +11,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from specpipe import installation
 from specpipe.errors import SpecpipeError
 from specpipe.provenance import gpus, versions
-from specpipe.runtimes.base import RUNTIMES, load_runtime
+from specpipe.runtimes.base import RUNTIMES, Launch, load_runtime
 from specpipe.stages.calibrate import require_libraries
 
 LIBRARIES = (
@@ -41,11 +44,13 @@ class Line:
 
 
 def examine() -> tuple[Line, ...]:
-    """Looks at the environment; nothing is started but `nvidia-smi` and `docker version`."""
+    """Looks at the environment; nothing is started but what says whether it does."""
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
+        Line("installed", installation.describe()),
+        *(Line("conflict", found) for found in installation.conflicts()),
         *(Line(library, found) for library, found in versions(LIBRARIES).items()),
-        Line("tritonserver", _tritonserver()),
+        *_tritonserver(),
         *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),
         *_gpus(),
         Line("docker", _docker()),
@@ -54,13 +59,22 @@ def examine() -> tuple[Line, ...]:
     )
 
 
-def _tritonserver() -> str:
-    from specpipe.triton.server import find_tritonserver
+def _tritonserver() -> Iterator[Line]:
+    from specpipe.triton import installation, known_holes
+    from specpipe.triton.command import server_environment
+    from specpipe.triton.workspace import Workspace
 
     try:
-        return str(find_tritonserver().path)
+        binary = installation.find_tritonserver()
+        with contextlib.closing(Workspace(binary)) as workspace:
+            environment = server_environment(binary, Launch(), os.environ, workspace)
+            installation.check(binary, environment)
     except SpecpipeError as exc:
-        return str(exc)
+        yield Line("tritonserver", f"does not start here: {exc}")
+        return
+    version = known_holes.find_version(binary, os.environ)
+    yield Line("tritonserver", f"{version or 'version unknown'} ({binary.path})")
+    yield Line("known holes", known_holes.describe(version))
 
 
 def _gpus() -> Iterator[Line]:

@@ -122,6 +122,8 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
             num_threads=config.engine.num_threads,
             runtime_settings=runtime.serving_settings(pair),
         ),
+        limits=config.serving.limits.of_requests(),
+        num_preprocessing=config.serving.preprocessing_instances,
     )
     return (check, *in_turn, PlannedStage(package, repository_dir(config)))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable
+from specpipe.installation import with_library
 from specpipe.stages.base import Role
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
@@ -91,7 +92,7 @@ def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights
     except ImportError as exc:
         raise RuntimeUnavailable(
             f"{role}.checkpoint {repo_id} is no folder ({folder}), and fetching it needs "
-            "'huggingface_hub': pip install huggingface_hub"
+            f"'huggingface_hub': {with_library('huggingface_hub')}"
         ) from exc
     at = f"{repo_id} at revision {revision}" if revision else repo_id
     try:

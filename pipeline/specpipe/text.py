@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from specpipe.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
-from specpipe.errors import RequestError
+from specpipe.errors import RequestError, show
 from specpipe.tokenizer_files import TokenizerParts, added_ends, is_library_fault, load_parts
 
 
@@ -56,15 +56,23 @@ class Tokenizer:
             del token_ids[0]
         return token_ids
 
-    def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_messages(
+        self, messages: list[dict[str, Any]], *, max_bytes: int | None = None
+    ) -> list[int]:
         """Encodes a conversation by the chat template, up to where the assistant's turn begins.
 
         Templates write their special tokens themselves; BOS is added if the tokenizer adds one to
-        a prompt and the template did not.
+        a prompt and the template did not. What the template made of the messages is refused when it
+        has more than max_bytes.
         """
         if self.chat_template is None:
             raise RequestError("messages: this model has no chat template; send text_input instead")
         rendered = self.chat_template.render(messages)
+        if max_bytes is not None and (num_bytes := len(rendered.encode())) > max_bytes:
+            raise RequestError(
+                f"messages come to a prompt of {num_bytes} bytes, which may have {max_bytes} "
+                "(serving.limits.max_prompt_bytes)"
+            )
         token_ids = _encode(self._backend, rendered, add_special_tokens=False)
         if self._adds_bos and token_ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None  # what is added has an id
@@ -101,6 +109,18 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {i: token for token, i in model.items()} | {i: t.content for i, t in added.items()}
 
+    @property
+    def longest_token_bytes(self) -> int:
+        """Bytes in UTF-8 of the longest token string, which no token's own text exceeds."""
+        return max((len(token.encode()) for token in self.tokens().values()), default=1)
+
+    @property
+    def is_bytewise(self) -> bool:
+        """True when the tokens of a text have all its bytes: nothing is normalized or left out."""
+        return self._backend.normalizer is None and isinstance(
+            self._backend.decoder, tokenizers.decoders.ByteLevel
+        )
+
     def _find_piece(self, token_id: int) -> str | None:
         if token_id in self.special_token_ids:
             return None
@@ -130,7 +150,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: boo
     except BaseException as exc:
         if not is_library_fault(exc):
             raise
-        raise RequestError(f"the tokenizer cannot encode {text[:80]!r}: {exc}") from exc
+        raise RequestError(f"the tokenizer cannot encode '{show(text)}': {show(exc)}") from exc
 
 
 _WITHOUT_PREFIX = {

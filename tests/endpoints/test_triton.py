@@ -151,12 +151,16 @@ def asked_for_ids(answer: Answer, prompt: tuple[int, ...], num_tokens: int) -> N
 
 def test_ids_go_in_and_come_out_of_the_pairs_model(echo_server: Server) -> None:
     prompt = (700, 701, 702)
-    with contextlib.closing(Speculative(echo_server.http_url)) as endpoint:
+    with contextlib.closing(
+        Speculative(echo_server.http_url, secret=echo_server.secret)
+    ) as endpoint:
         asked_for_ids(record(endpoint, Question(token_ids=prompt, max_tokens=7)), prompt, 7)
         text = record(endpoint, Question(text="x", max_tokens=1))
         assert text.error == "speculative takes token ids, no text and no messages"
     end = frozenset({702})
-    with contextlib.closing(Speculative(echo_server.http_url, end_token_ids=end)) as endpoint:
+    with contextlib.closing(
+        Speculative(echo_server.http_url, secret=echo_server.secret, end_token_ids=end)
+    ) as endpoint:
         stopped = record(endpoint, Question(token_ids=prompt, max_tokens=7))
         assert (stopped.token_ids, stopped.finish_reason) == ((700, 701), "stop")
         ignored = record(endpoint, Question(token_ids=prompt, max_tokens=7, ignores_end=True))
@@ -165,4 +169,4 @@ def test_ids_go_in_and_come_out_of_the_pairs_model(echo_server: Server) -> None:
 
 def test_ids_travel_over_http_only(echo_server: Server) -> None:
     with pytest.raises(ServerError, match="token ids travel over HTTP only"):
-        Speculative(echo_server.grpc_url)
+        Speculative(echo_server.grpc_url, secret=echo_server.secret)

@@ -12,13 +12,25 @@ import numpy as np
 import pytest
 
 from specpipe.errors import RequestError
+from specpipe.limits import RequestLimits
 from specpipe.runtimes.base import Occupancy, PairOptions
 from specpipe.speculative.request import Chunk, Request, Statistics
+from specpipe.text import Tokenizer
 from specpipe.triton import repository, serving
 from specpipe.triton.repository import PairFile
+from specpipe.triton.secret import Signer
 
 TOKENIZER = Path(__file__).parents[2] / "models" / "python-code" / "target"
+PREPROCESSING = {"tokenizer_dir": "tokenizer", "limits_file": "limits.json"}
 LoadModel = Callable[[str], Any]
+
+
+SECRET = "the secret of a start"
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECPIPE_SECRET", SECRET)
 
 
 def arguments(folder: Path, **parameters: str) -> dict[str, str]:
@@ -46,6 +58,8 @@ def version(tmp_path: Path) -> Path:
     folder = tmp_path / "1"
     folder.mkdir()
     (folder / "tokenizer").symlink_to(TOKENIZER)
+    limits = RequestLimits().resolved(max_seq_len=64, longest_token_bytes=82, is_bytewise=True)
+    (folder / "limits.json").write_text(limits.model_dump_json())
     return folder
 
 
@@ -53,7 +67,7 @@ def test_preprocessing_answers_neighbours_of_a_bad_request(
     load_model: LoadModel, pb_utils: ModuleType, version: Path
 ) -> None:
     model = load_model("preprocessing")
-    model.initialize(arguments(version.parent, tokenizer_dir="tokenizer"))
+    model.initialize(arguments(version.parent, **PREPROCESSING))
     responses = model.execute(
         [
             pb_utils.ServerRequest(arrays(text_input=b"def f", max_tokens=3)),
@@ -64,11 +78,60 @@ def test_preprocessing_answers_neighbours_of_a_bad_request(
         ]
     )
     assert responses[0].error() is None
-    assert set(outputs(responses[0])) == {"request", "input_ids"}
+    assert set(outputs(responses[0])) == {"request", "input_ids", "signature"}
     assert len(outputs(responses[0])["input_ids"][0]) == 2
     assert str(responses[1].error()).startswith("max_tokens is missing")
     assert str(responses[2].error()).startswith("unknown request parameter 'max_token'")
     assert {r.error().code for r in responses[1:]} == {pb_utils.TritonError.INVALID_ARG}
+
+
+def test_preprocessing_survives_what_nobody_expected(
+    load_model: LoadModel,
+    pb_utils: ModuleType,
+    version: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+        if text == "bad":
+            raise RecursionError(f"in {version}")
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    model = load_model("preprocessing")
+    model.initialize(arguments(version.parent, **PREPROCESSING))
+    good, bad = (
+        pb_utils.ServerRequest(arrays(text_input=text, max_tokens=3)) for text in (b"good", b"bad")
+    )
+    responses = model.execute([bad, good])
+    error = responses[0].error()
+    assert (str(error), error.code) == (
+        "the request failed inside the server, whose log says how",
+        pb_utils.TritonError.INTERNAL,
+    )
+    assert responses[1].error() is None
+    assert f"RecursionError: in {version}" in caplog.text
+
+
+def test_postprocessing_refuses_what_is_no_chunk(
+    load_model: LoadModel, pb_utils: ModuleType
+) -> None:
+    model = load_model("postprocessing")
+    model.initialize(arguments(Path("."), cancels="speculative"))
+    nothing = pb_utils.ServerRequest({})
+    big = pb_utils.ServerRequest(
+        {
+            "text": serving.as_array(serving.TEXT, [b" f"]),
+            "stream_id": serving.as_array(serving.STREAM_ID, [b"s" * 10**6]),
+        }
+    )
+    nothing.cancelled = big.cancelled = True
+    responses = model.execute([nothing, big])
+    assert [str(response.error()) for response in responses] == [
+        "stream_id is missing",
+        "stream_id has 1000000 bytes; it may have 64",
+    ]
+    assert pb_utils.InferenceRequest.made == []
 
 
 def test_postprocessing_hands_the_text_on(load_model: LoadModel, pb_utils: ModuleType) -> None:
@@ -98,7 +161,10 @@ def test_postprocessing_tells_speculative_of_a_cancellation(
     model.execute([request])
     (call,) = pb_utils.InferenceRequest.made
     assert call.model_name == "speculative"
-    assert [(t.name(), t.as_numpy().tolist()) for t in call.inputs] == [("cancel", [[b"s1"]])]
+    assert {t.name(): t.as_numpy().tolist() for t in call.inputs} == {
+        "cancel": [[b"s1"]],
+        "signature": [[Signer(SECRET).sign("cancel", b"s1")]],
+    }
 
 
 STATISTICS = Statistics(
@@ -176,7 +242,7 @@ def ask(model: Any, pb_utils: ModuleType, *, max_tokens: int, stream: bool = Fal
         request=Request(request_id="", prompt_token_ids=(1, 2), max_tokens=max_tokens),
         stream=stream,
     )
-    request = pb_utils.ServerRequest(generation.to_tensors())
+    request = pb_utils.ServerRequest(generation.to_tensors(Signer(SECRET)))
     assert model.execute([request]) is None
     assert request.sender.closed.wait(5)
     model.finalize()
@@ -218,10 +284,50 @@ def test_speculative_fails_before_the_first_chunk_by_a_triton_error(
     assert response.error().code == getattr(pb_utils.TritonError, code)
 
 
+def test_speculative_refuses_strangers(speculative: Any, pb_utils: ModuleType) -> None:
+    request = Request(request_id="", prompt_token_ids=(1, 2), max_tokens=9)
+    signed = serving.Generation(request=request).to_tensors(Signer("of another start"))
+    unsigned = {name: array for name, array in signed.items() if name != "signature"}
+    cancel = {"cancel": serving.as_array(serving.CANCEL, [b"nobody"])}
+    asked = [pb_utils.ServerRequest(tensors) for tensors in (signed, unsigned, cancel, {})]
+    speculative.execute(asked)
+    refusal = "speculative takes requests from the ensemble only: ask 'ensemble'"
+    assert [[str(r.error()) for r, _ in request.sender.sent] for request in asked] == [
+        [refusal],
+        [refusal],
+        [refusal],
+        ["request is missing"],
+    ]
+    speculative.finalize()
+    counted = pb_utils.MetricFamily.made
+    assert counted["specpipe_requests_in_flight"][""].value == 0
+
+
+def test_speculative_survives_what_nobody_expected(
+    speculative: Any, pb_utils: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreadable(pb_utils.ServerRequest):  # type: ignore[misc, name-defined]
+        def inputs(self) -> list[Any]:
+            raise MemoryError("no room for it")
+
+    bad = Unreadable({})
+    good = pb_utils.ServerRequest(
+        serving.Generation(
+            request=Request(request_id="", prompt_token_ids=(1, 2), max_tokens=9)
+        ).to_tensors(Signer(SECRET))
+    )
+    speculative.execute([bad, good])
+    ((response, _),) = bad.sender.sent
+    assert str(response.error()) == "the request failed inside the server, whose log says how"
+    assert good.sender.closed.wait(5)
+    assert good.sender.sent[0][0].error() is None
+    speculative.finalize()
+
+
 def test_speculative_takes_a_cancellation_and_answers_it_at_once(
     speculative: Any, pb_utils: ModuleType
 ) -> None:
-    request = pb_utils.ServerRequest({"cancel": serving.as_array(serving.CANCEL, [b"nobody"])})
+    request = pb_utils.ServerRequest(serving.write_cancel(b"nobody", Signer(SECRET)))
     speculative.execute([request])
     assert request.sender.sent == [(None, 1)]
     speculative.finalize()

@@ -16,6 +16,7 @@ from torch import nn
 from specpipe.checkpoint import read_safetensors_header
 from specpipe.config import CalibrationConfig, QuantizationConfig
 from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable
+from specpipe.installation import with_extras
 from specpipe.plain_weights import open_weights
 from specpipe.quantization import decoder
 from specpipe.quantization.calibrate import calibrate, modelopt_config
@@ -505,7 +506,7 @@ def test_stage_names_the_extra_of_a_missing_library(
     )
     with pytest.raises(RuntimeUnavailable) as caught:
         stage(checkpoint, scheme("fp8")).require()
-    assert str(caught.value) == ("quantization needs 'modelopt': pip install 'specpipe[quantize]'")
+    assert str(caught.value) == f"quantization needs 'modelopt': {with_extras('quantize')}"
 
 
 def test_stage_depends_on_what_decides_the_scales(checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from specpipe.config import CalibrationConfig
 from specpipe.errors import ConfigError, RuntimeUnavailable
+from specpipe.installation import with_library
 from specpipe.quantization.texts import Texts, check_data, read_texts
 from tests.toy_tokenizers import byte_level, words, write_tokenizer
 
@@ -222,8 +223,8 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RuntimeUnavailable) as caught:
         check_data(CalibrationConfig(data="a.parquet"), tmp_path)
     assert str(caught.value) == (
-        f"reading {tmp_path}/a.parquet needs 'pyarrow': pip install pyarrow, "
-        "or save the texts as .jsonl"
+        f"reading {tmp_path}/a.parquet needs 'pyarrow', unless the texts are saved as .jsonl: "
+        f"{with_library('pyarrow')}"
     )
 
 

@@ -41,7 +41,11 @@ def test_deadlines_are_those_of_requests_or_of_the_pair() -> None:
     clock = Clock()
     waiting = WaitingRequests(PairOptions(request_timeout_s=60), clock=clock)
     assert waiting.next_deadline() is None
-    for name, settings in (("a", {}), ("b", {"timeout_s": 5.0}), ("c", {"timeout_s": 2.0})):
+    for name, settings in (
+        ("a", {"timeout_s": 1e300}),  # no longer than the pair's own
+        ("b", {"timeout_s": 5.0}),
+        ("c", {"timeout_s": 2.0}),
+    ):
         waiting.put(request(name, **settings), num_running=0)
     assert waiting.next_deadline() == 102.0
     clock.now = 105.0

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from specpipe.errors import RequestError
+from specpipe.errors import FAULT, RequestError
 from specpipe.runtimes.base import KVUse
 from specpipe.runtimes.costs import CostTable
 from specpipe.runtimes.engine_pair import EnginePair
@@ -16,6 +17,7 @@ from tests.speculative.table import (
     DRAFT_RULES,
     NoisyModel,
     TableModel,
+    WordDetokenizer,
     greedy_reference,
     new_state,
     request,
@@ -275,6 +277,56 @@ def test_cached_tokens_are_those_of_running_sequences() -> None:
     # a: 3 tokens of its prompt. b: 7, and 2 draft tokens that were accepted; the draft has not read
     # the last of them.
     assert pair.occupancy().kv_caches == {"target": KVUse(12, 2000), "draft": KVUse(8, 2000)}
+
+
+_TINY, _LARGE = 5e-324, 1.7e308
+
+EXTREMES = [
+    {"temperature": _TINY},
+    {"temperature": _LARGE},
+    {"temperature": _LARGE, "min_p": 1.0},
+    {"temperature": 1.0, "top_k": 2**31 - 1},
+    {"temperature": 1.0, "top_p": _TINY},
+    {"temperature": 1.0, "min_p": _TINY},
+    {"repetition_penalty": _TINY},
+    {"repetition_penalty": _LARGE},
+    {"presence_penalty": _LARGE},
+    {"presence_penalty": -_LARGE, "frequency_penalty": -_LARGE},
+    {"frequency_penalty": _LARGE, "temperature": _TINY},
+    {"min_tokens": 2**31 - 1},
+    {"seed": 2**64 - 1, "is_seeded": True, "temperature": 1.0},
+    {"bad_words": tuple((i,) for i in range(TableModel(target_rule).vocab_size))},
+    {"bad_words": ((1,) * 1000,) * 16},
+]
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_no_setting_that_is_let_in_can_break_a_step(is_seeded: bool) -> None:
+    """Each runs to an end of its own, beside one whose output stays what it is."""
+    for extreme in EXTREMES:
+        sampling = Sampling(**{"is_seeded": is_seeded, **extreme})  # type: ignore[arg-type]
+        pair = make_pair(TableModel(target_rule), TableModel(DRAFT_RULES["half"]))
+        extreme_request = request(
+            "extreme", sampling=sampling, end_token_ids=frozenset({0, 2**31 - 1}), max_tokens=12
+        )
+        chunks = run(pair, [extreme_request, request("good")])
+        assert ids(chunks["good"]) == greedy_reference(request())
+        assert chunks["extreme"][-1].finish_reason is not None, extreme
+
+
+def test_an_exception_in_the_text_of_a_request_fails_that_one_alone() -> None:
+    class Failing(WordDetokenizer):
+        def append(self, token_ids: Sequence[int]) -> str:
+            raise ValueError("as asked")
+
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule))
+    pair._detokenizer = lambda prompt: Failing() if prompt == (9,) else WordDetokenizer()
+    chunks = run(pair, [request("bad", prompt_token_ids=(9,)), request("good")])
+    assert ids(chunks["good"]) == greedy_reference(request())
+    (last,) = chunks["bad"]
+    assert (last.finish_reason, last.error) == ("error", FAULT)
+    for engine in engines(pair):
+        assert engine.sequences == {}
 
 
 def test_nan_of_the_target_fails_that_request_alone() -> None:

@@ -186,6 +186,43 @@ def test_cancel_releases_held_text() -> None:
     assert chunk.statistics is not None and chunk.statistics.num_output_tokens == 1
 
 
+class Failing:
+    """Cannot make text of token 13, nor end a text that 12 began."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        self._is_open = 12 in token_ids
+        return {10: "foo", 12: ""}[token_ids[0]]
+
+    def flush(self) -> str:
+        if self._is_open:
+            raise ValueError("as asked")
+        return ""
+
+
+@pytest.mark.parametrize("token_ids", [[10, 13], [10, 12]])
+def test_an_exception_in_its_text_ends_the_request(token_ids: list[int]) -> None:
+    request = Request(request_id="r", prompt_token_ids=(1,), max_tokens=2)
+    state = RequestState(request, LIMITS, Failing())
+    assert state.accept(token_ids[:1], num_draft_tokens=0).text == "foo"
+    last = state.accept(token_ids[1:], num_draft_tokens=0)
+    assert (last.text, last.finish_reason, last.error) == (
+        "",
+        "error",
+        "the request failed inside the server, whose log says how",
+    )
+    assert state.is_finished
+
+
+def test_an_exception_in_its_text_ends_a_cancelled_request() -> None:
+    request = Request(request_id="r", prompt_token_ids=(1,), max_tokens=9)
+    state = RequestState(request, LIMITS, Failing())
+    state.accept([12], num_draft_tokens=0)
+    assert state.finish("cancelled").finish_reason == "error"
+
+
 @given(
     token_ids=st.lists(st.sampled_from([10, 11, 12, 13, 14, 15, 18]), min_size=1, max_size=25),
     split=st.lists(st.integers(1, 6), max_size=25),

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from specpipe.errors import RepositoryError
+from specpipe.limits import RequestLimits
 from specpipe.pairing import PairContract
 from specpipe.runtimes.base import PairOptions
 from specpipe.stages.package import Package, models_folder
+from specpipe.triton.model_config import read_config
+from tests import toy_tokenizers
 
 CONTRACT = PairContract(
     num_used_token_ids=250,
@@ -36,7 +39,7 @@ def package(tmp_path: Path) -> Package:
         text = json.dumps({"build_config": build_config})
         (tmp_path / role / "config.json").write_text(text)
     (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "tokenizer.json").write_text("{}")
+    toy_tokenizers.words().save(str(tmp_path / "checkpoint" / "tokenizer.json"))
     (tmp_path / "checkpoint" / "model.safetensors").write_text("weights")
     (tmp_path / "pair.json").write_text(CONTRACT.to_json())
     return Package(
@@ -71,6 +74,25 @@ def test_the_pair_file_has_the_options_and_the_contracts_unused_ids(
             "unused_token_ids": [[250, 320]],
             "runtime_settings": {},
         },
+    }
+
+
+def test_limits_of_requests_go_to_preprocessing_and_make_it_stale(
+    package: Package, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    limited = replace(package, limits=RequestLimits(max_words=3), num_preprocessing=5)
+    limited.run(out)
+    written = json.loads((out / "preprocessing" / "1" / "limits.json").read_text())
+    assert (written["max_words"], written["max_seq_len"]) == (3, 1024)
+    assert written["max_prompt_bytes"] == 1024 * len("<turn>") * 4
+    config = read_config(out / "preprocessing" / "config.pbtxt")
+    assert config.instance_group[0].count == 5
+    before, after = package.inputs().settings, limited.inputs().settings
+    assert {key for key in after if after[key] != before[key]} == {
+        "limits",
+        "preprocessing_instances",
     }
 
 

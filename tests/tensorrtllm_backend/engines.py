@@ -13,8 +13,8 @@ from specpipe.stages.base import Role
 from specpipe.stages.convert import convert
 from specpipe.stages.package import models_folder
 from specpipe.triton import repository
+from specpipe.triton.installation import TritonBinary, find_tritonserver
 from specpipe.triton.layout import link_folder
-from specpipe.triton.server import TritonBinary, find_tritonserver
 from specpipe.unified import load_unified
 from tests.runtimes.tensorrt_llm.engines import pair_options, write_engine
 

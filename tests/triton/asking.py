@@ -5,7 +5,7 @@ from __future__ import annotations
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from specpipe.triton.client import Client
 from specpipe.triton.server import Server
@@ -33,7 +33,14 @@ def texts(
         return list(pool.map(answer, prompts))
 
 
-def metrics(server: Server, *prefixes: str) -> dict[str, float]:
+class Measured(Protocol):
+    """A server, or whoever knows its address."""
+
+    @property
+    def metrics_url(self) -> str: ...
+
+
+def metrics(server: Measured, *prefixes: str) -> dict[str, float]:
     """The metrics that begin so, by name and labels as Prometheus writes them."""
     with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
         lines = response.read().decode().splitlines()

@@ -1,7 +1,8 @@
 """The real pair behind a target that can be slowed and broken while it serves, with a diary.
 
 A folder is the way in and out: `pause` holds the seconds that each forward waits first, `raise` and
-`nan` the number of forwards until one raises or returns NaN; `diary` gets a line for every sequence
+`nan` the number of forwards until one raises or returns NaN; `hang` the seconds that postprocessing
+waits with each chunk; `diary` gets a line for every sequence
 that is made or freed, every forward, and every cancellation that postprocessing notices.
 """
 
@@ -108,9 +109,13 @@ def register(folder: str) -> None:
 
 
 def noting(model: Any, folder: str) -> Any:
-    """For `postprocessing`: its model, which also writes down what cancellation it notices."""
+    """For `postprocessing`: its model, which waits as told and writes down the cancellations."""
 
     class Noting(model):  # type: ignore[misc]
+        def execute(self, requests: Any) -> Any:
+            time.sleep(Controls(Path(folder)).get("hang"))
+            return super().execute(requests)
+
         def _cancel(self, stream_id: Any) -> None:
             Controls(Path(folder)).note("noticed")
             super()._cancel(stream_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -13,18 +14,23 @@ import pytest
 from tritonclient import grpc
 
 from specpipe.errors import RequestError, ServerError
+from specpipe.speculative.request import Request
 from specpipe.triton import serving
 from specpipe.triton.client import Client
+from specpipe.triton.processes import arguments, session_pids
+from specpipe.triton.secret import Signer
 from specpipe.triton.server import Server
 from tests.triton.asking import metrics
 
 PROMPT = "def f(x):"  # five tokens: "def", " f", "(", "x", "):"; the echo pair repeats them
 
 
-def post(server: Server, body: dict[str, object], path: str = "generate") -> tuple[int, str]:
+def post(
+    server: Server, body: dict[str, object], path: str = "generate", *, model: str = "ensemble"
+) -> tuple[int, str]:
     """Plain HTTP, as curl sends it."""
     request = urllib.request.Request(
-        f"{server.http_url}/v2/models/ensemble/{path}", json.dumps(body).encode(), method="POST"
+        f"{server.http_url}/v2/models/{model}/{path}", json.dumps(body).encode(), method="POST"
     )
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
@@ -184,6 +190,111 @@ def test_http_refusals_name_the_field(
     status, text = post(echo_server, body)
     assert status == 400
     assert expected in json.loads(text)["error"]
+
+
+SIZES = {
+    "prompt": {"text_input": "a" * 2_000_000},
+    "stop words": {"stop_words": ["ab"] * 50_000},
+    "bad words": {"bad_words": ["x" * 1300] * 301},
+    "messages": {"text_input": None, "messages": "[" * 100_000},
+    "parameter": {"y" * 1_000_000: 1},
+    "control characters": {"\x1b[31m\n": 1},
+    "guide": {"guided_decoding_guide": "z" * 1_000_000},
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_hostile_sizes_are_one_short_sentence_at_once(echo_server: Server, kind: str) -> None:
+    asked = {"text_input": "a", "max_tokens": 1, **SIZES[kind]}
+    start = time.monotonic()
+    status, text = post(echo_server, {n: v for n, v in asked.items() if v is not None})
+    assert time.monotonic() - start < 5
+    error = json.loads(text)["error"]
+    assert status == 400 and len(error) < 250 and error.isprintable(), error
+    assert post(echo_server, {"text_input": "a", "max_tokens": 1})[0] == 200
+
+
+REFUSAL = "speculative takes requests from the ensemble only: ask 'ensemble'"
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "expected"),
+    [
+        ("speculative", {"request": "{}", "input_ids": [1, 2]}, REFUSAL),
+        ("speculative", {"request": "{}", "input_ids": [1], "signature": "0" * 64}, REFUSAL),
+        ("speculative", {"cancel": "somebody"}, REFUSAL),
+        ("postprocessing", {"text": "a"}, "stream_id is missing"),
+        ("postprocessing", {"stream_id": "a"}, "text is missing"),
+        (
+            "postprocessing",
+            {"text": "a", "stream_id": "s" * 100_000},
+            "stream_id has 100000 bytes; it may have 64",
+        ),
+    ],
+)
+def test_inner_models_refuse_strangers(
+    echo_server: Server, model: str, body: dict[str, object], expected: str
+) -> None:
+    status, text = post(echo_server, body, model=model)
+    assert (status, json.loads(text)["error"]) == (400, expected)
+
+
+def test_what_preprocessing_signs_for_a_stranger_cannot_be_changed(echo_server: Server) -> None:
+    _, text = post(echo_server, {"text_input": PROMPT, "max_tokens": 3}, model="preprocessing")
+    signed = {n: v for n, v in json.loads(text).items() if not n.startswith("model_")}
+    _, answer = post(echo_server, signed, model="speculative")
+    assert json.loads(answer)["text"] == "def f("
+    for change in (
+        {"request": signed["request"].replace('"max_tokens": 3', '"max_tokens": 2.5')},
+        {"input_ids": [1, *signed["input_ids"]]},
+    ):
+        status, answer = post(echo_server, {**signed, **change}, model="speculative")
+        assert (status, json.loads(answer)["error"]) == (400, REFUSAL)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('"max_tokens": 9', '"max_tokens": 2.5'),
+        ('"num_draft_tokens": null', '"num_draft_tokens": 1.5'),
+        ('"stop_strings": []', '"stop_strings": [5]'),
+        ('"end_token_ids": []', '"end_token_ids": ["x"]'),
+    ],
+)
+def test_a_wrong_type_from_who_knows_the_secret_leaves_other_streams_alone(
+    echo_server: Server, change: tuple[str, str]
+) -> None:
+    """It was a TypeError in the loop, which ended every stream."""
+    request = Request(request_id="", prompt_token_ids=(700, 701), max_tokens=9)
+    written = serving.Generation(request=request).to_tensors(Signer(None))["request"].item()
+    text, ids = written.replace(*change), np.array([[700, 701]], np.int32)
+    assert text != written
+    signature = Signer(echo_server.secret).sign("request", text.encode(), ids.tobytes())
+    hostile = {"request": text, "input_ids": [700, 701], "signature": signature}
+    with Client(echo_server.http_url) as client:
+        chunks = client.stream(f"<slow> {PROMPT}", max_tokens=12)
+        first = next(chunks)
+        status, answer = post(echo_server, hostile, model="speculative")
+        assert (status, json.loads(answer)["error"][:42]) == (
+            400,
+            "request is not what preprocessing writes: ",
+        )
+        rest = list(chunks)
+    assert first.text
+    assert rest[-1].finish_reason == "length"
+
+
+def test_the_secret_is_in_no_command_line_log_file_or_message(echo_server: Server) -> None:
+    process = echo_server._process
+    assert process is not None
+    pids = session_pids(process.pid)
+    assert len(pids) > 3
+    assert not any(echo_server.secret in argument for pid in pids for argument in arguments(pid))
+    assert not any(echo_server.secret in line for line in echo_server.last_log_lines)
+    files = [path for path in echo_server._repository.rglob("*") if path.is_file()]
+    assert not any(echo_server.secret.encode() in path.read_bytes() for path in files)
+    _, text = post(echo_server, {"text_input": PROMPT, "max_tokens": 3}, model="preprocessing")
+    assert echo_server.secret not in text
 
 
 def test_http_request_id_is_no_unknown_parameter(echo_server: Server) -> None:

@@ -28,6 +28,7 @@ from specpipe.speculative.request import Request
 from specpipe.triton import launcher, serving
 from specpipe.triton.client import Client, Completion
 from specpipe.triton.repository import PairFile
+from specpipe.triton.secret import Signer
 from specpipe.triton.server import ServeOptions, Server
 from tests.triton.asking import metrics
 from tests.triton.faulty_pair import Controls
@@ -191,7 +192,7 @@ def test_a_direct_call_to_speculative_is_seen_to_cancel(
 ) -> None:
     """Triton tells it there; postprocessing has no part in it."""
     request = Request(request_id="", prompt_token_ids=(5, 6, 7), max_tokens=900)
-    tensors = serving.Generation(request=request, stream=True).to_tensors()
+    tensors = serving.Generation(request=request, stream=True).to_tensors(Signer(server.secret))
     controls.set(pause=SLOW_S)
     client = grpc.InferenceServerClient(server.grpc_url.removeprefix("grpc://"))
     received = threading.Semaphore(0)

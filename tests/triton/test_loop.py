@@ -131,6 +131,28 @@ def test_a_refused_request_hears_why_and_others_go_on(loop: PairLoop, pair: Coun
     assert good.texts() == ["1", "2"]
 
 
+def test_an_exception_while_a_request_is_submitted_fails_that_one_alone(
+    loop: PairLoop, pair: CountingPair, faults: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = pair.submit
+
+    def fail(request: Request) -> str:
+        if request.request_id == "bad":
+            raise TypeError("'<' not supported between instances of 'str' and 'int'")
+        return submit(request)
+
+    monkeypatch.setattr(pair, "submit", fail)
+    good, bad = Caller(loop, "good", 2), Caller(loop, "bad", 2)
+    pair.go.release(10)
+    last = bad.next()
+    assert (last.finish_reason, last.error) == (
+        "error",
+        "the request failed inside the server, whose log says how",
+    )
+    assert good.texts() == ["1", "2"]
+    assert faults == []
+
+
 def test_cancel_ends_a_request_and_unknown_ids_are_ignored(
     loop: PairLoop, pair: CountingPair
 ) -> None:

@@ -40,10 +40,11 @@ def test_every_config_parses_back_to_the_same_message() -> None:
 
 def test_the_ensemble_wires_three_steps() -> None:
     steps = CONFIGS["ensemble"].ensemble_scheduling.step
+    handed_on = {name: f"_{name}" for name in ("request", "input_ids", "signature")}
     assert [step.model_name for step in steps] == ["preprocessing", "speculative", "postprocessing"]
     assert dict(steps[0].input_map) == {t.name: t.name for t in serving.ENSEMBLE_INPUTS}
-    assert dict(steps[0].output_map) == {"request": "_request", "input_ids": "_input_ids"}
-    assert dict(steps[1].input_map) == {"request": "_request", "input_ids": "_input_ids"}
+    assert dict(steps[0].output_map) == handed_on
+    assert dict(steps[1].input_map) == handed_on
     assert dict(steps[1].output_map) == {
         "text": "_text",
         "stream_id": "_stream_id",

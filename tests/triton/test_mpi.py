@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from specpipe.runtimes.base import Launch
 from specpipe.triton import processes
 from specpipe.triton.client import Client
 from specpipe.triton.command import server_command, server_environment
-from specpipe.triton.server import ServeOptions, Server, TritonBinary, find_tritonserver
+from specpipe.triton.installation import TritonBinary, find_tritonserver
+from specpipe.triton.server import ServeOptions, Server
 
 FAKE_MPIRUN = """#!<python>
 import os, signal, subprocess, sys, time
@@ -164,23 +166,35 @@ def ranks_of(folder: Path, wait_until: Callable[..., bool]) -> list[dict[str, An
     return [json.loads(path.read_text()) for path in paths]
 
 
-def words(launch: Launch) -> list[str]:
+def words(launch: Launch, options: ServeOptions = OPTIONS) -> list[str]:
     """The command without what this test's machine decides."""
     command = server_command(
-        BINARY, Path("/repo"), OPTIONS, launch, shared_memory_prefix="shm_", backends=None
+        BINARY,
+        Path("/repo"),
+        options,
+        launch,
+        shared_memory_prefix="shm_",
+        backends=None,
+        admin_key="secret",
     )
     assert command[:2] == [sys.executable, "-c"]
     return command[3:]
 
 
+RESTRICTED = "shared-memory,model-repository,trace,logging,statistics:specpipe-admin-key=secret"
+HTTP = [
+    "--http-address=127.0.0.1",
+    "--http-port=1",
+    f"--http-restricted-api={RESTRICTED}",
+]
 COMMON = [
     "/opt/tritonserver/bin/tritonserver",
     "--model-repository=/repo",
     "--disable-auto-complete-config",
-    "--http-address=127.0.0.1",
-    "--http-port=1",
+    *HTTP,
     "--grpc-address=127.0.0.1",
     "--grpc-port=2",
+    f"--grpc-restricted-protocol={RESTRICTED}",
     "--metrics-address=127.0.0.1",
     "--metrics-port=3",
     "--exit-timeout-secs=30",
@@ -190,6 +204,14 @@ COMMON = [
 def test_one_process_needs_no_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert words(Launch()) == [*COMMON, "--backend-config=python,shm-region-prefix-name=shm_0_"]
+
+
+def test_without_http_nothing_listens_for_it() -> None:
+    options = replace(OPTIONS, allow_http=False)
+    expected = [word for word in COMMON if word not in HTTP]
+    expected.insert(expected.index("--grpc-address=127.0.0.1"), "--allow-http=false")
+    expected.append("--backend-config=python,shm-region-prefix-name=shm_0_")
+    assert words(Launch(), options) == expected
 
 
 def test_leader_mode_has_a_section_for_each_rank(mpirun: Path) -> None:
@@ -288,7 +310,15 @@ def test_the_real_triton_under_mpirun(mpirun: Path, echo_repository: Callable[..
     session = os.getsid(pid)
     try:
         assert processes.arguments(pid)[0].endswith("tritonserver")
-        assert not server._has_dead_model()
+        assert not server._has_lost_model()
+        assert server.needed_processes().cpu_s().keys() == {
+            "mpirun",
+            "tritonserver",
+            "preprocessing",
+            "speculative",
+            "postprocessing",
+            "plain",
+        }
         with Client(server.grpc_url) as client:
             stream = client.stream("<slow> a b c", max_tokens=60)
             next(stream)

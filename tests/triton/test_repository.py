@@ -29,6 +29,7 @@ def test_the_tree(echo_repository: Callable[..., Path]) -> None:
     assert {file for file in files if not file.startswith("plain")} == {
         "ensemble/config.pbtxt",
         "preprocessing/config.pbtxt",
+        "preprocessing/1/limits.json",
         "preprocessing/1/model.py",
         "preprocessing/1/tokenizer/tokenizer.json",
         "preprocessing/1/tokenizer/tokenizer_config.json",

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from specpipe.errors import ServerError
-from specpipe.triton import server
-from specpipe.triton.server import ServeOptions, Server, TritonBinary
+from specpipe.triton import installation, server
+from specpipe.triton.installation import TritonBinary
+from specpipe.triton.server import ServeOptions, Server
 
 
 def test_a_model_that_does_not_load_is_one_sentence_with_the_reason(
@@ -63,11 +64,11 @@ def test_tritonserver_on_path_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     binary.write_text("#!/bin/sh\n")
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert server.find_tritonserver() == TritonBinary(binary)
+    assert installation.find_tritonserver() == TritonBinary(binary)
 
 
 def test_no_tritonserver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ServerError, match=r"pip install 'specpipe\[triton\]'"):
-        server.find_tritonserver()
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ServerError, match=r"pip install .*\[triton\]'"):
+        installation.find_tritonserver()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specpipe.errors import RequestError, ServerError
+from specpipe.limits import RequestLimits
 from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
 from specpipe.triton import serving
+from specpipe.triton.secret import Signer
 from specpipe.triton.serving import Answer, Generation, parse_request
 
 
@@ -24,21 +31,29 @@ class Words:
     def encode(self, text: str) -> list[int]:
         return [1, *map(ord, text)]
 
-    def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_messages(
+        self, messages: list[dict[str, Any]], *, max_bytes: int | None = None
+    ) -> list[int]:
         return [1, *(ord(char) for message in messages for char in message["content"])]
 
     def encode_fragment(self, text: str) -> list[int]:
         return [ord(char) for char in text]
 
 
-def parse(*, parameters: tuple[str, ...] = (), timeout_us: int = 0, **inputs: Any) -> Generation:
+LIMITS = RequestLimits().resolved(max_seq_len=1024, longest_token_bytes=16, is_bytewise=True)
+SIGNER = Signer("the secret of a start")
+
+
+def parse(*, parameters: str = "", timeout_us: int = 0, **inputs: Any) -> Generation:
     """What preprocessing does with inputs as Triton delivers them: shaped, strings as bytes."""
     tensors = {}
     for name, value in inputs.items():
         values = value if isinstance(value, list) else [value]
         encoded = [v.encode() if isinstance(v, str) else v for v in values]
         tensors[name] = serving.as_array(serving.input_tensor(name), encoded)
-    return parse_request(tensors, Words(), parameters=parameters, timeout_us=timeout_us)
+    return parse_request(
+        tensors, Words(), limits=LIMITS, parameters=parameters, timeout_us=timeout_us
+    )
 
 
 def test_every_tensor_of_nvidias_ensemble_is_there() -> None:
@@ -223,10 +238,12 @@ def test_an_unsupported_input_passes_with_its_neutral_values_alone(name: str) ->
         name: np.array([other], dtype=tensor.numpy_dtype).reshape((1,) * rank),
     }
     with pytest.raises(RequestError, match=f"^{name} is not supported: "):
-        parse_request(tensors, Words())
+        parse_request(tensors, Words(), limits=LIMITS)
     empty = np.zeros((1,) * (rank - 1) + (0,), dtype=tensor.numpy_dtype)
     if -1 in tensor.dims:
-        assert parse_request({**tensors, name: empty}, Words()).request.max_tokens == 1
+        assert (
+            parse_request({**tensors, name: empty}, Words(), limits=LIMITS).request.max_tokens == 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -283,15 +300,118 @@ def test_refusals_name_the_field(inputs: dict[str, Any], message: str) -> None:
 
 def test_request_parameters_are_refused_by_the_nearest_name() -> None:
     asked = {"text_input": "a", "max_tokens": 1}
-    assert parse(**asked, parameters=("id",)).request.max_tokens == 1
+    assert parse(**asked, parameters='{"id": "7"}').request.max_tokens == 1
     for name, advice in (
         ("temprature", "unknown request parameter 'temprature': did you mean 'temperature'?"),
         ("xyz", "unknown request parameter 'xyz': leave it out"),
         ("top_k", "top_k is an input: send it beside text_input, not as a parameter"),
     ):
         with pytest.raises(RequestError) as caught:
-            parse(**asked, parameters=(name,))
+            parse(**asked, parameters=json.dumps({name: 1}))
         assert str(caught.value) == advice
+
+
+def read(tensors: serving.Tensors, signer: Signer = SIGNER) -> Generation:
+    return Generation.from_tensors(tensors, request_id="r1", signer=signer, max_seq_len=1024)
+
+
+BIG = "x" * 10**6
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            {"text_input": "a" * 16385},
+            "text_input has 16385 bytes; at most 16384 are taken (serving.limits.max_prompt_bytes)",
+        ),
+        (
+            {"text_input": "a" * 1023},
+            "the prompt has 1024 tokens; prompt and output together may have 1024 "
+            "(engine.max_seq_len)",
+        ),
+        (
+            {"messages": BIG},
+            "messages has 1000000 bytes; at most 114688 are taken "
+            "(serving.limits.max_messages_bytes)",
+        ),
+        ({"messages": "[" * 10**5}, "messages is nested 100000 deep; it may be 32 "),
+        (
+            {"text_input": "a", "stop_words": ["ab"] * 10**5},
+            "stop_words has 100000 entries; it may have 256 (serving.limits.max_words)",
+        ),
+        (
+            {"text_input": "a", "bad_words": ["ab"] * 10**5},
+            "bad_words has 100000 entries; it may have 256 (serving.limits.max_words)",
+        ),
+        (
+            {"text_input": "a", "stop_words": ["ab", "é" * 600]},
+            "an entry of stop_words has 1200 bytes; at most 1024 are taken "
+            "(serving.limits.max_word_bytes)",
+        ),
+        (
+            {"text_input": "a", "bad_words": ["x" * 1000] * 17},
+            "bad_words has 17000 bytes; at most 16384 are taken (serving.limits.max_words_bytes)",
+        ),
+        (
+            {"text_input": "a", "embedding_bias_weights": [0.0] * 10**6},
+            "embedding_bias_weights is not supported: send 0.0 or leave it out",
+        ),
+        (
+            {"text_input": "a", "guided_decoding_guide": BIG},
+            "guided_decoding_guide is not supported: leave it out",
+        ),
+        ({"text_input": "a", "timeout_s": math.nan}, "timeout_s is nan; it must be positive"),
+        ({"text_input": "a", "timeout_s": math.inf}, "timeout_s is inf; it must be positive"),
+        ({"text_input": "a", "temperature": math.nan}, "temperature is nan; it must be 0 "),
+        ({"text_input": "a", "min_tokens": -(2**31)}, "min_tokens is -2147483648; it must be 0 "),
+        ({"text_input": "a", "end_id": -(2**31)}, "end_id is -2147483648; it must be a token id"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_is_too_large_is_refused_with_both_numbers(
+    inputs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(max_tokens=1, **inputs)
+    assert str(caught.value).startswith(message)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            json.dumps({"x" * 60_000: 1}),
+            f"unknown request parameter '{'x' * 80}…': leave it out",
+        ),
+        (
+            json.dumps({"a\n\x1b[31m": 1}),
+            "unknown request parameter 'a\\n\\x1b[31m': leave it out",
+        ),
+        (
+            json.dumps({BIG: 1}),
+            "the request parameters have 1000007 bytes; at most 65536 are taken "
+            "(serving.limits.max_parameters_bytes)",
+        ),
+        ("[" * 65_000, "the request parameters are no JSON that can be read"),
+        ('{"a":' * 10_000, "the request parameters are no JSON that can be read"),
+        (json.dumps({f"k{n}": n for n in range(4000)}), "unknown request parameter 'k0': leave "),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_hostile_request_parameters_are_one_short_sentence(parameters: str, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(text_input="a", max_tokens=1, parameters=parameters)
+    assert str(caught.value).startswith(message)
+
+
+def test_looking_for_the_nearest_name_takes_no_time() -> None:
+    """With a name of 1 MB it took seconds."""
+    start = time.perf_counter()
+    with pytest.raises(RequestError):
+        serving.refuse_unknown(["max_tokens" * 100_000])
+    assert time.perf_counter() - start < 1
 
 
 def test_a_generation_survives_the_way_to_the_pair() -> None:
@@ -306,7 +426,7 @@ def test_a_generation_survives_the_way_to_the_pair() -> None:
         timeout_s=0.5,
         exclude_input_in_output=False,
     )
-    received = Generation.from_tensors(sent.to_tensors(), request_id="r1")
+    received = read(sent.to_tensors(SIGNER))
     assert received.request.request_id == "r1"
     assert received.request.prompt_token_ids == (1, 97, 233)
     assert (received.echo, received.stream) == ("aé", True)
@@ -317,11 +437,205 @@ def test_a_generation_survives_the_way_to_the_pair() -> None:
 
 def test_a_direct_caller_that_forgets_a_tensor() -> None:
     with pytest.raises(RequestError, match="^request is missing$"):
-        Generation.from_tensors({}, request_id="r1")
-    tensors = parse(text_input="a", max_tokens=1).to_tensors()
-    tensors["request"] = serving.as_array(serving.REQUEST, ["[]"])
-    with pytest.raises(RequestError, match="^request is not what preprocessing writes: "):
-        Generation.from_tensors(tensors, request_id="r1")
+        read({})
+    tensors = parse(text_input="a", max_tokens=1).to_tensors(SIGNER)
+    del tensors["input_ids"]
+    with pytest.raises(RequestError, match="^input_ids is missing$"):
+        read(tensors)
+
+
+def hand_on(fields: Any, input_ids: Any = (1, 97), **others: Any) -> dict[str, Any]:
+    """A request as preprocessing hands it on, with just these contents, signed."""
+    text = fields if isinstance(fields, str) else json.dumps(fields)
+    ids = np.array([input_ids], np.int32)
+    signature = SIGNER.sign("request", text.encode(errors="surrogatepass"), ids.tobytes())
+    return {
+        "request": np.array([[text.encode(errors="surrogatepass")]], object),
+        "input_ids": ids,
+        "signature": np.array([[signature.encode()]], object),
+        **others,
+    }
+
+
+def written(**changes: Any) -> dict[str, Any]:
+    """What preprocessing writes into `request`, but for some fields; those of `sampling` too."""
+    tensors = parse(text_input="a", max_tokens=3).to_tensors(SIGNER)
+    fields: dict[str, Any] = json.loads(tensors["request"].item())
+    request = fields["request"]
+    sampling = request["sampling"]
+    for name, value in changes.items():
+        owner = next((d for d in (fields, sampling) if name in d), request)
+        owner[name] = value
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 2.5}, "request.max_tokens: Input should be a valid integer"),
+        ({"max_tokens": 2.0}, "request.max_tokens: Input should be a valid integer"),
+        ({"max_tokens": True}, "request.max_tokens: Input should be a valid integer"),
+        ({"num_draft_tokens": 1.5}, "request.num_draft_tokens: Input should be a valid integer"),
+        ({"num_draft_tokens": "2"}, "request.num_draft_tokens: Input should be a valid integer"),
+        ({"stop_strings": [5]}, "request.stop_strings.0: Input should be a valid string"),
+        ({"stop_strings": "ab"}, "request.stop_strings: Input should be a valid array"),
+        ({"end_token_ids": ["x"]}, "request.end_token_ids.0: Input should be a valid integer"),
+        ({"bad_words": [5]}, "request.sampling.bad_words.0: Input should be a valid array"),
+        ({"bad_words": [[[5]]]}, "request.sampling.bad_words.0.0: Input should be a valid integer"),
+        ({"temperature": None}, "request.sampling.temperature: Input should be a valid number"),
+        ({"seed": 1.5}, "request.sampling.seed: Input should be a valid integer"),
+        ({"is_seeded": 1}, "request.sampling.is_seeded: Input should be a valid boolean"),
+        ({"priority": "first"}, "request.priority: Input should be a valid integer"),
+        ({"sampling": []}, "request.sampling: Input should be an object"),
+        ({"echo": 5}, "echo: Input should be a valid string"),
+        ({"stream": "no"}, "stream: Input should be a valid boolean"),
+        ({"x" * 10**6: 1}, f"request.{'x' * 72}…: Unexpected keyword argument"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_field_of_another_type_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(hand_on(written(**changes)))
+    assert str(caught.value) == f"request is not what preprocessing writes: {message}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": math.nan}, "temperature is nan; it must be 0 (greedy) or a positive"),
+        ({"top_k": 10**30}, "top_k is a number of more than 30 digits; it must be 0 (off) or"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; it must be an unsigned 64-bit integer"),
+        ({"timeout_s": math.inf}, "timeout_s is inf; it must be positive"),
+        ({"end_token_ids": [-1]}, "end id -1 is no token id"),
+        ({"end_token_ids": [2**31]}, "end id 2147483648 is no token id"),
+        ({"max_tokens": -(10**40)}, "max_tokens is a number of more than 30 digits; it must be 1"),
+        ({"bad_words": [[]]}, "bad_words has an empty entry; leave it out"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_field_out_of_range_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(hand_on(written(**changes)))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, "request is missing"),
+        (
+            hand_on(written(), input_ids=[1] * 10**6),
+            "the prompt has 1000000 tokens; prompt and output together may have 1024 "
+            "(engine.max_seq_len)",
+        ),
+        (hand_on(written(), input_ids=[]), "the prompt is empty; send at least one token"),
+        (
+            {**hand_on(written()), "input_ids": np.zeros((1, 2), np.int64)},
+            "input_ids is int64; it must be INT32",
+        ),
+        (
+            hand_on(written(), request=np.array([[b"{}"], [b"{}"]], object)),
+            "request has 2 values: it takes one",
+        ),
+        (
+            hand_on(written(), request=np.array([[]], object)),
+            "request has 0 values: it takes one",
+        ),
+        (
+            {**hand_on(written()), "input_ids": np.array([[5]], np.int32)},
+            "speculative takes requests from the ensemble only: ask 'ensemble'",
+        ),
+        (
+            hand_on(written(), signature=np.array([[b"x" * 10**6]], object)),
+            "speculative takes requests from the ensemble only: ask 'ensemble'",
+        ),
+        (
+            hand_on("[" * 100_000),
+            "request is not what preprocessing writes: Invalid JSON: recursio",
+        ),
+        (hand_on('"\ud800"'), "request is not what preprocessing writes: Invalid JSON: "),
+        (hand_on("[]"), "request is not what preprocessing writes: Input should be an object"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_tensors_that_preprocessing_never_sends(tensors: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(tensors)
+    assert str(caught.value).startswith(message)
+
+
+def test_an_unsigned_request_is_taken_where_there_is_no_secret_alone() -> None:
+    tensors = parse(text_input="a", max_tokens=3).to_tensors(Signer(None))
+    assert read(tensors, Signer(None)).request.max_tokens == 3
+    del tensors["signature"]
+    assert read(tensors, Signer(None)).request.max_tokens == 3
+    with pytest.raises(RequestError, match="^speculative takes requests from the ensemble only"):
+        read(tensors)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.integers(2**60) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+_FIELDS = [
+    *(field.name for field in dataclasses.fields(Generation)),
+    *(field.name for field in dataclasses.fields(Request)),
+    *(field.name for field in dataclasses.fields(Sampling)),
+    "another",
+]
+
+
+@given(
+    st.one_of(
+        _JSON.map(json.dumps),
+        st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4).map(
+            lambda changes: json.dumps(written(**changes))
+        ),
+        st.text(),
+    )
+)
+def test_any_json_is_a_request_that_can_run_or_a_refusal(text: str) -> None:
+    try:
+        request = read(hand_on(text)).request
+    except RequestError as exc:
+        assert len(str(exc)) < 300
+        return
+    assert isinstance(request.max_tokens, int) and isinstance(request.sampling.top_k, int)
+    assert all(isinstance(string, str) for string in request.stop_strings)
+    assert math.isfinite(request.sampling.temperature)
+
+
+def test_a_chunk_that_speculative_never_sends() -> None:
+    text, stream_id = np.array([[b"a"]], object), np.array([[b"s1"]], object)
+    assert serving.read_chunk({"text": text, "stream_id": stream_id}) == (text, b"s1")
+    for tensors, message in (
+        ({}, "stream_id is missing"),
+        ({"stream_id": stream_id}, "text is missing"),
+        ({"text": text, "stream_id": text.repeat(9, 1)}, "stream_id has 9 values: it takes one"),
+        (
+            {"text": text, "stream_id": np.array([[b"x" * 10**6]], object)},
+            "stream_id has 1000000 bytes; it may have 64",
+        ),
+    ):
+        with pytest.raises(RequestError) as caught:
+            serving.read_chunk(tensors)
+        assert str(caught.value) == message
+
+
+def test_a_cancel_is_taken_from_postprocessing_alone() -> None:
+    tensors = serving.write_cancel(b"s1", SIGNER)
+    assert serving.read_cancel(tensors, SIGNER) == "s1"
+    strangers = [
+        {"cancel": tensors["cancel"]},
+        {**tensors, "cancel": np.array([[b"s2"]], object)},
+        {**tensors, "signature": np.array([["é" * 32]], object)},
+    ]
+    for stranger in strangers:
+        with pytest.raises(RequestError, match="^speculative takes requests from the ensemble"):
+            serving.read_cancel(stranger, SIGNER)
+    with pytest.raises(RequestError, match="^cancel has 1000000 values: it takes one$"):
+        serving.read_cancel({"cancel": np.array([[b"s1"] * 10**6], object)}, SIGNER)
 
 
 STATISTICS = Statistics(

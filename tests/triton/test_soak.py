@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from specpipe.errors import RequestError
+from specpipe.limits import ServedLimits
 from specpipe.runtimes.base import load_runtime
 from specpipe.text import Tokenizer
 from specpipe.triton import serving
@@ -124,6 +125,9 @@ def target_only(repository: Path, cases: list[Case]) -> dict[int, str]:
     pair = load_runtime(pair_file.runtime).load_pair(
         version / "draft", version / "target", options, tokenizer.detokenizer
     )
+    limits = ServedLimits.model_validate_json(
+        (repository / "preprocessing" / "1" / "limits.json").read_text()
+    )
     texts: dict[int, str] = {}
     for case in cases:
         tensors = {"text_input": np.array([[case.prompt.encode()]], object)}
@@ -131,7 +135,7 @@ def target_only(repository: Path, cases: list[Case]) -> dict[int, str]:
             tensor = serving.input_tensor(name)
             values = value if isinstance(value, list) else [value]
             tensors[name] = serving.as_array(tensor, values)
-        generation = serving.parse_request(tensors, tokenizer)
+        generation = serving.parse_request(tensors, tokenizer, limits=limits)
         request = replace(generation.request, request_id=str(case.number), num_draft_tokens=0)
         pair.submit(request)
         texts[case.number] = generation.echo

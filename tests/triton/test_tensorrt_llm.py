@@ -21,7 +21,8 @@ from specpipe.speculative.request import Request
 from specpipe.text import Tokenizer
 from specpipe.triton import launcher, lint
 from specpipe.triton.client import Client
-from specpipe.triton.server import Server, TritonBinary
+from specpipe.triton.installation import TritonBinary
+from specpipe.triton.server import Server
 from tests.tensorrtllm_backend.engines import triton_with_stand_in, write_repository
 from tests.triton.asking import metrics, texts
 

@@ -1,52 +1,65 @@
 """Runs the draft and the target: one thread steps all requests, each answers as its chunks come."""
 
+import logging
 import uuid
 from functools import partial
 
 import triton_python_backend_utils as pb_utils
 
-from specpipe.errors import RequestError, ServerError
+from specpipe.errors import FAULT, RequestError, ServerError, to_sentence
 from specpipe.text import Tokenizer
 from specpipe.triton import repository, serving
 from specpipe.triton.loop import PairLoop
 from specpipe.triton.metrics import Counters
+from specpipe.triton.secret import Signer
 
 # Only a caller outside an ensemble is seen to cancel here (postprocessing sees the others), and
 # asking costs as much as a tenth of sending a response.
 RESPONSES_PER_POLL = 8
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+LOGGER = logging.getLogger(__name__)
 
 
 class TritonPythonModel:
     def initialize(self, args):
         tokenizer = Tokenizer.load(repository.tokenizer_folder(args))
+        pair_file = repository.read_pair_file(args)
+        self._max_seq_len = pair_file.options.max_seq_len
+        self._signer = Signer.from_environment()
         self._counters = Counters(pb_utils.MetricFamily)
         self._loop = PairLoop(
-            repository.load_pair(args, tokenizer.detokenizer),
+            repository.load_pair(args, pair_file, tokenizer.detokenizer),
             on_report=self._counters.report,
         )
 
     def execute(self, requests):
         for request in requests:
             sender = request.get_response_sender()
-            tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            if serving.CANCEL.name in tensors:
-                self._loop.cancel(serving.read_cancel(tensors))
-                sender.send(flags=FINAL)
-                continue
-            stream_id = uuid.uuid4().hex
-            self._counters.begin_request()
             try:
-                generation = serving.Generation.from_tensors(tensors, request_id=stream_id)
+                self._take({t.name(): t.as_numpy() for t in request.inputs()}, sender)
             except RequestError as exc:
+                self._counters.begin_request()  # and out again, as refused
                 self._refuse(sender, exc)
-                continue
-            self._loop.submit(
-                generation.request,
-                on_chunk=partial(self._on_chunk, sender, serving.Answer(generation, stream_id)),
-                on_refusal=partial(self._refuse, sender),
-            )
+            except Exception:
+                LOGGER.exception("a request failed")
+                _send_error(sender, FAULT, code=pb_utils.TritonError.INTERNAL)
+
+    def _take(self, tensors, sender):
+        if serving.CANCEL.name in tensors:
+            self._loop.cancel(serving.read_cancel(tensors, self._signer))
+            sender.send(flags=FINAL)
+            return
+        stream_id = uuid.uuid4().hex
+        generation = serving.Generation.from_tensors(
+            tensors, request_id=stream_id, signer=self._signer, max_seq_len=self._max_seq_len
+        )
+        self._counters.begin_request()
+        self._loop.submit(
+            generation.request,
+            on_chunk=partial(self._on_chunk, sender, serving.Answer(generation, stream_id)),
+            on_refusal=partial(self._refuse, sender),
+        )
 
     def finalize(self):
         self._loop.close()
@@ -69,8 +82,9 @@ class TritonPythonModel:
         if arrays is not None:
             tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
             sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if is_last else 0)
+            self._counters.count_response()
 
 
 def _send_error(sender, error, *, code):
-    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(to_sentence(error), code))
     sender.send(response, flags=FINAL)

@@ -13,6 +13,7 @@ import numpy as np
 from specpipe.bench.metrics import CountTokens, time_answer
 from specpipe.endpoints.base import Answer
 from specpipe.errors import RuntimeUnavailable
+from specpipe.installation import with_extras
 
 Outcome = Literal["gain", "loss", "no difference"]
 
@@ -173,9 +174,7 @@ def _ratio(
 def require_scipy() -> None:
     """Raises RuntimeUnavailable where two sides could not be compared: better before they ran."""
     if importlib.util.find_spec("scipy") is None:
-        raise RuntimeUnavailable(
-            "comparing two sides needs 'scipy': pip install 'specpipe[evaluate]'"
-        )
+        raise RuntimeUnavailable(f"comparing two sides needs 'scipy': {with_extras('evaluate')}")
 
 
 def _interval(table: Table, seed: int) -> tuple[float, float]:

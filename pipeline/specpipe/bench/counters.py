@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from specpipe.bench.metrics import Acceptance
 from specpipe.errors import ServerError
 from specpipe.triton.metrics import IN_FLIGHT
+from specpipe.web import fetch
 
 Samples = Mapping[str, float]
 """Values by name and labels, written as `name{label="value"}`."""
@@ -65,8 +65,7 @@ _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*(?:\{.*\})?)\s+([^\s]+)")
 def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
     """Reads a metrics endpoint in Prometheus' text format."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            text: str = response.read().decode("utf-8", errors="replace")
+        text = fetch(url, timeout_s=timeout_s).decode("utf-8", errors="replace")
     except (OSError, ValueError) as exc:
         raise ServerError(f"{url} does not answer with metrics: {exc}") from exc
     return {match[1]: float(match[2]) for match in map(_SAMPLE.match, text.splitlines()) if match}

@@ -35,7 +35,6 @@ _COLUMNS = (
     "per step",
 )
 _WITHOUT, _WITH = "the target alone", "speculation"
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @click.command()
@@ -354,6 +353,7 @@ def _sides(
     """The baseline first: the other server, or the same one without speculation."""
     from specpipe.bench.run import Side
     from specpipe.endpoints import open_endpoint, takes_draft_length
+    from specpipe.web import is_here
 
     variable = options["api_key_variable"]
     if variable is not None and variable not in os.environ:
@@ -364,7 +364,7 @@ def _sides(
             url, model=model, api_key=None if variable is None else os.environ[variable]
         )
         stack.callback(endpoint.close)
-        is_local = urlsplit(url).hostname in _LOCAL
+        is_local = is_here(urlsplit(url).hostname or "")
         return Side(name=name, endpoint=endpoint, metrics_url=metrics_url, is_local=is_local)
 
     main = side(url, url, options["model"], options["metrics_url"])

@@ -15,7 +15,10 @@ def open_endpoint(
     url: str, *, model: str | None = None, api_key: str | None = None, timeout_s: float = 600.0
 ) -> Endpoint:
     """Returns the endpoint that a URL names by its scheme; nothing is asked yet."""
-    scheme = urlsplit(url).scheme
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError:  # brackets around what is no IPv6 address
+        scheme = ""
     if scheme in ("openai+http", "openai+https"):
         from specpipe.endpoints.openai import OpenAI
 
@@ -27,7 +30,7 @@ def open_endpoint(
 
         return Triton(url, model=model or "ensemble", timeout_s=timeout_s)
     raise ServerError(
-        f"{url!r} is no endpoint: expected http://HOST:PORT or grpc://HOST:PORT for Triton, "
+        f"{url[:80]!r} is no endpoint: expected http://HOST:PORT or grpc://HOST:PORT for Triton, "
         "openai+http://HOST:PORT for an OpenAI-compatible server"
     )
 

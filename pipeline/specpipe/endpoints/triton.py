@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -17,9 +16,11 @@ from specpipe.endpoints.base import CutStream, Piece, Question, Usage, given_set
 from specpipe.errors import RequestError, ServerError, SpecpipeError
 from specpipe.speculative.request import FinishReason, Request
 from specpipe.triton import serving
-from specpipe.triton.client import Client
+from specpipe.triton.client import Client, open_grpc
 from specpipe.triton.layout import ENSEMBLE, SPECULATIVE
+from specpipe.triton.secret import Signer
 from specpipe.triton.serving import Generation
+from specpipe.web import fetch, parse_url
 
 _NVIDIAS_COUNTS = {"return_num_input_tokens": True, "return_num_output_tokens": True}
 _NVIDIAS_ACCEPTANCE = {"return_perf_metrics": True}
@@ -121,16 +122,21 @@ class Triton:
 class Speculative:
     """Our `speculative` itself, without the ensemble: token ids in, token ids out, over HTTP.
 
-    `end_token_ids` are the checkpoint's, which preprocessing knows else.
+    `secret` is the server's, `end_token_ids` are the checkpoint's, which preprocessing knows else.
     """
 
     def __init__(
-        self, url: str, *, end_token_ids: frozenset[int] = frozenset(), timeout_s: float = 600.0
+        self,
+        url: str,
+        *,
+        secret: str,
+        end_token_ids: frozenset[int] = frozenset(),
+        timeout_s: float = 600.0,
     ) -> None:
         if not url.startswith("http://"):
             raise ServerError(f"{url!r} is not http://HOST:PORT: token ids travel over HTTP only")
         self.name = f"{url} {SPECULATIVE}"
-        self._url, self._end_token_ids = url, end_token_ids
+        self._url, self._end_token_ids, self._signer = url, end_token_ids, Signer(secret)
         self._client = _RawClient(url, model=SPECULATIVE, timeout_s=timeout_s)
 
     def stream(self, question: Question) -> Iterator[Piece]:
@@ -178,9 +184,11 @@ class Speculative:
             stream=True,
             return_token_ids=True,
         )
-        tensors = generation.to_tensors()
+        tensors = generation.to_tensors(self._signer)
         inputs = {name: array.reshape(-1).tolist() for name, array in tensors.items()}
-        return {**inputs, serving.REQUEST.name: inputs[serving.REQUEST.name][0], "stream": True}
+        for tensor in (serving.REQUEST, serving.SIGNATURE):
+            (inputs[tensor.name],) = inputs[tensor.name]
+        return {**inputs, "stream": True}
 
 
 def _listed(value: Any) -> tuple[int, ...]:
@@ -198,19 +206,21 @@ class _RawClient(Client):
 def _declared_tensors(
     url: str, model: str, timeout_s: float
 ) -> tuple[frozenset[str], frozenset[str]]:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme == "http":
-        address = f"{url.rstrip('/')}/v2/models/{urllib.parse.quote(model)}"
+    address = parse_url(url, ("http", "grpc"))
+    if address.scheme == "http":
         try:
-            with urllib.request.urlopen(address, timeout=timeout_s) as response:
-                metadata = json.load(response)
+            metadata = json.loads(
+                fetch(
+                    f"http://{address}/v2/models/{urllib.parse.quote(model)}", timeout_s=timeout_s
+                )
+            )
         except (OSError, ValueError) as exc:
             raise ServerError(f"{url} does not tell of {model}: {exc}") from exc
         names = [[tensor["name"] for tensor in metadata[key]] for key in ("inputs", "outputs")]
     else:
         from tritonclient import grpc
 
-        client = grpc.InferenceServerClient(f"{parts.hostname}:{parts.port}")
+        client = open_grpc(address)
         with contextlib.closing(client):
             try:
                 found = client.get_model_metadata(model, client_timeout=timeout_s)

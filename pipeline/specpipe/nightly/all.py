@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specpipe.config import load_config
 from specpipe.errors import ConfigError, RuntimeUnavailable, SpecpipeError
+from specpipe.installation import with_extras
 from specpipe.nightly.run import Finished, Options, Report, failed, run_pair
 
 _LIBRARIES = ("scipy", "matplotlib")
@@ -19,9 +20,7 @@ def run_all(
     """Runs every config and returns what became of each, in their order."""
     for library in _LIBRARIES:  # hours before the first of them is used
         if importlib.util.find_spec(library) is None:
-            raise RuntimeUnavailable(
-                f"nightly runs need '{library}': pip install 'specpipe[evaluate]'"
-            )
+            raise RuntimeUnavailable(f"nightly runs need '{library}': {with_extras('evaluate')}")
     done: list[Finished] = []
     seen: dict[Path, Path] = {}
     for path in config_paths:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import ConfigError, RequestError, RuntimeUnavailable
+from specpipe.installation import with_library
 from specpipe.text import Tokenizer
 from specpipe.tokenizer_files import read_json
 
@@ -73,7 +74,8 @@ def check_data(calibration: CalibrationConfig, base_dir: Path) -> None:
         raise ConfigError(f"{path} is empty; calibration needs at least {_MIN_TEXTS} texts")
     if path.suffix.lower() == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise RuntimeUnavailable(
-            f"reading {path} needs 'pyarrow': pip install pyarrow, or save the texts as .jsonl"
+            f"reading {path} needs 'pyarrow', unless the texts are saved as .jsonl: "
+            f"{with_library('pyarrow')}"
         )
 
 

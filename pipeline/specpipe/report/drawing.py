@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import RuntimeUnavailable
+from specpipe.installation import with_extras
 from specpipe.report.charts import Chart, Series
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _drawn(chart: Chart, palette: Palette, settings: dict[str, Any]) -> Iterator
         from matplotlib.figure import Figure
     except ImportError as exc:
         raise RuntimeUnavailable(
-            "the figures of a report need 'matplotlib': pip install 'specpipe[evaluate]'"
+            f"the figures of a report need 'matplotlib': {with_extras('evaluate')}"
         ) from exc
     parameters: Any = {**_rc(palette), **settings}
     with matplotlib.rc_context(parameters), warnings.catch_warnings():

@@ -15,6 +15,14 @@ from specpipe.speculative.request import Request
 OVERDUE = "the request ran into its time limit (timeout_s or serving.request_timeout_s)"
 """What a running request is told at its deadline."""
 
+_QUEUE_FULL = "the queue is full"
+_NOT_STARTED = "without being started"
+
+
+def is_for_load(message: str) -> bool:
+    """Whether an error tells of the load alone: the request met a pair that works."""
+    return any(part in message for part in (OVERDUE, _QUEUE_FULL, _NOT_STARTED))
+
 
 @dataclass(order=True)
 class Waiting:
@@ -34,7 +42,7 @@ class Waiting:
     def overdue(self, now: float) -> str:
         """What it is told when its deadline passes before it was started."""
         return (
-            f"the request waited {self.waited_s(now):.1f} s without being started, "
+            f"the request waited {self.waited_s(now):.1f} s {_NOT_STARTED}, "
             "which is its time limit (timeout_s or serving.request_timeout_s)"
         )
 
@@ -56,11 +64,12 @@ class WaitingRequests:
         """Adds a request; raises RequestError, with the numbers, when the queue is full."""
         if len(self._heap) >= self._options.max_queue_size:
             raise RequestError(
-                f"the queue is full: {len(self._heap)} requests wait "
+                f"{_QUEUE_FULL}: {len(self._heap)} requests wait "
                 f"(serving.max_queue_size), {num_running} run; try again later"
             )
         now = self._clock()
-        timeout_s = request.timeout_s or self._options.request_timeout_s
+        limit_s = self._options.request_timeout_s
+        timeout_s = limit_s if request.timeout_s is None else min(request.timeout_s, limit_s)
         waiting = Waiting(request.priority, next(self._arrivals), request, now, now + timeout_s)
         heapq.heappush(self._heap, waiting)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from specpipe.checkpoint import read_config
 from specpipe.errors import ConfigError, RuntimeUnavailable
 from specpipe.families import DTYPES
+from specpipe.installation import with_extras
 from specpipe.quantization.formats import format_of
 from specpipe.quantization.quantized_config import check_export
 from specpipe.runtimes.memory import MemoryEstimate
@@ -372,4 +373,4 @@ def require_library(runtime: str, library: str, *, extra: str) -> None:
 def require_installed(needed_by: str, library: str, *, extra: str) -> None:
     """Raises RuntimeUnavailable when a library that comes with an extra is not installed."""
     if importlib.util.find_spec(library) is None:
-        raise RuntimeUnavailable(f"{needed_by} needs '{library}': pip install 'specpipe[{extra}]'")
+        raise RuntimeUnavailable(f"{needed_by} needs '{library}': {with_extras(extra)}")

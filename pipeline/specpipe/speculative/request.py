@@ -7,17 +7,25 @@ context. They cut text, ids, log-probabilities and counts at the same place.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
-from specpipe.errors import RequestError
+from specpipe.errors import FAULT, RequestError, show
 from specpipe.speculative.adaptive import DraftLength, StepCosts
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.metrics import AcceptanceCounts
+from specpipe.speculative.stop_strings import StopStrings
+
+_LOGGER = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+_MAX_COUNT = 2**31 - 1
+"""What clients send counts and token ids as, INT32."""
 
 
 class Detokenizer(Protocol):
@@ -55,19 +63,20 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, low, high, what in (
             ("temperature", 0.0, math.inf, "0 (greedy) or a positive number"),
-            ("top_k", 0, math.inf, "0 (off) or a positive count"),
+            ("top_k", 0, _MAX_COUNT, "0 (off) or a positive count"),
             ("top_p", 0.0, 1.0, "between 0 (exclusive) and 1"),
             ("min_p", 0.0, 1.0, "between 0 and 1"),
             ("repetition_penalty", 0.0, math.inf, "a positive number"),
             ("presence_penalty", -math.inf, math.inf, "a number"),
             ("frequency_penalty", -math.inf, math.inf, "a number"),
-            ("min_tokens", 0, math.inf, "0 or a positive count"),
+            ("min_tokens", 0, _MAX_COUNT, "0 or a positive count"),
             ("seed", 0, 2**64 - 1, "an unsigned 64-bit integer"),
         ):
             value = getattr(self, name)
             is_excluded_zero = value == 0 and name in ("top_p", "repetition_penalty")
-            if not (math.isfinite(value) and low <= value <= high) or is_excluded_zero:
-                raise RequestError(f"{name} is {value}; it must be {what}")
+            # The range first: a whole number may be too large to be a float.
+            if not (low <= value <= high and math.isfinite(value)) or is_excluded_zero:
+                raise RequestError(f"{name} is {show(value)}; it must be {what}")
         if () in self.bad_words:
             raise RequestError("bad_words has an empty entry; leave it out")
 
@@ -107,22 +116,34 @@ class Request:
     priority: int = 0
     """A lower number is served first; equal ones in order of arrival."""
     timeout_s: float | None = None
-    """From submission to the last token; None: the limit that the pair was packaged with."""
+    """From submission to the last token; at most the limit that the pair was packaged with."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError("the prompt is empty; send at least one token")
         if self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens}; it must be 1 or more")
+            raise RequestError(f"max_tokens is {show(self.max_tokens)}; it must be 1 or more")
         if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
             raise RequestError(
-                f"num_draft_tokens is {self.num_draft_tokens}; "
+                f"num_draft_tokens is {show(self.num_draft_tokens)}; "
                 "it must be 0 (no speculation) or more"
             )
+        for token_id in self.end_token_ids:
+            if not 0 <= token_id <= _MAX_COUNT:
+                raise RequestError(f"end id {show(token_id)} is no token id")
         if "" in self.stop_strings:
             raise RequestError("stop_words has an empty entry; leave it out")
-        if self.timeout_s is not None and not self.timeout_s > 0:
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise RequestError(f"timeout_s is {self.timeout_s}; it must be positive")
+
+
+def check_prompt_length(num_tokens: int, max_seq_len: int) -> None:
+    """Raises RequestError for a prompt that leaves no room for an output."""
+    if num_tokens >= max_seq_len:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens; prompt and output together may have "
+            f"{max_seq_len} (engine.max_seq_len)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,20 +159,15 @@ class Limits:
 
     def check(self, request: Request) -> None:
         """Raises RequestError, with the numbers, for a request that can never run here."""
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt >= self.max_seq_len:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; prompt and output together may have "
-                f"{self.max_seq_len} (engine.max_seq_len)"
-            )
+        check_prompt_length(len(request.prompt_token_ids), self.max_seq_len)
         if request.max_tokens > self.max_seq_len:
             raise RequestError(
-                f"max_tokens is {request.max_tokens}; prompt and output together may have "
+                f"max_tokens is {show(request.max_tokens)}; prompt and output together may have "
                 f"{self.max_seq_len} (engine.max_seq_len)"
             )
         if (request.num_draft_tokens or 0) > self.max_num_draft_tokens:
             raise RequestError(
-                f"num_draft_tokens is {request.num_draft_tokens}; this pair drafts at most "
+                f"num_draft_tokens is {show(request.num_draft_tokens)}; this pair drafts at most "
                 f"{self.max_num_draft_tokens} (speculation.num_draft_tokens)"
             )
         for token_id in (
@@ -160,7 +176,7 @@ class Limits:
         ):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
-                    f"token id {token_id} is outside the vocabulary of {self.vocab_size}"
+                    f"token id {show(token_id)} is outside the vocabulary of {self.vocab_size}"
                 )
 
 
@@ -345,13 +361,16 @@ class RequestState:
                 self._draft_length.observe(
                     num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted
                 )
-        for row, token_id in enumerate(token_ids):
-            self._append(token_id, log_probs[row] if log_probs else None)
-            if self.finish_reason is not None:
-                # What was drafted past the end was never judged.
-                num_draft_tokens = min(num_draft_tokens, row + 1)
-                num_accepted = min(num_accepted, row + 1)
-                break
+        try:
+            for row, token_id in enumerate(token_ids):
+                self._append(token_id, log_probs[row] if log_probs else None)
+                if self.finish_reason is not None:
+                    # What was drafted past the end was never judged.
+                    num_draft_tokens = min(num_draft_tokens, row + 1)
+                    num_accepted = min(num_accepted, row + 1)
+                    break
+        except Exception:
+            return self._fail()
         self.counts.record(num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted)
         return self._chunk()
 
@@ -360,8 +379,20 @@ class RequestState:
         emitted.
         """
         assert not self.is_finished
-        self._end(reason)
+        try:
+            self._end(reason)
+        except Exception:
+            return self._fail()
         return self._chunk(error)
+
+    def _fail(self) -> Chunk:
+        """Ends the request after an exception that is its own: its text cannot be made. The others
+        of its batch go on.
+        """
+        _LOGGER.exception("request %s failed", self.request.request_id)
+        self._output = _Output(self.request)
+        self.finish_reason = "error"
+        return self._chunk(FAULT)
 
     def _append(self, token_id: int, log_prob: float | None) -> None:
         can_stop = self.num_output_tokens >= self.request.sampling.min_tokens
@@ -370,8 +401,7 @@ class RequestState:
             return
         self.token_ids.append(token_id)
         text = self._detokenizer.append([token_id])
-        stop_strings = self.request.stop_strings if can_stop else ()
-        if self._output.append(token_id, log_prob, text, stop_strings):
+        if self._output.append(token_id, log_prob, text, can_stop=can_stop):
             self._end("stop")
         elif self._num_tokens_left() == 0:
             self._end("length")
@@ -384,9 +414,7 @@ class RequestState:
 
     def _end(self, reason: FinishReason) -> None:
         can_stop = self.num_output_tokens > self.request.sampling.min_tokens
-        stopped = self._output.finish(
-            self._detokenizer.flush(), self.request.stop_strings if can_stop else ()
-        )
+        stopped = self._output.finish(self._detokenizer.flush(), can_stop=can_stop)
         self.finish_reason = "stop" if stopped and reason == "length" else reason
 
     def _chunk(self, error: str | None = None) -> Chunk:
@@ -419,54 +447,46 @@ class _Output:
     """Text, ids and log-probabilities on their way out, held back while a stop string may be under
     way.
 
-    A token leaves together with the text that it completes, so that a cut takes both.
+    A token leaves together with the text that it completes, so that a cut takes both. Offsets are
+    those of the whole text, so that what is held back costs nothing while it waits.
     """
 
     def __init__(self, request: Request) -> None:
         self._with_log_probs = request.return_log_probs
-        self._text = ""  # decoded, not yet taken; offsets count from its start
-        self._tokens: list[_Token] = []
-        self._search_from = 0  # text before min_tokens is not searched for stop strings
+        self._stop_strings = StopStrings(request.stop_strings)
+        self._text = ""  # decoded, not yet taken
+        self._num_taken_chars = 0
+        self._tokens: deque[_Token] = deque()
         self._num_held_chars = 0
         self._is_cut = self._is_finished = False
         self.num_taken_tokens = 0
 
-    def append(
-        self, token_id: int, log_prob: float | None, text: str, stop_strings: Sequence[str]
-    ) -> bool:
+    def append(self, token_id: int, log_prob: float | None, text: str, *, can_stop: bool) -> bool:
         """Adds one token; True when its text completes a stop string, which is then cut off.
 
-        Without stop_strings the text so far can no longer become part of one.
+        Where it cannot stop, the text so far can no longer become part of a stop string.
         """
-        start = len(self._text)
+        start = self._num_taken_chars + len(self._text)
         self._text += text
-        self._tokens.append(_Token(token_id, log_prob, start, len(self._text)))
-        if not stop_strings:
-            self._search_from = len(self._text)
-        return bool(text) and self._search(stop_strings)
+        self._tokens.append(_Token(token_id, log_prob, start, start + len(text)))
+        return self._search(text, can_stop=can_stop)
 
-    def finish(self, text: str, stop_strings: Sequence[str]) -> bool:
+    def finish(self, text: str, *, can_stop: bool) -> bool:
         """Adds the last text and holds nothing back; True when a stop string was cut off."""
         self._is_finished = True
         if text and not self._is_cut:
             self._text += text
-            self._search(stop_strings)
+            self._search(text, can_stop=can_stop)
         self._num_held_chars = 0
         return self._is_cut
 
     def take(self) -> tuple[str, tuple[int, ...], tuple[float, ...]]:
         """What may leave now: text, token ids, log-probabilities."""
         num_chars = len(self._text) - self._num_held_chars
-        num_tokens = len(self._tokens)
-        if not self._is_finished:
-            # A token without text of its own (the start of a character) waits for the one that
-            # completes it.
-            num_tokens = self._num_tokens(lambda token: token.end <= num_chars)
-        taken, left = self._tokens[:num_tokens], self._tokens[num_tokens:]
         text, self._text = self._text[:num_chars], self._text[num_chars:]
-        self._tokens = [replace(t, start=t.start - num_chars, end=t.end - num_chars) for t in left]
-        self._search_from = max(self._search_from - num_chars, 0)
-        self.num_taken_tokens += num_tokens
+        self._num_taken_chars += num_chars
+        taken = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
+        self.num_taken_tokens += len(taken)
         log_probs = [t.log_prob for t in taken if t.log_prob is not None]
         return (
             text,
@@ -474,28 +494,38 @@ class _Output:
             tuple(log_probs) if self._with_log_probs else (),
         )
 
-    def _search(self, stop_strings: Sequence[str]) -> bool:
-        starts = [self._text.find(s, self._search_from) for s in stop_strings]
-        if any(at >= 0 for at in starts):
-            num_chars = min(at for at in starts if at >= 0)
-            self._text = self._text[:num_chars]
-            del self._tokens[self._num_tokens(lambda token: token.start < num_chars) :]
-            self._is_cut = True
-            return True
-        searched = self._text[self._search_from :]
-        self._num_held_chars = max((_overlap(searched, s) for s in stop_strings), default=0)
-        return False
+    def _num_whole_tokens(self) -> int:
+        """How many tokens have all their text taken.
 
-    def _num_tokens(self, condition: Callable[[_Token], bool]) -> int:
-        """How many tokens it takes up to the last one with text that meets the condition."""
-        return max(
-            (
-                number
-                for number, token in enumerate(self._tokens, 1)
-                if token.end > token.start and condition(token)
-            ),
-            default=0,
-        )
+        A token without text of its own (the start of a character) waits for the one that completes
+        it.
+        """
+        if self._is_finished:
+            return len(self._tokens)
+        num_whole = 0
+        for number, token in enumerate(self._tokens, 1):
+            if token.end > self._num_taken_chars:
+                break
+            if token.has_text:
+                num_whole = number
+        return num_whole
+
+    def _search(self, text: str, *, can_stop: bool) -> bool:
+        if not can_stop:
+            self._stop_strings.forget()
+            self._num_held_chars = 0
+            return False
+        end = self._num_taken_chars + len(self._text)
+        at = self._stop_strings.find(text)
+        if at is None:
+            self._num_held_chars = self._stop_strings.num_held_chars
+            return False
+        cut = end - len(text) + at
+        self._text = self._text[: cut - self._num_taken_chars]
+        while self._tokens and not (self._tokens[-1].has_text and self._tokens[-1].start < cut):
+            self._tokens.pop()
+        self._is_cut = True
+        return True
 
 
 @dataclass(frozen=True)
@@ -505,10 +535,6 @@ class _Token:
     start: int
     end: int
 
-
-def _overlap(text: str, stop_string: str) -> int:
-    """Length of the longest end of text that is a beginning of stop_string, but not all of it."""
-    for length in range(min(len(text), len(stop_string) - 1), 0, -1):
-        if text.endswith(stop_string[:length]):
-            return length
-    return 0
+    @property
+    def has_text(self) -> bool:
+        return self.end > self.start

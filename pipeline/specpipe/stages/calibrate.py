@@ -14,6 +14,7 @@ from specpipe import provenance
 from specpipe.checkpoint import checkpoint_files, create_safetensors
 from specpipe.config import QuantizationConfig
 from specpipe.errors import RuntimeUnavailable, SpecpipeError
+from specpipe.installation import with_extras
 from specpipe.plain_weights import open_weights
 from specpipe.quantization.formats import FORMATS
 from specpipe.quantization.quantized_config import quantized_config
@@ -119,6 +120,4 @@ def require_libraries() -> None:
     """Raises RuntimeUnavailable where a library that calibrating imports is not installed."""
     for library in _IMPORTED:
         if importlib.util.find_spec(library) is None:
-            raise RuntimeUnavailable(
-                f"quantization needs '{library}': pip install 'specpipe[quantize]'"
-            )
+            raise RuntimeUnavailable(f"quantization needs '{library}': {with_extras('quantize')}")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 
-from specpipe.errors import RepositoryError
+from specpipe.installation import shipped
+from specpipe.limits import RequestLimits
 from specpipe.pairing import PairContract
 from specpipe.runtimes.base import PairOptions
 from specpipe.stages.base import StageInputs
 from specpipe.tokenizer_files import TOKENIZER_FILES
-
-_A_MODEL = "speculative/1/model.py"
 
 
 @dataclass(frozen=True)
@@ -23,6 +21,8 @@ class Package:
     contract   the result of the check stage: which ids no tokenizer entry uses
     tokenizer  the target's checkpoint, whose tokenizer files are copied
     options    how the pair serves; `unused_token_ids` are the contract's
+    limits     what of a request is refused for its size
+    num_preprocessing  processes that tokenize
     """
 
     contract: Path
@@ -31,6 +31,8 @@ class Package:
     tokenizer: Path
     runtime: str
     options: PairOptions
+    limits: RequestLimits = RequestLimits()
+    num_preprocessing: int = 1
 
     name = "package"
 
@@ -46,7 +48,12 @@ class Package:
                 *(path for path in tokenizer_files if path.is_file()),
                 models_folder(),
             ),
-            settings={"runtime": self.runtime, **settings},
+            settings={
+                "runtime": self.runtime,
+                **settings,
+                "limits": self.limits.model_dump(),
+                "preprocessing_instances": self.num_preprocessing,
+            },
             libraries=("tritonclient",),
         )
 
@@ -63,17 +70,12 @@ class Package:
             target_engine=self.target_engine,
             tokenizer=self.tokenizer,
             pair=repository.PairFile(self.runtime, options),
+            limits=self.limits,
+            num_preprocessing=self.num_preprocessing,
         )
         lint.check(out)
 
 
 def models_folder() -> Path:
-    """Returns the folder of hand-written Triton models: the checkout's, else the installed one."""
-    checkout = Path(__file__).parents[3] / "model_repo"
-    if (checkout / _A_MODEL).is_file():
-        return checkout
-    # Where pip puts a distribution's data files differs by system; its record tells.
-    for file in importlib.metadata.files("specpipe") or ():
-        if file.as_posix().endswith(f"model_repo/{_A_MODEL}"):
-            return Path(str(file.locate())).resolve().parents[2]
-    raise RepositoryError("the Triton models of specpipe are missing: install specpipe again")
+    """Returns the folder of hand-written Triton models."""
+    return shipped("model_repo")

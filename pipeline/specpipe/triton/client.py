@@ -21,6 +21,7 @@ import numpy as np
 from specpipe.errors import RequestError, ServerError
 from specpipe.speculative.request import FinishReason, Statistics
 from specpipe.triton import serving
+from specpipe.web import Address, is_here, parse_url
 
 Responses = Iterator[Mapping[str, Any]]
 
@@ -39,14 +40,10 @@ class Client:
     """Speaks to one model of one server; `url` is `http://host:port` or `grpc://host:port`."""
 
     def __init__(self, url: str, *, model: str = "ensemble", timeout_s: float = 600.0) -> None:
-        parts = urllib.parse.urlsplit(url)
-        transports: dict[str, type[_Http] | type[_Grpc]] = {"http": _Http, "grpc": _Grpc}
-        if parts.scheme not in transports or parts.hostname is None or parts.port is None:
-            raise ServerError(f"{url!r} is not http://HOST:PORT or grpc://HOST:PORT")
+        address = parse_url(url, ("http", "grpc"))
         self._model = model
-        self._transport: _Transport = transports[parts.scheme](
-            f"{parts.hostname}:{parts.port}", model, timeout_s
-        )
+        transport: type[_Http] | type[_Grpc] = _Http if address.scheme == "http" else _Grpc
+        self._transport: _Transport = transport(address, model, timeout_s)
         self._is_decoupled: bool | None = None
 
     def __enter__(self) -> Client:
@@ -129,7 +126,7 @@ class _Transport(Protocol):
 class _Http:
     """Triton's `generate` and `generate_stream`, which serve both kinds of model."""
 
-    def __init__(self, address: str, model: str, timeout_s: float) -> None:
+    def __init__(self, address: Address, model: str, timeout_s: float) -> None:
         self._address = address
         self._path = f"/v2/models/{urllib.parse.quote(model)}"
         self._timeout_s = timeout_s
@@ -160,7 +157,9 @@ class _Http:
     def _request(
         self, method: str, path: str, body: str | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(self._address, timeout=self._timeout_s)
+        connection = http.client.HTTPConnection(
+            self._address.host, self._address.port, timeout=self._timeout_s
+        )
         try:
             connection.request(
                 method, self._path + path, body, {"Content-Type": "application/json"}
@@ -190,17 +189,30 @@ def _plain(message: str) -> str:
     return re.sub(r"^in ensemble '[^']*', ", "", message)
 
 
+def open_grpc(address: Address) -> Any:
+    """Returns Triton's gRPC client, which asks no proxy for this machine."""
+    from tritonclient import grpc
+
+    options = [
+        # Without limits, as without `channel_args`, which replace the client's own.
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.enable_http_proxy", 0 if is_here(address.host) else 1),
+    ]
+    return grpc.InferenceServerClient(str(address), channel_args=options)
+
+
 class _Grpc:
     """gRPC's bidirectional stream for decoupled models, its plain call for the others."""
 
-    def __init__(self, address: str, model: str, timeout_s: float) -> None:
+    def __init__(self, address: Address, model: str, timeout_s: float) -> None:
         from tritonclient import grpc
 
         self._grpc = grpc
         self._address = address
         self._model = model
         self._timeout_s = timeout_s
-        self._client = grpc.InferenceServerClient(address)
+        self._client = open_grpc(address)
 
     def close(self) -> None:
         self._client.close()
@@ -222,7 +234,7 @@ class _Grpc:
     def _stream(self, tensors: Sequence[Any]) -> Responses:
         results: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         # A connection of its own: one client carries one stream.
-        client = self._grpc.InferenceServerClient(self._address)
+        client = open_grpc(self._address)
         # Errors come without a status code here. Asked for one (`triton_grpc_error`), Triton 2.51
         # logs a cancellation that never was, and its process was once seen to die.
         client.start_stream(lambda result, error: results.put((result, error)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -10,13 +11,22 @@ from typing import TYPE_CHECKING
 
 from specpipe.errors import ServerError
 from specpipe.runtimes.base import Launch
+from specpipe.triton.addresses import http_address
+from specpipe.web import bracketed
 
 if TYPE_CHECKING:
-    from specpipe.triton.server import ServeOptions, TritonBinary
+    from specpipe.triton.installation import TritonBinary
+    from specpipe.triton.server import ServeOptions
+    from specpipe.triton.workspace import Workspace
 
 # mpirun binds each of one or two ranks to one core, and the models that the first starts with it
 # (Open MPI's mpirun, "binding"), unless it is told not to.
 MPI_RUN = ("mpirun", "--allow-run-as-root", "--bind-to", "none")
+
+# What whoever reaches Triton could do to it; clients need none of it. Triton's names, from --help.
+ADMIN_CALLS = ("shared-memory", "model-repository", "trace", "logging", "statistics")
+ADMIN_HEADER = "specpipe-admin-key"
+"""The HTTP header that opens them; over gRPC it is `triton-grpc-protocol-specpipe-admin-key`."""
 
 # Linux sends a SIGTERM when the thread that started the process dies, however that came (1 is
 # PR_SET_PDEATHSIG), so that no server is left behind with its ports and its memory.
@@ -34,23 +44,32 @@ def server_command(
     *,
     shared_memory_prefix: str,
     backends: Path | None,
+    admin_key: str,
 ) -> list[str]:
     """Composes the command; raises ServerError where mpirun is needed and not there.
 
     For several ranks, as in TensorRT-LLM 1.2, triton_backend/scripts/launch_triton_server.py. Those
     after the first stay in the initialization of their models, and never open the ports.
     """
+    restricted = f"{','.join(ADMIN_CALLS)}:{ADMIN_HEADER}={admin_key}"
+    http = ["--allow-http=false"]
+    if options.allow_http:
+        http = [
+            f"--http-address={http_address(options.host)}",
+            f"--http-port={options.http_port}",
+            f"--http-restricted-api={restricted}",
+        ]
     ranks = []
     for rank in range(launch.world_size):
         command = [
             str(binary.path),
             f"--model-repository={repository}",
             "--disable-auto-complete-config",
-            f"--http-address={options.host}",
-            f"--http-port={options.http_port}",
-            f"--grpc-address={options.host}",
+            *http,
+            f"--grpc-address={bracketed(options.host)}",
             f"--grpc-port={options.grpc_port}",
-            f"--metrics-address={options.host}",
+            f"--grpc-restricted-protocol={restricted}",
+            f"--metrics-address={http_address(options.host)}",
             f"--metrics-port={options.metrics_port}",
             f"--exit-timeout-secs={int(options.drain_timeout_s)}",
             shared_memory_argument(shared_memory_prefix, rank),
@@ -83,15 +102,19 @@ def shared_memory_argument(prefix: str, rank: int) -> str:
 
 
 def server_environment(
-    binary: TritonBinary, launch: Launch, inherited: Mapping[str, str]
+    binary: TritonBinary, launch: Launch, inherited: Mapping[str, str], workspace: Workspace
 ) -> dict[str, str]:
     """The variables of the server and, since mpirun hands its own on, of every rank."""
     environment = {**inherited, **launch.environment, "PYTHONUNBUFFERED": "1"}
-    # The stub finds this environment's packages through the `python3` that comes first on PATH.
-    environment["PATH"] = ":".join(
-        [str(Path(sys.executable).parent), inherited.get("PATH", "/usr/bin:/bin")]
-    )
-    if binary.libraries_dir is not None:
-        libraries = [str(binary.libraries_dir), inherited.get("LD_LIBRARY_PATH", "")]
-        environment["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
+    # The stub finds its packages through the `python3` that comes first on PATH, and is started by
+    # bash, which a PATH may lack.
+    found = [str(workspace.python_dir), str(Path(sys.executable).parent), inherited.get("PATH", "")]
+    environment["PATH"] = ":".join(filter(None, [*found, os.defpath]))
+    # After what the user has there, and with nothing else in it, so that no library is shadowed.
+    libraries = [
+        str(binary.libraries_dir or ""),
+        inherited.get("LD_LIBRARY_PATH", ""),
+        str(workspace.library_dir),
+    ]
+    environment["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
     return environment

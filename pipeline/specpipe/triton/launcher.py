@@ -1,22 +1,25 @@
-"""Keeps a repository served: probes, restarts a server that died or hangs, drains on a signal.
+"""Keeps a repository served: watches it, restarts a server that died or hangs, drains on a signal.
 
-Triton restarts nothing by itself, and calls itself ready meanwhile; so one real request for one
-token goes through every few seconds.
+Triton restarts nothing by itself, and calls itself ready meanwhile (health.py says what is
+watched).
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.runtimes.base import LaunchMode, load_runtime
-from specpipe.triton import lint
+from specpipe.triton import known_holes, lint
+from specpipe.triton.health import LOOK_INTERVAL_S, Health
 from specpipe.triton.repository import read_pair
-from specpipe.triton.server import Log, ServeOptions, Server, running
+from specpipe.triton.server import Log, ServeOptions, Server, find_tritonserver, running
 
 __all__ = ["Report", "ServeOptions", "Server", "running", "serve"]
 
@@ -52,13 +55,21 @@ def serve(
     )
     for note in launch.notes:
         report(f"warning: {note}")
-    server = Server(repository, options, launch=launch, log=log)
+    binary = find_tritonserver()
+    version = known_holes.find_version(binary, os.environ)
+    known_holes.check(version, options)
+    if known_holes.find(version, allow_http=options.allow_http) or version is None:
+        report(
+            f"warning: known holes: {known_holes.describe(version, allow_http=options.allow_http)}"
+        )
+    server = Server(repository, options, launch=launch, binary=binary, log=log)
     with _Signals(server) as signals:
         try:
             server.start(signals.received)
             if not signals.received():
+                health = Health(server)  # first, so that whoever hears of it finds it watched
                 on_ready(server)
-                _supervise(server, signals, report)
+                _supervise(server, health, signals, report)
             if signals.received():
                 report(f"stopping: running requests have {options.drain_timeout_s:g} s to finish")
         finally:
@@ -67,45 +78,32 @@ def serve(
         raise KeyboardInterrupt
 
 
-def _supervise(server: Server, signals: _Signals, report: Report) -> None:
-    """Probes until a signal comes; restarts with a pause that doubles."""
-    num_failed = num_restarts = 0
-    while not signals.wait(server.options.probe_interval_s):
-        reason = _trouble(server)
+def _supervise(server: Server, health: Health, signals: _Signals, report: Report) -> None:
+    """Watches until a signal comes; restarts, at once, or after pauses that grow while it fails."""
+    while not signals.wait(min(LOOK_INTERVAL_S, server.options.probe_interval_s)):
+        reason = health.look()
         if reason is None:
-            num_failed = num_restarts = 0
             continue
-        num_failed += 1
-        if server.is_running and num_failed < 2:
-            continue
+        noticed = time.monotonic()
+        num_failed = 0
         while True:
-            if num_restarts == server.options.max_restarts:
-                raise ServerError(f"Triton fails again and again, last: {reason}")
-            pause_s = min(2.0**num_restarts - 1, 30.0)
-            num_restarts += 1
+            pause_s = min(2.0**num_failed - 1, 30.0)
             report(f"Triton is restarted in {pause_s:g} s: {reason}")
-            server.kill()
+            server.kill()  # which no longer says that it is ready
             if signals.wait(pause_s):
                 return
             try:
                 server.start(signals.received)
                 break
-            except ServerError as exc:
+            except (SpecpipeError, OSError) as exc:
                 reason = str(exc)
-        num_failed = 0
-
-
-def _trouble(server: Server) -> str | None:
-    """Returns why the server counts as dead or hung, None while it answers or makes progress."""
-    if not server.is_running:
-        return "it exited"
-    try:
-        server.probe()
-    except SpecpipeError as exc:
-        # A full queue or a long one is no fault.
-        return None if server.makes_progress() else f"a request for one token failed: {exc}"
-    server.makes_progress()
-    return None
+                num_failed += 1
+                if num_failed == server.options.max_restarts:
+                    raise ServerError(f"Triton fails again and again, last: {reason}") from exc
+        if signals.received():
+            return
+        health = Health(server)
+        report(f"Triton answers again, {time.monotonic() - noticed:.1f} s after that was noticed")
 
 
 class _Signals:

@@ -21,11 +21,13 @@ from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from specpipe.errors import RepositoryError
-from specpipe.triton import lint_llmapi, lint_tensorrt_llm
+from specpipe.errors import RepositoryError, to_sentence
+from specpipe.limits import ServedLimits
+from specpipe.triton import lint_llmapi, lint_tensorrt_llm, serving
 from specpipe.triton.model_config import (
     CANCELS,
     DRAFT_ENGINE_DIR,
+    LIMITS_FILE,
     PAIR_FILE,
     PATH_SUFFIXES,
     TARGET_ENGINE_DIR,
@@ -271,6 +273,22 @@ def _cancellation(repository: Repository) -> Iterator[str]:
             yield f"{name}: {CANCELS} '{target}' is not a model of the repository"
 
 
+def _request_limits(repository: Repository) -> Iterator[str]:
+    """Our preprocessing has the limits of requests, which it reads when it is loaded."""
+    for name, config in repository.models.items():
+        if serving.REQUEST.name not in {declared.name for declared in config.output}:
+            continue
+        file = parameter(config, LIMITS_FILE)
+        if file is None:
+            yield f"{name}: it names no {LIMITS_FILE}, as older releases wrote it; build again"
+            continue
+        path = repository.version_folder(name) / file
+        try:
+            ServedLimits.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            yield f"{name}: {path} holds no limits of requests ({to_sentence(exc)})"
+
+
 def _pair_limits(repository: Repository) -> Iterator[str]:
     """What `pair.json` promises, the engines were built for."""
     for name, config in repository.models.items():
@@ -315,6 +333,7 @@ RULES: tuple[Rule, ...] = (
     _decoupled,
     _order,
     _cancellation,
+    _request_limits,
     _pair_limits,
     *lint_tensorrt_llm.RULES,
     *lint_llmapi.RULES,

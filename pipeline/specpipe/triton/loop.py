@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from specpipe.errors import RequestError
+from specpipe.errors import FAULT, RequestError
 from specpipe.runtimes.base import Occupancy, Pair
 from specpipe.speculative.request import Chunk, Request
 
@@ -35,8 +35,10 @@ class PairLoop:
     """Runs draft-verify rounds while there is work; `submit` and `cancel` may come from any thread.
 
     Every request gets an answer, whatever happens: chunks until one has a finish_reason, or the
-    pair's refusal. After a fault of the pair itself all open requests fail, every later one does,
-    and `on_fault` is called once those that were open have their answers.
+    pair's refusal. What goes wrong while a request is submitted fails that request alone (and what
+    goes wrong in its text, `RequestState` contains). After a fault of the pair itself all open
+    requests fail, every later one does, and `on_fault` is called once those that were open have
+    their answers.
 
     Answers are sent by a thread of their own, in order, so that no round waits for Triton.
     `on_report` gets the number of rounds since its last call and what the pair holds: before the
@@ -133,6 +135,11 @@ class PairLoop:
         except RequestError as exc:
             del self._open[request.request_id]
             self._outbox.put(partial(on_refusal, exc))
+            return
+        except Exception:
+            # Of this request, as far as anybody can tell: a broken pair shows in its next step.
+            _LOGGER.exception("a request could not be submitted")
+            self._deliver(_failure(request.request_id, FAULT))
             return
         if len(self._open) == 1:
             self._report()

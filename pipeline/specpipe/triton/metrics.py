@@ -17,6 +17,11 @@ from specpipe.speculative.request import Chunk
 STEPS = "specpipe_loop_steps_total"
 """Rounds of the loop, all requests together; the launcher reads it as a sign of life."""
 
+RESPONSES = "specpipe_responses_total"
+"""Responses that were handed on to postprocessing; those that never leave it are what the launcher
+looks for.
+"""
+
 IN_FLIGHT = "specpipe_requests_in_flight"
 """Requests that wait or run; the launcher reads when a server that is to stop has done its work.
 
@@ -64,6 +69,7 @@ FAMILIES = (
     ),
     Family(_REFUSED, "counter", "Requests that were refused, by a limit or a full queue"),
     Family(STEPS, "counter", "Draft-verify rounds of the loop, each for all running requests"),
+    Family(RESPONSES, "counter", "Responses that the loop handed on, each a chunk of an answer"),
     Family("specpipe_input_tokens_total", "counter", "Prompt tokens of finished requests"),
     Family("specpipe_output_tokens_total", "counter", "Output tokens of finished requests"),
     Family(
@@ -179,6 +185,11 @@ class Counters:
             if last.queue_s is not None:
                 self._queue_times_s.append(last.queue_s)
             self._unreported.update(_counted(last))
+
+    def count_response(self) -> None:
+        """Counts a response that was handed on."""
+        with self._lock:
+            self._unreported[RESPONSES, ""] += 1
 
     def report(self, num_steps: int, occupancy: Occupancy) -> None:
         """Hands on what was counted, rounds of the loop, and what the pair holds."""

@@ -16,20 +16,21 @@ from specpipe.triton.serving import Tensor
 # Parameters of our models; lint.py reads the same names.
 CANCELS = "cancels"  # the model that is told of a client's cancellation
 PATH_SUFFIXES = ("_dir", "_file")  # such a parameter is a path, relative to the version's folder
-TOKENIZER_DIR, PAIR_FILE = "tokenizer_dir", "pair_file"
+TOKENIZER_DIR, LIMITS_FILE, PAIR_FILE = "tokenizer_dir", "limits_file", "pair_file"
 DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR = "draft_engine_dir", "target_engine_dir"
 
 _MAX_BATCH_SIZE = 1
 """Requests are batched by the pair, step by step; each Triton request is one prompt."""
 
 
-def model_configs() -> tuple[pb.ModelConfig, ...]:
+def model_configs(*, num_preprocessing: int = 1) -> tuple[pb.ModelConfig, ...]:
     """Returns the configs of the whole repository, callers first."""
     preprocessing = _python_model(
         PREPROCESSING,
         serving.PREPROCESSING_INPUTS,
         serving.PREPROCESSING_OUTPUTS,
-        parameters={TOKENIZER_DIR: "tokenizer"},
+        num_instances=num_preprocessing,
+        parameters={TOKENIZER_DIR: "tokenizer", LIMITS_FILE: "limits.json"},
     )
     speculative = _python_model(
         SPECULATIVE,
@@ -118,6 +119,7 @@ def _python_model(
     outputs: Iterable[Tensor],
     *,
     is_decoupled: bool = False,
+    num_instances: int = 1,
     parameters: Mapping[str, str],
 ) -> pb.ModelConfig:
     config = pb.ModelConfig(
@@ -126,9 +128,11 @@ def _python_model(
         max_batch_size=_MAX_BATCH_SIZE,
         input=_inputs(inputs),
         output=_outputs(outputs),
-        # One instance each: two of `speculative` would load the engines twice, two of
+        # One instance of the others: two of `speculative` would load the engines twice, two of
         # `postprocessing` would send chunks out of order.
-        instance_group=[pb.ModelInstanceGroup(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)],
+        instance_group=[
+            pb.ModelInstanceGroup(count=num_instances, kind=pb.ModelInstanceGroup.KIND_CPU)
+        ],
         model_transaction_policy=pb.ModelTransactionPolicy(decoupled=is_decoupled),
     )
     for key, value in parameters.items():

@@ -6,21 +6,63 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
+
+DEAD = frozenset("ZXx")
+STOPPED = frozenset("Tt")  # by a signal, and by a debugger
 
 _PROC = Path("/proc")
 _KILL_TIME_S = 5.0  # only a process that hangs in the kernel takes as long
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process as it was at one moment (proc(5)).
+
+    state        one letter, those of DEAD and STOPPED among them
+    start_ticks  when it started: what tells it from a later one with its id
+    cpu_s        the time that it has computed
+    """
+
+    pid: int
+    name: str
+    parent: int
+    session: int
+    state: str
+    start_ticks: int
+    cpu_s: float
+
+
+def look(pid: int) -> Process | None:
+    """One process; None where it is gone."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    head, _, tail = stat.rpartition(")")  # the name between brackets may hold anything
+    fields = tail.split()
+    return Process(
+        pid=pid,
+        name=head.partition("(")[2],
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        state=fields[0],
+        start_ticks=int(fields[19]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+    )
+
+
+def of_session(session: int) -> list[Process]:
+    """The processes of a session, dead ones that nobody has looked after included."""
+    seen = (look(int(folder.name)) for folder in _PROC.glob("[0-9]*"))
+    return [process for process in seen if process is not None and process.session == session]
 
 
 def session_pids(session: int) -> list[int]:
-    """The processes of a session that still run, by id."""
-    found = []
-    for folder in _PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, *fields = _stat(int(folder.name))
-            if int(fields[2]) == session and state != "Z":
-                found.append(int(folder.name))
-    return sorted(found)
+    """The processes of a session that are not dead, by id."""
+    return sorted(found.pid for found in of_session(session) if found.state not in DEAD)
 
 
 def arguments(pid: int) -> list[str]:
@@ -31,17 +73,13 @@ def arguments(pid: int) -> list[str]:
         return []
 
 
-def has_dead_child(pid: int) -> bool:
-    """True when a child of the process died and was not looked after."""
-    try:
-        children = [
-            int(child)
-            for listed in (_PROC / str(pid) / "task").glob("*/children")
-            for child in listed.read_text().split()
-        ]
-        return any(_stat(child)[0] == "Z" for child in children)
-    except OSError:
-        return False
+def model_name(process: Process) -> str:
+    """The model's name, by the path of its model.py among the arguments; else the program's."""
+    for argument in arguments(process.pid):
+        path = Path(argument)
+        if path.name == "model.py" and len(path.parts) > 2:
+            return path.parts[-3]
+    return process.name
 
 
 def signal_session(session: int, number: signal.Signals) -> None:
@@ -57,8 +95,3 @@ def kill_session(session: int) -> None:
     while time.monotonic() < deadline and session_pids(session):
         signal_session(session, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, group, session and more (proc(5)); the name before may hold anything."""
-    return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -1,7 +1,7 @@
 """A whole Triton repository, movable: hand-written models, their configs, engines and tokenizer.
 
 ensemble/       config.pbtxt  1/
-preprocessing/  config.pbtxt  1/model.py  1/tokenizer/
+preprocessing/  config.pbtxt  1/model.py  1/tokenizer/  1/limits.json
 speculative/    config.pbtxt  1/model.py  1/tokenizer/  1/draft/  1/target/  1/pair.json
 postprocessing/ config.pbtxt  1/model.py
 """
@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specpipe.limits import RequestLimits, ServedLimits
 from specpipe.runtimes.base import DetokenizerFactory, Pair, PairOptions, load_runtime
+from specpipe.text import Tokenizer
 from specpipe.tokenizer_files import TOKENIZER_FILES
 from specpipe.triton import model_config
 from specpipe.triton.layout import PREPROCESSING, SPECULATIVE, VERSION
 from specpipe.triton.model_config import (
     DRAFT_ENGINE_DIR,
+    LIMITS_FILE,
     PAIR_FILE,
     TARGET_ENGINE_DIR,
     TOKENIZER_DIR,
@@ -55,12 +58,15 @@ def write(
     target_engine: Path,
     tokenizer: Path,
     pair: PairFile,
+    limits: RequestLimits | None = None,
+    num_preprocessing: int = 1,
 ) -> None:
     """Writes the repository into `out`, an empty folder; `models` holds the hand-written models.
 
-    The runtime adds the engines, and models of its own.
+    limits are those of requests, None: the defaults. num_preprocessing is how many processes
+    tokenize. The runtime adds the engines, and models of its own.
     """
-    for config in model_config.model_configs():
+    for config in model_config.model_configs(num_preprocessing=num_preprocessing):
         version = out / config.name / VERSION
         version.mkdir(parents=True)
         (out / config.name / "config.pbtxt").write_text(
@@ -74,11 +80,25 @@ def write(
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, folder / name)
+    _write_limits(
+        out / PREPROCESSING / VERSION, limits or RequestLimits(), pair.options.max_seq_len
+    )
     speculative = out / SPECULATIVE / VERSION
     load_runtime(pair.runtime).write_models(
         out, draft_engine=draft_engine, target_engine=target_engine, options=pair.options
     )
     (speculative / "pair.json").write_text(pair.to_json(), encoding="utf-8")
+
+
+def _write_limits(version: Path, limits: RequestLimits, max_seq_len: int) -> None:
+    tokenizer = Tokenizer.load(version / "tokenizer")
+    served = limits.resolved(
+        max_seq_len=max_seq_len,
+        longest_token_bytes=tokenizer.longest_token_bytes,
+        is_bytewise=tokenizer.is_bytewise,
+    )
+    text = served.model_dump_json(indent=2) + "\n"
+    (version / "limits.json").write_text(text, encoding="utf-8")
 
 
 def read_pair(repository: Path) -> PairFile:
@@ -97,15 +117,27 @@ def parameter_path(arguments: Mapping[str, str], name: str) -> Path:
     return Path(arguments["model_repository"], arguments["model_version"], relative)
 
 
-def load_pair(arguments: Mapping[str, str], detokenizer: DetokenizerFactory) -> Pair:
+def read_pair_file(arguments: Mapping[str, str]) -> PairFile:
+    """Reads the `pair.json` that the `speculative` model's config names."""
+    return PairFile.from_json(parameter_path(arguments, PAIR_FILE).read_text(encoding="utf-8"))
+
+
+def load_pair(
+    arguments: Mapping[str, str], pair: PairFile, detokenizer: DetokenizerFactory
+) -> Pair:
     """Loads the engines of the `speculative` model with the runtime that `pair.json` names."""
-    pair = PairFile.from_json(parameter_path(arguments, PAIR_FILE).read_text(encoding="utf-8"))
     return load_runtime(pair.runtime).load_pair(
         parameter_path(arguments, DRAFT_ENGINE_DIR),
         parameter_path(arguments, TARGET_ENGINE_DIR),
         pair.options,
         detokenizer,
     )
+
+
+def read_limits(arguments: Mapping[str, str]) -> ServedLimits:
+    """Reads the limits of requests that the `preprocessing` model's config names."""
+    text = parameter_path(arguments, LIMITS_FILE).read_text(encoding="utf-8")
+    return ServedLimits.model_validate_json(text)
 
 
 def tokenizer_folder(arguments: Mapping[str, str]) -> Path:

@@ -8,98 +8,67 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib.util
 import os
 import re
-import shutil
+import secrets
 import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.runtimes.base import Launch
-from specpipe.triton import metrics, processes
-from specpipe.triton.client import Client
+from specpipe.triton import installation, metrics, processes, start_failure
+from specpipe.triton.addresses import check_ports, client_host, settle
+from specpipe.triton.client import Client, open_grpc
 from specpipe.triton.command import (
     MPI_RUN,
     server_command,
     server_environment,
     shared_memory_argument,
 )
+from specpipe.triton.health import NeededProcesses
+from specpipe.triton.installation import TritonBinary, find_tritonserver
+from specpipe.triton.secret import VARIABLE, secret_of_start
+from specpipe.triton.start_failure import StartWatch
+from specpipe.triton.workspace import Workspace
+from specpipe.web import fetch, parse_url
 
 Log = Callable[[str], None]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PROBE_PROMPT = "Hello"
 _MAX_LOG_LINES = 200
-_PORTS = ("http_port", "grpc_port", "metrics_port")
+_ADMIN_KEY = "SPECPIPE_ADMIN_KEY"
+_ANSWER_TIME_S = 2.0  # what a server that answers takes at most to say so
 _EXIT_TIME_S = 10.0  # what Triton may take to unload its models
 _DRAIN_INTERVAL_S = 0.5
 _MAX_NUM_STUCK = 6  # looks without a step; the loop reports its steps once a second
 
 
-@dataclass(frozen=True)
-class TritonBinary:
-    """A tritonserver to run, with what it needs around it."""
-
-    path: Path
-    libraries_dir: Path | None = None
-    # None: where the installation has them. Else a folder of them, `python` among them
-    backends: Path | None = None
-    python_stub: Path | None = None  # the process that runs a Python model, for this Python
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where the server listens and how patient the launcher is. Port 0 takes a free one."""
+    """Where the server listens and how patient the launcher is. Port 0 takes a free one.
+
+    allow_http  False: gRPC alone, the metrics aside
+    """
 
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    allow_http: bool = True
+    allow_known_holes: bool = False  # beyond loopback (known_holes.py)
     startup_timeout_s: float = 600.0
     probe_interval_s: float = 5.0
     probe_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
-    max_restarts: int = 5  # in a row, without one probe answered in between
-
-
-def find_tritonserver() -> TritonBinary:
-    """Finds `tritonserver` on PATH, else in the nvidia-pytriton wheel; raises ServerError."""
-    on_path = shutil.which("tritonserver")
-    if on_path is not None:
-        return TritonBinary(Path(on_path))
-    spec = importlib.util.find_spec("pytriton")
-    if spec is None or not spec.submodule_search_locations:
-        raise ServerError(
-            "tritonserver is not on PATH: run inside a Triton container, or pip install "
-            "'specpipe[triton]'"
-        )
-    root = Path(spec.submodule_search_locations[0])
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    server = root / "tritonserver"
-    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
-    if not stub.is_file():
-        raise ServerError(
-            f"nvidia-pytriton has no Python {version} backend: use Python 3.10 to 3.12"
-        )
-    return TritonBinary(
-        path=server / "bin" / "tritonserver",
-        libraries_dir=root.parent / "nvidia_pytriton.libs",
-        backends=server / "backends",
-        python_stub=stub,
-    )
+    max_restarts: int = 5  # in a row, none of which came to a server that answers
 
 
 class Server:
@@ -117,7 +86,7 @@ class Server:
         binary: TritonBinary | None = None,
         log: Log = lambda line: None,
     ) -> None:
-        self.options = _with_free_ports(options)
+        self.options = settle(options)
         self._repository = repository.resolve()
         self._launch = Launch() if launch is None else launch
         self._binary = find_tritonserver() if binary is None else binary
@@ -125,12 +94,21 @@ class Server:
         self._last_lines: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._process: subprocess.Popen[str] | None = None
         self._log_reader: threading.Thread | None = None
-        self._backends: tempfile.TemporaryDirectory[str] | None = None
+        self._workspace: Workspace | None = None
         self._shared_memory_prefix = f"specpipe_{os.getpid()}_{id(self):x}_"
+        self._admin_key = _admin_key(os.environ)
         self._num_steps: float | None = None
+        self.secret = secret_of_start(os.environ)
+        """What `speculative` takes requests by; see secret.py."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where clients ask."""
+        return (self.http_url, self.grpc_url) if self.options.allow_http else (self.grpc_url,)
 
     @property
     def http_url(self) -> str:
+        assert self.options.allow_http
         return f"http://{self._client_host}:{self.options.http_port}"
 
     @property
@@ -143,7 +121,7 @@ class Server:
 
     @property
     def _client_host(self) -> str:
-        return "127.0.0.1" if self.options.host == "0.0.0.0" else self.options.host
+        return client_host(self.options.host)
 
     @property
     def is_running(self) -> bool:
@@ -156,13 +134,16 @@ class Server:
 
     def start(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
         """Starts Triton and waits until it answers; raises ServerError with the reason."""
-        _check_ports(self.options)
+        check_ports(self.options)
         self._last_lines.clear()
         self._num_steps = None
+        workspace = self._workspace = Workspace(self._binary, self._repository)
+        environment = server_environment(self._binary, self._launch, os.environ, workspace)
+        installation.check(self._binary, environment)
         self._process = subprocess.Popen(
-            self._command(),
+            self._command(workspace),
             cwd=self._repository,
-            env=server_environment(self._binary, self._launch, os.environ),
+            env={**environment, VARIABLE: self.secret},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -176,18 +157,17 @@ class Server:
         )
         self._log_reader.start()
         deadline = time.monotonic() + self.options.startup_timeout_s
-        while not is_interrupted():
+        watch = StartWatch(self._process.pid, uses_mpi=self._launch.uses_mpi)
+        while not is_interrupted() and not self._is_live():
             if not self.is_running:
-                self.kill()
-                raise ServerError(f"Triton did not start: {self._failure()}")
-            if self._is_live():
-                break
+                self._give_up("Triton did not start")
+            if (fault := watch.fault()) is not None:
+                self._give_up(f"Triton did not start: {fault}")
+            if any(map(start_failure.has_failed, self.last_log_lines)):
+                # It would load the other models first, however long that takes, and then end.
+                self._give_up("Triton did not start")
             if time.monotonic() > deadline:
-                self.kill()
-                raise ServerError(
-                    f"Triton was not ready after {self.options.startup_timeout_s:g} s: "
-                    f"{self._failure()}"
-                )
+                self._give_up(f"Triton was not ready after {self.options.startup_timeout_s:g} s")
             time.sleep(0.1)
         if is_interrupted():
             return
@@ -197,13 +177,24 @@ class Server:
             self.kill()
             raise ServerError(f"Triton started, but the first request failed: {exc}") from exc
 
+    def _give_up(self, what: str) -> NoReturn:
+        self.kill()
+        raise ServerError(f"{what}: {start_failure.words(self.last_log_lines)}")
+
     def probe(self) -> None:
         """Sends one request for one token through everything; raises when no answer comes."""
-        with Client(self.http_url, timeout_s=self.options.probe_timeout_s) as client:
+        timeout_s = self.options.probe_timeout_s
+        # A little longer than the request's own limit, whose refusal tells more than silence.
+        with Client(self.urls[0], timeout_s=timeout_s + _ANSWER_TIME_S) as client:
             # First in the queue, and out of it when nobody waits for the answer any more.
-            client.generate(
-                _PROBE_PROMPT, max_tokens=1, priority=-1, timeout_s=self.options.probe_timeout_s
-            )
+            answer = client.generate(_PROBE_PROMPT, max_tokens=1, priority=-1, timeout_s=timeout_s)
+        if answer.finish_reason is None:
+            raise ServerError("the answer is empty")
+
+    def needed_processes(self) -> NeededProcesses:
+        """Those that run now and have to go on (health.py)."""
+        assert self._process is not None
+        return NeededProcesses(self._process.pid, uses_mpi=self._launch.uses_mpi)
 
     def makes_progress(self) -> bool:
         """True when the loop ran steps since the last call: busy, however long a probe waits."""
@@ -213,22 +204,26 @@ class Server:
     def stop(self) -> None:
         """Lets running requests finish, up to the drain limit, then ends the process group."""
         if self.is_running:
-            with self._connection():
-                self._terminate()
+            with self._kept_at_work():
                 is_done = self._drain()
-            if is_done and not self._has_dead_model():
+            if is_done and not self._has_lost_model():
                 # Not for longer: idle connections of clients would keep Triton for its whole limit.
                 self._wait(_EXIT_TIME_S)
         self.kill()
 
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[None]:
-        """Keeps Triton at work after its SIGTERM, while the context lasts.
+    def _kept_at_work(self) -> Iterator[None]:
+        """Tells Triton to end, and keeps it at work while the context lasts.
 
-        It waits for its HTTP connections to be closed before it stops its models. Without one it
-        stops them at once: an ensemble's later steps are then refused, so that every gRPC stream
-        breaks off, and its request stays in flight (Triton 2.51).
+        After its SIGTERM it waits for its HTTP connections to be closed before it stops its models.
+        Without one it stops them at once: an ensemble's later steps are then refused, so that every
+        gRPC stream breaks off, and its request stays in flight (Triton 2.51). So one is kept open;
+        where there is no HTTP, Triton is told when all is done, and takes new requests until then.
         """
+        if not self.options.allow_http:
+            yield
+            self._terminate()
+            return
         connection = http.client.HTTPConnection(
             self._client_host, self.options.http_port, timeout=_EXIT_TIME_S
         )
@@ -236,12 +231,13 @@ class Server:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 connection.request("GET", "/v2/health/live")
                 connection.getresponse().read()
+            self._terminate()
             yield
 
     def _drain(self) -> bool:
         """Waits until nothing is in flight; False at the limit, or when that will never be.
 
-        A model's process that died never answers the requests that were inside it.
+        A model's process that died or is stopped never answers the requests inside it.
         """
         deadline = time.monotonic() + self.options.drain_timeout_s
         last_num: float | None = -1.0
@@ -252,7 +248,7 @@ class Server:
             if num_in_flight == last_num == 0:
                 return True
             is_stuck = num_in_flight == last_num and not self.makes_progress()
-            num_stuck = num_stuck + 1 if is_stuck and self._has_dead_model() else 0
+            num_stuck = num_stuck + 1 if is_stuck and self._has_lost_model() else 0
             if num_stuck == _MAX_NUM_STUCK:
                 return False
             last_num = num_in_flight
@@ -265,12 +261,18 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
-    def _has_dead_model(self) -> bool:
-        """True when a child of Triton died that Triton does not look after: a model's process.
+    def _has_lost_model(self) -> bool:
+        """True when Triton is stopped, or a child of it is or died: a model's process.
 
         Triton reaps those that it unloads itself, which it does once no request is in flight.
         """
-        return processes.has_dead_child(self._triton_pid())
+        assert self._process is not None
+        triton = self._triton_pid()
+        return any(
+            process.state in processes.DEAD | processes.STOPPED
+            for process in processes.of_session(self._process.pid)
+            if triton in (process.pid, process.parent)
+        )
 
     def _triton_pid(self) -> int:
         """The process of the Triton that answers: with MPI, the first rank's."""
@@ -296,15 +298,16 @@ class Server:
         """Ends all processes at once and removes what they leave behind."""
         if self._process is not None:
             processes.kill_session(self._process.pid)
-            self._process.wait()
+            # One that hangs in the kernel does not even die; the next start finds its ports taken.
+            self._wait(_EXIT_TIME_S)
             assert self._log_reader is not None
             self._log_reader.join(timeout=5)
             self._process = None
         for left in _SHARED_MEMORY.glob(f"{self._shared_memory_prefix}*"):
             left.unlink(missing_ok=True)
-        if self._backends is not None:
-            self._backends.cleanup()
-            self._backends = None
+        if self._workspace is not None:
+            self._workspace.close()
+            self._workspace = None
 
     def signal_all(self, number: signal.Signals) -> None:
         """Sends a signal to Triton and the processes of its models.
@@ -314,30 +317,16 @@ class Server:
         if self._process is not None:
             processes.signal_session(self._process.pid, number)
 
-    def _command(self) -> list[str]:
+    def _command(self, workspace: Workspace) -> list[str]:
         return server_command(
             self._binary,
-            self._repository,
+            workspace.repository,
             self.options,
             self._launch,
             shared_memory_prefix=self._shared_memory_prefix,
-            backends=self._backend_folder(),
+            backends=workspace.backends,
+            admin_key=self._admin_key,
         )
-
-    def _backend_folder(self) -> Path | None:
-        """The wheel keeps the stub of each Python version apart from the backend that runs it."""
-        if self._binary.backends is None or self._binary.python_stub is None:
-            return self._binary.backends
-        self._backends = tempfile.TemporaryDirectory(prefix="specpipe-triton-")
-        folder = Path(self._backends.name)
-        for backend in self._binary.backends.iterdir():
-            if backend.name != "python":
-                (folder / backend.name).symlink_to(backend)
-        (folder / "python").mkdir()
-        for source in (self._binary.backends / "python").iterdir():
-            (folder / "python" / source.name).symlink_to(source)
-        (folder / "python" / self._binary.python_stub.name).symlink_to(self._binary.python_stub)
-        return folder
 
     def _read_log(self, lines: IO[str]) -> None:
         with lines:
@@ -348,26 +337,36 @@ class Server:
                 with contextlib.suppress(OSError, ValueError):
                     self._log(line.rstrip("\n"))
 
-    def _failure(self) -> str:
-        """The last error lines of the log, which say why."""
-        lines = self.last_log_lines
-        errors = [line for line in lines if re.match(r"E\d{4} |error:", line)] or lines
-        return "\n".join(errors[-5:]) or "it wrote no log"
-
     def _is_live(self) -> bool:
+        if not self.options.allow_http:
+            return self._is_live_by_grpc()
         try:
-            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=5) as response:
-                return bool(response.status == 200)
+            fetch(f"{self.http_url}/v2/health/ready", timeout_s=5)
         except OSError:
             return False
+        return True
 
-    def _read_metric(self, name: str) -> float | None:
+    def _is_live_by_grpc(self) -> bool:
+        from tritonclient import grpc
+
+        # A new client each time: one that was refused waits ever longer before it tries again.
+        with (
+            contextlib.suppress(grpc.InferenceServerException),
+            open_grpc(parse_url(self.grpc_url, ("grpc",))) as client,
+        ):
+            return bool(client.is_server_ready(client_timeout=_ANSWER_TIME_S))
+        return False
+
+    def read_metrics(self) -> str | None:
+        """The page of the metrics endpoint; None when there is none to be had."""
         try:
-            with urllib.request.urlopen(self.metrics_url, timeout=5) as response:
-                text = response.read().decode()
+            return fetch(self.metrics_url, timeout_s=_ANSWER_TIME_S).decode()
         except OSError:
             return None
-        found = re.search(rf"^{name}(?:{{.*}})? ([\d.e+]+)$", text, re.MULTILINE)
+
+    def _read_metric(self, name: str) -> float | None:
+        page = self.read_metrics() or ""
+        found = re.search(rf"^{name}(?:{{.*}})? ([\d.e+]+)$", page, re.MULTILINE)
         return float(found[1]) if found else None
 
 
@@ -391,30 +390,16 @@ def running(
         server.stop()
 
 
-def _with_free_ports(options: ServeOptions) -> ServeOptions:
-    """Replaces each port 0 by a free port."""
-    with contextlib.ExitStack() as stack:
-        ports = {}
-        for name in _PORTS:
-            if getattr(options, name) == 0:
-                # Open until all are chosen, so that no two are the same.
-                listener = stack.enter_context(socket.socket())
-                listener.bind((options.host, 0))
-                ports[name] = listener.getsockname()[1]
-        return replace(options, **ports)
+def _admin_key(environment: Mapping[str, str]) -> str:
+    """The operator's own key for Triton's admin calls, or a random one that nobody knows.
 
-
-def _check_ports(options: ServeOptions) -> None:
-    """Another server on one of the ports would answer in our place until ours has failed."""
-    for name in _PORTS:
-        port = getattr(options, name)
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((options.host, port))
-            except OSError as exc:
-                option = f"--{name.replace('_', '-')}"
-                raise ServerError(
-                    f"{options.host}:{port} cannot be listened on ({exc.strerror}): choose another "
-                    f"port with {option}"
-                ) from exc
+    Whoever may see this machine's command lines can read either.
+    """
+    key = environment.get(_ADMIN_KEY)
+    if key is None:
+        return secrets.token_hex(16)
+    if re.fullmatch(r"[\w-]{16,}", key, re.ASCII) is None:
+        raise ServerError(
+            f"{_ADMIN_KEY} is no key: set 16 or more letters, digits, '-' and '_', or unset it"
+        )
+    return key

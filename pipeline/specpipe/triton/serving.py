@@ -19,14 +19,21 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from specpipe.errors import RequestError, ServerError
-from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
+from specpipe.errors import RequestError, ServerError, show, to_sentence
+from specpipe.limits import ServedLimits
+from specpipe.speculative.request import Chunk, Request, Sampling, Statistics, check_prompt_length
+from specpipe.triton.messages import parse_messages
+from specpipe.triton.request_sizes import check_bytes, check_sizes
+from specpipe.triton.secret import Signer
 
 _LOGGER = logging.getLogger(__name__)
+
+_LONGEST_ID = 64  # characters of a stream id, and of a signature
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
@@ -155,16 +162,18 @@ INPUT_IDS = Tensor("input_ids", "INT32", (-1,))  # the prompt's token ids
 TEXT = Tensor("text", "STRING")  # one chunk's text
 STREAM_ID = Tensor("stream_id", "STRING")  # names the request that a chunk belongs to
 OUTPUT_IDS = Tensor("output_ids", "INT32", (-1,))  # one chunk's token ids, where asked for
-CANCEL = Tensor("cancel", "STRING")  # the stream id to cancel; such a request has no other input
+CANCEL = Tensor("cancel", "STRING")  # the stream id to cancel, in a request that has no other
+SIGNATURE = Tensor("signature", "STRING")  # says that a model of the ensemble made the rest
 
 PREPROCESSING_INPUTS: tuple[Tensor, ...] = ENSEMBLE_INPUTS
-PREPROCESSING_OUTPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS)
-SPECULATIVE_INPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS, CANCEL)
+PREPROCESSING_OUTPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS, SIGNATURE)
+SPECULATIVE_INPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS, CANCEL, SIGNATURE)
 SPECULATIVE_OUTPUTS: tuple[Tensor, ...] = (TEXT, STREAM_ID, OUTPUT_IDS, *GENERATION_OUTPUTS)
 POSTPROCESSING_INPUTS: tuple[Tensor, ...] = (TEXT, STREAM_ID)
 POSTPROCESSING_OUTPUTS: tuple[Tensor, ...] = (TEXT_OUTPUT,)
 
 _INPUTS_BY_NAME = {tensor.name: tensor for tensor in ENSEMBLE_INPUTS}
+_MESSAGES = _INPUTS_BY_NAME["messages"]
 _TENSORS_BY_NAME = {
     tensor.name: tensor
     for tensor in (*PREPROCESSING_OUTPUTS, *SPECULATIVE_OUTPUTS, *ENSEMBLE_OUTPUTS, CANCEL)
@@ -179,7 +188,9 @@ class Encoder(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def encode_messages(
+        self, messages: list[dict[str, Any]], *, max_bytes: int | None = None
+    ) -> list[int]: ...
 
     def encode_fragment(self, text: str) -> list[int]: ...
 
@@ -193,40 +204,61 @@ class Generation:
     echo: str = ""  # what the first chunk's text begins with
     return_token_ids: bool = False  # for verification, which asks without the ensemble
 
-    def to_tensors(self) -> dict[str, np.ndarray[Any, Any]]:
+    # For reading it: nothing is converted, and nothing is passed over.
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
+
+    def to_tensors(self, signer: Signer) -> dict[str, np.ndarray[Any, Any]]:
         """Everything but the request id; the prompt's token ids are a tensor of their own."""
-        fields = dataclasses.asdict(self)
-        fields["request"]["end_token_ids"] = sorted(self.request.end_token_ids)
-        for name in ("request_id", "prompt_token_ids"):
-            del fields["request"][name]
+        request = dataclasses.replace(self.request, request_id="", prompt_token_ids=_STAND_IN)
+        fields = dataclasses.asdict(dataclasses.replace(self, request=request))
+        fields["request"]["end_token_ids"] = sorted(request.end_token_ids)
+        text = json.dumps(fields)
+        input_ids = as_array(INPUT_IDS, self.request.prompt_token_ids)
+        signature = signer.sign(REQUEST.name, text.encode(), input_ids.tobytes())
         return {
-            REQUEST.name: as_array(REQUEST, [json.dumps(fields)]),
-            INPUT_IDS.name: as_array(INPUT_IDS, self.request.prompt_token_ids),
+            REQUEST.name: as_array(REQUEST, [text]),
+            INPUT_IDS.name: input_ids,
+            SIGNATURE.name: as_array(SIGNATURE, [signature]),
         }
 
     @classmethod
-    def from_tensors(cls, tensors: Tensors, *, request_id: str) -> Generation:
-        """Reads what `to_tensors` wrote; raises RequestError for anything else."""
-        text = _values(REQUEST, tensors)[0]
-        prompt_token_ids = tuple(_values(INPUT_IDS, tensors))
+    def from_tensors(
+        cls, tensors: Tensors, *, request_id: str, signer: Signer, max_seq_len: int
+    ) -> Generation:
+        """Reads what `to_tensors` wrote; raises RequestError for anything else.
+
+        max_seq_len bounds what is looked at of a prompt.
+        """
+        text = _single(REQUEST, tensors)
+        input_ids = _array(INPUT_IDS, tensors)
+        signer.check(_signature(tensors), REQUEST.name, text, input_ids.tobytes())
+        check_prompt_length(input_ids.size, max_seq_len)
         try:
-            fields = json.loads(text)
-            request = fields.pop("request")
-            sampling = request.pop("sampling")
-            bad_words = tuple(tuple(word) for word in sampling.pop("bad_words"))
-            return cls(
-                request=Request(
-                    request_id=request_id,
-                    prompt_token_ids=prompt_token_ids,
-                    sampling=Sampling(bad_words=bad_words, **sampling),
-                    end_token_ids=frozenset(request.pop("end_token_ids")),
-                    stop_strings=tuple(request.pop("stop_strings")),
-                    **request,
-                ),
-                **fields,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise RequestError(f"request is not what preprocessing writes: {exc!r}") from exc
+            read = _GENERATION.validate_json(text)
+        except (ValidationError, UnicodeDecodeError) as exc:
+            raise RequestError(
+                f"request is not what preprocessing writes: {_first_fault(exc)}"
+            ) from exc
+        request = dataclasses.replace(
+            read.request,
+            request_id=request_id,
+            prompt_token_ids=tuple(input_ids.reshape(-1).tolist()),
+        )
+        return dataclasses.replace(read, request=request)
+
+
+_GENERATION = TypeAdapter(Generation)
+
+_STAND_IN = (0,)
+"""For the prompt, where it travels as a tensor of its own."""
+
+
+def _first_fault(error: ValidationError | UnicodeDecodeError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(key) for key in first["loc"])
+    return f"{show(where)}: {show(first['msg'])}" if where else show(first["msg"])
 
 
 def input_tensor(name: str) -> Input:
@@ -236,19 +268,30 @@ def input_tensor(name: str) -> Input:
 
 
 def parse_request(
-    tensors: Tensors, tokenizer: Encoder, *, parameters: Iterable[str] = (), timeout_us: int = 0
+    tensors: Tensors,
+    tokenizer: Encoder,
+    *,
+    limits: ServedLimits,
+    parameters: str = "",
+    timeout_us: int = 0,
 ) -> Generation:
     """Turns the inputs of one request into a Generation; raises RequestError with the field's name.
 
-    `parameters` are the names of its request parameters, `timeout_us` the timeout that gRPC clients
-    set for Triton (0: none). Greedy unless temperature > 0, top_k > 1, 0 < top_p < 1 or min_p > 0
-    is given; temperature is then 1 unless given. A top_k or top_p of 0 is unset, as NVIDIA's
-    clients send it.
+    What is too large is refused before anything is done with it. `parameters` are the request's, as
+    the JSON that Triton gives, `timeout_us` the timeout that gRPC clients set for Triton (0: none).
+    Greedy unless temperature > 0, top_k > 1, 0 < top_p < 1 or min_p > 0 is given; temperature is
+    then 1 unless given. A top_k or top_p of 0 is unset, as NVIDIA's clients send it.
     """
-    _refuse_parameters(parameters)
-    inputs = {name: _values(_INPUTS_BY_NAME[name], tensors) for name in tensors}
-    for name, values in inputs.items():
-        _check(_INPUTS_BY_NAME[name], values)
+    _refuse_parameters(parameters, limits)
+    inputs: dict[str, list[Any]] = {}
+    for name, array in tensors.items():
+        tensor = _INPUTS_BY_NAME[name]
+        if tensor.neutral is not None:
+            _check_neutral(tensor, array, limits)
+            continue
+        check_sizes(tensor, array, limits)
+        if tensor is not _MESSAGES:
+            inputs[name] = _values(tensor, tensors)
 
     def scalar(name: str, default: Any = None) -> Any:
         return inputs[name][0] if name in inputs else default
@@ -256,9 +299,11 @@ def parse_request(
     max_tokens = scalar("max_tokens")
     if max_tokens is None:
         raise RequestError("max_tokens is missing: say how many tokens the answer may have")
+    prompt_token_ids = _encode_prompt(tensors, scalar("text_input"), tokenizer, limits)
+    check_prompt_length(len(prompt_token_ids), limits.max_seq_len)
     request = Request(
         request_id="",
-        prompt_token_ids=tuple(_encode_prompt(scalar("text_input"), scalar("messages"), tokenizer)),
+        prompt_token_ids=tuple(prompt_token_ids),
         max_tokens=max_tokens,
         sampling=_sampling(scalar, _words("bad_words", inputs), tokenizer),
         num_draft_tokens=scalar("num_draft_tokens"),
@@ -284,33 +329,50 @@ def refuse_unknown(names: Iterable[str]) -> None:
     """Raises RequestError for a name that is no input of the ensemble; it says the nearest one."""
     for name in names:
         if name not in _INPUTS_BY_NAME:
-            nearest = difflib.get_close_matches(name, _INPUTS_BY_NAME, n=1)
+            # Looking for one that is near takes time quadratic in the name.
+            is_short = len(name) <= 2 * _LONGEST_NAME
+            nearest = difflib.get_close_matches(name, _INPUTS_BY_NAME, n=1) if is_short else []
             advice = f"did you mean '{nearest[0]}'?" if nearest else "leave it out"
-            raise RequestError(f"unknown request parameter '{name}': {advice}")
+            raise RequestError(f"unknown request parameter '{show(name)}': {advice}")
 
 
-def _refuse_parameters(names: Iterable[str]) -> None:
+_LONGEST_NAME = max(len(name) for name in _INPUTS_BY_NAME)
+
+
+def _refuse_parameters(text: str, limits: ServedLimits) -> None:
     """A mistyped key of HTTP `generate` arrives as a request parameter, without a word of Triton.
 
     So does `id`, which is Triton's own and changes nothing.
     """
-    names = [name for name in names if name != "id"]
+    num_bytes = len(text.encode())
+    check_bytes("the request parameters have", num_bytes, "max_parameters_bytes", limits)
+    try:
+        parameters = json.loads(text or "{}")
+    except (ValueError, RecursionError) as exc:
+        raise RequestError("the request parameters are no JSON that can be read") from exc
+    names = [name for name in parameters if name != "id"]
     refuse_unknown(names)
     if names:
         raise RequestError(f"{names[0]} is an input: send it beside text_input, not as a parameter")
 
 
-def _check(tensor: Input, values: Sequence[Any]) -> None:
-    if tensor.dims == (1,) and len(values) != 1:
-        raise RequestError(f"{tensor.name} has {len(values)} values: it takes one")
-    for value in values:
-        if tensor.neutral is not None and value not in tensor.neutral:
-            allowed = " or ".join(str(neutral) for neutral in tensor.neutral if neutral != "")
-            advice = f"send {allowed} or leave it out" if allowed else "leave it out"
-            raise RequestError(f"{tensor.name} is not supported: {advice}")
+def _check_neutral(tensor: Input, array: np.ndarray[Any, Any], limits: ServedLimits) -> None:
+    """Refuses an input without effect here, unless it asks for nothing."""
+    assert tensor.neutral is not None
+    # Strings as Triton delivers them, too.
+    encoded = (value.encode() for value in tensor.neutral if isinstance(value, str))
+    neutral = (*tensor.neutral, *encoded)
+    is_small = array.size <= limits.max_words
+    if not is_small or any(value not in neutral for value in array.reshape(-1).tolist()):
+        allowed = " or ".join(str(value) for value in tensor.neutral if value != "")
+        advice = f"send {allowed} or leave it out" if allowed else "leave it out"
+        raise RequestError(f"{tensor.name} is not supported: {advice}")
 
 
-def _encode_prompt(text: str | None, messages: str | None, tokenizer: Encoder) -> list[int]:
+def _encode_prompt(
+    tensors: Tensors, text: str | None, tokenizer: Encoder, limits: ServedLimits
+) -> list[int]:
+    messages = tensors.get(_MESSAGES.name)
     if (text is None) == (messages is None):
         given = "neither was" if text is None else "both were"
         raise RequestError(f"text_input and messages: exactly one is needed, {given} given")
@@ -318,18 +380,10 @@ def _encode_prompt(text: str | None, messages: str | None, tokenizer: Encoder) -
         if not text:
             raise RequestError("text_input is empty: a prompt needs at least one character")
         return tokenizer.encode(text)
-    assert messages is not None
-    expected = 'expected a JSON array such as [{"role": "user", "content": "Hello"}]'
-    try:
-        parsed = json.loads(messages)
-    except ValueError as exc:
-        raise RequestError(f"messages is not JSON ({exc}): {expected}") from exc
-    if not isinstance(parsed, list) or not parsed:
-        raise RequestError(f"messages: {expected}")
-    for message in parsed:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f"messages: {expected}")
-    return tokenizer.encode_messages(parsed)
+    data = _decode_utf8(_MESSAGES, _single(_MESSAGES, tensors)).encode()
+    return tokenizer.encode_messages(
+        parse_messages(data, limits), max_bytes=limits.max_prompt_bytes
+    )
 
 
 def _end_token_ids(end_id: int | None, tokenizer: Encoder) -> frozenset[int]:
@@ -375,9 +429,7 @@ def as_array(tensor: Tensor, values: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 def _values(tensor: Tensor, tensors: Tensors) -> list[Any]:
     """Returns a tensor's elements as Python values."""
-    if tensor.name not in tensors:
-        raise RequestError(f"{tensor.name} is missing")
-    array = tensors[tensor.name]
+    array = _array(tensor, tensors)
     if tensor.dtype == "STRING":
         return [_decode_utf8(tensor, value) for value in array.reshape(-1)]
     if array.dtype == np.float32:
@@ -386,6 +438,31 @@ def _values(tensor: Tensor, tensors: Tensors) -> list[Any]:
         return [float(str(value)) for value in array.reshape(-1)]
     values: list[Any] = array.reshape(-1).tolist()
     return values
+
+
+def _array(tensor: Tensor, tensors: Tensors) -> np.ndarray[Any, Any]:
+    """Returns a tensor that must be there, in its dtype."""
+    array = tensors.get(tensor.name)
+    if array is None:
+        raise RequestError(f"{tensor.name} is missing")
+    if array.dtype != tensor.numpy_dtype:
+        raise RequestError(f"{tensor.name} is {array.dtype}; it must be {tensor.dtype}")
+    return array
+
+
+def _single(tensor: Tensor, tensors: Tensors) -> bytes:
+    """Returns the only element of a tensor of strings."""
+    array = _array(tensor, tensors)
+    if array.size != 1:
+        raise RequestError(f"{tensor.name} has {array.size} values: it takes one")
+    value = array.reshape(-1)[0]
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _signature(tensors: Tensors) -> bytes:
+    """Returns the signature of a request; b"" where there is none, or none that could be one."""
+    signature = _single(SIGNATURE, tensors) if SIGNATURE.name in tensors else b""
+    return signature if len(signature) <= _LONGEST_ID else b""
 
 
 def _decode_utf8(tensor: Tensor, value: bytes | str) -> str:
@@ -449,7 +526,7 @@ class Answer:
 def _last_values(chunk: Chunk) -> dict[str, Sequence[Any]]:
     values: dict[str, Sequence[Any]] = {"finish_reason": [chunk.finish_reason]}
     if chunk.error is not None:
-        values["error"] = [chunk.error]
+        values["error"] = [to_sentence(chunk.error)]
     if chunk.statistics is not None:
         values |= {
             name: [value]
@@ -482,7 +559,24 @@ def parse_statistics(values: Mapping[str, Any]) -> Statistics | None:
     )
 
 
-def read_cancel(tensors: Tensors) -> str:
+def read_chunk(tensors: Tensors) -> tuple[np.ndarray[Any, Any], bytes]:
+    """Returns the text of a chunk as it came, and the stream id of its request."""
+    stream_id = _single(STREAM_ID, tensors)
+    if len(stream_id) > _LONGEST_ID:
+        raise RequestError(f"stream_id has {len(stream_id)} bytes; it may have {_LONGEST_ID}")
+    return _array(TEXT, tensors), stream_id
+
+
+def write_cancel(stream_id: bytes, signer: Signer) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the tensors that cancel a request."""
+    return {
+        CANCEL.name: as_array(CANCEL, [stream_id]),
+        SIGNATURE.name: as_array(SIGNATURE, [signer.sign(CANCEL.name, stream_id)]),
+    }
+
+
+def read_cancel(tensors: Tensors, signer: Signer) -> str:
     """Returns the stream id of a request to cancel one."""
-    stream_id: str = _values(CANCEL, tensors)[0]
-    return stream_id
+    stream_id = _single(CANCEL, tensors)
+    signer.check(_signature(tensors), CANCEL.name, stream_id)
+    return _decode_utf8(CANCEL, stream_id)

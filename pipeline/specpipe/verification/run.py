@@ -25,6 +25,7 @@ from specpipe import pipeline, results
 from specpipe.config import PipelineConfig
 from specpipe.endpoints.base import Answer, Endpoint
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable, ServerError
+from specpipe.installation import with_extras
 from specpipe.manifest import Files, compare_files
 from specpipe.prompts import PromptSet, as_messages, load_prompts
 from specpipe.runtimes.engine_fit import installed
@@ -52,8 +53,8 @@ def verify(
     """Verifies a built pair and writes the result beside it; `report` hears how it goes on."""
     if options.distance is not None and importlib.util.find_spec("scipy") is None:
         raise RuntimeUnavailable(
-            "testing unseeded sampling needs 'scipy': pip install 'specpipe[evaluate]', or leave "
-            "it out with --no-sampling"
+            "testing unseeded sampling needs 'scipy', unless it is left out with --no-sampling: "
+            f"{with_extras('evaluate')}"
         )
     repository = pipeline.built_repository(config)
     prompts = load_prompts(options.prompts, limit=options.limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from specpipe.triton.server import Log, running
 from specpipe.verification import repositories
 from specpipe.verification.controls import Engines
 from specpipe.verification.scorer import Scorer, engine_rounding, open_scorer, torch_engine
+from specpipe.web import fetch
 
 
 class Subject:
@@ -142,9 +142,10 @@ class Subject:
         launch = load_runtime(self.runtime).launch(repository)
         with running(repository, launch=launch) as server:
             url, end_token_ids = server.http_url, self.end_token_ids
-            with urllib.request.urlopen(f"{url}/v2", timeout=60.0) as response:
-                self.triton_version = json.load(response)["version"]
-            with closing(Speculative(url, end_token_ids=end_token_ids)) as endpoint:
+            self.triton_version = json.loads(fetch(f"{url}/v2", timeout_s=60.0))["version"]
+            with closing(
+                Speculative(url, secret=server.secret, end_token_ids=end_token_ids)
+            ) as endpoint:
                 yield endpoint
 
     def _take_float32(self, max_num_draft_tokens: int) -> None:

@@ -19,6 +19,7 @@ import tensorrt_rtx as trt
 from specpipe import __version__
 from specpipe.checkpoint import read_safetensors_header
 from specpipe.errors import CheckpointError, EngineBuildError, RuntimeUnavailable
+from specpipe.installation import with_extras
 from specpipe.runtimes.tensorrt import build, library
 from specpipe.runtimes.tensorrt.build import PlaceWeights
 from specpipe.stages.base import StageInputs
@@ -349,9 +350,7 @@ def test_a_library_that_is_not_installed(
     monkeypatch.setattr(importlib.util, "find_spec", lambda library: None)
     with pytest.raises(RuntimeUnavailable) as caught:
         build_engine(write_unified(tmp_path), tmp_path / "engine", library=name)
-    assert str(caught.value) == (
-        f"runtime 'tensorrt' needs '{name}': pip install 'specpipe[{extra}]'"
-    )
+    assert str(caught.value) == (f"runtime 'tensorrt' needs '{name}': {with_extras(extra)}")
 
 
 def test_a_library_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from specpipe.checkpoint import create_safetensors
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
+from specpipe.installation import with_extras
 from specpipe.runtimes.tensorrt import cuda as cuda_module
 from specpipe.runtimes.tensorrt.cuda import Cuda
 from specpipe.runtimes.tensorrt.cuda_runner import KERNELS_NAME, CudaRunner
@@ -310,5 +311,5 @@ def test_without_cuda_python_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeUnavailable) as caught:
         Cuda.load("tensorrt")
     assert str(caught.value) == (
-        "runtime 'tensorrt' needs 'cuda-python': pip install 'specpipe[tensorrt]'"
+        f"runtime 'tensorrt' needs 'cuda-python': {with_extras('tensorrt')}"
     )

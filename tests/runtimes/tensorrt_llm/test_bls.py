@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specpipe.errors import EngineMismatch, RequestError, RuntimeUnavailable
+from specpipe.errors import FAULT, EngineMismatch, RequestError, RuntimeUnavailable
 from specpipe.runtimes.base import PairOptions
 from specpipe.runtimes.tensorrt_llm.bls import (
     BlsPair,
@@ -577,18 +577,20 @@ def test_a_target_that_returns_something_else_than_the_draft_tokens_is_an_error(
     )
 
 
-def test_a_fault_of_the_pair_itself_comes_out_of_step() -> None:
+def test_an_exception_while_a_request_runs_is_that_requests_own() -> None:
     class Broken(StandInModel):
         def generate(
             self, request_id: str, tensors: Tensors, outputs: Sequence[str]
         ) -> Iterator[Tensors]:
-            raise ZeroDivisionError("as asked")
+            if tensors["input_ids"][0, 0] == 9:
+                raise ZeroDivisionError("as asked")
+            return super().generate(request_id, tensors, outputs)
 
     draft, target = stand_ins(TableModel(target_rule), TableModel(target_rule))
     pair = make_bls_pair(Broken("draft", draft.model, draft.limits), target)
-    pair.submit(request())
-    with pytest.raises(ZeroDivisionError, match="as asked"):
-        until(pair, lambda chunks: False)
+    chunks = run(pair, [request("bad", prompt_token_ids=(9,)), request("good")])
+    assert ids(chunks["good"]) == greedy_reference(request())
+    assert (chunks["bad"][-1].finish_reason, chunks["bad"][-1].error) == ("error", FAULT)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 2])

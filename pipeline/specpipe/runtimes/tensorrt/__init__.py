@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
+from specpipe.installation import with_extras
 from specpipe.quantization.formats import FORMATS, format_of
 from specpipe.runtimes.base import (
     checkpoint_dir,
@@ -57,8 +58,8 @@ class TensorRTRuntime:
             raise RuntimeUnavailable("engines run on a GPU, and nvidia-smi names none")
         if not library.is_installed("tensorrt") and not buildable(gpus):
             raise RuntimeUnavailable(
-                f"tensorrt_rtx runs on none of {', '.join(map(str, gpus))}: pip install "
-                "'specpipe[tensorrt]', and set engine.library to tensorrt"
+                f"tensorrt_rtx runs on none of {', '.join(map(str, gpus))}: set engine.library to "
+                f"tensorrt, and {with_extras('tensorrt')}"
             )
 
     def engine_stages(

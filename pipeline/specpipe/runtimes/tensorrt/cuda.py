@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specpipe.errors import RuntimeUnavailable
+from specpipe.installation import with_extras
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt.fit import Gpu
 
@@ -35,8 +36,7 @@ class Cuda:
             return cls(importlib.import_module("cuda.bindings.runtime"))
         except ImportError as exc:
             raise RuntimeUnavailable(
-                "runtime 'tensorrt' needs 'cuda-python': "
-                f"pip install 'specpipe[{libraries.EXTRAS[library]}]'"
+                f"runtime 'tensorrt' needs 'cuda-python': {with_extras(libraries.EXTRAS[library])}"
             ) from exc
 
     def __call__(self, function: str, *arguments: Any) -> Any:

@@ -27,7 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from specpipe.errors import EngineMismatch, RuntimeUnavailable
+from specpipe.errors import FAULT, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.admission import OVERDUE, Waiting, WaitingRequests
 from specpipe.runtimes.base import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.runtimes.costs import CostTable
@@ -163,7 +163,6 @@ class BlsPair:
         self._chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
         self._left: queue.SimpleQueue[_Running] = queue.SimpleQueue()
         self._news = threading.Event()
-        self._fault: Exception | None = None
         self._engine_request_ids = count(1)
         self._steps_lock = threading.Lock()
         self.num_steps = 0
@@ -191,8 +190,6 @@ class BlsPair:
         if self._chunks.empty() and self._left.empty():
             self._news.wait(self._wait_s())
         self._news.clear()
-        if self._fault is not None:
-            raise self._fault
         while not self._left.empty():
             self._running.remove(self._left.get())
         self._end_overdue()
@@ -289,8 +286,10 @@ class BlsPair:
                 self._round(running)
         except EngineCallError as exc:
             self._end(running, "error", str(exc))
-        except Exception as exc:
-            self._fault = exc
+        except Exception:
+            # Of this request, as far as anybody can tell: engines that are broken fail them all.
+            _LOGGER.exception("request %s failed", running.state.request.request_id)
+            self._end(running, "error", FAULT)
         finally:
             self._left.put(running)
             self._news.set()

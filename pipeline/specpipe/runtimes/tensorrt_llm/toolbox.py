@@ -14,18 +14,17 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
-from types import FrameType
 from typing import TypeAlias
 
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.runtimes.tensorrt_llm.trtllm_build_log import explain
+from specpipe.signals import sigterm_raises
 from specpipe.stages.base import Role
 
 BUILDER = "trtllm-build"
@@ -216,7 +215,7 @@ def _running(line: Sequence[str], container: str | None) -> Iterator[subprocess.
         )
     except OSError as exc:
         raise EngineBuildError(f"{line[0]} cannot be started: {exc.strerror}") from exc
-    with process, _sigterm_raises():
+    with process, sigterm_raises():
         try:
             yield process
         finally:
@@ -242,20 +241,3 @@ def _end(process: subprocess.Popen[str], container: str | None) -> None:
             timeout=_GRACE_S,
             check=False,
         )
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Lets SIGTERM unwind the stack, so that a stage cleans up as it does after Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,78 @@
+"""Finds stop strings in a text that comes in pieces, in time linear in the text.
+
+Aho and Corasick, "Efficient string matching", CACM 18(6), 1975: one automaton for all strings,
+whose state is the longest end of the text that is a beginning of one of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """The search in one text; building takes time and memory linear in the strings."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        """None of the strings is empty."""
+        # By state; state 0 is the empty beginning.
+        self._next: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._found = [0]  # the longest string that ends here
+        for string in strings:
+            self._add(string)
+        self._fallback = [0] * len(self._next)
+        self._link()
+        self._state = 0
+
+    @property
+    def num_held_chars(self) -> int:
+        """How many characters at the end of the text may become part of a stop string."""
+        return self._depth[self._state]
+
+    def find(self, text: str) -> int | None:
+        """Reads on; where the first stop string begins that ends in this piece, counted from the
+        start of the piece (below 0: in an earlier one), else None.
+        """
+        if len(self._next) == 1:
+            return None
+        first: int | None = None
+        state = self._state
+        for end, char in enumerate(text, 1):
+            while (following := self._next[state].get(char)) is None and state:
+                state = self._fallback[state]
+            state = following or 0
+            if self._found[state]:
+                start = end - self._found[state]
+                first = start if first is None else min(first, start)
+        self._state = state
+        return first
+
+    def forget(self) -> None:
+        """Makes what was read so far no part of a stop string."""
+        self._state = 0
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for char in string:
+            if char not in self._next[state]:
+                self._next[state][char] = len(self._next)
+                self._next.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._found.append(0)
+            state = self._next[state][char]
+        self._found[state] = self._depth[state]
+
+    def _link(self) -> None:
+        """Sets where each state falls back to: the longest end of it that is a state, too."""
+        left = deque(self._next[0].values())
+        while left:
+            state = left.popleft()
+            for char, child in self._next[state].items():
+                left.append(child)
+                fallback = self._fallback[state]
+                while char not in self._next[fallback] and fallback:
+                    fallback = self._fallback[fallback]
+                self._fallback[child] = self._next[fallback].get(char, 0)
+                # A state falls back to a shorter one, which is linked already.
+                self._found[child] = self._found[child] or self._found[self._fallback[child]]

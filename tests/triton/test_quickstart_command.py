@@ -1,0 +1,89 @@
+"""`specpipe quickstart`: from a wheel, in an empty folder, with a real Triton."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from specpipe.triton import processes
+from tests.installed import ROOT, Environment, run
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
+    made = Environment(tmp_path_factory.mktemp("quickstart") / "environment")
+    made.install(wheel)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Empty at first; what the first test builds serves the others."""
+    return tmp_path_factory.mktemp("folder")
+
+
+def test_it_writes_builds_serves_and_compares(environment: Environment, folder: Path) -> None:
+    printed = run([environment.bin / "specpipe", "quickstart"], cwd=folder)
+    headings = re.findall(r"^--- (.*)$", printed, re.MULTILINE)
+    assert headings == [
+        "the pair and its YAML go into specpipe-quickstart",
+        "specpipe build --config specpipe-quickstart/configs/quickstart.yaml",
+        "a Triton on free ports, as specpipe serve --config "
+        "specpipe-quickstart/configs/quickstart.yaml",
+        "a streamed request over gRPC",
+        "a whole request over HTTP",
+        "4 prompts, 128 tokens each, greedy, one at a time",
+    ]
+    # README.md shows these lines, with other numbers.
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```text\n(--- 4 prompts.*?)```", readme, re.DOTALL)
+    assert printed.endswith("\n")
+    ending = "".join(printed.splitlines(keepends=True)[-5:])
+    assert re.sub(r" *\d+\.?\d*", " N", ending) == re.sub(r" *\d+\.?\d*", " N", shown)
+    assert sorted(path.name for path in folder.iterdir()) == ["specpipe-quickstart"]
+    for name in ("configs/quickstart.yaml", "models/python-code/target/model.safetensors"):
+        assert (folder / "specpipe-quickstart" / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("number", "returned"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_signal_ends_it_with_its_server(
+    environment: Environment, folder: Path, number: signal.Signals, returned: int
+) -> None:
+    command = [environment.bin / "specpipe", "quickstart"]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("ready at"):
+                break
+        tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+        (triton,) = (int(child) for listed in tasks for child in listed.read_text().split())
+        assert len(processes.session_pids(triton)) > 1  # itself, and the models'
+        process.send_signal(number)
+        rest = process.stdout.read()
+        errors = process.stderr.read().splitlines()
+    assert process.returncode == returned
+    assert "target alone" not in rest
+    assert "Traceback" not in "".join(errors)
+    assert errors[-1] == ("Interrupted." if number == signal.SIGINT else "package: up to date")
+    assert processes.session_pids(triton) == []
+
+
+def test_files_of_ones_own_are_left_as_they_are(tmp_path: Path) -> None:
+    from specpipe.quickstart import write_files
+
+    assert write_files(tmp_path) == []
+    config = tmp_path / "configs" / "quickstart.yaml"
+    config.write_text(config.read_text().replace("num_draft_tokens: 4", "num_draft_tokens: 2"))
+    (tmp_path / "models/python-code/draft/config.json").unlink()
+    assert write_files(tmp_path) == [config]
+    assert "num_draft_tokens: 2" in config.read_text()
+    assert (tmp_path / "models/python-code/draft/config.json").is_file()
+    assert write_files(ROOT) == []  # a checkout has them all
