@@ -11,18 +11,24 @@ import random
 import uuid
 from typing import Any
 
+import grpc
+
 from benchmarks.attack_kind import Kind
 from benchmarks.attack_send import (
+    TIMEOUT_S,
     Reply,
     Target,
     Tensor,
     call,
+    failed,
     infer,
     infer_request,
     number,
     strings,
+    stub,
 )
 from specpipe.speculative.request import Request
+from specpipe.triton.secret import Signer
 from specpipe.triton.serving import Generation
 
 _PROMPT_IDS = Tensor("input_ids", "INT32", b"\7\0\0\0\1\0\0\0", (1, 2))
@@ -51,12 +57,28 @@ def speculative_types(target: Target, rng: random.Random) -> Reply:
         ]
     )
     fields["request"][place] = value
-    return _speculative(target, json.dumps(fields))
+    return _speculative(target, json.dumps(fields), rng)
 
 
 def speculative_whole(target: Target, rng: random.Random) -> Reply:
     """Exactly what preprocessing would send, but for what only this start of the server knows."""
-    return _speculative(target, json.dumps(_fields()))
+    return _speculative(target, json.dumps(_fields()), rng)
+
+
+def speculative_altered(target: Target, rng: random.Random) -> Reply:
+    """What `preprocessing` itself wrote of one request, with a value changed."""
+    asked = infer_request([strings("text_input", [b"a"]), number("max_tokens", 8)], "preprocessing")
+    try:
+        with stub(target) as triton:
+            written = triton.ModelInfer(asked, timeout=TIMEOUT_S)
+    except grpc.RpcError as exc:
+        return failed(exc)
+    tensors = []
+    for output, raw in zip(written.outputs, written.raw_output_contents, strict=True):
+        if output.name == "request":
+            raw = strings("", [raw[4:].replace(b'"max_tokens": 8', b'"max_tokens": 7')]).raw
+        tensors.append(Tensor(output.name, output.datatype, raw, tuple(output.shape)))
+    return infer(target, tensors, "speculative")
 
 
 def speculative_json(target: Target, rng: random.Random) -> Reply:
@@ -79,7 +101,7 @@ def speculative_json(target: Target, rng: random.Random) -> Reply:
             json.dumps({**_fields(), "stream": "x", "return_token_ids": []}),
         ]
     )
-    return _speculative(target, text)
+    return _speculative(target, text, rng)
 
 
 def speculative_ids(target: Target, rng: random.Random) -> Reply:
@@ -119,20 +141,26 @@ def postprocessing(target: Target, rng: random.Random) -> Reply:
     return call(target, "ModelInfer", infer_request(tensors, "postprocessing"))
 
 
-def _speculative(target: Target, request: str) -> Reply:
-    return infer(target, [strings("request", [request.encode()]), _PROMPT_IDS], "speculative")
+def _speculative(target: Target, request: str, rng: random.Random) -> Reply:
+    """Sends a request to the model, without a signature or with one that is guessed."""
+    tensors = [strings("request", [request.encode()]), _PROMPT_IDS]
+    guess = rng.choice([None, b"", b"\xff", rng.randbytes(32).hex().encode(), b"x" * (1 << 20)])
+    if guess is not None:
+        tensors.append(strings("signature", [guess]))
+    return infer(target, tensors, "speculative")
 
 
 def _fields() -> dict[str, Any]:
     """What preprocessing writes of a request for eight tokens."""
     generation = Generation(request=Request(request_id="", prompt_token_ids=(7, 1), max_tokens=8))
-    fields: dict[str, Any] = json.loads(generation.to_tensors()["request"].item())
+    fields: dict[str, Any] = json.loads(generation.to_tensors(Signer(None))["request"].item())
     return fields
 
 
 KINDS = (
     Kind("speculative-types", speculative_types, must_refuse=True),
     Kind("speculative-whole", speculative_whole, must_refuse=True),
+    Kind("speculative-altered", speculative_altered, must_refuse=True),
     Kind("speculative-json", speculative_json, must_refuse=True),
     Kind("speculative-ids", speculative_ids, must_refuse=True),
     Kind("cancels", cancels, must_refuse=True),

@@ -79,9 +79,11 @@ class Attack:
         if not self._ours.poll(4 * TIMEOUT_S):
             self.kill()
             raise ServerError("a hostile client did not come to its end")
-        sent: list[Hostile] = self._ours.recv()
+        sent, faults = self._ours.recv()
         self._process.join(TIMEOUT_S)
-        return sent
+        if faults:
+            raise ServerError(f"benchmarks/attack.py itself failed: {faults[0]}")
+        return list(sent)
 
     def kill(self) -> None:
         """Ends the process at once."""
@@ -97,13 +99,17 @@ def _run(
     order = schedule(seed, names)
     lock = threading.Lock()
     sent: list[Hostile] = []
+    faults: list[str] = []
 
     def client() -> None:
-        while not is_over.is_set():
+        while not is_over.is_set() and not faults:
             with lock:
                 name, request_seed = next(order)
             rng = random.Random(request_seed)
-            sent.append(send(target, KINDS[name], rng))
+            try:
+                sent.append(send(target, KINDS[name], rng))
+            except Exception as exc:  # it would end this client without a word
+                faults.append(f"{name}: {exc!r}")
             is_over.wait(rng.uniform(0.0, _MAX_PAUSE_S))
 
     threads = [threading.Thread(target=client, daemon=True) for _ in range(num_clients)]
@@ -119,7 +125,7 @@ def _run(
     deadline = time.monotonic() + 3 * TIMEOUT_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    pipe.send(list(sent))
+    pipe.send((sent, faults))
 
 
 def send(target: Target, kind: Kind, rng: random.Random) -> Hostile:

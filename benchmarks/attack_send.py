@@ -132,7 +132,7 @@ def stream(target: Target, request: service_pb2.ModelInferRequest) -> Reply:
                 if response.infer_response.parameters["triton_final_response"].bool_param:
                     break
     except grpc.RpcError as exc:
-        return _failed(exc)
+        return failed(exc)
     return Reply("answered", "".join(texts)[:_MAX_TEXT])
 
 
@@ -142,7 +142,7 @@ def call(target: Target, method: str, message: Any) -> Reply:
         with stub(target) as triton:
             return Reply("answered", str(getattr(triton, method)(message, timeout=TIMEOUT_S)))
     except grpc.RpcError as exc:
-        return _failed(exc)
+        return failed(exc)
 
 
 @contextmanager
@@ -175,7 +175,8 @@ def received(opened: socket.socket) -> Reply:
     return Reply("answered" if text.startswith("HTTP/1.1 200") else "refused", text)
 
 
-def _failed(exc: Any) -> Reply:
+def failed(exc: Any) -> Reply:
+    """What a gRPC error means: no answer in time, a lost connection, or a refusal."""
     code, text = exc.code(), str(exc.details())[:_MAX_TEXT]
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return Reply("timeout", text)
