@@ -8,6 +8,7 @@ import platform
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -16,6 +17,7 @@ from specpipe.cli import main
 from specpipe.installation import with_extras
 from specpipe.runtimes.tensorrt import library
 from specpipe.stages import calibrate
+from specpipe.triton import installation
 
 GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "590.44.01"}
 
@@ -46,6 +48,24 @@ def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found["runtime tensorrt_llm"].startswith(
         "plans here (--dry-run); runtime 'tensorrt_llm' needs trtllm-build or docker"
     )
+
+
+def test_tritonserver_and_its_known_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = examined()
+    assert wheel["tritonserver"].startswith("2.51.0 (")
+    assert wheel["known holes"].startswith("tritonserver 2.51.0: a body of a million chunks ends ")
+    binary = tmp_path / "bin" / "tritonserver"
+    binary.parent.mkdir()
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", str(binary.parent))
+    unknown = examined()
+    assert unknown["tritonserver"] == f"version unknown ({binary})"
+    assert unknown["known holes"].startswith("unknown, ")
+    (tmp_path / "TRITON_VERSION").write_text("2.71.0\n")
+    image = examined()
+    assert image["tritonserver"] == f"2.71.0 ({binary})"
+    assert image["known holes"] == "none in tritonserver 2.71.0"
 
 
 def test_gpus_and_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +115,17 @@ def test_runtime_tensorrt_without_its_library(monkeypatch: pytest.MonkeyPatch) -
     assert examined()["runtime tensorrt"] == (
         "plans here (--dry-run); runtime 'tensorrt' needs 'tensorrt_rtx': "
         f"{with_extras('tensorrt-rtx')}"
+    )
+
+
+def test_a_triton_that_does_not_start_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "__version__", "2.3.5")
+    binary = installation.find_tritonserver()
+    if binary.python_stub is None:
+        pytest.skip("this Triton is not the pip-installed one")
+    assert examined()["tritonserver"] == (
+        f"{binary.path}, which does not start here: the pip-installed Triton needs NumPy 1, and "
+        "this Python has NumPy 2.3.5: pip install 'numpy<2'"
     )
 
 

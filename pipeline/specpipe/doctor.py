@@ -66,11 +66,14 @@ def _tritonserver() -> Iterator[Line]:
 
     try:
         binary = installation.find_tritonserver()
+    except SpecpipeError as exc:
+        return str(exc)
+    try:
         with contextlib.closing(Workspace(binary)) as workspace:
             environment = server_environment(binary, Launch(), os.environ, workspace)
             installation.check(binary, environment)
     except SpecpipeError as exc:
-        yield Line("tritonserver", f"does not start here: {exc}")
+        yield Line("tritonserver", f"{binary.path}, which does not start here: {exc}")
         return
     version = known_holes.find_version(binary, os.environ)
     yield Line("tritonserver", f"{version or 'version unknown'} ({binary.path})")

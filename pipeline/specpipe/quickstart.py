@@ -15,7 +15,7 @@ from pathlib import Path
 from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
 from specpipe.installation import shipped, with_extras
 from specpipe.triton.client import Client
-from specpipe.triton.server import find_tritonserver
+from specpipe.triton.installation import find_tritonserver
 
 CONFIG = "configs/quickstart.yaml"
 PROMPTS = (

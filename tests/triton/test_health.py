@@ -233,6 +233,16 @@ def test_the_first_response_of_a_long_prompt_is_not_held_against_postprocessing(
     assert watch.look_for(10, steps=1) is None
 
 
+def test_a_response_that_is_told_after_it_was_delivered_is_not_held_against_postprocessing(
+    watch: Watch,
+) -> None:
+    """The loop reports twice a second, Triton at once; long whole answers follow."""
+    watch.look_for(5)
+    watch.look_for(1, entered=1, steps=1, left=1)
+    watch.look_for(1, steps=1, responses=1)
+    assert watch.look_for(120, steps=1) is None
+
+
 def test_metrics_that_cannot_be_read_are_trouble_only_without_answers(watch: Watch) -> None:
     watch.server.is_readable = False
     for _ in range(20):

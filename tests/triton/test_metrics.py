@@ -199,6 +199,7 @@ def test_triton_counts_what_was_asked(echo_server: Server, wait_until: WaitUntil
     assert gained(echo_server, before) == {
         'specpipe_requests_total{finish_reason="length"}': 2,
         "specpipe_loop_steps_total": 5,
+        "specpipe_responses_total": 2,
         "specpipe_input_tokens_total": 12,
         "specpipe_output_tokens_total": 7,
         "specpipe_request_steps_total": 5,

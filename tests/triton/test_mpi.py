@@ -7,6 +7,7 @@ one is named by the environment variable SPECPIPE_TEST_MPIRUN, the tests run wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ from specpipe.triton.client import Client
 from specpipe.triton.command import server_command, server_environment
 from specpipe.triton.installation import TritonBinary, find_tritonserver
 from specpipe.triton.server import ServeOptions, Server
+from specpipe.triton.workspace import Workspace
 
 FAKE_MPIRUN = """#!<python>
 import os, signal, subprocess, sys, time
@@ -249,11 +251,13 @@ def test_without_mpirun_the_sentence_says_where_to_serve(monkeypatch: pytest.Mon
 def test_the_environment_of_a_launch_wins() -> None:
     launch = Launch(environment={"TRTLLM_ORCHESTRATOR": "1"})
     inherited = {"TRTLLM_ORCHESTRATOR": "0", "PATH": "/usr/bin"}
-    environment = server_environment(BINARY, launch, inherited)
+    with contextlib.closing(Workspace(BINARY)) as workspace:
+        environment = server_environment(BINARY, launch, inherited, workspace)
     assert environment == {
         "TRTLLM_ORCHESTRATOR": "1",
         "PYTHONUNBUFFERED": "1",
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin",
+        "PATH": f"{workspace.python_dir}:{Path(sys.executable).parent}:/usr/bin:{os.defpath}",
+        "LD_LIBRARY_PATH": str(workspace.library_dir),
     }
 
 

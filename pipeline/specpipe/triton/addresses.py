@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import ServerError
 from specpipe.web import bracketed, local_address
@@ -22,7 +22,7 @@ def settle(options: ServeOptions) -> ServeOptions:
     """Puts the host's address for its name, and a free port for each 0; raises ServerError."""
     host = _resolve(options.host)
     with contextlib.ExitStack() as stack:
-        ports: dict[str, int] = {}
+        ports: dict[str, Any] = {}
         for name in _ports(options):
             port = getattr(options, name)
             if not 0 <= port <= 65535:

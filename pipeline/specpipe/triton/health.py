@@ -138,7 +138,7 @@ class Progress:
         for model, (fed, finished) in _FLOW.items():
             if finished in moved:
                 self._waiting_since.pop(model, None)
-            elif fed in moved:
+            elif fed in moved and not (model == POSTPROCESSING and _are_all_delivered(counts)):
                 self._waiting_since.setdefault(model, now)
         self._counts, self._read_s = counts, now
 
@@ -184,6 +184,15 @@ _FLOW: Mapping[str, tuple[str | None, str]] = {
     POSTPROCESSING: (metrics.RESPONSES, _ANSWERED_POSTPROCESSING),
 }
 """What of the counts is work for a model, and what it has finished."""
+
+
+def _are_all_delivered(counts: Mapping[str, float | None]) -> bool:
+    """Whether postprocessing has answered whatever was handed to it.
+
+    What was handed on is told up to half a second later (loop.py): when the last has been answered.
+    """
+    handed_on, answered = counts[metrics.RESPONSES], counts[_ANSWERED_POSTPROCESSING]
+    return handed_on is not None and answered is not None and handed_on <= answered
 
 
 class Health:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from specpipe.errors import ServerError
 
 if TYPE_CHECKING:
-    from specpipe.triton.server import ServeOptions, TritonBinary
+    from specpipe.triton.installation import TritonBinary
+    from specpipe.triton.server import ServeOptions
 
 NEWER_IMAGE = "nvcr.io/nvidia/tritonserver:26.07-py3"
 

@@ -18,8 +18,9 @@ from specpipe.errors import ServerError, SpecpipeError
 from specpipe.runtimes.base import LaunchMode, load_runtime
 from specpipe.triton import known_holes, lint
 from specpipe.triton.health import LOOK_INTERVAL_S, Health
+from specpipe.triton.installation import find_tritonserver
 from specpipe.triton.repository import read_pair
-from specpipe.triton.server import Log, ServeOptions, Server, find_tritonserver, running
+from specpipe.triton.server import Log, ServeOptions, Server, running
 
 __all__ = ["Report", "ServeOptions", "Server", "running", "serve"]
 
