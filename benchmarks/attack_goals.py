@@ -58,9 +58,15 @@ class Phase:
         """Requests that failed while a fault of ours lasted."""
         return [a for a in self.answered if a.ending == "failed" and self._is_excused(a)]
 
+    @cached_property
+    def waits_s(self) -> list[float]:
+        """The wait of every request, but for those that failed while a fault of ours lasted."""
+        excused = set(map(id, self.excused))
+        return [a.wait_s for a in self.answered if id(a) not in excused]
+
     @property
     def longest_wait_s(self) -> float:
-        return max((answered.wait_s for answered in self.answered), default=0.0)
+        return max(self.waits_s, default=0.0)
 
     def _is_excused(self, answered: Answered) -> bool:
         return any(

@@ -81,7 +81,7 @@ def _added_waits(run: Run) -> list[str]:
 
 
 def _wait_s(phase: Phase, share: float) -> float:
-    return percentile((answered.wait_s for answered in phase.answered), share)
+    return percentile(phase.waits_s, share)
 
 
 def _hostile_table(phase: Phase, limit_s: float) -> list[str]:

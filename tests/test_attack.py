@@ -162,10 +162,11 @@ def test_a_restart_that_nobody_caused_is_a_miss() -> None:
 
 
 def test_failures_during_a_fault_are_counted_apart() -> None:
-    during = answered(ending="failed", started_s=29.0, ended_s=31.0, error="reset")
+    during = answered(ending="failed", started_s=29.0, ended_s=31.0, error="reset", wait_s=60.0)
     after = answered(ending="failed", started_s=50.0, ended_s=51.0, error="reset")
     phase = Phase("faults", 60.0, [during, after, answered()], {}, {}, faults=[fault()])
     assert (phase.excused, phase.failed) == ([during], [after])
+    assert phase.longest_wait_s == 1.5
     assert "faults: during a fault 1×: reset" in report(run_of(phases=(phase,)))
 
 
