@@ -315,7 +315,10 @@ def test_broken_files_are_named(
 
 def test_a_template_that_does_not_compile_is_named(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_chat(tmp_path, chat_template="a\n{% if %}"))
+    assert tokenizer.chat_template is not None
     with pytest.raises(CheckpointError, match="tokenizer_config.json: .* compile: line 2"):
+        tokenizer.chat_template.check()
+    with pytest.raises(RequestError, match="^messages: the chat template does not compile: line 2"):
         tokenizer.encode_messages(USER_HI)
 
 

@@ -46,6 +46,11 @@ class Tokenizer:
         """Reads the `TOKENIZER_FILES` of a checkpoint; CheckpointError names the file at fault."""
         return cls(load_parts(folder))
 
+    def warm_up(self) -> None:
+        """Starts what the first conversation would have to wait for."""
+        if self.chat_template is not None:
+            self.chat_template.warm_up()
+
     def encode(self, text: str) -> list[int]:
         """Encodes a prompt as the checkpoint's tokenizer does, its special tokens included.
 

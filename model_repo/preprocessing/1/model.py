@@ -12,6 +12,7 @@ from specpipe.triton import repository, serving
 class TritonPythonModel:
     def initialize(self, args):
         self._tokenizer = Tokenizer.load(repository.tokenizer_folder(args))
+        self._tokenizer.warm_up()
 
     def execute(self, requests):
         return [self._respond(request) for request in requests]
