@@ -160,8 +160,11 @@ def built_repository(config: PipelineConfig) -> Path:
     """Returns the Triton repository of a pair; raises RepositoryError where none was built."""
     folder = repository_dir(config)
     if not folder.is_dir():
+        why = "does not exist"
+        if cache.old_artifact(folder).is_dir():
+            why = "is missing, since a build was killed while it replaced it"
         raise RepositoryError(
-            f"{folder} does not exist: run `specpipe build --config {config.source}` first"
+            f"{folder} {why}: run `specpipe build --config {config.source}` first"
         )
     return folder
 
