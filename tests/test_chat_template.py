@@ -15,7 +15,7 @@ import pytest
 
 from specpipe.chat_template import ChatTemplate
 from specpipe.errors import CheckpointError, RequestError, SpecpipeError
-from specpipe.limits import Limits
+from specpipe.file_limits import FileLimits
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -24,10 +24,10 @@ MEMORY = "needs more than 67108864 bytes of memory (serving.limits.chat_template
 TIME = "takes longer than 0.2 s (serving.limits.chat_template_seconds)"
 NESTED = "it is nested too deeply"
 
-LIMITS = Limits(chat_template_seconds=0.2, chat_template_memory_bytes=64 << 20)
+LIMITS = FileLimits(chat_template_seconds=0.2, chat_template_memory_bytes=64 << 20)
 
 
-def template(source: str, limits: Limits = LIMITS) -> ChatTemplate:
+def template(source: str, limits: FileLimits = LIMITS) -> ChatTemplate:
     return ChatTemplate(source, file="FILE", special_tokens={}, limits=limits)
 
 
@@ -118,7 +118,7 @@ def test_template_that_ends_its_process_is_named(monkeypatch: pytest.MonkeyPatch
 
 def test_template_has_a_greatest_length() -> None:
     with pytest.raises(CheckpointError) as error:
-        template("x" * 11, Limits(max_chat_template_bytes=10))
+        template("x" * 11, FileLimits(max_chat_template_bytes=10))
     assert str(error.value) == (
         "FILE: the chat template has 11 bytes, expected at most 10 "
         "(serving.limits.max_chat_template_bytes)"
@@ -126,9 +126,11 @@ def test_template_has_a_greatest_length() -> None:
 
 
 def test_prompt_has_a_greatest_length() -> None:
-    made = template("{{ messages[0].content }}", Limits(max_prompt_bytes=4))
-    assert made.render([{"role": "user", "content": "éé"}]) == "éé"
-    assert refusal(made, [{"role": "user", "content": "ééx"}]) == (
+    made = template("{{ messages[0].content }}")
+    assert made.render([{"role": "user", "content": "éé"}], max_bytes=4) == "éé"
+    with pytest.raises(RequestError) as error:
+        made.render([{"role": "user", "content": "ééx"}], max_bytes=4)
+    assert str(error.value) == (
         "messages: the chat template cannot render them: "
         "the prompt has more than 4 bytes (serving.limits.max_prompt_bytes)"
     )

@@ -288,8 +288,8 @@ def test_sentencepiece_alone_is_refused_with_the_way_out(tmp_path: Path) -> None
     [
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         ("tokenizer.json", '{"version": "1.0"}', "is not a tokenizer that tokenizers "),
-        ("tokenizer_config.json", "{", "is not valid JSON"),
-        ("tokenizer_config.json", "[]", "holds a list, not a JSON object"),
+        ("tokenizer_config.json", "{", "cannot be read: "),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
         ("tokenizer_config.json", '{"chat_template": 3}', "is not as transformers writes it"),
         ("tokenizer_config.json", '{"chat_template": [{}]}', "is not as transformers writes it"),
         (

@@ -59,11 +59,12 @@ def serve() -> None:
         _send(_within_limits(partial(_render, templates[0], setup, line), setup))
 
 
-def _render(template: jinja2.Template, setup: Mapping[str, Any], messages: bytes) -> dict[str, Any]:
-    parts, num_bytes, most = [], 0, setup["max_prompt_bytes"]
+def _render(template: jinja2.Template, setup: Mapping[str, Any], line: bytes) -> dict[str, Any]:
+    conversation = json.loads(line)
+    parts, num_bytes, most = [], 0, conversation["max_bytes"]
     for part in template.generate(
         **setup["special_tokens"],
-        messages=json.loads(messages),
+        messages=conversation["messages"],
         tools=None,
         documents=None,
         add_generation_prompt=True,

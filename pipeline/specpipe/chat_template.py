@@ -7,7 +7,7 @@ from typing import Any
 
 from specpipe.chat_worker import Answer, ChatWorker
 from specpipe.errors import CheckpointError, RequestError
-from specpipe.limits import DEFAULT_LIMITS, Limits
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 
 _MAX_PROMPT_BYTES = 16 << 20  # 131,072 tokens of 128 bytes
 _PLAIN = [{"role": "user", "content": "Hello"}]
@@ -22,7 +22,7 @@ class ChatTemplate:
         *,
         file: str,
         special_tokens: Mapping[str, str],
-        limits: Limits = DEFAULT_LIMITS,
+        limits: FileLimits = FILE_LIMITS,
     ) -> None:
         """special_tokens are the variables `bos_token`, `eos_token`, … that templates read."""
         num_bytes = len(source.encode(errors="surrogatepass"))
@@ -39,15 +39,17 @@ class ChatTemplate:
                 "special_tokens": dict(special_tokens),
                 "seconds": limits.chat_template_seconds,
                 "memory_bytes": limits.chat_template_memory_bytes,
-                "max_prompt_bytes": limits.max_prompt_bytes or _MAX_PROMPT_BYTES,
             }
         )
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """Returns the conversation as a prompt that asks for the assistant's turn."""
+    def render(self, messages: list[dict[str, Any]], *, max_bytes: int | None = None) -> str:
+        """Returns the conversation as a prompt that asks for the assistant's turn.
+
+        max_bytes  those of the prompt, in UTF-8; none: 16 MiB
+        """
         _check_messages(messages)
         try:
-            answer = self._worker.render(messages)
+            answer = self._worker.render(messages, max_bytes or _MAX_PROMPT_BYTES)
         except (TypeError, ValueError, RecursionError) as exc:  # of a caller, not of a client
             raise RequestError(f"messages cannot be written as JSON: {exc}") from exc
         if answer.prompt is None:
@@ -56,7 +58,7 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raises CheckpointError when the template does not compile or render a plain question."""
-        answer = self._worker.render(_PLAIN)
+        answer = self._worker.render(_PLAIN, _MAX_PROMPT_BYTES)
         if answer.prompt is None:
             raise CheckpointError(f"{self._file}: {_fault(answer, 'a plain question')}")
 

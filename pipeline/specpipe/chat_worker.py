@@ -64,9 +64,10 @@ class ChatWorker:
         with self._lock:
             self._started()
 
-    def render(self, messages: list[Any]) -> Answer:
+    def render(self, messages: list[Any], max_bytes: int) -> Answer:
         """Has one conversation rendered. A process that was killed meanwhile is replaced once."""
-        request = json.dumps(messages, ensure_ascii=False)
+        conversation = {"messages": messages, "max_bytes": max_bytes}
+        request = json.dumps(conversation, ensure_ascii=False)
         self._leave_to_parent()
         with self._lock:
             for is_last in (False, True):
@@ -134,7 +135,7 @@ class _Process:
             try:
                 process = subprocess.Popen(
                     [_interpreter(), "-I", "-S", "-c", _BOOT, json.dumps(_search_path())],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )

@@ -12,7 +12,34 @@ SpecpipeError
 └── ServerError           Triton did not start, died, or answered with an error
 
 A message says what failed, where, and what to do about it. `cli.py` prints it and exits 1.
+What a stranger sent stands in it as `show` writes it.
 """
+
+FAULT = "the request failed inside the server, whose log says how"
+"""What a client is told of an exception that nobody expected."""
+
+_MOST_SHOWN = 80
+"""Characters of a value that somebody else wrote."""
+
+_LONGEST_SENTENCE = 1000
+
+
+def show(value: object) -> str:
+    """Writes a stranger's value into a message: on one line, printable, and cut."""
+    if isinstance(value, int):  # Python writes out no whole number of more than 4300 digits
+        return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
+    return _printable(str(value), _MOST_SHOWN)
+
+
+def to_sentence(error: BaseException | str) -> str:
+    """Returns a message as a client may see it, whatever a library put into it: one line, cut."""
+    return _printable(str(error), _LONGEST_SENTENCE)
+
+
+def _printable(text: str, most: int) -> str:
+    start = text[:most]
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
+    return shown if len(text) <= most and len(shown) <= most else f"{shown[:most]}…"
 
 
 class SpecpipeError(Exception):

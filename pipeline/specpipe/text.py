@@ -16,6 +16,7 @@ import tokenizers
 
 from specpipe.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
 from specpipe.errors import RequestError
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.tokenizer_files import TokenizerParts, added_ends, is_library_fault, load_parts
 
 
@@ -42,9 +43,9 @@ class Tokenizer:
         self._piece = cache(self._find_piece)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path, limits: FileLimits = FILE_LIMITS) -> Tokenizer:
         """Reads the `TOKENIZER_FILES` of a checkpoint; CheckpointError names the file at fault."""
-        return cls(load_parts(folder))
+        return cls(load_parts(folder, limits))
 
     def warm_up(self) -> None:
         """Starts what the first conversation would have to wait for."""
@@ -61,15 +62,18 @@ class Tokenizer:
             del token_ids[0]
         return token_ids
 
-    def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_messages(
+        self, messages: list[dict[str, Any]], *, max_bytes: int | None = None
+    ) -> list[int]:
         """Encodes a conversation by the chat template, up to where the assistant's turn begins.
 
         Templates write their special tokens themselves; BOS is added if the tokenizer adds one to
-        a prompt and the template did not.
+        a prompt and the template did not. What the template made of the messages is refused when it
+        has more than max_bytes.
         """
         if self.chat_template is None:
             raise RequestError("messages: this model has no chat template; send text_input instead")
-        rendered = self.chat_template.render(messages)
+        rendered = self.chat_template.render(messages, max_bytes=max_bytes)
         token_ids = _encode(self._backend, rendered, add_special_tokens=False)
         if self._adds_bos and token_ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None  # what is added has an id

@@ -7,6 +7,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 
+from specpipe.checkpoint_file import is_there
 from specpipe.errors import RepositoryError
 from specpipe.pairing import PairContract
 from specpipe.runtimes.base import PairOptions
@@ -43,7 +44,7 @@ class Package:
                 self.contract,
                 self.draft_engine,
                 self.target_engine,
-                *(path for path in tokenizer_files if path.is_file()),
+                *(path for path in tokenizer_files if is_there(path)),
                 models_folder(),
             ),
             settings={"runtime": self.runtime, **settings},

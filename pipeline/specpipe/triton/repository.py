@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specpipe.checkpoint_file import copy_file, is_there
 from specpipe.runtimes.base import DetokenizerFactory, Pair, PairOptions, load_runtime
 from specpipe.tokenizer_files import TOKENIZER_FILES
 from specpipe.triton import model_config
@@ -72,8 +73,8 @@ def write(
         folder = out / model / VERSION / "tokenizer"
         folder.mkdir()
         for name in TOKENIZER_FILES:
-            if (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, folder / name)
+            if is_there(tokenizer / name):
+                copy_file(tokenizer / name, folder / name)
     speculative = out / SPECULATIVE / VERSION
     load_runtime(pair.runtime).write_models(
         out, draft_engine=draft_engine, target_engine=target_engine, options=pair.options
