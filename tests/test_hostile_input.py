@@ -311,6 +311,24 @@ def test_hostile_yaml_is_refused(folder: Path, text: str) -> None:
     assert len(str(error.value)) < 2 * len(text) + 5_000
 
 
+def test_yaml_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.yaml"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == f"{path} has more than 262144 bytes: expected a configuration"
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "a." * 40_000 + "b=1", "name=" + "[" * 100_000])
+def test_override_is_cut_in_messages(folder: Path, text: str) -> None:
+    path = folder / "override.yaml"
+    path.write_text(json.dumps(CONFIG))
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [text])
+    assert len(str(error.value)) < 500
+
+
 @pytest.mark.parametrize("key", ["draft.checkpoint", "target.checkpoint", "output_dir", "name"])
 @pytest.mark.parametrize(
     "value",

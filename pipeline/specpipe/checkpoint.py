@@ -384,7 +384,7 @@ def _read_weight_map(index: Path, limits: FileLimits) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; download it again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not file or Path(file).name != file:
+        if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{index} places {show(name)} in {quoted(file)}, which is no file name"
             )
@@ -392,9 +392,8 @@ def _read_weight_map(index: Path, limits: FileLimits) -> dict[str, str]:
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    fault = f"{path} is not a safetensors file: its entry for {show(name)}"
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{fault} is no object")
+        raise _damaged_entry(path, name, "is no object")
     dtype: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
@@ -404,14 +403,18 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
             "use a checkpoint that is not quantized"
         )
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{fault} has no valid shape or data_offsets")
+        raise _damaged_entry(path, name, "has no valid shape or data_offsets")
     info = TensorInfo(dtype, tuple(shape), path, data_start + offsets[0])
     if offsets[1] - offsets[0] != info.num_bytes:
         raise CheckpointError(
             f"{path} is damaged: tensor {show(name)} of shape {show(shape)} and dtype {dtype} "
-            f"needs {info.num_bytes} bytes, its entry spans {offsets[1] - offsets[0]}"
+            f"needs {show(info.num_bytes)} bytes, its entry spans {show(offsets[1] - offsets[0])}"
         )
     return info
+
+
+def _damaged_entry(path: Path, name: str, fault: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not a safetensors file: its entry for {show(name)} {fault}")
 
 
 def _are_counts(value: Any) -> bool:

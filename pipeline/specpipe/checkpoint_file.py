@@ -55,7 +55,7 @@ def check_file(path: Path) -> None:
         raise CheckpointError(f"{path} is {kind}, not a file; download the checkpoint again")
     if not real.is_relative_to(folder) and not _is_hub_blob(folder, real):
         raise CheckpointError(
-            f"{path} is a link to {show(real)}, which is outside the checkpoint; copy that file "
+            f"{path} is a link to {real}, which is outside the checkpoint; copy that file "
             "into the folder, or name the folder in which it is"
         )
 
