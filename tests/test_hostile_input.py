@@ -23,6 +23,7 @@ from specpipe import pipeline, source
 from specpipe.checkpoint import open_checkpoint, read_safetensors_header
 from specpipe.config import load_config
 from specpipe.errors import CheckpointError, ConfigError, SpecpipeError
+from specpipe.inspection import inspect
 from specpipe.pairing import check_pair
 from specpipe.stages.convert import convert
 from specpipe.text import Tokenizer
@@ -550,6 +551,38 @@ def test_changed_checkpoint_config(folder: Path, data: st.DataObject) -> None:
     ):
         with refused_or_fine(max_bytes=20_000_000):
             use()
+
+
+# An artifact, as somebody else may hand it over
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[" * 1_000_000, "is no engine and holds none"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 65536"),
+    ],
+    ids=["nested", "layers"],
+)
+def test_hostile_engine_is_inspected_at_once(
+    folder: Path, tmp_path: Path, config: Any, message: str
+) -> None:
+    torch = pytest.importorskip("specpipe.runtimes.torch.build")
+    unified, engine = tmp_path / "unified", tmp_path / "engine"
+    for made in (unified, engine):
+        made.mkdir()
+    convert(folder / "toy", unified)
+    sizes = {"max_batch_size": 1, "max_seq_len": 64, "max_draft_len": 1, "max_num_tokens": 8}
+    torch.BuildTorchEngine(role="target", checkpoint=unified, device="cpu", **sizes).run(engine)
+    path = engine / "config.json"
+    if isinstance(config, dict):
+        tree = json.loads(path.read_text())
+        tree["pretrained_config"] |= config
+        config = json.dumps(tree)
+    path.write_text(config)
+    with pytest.raises(SpecpipeError) as error:
+        inspect(engine)
+    assert message in str(error.value)
 
 
 # Tokenizers

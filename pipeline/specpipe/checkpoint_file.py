@@ -85,21 +85,26 @@ def copy_file(path: Path, destination: Path) -> None:
 
 def read_text(path: Path, *, max_bytes: int, setting: str) -> str:
     """Reads a file in UTF-8; `setting` names in `serving.limits` how large it may be."""
-    with open_file(path) as file:
-        data = file.read(max_bytes + 1)
-        if len(data) > max_bytes:
-            size = max(os.fstat(file.fileno()).st_size, len(data))
-            raise CheckpointError(
-                f"{path} has {size} bytes, expected at most {max_bytes} (serving.limits.{setting})"
-            )
-    if data.startswith(LFS_POINTER):
-        raise CheckpointError(
-            f"{path} is a Git LFS pointer, not the file; run `git lfs pull` in {path.parent}"
-        )
+    data = _read_bytes(path, max_bytes, setting)
     try:
         return data.decode()
     except UnicodeDecodeError as exc:
         raise CheckpointError(f"{path} cannot be read: byte {exc.start} is not UTF-8") from exc
+
+
+def _read_bytes(path: Path, max_bytes: int, setting: str) -> bytes:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise CheckpointError(
+                f"{path} has {size} bytes, expected at most {max_bytes} (serving.limits.{setting})"
+            )
+        data = file.read(size)
+    if data.startswith(LFS_POINTER):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, not the file; run `git lfs pull` in {path.parent}"
+        )
+    return data
 
 
 def read_json(
@@ -108,14 +113,14 @@ def read_json(
     """Reads a JSON object; a missing file is the default, and an error where there is none."""
     if default is not None and not is_there(path):
         return default
-    text = read_text(path, max_bytes=limits.max_json_bytes, setting="max_json_bytes")
-    return parse_json(text, f"{path} cannot be read")
+    data = _read_bytes(path, limits.max_json_bytes, "max_json_bytes")
+    return parse_json(data, f"{path} cannot be read")
 
 
-def parse_json(text: str | bytes, fault: str) -> dict[str, Any]:
-    """Parses a JSON object in which no key stands twice; `fault` begins the message."""
+def parse_json(data: bytes, fault: str) -> dict[str, Any]:
+    """Parses a JSON object in UTF-8 in which no key stands twice; `fault` begins the message."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
+        value = json.loads(data.decode(), object_pairs_hook=_unique_keys)
     except RecursionError as exc:
         raise CheckpointError(f"{fault}: it is nested too deeply") from exc
     except ValueError as exc:

@@ -34,6 +34,7 @@ ComputeCapability = Literal["8.0", "8.6", "8.9", "12.0", "12.1"]
 _AWQ_SAMPLES = 32
 """As many as TensorRT-LLM's quantization script takes at most."""
 
+_MAX_KEYS = 10  # of the path of one setting
 _MAX_LISTED = 20  # faults of one file that are explained; the rest is counted
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -439,7 +440,7 @@ class _Override:
 def _parse_override(text: str) -> _Override:
     key, equals, value = text.partition("=")
     keys = tuple(key.strip().split("."))
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > _MAX_KEYS:
         raise ConfigError(
             f"--set {show(text)}: expected KEY=VALUE, as in --set engine.max_batch_size=8"
         )

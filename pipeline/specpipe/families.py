@@ -363,6 +363,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+_MOST_LAYERS = 1 << 16  # the most that serving.limits.max_num_layers may be
 _MAX_LISTED_TP = 64  # the sizes that a message offers
 
 
@@ -496,6 +497,11 @@ def tensor_rules(config: Mapping[str, Any]) -> Iterator[tuple[TensorRule, int | 
 
     The order is that of the forward pass, and of the tensors in the rank files.
     """
+    if config["num_hidden_layers"] > _MOST_LAYERS:  # of an artifact that somebody else made
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {show(config['num_hidden_layers'])}, expected at "
+            f"most {_MOST_LAYERS}"
+        )
     rules = [
         rule
         for rule in FAMILIES[config["architecture"]].tensors

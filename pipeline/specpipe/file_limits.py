@@ -22,7 +22,7 @@ class FileLimits(Section):
     max_end_token_ids: int = Field(default=256, ge=1)
     """Ids under `eos_token_id`."""
 
-    max_num_layers: int = Field(default=512, ge=1)
+    max_num_layers: int = Field(default=512, ge=1, le=1 << 16)
     """Layers of a model."""
 
     max_layer_size: int = Field(default=1 << 20, ge=1)
