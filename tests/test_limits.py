@@ -88,4 +88,4 @@ def test_the_docs_have_every_limit_with_its_default() -> None:
     assert rows.keys() == Limits.model_fields.keys()
     for name, value in Limits().model_dump().items():
         if value is not None:
-            assert int(rows[name].replace(",", "")) == value, name
+            assert float(rows[name].replace(",", "")) == value, name
