@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from specpipe import __version__, doctor, provenance
 from specpipe.cli import main
-from specpipe.installation import with_extras
+from specpipe.installation import with_extras, with_library
 from specpipe.runtimes.tensorrt import library
 from specpipe.stages import calibrate
 from specpipe.triton import installation
@@ -125,7 +125,7 @@ def test_a_triton_that_does_not_start_here_says_why(monkeypatch: pytest.MonkeyPa
         pytest.skip("this Triton is not the pip-installed one")
     assert examined()["tritonserver"] == (
         f"{binary.path}, which does not start here: the pip-installed Triton needs NumPy 1, and "
-        "this Python has NumPy 2.3.5: pip install 'numpy<2'"
+        f"this Python has NumPy 2.3.5: {with_library('numpy<2')}"
     )
 
 

@@ -5,10 +5,13 @@ input files, settings, versions) and what it consists of. An artifact is stale e
 these differs; a file that was touched, copied or fetched again is hashed and causes no build.
 
     .engine.lock      held while `engine/` is made; a second build waits and finds the work done
-    .engine.staging/  where the stage writes; renamed to `engine/` when it is whole
-    .engine.old/      the artifact that is being replaced; lives for two renames
+    .engine.staging/  where the stage writes; changes places with `engine/` when it is whole
+    .engine.old/      the artifact that is being replaced, where the file system can only rename:
+                      lives for two renames, between which there is no `engine/`
 
-What a killed build leaves of these is removed by the next one.
+What a killed build leaves of these is removed by the next one. At any other moment one whole
+version of the artifact stands in its place; its manifest is gone while it is replaced, since it
+would be that of the other.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from filelock import FileLock, Timeout
 
 from specpipe import provenance
 from specpipe.errors import SpecpipeError
+from specpipe.exchange import exchange
 from specpipe.manifest import (
     InputRecord,
     Manifest,
@@ -166,9 +170,11 @@ def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _make(stage: Stage, artifact: Path, started: float) -> None:
     """Runs the stage in a staging folder and renames that into place; the lock is held."""
     staging = artifact.with_name(f".{artifact.name}.staging")
-    replaced = artifact.with_name(f".{artifact.name}.old")
+    replaced = old_artifact(artifact)
+    if replaced.is_dir() and not os.path.lexists(artifact):
+        replaced.rename(artifact)
     for leftover in (staging, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _remove(leftover)
     wanted = stage.inputs()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # shards are hashed together
         inputs = tuple(pool.map(partial(_record_input, stage), wanted.files))
@@ -190,15 +196,45 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
         )
         assert manifest.outputs, f"{stage.name} made nothing"
         manifest_path(artifact).unlink(missing_ok=True)
-        if artifact.exists():
-            artifact.rename(replaced)
-        staging.rename(artifact)
+        replaced = _put_in_place(staging, artifact)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
         raise
     # Before the manifest: once that is there, no build looks at what is left here.
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
     manifest.write(manifest_path(artifact))
+
+
+def _put_in_place(staging: Path, artifact: Path) -> Path:
+    """Gives a whole artifact its name, and returns where the one is that had it."""
+    replaced = old_artifact(artifact)
+    if os.path.lexists(artifact):
+        if exchange(staging, artifact):
+            return staging
+        try:
+            artifact.rename(replaced)
+            staging.rename(artifact)
+        except BaseException:
+            if not os.path.lexists(artifact):
+                replaced.rename(artifact)
+            raise
+    else:
+        staging.rename(artifact)
+    return replaced
+
+
+def old_artifact(artifact: Path) -> Path:
+    """Returns where an artifact is that is being replaced, if the file system can only rename."""
+    return artifact.with_name(f".{artifact.name}.old")
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or the file or link that somebody put in an artifact's place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _record_input(stage: Stage, root: Path) -> InputRecord:
@@ -260,6 +296,8 @@ _MACHINE_FAULTS = (
     errno.EPERM,
     errno.ENOTDIR,
     errno.EEXIST,
+    errno.EBUSY,
+    errno.EXDEV,
     errno.ENAMETOOLONG,
     errno.ELOOP,
     errno.EMFILE,

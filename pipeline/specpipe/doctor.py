@@ -67,7 +67,8 @@ def _tritonserver() -> Iterator[Line]:
     try:
         binary = installation.find_tritonserver()
     except SpecpipeError as exc:
-        return str(exc)
+        yield Line("tritonserver", str(exc))
+        return
     try:
         with contextlib.closing(Workspace(binary)) as workspace:
             environment = server_environment(binary, Launch(), os.environ, workspace)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from specpipe import cache, source
 from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
+from specpipe.checkpoint_file import is_there
 from specpipe.config import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, RepositoryError
 from specpipe.families import unified_config
@@ -94,7 +95,8 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
     pair = _plan_pair(config, small_files)
     runtime = load_runtime(config.engine.runtime)
     check = PlannedStage(
-        Check(pair.draft.folder, pair.target.folder), config.artifacts_dir / "check"
+        Check(pair.draft.folder, pair.target.folder, config.serving.limits),
+        config.artifacts_dir / "check",
     )
     draft_stages, target_stages = runtime.engine_stages(pair)
     in_turn = _in_turn(draft_stages, target_stages)
@@ -122,7 +124,7 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
             num_threads=config.engine.num_threads,
             runtime_settings=runtime.serving_settings(pair),
         ),
-        limits=config.serving.limits.of_requests(),
+        limits=config.serving.limits,
         num_preprocessing=config.serving.preprocessing_instances,
     )
     return (check, *in_turn, PlannedStage(package, repository_dir(config)))
@@ -147,7 +149,7 @@ def check(
     pair = _plan_pair(config, small_files)
     runtime = load_runtime(config.engine.runtime)
     return Checked(
-        check_pair(pair.draft.folder, pair.target.folder),
+        check_pair(pair.draft.folder, pair.target.folder, config.serving.limits),
         {side.role: runtime.estimate_memory(pair, side) for side in (pair.draft, pair.target)},
         plan_memory(config, pair, runtime, gpus) if gpus else None,
     )
@@ -162,8 +164,11 @@ def built_repository(config: PipelineConfig) -> Path:
     """Returns the Triton repository of a pair; raises RepositoryError where none was built."""
     folder = repository_dir(config)
     if not folder.is_dir():
+        why = "does not exist"
+        if cache.old_artifact(folder).is_dir():
+            why = "is missing, since a build was killed while it replaced it"
         raise RepositoryError(
-            f"{folder} does not exist: run `specpipe build --config {config.source}` first"
+            f"{folder} {why}: run `specpipe build --config {config.source}` first"
         )
     return folder
 
@@ -290,10 +295,13 @@ def _resolve(
         folder=found.path,
         unified=unified,
         context_length=context_length(
-            unified["max_position_embeddings"], unified["rotary_scaling"]
+            unified["max_position_embeddings"],
+            unified["rotary_scaling"],
+            config.serving.limits,
         ),
         base_dir=config.base_dir,
         artifacts=config.artifacts_dir / role,
+        limits=config.serving.limits,
         fetch=Fetch(found.name, found.revision, config.base_dir, role) if found.revision else None,
     )
 
@@ -306,8 +314,9 @@ def _unified(
     Where quantized weights are read as they are, it tells the architecture alone.
     """
     scheme = checkpoint.quantization
-    hf_config = read_config(folder, allow_quantized=True)
-    is_quantized = (folder / QUANT_CONFIG_NAME).is_file() or any(
+    limits = config.serving.limits
+    hf_config = read_config(folder, allow_quantized=True, limits=limits)
+    is_quantized = is_there(folder / QUANT_CONFIG_NAME) or any(
         hf_config.get(key) for key in QUANTIZATION_KEYS
     )
     if is_quantized and scheme is not None:
@@ -316,7 +325,9 @@ def _unified(
             "it was quantized from"
         )
     reads_quantized = load_runtime(config.engine.runtime).reads_quantized(config.engine)
-    prequantized = read_prequantized(folder) if is_quantized and not reads_quantized else None
+    prequantized = (
+        read_prequantized(folder, limits) if is_quantized and not reads_quantized else None
+    )
     plain = unified_config(
         {
             **{key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS},
@@ -324,6 +335,7 @@ def _unified(
         },
         tp_size=checkpoint.tp_size,
         pp_size=checkpoint.pp_size,
+        limits=limits,
     )
     if scheme is not None:
         return quantized_config(plain, scheme)
@@ -341,6 +353,7 @@ def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> P
             checkpoint=None if scheme is None else checkpoint_dir(side),
             calibration=None if scheme is None else scheme.calibration,
             base_dir=side.base_dir,
+            limits=side.limits,
         )
 
     def fetch() -> None:

@@ -7,7 +7,6 @@ transformers 4.57 (`PreTrainedTokenizerFast`: `added_tokens_decoder`, `additiona
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from specpipe.chat_template import ChatTemplate
-from specpipe.errors import CheckpointError
+from specpipe.checkpoint_file import is_there, quoted, read_json, read_text
+from specpipe.errors import CheckpointError, show
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,13 +60,18 @@ class TokenizerParts:
     chat_template: ChatTemplate | None
 
 
-def load_parts(folder: Path) -> TokenizerParts:
+def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts:
     """Reads the `TOKENIZER_FILES`; CheckpointError names the file at fault."""
-    backend = _load_backend(folder)
-    settings = read_json(folder / "tokenizer_config.json", default={})
-    older = read_json(folder / "special_tokens_map.json", default={})
-    config = read_json(folder / "config.json", default={})
-    generation = read_json(folder / "generation_config.json", default={})
+    backend = _load_backend(folder, limits)
+    settings, older, config, generation = (
+        read_json(folder / name, default={}, limits=limits)
+        for name in (
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "config.json",
+            "generation_config.json",
+        )
+    )
     try:
         named = {
             name: text
@@ -74,13 +80,15 @@ def load_parts(folder: Path) -> TokenizerParts:
         }
         extra = [*_extra_special_tokens(settings), *_extra_special_tokens(older)]
         declared = _declared_tokens(settings)
-        chat_template = _chat_template(folder, settings, named)
+        chat_template = _chat_template(folder, settings, named, limits)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'} is not as transformers writes it ({exc!r}); "
-            "download it again"
+            f"{folder / 'tokenizer_config.json'} is not as transformers writes it "
+            f"({quoted(exc)}); download it again"
         ) from exc
-    with _naming_faults(folder / "tokenizer_config.json"):
+    path = folder / "tokenizer_config.json"
+    _check_count(path, "tokens", len(declared) + len(extra), limits)
+    with _naming_faults(path):
         _add_tokens(backend, folder, declared, [*named.values(), *extra])
 
     def id_of(role: str) -> int | None:
@@ -91,13 +99,13 @@ def load_parts(folder: Path) -> TokenizerParts:
         return next(iter(_token_ids(config, f"{role}_token_id", folder / "config.json")), None)
 
     bos, eos = id_of("bos"), id_of("eos")
-    with _naming_faults(folder / "tokenizer_config.json"):
+    with _naming_faults(path):
         _set_ends(backend, settings, named, bos, eos)
     if settings.get("split_special_tokens"):
         backend.encode_special_tokens = True
     ends = {
-        *_token_ids(config, "eos_token_id", folder / "config.json"),
-        *_token_ids(generation, "eos_token_id", folder / "generation_config.json"),
+        *_end_ids(config, folder / "config.json", limits),
+        *_end_ids(generation, folder / "generation_config.json", limits),
     }
     return TokenizerParts(
         backend=backend,
@@ -118,39 +126,19 @@ def added_ends(
     return adds_bos, len(added) > adds_bos and added[-1] == eos
 
 
-def read_json(path: Path, *, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Reads a JSON object; a missing file is the default, and an error where there is none."""
-    if default is not None and not path.is_file():
-        return default
-    text = _read_text(path)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise CheckpointError(f"{path} is not valid JSON ({exc}); download it again") from exc
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
-def _read_text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as exc:
-        raise CheckpointError(f"{path} does not exist; download the checkpoint again") from exc
-    except (OSError, UnicodeDecodeError) as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    if text.startswith("version https://git-lfs"):
+def _check_count(path: Path, what: str, number: int, limits: FileLimits) -> None:
+    if number > limits.max_vocab_size:
         raise CheckpointError(
-            f"{path} is a Git LFS pointer, not the file; run `git lfs pull` in its repository"
+            f"{path} has {number} {what}, expected at most {limits.max_vocab_size} "
+            "(serving.limits.max_vocab_size)"
         )
-    return text
 
 
-def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+def _load_backend(folder: Path, limits: FileLimits) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
-    if not path.is_file():
+    if not is_there(path):
         others = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
         found = next((name for name in others if (folder / name).is_file()), None)
         if found is None:
@@ -163,12 +151,13 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             "transformers, sentencepiece and tiktoken installed: "
             f"{_CONVERT.format(folder=folder)}"
         )
-    text = _read_text(path)
+    text = read_text(path, max_bytes=limits.max_tokenizer_bytes, setting="max_tokenizer_bytes")
     with _naming_faults(path):
         backend = tokenizers.Tokenizer.from_str(text)
         backend.no_truncation()  # the file keeps what its last user had set
         backend.no_padding()
         backend.encode("")  # what adds special tokens to a text is first tried by doing so
+    _check_count(path, "ids", backend.get_vocab_size(), limits)
     return backend
 
 
@@ -191,7 +180,7 @@ def _naming_faults(path: Path) -> Iterator[None]:
         if not is_library_fault(exc):
             raise
         raise CheckpointError(
-            f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {exc}"
+            f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {show(exc)}"
         ) from exc
 
 
@@ -235,8 +224,8 @@ def _add_tokens(
         found = backend.token_to_id(token.content)
         if found != token_id:
             raise CheckpointError(
-                f"{folder}: tokenizer_config.json gives {token.content!r} the id {token_id}, "
-                f"tokenizer.json {found}; take both files from one download"
+                f"{folder}: tokenizer_config.json gives {quoted(token.content)} the id "
+                f"{token_id}, tokenizer.json {found}; take both files from one download"
             )
     known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     backend.add_tokens(
@@ -253,8 +242,18 @@ def _token_ids(config: Mapping[str, Any], key: str, path: Path) -> list[int]:
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise CheckpointError(f"{path}: {key} is {value!r}; it must be token ids")
+        raise CheckpointError(f"{path}: {key} is {quoted(value)}; it must be token ids")
     return [token_id for token_id in ids if token_id >= 0]
+
+
+def _end_ids(config: Mapping[str, Any], path: Path, limits: FileLimits) -> list[int]:
+    ids = _token_ids(config, "eos_token_id", path)
+    if len(ids) > limits.max_end_token_ids:
+        raise CheckpointError(
+            f"{path}: eos_token_id has {len(ids)} ids, expected at most "
+            f"{limits.max_end_token_ids} (serving.limits.max_end_token_ids)"
+        )
+    return ids
 
 
 def _set_ends(
@@ -281,20 +280,23 @@ def _set_ends(
 
 
 def _chat_template(
-    folder: Path, settings: Mapping[str, Any], named: Mapping[str, str]
+    folder: Path, settings: Mapping[str, Any], named: Mapping[str, str], limits: FileLimits
 ) -> ChatTemplate | None:
     """The template named `default` where there are several."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return ChatTemplate(_read_text(path), file=str(path), special_tokens=named)
-    source = settings.get("chat_template")
-    if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}
-    if isinstance(source, Mapping):
-        source = source.get("default")
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise TypeError("chat_template")
-    path = folder / "tokenizer_config.json"
-    return ChatTemplate(source, file=str(path), special_tokens=named)
+    if is_there(path):
+        source: Any = read_text(
+            path, max_bytes=limits.max_chat_template_bytes, setting="max_chat_template_bytes"
+        )
+    else:
+        path = folder / "tokenizer_config.json"
+        source = settings.get("chat_template")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}
+        if isinstance(source, Mapping):
+            source = source.get("default")
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise TypeError("chat_template")
+    return ChatTemplate(source, file=str(path), special_tokens=named, limits=limits)

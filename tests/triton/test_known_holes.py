@@ -14,7 +14,7 @@ from specpipe.triton import known_holes, launcher
 from specpipe.triton.server import ServeOptions, TritonBinary, find_tritonserver
 
 THREE = (
-    "a body of a million chunks ends the server; a body of 6 MiB ends the server; "
+    "a body of a million chunks ends the server; a body of 4 MiB ends the server; "
     "a body of a million '[' ends the server"
 )
 NAMES = "an error tells the name of private memory, which is of use with the admin key alone"
@@ -50,7 +50,7 @@ def test_the_version_of_the_wheel_is_known() -> None:
         (
             "2.59.0",
             "tritonserver 2.59.0: a body of a million chunks ends the server; "
-            f"a body of 6 MiB ends the server; {NAMES}",
+            f"a body of 4 MiB ends the server; {NAMES}",
         ),
         ("2.59.1", "none in tritonserver 2.59.1"),
         ("2.73.0dev", "none in tritonserver 2.73.0dev"),

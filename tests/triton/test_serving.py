@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpipe.errors import RequestError, ServerError
-from specpipe.limits import RequestLimits
+from specpipe.limits import Limits
 from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
 from specpipe.triton import serving
 from specpipe.triton.secret import Signer
@@ -40,7 +40,7 @@ class Words:
         return [ord(char) for char in text]
 
 
-LIMITS = RequestLimits().resolved(max_seq_len=1024, longest_token_bytes=16, is_bytewise=True)
+LIMITS = Limits().resolved(max_seq_len=1024, longest_token_bytes=16, is_bytewise=True)
 SIGNER = Signer("the secret of a start")
 
 

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from specpipe.checkpoint import QUANT_CONFIG_NAME, checkpoint_files, open_checkpoint
+from specpipe.checkpoint_file import check_file, is_there
 from specpipe.errors import EngineMismatch, RuntimeUnavailable, SpecpipeError
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.runtimes.base import checkpoint_dir, checkpoint_stages
 from specpipe.runtimes.tensorrt_llm import model_yaml
 from specpipe.runtimes.tensorrt_llm.versions import release
@@ -43,6 +45,7 @@ class CollectCheckpoint:
 
     role: Role  # for messages only
     checkpoint: Path
+    limits: FileLimits = FILE_LIMITS
 
     @property
     def name(self) -> str:
@@ -53,7 +56,7 @@ class CollectCheckpoint:
 
     def run(self, out: Path) -> None:
         try:
-            open_checkpoint(self.checkpoint, allow_quantized=True)
+            open_checkpoint(self.checkpoint, allow_quantized=True, limits=self.limits)
         except SpecpipeError as exc:
             raise type(exc)(f"{self.role}: {exc}") from exc
         for path in _collected_files(self.checkpoint):
@@ -63,11 +66,12 @@ class CollectCheckpoint:
 def _collected_files(folder: Path) -> tuple[Path, ...]:
     small = (folder / name for name in (*TOKENIZER_FILES, QUANT_CONFIG_NAME))
     # By name, since config.json is in both lists; in order.
-    files = {path.name: path for path in (*checkpoint_files(folder), *small) if path.is_file()}
+    files = {path.name: path for path in (*checkpoint_files(folder), *small) if is_there(path)}
     return tuple(files.values())
 
 
 def _link_or_copy(source: Path, destination: Path) -> None:
+    check_file(source)
     # The hub's cache holds symbolic links, and a link to one would be as good as its cache.
     source = source.resolve()
     try:
@@ -87,7 +91,7 @@ def engine_stages(
 def _stages(pair: PairPlan, side: Side) -> tuple[PlannedStage, ...]:
     if side.checkpoint.quantization is not None:
         return checkpoint_stages(side, unified=pair.measures, huggingface=True)
-    stage = CollectCheckpoint(side.role, side.folder)
+    stage = CollectCheckpoint(side.role, side.folder, side.limits)
     return (PlannedStage(stage, checkpoint_dir(side), side.fetch),)
 
 
