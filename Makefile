@@ -6,6 +6,7 @@ CHECK_PYTHON = scripts/check_python.py $(if $(COMPILE_NUMPY),--compile-numpy)
 PYTHON ?= $(or $(firstword $(foreach python,python3 python3.12 python3.11 python3.10,\
     $(shell $(python) $(CHECK_PYTHON) >/dev/null 2>&1 && echo $(python)))),python3)
 VENV ?= .venv
+PYTHONS ?= $(wildcard $(HOME)/.pyenv/versions/3.1[012].*/bin/python3.1[012])
 # Where torch comes from. Without a GPU that is PyTorch's index of builds for CPUs, since PyPI's torch
 # brings some 5 GB of CUDA; with one it is PyPI, as where TORCH_INDEX is empty.
 TORCH_INDEX ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null | grep '^GPU'),,\
@@ -16,10 +17,17 @@ PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint constraints
 export SPECPIPE_TEST_AIPERF ?= $(if $(wildcard $(VENV)/.aiperf),$(abspath $(VENV))/aiperf/bin/aiperf)
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test test-all lint aiperf clean
+.PHONY: quickstart pythons test test-all lint aiperf clean
 
 quickstart: $(VENV)/.serve
 	$(VENV)/bin/specpipe quickstart --output .
+
+# The quickstart on each Python of pyenv's that the pip-installed Triton has wheels for.
+pythons:
+	@failed=; for python in $(PYTHONS); do \
+	    echo "=== $$python"; \
+	    $(MAKE) quickstart PYTHON=$$python VENV=$(VENV)/$${python##*/} || failed="$$failed $$python"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 # In two processes: one for what starts servers (tests/conftest.py), one for the rest.
 test: $(VENV)/.dev

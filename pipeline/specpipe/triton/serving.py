@@ -205,7 +205,7 @@ class Generation:
     return_token_ids: bool = False  # for verification, which asks without the ensemble
 
     # For reading it: nothing is converted, and nothing is passed over.
-    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     def to_tensors(self, signer: Signer) -> dict[str, np.ndarray[Any, Any]]:
         """Everything but the request id; the prompt's token ids are a tensor of their own."""
