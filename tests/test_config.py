@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from specpipe.config import PipelineConfig, json_schema, load_config
 from specpipe.errors import ConfigError
+from specpipe.limits import Limits
 
 MINIMAL = """\
 name: toy
@@ -85,7 +86,11 @@ def test_defaults() -> None:
             "max_perplexity_ratio": None,
             "min_acceptance_ratio": None,
         },
-        "serving": {"max_queue_size": 128, "request_timeout_s": 600.0},
+        "serving": {
+            "max_queue_size": 128,
+            "request_timeout_s": 600.0,
+            "limits": Limits().model_dump(),
+        },
         "nightly": {
             "prompts": "code",
             "num_prompts": 16,
@@ -198,7 +203,8 @@ def test_merge_keys_and_anchors() -> None:
         ),
         (
             "serving:\n",
-            "x.yaml:6: serving is empty: expected a mapping with max_queue_size, request_timeout_s",
+            "x.yaml:6: serving is empty: expected a mapping with max_queue_size, request_timeout_s,"
+            " limits",
         ),
         (
             "engine: fast\n",
