@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from specpipe import config_messages
-from specpipe.errors import ConfigError, show
+from specpipe.errors import ConfigError
 from specpipe.limits import Limits
 from specpipe.nightly.settings import NightlyConfig
 from specpipe.quantization.formats import FORMATS
@@ -34,6 +34,7 @@ ComputeCapability = Literal["8.0", "8.6", "8.9", "12.0", "12.1"]
 _AWQ_SAMPLES = 32
 """As many as TensorRT-LLM's quantization script takes at most."""
 
+_MAX_SHOWN = 300  # characters of an override, in a message
 _MAX_KEYS = 10  # of the path of one setting
 _MAX_LISTED = 20  # faults of one file that are explained; the rest is counted
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -396,7 +397,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
         sentences = []
         for error in errors[:_MAX_LISTED]:
             keys = config_messages.key_path(error)
-            blamed = [show(override.text) for override in sets if override.covers(keys)]
+            blamed = [_cut(override.text) for override in sets if override.covers(keys)]
             place = f"--set {blamed[-1]}" if blamed else f"{path}:{document.line(keys)}"
             sentences.append(f"{place}: {config_messages.explain(error, schema)}")
         if len(errors) > _MAX_LISTED:
@@ -428,7 +429,7 @@ class _Override:
             parent = ".".join(self.keys[:depth])
             value = config_messages.show(data)
             raise ConfigError(
-                f"--set {show(self.text)}: {show(parent)} is {value}, which has no settings "
+                f"--set {_cut(self.text)}: {_cut(parent)} is {value}, which has no settings "
                 "below it"
             )
         key = self.keys[depth]
@@ -445,9 +446,14 @@ def _parse_override(text: str) -> _Override:
     keys = tuple(key.strip().split("."))
     if not equals or not all(keys) or len(keys) > _MAX_KEYS:
         raise ConfigError(
-            f"--set {show(text)}: expected KEY=VALUE, as in --set engine.max_batch_size=8"
+            f"--set {_cut(text)}: expected KEY=VALUE, as in --set engine.max_batch_size=8"
         )
-    return _Override(text, keys, parse_yaml(value, origin=f"--set {show(text)}").data)
+    return _Override(text, keys, parse_yaml(value, origin=f"--set {_cut(text)}").data)
+
+
+def _cut(text: str) -> str:
+    """Returns what a user wrote, but for what nobody would read to its end."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def _required_keys() -> str:

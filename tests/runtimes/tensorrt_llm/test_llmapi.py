@@ -96,9 +96,10 @@ def test_collecting_leaves_pickles_and_code_behind(tmp_path: Path) -> None:
 
 def test_weights_are_linked_and_never_as_symbolic_links(tmp_path: Path) -> None:
     """The hub's cache is made of symbolic links to blobs."""
-    blobs = write_toy_checkpoint(tmp_path / "blobs")
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
+    repository = tmp_path / "models--org--toy"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    blobs = write_toy_checkpoint(repository / "blobs")
     for path in blobs.iterdir():
         (snapshot / path.name).symlink_to(path)
     weights = collect(snapshot, tmp_path / "out") / "model.safetensors"
