@@ -227,7 +227,7 @@ def speculative(load_model: LoadModel, version: Path, monkeypatch: pytest.Monkey
     model.initialize(
         arguments(
             version.parent,
-            tokenizer_dir="tokenizer",
+            **PREPROCESSING,
             pair_file="pair.json",
             draft_engine_dir="draft",
             target_engine_dir="target",

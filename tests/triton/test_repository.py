@@ -36,6 +36,7 @@ def test_the_tree(echo_repository: Callable[..., Path]) -> None:
         "preprocessing/1/tokenizer/generation_config.json",
         "preprocessing/1/tokenizer/config.json",
         "speculative/config.pbtxt",
+        "speculative/1/limits.json",
         "speculative/1/model.py",
         "speculative/1/pair.json",
         "speculative/1/draft/config.json",
