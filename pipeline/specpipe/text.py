@@ -25,6 +25,7 @@ class Tokenizer:
     bos_token_id       the tokenizer's, else config.json's, else None; so eos_, pad_token_id
     end_token_ids      all that end a text: of config.json, generation_config.json, the tokenizer
     special_token_ids  those that decoding leaves out
+    roles              where an id without a string may have its meaning from, by id
     chat_template      None when the checkpoint has none
     """
 
@@ -35,6 +36,7 @@ class Tokenizer:
         self.pad_token_id = parts.pad_token_id
         self.end_token_ids = parts.end_token_ids
         self.chat_template = parts.chat_template
+        self.roles = parts.roles
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._adds_bos, _ = added_ends(self._backend, self.bos_token_id, self.eos_token_id)
@@ -100,6 +102,12 @@ class Tokenizer:
         model = self._backend.get_vocab(with_added_tokens=False)
         added = self._backend.get_added_tokens_decoder()
         return {i: token for token, i in model.items()} | {i: t.content for i, t in added.items()}
+
+    def is_used(self, token_id: int) -> bool:
+        """Says whether an id means something: it has a string, or a role in one of the files."""
+        return token_id in self.roles or (
+            0 <= token_id < 2**32 and self._backend.id_to_token(token_id) is not None
+        )
 
     def _find_piece(self, token_id: int) -> str | None:
         if token_id in self.special_token_ids:

@@ -30,6 +30,9 @@ class Words:
     def encode_fragment(self, text: str) -> list[int]:
         return [ord(char) for char in text]
 
+    def is_used(self, token_id: int) -> bool:
+        return token_id < 0x110000
+
 
 def parse(*, parameters: tuple[str, ...] = (), timeout_us: int = 0, **inputs: Any) -> Generation:
     """What preprocessing does with inputs as Triton delivers them: shaped, strings as bytes."""
@@ -174,6 +177,8 @@ def test_one_end_id_or_none() -> None:
     assert parse(text_input="a", max_tokens=1, end_id=-1).request.end_token_ids == frozenset()
     with pytest.raises(RequestError, match="^end_id is -2; it must be a token id, or -1 for none$"):
         parse(text_input="a", max_tokens=1, end_id=-2)
+    with pytest.raises(RequestError, match="^end_id is 1114112, which is no token of this model$"):
+        parse(text_input="a", max_tokens=1, end_id=0x110000)
 
 
 def test_words_are_taken_as_they_stand() -> None:

@@ -183,6 +183,8 @@ class Encoder(Protocol):
 
     def encode_fragment(self, text: str) -> list[int]: ...
 
+    def is_used(self, token_id: int) -> bool: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -338,6 +340,8 @@ def _end_token_ids(end_id: int | None, tokenizer: Encoder) -> frozenset[int]:
         return tokenizer.end_token_ids
     if end_id < -1:
         raise RequestError(f"end_id is {end_id}; it must be a token id, or -1 for none")
+    if end_id != -1 and not tokenizer.is_used(end_id):
+        raise RequestError(f"end_id is {end_id}, which is no token of this model")
     return frozenset(() if end_id == -1 else (end_id,))
 
 
