@@ -38,7 +38,8 @@ class Tokenizer:
         self.chat_template = parts.chat_template
         self.roles = parts.roles
         added = self._backend.get_added_tokens_decoder()
-        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special_tokens = {i: token.content for i, token in added.items() if token.special}
+        self.special_token_ids = frozenset(self._special_tokens)
         self._adds_bos, _ = added_ends(self._backend, self.bos_token_id, self.eos_token_id)
         self._steps = streaming_steps(self._backend.decoder)
         self._piece = cache(self._find_piece)
@@ -90,12 +91,14 @@ class Tokenizer:
     ) -> StreamingDetokenizer | BufferedDetokenizer:
         """Returns a fresh detokenizer for one request's output.
 
-        The text of an output is `decode(output ids)`, whatever the prompt: a tokenizer that strips
-        the space before its first word does so where the output starts.
+        The text of an output goes on where the prompt's ends: what is joined is the decode of all
+        ids less that of the prompt's. Without a prompt the output is a text of its own, whose first
+        word a tokenizer may strip of its space.
         """
         if self._steps is None:
-            return BufferedDetokenizer(self.decode)
-        return StreamingDetokenizer(self._piece, self._steps())
+            return BufferedDetokenizer(self.decode, prompt_token_ids, self._special_tokens)
+        steps = self._steps()
+        return StreamingDetokenizer(self._piece, steps, prompt_token_ids, self._special_tokens)
 
     def tokens(self) -> dict[int, str]:
         """Returns the string of every id that has one."""

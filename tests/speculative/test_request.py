@@ -150,12 +150,7 @@ def test_drafts_past_the_end_are_not_counted() -> None:
 
 
 def test_start_of_a_character_waits_for_its_end() -> None:
-    class Bytes:
-        """10 begins é, 11 ends it, 12 is x."""
-
-        def append(self, token_ids: Sequence[int]) -> str:
-            return "".join({10: "", 11: "é", 12: "x"}[i] for i in token_ids)
-
+    class Bytes(PieceDetokenizer):
         def flush(self) -> str:
             return "\ufffd"
 
@@ -163,7 +158,7 @@ def test_start_of_a_character_waits_for_its_end() -> None:
         request = Request(
             request_id="r", prompt_token_ids=(1,), max_tokens=len(token_ids), stop_strings=stop
         )
-        state = RequestState(request, LIMITS, Bytes())
+        state = RequestState(request, LIMITS, Bytes({10: "", 11: "é", 12: "x"}))
         return [state.accept([i], num_draft_tokens=0) for i in token_ids if not state.is_finished]
 
     assert [(c.text, c.token_ids) for c in chunks([12, 10, 11, 12], ("é",))] == [

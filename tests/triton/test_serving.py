@@ -146,12 +146,12 @@ def test_every_setting_arrives() -> None:
             num_draft_tokens=2,
             end_token_ids=frozenset({7}),
             stop_strings=("\n", "a,b"),
+            echo=True,
             return_log_probs=True,
             priority=3,
             timeout_s=2.5,
         ),
         stream=True,
-        echo="ab",
     )
 
 
@@ -200,7 +200,9 @@ def test_an_empty_word_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixtur
 
 def test_messages_instead_of_text() -> None:
     messages = json.dumps([{"role": "user", "content": "hi"}])
-    assert parse(messages=messages, max_tokens=1).request.prompt_token_ids == (1, 104, 105)
+    request = parse(messages=messages, max_tokens=1).request
+    assert (request.prompt_token_ids, request.starts_text) == ((1, 104, 105), True)
+    assert not parse(text_input="hi", max_tokens=1).request.starts_text
 
 
 def test_the_timeout_of_a_grpc_client() -> None:
@@ -314,7 +316,7 @@ def test_a_generation_survives_the_way_to_the_pair() -> None:
     received = Generation.from_tensors(sent.to_tensors(), request_id="r1")
     assert received.request.request_id == "r1"
     assert received.request.prompt_token_ids == (1, 97, 233)
-    assert (received.echo, received.stream) == ("aé", True)
+    assert (received.request.echo, received.stream) == (True, True)
     assert received.request.sampling == sent.request.sampling
     assert received.request.stop_strings == ("é",)
     assert received.request.end_token_ids == {2}
