@@ -248,7 +248,23 @@ def test_template_is_sandboxed(tmp_path: Path) -> None:
         ([], 'messages must be a list such as [{"role": "user", "content": "hi"}]'),
         ({"role": "user"}, 'messages must be a list such as [{"role": "user", "content": "hi"}]'),
         ([*USER_HI, "hi"], 'messages[1] must be an object with a "role"'),
-        ([{"role": "user"}], 'messages[0] must have a "content"'),
+        (
+            [{"role": "user", "content": 3}],
+            "messages[0].content must be a text, a list of text parts, or null",
+        ),
+        (
+            [*USER_HI, {"role": "user", "content": [{"type": "text", "text": None}]}],
+            'messages[1].content[0] must have a "text"',
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages[0].content[0] is a part of type 'image_url': this model takes text parts "
+            "alone",
+        ),
+        (
+            [{"role": "user", "content": ["hi"]}],
+            "messages[0].content[0] is a part without a type: this model takes text parts alone",
+        ),
         (
             [{"role": "system", "content": "x"}],
             "messages: the chat template refuses them: no system messages",

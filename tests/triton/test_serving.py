@@ -269,11 +269,11 @@ def test_an_unsupported_input_passes_with_its_neutral_values_alone(name: str) ->
         ),
         (
             {"messages": '{"role": "user"}', "max_tokens": 1},
-            'messages: expected a JSON array such as [{"role": "user", "content": "Hello"}]',
+            'messages must be a list such as [{"role": "user", "content": "hi"}]',
         ),
         (
             {"messages": '[{"content": "a"}]', "max_tokens": 1},
-            'messages: expected a JSON array such as [{"role": "user", "content": "Hello"}]',
+            'messages[0] must be an object with a "role"',
         ),
         (
             {

@@ -31,7 +31,7 @@ class Question:
     """
 
     text: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
     token_ids: tuple[int, ...] | None = None
     max_tokens: int
     num_draft_tokens: int | None = None

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from specpipe.chat_messages import check_messages
 from specpipe.errors import RequestError, ServerError
 from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
 
@@ -319,14 +320,9 @@ def _encode_prompt(text: str | None, messages: str | None, tokenizer: Encoder) -
     expected = 'expected a JSON array such as [{"role": "user", "content": "Hello"}]'
     try:
         parsed = json.loads(messages)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise RequestError(f"messages is not JSON ({exc}): {expected}") from exc
-    if not isinstance(parsed, list) or not parsed:
-        raise RequestError(f"messages: {expected}")
-    for message in parsed:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f"messages: {expected}")
-    return tokenizer.encode_messages(parsed)
+    return tokenizer.encode_messages(check_messages(parsed))
 
 
 def _end_token_ids(end_id: int | None, tokenizer: Encoder) -> frozenset[int]:
