@@ -126,14 +126,13 @@ class StreamingDetokenizer(_Detokenizer):
             piece for token_id in token_ids if (piece := self._piece(token_id)) is not None
         ]
         for step in self._steps:
-            pieces = [out for piece in pieces for out in step.push(piece)]
+            pieces = step.push(pieces)
         return "".join(pieces)
 
     def _held(self) -> str:
         pieces: list[str] = []
         for step in copy.deepcopy(self._steps):
-            pieces = [out for piece in pieces for out in step.push(piece)]
-            pieces += step.finish()
+            pieces = [*step.push(pieces), *step.finish()]
         return "".join(pieces)
 
 
@@ -226,14 +225,16 @@ def _library_decoder(description: dict[str, Any]) -> decoders.Decoder:
 
 
 class _Step(Protocol):
-    def push(self, piece: str) -> Iterable[str]: ...
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        """Returns what no later piece can change; a long prompt comes as one call."""
 
-    def finish(self) -> Iterable[str]: ...
+    def finish(self) -> Iterable[str]:
+        """Returns what is held back."""
 
 
 class _Unchanged:
-    def push(self, piece: str) -> Iterable[str]:
-        return (piece,)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        return pieces
 
     def finish(self) -> Iterable[str]:
         return ()
@@ -245,9 +246,12 @@ class _Spaced(_Unchanged):
     def __init__(self) -> None:
         self._is_first = True
 
-    def push(self, piece: str) -> Iterable[str]:
-        is_first, self._is_first = self._is_first, False
-        return (piece if is_first else f" {piece}",)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        spaced = [f" {piece}" for piece in pieces]
+        if spaced and self._is_first:
+            spaced[0] = spaced[0][1:]
+            self._is_first = False
+        return spaced
 
 
 class _EachPiece(_Unchanged):
@@ -258,10 +262,12 @@ class _EachPiece(_Unchanged):
         self._later = later
         self._is_first = True
 
-    def push(self, piece: str) -> Iterable[str]:
-        decode = self._first if self._is_first else self._later
-        self._is_first = False
-        return (decode(piece),)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        first, later = [], list(pieces)
+        if later and self._is_first:
+            first = [self._first(later.pop(0))]
+            self._is_first = False
+        return [*first, *map(self._later, later)]
 
 
 class _ByteLevel:
@@ -270,8 +276,8 @@ class _ByteLevel:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, piece: str) -> Iterable[str]:
-        return (self._decoder.decode(_byte_level_bytes(piece)),)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        return (self._decoder.decode(b"".join(map(_byte_level_bytes, pieces))),)
 
     def finish(self) -> Iterable[str]:
         return (self._decoder.decode(b"", final=True),)
@@ -303,12 +309,14 @@ class _ByteFallback:
     def __init__(self) -> None:
         self._run = bytearray()
 
-    def push(self, piece: str) -> Iterable[str]:
-        byte = _fallback_byte(piece)
-        if byte is None:
-            return (*self.finish(), piece)
-        self._run.append(byte)
-        return ()
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        for piece in pieces:
+            byte = _fallback_byte(piece)
+            if byte is None:
+                yield from self.finish()
+                yield piece
+            else:
+                self._run.append(byte)
 
     def finish(self) -> Iterable[str]:
         if not self._run:
@@ -320,6 +328,7 @@ class _ByteFallback:
             return ("\ufffd",) * len(run)
 
 
+@lru_cache(maxsize=1 << 18)
 def _fallback_byte(piece: str) -> int | None:
     match = _BYTE_PIECE.fullmatch(piece)
     return int(match[1], 16) if match else None
@@ -335,9 +344,11 @@ class _WordSuffix:
         self._suffix = suffix
         self._last: str | None = None
 
-    def push(self, piece: str) -> Iterable[str]:
-        last, self._last = self._last, piece
-        return () if last is None else (last.replace(self._suffix, " "),)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        for piece in pieces:
+            if self._last is not None:
+                yield self._last.replace(self._suffix, " ")
+            self._last = piece
 
     def finish(self) -> Iterable[str]:
         return () if self._last is None else (self._last.replace(self._suffix, ""),)
@@ -350,14 +361,17 @@ class _StripStart(_Unchanged):
         self._content = content
         self._count = count
 
-    def push(self, piece: str) -> Iterable[str]:
-        while self._count and piece:
-            if not piece.startswith(self._content):
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        if not self._count:
+            return pieces
+        text = "".join(pieces)
+        while self._count and text:
+            if not text.startswith(self._content):
                 self._count = 0
                 break
-            piece = piece[len(self._content) :]
+            text = text[len(self._content) :]
             self._count -= 1
-        return (piece,)
+        return (text,)
 
 
 class _ReplaceText:
@@ -368,8 +382,8 @@ class _ReplaceText:
         self._content = content
         self._rest = ""
 
-    def push(self, piece: str) -> Iterable[str]:
-        *done, rest = (self._rest + piece).split(self._pattern)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        *done, rest = "".join([self._rest, *pieces]).split(self._pattern)
         kept = next(
             length
             for length in range(min(len(self._pattern) - 1, len(rest)), -1, -1)
