@@ -18,6 +18,13 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from specpipe.chat_messages import (
+    check_messages,
+    for_template,
+    has_parts,
+    shows_parts,
+    with_joined_parts,
+)
 from specpipe.errors import CheckpointError, RequestError
 
 
@@ -31,8 +38,22 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """Returns the conversation as a prompt that asks for the assistant's turn."""
-        _check_messages(messages)
+        """Returns the conversation as a prompt that asks for the assistant's turn.
+
+        A template that does not go through the parts of a content gets them joined to one text.
+        """
+        messages = for_template(check_messages(messages))
+        if has_parts(messages):
+            try:
+                prompt = self._render(messages)
+            except RequestError:  # most often of adding a list to a text
+                prompt = ""
+            if shows_parts(messages, prompt):
+                return prompt
+            messages = with_joined_parts(messages)
+        return self._render(messages)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
         template = self._template
         try:
             return template.render(
@@ -61,16 +82,6 @@ class ChatTemplate:
             raise CheckpointError(
                 f"{self._file}: the chat template does not compile: {exc}"
             ) from exc
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise RequestError('messages must be a list such as [{"role": "user", "content": "hi"}]')
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f'messages[{index}] must be an object with a "role"')
-        if not isinstance(message.get("content"), (str, list)):
-            raise RequestError(f'messages[{index}] must have a "content"')
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -8,9 +8,9 @@ transformers 4.57 (`PreTrainedTokenizerFast`: `added_tokens_decoder`, `additiona
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "config.json",
     "generation_config.json",
@@ -41,6 +42,8 @@ _NAMED_TOKENS = (
     "mask_token",
 )
 
+_MAX_TOKEN_ID = 2**31 - 1  # ids travel as INT32
+
 _CONVERT = (
     'python -c "from transformers import AutoTokenizer; '
     "AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
@@ -49,7 +52,11 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """What the files of one folder say."""
+    """What the files of one folder say.
+
+    roles  where an id is given a role, such as "config.json: eos_token_id", whether or not it has
+           a string; ids that a file only suppresses have none
+    """
 
     backend: tokenizers.Tokenizer
     bos_token_id: int | None
@@ -57,6 +64,7 @@ class TokenizerParts:
     pad_token_id: int | None
     end_token_ids: frozenset[int]
     chat_template: ChatTemplate | None
+    roles: Mapping[int, str] = field(default_factory=dict)
 
 
 def load_parts(folder: Path) -> TokenizerParts:
@@ -65,7 +73,14 @@ def load_parts(folder: Path) -> TokenizerParts:
     settings = read_json(folder / "tokenizer_config.json", default={})
     older = read_json(folder / "special_tokens_map.json", default={})
     config = read_json(folder / "config.json", default={})
-    generation = read_json(folder / "generation_config.json", default={})
+    role_ids = [
+        *_role_ids(config, folder / "config.json"),
+        *_role_ids(
+            read_json(folder / "generation_config.json", default={}),
+            folder / "generation_config.json",
+        ),
+        *_role_ids(settings, folder / "tokenizer_config.json"),
+    ]
     try:
         named = {
             name: text
@@ -73,15 +88,21 @@ def load_parts(folder: Path) -> TokenizerParts:
             if (text := _token_text(settings.get(name)) or _token_text(older.get(name)))
         }
         extra = [*_extra_special_tokens(settings), *_extra_special_tokens(older)]
-        declared = _declared_tokens(settings)
+        special = [*named.values(), *extra]
+        declaring, declared = _declared_tokens(folder, settings, special)
         chat_template = _chat_template(folder, settings, named)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(
             f"{folder / 'tokenizer_config.json'} is not as transformers writes it ({exc!r}); "
             "download it again"
         ) from exc
-    with _naming_faults(folder / "tokenizer_config.json"):
-        _add_tokens(backend, folder, declared, [*named.values(), *extra])
+    with _naming_faults(declaring):
+        _add_tokens(backend, declaring, declared, special)
+    if "eos_token" in named and backend.token_to_id(named["eos_token"]) is None:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: eos_token is {named['eos_token']!r:.80}, which "
+            "has no id in tokenizer.json; take both files from one download"
+        )
 
     def id_of(role: str) -> int | None:
         token = named.get(f"{role}_token")
@@ -95,10 +116,7 @@ def load_parts(folder: Path) -> TokenizerParts:
         _set_ends(backend, settings, named, bos, eos)
     if settings.get("split_special_tokens"):
         backend.encode_special_tokens = True
-    ends = {
-        *_token_ids(config, "eos_token_id", folder / "config.json"),
-        *_token_ids(generation, "eos_token_id", folder / "generation_config.json"),
-    }
+    ends = {token_id for token_id, _, key in role_ids if key == "eos_token_id"}
     return TokenizerParts(
         backend=backend,
         bos_token_id=bos,
@@ -106,6 +124,7 @@ def load_parts(folder: Path) -> TokenizerParts:
         pad_token_id=id_of("pad"),
         end_token_ids=frozenset(ends if eos is None else ends | {eos}),
         chat_template=chat_template,
+        roles={token_id: f"{file}: {key}" for token_id, file, key in reversed(role_ids)},
     )
 
 
@@ -210,9 +229,24 @@ def _extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
     return [text for value in values if (text := _token_text(value))]
 
 
-def _declared_tokens(settings: Mapping[str, Any]) -> dict[int, AddedToken]:
+def _declared_tokens(
+    folder: Path, settings: Mapping[str, Any], special: Collection[str]
+) -> tuple[Path, dict[int, AddedToken]]:
+    """Returns the file that declares added tokens, and these by id.
+
+    added_tokens.json is the older one: transformers reads it where the other declares none.
+    """
+    path = folder / "added_tokens.json"
+    if "added_tokens_decoder" not in settings and path.is_file():
+        ids = read_json(path)
+        if not all(isinstance(token_id, int) for token_id in ids.values()):
+            raise CheckpointError(f"{path} must give each token an id; download it again")
+        return path, {
+            token_id: AddedToken(text, normalized=text not in special, special=text in special)
+            for text, token_id in ids.items()
+        }
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return {
+    return folder / "tokenizer_config.json", {
         int(key): AddedToken(
             entry["content"], **{flag: entry[flag] for flag in flags if flag in entry}
         )
@@ -222,11 +256,11 @@ def _declared_tokens(settings: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 def _add_tokens(
     backend: tokenizers.Tokenizer,
-    folder: Path,
+    path: Path,
     declared: Mapping[int, AddedToken],
     special: Iterable[str],
 ) -> None:
-    """Adds what tokenizer_config.json declares, and makes special what it names in a role.
+    """Adds what the file at `path` declares, and makes special what is named in a role.
 
     A named token without an id is left out: no embedding row belongs to it.
     """
@@ -235,7 +269,7 @@ def _add_tokens(
         found = backend.token_to_id(token.content)
         if found != token_id:
             raise CheckpointError(
-                f"{folder}: tokenizer_config.json gives {token.content!r} the id {token_id}, "
+                f"{path.parent}: {path.name} gives {token.content!r:.80} the id {token_id!s:.20}, "
                 f"tokenizer.json {found}; take both files from one download"
             )
     known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
@@ -248,13 +282,27 @@ def _add_tokens(
     )
 
 
+def _role_ids(values: Mapping[str, Any], path: Path) -> list[tuple[int, str, str]]:
+    """Returns each id that a file gives a role, with the file's name and the key."""
+    return [
+        (token_id, path.name, key)
+        for key in values
+        if key.endswith("_token_id")
+        for token_id in _token_ids(values, key, path)
+    ]
+
+
 def _token_ids(config: Mapping[str, Any], key: str, path: Path) -> list[int]:
     """Returns the ids under a key that may hold none, one or several; −1 means none."""
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise CheckpointError(f"{path}: {key} is {value!r}; it must be token ids")
-    return [token_id for token_id in ids if token_id >= 0]
+    for token_id in ids:
+        if type(token_id) is not int or not -1 <= token_id <= _MAX_TOKEN_ID:
+            raise CheckpointError(
+                f"{path}: {key} is {value!r:.80}; it must be token ids, which {token_id!r:.40} is "
+                "not"
+            )
+    return [token_id for token_id in ids if token_id != -1]
 
 
 def _set_ends(

@@ -65,6 +65,9 @@ class Words:
     def encode_fragment(self, text: str) -> list[int]:
         raise NotImplementedError
 
+    def is_used(self, token_id: int) -> bool:
+        return True
+
 
 def question(max_tokens: int) -> Question:
     return Question(token_ids=(4, 5, 6), max_tokens=max_tokens)
