@@ -122,8 +122,8 @@ def _damage(
     """Compares with the manifest beside an artifact, which knows every file; where there is none,
     in a repository, with what the engine itself records."""
     if manifest is not None:
-        differences, _ = compare_files(engine, manifest.outputs, trust_times=not verify)
-        yield from damage(differences)
+        compared = compare_files(engine, manifest.outputs, trust_times=not verify)
+        yield from damage(compared.differences)
     elif description is not None:
         for file in description.files:
             yield from _file_damage(engine / file.name, file, verify)
