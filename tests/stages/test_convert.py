@@ -305,8 +305,8 @@ def test_config_without_dtype_takes_that_of_the_weights(tmp_path: Path) -> None:
                 stored,
                 wanted,
                 raw,
-                f"is {value}, which no weight can be: the checkpoint is damaged; download it again, "
-                "or use another one",
+                f"is {value}, which no weight can be: the checkpoint is damaged; download it "
+                "again, or use another one",
             )
             for stored, wanted, raw, value in [
                 ("F32", "float32", 0x7F800000, "inf"),
