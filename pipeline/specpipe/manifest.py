@@ -45,7 +45,12 @@ class FileRecord:
 
     def is_untouched(self, status: os.stat_result) -> bool:
         """True if nobody wrote to the file, replaced it, or changed anything else about it."""
-        return self == FileRecord.of(status, self.sha256)
+        return (self.size, self.mtime_ns, self.ctime_ns, self.inode) == (
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            status.st_ino,
+        )
 
 
 Files = Mapping[str, FileRecord]  # by path below the root, with "/"; a root that is a file: "."
@@ -144,10 +149,13 @@ def compare_files(root: Path, old: Files, *, trust_times: bool) -> Compared:
     """
     present = files_below(root)
     known = {name: path for name, path in present.items() if name in old}
+    touched = [n for n, path in known.items() if not (trust_times and _is_untouched(path, old[n]))]
+    today = {name: _Today(old[name]) for name in known}
     started = time.monotonic()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = pool.map(lambda name: _today(known[name], old[name], trust_times), known)
-        today = dict(zip(known, found, strict=True))
+    if touched:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            found = pool.map(lambda name: _today(known[name], old[name]), touched)
+            today |= zip(touched, found, strict=True)
     duration_s = time.monotonic() - started
     differences = {name: "is gone" for name in old if name not in present}
     current = {}
@@ -178,11 +186,16 @@ class _Today:
     num_bytes_read: int | None = None
 
 
-def _today(path: Path, old: FileRecord, trust_times: bool) -> _Today:
+def _is_untouched(path: Path, old: FileRecord) -> bool:
+    try:
+        return old.is_untouched(path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _today(path: Path, old: FileRecord) -> _Today:
     try:
         status = path.stat()
-        if trust_times and old.is_untouched(status):
-            return _Today(old)
         if old.size != status.st_size:
             return _Today(FileRecord.of(status, ""))
         was_read = _key(status) in _digests

@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specpipe import cache, source
-from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
+from specpipe.checkpoint import (
+    QUANT_CONFIG_NAME,
+    QUANTIZATION_KEYS,
+    read_config,
+    refuse_pickles,
+)
 from specpipe.config import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, RepositoryError
 from specpipe.families import unified_config
@@ -360,6 +365,8 @@ def _resolve(
         weights=False,
         small_files=small_files,
     )
+    if found.revision is None:
+        check_weights(role, found.path)
     try:
         unified = _unified(config, checkpoint, role, found.path)
     except CheckpointError as exc:
@@ -399,17 +406,34 @@ def _unified(
         )
     reads_quantized = load_runtime(config.engine.runtime).reads_quantized(config.engine)
     prequantized = read_prequantized(folder) if is_quantized and not reads_quantized else None
-    plain = unified_config(
-        {
-            **{key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS},
-            "dtype": "float32",  # it may be left to the weights, and has no part in this
-        },
-        tp_size=checkpoint.tp_size,
-        pp_size=checkpoint.pp_size,
-    )
+    plain = _architecture(hf_config, tp_size=checkpoint.tp_size, pp_size=checkpoint.pp_size)
     if scheme is not None:
         return quantized_config(plain, scheme)
     return plain if prequantized is None else {**plain, "quantization": prequantized.quantization()}
+
+
+def check_weights(role: Role, folder: Path) -> None:
+    """Refuses a folder of pickles, before there is anything else to do with it."""
+    try:
+        refuse_pickles(folder)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{role}: {exc}") from exc
+
+
+def check_architecture(role: Role, folder: Path) -> None:
+    """Refuses a checkpoint that no build takes, whatever its YAML says."""
+    try:
+        hf_config = read_config(folder, allow_quantized=True)
+        _architecture(hf_config, tp_size=1, pp_size=1)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{role} {folder}: {exc}") from exc
+
+
+def _architecture(hf_config: Mapping[str, Any], *, tp_size: int, pp_size: int) -> dict[str, Any]:
+    """Returns the unified config of plain weights, but for its dtype."""
+    plain = {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
+    # It may be left to the weights, and has no part in this.
+    return unified_config({**plain, "dtype": "float32"}, tp_size=tp_size, pp_size=pp_size)
 
 
 def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> Plan:
