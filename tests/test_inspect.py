@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -282,8 +283,12 @@ def change_a_byte(path: Path, *, keep_time: bool) -> None:
 
 def test_a_changed_byte_is_told(torch_role: Path) -> None:
     engine = torch_role / "engine"
+    unverified = run(engine).stdout
+    whole = run(engine, "--verify").stdout
+    told = [line for line in whole.splitlines() if line not in unverified.splitlines()]
+    assert len(told) == 1
+    assert re.fullmatch(r"  verified +2 files hashed, \d+\.\d MB at \d+\.\d\d GB/s", told[0])
     change_a_byte(engine / "model.safetensors", keep_time=True)
-    assert run(engine).exit_code == 0  # times are trusted, as by a build that reads it not
     damage = "file model.safetensors is not what was built"
     error = f"Error: {engine} is damaged: {damage}: build it again\n"
     command = [sys.executable, "-c", "from specpipe.cli import main; main()", "inspect"]
