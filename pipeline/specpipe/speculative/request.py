@@ -413,7 +413,7 @@ class RequestState:
         of its batch go on.
         """
         _LOGGER.exception("request %s failed", self.request.request_id)
-        self._output = _Output(self.request)
+        self._output = _Output(self.request, {})
         self.finish_reason = "error"
         return self._chunk(FAULT)
 
