@@ -15,6 +15,7 @@ from specpipe.pipeline import built_repository
 from specpipe.runtimes.base import Pair, load_runtime
 from specpipe.speculative.request import Request, Statistics
 from specpipe.text import Tokenizer
+from specpipe.triton import repository
 from specpipe.triton.repository import PairFile
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 def load_tokenizer(config: PipelineConfig) -> Tokenizer:
     """The tokenizer of a built pair."""
-    return Tokenizer.load(built_repository(config) / "speculative" / "1" / "tokenizer")
+    return repository.load_tokenizer(built_repository(config))
 
 
 def load_pair(config: PipelineConfig, tokenizer: Tokenizer, **options: int | bool) -> Pair:

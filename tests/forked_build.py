@@ -36,12 +36,14 @@ class Fault:
     signum, at      the signal that it gets just before its change number `at` to the disk, from 1
     max_file_bytes  no file may grow longer
     uid             the user that it runs as
+    only_renames    the file system cannot let two folders change places
     """
 
     signum: int | None = None
     at: int = 0
     max_file_bytes: int | None = None
     uid: int | None = None
+    only_renames: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,11 @@ def _serve() -> None:
 
 
 def _run(arguments: Sequence[str], fault: Fault, count_end: int) -> None:
+    from specpipe import cache
     from specpipe.cli import main
 
+    if fault.only_renames:
+        cache.exchange = lambda first, second: False
     num_changes = 0
 
     def count(event: str, details: tuple[Any, ...]) -> None:

@@ -23,6 +23,10 @@ from pathlib import Path
 
 import pytest
 
+from specpipe.config import load_config
+from specpipe.errors import RepositoryError
+from specpipe.pipeline import built_repository
+from specpipe.triton import lint
 from tests.forked_build import Ended, Fault, Forks
 from tests.toy import write_toy_checkpoint
 from tests.toy_tokenizers import words, write_tokenizer
@@ -221,6 +225,42 @@ def test_build_that_is_stopped_is_finished_by_the_next(
         assert_finished(pair, forks.run(*command), wanted)
     assert at > 80
     assert stopped_in >= set(ARTIFACTS)
+
+
+@pytest.mark.parametrize("only_renames", [False, True], ids=["exchanged", "renamed"])
+def test_repository_that_is_replaced_is_served_whatever_the_moment_of_a_kill(
+    pair: Pair, forks: Forks, undisturbed: Undisturbed, only_renames: bool
+) -> None:
+    """One of both versions stands in its place; between two renames, a sentence says why not."""
+    command = (*pair.command(), "--set=serving.max_queue_size=5")
+    config = load_config(pair.folder / "toy.yaml")
+    undisturbed.restore(pair)
+    num_removed = sum(1 for _ in (pair.built / "model_repo").rglob("*"))
+    num_changes = forks.run(*command, fault=Fault(only_renames=only_renames)).num_changes
+    assert num_changes is not None
+    versions = [below(undisturbed.first, "model_repo"), below(made(pair), "model_repo")]
+    replacing = num_changes - num_removed
+    found = []
+    for at in range(replacing - 8, replacing + 4):
+        undisturbed.restore(pair)
+        killed = Fault(signum=signal.SIGKILL, at=at, only_renames=only_renames)
+        assert forks.run(*command, fault=killed).code == -signal.SIGKILL
+        try:
+            built_repository(config)
+        except RepositoryError as exc:
+            found.append(None)
+            assert str(exc) == (
+                f"{pair.built}/model_repo is missing, since a build was killed while it replaced "
+                f"it: run `specpipe build --config {config.source}` first"
+            )
+            killed = Fault(signum=signal.SIGKILL, at=replacing - 20)  # has put it back by then
+            assert forks.run(*command, fault=killed).code == -signal.SIGKILL
+        else:
+            found.append(versions.index(below(made(pair), "model_repo")))
+        lint.check(built_repository(config))
+    gap = [None] if only_renames else []
+    assert found == [0] * found.count(0) + gap + [1] * found.count(1)
+    assert {0, 1} <= set(found)
 
 
 def test_build_of_what_is_there_changes_nothing_on_the_disk(

@@ -271,7 +271,8 @@ def test_sliding_window_is_kept_where_it_has_an_effect(
 
 def test_no_list_is_made_of_more_layers_than_any_model_has() -> None:
     assert refusal(toy_config("gemma2", num_hidden_layers=10**9)) == (
-        "config.json: num_hidden_layers is 1000000000, expected at most 10000"
+        "config.json: num_hidden_layers is 1000000000, expected at most 512 "
+        "(serving.limits.max_num_layers)"
     )
 
 

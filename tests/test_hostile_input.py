@@ -23,6 +23,7 @@ from specpipe import pipeline, source
 from specpipe.checkpoint import open_checkpoint, read_safetensors_header
 from specpipe.config import load_config
 from specpipe.errors import CheckpointError, ConfigError, SpecpipeError
+from specpipe.inspection import inspect
 from specpipe.pairing import check_pair
 from specpipe.stages.convert import convert
 from specpipe.text import Tokenizer
@@ -311,6 +312,24 @@ def test_hostile_yaml_is_refused(folder: Path, text: str) -> None:
     assert len(str(error.value)) < 2 * len(text) + 5_000
 
 
+def test_yaml_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.yaml"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == f"{path} has more than 262144 bytes: expected a configuration"
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "a." * 40_000 + "b=1", "name=" + "[" * 100_000])
+def test_override_is_cut_in_messages(folder: Path, text: str) -> None:
+    path = folder / "override.yaml"
+    path.write_text(json.dumps(CONFIG))
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [text])
+    assert len(str(error.value)) < 500
+
+
 @pytest.mark.parametrize("key", ["draft.checkpoint", "target.checkpoint", "output_dir", "name"])
 @pytest.mark.parametrize(
     "value",
@@ -534,6 +553,38 @@ def test_changed_checkpoint_config(folder: Path, data: st.DataObject) -> None:
             use()
 
 
+# An artifact, as somebody else may hand it over
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[" * 1_000_000, "is no engine and holds none"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 65536"),
+    ],
+    ids=["nested", "layers"],
+)
+def test_hostile_engine_is_inspected_at_once(
+    folder: Path, tmp_path: Path, config: Any, message: str
+) -> None:
+    torch = pytest.importorskip("specpipe.runtimes.torch.build")
+    unified, engine = tmp_path / "unified", tmp_path / "engine"
+    for made in (unified, engine):
+        made.mkdir()
+    convert(folder / "toy", unified)
+    sizes = {"max_batch_size": 1, "max_seq_len": 64, "max_draft_len": 1, "max_num_tokens": 8}
+    torch.BuildTorchEngine(role="target", checkpoint=unified, device="cpu", **sizes).run(engine)
+    path = engine / "config.json"
+    if isinstance(config, dict):
+        tree = json.loads(path.read_text())
+        tree["pretrained_config"] |= config
+        config = json.dumps(tree)
+    path.write_text(config)
+    with pytest.raises(SpecpipeError) as error:
+        inspect(engine)
+    assert message in str(error.value)
+
+
 # Tokenizers
 
 
@@ -608,17 +659,19 @@ def test_changed_small_files(tmp_path: Path, name: str, tree: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "fault"),
     [
-        ("{{ 9**9**9 }}{{ 'a' * 10**12 }}{{ '%1000000000000d' % 1 }}", None),
+        ("{{ 'a' * 10**12 }}{{ '%1000000000000d' % 1 }}", "cannot render a plain question: "),
         ("{{ " + "(" * 2_000 + "1" + ")" * 2_000 + " }}", "does not compile: "),
         ("{{ " + "1" * 5_000 + " }}", "does not compile: "),
         ("{% for %}", "does not compile: line 1: "),
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_hostile_chat_template(tmp_path: Path, template: str, fault: str | None) -> None:
-    """Compiling one, which the pair check does, runs nothing of it."""
+def test_hostile_chat_template(tmp_path: Path, template: str, fault: str) -> None:
+    """The pair check tries it, in a process that has limits."""
     write_tokenizer(tmp_path, words(), chat_template=template)
     (tmp_path / "config.json").write_text(json.dumps(toy_config()))
     with refused_or_fine(max_bytes=20_000_000):
-        notes = check_pair(tmp_path, tmp_path).notes
-        assert [fault in note for note in notes] == ([] if fault is None else [True])
+        (note,) = check_pair(tmp_path, tmp_path).notes
+    path = tmp_path / "tokenizer_config.json"
+    assert note.startswith(f"requests with messages will be refused: {path}: the chat template ")
+    assert fault in note

@@ -285,9 +285,15 @@ def test_a_broken_chat_template_is_a_note(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{}", "vocab_size is None; it must be a positive integer"),
-        ('{"vocab_size": 256}', "max_position_embeddings is None; it must be a positive integer"),
-        ('{"vocab_size": true}', "vocab_size is True; it must be a positive integer"),
+        ("{}", "config.json: vocab_size is None, expected a whole number of at least 1"),
+        (
+            '{"vocab_size": 256}',
+            "config.json: max_position_embeddings is None, expected a whole number of at least 1",
+        ),
+        (
+            '{"vocab_size": true}',
+            "config.json: vocab_size is True, expected a whole number of at least 1",
+        ),
         (
             '{"vocab_size": 9, "max_position_embeddings": 64, "rope_scaling": {"type": "linear"}}',
             "config.json: factor is None, expected a positive number",

@@ -337,8 +337,8 @@ def test_sentencepiece_alone_is_refused_with_the_way_out(tmp_path: Path) -> None
     [
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         ("tokenizer.json", '{"version": "1.0"}', "is not a tokenizer that tokenizers "),
-        ("tokenizer_config.json", "{", "is not valid JSON"),
-        ("tokenizer_config.json", "[]", "holds a list, not a JSON object"),
+        ("tokenizer_config.json", "{", "cannot be read: "),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
         ("tokenizer_config.json", '{"chat_template": 3}', "is not as transformers writes it"),
         ("tokenizer_config.json", '{"chat_template": [{}]}', "is not as transformers writes it"),
         (
@@ -377,7 +377,10 @@ def test_broken_files_are_named(
 
 def test_a_template_that_does_not_compile_is_named(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_chat(tmp_path, chat_template="a\n{% if %}"))
+    assert tokenizer.chat_template is not None
     with pytest.raises(CheckpointError, match="tokenizer_config.json: .* compile: line 2"):
+        tokenizer.chat_template.check()
+    with pytest.raises(RequestError, match="^messages: the chat template does not compile: line 2"):
         tokenizer.encode_messages(USER_HI)
 
 

@@ -6,10 +6,14 @@ these differs; a file that was touched, copied or fetched again is hashed, noted
 build.
 
     .engine.lock      held while `engine/` is made; a second build waits and finds the work done
-    .engine.staging/  where the stage writes; renamed to `engine/` when it is whole
-    .engine.old/      the artifact that is being replaced; lives for two renames
+    .engine.staging/  where the stage writes; changes places with `engine/` when it is whole
+    .engine.old/      the artifact that is being replaced, where the file system can only rename:
+                      lives for two renames, between which there is no `engine/`
 
-What a killed build leaves of these is removed by the next one.
+    .engine.pending   the manifest of what is in `.engine.staging/`, until it is that of `engine/`
+
+What a killed build leaves of these is removed by the next one. At any other moment one whole
+version of the artifact stands in its place, and one of the two manifests is its own.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from filelock import FileLock, Timeout
 
 from specpipe import provenance
 from specpipe.errors import SpecpipeError
+from specpipe.exchange import exchange
 from specpipe.manifest import (
     Hashed,
     InputRecord,
@@ -74,12 +79,20 @@ def hold(artifact: Path, *, verify: bool = False) -> Held:
     What has the recorded size, times and inode is not read, unless `verify` asks for all digests.
     """
     recorded = read_manifest(artifact)
+    if recorded is not None:
+        compared = compare_files(artifact, recorded.outputs, trust_times=not verify)
+        if not compared.differences:
+            _note(artifact, recorded, replace(recorded, outputs=compared.current))
+            return Held((), compared.hashed)
+    # A build that was killed once its artifact was there, and before its manifest was.
+    unfinished = parse_manifest(_pending(artifact))
+    if unfinished is not None:
+        pending = compare_files(artifact, unfinished.outputs, trust_times=not verify)
+        if not pending.differences:
+            return Held((), pending.hashed)
     if recorded is None:
         name = manifest_path(artifact).name
         return Held((f"{name}, which tells what was built, is not beside it",), Hashed(0, 0, 0.0))
-    compared = compare_files(artifact, recorded.outputs, trust_times=not verify)
-    if not compared.differences:
-        _note(artifact, recorded, replace(recorded, outputs=compared.current))
     return Held(tuple(damage(compared.differences)), compared.hashed)
 
 
@@ -222,9 +235,11 @@ def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _make(stage: Stage, artifact: Path, started: float) -> None:
     """Runs the stage in a staging folder and renames that into place; the lock is held."""
     staging = artifact.with_name(f".{artifact.name}.staging")
-    replaced = artifact.with_name(f".{artifact.name}.old")
+    replaced, pending = old_artifact(artifact), _pending(artifact)
+    if replaced.is_dir() and not os.path.lexists(artifact):
+        replaced.rename(artifact)
     for leftover in (staging, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _remove(leftover)
     wanted = stage.inputs()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # shards are hashed together
         inputs = tuple(pool.map(partial(_record_input, stage), wanted.files))
@@ -245,19 +260,54 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
             build=provenance.describe_build(duration_s=time.monotonic() - started),
         )
         assert manifest.outputs, f"{stage.name} made nothing"
-        manifest_path(artifact).unlink(missing_ok=True)
-        if artifact.exists():
-            artifact.rename(replaced)
-        staging.rename(artifact)
+        manifest.write(pending)
+        replaced = _put_in_place(staging, artifact)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
         raise
     with relinked(artifact / name for name in manifest.outputs):
         # Before the manifest: once that is there, no build looks at what is left here.
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
     # What was linked into both has another time of change now.
     current = compare_files(artifact, manifest.outputs, trust_times=True).current
     replace(manifest, outputs={**manifest.outputs, **current}).write(manifest_path(artifact))
+    pending.unlink(missing_ok=True)
+
+
+def _put_in_place(staging: Path, artifact: Path) -> Path:
+    """Gives a whole artifact its name, and returns where the one is that had it."""
+    replaced = old_artifact(artifact)
+    if os.path.lexists(artifact):
+        if exchange(staging, artifact):
+            return staging
+        try:
+            artifact.rename(replaced)
+            staging.rename(artifact)
+        except BaseException:
+            if not os.path.lexists(artifact):
+                replaced.rename(artifact)
+            raise
+    else:
+        staging.rename(artifact)
+    return replaced
+
+
+def old_artifact(artifact: Path) -> Path:
+    """Returns where an artifact is that is being replaced, if the file system can only rename."""
+    return artifact.with_name(f".{artifact.name}.old")
+
+
+def _pending(artifact: Path) -> Path:
+    return artifact.with_name(f".{artifact.name}.pending")
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or the file or link that somebody put in an artifact's place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _record_input(stage: Stage, root: Path) -> InputRecord:
@@ -318,6 +368,8 @@ _MACHINE_FAULTS = (
     errno.EPERM,
     errno.ENOTDIR,
     errno.EEXIST,
+    errno.EBUSY,
+    errno.EXDEV,
     errno.ENAMETOOLONG,
     errno.ELOOP,
     errno.EMFILE,

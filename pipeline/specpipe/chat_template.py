@@ -1,22 +1,9 @@
-"""A checkpoint's chat template: messages to one prompt, in Jinja's sandbox.
-
-The dialect is transformers': trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a
-`tojson` that escapes nothing, and `{% generation %}` blocks, which only mark their contents.
-"""
+"""A checkpoint's chat template: messages to one prompt, rendered by a process with limits."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from datetime import datetime
-from functools import cached_property
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from typing import Any
 
 from specpipe.chat_messages import (
     check_messages,
@@ -25,113 +12,84 @@ from specpipe.chat_messages import (
     shows_parts,
     with_joined_parts,
 )
+from specpipe.chat_worker import Answer, ChatWorker
 from specpipe.errors import CheckpointError, RequestError
+from specpipe.file_limits import FILE_LIMITS, FileLimits
+
+_MAX_PROMPT_BYTES = 16 << 20  # 131,072 tokens of 128 bytes
+_PLAIN = [{"role": "user", "content": "Hello"}]
 
 
 class ChatTemplate:
-    """One template; compiled when first used."""
+    """One template; its process is started when first used."""
 
-    def __init__(self, source: str, *, file: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        file: str,
+        special_tokens: Mapping[str, str],
+        limits: FileLimits = FILE_LIMITS,
+    ) -> None:
         """special_tokens are the variables `bos_token`, `eos_token`, … that templates read."""
+        num_bytes = len(source.encode(errors="surrogatepass"))
+        if num_bytes > limits.max_chat_template_bytes:
+            raise CheckpointError(
+                f"{file}: the chat template has {num_bytes} bytes, expected at most "
+                f"{limits.max_chat_template_bytes} (serving.limits.max_chat_template_bytes)"
+            )
         self.source = source
         self._file = file
-        self._special_tokens = dict(special_tokens)
+        self._worker = ChatWorker(
+            {
+                "source": source,
+                "special_tokens": dict(special_tokens),
+                "seconds": limits.chat_template_seconds,
+                "memory_bytes": limits.chat_template_memory_bytes,
+            }
+        )
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, messages: list[dict[str, Any]], *, max_bytes: int | None = None) -> str:
         """Returns the conversation as a prompt that asks for the assistant's turn.
 
         A template that does not go through the parts of a content gets them joined to one text.
+        max_bytes are those of the prompt, in UTF-8; none: 16 MiB.
         """
         messages = for_template(check_messages(messages))
         if has_parts(messages):
             try:
-                prompt = self._render(messages)
+                prompt = self._render(messages, max_bytes)
             except RequestError:  # most often of adding a list to a text
                 prompt = ""
             if shows_parts(messages, prompt):
                 return prompt
             messages = with_joined_parts(messages)
-        return self._render(messages)
+        return self._render(messages, max_bytes)
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        template = self._template
+    def _render(self, messages: list[dict[str, Any]], max_bytes: int | None) -> str:
         try:
-            return template.render(
-                **self._special_tokens,
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-            )
-        except Exception as exc:  # a template is a program: its data can make it raise anything
-            raise RequestError(f"messages: the chat template refuses them: {exc}") from exc
+            answer = self._worker.render(messages, max_bytes or _MAX_PROMPT_BYTES)
+        except (TypeError, ValueError, RecursionError) as exc:  # of a caller, not of a client
+            raise RequestError(f"messages cannot be written as JSON: {exc}") from exc
+        if answer.prompt is None:
+            raise RequestError(f"messages: {_fault(answer, 'them')}")
+        return answer.prompt
 
     def check(self) -> None:
-        """Raises CheckpointError when the template does not compile."""
-        _ = self._template
+        """Raises CheckpointError when the template does not compile or render a plain question."""
+        answer = self._worker.render(_PLAIN, _MAX_PROMPT_BYTES)
+        if answer.prompt is None:
+            raise CheckpointError(f"{self._file}: {_fault(answer, 'a plain question')}")
 
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        try:
-            return _environment().from_string(self.source)
-        except jinja2.TemplateSyntaxError as exc:
-            raise CheckpointError(
-                f"{self._file}: the chat template does not compile: line {exc.lineno}: {exc}"
-            ) from exc
-        except Exception as exc:  # nested too deeply; a number that Python does not read
-            raise CheckpointError(
-                f"{self._file}: the chat template does not compile: {exc}"
-            ) from exc
+    def warm_up(self) -> None:
+        """Compiles the template, so that the first conversation need not wait for that."""
+        self._worker.start()
 
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Leaves to rendering what compiling would do at once: `9**9**9` takes hours."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-
-def _environment() -> _Sandbox:
-    environment = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what training learns from; here its contents count as they are."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+def _fault(answer: Answer, messages: str) -> str:
+    verbs = {
+        "compile": "does not compile",
+        "refusal": f"refuses {messages}",
+        "limit": f"cannot render {messages}",
+    }
+    return f"the chat template {verbs[answer.kind]}: {answer.fault}"

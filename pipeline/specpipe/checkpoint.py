@@ -14,7 +14,6 @@ import os
 import re
 import struct
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +23,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from specpipe.errors import CheckpointError
+from specpipe.checkpoint_file import LFS_POINTER, is_there, open_file, parse_json, quoted, read_json
+from specpipe.errors import CheckpointError, show
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 
 RawArray = npt.NDArray[np.unsignedinteger[Any]]
 """A tensor's elements as unsigned integers of their width, in the tensor's shape."""
@@ -59,7 +60,6 @@ _BLOCK_BYTES = 1 << 20  # what is read at a time; stays in a core's cache until 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _MAX_DIMENSIONS = 32  # NumPy's limit before 2.0
 _MAX_SIZE = 2**100  # of a dimension or an offset; a message can still write out their product
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _LISTED = 3  # so many names stand in a message; the rest is a count
@@ -104,7 +104,7 @@ def num_elements(shape: Sequence[int]) -> int:
 def some(names: Sequence[str]) -> str:
     """Lists the first names for a message, and how many more there are."""
     rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(show, names[:_LISTED])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def raw_dtype(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
@@ -145,16 +145,16 @@ def _write_at(file: BinaryIO, offset: int, block: RawArray) -> None:
         data, offset = data[count:], offset + count
 
 
-def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
+def read_safetensors_header(path: Path, limits: FileLimits = FILE_LIMITS) -> dict[str, TensorInfo]:
     """Reads and checks the header of one safetensors file.
 
     Checked: the file is neither a Git LFS pointer nor truncated, and the tensors fill the data
     without hole or overlap. No more is allocated than the file is long.
     """
-    with _open(path) as file:
+    with open_file(path) as file:
         file_bytes = path.stat().st_size
-        start = file.read(len(_LFS_POINTER))
-        if start == _LFS_POINTER:
+        start = file.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
             raise CheckpointError(
                 f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in {path.parent}"
             )
@@ -168,8 +168,14 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
                 f"{path} is truncated: its header has {header_bytes} bytes, the whole file "
                 f"{file_bytes}; download it again"
             )
+        if header_bytes > limits.max_safetensors_header_bytes:
+            raise CheckpointError(
+                f"{path}: its header has {header_bytes} bytes, expected at most "
+                f"{limits.max_safetensors_header_bytes} "
+                "(serving.limits.max_safetensors_header_bytes)"
+            )
         file.seek(8)
-        header = _parse_json(file.read(header_bytes), f"{path} is not a safetensors file")
+        header = parse_json(file.read(header_bytes), f"{path} is not a safetensors file")
     header.pop("__metadata__", None)
     data_start = 8 + header_bytes
     tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in header.items()}
@@ -177,7 +183,8 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if info.offset != end:
             raise CheckpointError(
-                f"{path} is damaged: tensor {name} begins at byte {info.offset}, expected {end}"
+                f"{path} is damaged: tensor {show(name)} begins at byte {info.offset}, "
+                f"expected {end}"
             )
         end += info.num_bytes
     if end > file_bytes:
@@ -253,10 +260,12 @@ def create_safetensors(
 def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     """Returns the files of a Hugging Face folder that decide what is converted."""
     small = (folder / CONFIG_NAME, folder / QUANT_CONFIG_NAME, folder / INDEX_NAME)
-    return (*(path for path in small if path.is_file()), *_weight_files(folder))
+    return (*(path for path in small if is_there(path)), *_weight_files(folder))
 
 
-def read_config(folder: Path, *, allow_quantized: bool = False) -> dict[str, Any]:
+def read_config(
+    folder: Path, *, allow_quantized: bool = False, limits: FileLimits = FILE_LIMITS
+) -> dict[str, Any]:
     """Reads `config.json`; refuses what is no plain checkpoint or would need remote code.
 
     allow_quantized lets pass what ModelOpt quantized, for a runtime that reads it as it is.
@@ -264,21 +273,21 @@ def read_config(folder: Path, *, allow_quantized: bool = False) -> dict[str, Any
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     adapter = folder / "adapter_config.json"
-    if adapter.is_file():
-        base = read_json(adapter).get("base_model_name_or_path")
+    if is_there(adapter):
+        base = read_json(adapter, limits=limits).get("base_model_name_or_path")
         raise CheckpointError(
-            f"{folder} is an adapter{f' for {base}' if base else ''}, which is not supported; "
-            "merge it into its base model and save the result"
+            f"{folder} is an adapter{f' for {show(base)}' if base else ''}, which is not "
+            "supported; merge it into its base model and save the result"
         )
-    if (folder / QUANT_CONFIG_NAME).is_file() and not allow_quantized:
+    if is_there(folder / QUANT_CONFIG_NAME) and not allow_quantized:
         raise CheckpointError(
             f"{folder} is already quantized ({QUANT_CONFIG_NAME}); "
             "use the one it was quantized from"
         )
     path = folder / CONFIG_NAME
-    if not path.is_file():
+    if not is_there(path):
         raise CheckpointError(f"{folder} has no config.json, so it is no Hugging Face checkpoint")
-    config = read_json(path)
+    config = read_json(path, limits=limits)
     if auto_map := config.get("auto_map"):
         classes = sorted(auto_map) if isinstance(auto_map, dict) else [str(auto_map)]
         raise CheckpointError(
@@ -288,27 +297,30 @@ def read_config(folder: Path, *, allow_quantized: bool = False) -> dict[str, Any
     return config
 
 
-def open_checkpoint(folder: Path, *, allow_quantized: bool = False) -> HFCheckpoint:
+def open_checkpoint(
+    folder: Path, *, allow_quantized: bool = False, limits: FileLimits = FILE_LIMITS
+) -> HFCheckpoint:
     """Opens a Hugging Face folder after checking that its files are whole and agree.
 
     Every fault has its own message: no config, remote code, an adapter, pickles only, a missing or
     a surplus shard, an index that names other tensors than the shards hold, a Git LFS pointer, a
     truncated file.
     """
-    config = read_config(folder, allow_quantized=allow_quantized)
+    config = read_config(folder, allow_quantized=allow_quantized, limits=limits)
     weights = _weight_files(folder)
     index = folder / INDEX_NAME
-    if not index.is_file():
-        return HFCheckpoint(folder, config, read_safetensors_header(_only_file(folder, weights)))
+    if not is_there(index):
+        tensors = read_safetensors_header(_only_file(folder, weights), limits)
+        return HFCheckpoint(folder, config, tensors)
 
-    weight_map = _read_weight_map(index)
+    weight_map = _read_weight_map(index, limits)
     by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         by_file.setdefault(file, set()).add(name)
     for file, names in sorted(by_file.items()):
-        if not os.path.isfile(folder / file):  # False also for a name that no file can have
+        if not is_there(folder / file):
             raise CheckpointError(
-                f"{folder} lacks {file}, which holds {len(names)} of its {len(weight_map)} "
+                f"{folder} lacks {show(file)}, which holds {len(names)} of its {len(weight_map)} "
                 "tensors; the download seems incomplete, run it again"
             )
     surplus = [path.name for path in weights if path.name not in by_file]
@@ -317,9 +329,9 @@ def open_checkpoint(folder: Path, *, allow_quantized: bool = False) -> HFCheckpo
             f"{folder} has {some(surplus)}, which {INDEX_NAME} does not name; "
             "delete what does not belong to this checkpoint"
         )
-    tensors: dict[str, TensorInfo] = {}
+    tensors = {}
     for file, names in sorted(by_file.items()):
-        held = read_safetensors_header(folder / file)
+        held = read_safetensors_header(folder / file, limits)
         if absent := sorted(names - held.keys()):
             raise CheckpointError(
                 f"{index} is stale: {file} does not hold {some(absent)}; "
@@ -336,7 +348,7 @@ def open_checkpoint(folder: Path, *, allow_quantized: bool = False) -> HFCheckpo
 
 def _weight_files(folder: Path) -> list[Path]:
     """Returns `model.safetensors` and shards; `consolidated.safetensors` and so on are copies."""
-    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    files = sorted(path for path in folder.glob("*.safetensors") if is_there(path))
     named = [
         path
         for path in files
@@ -375,37 +387,42 @@ def _only_file(folder: Path, weights: Sequence[Path]) -> Path:
     )
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
+def _read_weight_map(index: Path, limits: FileLimits) -> dict[str, str]:
+    weight_map = read_json(index, limits=limits).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; download it again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise CheckpointError(f"{index} places {name} in {file!r}, which is no file name")
+        if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
+            raise CheckpointError(
+                f"{index} places {show(name)} in {quoted(file)}, which is no file name"
+            )
     return weight_map
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    fault = f"{path} is not a safetensors file: its entry for {name}"
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{fault} is no object")
+        raise _damaged_entry(path, name, "is no object")
     dtype: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
         raise CheckpointError(
-            f"{path}: tensor {name} has dtype {dtype}, which is not supported; "
+            f"{path}: tensor {show(name)} has dtype {show(dtype)}, which is not supported; "
             "use a checkpoint that is not quantized"
         )
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{fault} has no valid shape or data_offsets")
+        raise _damaged_entry(path, name, "has no valid shape or data_offsets")
     info = TensorInfo(dtype, tuple(shape), path, data_start + offsets[0])
     if offsets[1] - offsets[0] != info.num_bytes:
         raise CheckpointError(
-            f"{path} is damaged: tensor {name} of shape {list(shape)} and dtype {dtype} "
-            f"needs {info.num_bytes} bytes, its entry spans {offsets[1] - offsets[0]}"
+            f"{path} is damaged: tensor {show(name)} of shape {show(shape)} and dtype {dtype} "
+            f"needs {show(info.num_bytes)} bytes, its entry spans {show(offsets[1] - offsets[0])}"
         )
     return info
+
+
+def _damaged_entry(path: Path, name: str, fault: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not a safetensors file: its entry for {show(name)} {fault}")
 
 
 def _are_counts(value: Any) -> bool:
@@ -415,39 +432,3 @@ def _are_counts(value: Any) -> bool:
         and len(value) <= _MAX_DIMENSIONS
         and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value)
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file of a checkpoint that holds a JSON object."""
-    with _open(path) as file:
-        data = file.read()
-    if data.startswith(_LFS_POINTER):
-        raise CheckpointError(
-            f"{path} is a Git LFS pointer, not the file; run `git lfs pull` in {path.parent}"
-        )
-    return _parse_json(data, f"{path} cannot be read")
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
-
-
-def _parse_json(data: bytes, fault: str) -> dict[str, Any]:
-    try:
-        value = json.loads(data.decode(), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as exc:
-        raise CheckpointError(f"{fault}: {exc}") from exc
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{fault}: expected a JSON object")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        double, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {double!r} stands twice")
-    return value

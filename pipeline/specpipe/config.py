@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from specpipe import config_messages
-from specpipe.errors import ConfigError
+from specpipe.errors import ConfigError, show
 from specpipe.limits import Limits
 from specpipe.nightly.settings import NightlyConfig
 from specpipe.quantization.formats import FORMATS
@@ -34,6 +34,7 @@ ComputeCapability = Literal["8.0", "8.6", "8.9", "12.0", "12.1"]
 _AWQ_SAMPLES = 32
 """As many as TensorRT-LLM's quantization script takes at most."""
 
+_MAX_KEYS = 10  # of the path of one setting
 _MAX_LISTED = 20  # faults of one file that are explained; the rest is counted
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -395,7 +396,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
         sentences = []
         for error in errors[:_MAX_LISTED]:
             keys = config_messages.key_path(error)
-            blamed = [override.text for override in sets if override.covers(keys)]
+            blamed = [show(override.text) for override in sets if override.covers(keys)]
             place = f"--set {blamed[-1]}" if blamed else f"{path}:{document.line(keys)}"
             sentences.append(f"{place}: {config_messages.explain(error, schema)}")
         if len(errors) > _MAX_LISTED:
@@ -427,7 +428,8 @@ class _Override:
             parent = ".".join(self.keys[:depth])
             value = config_messages.show(data)
             raise ConfigError(
-                f"--set {self.text}: {parent} is {value}, which has no settings below it"
+                f"--set {show(self.text)}: {show(parent)} is {value}, which has no settings "
+                "below it"
             )
         key = self.keys[depth]
         return {**data, key: self.apply(data.get(key), depth + 1)}
@@ -441,9 +443,11 @@ class _Override:
 def _parse_override(text: str) -> _Override:
     key, equals, value = text.partition("=")
     keys = tuple(key.strip().split("."))
-    if not equals or not all(keys):
-        raise ConfigError(f"--set {text}: expected KEY=VALUE, as in --set engine.max_batch_size=8")
-    return _Override(text, keys, parse_yaml(value, origin=f"--set {text}").data)
+    if not equals or not all(keys) or len(keys) > _MAX_KEYS:
+        raise ConfigError(
+            f"--set {show(text)}: expected KEY=VALUE, as in --set engine.max_batch_size=8"
+        )
+    return _Override(text, keys, parse_yaml(value, origin=f"--set {show(text)}").data)
 
 
 def _required_keys() -> str:

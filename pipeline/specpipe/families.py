@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specpipe.errors import CheckpointError, ConfigError
+from specpipe.errors import CheckpointError, ConfigError, show
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.hf_config import (
     Rope,
     Windows,
@@ -27,8 +28,10 @@ from specpipe.hf_config import (
     flag,
     number,
     optional_number,
+    positions,
     rope,
     sliding_window,
+    vocab_size,
 )
 from specpipe.quantization.formats import block_size_of
 from specpipe.quantization.tensors import kv_cache_rule, quantized_rules
@@ -360,6 +363,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+_MOST_LAYERS = 1 << 16  # the most that serving.limits.max_num_layers may be
 _MAX_LISTED_TP = 64  # the sizes that a message offers
 
 
@@ -370,7 +374,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         raise CheckpointError(
             f'config.json names no architecture; add "architectures" ({_supported()})'
         )
-    name = str(architectures[0])
+    name = show(architectures[0])
     kind = _unsupported_kind(name, hf_config)
     if kind:
         raise CheckpointError(f"{name} is {kind}, which is not supported; {_supported()}")
@@ -380,7 +384,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise CheckpointError(
-            f"the checkpoint is already quantized ({method or 'no quant_method given'}); "
+            "the checkpoint is already quantized "
+            f"({show(method) if method else 'no quant_method given'}); "
             "use the one it was quantized from"
         )
     family = FAMILIES[name]
@@ -388,13 +393,17 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if model_type != family.model_type:
         raise CheckpointError(
             f"config.json contradicts itself: architecture {name} has model_type "
-            f"'{family.model_type}', not '{model_type}'"
+            f"'{family.model_type}', not '{show(model_type)}'"
         )
     return family
 
 
 def unified_config(
-    hf_config: Mapping[str, Any], *, tp_size: int = 1, pp_size: int = 1
+    hf_config: Mapping[str, Any],
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    limits: FileLimits = FILE_LIMITS,
 ) -> dict[str, Any]:
     """Maps a Hugging Face `config.json` to that of the unified checkpoint.
 
@@ -404,9 +413,18 @@ def unified_config(
     """
     family = family_of(hf_config)
     config = {**family.defaults, **hf_config}
-    hidden_size = count(config, "hidden_size")
-    num_heads = count(config, "num_attention_heads")
-    num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
+
+    def size_of(key: str, default: int | None = None) -> int:
+        return count(
+            config, key, default=default, maximum=limits.max_layer_size, setting="max_layer_size"
+        )
+
+    num_layers = count(
+        config, "num_hidden_layers", maximum=limits.max_num_layers, setting="max_num_layers"
+    )
+    hidden_size = size_of("hidden_size")
+    num_heads = size_of("num_attention_heads")
+    num_kv_heads = size_of("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads {num_heads} is not a multiple of "
@@ -417,26 +435,26 @@ def unified_config(
             f"config.json: hidden_size {hidden_size} is not a multiple of "
             f"num_attention_heads {num_heads}, and head_dim is not given"
         )
-    head_size = count(config, "head_dim", default=hidden_size // num_heads)
+    head_size = size_of("head_dim", default=hidden_size // num_heads)
     if head_size % 2:
         raise CheckpointError(f"config.json: head_dim {head_size} is odd; rotary needs an even one")
-    max_position_embeddings = count(config, "max_position_embeddings")
+    max_position_embeddings = positions(config, limits)
     rotary = rope(config, max_position_embeddings)
     rotary_size = int(head_size * rotary.partial)
     _check_rotary(family, rotary, rotary_size)
-    context = context_length(max_position_embeddings, rotary.scaling)
-    window = sliding_window(family.windows, config, context)
+    context = context_length(max_position_embeddings, rotary.scaling, limits)
+    window = sliding_window(family.windows, config, context, num_layers)
     unified: dict[str, Any] = {
         "architecture": family.architecture,
         "dtype": _dtype(config),
         "logits_dtype": "float32",
-        "vocab_size": count(config, "vocab_size"),
+        "vocab_size": vocab_size(config, limits),
         "hidden_size": hidden_size,
-        "num_hidden_layers": count(config, "num_hidden_layers"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_size": head_size,
-        "intermediate_size": count(config, "intermediate_size"),
+        "intermediate_size": size_of("intermediate_size"),
         "hidden_act": activation(config, family.activation_key, family.activations),
         "norm_epsilon": number(config, "rms_norm_eps"),
         "position_embedding_type": "rope_gpt_neox",
@@ -479,6 +497,11 @@ def tensor_rules(config: Mapping[str, Any]) -> Iterator[tuple[TensorRule, int | 
 
     The order is that of the forward pass, and of the tensors in the rank files.
     """
+    if config["num_hidden_layers"] > _MOST_LAYERS:  # of an artifact that somebody else made
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {show(config['num_hidden_layers'])}, expected at "
+            f"most {_MOST_LAYERS}"
+        )
     rules = [
         rule
         for rule in FAMILIES[config["architecture"]].tensors
@@ -645,6 +668,6 @@ def _dtype(config: Mapping[str, Any]) -> str:
     name = str(name).removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(
-            f"config.json: dtype '{name}' is not supported; supported: {', '.join(DTYPES)}"
+            f"config.json: dtype '{show(name)}' is not supported; supported: {', '.join(DTYPES)}"
         )
     return name

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specpipe.errors import CheckpointError
+from specpipe.checkpoint_file import quoted
+from specpipe.errors import CheckpointError, show
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 
 Windows = Literal["always", "optional", "alternating", "never"]
 """Which layers of a family have the config's sliding window.
@@ -35,8 +37,6 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "longrope": (),
 }
 """The numbers that each supported rope scaling needs."""
-
-_MAX_LAYERS = 10_000
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"  # what stands in `layer_types`
 
@@ -65,21 +65,45 @@ class SlidingWindow:
     layer_types: list[str] | None
 
 
-def context_length(max_position_embeddings: int, rotary_scaling: Mapping[str, Any] | None) -> int:
+def context_length(
+    max_position_embeddings: int,
+    rotary_scaling: Mapping[str, Any] | None,
+    limits: FileLimits = FILE_LIMITS,
+) -> int:
     """Positions that a model is made for, from what `rope` returns.
 
     Linear and dynamic scaling stretch `max_position_embeddings`, as trtllm-build counts it. With
     llama3 and longrope that number is the stretched one already; with yarn it may be either, and
     what tells is the original length.
     """
-    if rotary_scaling is None:
-        return max_position_embeddings
-    if rotary_scaling["rope_type"] in ("linear", "dynamic"):
-        return int(max_position_embeddings * rotary_scaling["factor"])
-    if rotary_scaling["rope_type"] == "yarn":
+    length: float = max_position_embeddings
+    kind = rotary_scaling["rope_type"] if rotary_scaling else None
+    if rotary_scaling and kind in ("linear", "dynamic"):
+        length = max_position_embeddings * rotary_scaling["factor"]
+    elif rotary_scaling and kind == "yarn":
         stretched = rotary_scaling["original_max_position_embeddings"] * rotary_scaling["factor"]
-        return max(max_position_embeddings, int(stretched))
-    return max_position_embeddings
+        length = max(max_position_embeddings, stretched)
+    if length > limits.max_context_length:
+        raise CheckpointError(
+            f"config.json: rope stretches the context to {length:.6g} positions, expected at most "
+            f"{limits.max_context_length} (serving.limits.max_context_length)"
+        )
+    return int(length)
+
+
+def positions(config: Mapping[str, Any], limits: FileLimits) -> int:
+    """Reads how many positions the model was made for, before any scaling."""
+    return count(
+        config,
+        "max_position_embeddings",
+        maximum=limits.max_context_length,
+        setting="max_context_length",
+    )
+
+
+def vocab_size(config: Mapping[str, Any], limits: FileLimits) -> int:
+    """Reads how many embedding rows the model has."""
+    return count(config, "vocab_size", maximum=limits.max_vocab_size, setting="max_vocab_size")
 
 
 def rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
@@ -108,18 +132,13 @@ def rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
 
 
 def sliding_window(
-    windows: Windows, config: Mapping[str, Any], context: int
+    windows: Windows, config: Mapping[str, Any], context: int, num_layers: int
 ) -> SlidingWindow | None:
     """Returns the window of a family's config; None where it cuts no text of the context short."""
     if windows == "never" or config["sliding_window"] is None:
         return None
     if windows == "optional" and not config.get("use_sliding_window"):
         return None
-    num_layers = count(config, "num_hidden_layers")
-    if num_layers > _MAX_LAYERS:  # before a list of them is made
-        raise CheckpointError(
-            f"config.json: num_hidden_layers is {num_layers}, expected at most {_MAX_LAYERS}"
-        )
     layer_types: list[str] | None = None
     if windows != "always":
         layer_types = _layer_types(config, num_layers)
@@ -142,13 +161,14 @@ def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str] | None
         return None
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise CheckpointError(
-            f"config.json: layer_types is {layer_types!r}, expected a list with one entry for each "
-            f"of the {num_layers} layers"
+            f"config.json: layer_types is {quoted(layer_types)}, expected a list with one entry "
+            f"for each of the {num_layers} layers"
         )
     for kind in layer_types:
         if kind not in (_SLIDING, _FULL):
             raise CheckpointError(
-                f"config.json: layer type {kind!r} is not supported; supported: {_FULL}, {_SLIDING}"
+                f"config.json: layer type {quoted(kind)} is not supported; supported: {_FULL}, "
+                f"{_SLIDING}"
             )
     return layer_types
 
@@ -161,22 +181,35 @@ def activation(config: Mapping[str, Any], key: str, supported: Mapping[str, str]
     name = config[key]
     if not isinstance(name, str) or name not in supported:
         raise CheckpointError(
-            f"config.json: {key} {name!r} is not supported; only {next(iter(supported))} is"
+            f"config.json: {key} {quoted(name)} is not supported; only {next(iter(supported))} is"
         )
     return supported[name]
 
 
 def count(
-    config: Mapping[str, Any], key: str, *, default: int | None = None, minimum: int = 1
+    config: Mapping[str, Any],
+    key: str,
+    *,
+    default: int | None = None,
+    minimum: int = 1,
+    maximum: int = 2**53,
+    setting: str | None = None,
 ) -> int:
-    """Reads a whole number; null counts as left out."""
+    """Reads a whole number; null counts as left out.
+
+    setting  the one of `serving.limits` that is the maximum
+    """
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**53:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise CheckpointError(
-            f"config.json: {key} is {value!r}, expected a whole number of at least {minimum}"
-            + (" and below 2^53" if isinstance(value, int) and value >= 2**53 else "")
+            f"config.json: {key} is {quoted(value)}, expected a whole number of at least {minimum}"
+        )
+    if value > maximum:
+        why = "" if setting is None else f" (serving.limits.{setting})"
+        raise CheckpointError(
+            f"config.json: {key} is {show(value)}, expected at most {maximum}{why}"
         )
     return value
 
@@ -185,7 +218,7 @@ def number(config: Mapping[str, Any], key: str) -> float:
     """Reads a positive number."""
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
-        raise CheckpointError(f"config.json: {key} is {value!r}, expected a positive number")
+        raise CheckpointError(f"config.json: {key} is {quoted(value)}, expected a positive number")
     return float(value)
 
 
@@ -200,7 +233,7 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {key} is {value!r}, expected true or false")
+        raise CheckpointError(f"config.json: {key} is {quoted(value)}, expected true or false")
     return value
 
 
@@ -244,11 +277,12 @@ def _rope_type(values: Mapping[str, Any]) -> str:
         kind, other = ("longrope" if name in ("su", "yarn") else name for name in (kind, other))
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise CheckpointError(
-            f"config.json: rope type '{kind}' is not supported; supported: {', '.join(_ROPE_KEYS)}"
+            f"config.json: rope type '{show(kind)}' is not supported; supported: "
+            + ", ".join(_ROPE_KEYS)
         )
     if other != kind:
         raise CheckpointError(
-            f"config.json: rope type is '{kind}' by rope_type and '{other}' by type"
+            f"config.json: rope type is '{kind}' by rope_type and '{show(other)}' by type"
         )
     return kind
 
@@ -280,7 +314,9 @@ def _read_yarn(
             attention_factor /= magnitude(number(values, "mscale_all_dim"))
     truncate = values.get("truncate", True)
     if not isinstance(truncate, bool):
-        raise CheckpointError(f"config.json: truncate is {truncate!r}, expected true or false")
+        raise CheckpointError(
+            f"config.json: truncate is {quoted(truncate)}, expected true or false"
+        )
     return {
         "attention_factor": attention_factor,
         "beta_fast": beta_fast,
@@ -302,7 +338,9 @@ def _read_longrope(
     for key in ("short_factor", "long_factor"):
         listed = values.get(key)
         if not isinstance(listed, list) or not listed:
-            raise CheckpointError(f"config.json: {key} is {listed!r}, expected a list of numbers")
+            raise CheckpointError(
+                f"config.json: {key} is {quoted(listed)}, expected a list of numbers"
+            )
         factors[key] = [number({f"{key}[{i}]": x}, f"{key}[{i}]") for i, x in enumerate(listed)]
     return factors
 
@@ -310,5 +348,5 @@ def _read_longrope(
 def _section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise CheckpointError(f"config.json: {key} is {value!r}, expected an object")
+        raise CheckpointError(f"config.json: {key} is {quoted(value)}, expected an object")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from specpipe.section import Section
+from specpipe.file_limits import FileLimits
 
 _MOST_PROMPT_BYTES = 2 << 20
 """Of the default: tokenizing takes about a second for each MiB on one core (measured: BPE, Unigram
@@ -25,8 +25,8 @@ _MESSAGE_FRAMES_BYTES = 64 << 10
 """What roles, brackets and names of `messages` may take by default."""
 
 
-class RequestLimits(Section):
-    """What of a request is refused for its size."""
+class Limits(FileLimits):
+    """What is refused for its size, each with both numbers; docs/limits.md is the table."""
 
     max_prompt_bytes: int | None = Field(default=None, ge=1)
     """Bytes of a prompt in UTF-8, before it is tokenized; none: `engine.max_seq_len` times the
@@ -71,32 +71,11 @@ class RequestLimits(Section):
         return ServedLimits(**{**self.model_dump(), **sizes}, max_seq_len=max_seq_len)
 
 
-class ServedLimits(RequestLimits):
-    """The limits of one repository; packaging writes them beside the tokenizer."""
+class ServedLimits(Limits):
+    """The limits of one repository; packaging writes them beside each tokenizer."""
 
     max_prompt_bytes: int
     max_messages_bytes: int
 
     max_seq_len: int
     """Tokens of prompt and output together, `engine.max_seq_len`."""
-
-
-class Limits(RequestLimits):
-    """What is refused for its size, each with both numbers; docs/limits.md is the table."""
-
-    def of_requests(self) -> RequestLimits:
-        """Those that a repository is packaged with."""
-        return RequestLimits(**self.model_dump(include=set(RequestLimits.model_fields)))
-
-    # Of a checkpoint's files.
-    max_safetensors_header_bytes: int = Field(default=16 << 20, ge=1)
-    """Bytes of the header of one safetensors file."""
-
-    max_num_layers: int = Field(default=512, ge=1)
-    """Layers of a model."""
-
-    max_vocab_size: int = Field(default=1 << 20, ge=1)
-    """Embedding rows of a model, and ids of a tokenizer."""
-
-    max_chat_template_bytes: int = Field(default=1 << 20, ge=1)
-    """Bytes of a chat template."""

@@ -88,8 +88,13 @@ class Manifest:
 
 def read_manifest(artifact: Path) -> Manifest | None:
     """Returns the manifest of an artifact; None where there is none that this version can read."""
+    return parse_manifest(manifest_path(artifact))
+
+
+def parse_manifest(path: Path) -> Manifest | None:
+    """Returns what a manifest's file says; None where this version cannot read it."""
     try:
-        data = json.loads(manifest_path(artifact).read_text())
+        data = json.loads(path.read_text())
         if data.pop("format") != _FORMAT:
             return None
         data["inputs"] = tuple(

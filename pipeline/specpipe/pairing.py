@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specpipe.checkpoint import some
+from specpipe.checkpoint_file import quoted, read_json
 from specpipe.errors import CheckpointError, PairingError
-from specpipe.hf_config import context_length, rope
+from specpipe.file_limits import FILE_LIMITS, FileLimits
+from specpipe.hf_config import context_length, positions, rope, vocab_size
 from specpipe.text import Tokenizer
-from specpipe.tokenizer_files import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +62,15 @@ class PairContract:
         return cls(**data)
 
 
-def check_pair(draft: Path, target: Path) -> PairContract:
+def check_pair(draft: Path, target: Path, limits: FileLimits = FILE_LIMITS) -> PairContract:
     """Compares two checkpoint folders by config.json, generation_config.json and tokenizer files.
 
     Raises PairingError with every difference that makes the pair unsound, a line each, and
     CheckpointError when a folder cannot be read.
     """
-    draft_side, target_side = _Side.load("draft", draft), _Side.load("target", target)
+    draft_side, target_side = (
+        _Side.load(role, folder, limits) for role, folder in (("draft", draft), ("target", target))
+    )
     differences = [
         *_token_differences(draft_side, target_side),
         *_special_differences(draft_side, target_side),
@@ -107,20 +111,17 @@ class _Side:
     max_seq_len: int
 
     @classmethod
-    def load(cls, role: str, folder: Path) -> _Side:
+    def load(cls, role: str, folder: Path, limits: FileLimits) -> _Side:
         try:
-            tokenizer = Tokenizer.load(folder)
-            path = folder / "config.json"
-            config = read_json(path)
-            return cls(
-                role,
-                tokenizer,
-                tokenizer.tokens(),
-                _count(config, "vocab_size", path),
-                _max_seq_len(config, path),
-            )
+            tokenizer = Tokenizer.load(folder, limits)
+            config = read_json(folder / "config.json", limits=limits)
         except CheckpointError as exc:
             raise CheckpointError(f"{role}: {exc}") from exc
+        try:
+            num_rows, max_seq_len = vocab_size(config, limits), _max_seq_len(config, limits)
+        except CheckpointError as exc:
+            raise CheckpointError(f"{role}: {folder}: {exc}") from exc
+        return cls(role, tokenizer, tokenizer.tokens(), num_rows, max_seq_len)
 
     @property
     def used(self) -> set[int]:
@@ -131,24 +132,18 @@ class _Side:
         """A token id with its string, for messages."""
         if token_id is None:
             return "none"
-        return f"{token_id} {self.tokens[token_id]!r}" if token_id in self.tokens else str(token_id)
+        return (
+            f"{token_id} {quoted(self.tokens[token_id])}"
+            if token_id in self.tokens
+            else str(token_id)
+        )
 
 
-def _count(config: dict[str, Any], key: str, path: Path) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{path}: {key} is {value!r}; it must be a positive integer")
-    return value
-
-
-def _max_seq_len(config: dict[str, Any], path: Path) -> int:
-    length = _count(config, "max_position_embeddings", path)
+def _max_seq_len(config: dict[str, Any], limits: FileLimits) -> int:
+    length = positions(config, limits)
     # Where the config leaves the base out, its family decides; the length does not depend on it.
-    try:
-        rotary = rope({"rope_theta": 10000.0, **config}, length)
-    except CheckpointError as exc:
-        raise CheckpointError(f"{path.parent}: {exc}") from exc
-    return context_length(length, rotary.scaling)
+    rotary = rope({"rope_theta": 10000.0, **config}, length)
+    return context_length(length, rotary.scaling, limits)
 
 
 def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:
@@ -158,8 +153,8 @@ def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:
     if differing:
         first = differing[0]
         yield (
-            f"token id {first} is {draft.tokens[first]!r} in the draft and "
-            f"{target.tokens[first]!r} in the target; {len(differing)} of {len(shared)} ids differ"
+            f"token id {first} is {quoted(draft.tokens[first])} in the draft and "
+            f"{quoted(target.tokens[first])} in the target; {len(differing)} of {len(shared)} ids differ"
         )
         return
     ids = {text: token_id for token_id, text in target.tokens.items()}
@@ -167,7 +162,7 @@ def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:
     if moved:
         text = draft.tokens[moved[0]]
         yield (
-            f"{text!r} is token id {moved[0]} in the draft and {ids[text]} in the target; "
+            f"{quoted(text)} is token id {moved[0]} in the draft and {ids[text]} in the target; "
             f"{len(moved)} tokens differ in this"
         )
 
@@ -288,7 +283,7 @@ def _notes(draft: _Side, target: _Side) -> Iterator[str]:
 
 
 def _listed(side: _Side, token_ids: Collection[int]) -> str:
-    return ", ".join(side.describe(token_id) for token_id in sorted(token_ids)) or "no id"
+    return some([side.describe(token_id) for token_id in sorted(token_ids)]) or "no id"
 
 
 def _unused_ranges(used: Collection[int], num_rows: int) -> tuple[tuple[int, int], ...]:

@@ -28,9 +28,11 @@ from specpipe.checkpoint import (
     read_config,
     refuse_pickles,
 )
+from specpipe.checkpoint_file import is_there
 from specpipe.config import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, RepositoryError
 from specpipe.families import unified_config
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.hf_config import context_length
 from specpipe.manifest import MANIFEST_SUFFIX, Hashed
 from specpipe.pairing import PairContract, check_pair
@@ -101,7 +103,8 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
     pair = _plan_pair(config, small_files)
     runtime = load_runtime(config.engine.runtime)
     check = PlannedStage(
-        Check(pair.draft.folder, pair.target.folder), config.artifacts_dir / "check"
+        Check(pair.draft.folder, pair.target.folder, config.serving.limits),
+        config.artifacts_dir / "check",
     )
     draft_stages, target_stages = runtime.engine_stages(pair)
     in_turn = _in_turn(draft_stages, target_stages)
@@ -129,7 +132,7 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
             num_threads=config.engine.num_threads,
             runtime_settings=runtime.serving_settings(pair),
         ),
-        limits=config.serving.limits.of_requests(),
+        limits=config.serving.limits,
         num_preprocessing=config.serving.preprocessing_instances,
     )
     return (check, *in_turn, PlannedStage(package, repository_dir(config)))
@@ -154,7 +157,7 @@ def check(
     pair = _plan_pair(config, small_files)
     runtime = load_runtime(config.engine.runtime)
     return Checked(
-        check_pair(pair.draft.folder, pair.target.folder),
+        check_pair(pair.draft.folder, pair.target.folder, config.serving.limits),
         {side.role: runtime.estimate_memory(pair, side) for side in (pair.draft, pair.target)},
         plan_memory(config, pair, runtime, gpus) if gpus else None,
     )
@@ -184,8 +187,11 @@ def hold_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRep
     """
     folder = repository_dir(config)
     if not folder.is_dir():
+        why = "does not exist"
+        if cache.old_artifact(folder).is_dir():
+            why = "is missing, since a build was killed while it replaced it"
         raise RepositoryError(
-            f"{folder} does not exist: run `specpipe build --config {config.source}` first"
+            f"{folder} {why}: run `specpipe build --config {config.source}` first"
         )
     held = cache.hold(folder, verify=verify)
     return BuiltRepository(folder, _refusal(config, folder, held.damage), held.hashed)
@@ -381,10 +387,13 @@ def _resolve(
         folder=found.path,
         unified=unified,
         context_length=context_length(
-            unified["max_position_embeddings"], unified["rotary_scaling"]
+            unified["max_position_embeddings"],
+            unified["rotary_scaling"],
+            config.serving.limits,
         ),
         base_dir=config.base_dir,
         artifacts=config.artifacts_dir / role,
+        limits=config.serving.limits,
         fetch=Fetch(found.name, found.revision, config.base_dir, role) if found.revision else None,
     )
 
@@ -397,8 +406,9 @@ def _unified(
     Where quantized weights are read as they are, it tells the architecture alone.
     """
     scheme = checkpoint.quantization
-    hf_config = read_config(folder, allow_quantized=True)
-    is_quantized = (folder / QUANT_CONFIG_NAME).is_file() or any(
+    limits = config.serving.limits
+    hf_config = read_config(folder, allow_quantized=True, limits=limits)
+    is_quantized = is_there(folder / QUANT_CONFIG_NAME) or any(
         hf_config.get(key) for key in QUANTIZATION_KEYS
     )
     if is_quantized and scheme is not None:
@@ -407,8 +417,12 @@ def _unified(
             "it was quantized from"
         )
     reads_quantized = load_runtime(config.engine.runtime).reads_quantized(config.engine)
-    prequantized = read_prequantized(folder) if is_quantized and not reads_quantized else None
-    plain = _architecture(hf_config, tp_size=checkpoint.tp_size, pp_size=checkpoint.pp_size)
+    prequantized = (
+        read_prequantized(folder, limits) if is_quantized and not reads_quantized else None
+    )
+    plain = _architecture(
+        hf_config, tp_size=checkpoint.tp_size, pp_size=checkpoint.pp_size, limits=limits
+    )
     if scheme is not None:
         return quantized_config(plain, scheme)
     return plain if prequantized is None else {**plain, "quantization": prequantized.quantization()}
@@ -431,11 +445,18 @@ def check_architecture(role: Role, folder: Path) -> None:
         raise CheckpointError(f"{role} {folder}: {exc}") from exc
 
 
-def _architecture(hf_config: Mapping[str, Any], *, tp_size: int, pp_size: int) -> dict[str, Any]:
+def _architecture(
+    hf_config: Mapping[str, Any],
+    *,
+    tp_size: int,
+    pp_size: int,
+    limits: FileLimits = FILE_LIMITS,
+) -> dict[str, Any]:
     """Returns the unified config of plain weights, but for its dtype."""
     plain = {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
     # It may be left to the weights, and has no part in this.
-    return unified_config({**plain, "dtype": "float32"}, tp_size=tp_size, pp_size=pp_size)
+    whole = {**plain, "dtype": "float32"}
+    return unified_config(whole, tp_size=tp_size, pp_size=pp_size, limits=limits)
 
 
 def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> Plan:
@@ -449,6 +470,7 @@ def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> P
             checkpoint=None if scheme is None else checkpoint_dir(side),
             calibration=None if scheme is None else scheme.calibration,
             base_dir=side.base_dir,
+            limits=side.limits,
         )
 
     def fetch() -> None:

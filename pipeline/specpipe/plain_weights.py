@@ -31,6 +31,7 @@ from specpipe.families import (
     tensor_rules,
     unified_config,
 )
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.rules import Part
 from specpipe.weight_values import in_tensor, rounded, to_float32
 
@@ -71,18 +72,25 @@ class PlainWeights:
             row += len(block)
 
 
-def open_weights(checkpoint: Path, *, tp_size: int = 1, pp_size: int = 1) -> PlainWeights:
+def open_weights(
+    checkpoint: Path, *, tp_size: int = 1, pp_size: int = 1, limits: FileLimits = FILE_LIMITS
+) -> PlainWeights:
     """Opens a plain Hugging Face folder; refuses all that can be refused without its weights.
 
     One weight is read: a tied head that is stored too, which must be the embedding.
     """
-    source = open_checkpoint(checkpoint)
-    config = config_of(source, source.config, tp_size=tp_size, pp_size=pp_size)
+    source = open_checkpoint(checkpoint, limits=limits)
+    config = config_of(source, source.config, tp_size=tp_size, pp_size=pp_size, limits=limits)
     return match_weights(source, config)
 
 
 def config_of(
-    source: HFCheckpoint, hf_config: Mapping[str, Any], *, tp_size: int, pp_size: int
+    source: HFCheckpoint,
+    hf_config: Mapping[str, Any],
+    *,
+    tp_size: int,
+    pp_size: int,
+    limits: FileLimits,
 ) -> dict[str, Any]:
     """Returns the unified config of an open folder; its embedding tells a dtype that is left out.
 
@@ -91,7 +99,7 @@ def config_of(
     if not (hf_config.get("dtype") or hf_config.get("torch_dtype")):
         hf_config = {**hf_config, "dtype": _stored_dtype(source)}
     try:
-        return unified_config(hf_config, tp_size=tp_size, pp_size=pp_size)
+        return unified_config(hf_config, tp_size=tp_size, pp_size=pp_size, limits=limits)
     except CheckpointError as exc:
         raise CheckpointError(f"{source.folder}: {exc}") from exc
 

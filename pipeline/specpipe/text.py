@@ -16,6 +16,7 @@ import tokenizers
 
 from specpipe.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
 from specpipe.errors import RequestError, show
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.tokenizer_files import TokenizerParts, added_ends, is_library_fault, load_parts
 
 
@@ -45,9 +46,14 @@ class Tokenizer:
         self._piece = cache(self._find_piece)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path, limits: FileLimits = FILE_LIMITS) -> Tokenizer:
         """Reads the `TOKENIZER_FILES` of a checkpoint; CheckpointError names the file at fault."""
-        return cls(load_parts(folder))
+        return cls(load_parts(folder, limits))
+
+    def warm_up(self) -> None:
+        """Starts what the first conversation would have to wait for."""
+        if self.chat_template is not None:
+            self.chat_template.warm_up()
 
     def encode(self, text: str) -> list[int]:
         """Encodes a prompt as the checkpoint's tokenizer does, its special tokens included.
@@ -70,12 +76,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError("messages: this model has no chat template; send text_input instead")
-        rendered = self.chat_template.render(messages)
-        if max_bytes is not None and (num_bytes := len(rendered.encode())) > max_bytes:
-            raise RequestError(
-                f"messages come to a prompt of {num_bytes} bytes, which may have {max_bytes} "
-                "(serving.limits.max_prompt_bytes)"
-            )
+        rendered = self.chat_template.render(messages, max_bytes=max_bytes)
         token_ids = _encode(self._backend, rendered, add_special_tokens=False)
         if self._adds_bos and token_ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None  # what is added has an id

@@ -7,7 +7,6 @@ transformers 4.57 (`PreTrainedTokenizerFast`: `added_tokens_decoder`, `additiona
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,9 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from specpipe.chat_template import ChatTemplate
-from specpipe.errors import CheckpointError
+from specpipe.checkpoint_file import is_there, quoted, read_json, read_text
+from specpipe.errors import CheckpointError, show
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -67,19 +68,22 @@ class TokenizerParts:
     roles: Mapping[int, str] = field(default_factory=dict)
 
 
-def load_parts(folder: Path) -> TokenizerParts:
+def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts:
     """Reads the `TOKENIZER_FILES`; CheckpointError names the file at fault."""
-    backend = _load_backend(folder)
-    settings = read_json(folder / "tokenizer_config.json", default={})
-    older = read_json(folder / "special_tokens_map.json", default={})
-    config = read_json(folder / "config.json", default={})
+    backend = _load_backend(folder, limits)
+    settings, older, config, generation = (
+        read_json(folder / name, default={}, limits=limits)
+        for name in (
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "config.json",
+            "generation_config.json",
+        )
+    )
     role_ids = [
-        *_role_ids(config, folder / "config.json"),
-        *_role_ids(
-            read_json(folder / "generation_config.json", default={}),
-            folder / "generation_config.json",
-        ),
-        *_role_ids(settings, folder / "tokenizer_config.json"),
+        *_role_ids(config, folder / "config.json", limits),
+        *_role_ids(generation, folder / "generation_config.json", limits),
+        *_role_ids(settings, folder / "tokenizer_config.json", limits),
     ]
     try:
         named = {
@@ -89,18 +93,19 @@ def load_parts(folder: Path) -> TokenizerParts:
         }
         extra = [*_extra_special_tokens(settings), *_extra_special_tokens(older)]
         special = [*named.values(), *extra]
-        declaring, declared = _declared_tokens(folder, settings, special)
-        chat_template = _chat_template(folder, settings, named)
+        declaring, declared = _declared_tokens(folder, settings, special, limits)
+        chat_template = _chat_template(folder, settings, named, limits)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'} is not as transformers writes it ({exc!r}); "
-            "download it again"
+            f"{folder / 'tokenizer_config.json'} is not as transformers writes it "
+            f"({quoted(exc)}); download it again"
         ) from exc
+    _check_count(declaring, "tokens", len(declared) + len(extra), limits)
     with _naming_faults(declaring):
         _add_tokens(backend, declaring, declared, special)
     if "eos_token" in named and backend.token_to_id(named["eos_token"]) is None:
         raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'}: eos_token is {named['eos_token']!r:.80}, which "
+            f"{folder / 'tokenizer_config.json'}: eos_token is {quoted(named['eos_token'])}, which "
             "has no id in tokenizer.json; take both files from one download"
         )
 
@@ -109,7 +114,9 @@ def load_parts(folder: Path) -> TokenizerParts:
         token_id = None if token is None else backend.token_to_id(token)
         if token_id is not None:
             return token_id
-        return next(iter(_token_ids(config, f"{role}_token_id", folder / "config.json")), None)
+        return next(
+            iter(_token_ids(config, f"{role}_token_id", folder / "config.json", limits)), None
+        )
 
     bos, eos = id_of("bos"), id_of("eos")
     with _naming_faults(folder / "tokenizer_config.json"):
@@ -137,39 +144,19 @@ def added_ends(
     return adds_bos, len(added) > adds_bos and added[-1] == eos
 
 
-def read_json(path: Path, *, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Reads a JSON object; a missing file is the default, and an error where there is none."""
-    if default is not None and not path.is_file():
-        return default
-    text = _read_text(path)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise CheckpointError(f"{path} is not valid JSON ({exc}); download it again") from exc
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
-def _read_text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as exc:
-        raise CheckpointError(f"{path} does not exist; download the checkpoint again") from exc
-    except (OSError, UnicodeDecodeError) as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    if text.startswith("version https://git-lfs"):
+def _check_count(path: Path, what: str, number: int, limits: FileLimits) -> None:
+    if number > limits.max_vocab_size:
         raise CheckpointError(
-            f"{path} is a Git LFS pointer, not the file; run `git lfs pull` in its repository"
+            f"{path} has {number} {what}, expected at most {limits.max_vocab_size} "
+            "(serving.limits.max_vocab_size)"
         )
-    return text
 
 
-def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+def _load_backend(folder: Path, limits: FileLimits) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
-    if not path.is_file():
+    if not is_there(path):
         others = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
         found = next((name for name in others if (folder / name).is_file()), None)
         if found is None:
@@ -182,12 +169,13 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             "transformers, sentencepiece and tiktoken installed: "
             f"{_CONVERT.format(folder=folder)}"
         )
-    text = _read_text(path)
+    text = read_text(path, max_bytes=limits.max_tokenizer_bytes, setting="max_tokenizer_bytes")
     with _naming_faults(path):
         backend = tokenizers.Tokenizer.from_str(text)
         backend.no_truncation()  # the file keeps what its last user had set
         backend.no_padding()
         backend.encode("")  # what adds special tokens to a text is first tried by doing so
+    _check_count(path, "ids", backend.get_vocab_size(), limits)
     return backend
 
 
@@ -210,7 +198,7 @@ def _naming_faults(path: Path) -> Iterator[None]:
         if not is_library_fault(exc):
             raise
         raise CheckpointError(
-            f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {exc}"
+            f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {show(exc)}"
         ) from exc
 
 
@@ -230,15 +218,15 @@ def _extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _declared_tokens(
-    folder: Path, settings: Mapping[str, Any], special: Collection[str]
+    folder: Path, settings: Mapping[str, Any], special: Collection[str], limits: FileLimits
 ) -> tuple[Path, dict[int, AddedToken]]:
     """Returns the file that declares added tokens, and these by id.
 
     added_tokens.json is the older one: transformers reads it where the other declares none.
     """
     path = folder / "added_tokens.json"
-    if "added_tokens_decoder" not in settings and path.is_file():
-        ids = read_json(path)
+    if "added_tokens_decoder" not in settings and is_there(path):
+        ids = read_json(path, limits=limits)
         if not all(isinstance(token_id, int) for token_id in ids.values()):
             raise CheckpointError(f"{path} must give each token an id; download it again")
         return path, {
@@ -269,8 +257,8 @@ def _add_tokens(
         found = backend.token_to_id(token.content)
         if found != token_id:
             raise CheckpointError(
-                f"{path.parent}: {path.name} gives {token.content!r:.80} the id {token_id!s:.20}, "
-                f"tokenizer.json {found}; take both files from one download"
+                f"{path.parent}: {path.name} gives {quoted(token.content)} the id "
+                f"{quoted(token_id)}, tokenizer.json {found}; take both files from one download"
             )
     known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     backend.add_tokens(
@@ -282,25 +270,32 @@ def _add_tokens(
     )
 
 
-def _role_ids(values: Mapping[str, Any], path: Path) -> list[tuple[int, str, str]]:
+def _role_ids(
+    values: Mapping[str, Any], path: Path, limits: FileLimits
+) -> list[tuple[int, str, str]]:
     """Returns each id that a file gives a role, with the file's name and the key."""
     return [
         (token_id, path.name, key)
         for key in values
         if key.endswith("_token_id")
-        for token_id in _token_ids(values, key, path)
+        for token_id in _token_ids(values, key, path, limits)
     ]
 
 
-def _token_ids(config: Mapping[str, Any], key: str, path: Path) -> list[int]:
+def _token_ids(config: Mapping[str, Any], key: str, path: Path, limits: FileLimits) -> list[int]:
     """Returns the ids under a key that may hold none, one or several; −1 means none."""
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > limits.max_end_token_ids:
+        raise CheckpointError(
+            f"{path}: {key} has {len(ids)} ids, expected at most {limits.max_end_token_ids} "
+            "(serving.limits.max_end_token_ids)"
+        )
     for token_id in ids:
         if type(token_id) is not int or not -1 <= token_id <= _MAX_TOKEN_ID:
             raise CheckpointError(
-                f"{path}: {key} is {value!r:.80}; it must be token ids, which {token_id!r:.40} is "
-                "not"
+                f"{path}: {key} is {quoted(value)}; it must be token ids, which {quoted(token_id)} "
+                "is not"
             )
     return [token_id for token_id in ids if token_id != -1]
 
@@ -329,20 +324,23 @@ def _set_ends(
 
 
 def _chat_template(
-    folder: Path, settings: Mapping[str, Any], named: Mapping[str, str]
+    folder: Path, settings: Mapping[str, Any], named: Mapping[str, str], limits: FileLimits
 ) -> ChatTemplate | None:
     """The template named `default` where there are several."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return ChatTemplate(_read_text(path), file=str(path), special_tokens=named)
-    source = settings.get("chat_template")
-    if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}
-    if isinstance(source, Mapping):
-        source = source.get("default")
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise TypeError("chat_template")
-    path = folder / "tokenizer_config.json"
-    return ChatTemplate(source, file=str(path), special_tokens=named)
+    if is_there(path):
+        source: Any = read_text(
+            path, max_bytes=limits.max_chat_template_bytes, setting="max_chat_template_bytes"
+        )
+    else:
+        path = folder / "tokenizer_config.json"
+        source = settings.get("chat_template")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}
+        if isinstance(source, Mapping):
+            source = source.get("default")
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise TypeError("chat_template")
+    return ChatTemplate(source, file=str(path), special_tokens=named, limits=limits)

@@ -30,6 +30,7 @@ from specpipe.checkpoint import (
     read_blocks,
     read_safetensors_header,
 )
+from specpipe.checkpoint_file import is_there, read_json
 from specpipe.errors import CheckpointError, SpecpipeError
 from specpipe.families import (
     FAMILIES,
@@ -314,12 +315,12 @@ def _rank_file(folder: Path, rank: int) -> Path:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError as exc:
+        config = read_json(path)
+    except CheckpointError as exc:
+        if is_there(path):
+            raise
         raise CheckpointError(f"{folder} has no config.json; convert again") from exc
-    except ValueError as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    if not isinstance(config, dict) or config.get("architecture") not in FAMILIES:
+    if config.get("architecture") not in FAMILIES:
         raise CheckpointError(f"{path} is not that of a unified checkpoint of a supported family")
     return config
 

@@ -16,6 +16,7 @@ import yaml
 from specpipe.errors import ConfigError
 
 _MAX_DEPTH = 50  # a configuration needs three
+_MAX_BYTES = 1 << 18  # a configuration has a few thousand; PyYAML takes seconds for these
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
@@ -51,7 +52,11 @@ class Document:
 def read_yaml(path: Path) -> Document:
     """Reads a file that holds one YAML document; raises ConfigError with its line otherwise."""
     try:
-        text = path.read_bytes().decode()
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes: expected a configuration")
+        text = data.decode()
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: expected a YAML file") from None
     except IsADirectoryError:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specpipe.errors import RequestError
-from specpipe.limits import RequestLimits
+from specpipe.limits import Limits
 from specpipe.runtimes.base import Occupancy, PairOptions
 from specpipe.speculative.request import Chunk, Request, Statistics
 from specpipe.text import Tokenizer
@@ -58,7 +58,7 @@ def version(tmp_path: Path) -> Path:
     folder = tmp_path / "1"
     folder.mkdir()
     (folder / "tokenizer").symlink_to(TOKENIZER)
-    limits = RequestLimits().resolved(max_seq_len=64, longest_token_bytes=82, is_bytewise=True)
+    limits = Limits().resolved(max_seq_len=64, longest_token_bytes=82, is_bytewise=True)
     (folder / "limits.json").write_text(limits.model_dump_json())
     return folder
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specpipe.errors import RepositoryError
-from specpipe.limits import RequestLimits
+from specpipe.limits import Limits
 from specpipe.pairing import PairContract
 from specpipe.runtimes.base import PairOptions
 from specpipe.stages.package import Package, models_folder
@@ -82,7 +82,7 @@ def test_limits_of_requests_go_to_preprocessing_and_make_it_stale(
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    limited = replace(package, limits=RequestLimits(max_words=3), num_preprocessing=5)
+    limited = replace(package, limits=Limits(max_words=3), num_preprocessing=5)
     limited.run(out)
     written = json.loads((out / "preprocessing" / "1" / "limits.json").read_text())
     assert (written["max_words"], written["max_seq_len"]) == (3, 1024)

@@ -250,7 +250,7 @@ def test_a_full_queue_restarts_nothing(busy: Busy, wait_until: WaitUntil) -> Non
         with Client(busy.launcher.grpc_url) as client:
             while True:
                 try:
-                    return client.generate(prompt, max_tokens=900, end_id=-1).finish_reason
+                    return client.generate(prompt, max_tokens=300, end_id=-1).finish_reason
                 except RequestError:  # a probe has the only place in the queue
                     time.sleep(0.05)
 

@@ -233,14 +233,15 @@ def test_a_missing_file_is_found(folder: Path, path: str, fault: str) -> None:
     assert any(found.startswith(fault) for found in lint.lint(folder))
 
 
-def test_limits_of_requests_that_cannot_be_read_are_found(folder: Path) -> None:
-    limits = folder / "preprocessing" / "1" / "limits.json"
+@pytest.mark.parametrize("model", ["preprocessing", "speculative"])
+def test_limits_that_cannot_be_read_are_found(folder: Path, model: str) -> None:
+    limits = folder / model / "1" / "limits.json"
     limits.write_text(limits.read_text().replace('"max_words": 256', '"max_words": "many"'))
     (fault,) = lint.lint(folder)
-    assert fault.startswith(f"preprocessing: {limits} holds no limits of requests (")
-    edit(folder, "preprocessing", lambda config: config.parameters.pop("limits_file"))
+    assert fault.startswith(f"{model}: {limits} holds no limits (")
+    edit(folder, model, lambda config: config.parameters.pop("limits_file"))
     assert lint.lint(folder) == [
-        "preprocessing: it names no limits_file, as older releases wrote it; build again"
+        f"{model}: it names no limits_file, as older releases wrote it; build again"
     ]
 
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpipe.errors import RequestError
-from specpipe.limits import RequestLimits
+from specpipe.limits import Limits
 from specpipe.triton.messages import parse_messages
 
-LIMITS = RequestLimits(max_messages=4, max_json_values=40).resolved(
+LIMITS = Limits(max_messages=4, max_json_values=40).resolved(
     max_seq_len=1024, longest_token_bytes=16, is_bytewise=True
 )
 

@@ -1,4 +1,7 @@
-"""`specpipe quickstart`: from a wheel, in an empty folder, with a real Triton."""
+"""`specpipe quickstart`: from a wheel, in an empty folder, with a real Triton.
+
+The run that goes through is of a `--target` folder, which Triton's models must find, too.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("folder")
 
 
-def test_it_writes_builds_serves_and_compares(environment: Environment, folder: Path) -> None:
-    printed = run([environment.bin / "specpipe", "quickstart"], cwd=folder)
+def test_it_writes_builds_serves_and_compares(wheel: Path, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    Environment(tmp_path / "environment").install("--target", target, wheel)
+    command = [target / "bin" / "specpipe", "quickstart"]
+    printed = run(command, cwd=folder, PYTHONPATH=str(target))
     headings = re.findall(r"^--- (.*)$", printed, re.MULTILINE)
     assert headings == [
         "the pair and its YAML go into specpipe-quickstart",

@@ -16,15 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpipe.errors import RequestError, ServerError
-from specpipe.limits import RequestLimits
-from specpipe.speculative.request import (
-    Chunk,
-    Limits,
-    Request,
-    RequestState,
-    Sampling,
-    Statistics,
-)
+from specpipe.limits import Limits
+from specpipe.speculative import request as requests
+from specpipe.speculative.request import Chunk, Request, RequestState, Sampling, Statistics
 from specpipe.text import Tokenizer
 from specpipe.triton import serving
 from specpipe.triton.secret import Signer
@@ -52,7 +46,7 @@ class Words:
         return token_id < 0x110000
 
 
-LIMITS = RequestLimits().resolved(max_seq_len=1024, longest_token_bytes=16, is_bytewise=True)
+LIMITS = Limits().resolved(max_seq_len=1024, longest_token_bytes=16, is_bytewise=True)
 SIGNER = Signer("the secret of a start")
 
 
@@ -807,7 +801,9 @@ def told(tokenizer: Tokenizer, output: list[str], **inputs: Any) -> tuple[str, i
         tensors[name] = serving.as_array(serving.input_tensor(name), [value])
     generation = parse_request(tensors, tokenizer)
     request = generation.request
-    limits = Limits(max_num_draft_tokens=4, max_seq_len=64, draft_max_seq_len=64, vocab_size=1000)
+    limits = requests.Limits(
+        max_num_draft_tokens=4, max_seq_len=64, draft_max_seq_len=64, vocab_size=1000
+    )
     state = RequestState(request, limits, tokenizer.detokenizer(request.text_token_ids))
     ids = {name: token_id for token_id, name in tokenizer.tokens().items()}
     received, responses = Answer(generation, stream_id="1"), []

@@ -10,8 +10,9 @@ from specpipe.triton.secret import Signer
 
 class TritonPythonModel:
     def initialize(self, args):
-        self._tokenizer = Tokenizer.load(repository.tokenizer_folder(args))
         self._limits = repository.read_limits(args)
+        self._tokenizer = Tokenizer.load(repository.tokenizer_folder(args), self._limits)
+        self._tokenizer.warm_up()
         self._signer = Signer.from_environment()
 
     def execute(self, requests):

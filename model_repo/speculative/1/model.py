@@ -23,7 +23,8 @@ LOGGER = logging.getLogger(__name__)
 
 class TritonPythonModel:
     def initialize(self, args):
-        tokenizer = Tokenizer.load(repository.tokenizer_folder(args))
+        limits = repository.read_limits(args)
+        tokenizer = Tokenizer.load(repository.tokenizer_folder(args), limits)
         pair_file = repository.read_pair_file(args)
         self._max_seq_len = pair_file.options.max_seq_len
         self._signer = Signer.from_environment()

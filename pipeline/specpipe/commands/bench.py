@@ -295,13 +295,11 @@ def _load(path: Path, overrides: Sequence[str]) -> PipelineConfig:
 def _tokenizer(config: PipelineConfig | None, folder: Path | None) -> Tokenizer | None:
     from specpipe.pipeline import built_repository
     from specpipe.text import Tokenizer
-    from specpipe.triton.layout import PREPROCESSING, VERSION
+    from specpipe.triton.repository import load_tokenizer
 
-    if folder is None:
-        if config is None:
-            return None
-        folder = built_repository(config) / PREPROCESSING / VERSION / "tokenizer"
-    return Tokenizer.load(folder)
+    if folder is not None:
+        return Tokenizer.load(folder)
+    return None if config is None else load_tokenizer(built_repository(config))
 
 
 def _counter(tokenizer: Tokenizer | None) -> CountTokens | None:

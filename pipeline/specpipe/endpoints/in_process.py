@@ -13,10 +13,9 @@ from specpipe.endpoints.base import Piece, Question, Usage
 from specpipe.errors import RequestError, ServerError
 from specpipe.runtimes.base import Pair, load_runtime
 from specpipe.speculative.request import Chunk, Request
-from specpipe.text import Tokenizer
 from specpipe.triton.layout import SPECULATIVE, VERSION
 from specpipe.triton.loop import PairLoop
-from specpipe.triton.repository import read_pair
+from specpipe.triton.repository import load_tokenizer, read_pair
 from specpipe.triton.serving import Encoder
 
 
@@ -34,7 +33,7 @@ class InProcess:
     def load(cls, repository: Path, **options: Any) -> InProcess:
         """Loads the pair of a built repository; options replace those that it was packaged with."""
         folder = repository / SPECULATIVE / VERSION
-        tokenizer = Tokenizer.load(folder / "tokenizer")
+        tokenizer = load_tokenizer(repository)
         packaged = read_pair(repository)
         pair = load_runtime(packaged.runtime).load_pair(
             folder / "draft",

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config, read_json
+from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
+from specpipe.checkpoint_file import is_there, quoted, read_json
 from specpipe.errors import CheckpointError
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.quantization.formats import FORMAT_OF_ALGO, FORMATS
 from specpipe.quantization.tensors import NEVER_QUANTIZED
 
@@ -73,13 +75,13 @@ class Prequantized:
         return {**quantization, "exclude_modules": [*exclude_modules, *NEVER_QUANTIZED]}
 
 
-def read_prequantized(folder: Path) -> Prequantized | None:
+def read_prequantized(folder: Path, limits: FileLimits = FILE_LIMITS) -> Prequantized | None:
     """Reads how a folder is quantized; None for a plain one. Refuses by name what is not read."""
-    config = read_config(folder, allow_quantized=True)
+    config = read_config(folder, allow_quantized=True, limits=limits)
     plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     path = folder / QUANT_CONFIG_NAME
-    if path.is_file():
-        section = read_json(path).get("quantization")
+    if is_there(path):
+        section = read_json(path, limits=limits).get("quantization")
         return _modelopt(_Section(path, section), plain)
     section = next((config[key] for key in sorted(QUANTIZATION_KEYS) if config.get(key)), None)
     if section is None:
@@ -94,7 +96,7 @@ def read_prequantized(folder: Path) -> Prequantized | None:
         return _awq(read, plain)
     if method == "gptq":
         return _gptq(read, plain)
-    raise read.refused(f"quant_method {method!r} is not read")
+    raise read.refused(f"quant_method {quoted(method)} is not read")
 
 
 class _Section:
@@ -103,7 +105,9 @@ class _Section:
     def __init__(self, path: Path, values: Any) -> None:
         self.path = path
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: its quantization is {values!r}, expected an object")
+            raise CheckpointError(
+                f"{path}: its quantization is {quoted(values)}, expected an object"
+            )
         self.values: dict[str, Any] = values
 
     def refused(self, what: str) -> CheckpointError:
@@ -117,14 +121,14 @@ class _Section:
         value = self.values.get(key)
         if not any(value == other and type(value) is type(other) for other in possible):
             listed = " or ".join(repr(other) for other in possible)
-            raise self.refused(f"{key} {value!r} is not read, only {listed}")
+            raise self.refused(f"{key} {quoted(value)} is not read, only {listed}")
         return value
 
     def group_size(self) -> int:
         """Returns how many numbers share a scale."""
         size = self.values.get("group_size")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise self.refused(f"group_size {size!r} is not read, only a positive number")
+            raise self.refused(f"group_size {quoted(size)} is not read, only a positive number")
         return size
 
 
@@ -132,7 +136,7 @@ def _modelopt(section: _Section, hf_config: Mapping[str, Any]) -> Prequantized:
     algo = section.values.get("quant_algo")
     name = FORMAT_OF_ALGO.get(algo) if isinstance(algo, str) else None
     if name is None or not FORMATS[name].is_offered or FORMATS[name].weight_dtype is None:
-        raise section.refused(f"quant_algo {algo!r} is not read")
+        raise section.refused(f"quant_algo {quoted(algo)} is not read")
     if section.values.get("has_zero_point"):
         raise section.refused("has_zero_point true is not read with quant_algo " + repr(algo))
     # hf_quant_config.json names the algorithm, config.json has a scheme instead.
@@ -167,7 +171,7 @@ def _compressed_tensors(section: _Section, hf_config: Mapping[str, Any]) -> Preq
         name = "fp8"
     sparsity = section.values.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
-        raise section.refused(f"sparsity {sparsity.get('format')!r} is not read")
+        raise section.refused(f"sparsity {quoted(sparsity.get('format'))} is not read")
     return Prequantized(hf_config, "scaled", name, None, _is_fp8_kv_cache(section))
 
 
@@ -186,7 +190,7 @@ def _awq(section: _Section, hf_config: Mapping[str, Any]) -> Prequantized:
     section.require("bits", 4)
     version = section.values.get("version")
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise section.refused(f"version {version!r} is not read, only 'gemm'")
+        raise section.refused(f"version {quoted(version)} is not read, only 'gemm'")
     name = "int4_gptq" if section.require("zero_point", True, False) else "int4_awq"
     return Prequantized(hf_config, "awq", name, section.group_size(), False)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from specpipe.checkpoint import HFCheckpoint, RawArray, open_checkpoint, some
 from specpipe.errors import CheckpointError
 from specpipe.families import part_shape, source_rows, tensor_rules
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.plain_weights import PlainWeights, config_of, match_weights
 from specpipe.quantization import numbers
 from specpipe.quantization.formats import FORMATS, Content, Scale
@@ -127,14 +128,19 @@ class PrequantizedWeights:
 
 
 def open_prequantized(
-    checkpoint: Path, found: Prequantized, *, tp_size: int = 1, pp_size: int = 1
+    checkpoint: Path,
+    found: Prequantized,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    limits: FileLimits = FILE_LIMITS,
 ) -> PrequantizedWeights:
     """Opens a quantized folder; refuses all that can be refused before its weights are read.
 
     found  what `read_prequantized` returned for it
     """
-    source = open_checkpoint(checkpoint, allow_quantized=True)
-    plain = config_of(source, found.hf_config, tp_size=tp_size, pp_size=pp_size)
+    source = open_checkpoint(checkpoint, allow_quantized=True, limits=limits)
+    plain = config_of(source, found.hf_config, tp_size=tp_size, pp_size=pp_size, limits=limits)
     excluded = _plain_linears(source, plain, found)
     config = {**plain, "quantization": found.quantization(excluded)}
     check_sizes(config, cure=f"lower tp_size, or {CURE}")

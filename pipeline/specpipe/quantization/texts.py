@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.chat_messages import check_messages, text_of
+from specpipe.checkpoint_file import read_json
 from specpipe.errors import ConfigError, RequestError, RuntimeUnavailable
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.installation import with_library
 from specpipe.text import Tokenizer
-from specpipe.tokenizer_files import read_json
 
 if TYPE_CHECKING:
     from specpipe.config import CalibrationConfig
@@ -80,7 +81,12 @@ def check_data(calibration: CalibrationConfig, base_dir: Path) -> None:
         )
 
 
-def read_texts(calibration: CalibrationConfig, base_dir: Path, checkpoint: Path) -> Texts:
+def read_texts(
+    calibration: CalibrationConfig,
+    base_dir: Path,
+    checkpoint: Path,
+    limits: FileLimits = FILE_LIMITS,
+) -> Texts:
     """Reads and encodes the texts with the tokenizer, and the chat template, of a checkpoint.
 
     A text ends after `max_seq_len` tokens, or after as many as the model has positions. Raises
@@ -88,8 +94,9 @@ def read_texts(calibration: CalibrationConfig, base_dir: Path, checkpoint: Path)
     """
     path = data_file(calibration, base_dir)
     check_data(calibration, base_dir)
-    tokenizer = Tokenizer.load(checkpoint)
-    positions = read_json(checkpoint / "config.json", default={}).get("max_position_embeddings")
+    tokenizer = Tokenizer.load(checkpoint, limits)
+    config = read_json(checkpoint / "config.json", default={}, limits=limits)
+    positions = config.get("max_position_embeddings")
     limit = min(calibration.max_seq_len, positions if isinstance(positions, int) else 2**31)
     digest = hashlib.sha256()
     texts: list[TokenIds] = []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from specpipe.checkpoint import read_config
 from specpipe.errors import ConfigError, RuntimeUnavailable
 from specpipe.families import DTYPES
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.installation import with_extras
 from specpipe.quantization.formats import format_of
 from specpipe.quantization.quantized_config import check_export
@@ -142,6 +143,7 @@ class Side:
     context_length  tokens that the checkpoint's positions reach
     base_dir        where relative paths of the YAML start
     artifacts       the folder of what is made of it, one folder below for each stage
+    limits          what its files may hold
     """
 
     role: Role
@@ -151,6 +153,7 @@ class Side:
     context_length: int
     base_dir: Path
     artifacts: Path
+    limits: FileLimits = FILE_LIMITS
     fetch: Callable[[], None] | None = None
 
 
@@ -189,7 +192,11 @@ def checkpoint_stages(
     scheme = side.checkpoint.quantization
     if scheme is None:
         convert = Convert(
-            side.role, side.folder, tp_size=side.checkpoint.tp_size, pp_size=side.checkpoint.pp_size
+            side.role,
+            side.folder,
+            tp_size=side.checkpoint.tp_size,
+            pp_size=side.checkpoint.pp_size,
+            limits=side.limits,
         )
         # Plain weights are raw bytes; those of others are taken apart in torch.
         require = None if format_of(side.unified) is None else _require_torch
@@ -203,10 +210,20 @@ def checkpoint_stages(
     scales = side.artifacts / "scales" if scheme.needs_data else None
     if scales is not None:
         calibrate = Calibrate(
-            role=side.role, checkpoint=side.folder, scheme=scheme, base_dir=side.base_dir
+            role=side.role,
+            checkpoint=side.folder,
+            scheme=scheme,
+            base_dir=side.base_dir,
+            limits=side.limits,
         )
         stages.append(PlannedStage(calibrate, scales, side.fetch, calibrate.require))
-    export = Export(role=side.role, checkpoint=side.folder, scales=scales, scheme=scheme)
+    export = Export(
+        role=side.role,
+        checkpoint=side.folder,
+        scales=scales,
+        scheme=scheme,
+        limits=side.limits,
+    )
     exported = PlannedStage(export, huggingface_dir(side), side.fetch, _require_torch)
     if scheme.export and not huggingface:
         stages.append(exported)
@@ -218,6 +235,7 @@ def checkpoint_stages(
             scheme=scheme,
             tp_size=side.checkpoint.tp_size,
             pp_size=side.checkpoint.pp_size,
+            limits=side.limits,
         )
         stages.append(PlannedStage(quantize, checkpoint_dir(side), side.fetch, _require_torch))
     if huggingface:
@@ -227,7 +245,7 @@ def checkpoint_stages(
 
 def checkpoint_dtype(side: Side) -> str:
     """Returns the dtype that a side's config.json names; bfloat16 where the weights decide."""
-    config = read_config(side.folder, allow_quantized=True)
+    config = read_config(side.folder, allow_quantized=True, limits=side.limits)
     found = config.get("dtype") or config.get("torch_dtype")
     return found if found in DTYPES else "bfloat16"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specpipe.errors import EngineMismatch
+from specpipe.checkpoint_file import read_json
+from specpipe.errors import CheckpointError, EngineMismatch
 
 CONFIG_NAME = "config.json"
 
@@ -89,10 +89,9 @@ class EngineDescription:
 def read_engine_config(folder: Path) -> dict[str, Any] | None:
     """Returns an engine's config.json; None where there is none that can be read."""
     try:
-        config = json.loads((folder / CONFIG_NAME).read_bytes())
-    except (OSError, ValueError):
+        return read_json(folder / CONFIG_NAME)
+    except CheckpointError:
         return None
-    return config if isinstance(config, dict) else None
 
 
 def is_built_by(config: Mapping[str, Any], runtime: str) -> bool:

@@ -14,6 +14,7 @@ from specpipe import provenance
 from specpipe.checkpoint import checkpoint_files, create_safetensors
 from specpipe.config import QuantizationConfig
 from specpipe.errors import RuntimeUnavailable, SpecpipeError
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.installation import with_extras
 from specpipe.plain_weights import open_weights
 from specpipe.quantization.formats import FORMATS
@@ -40,6 +41,7 @@ class Calibrate:
     scheme: QuantizationConfig
     base_dir: Path
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    limits: FileLimits = FILE_LIMITS
 
     @property
     def name(self) -> str:
@@ -84,9 +86,9 @@ class Calibrate:
             raise type(exc)(f"{self.role}: {exc}") from exc
 
     def _calibrate(self, out: Path) -> None:
-        weights = open_weights(self.checkpoint)
+        weights = open_weights(self.checkpoint, limits=self.limits)
         quantized_config(weights.config, self.scheme)  # refuses sizes that do not fit the format
-        texts = read_texts(self.scheme.calibration, self.base_dir, self.checkpoint)
+        texts = read_texts(self.scheme.calibration, self.base_dir, self.checkpoint, self.limits)
         # Deciding whether to calibrate must not take the time that importing torch does.
         from specpipe.quantization.calibrate import calibrate, choose_device
 

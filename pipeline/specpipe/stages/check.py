@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from specpipe.checkpoint_file import is_there
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.pairing import check_pair
 from specpipe.stages.base import StageInputs
 from specpipe.tokenizer_files import TOKENIZER_FILES
@@ -16,6 +18,7 @@ class Check:
 
     draft: Path
     target: Path
+    limits: FileLimits = FILE_LIMITS
 
     @property
     def name(self) -> str:
@@ -27,10 +30,10 @@ class Check:
             path
             for folder in (self.draft, self.target)
             for name in TOKENIZER_FILES
-            if (path := folder / name).is_file()
+            if is_there(path := folder / name)
         )
         return StageInputs(files=files, settings={}, libraries=("tokenizers",))
 
     def run(self, out: Path) -> None:
-        contract = check_pair(self.draft, self.target)
+        contract = check_pair(self.draft, self.target, self.limits)
         (out / "pair.json").write_text(contract.to_json(), encoding="utf-8")

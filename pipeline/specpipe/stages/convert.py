@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specpipe.checkpoint import checkpoint_files
 from specpipe.errors import SpecpipeError
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.plain_weights import open_weights
 from specpipe.quantization.prequantized import read_prequantized
 from specpipe.stages.base import Role, StageInputs
@@ -21,6 +22,7 @@ class Convert:
     checkpoint: Path
     tp_size: int = 1
     pp_size: int = 1
+    limits: FileLimits = FILE_LIMITS
 
     @property
     def name(self) -> str:
@@ -34,23 +36,36 @@ class Convert:
 
     def run(self, out: Path) -> None:
         try:
-            convert(self.checkpoint, out, tp_size=self.tp_size, pp_size=self.pp_size)
+            convert(
+                self.checkpoint,
+                out,
+                tp_size=self.tp_size,
+                pp_size=self.pp_size,
+                limits=self.limits,
+            )
         except SpecpipeError as exc:
             raise type(exc)(f"{self.role}: {exc}") from exc
 
 
-def convert(checkpoint: Path, out: Path, *, tp_size: int = 1, pp_size: int = 1) -> None:
+def convert(
+    checkpoint: Path,
+    out: Path,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    limits: FileLimits = FILE_LIMITS,
+) -> None:
     """Writes the unified checkpoint of a Hugging Face folder into the empty folder `out`.
 
     A quantized one stays what it is. Everything that can be refused is refused before a weight is
     read.
     """
-    found = read_prequantized(checkpoint)
+    found = read_prequantized(checkpoint, limits)
     if found is None:
-        plain = open_weights(checkpoint, tp_size=tp_size, pp_size=pp_size)
+        plain = open_weights(checkpoint, tp_size=tp_size, pp_size=pp_size, limits=limits)
         write_unified(out, plain.config, plain.rows)
         return
     from specpipe.quantization.prequantized_weights import open_prequantized  # imports torch
 
-    weights = open_prequantized(checkpoint, found, tp_size=tp_size, pp_size=pp_size)
+    weights = open_prequantized(checkpoint, found, tp_size=tp_size, pp_size=pp_size, limits=limits)
     write_unified(out, weights.config, weights.rows)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from specpipe.checkpoint import checkpoint_files, read_config
+from specpipe.checkpoint_file import copy_file, is_there
 from specpipe.config import QuantizationConfig
 from specpipe.errors import SpecpipeError
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.plain_weights import open_weights
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import read_scales
@@ -39,6 +40,7 @@ class Export:
     checkpoint: Path
     scales: Path | None
     scheme: QuantizationConfig
+    limits: FileLimits = FILE_LIMITS
 
     @property
     def name(self) -> str:
@@ -53,23 +55,29 @@ class Export:
 
     def run(self, out: Path) -> None:
         try:
-            export(self.checkpoint, self.scales, out, self.scheme)
+            export(self.checkpoint, self.scales, out, self.scheme, self.limits)
         except SpecpipeError as exc:
             raise type(exc)(f"{self.role}: {exc}") from exc
 
 
-def export(checkpoint: Path, scales: Path | None, out: Path, scheme: QuantizationConfig) -> None:
+def export(
+    checkpoint: Path,
+    scales: Path | None,
+    out: Path,
+    scheme: QuantizationConfig,
+    limits: FileLimits = FILE_LIMITS,
+) -> None:
     """Writes a quantized Hugging Face folder, tokenizer included, into the empty folder `out`."""
     from specpipe.quantization.huggingface import write_huggingface  # imports torch
     from specpipe.quantization.weights import QuantizedWeights
 
-    plain = open_weights(checkpoint)
+    plain = open_weights(checkpoint, limits=limits)
     config = quantized_config(plain.config, scheme)
     weights = QuantizedWeights(plain, config, read_scales(scales, config))
-    write_huggingface(out, weights, read_config(checkpoint))
+    write_huggingface(out, weights, read_config(checkpoint, limits=limits))
     for path in _copied(checkpoint):
-        shutil.copyfile(path, out / path.name)
+        copy_file(path, out / path.name)
 
 
 def _copied(checkpoint: Path) -> list[Path]:
-    return [path for name in _COPIED if (path := checkpoint / name).is_file()]
+    return [path for name in _COPIED if is_there(path := checkpoint / name)]

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specpipe.checkpoint import QUANTIZATION_KEYS, checkpoint_files, read_config
+from specpipe.checkpoint_file import is_there
 from specpipe.errors import EngineBuildError, RuntimeUnavailable, SpecpipeError
 from specpipe.families import DTYPES, unified_config
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.pairing import PairContract
 from specpipe.quantization.formats import format_of
 from specpipe.quantization.report import (
@@ -62,6 +64,7 @@ class MeasuredSide:
     checkpoint   the quantized unified checkpoint; None where the config quantizes nothing
     calibration  where the texts are that it is measured on; None likewise
     base_dir     where the paths of calibration data start
+    limits       what the files of the checkpoint may hold
     """
 
     role: Role
@@ -69,6 +72,7 @@ class MeasuredSide:
     checkpoint: Path | None
     calibration: CalibrationConfig | None
     base_dir: Path
+    limits: FileLimits = FILE_LIMITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ class Measure:
             if side.checkpoint is None or side.calibration is None:
                 continue
             files.append(side.checkpoint)
-            files += (path for name in TOKENIZER_FILES if (path := side.folder / name).is_file())
+            files += (path for name in TOKENIZER_FILES if is_there(path := side.folder / name))
             files.append(data_file(side.calibration, side.base_dir))
             calibration[side.role] = side.calibration.model_dump(mode="json")
         return StageInputs(
@@ -119,7 +123,7 @@ class Measure:
         gpus = () if self.device == "cpu" else gpus_here()
         memory = gpus[0].memory_bytes if gpus else total_bytes()
         needed = sum(
-            _plain_bytes(side.folder, self.dtype, "cuda" if gpus else "cpu")
+            _plain_bytes(side, self.dtype, "cuda" if gpus else "cpu")
             for side in (self.draft, self.target)
         )
         if memory is not None and needed > memory:
@@ -193,7 +197,7 @@ class _Measurement:
         for side in (stage.draft, stage.target):
             if side.calibration is not None:
                 with _naming(side.role):
-                    texts = read_texts(side.calibration, side.base_dir, side.folder)
+                    texts = read_texts(side.calibration, side.base_dir, side.folder, side.limits)
                 self._held_out[side.role] = texts.held_out
                 self._described[side.role] = texts.description
         assert self._held_out, "a pair in which nothing is quantized was measured"
@@ -222,7 +226,7 @@ class _Measurement:
         """Makes an engine of each form, the unquantized one first."""
         plain = self._work / "checkpoint"
         plain.mkdir()
-        convert(side.folder, plain)
+        convert(side.folder, plain, limits=side.limits)
         yield self._build_form(side.role, plain)
         shutil.rmtree(plain)
         if side.checkpoint is not None:
@@ -309,13 +313,13 @@ class _Measurement:
                 )
 
 
-def _plain_bytes(folder: Path, dtype: str, device: str) -> int:
+def _plain_bytes(side: MeasuredSide, dtype: str, device: str) -> int:
     """Returns the bytes of a checkpoint's weights in the dtype that an engine would have."""
-    config = read_config(folder, allow_quantized=True)
+    config = read_config(side.folder, allow_quantized=True, limits=side.limits)
     plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     stored = plain.get("dtype") or plain.get("torch_dtype")
     wanted = compute_dtype(dtype, device, stored if stored in DTYPES else "bfloat16")
-    return weights_bytes(unified_config({**plain, "dtype": wanted}))
+    return weights_bytes(unified_config({**plain, "dtype": wanted}, limits=side.limits))
 
 
 def form_of(config: Mapping[str, Any]) -> Form:

@@ -6,8 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from specpipe.checkpoint_file import is_there
 from specpipe.installation import shipped
-from specpipe.limits import RequestLimits
+from specpipe.limits import Limits
 from specpipe.pairing import PairContract
 from specpipe.runtimes.base import PairOptions
 from specpipe.stages.base import StageInputs
@@ -31,7 +32,7 @@ class Package:
     tokenizer: Path
     runtime: str
     options: PairOptions
-    limits: RequestLimits = RequestLimits()
+    limits: Limits = Limits()
     num_preprocessing: int = 1
 
     name = "package"
@@ -45,7 +46,7 @@ class Package:
                 self.contract,
                 self.draft_engine,
                 self.target_engine,
-                *(path for path in tokenizer_files if path.is_file()),
+                *(path for path in tokenizer_files if is_there(path)),
                 models_folder(),
             ),
             settings={

@@ -8,6 +8,7 @@ from pathlib import Path
 from specpipe.checkpoint import checkpoint_files
 from specpipe.config import QuantizationConfig
 from specpipe.errors import SpecpipeError
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.plain_weights import open_weights
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import read_scales
@@ -28,6 +29,7 @@ class Quantize:
     scheme: QuantizationConfig
     tp_size: int = 1
     pp_size: int = 1
+    limits: FileLimits = FILE_LIMITS
 
     @property
     def name(self) -> str:
@@ -54,6 +56,7 @@ class Quantize:
                 self.scheme,
                 tp_size=self.tp_size,
                 pp_size=self.pp_size,
+                limits=self.limits,
             )
         except SpecpipeError as exc:
             raise type(exc)(f"{self.role}: {exc}") from exc
@@ -67,6 +70,7 @@ def quantize(
     *,
     tp_size: int = 1,
     pp_size: int = 1,
+    limits: FileLimits = FILE_LIMITS,
 ) -> None:
     """Writes the quantized unified checkpoint of a Hugging Face folder into the empty `out`.
 
@@ -75,7 +79,7 @@ def quantize(
     """
     from specpipe.quantization.weights import QuantizedWeights  # imports torch
 
-    plain = open_weights(checkpoint, tp_size=tp_size, pp_size=pp_size)
+    plain = open_weights(checkpoint, tp_size=tp_size, pp_size=pp_size, limits=limits)
     config = quantized_config(plain.config, scheme)
     weights = QuantizedWeights(plain, config, read_scales(scales, config))
     write_unified(out, config, weights.rows)

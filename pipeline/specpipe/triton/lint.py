@@ -274,9 +274,9 @@ def _cancellation(repository: Repository) -> Iterator[str]:
 
 
 def _request_limits(repository: Repository) -> Iterator[str]:
-    """Our preprocessing has the limits of requests, which it reads when it is loaded."""
+    """Who writes or reads our requests has limits, which it reads when it is loaded."""
     for name, config in repository.models.items():
-        if serving.REQUEST.name not in {declared.name for declared in config.output}:
+        if serving.REQUEST.name not in {tensor.name for tensor in (*config.input, *config.output)}:
             continue
         file = parameter(config, LIMITS_FILE)
         if file is None:
@@ -286,7 +286,7 @@ def _request_limits(repository: Repository) -> Iterator[str]:
         try:
             ServedLimits.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as exc:
-            yield f"{name}: {path} holds no limits of requests ({to_sentence(exc)})"
+            yield f"{name}: {path} holds no limits ({to_sentence(exc)})"
 
 
 def _pair_limits(repository: Repository) -> Iterator[str]:

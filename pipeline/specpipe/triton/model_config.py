@@ -42,6 +42,7 @@ def model_configs(*, num_preprocessing: int = 1) -> tuple[pb.ModelConfig, ...]:
             DRAFT_ENGINE_DIR: "draft",
             TARGET_ENGINE_DIR: "target",
             TOKENIZER_DIR: "tokenizer",
+            LIMITS_FILE: "limits.json",
         },
     )
     # Not decoupled, one response a chunk: an ensemble may have one decoupled step alone.

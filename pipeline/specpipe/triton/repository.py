@@ -2,7 +2,8 @@
 
 ensemble/       config.pbtxt  1/
 preprocessing/  config.pbtxt  1/model.py  1/tokenizer/  1/limits.json
-speculative/    config.pbtxt  1/model.py  1/tokenizer/  1/draft/  1/target/  1/pair.json
+speculative/    config.pbtxt  1/model.py  1/tokenizer/  1/limits.json  1/draft/  1/target/
+                1/pair.json
 postprocessing/ config.pbtxt  1/model.py
 """
 
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpipe.limits import RequestLimits, ServedLimits
+from specpipe.checkpoint_file import copy_file, is_there
+from specpipe.limits import Limits, ServedLimits
 from specpipe.runtimes.base import DetokenizerFactory, Pair, PairOptions, load_runtime
 from specpipe.text import Tokenizer
 from specpipe.tokenizer_files import TOKENIZER_FILES
@@ -58,7 +60,7 @@ def write(
     target_engine: Path,
     tokenizer: Path,
     pair: PairFile,
-    limits: RequestLimits | None = None,
+    limits: Limits | None = None,
     num_preprocessing: int = 1,
 ) -> None:
     """Writes the repository into `out`, an empty folder; `models` holds the hand-written models.
@@ -78,11 +80,9 @@ def write(
         folder = out / model / VERSION / "tokenizer"
         folder.mkdir()
         for name in TOKENIZER_FILES:
-            if (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, folder / name)
-    _write_limits(
-        out / PREPROCESSING / VERSION, limits or RequestLimits(), pair.options.max_seq_len
-    )
+            if is_there(tokenizer / name):
+                copy_file(tokenizer / name, folder / name)
+        _write_limits(out / model / VERSION, limits or Limits(), pair.options.max_seq_len)
     speculative = out / SPECULATIVE / VERSION
     load_runtime(pair.runtime).write_models(
         out, draft_engine=draft_engine, target_engine=target_engine, options=pair.options
@@ -90,8 +90,8 @@ def write(
     (speculative / "pair.json").write_text(pair.to_json(), encoding="utf-8")
 
 
-def _write_limits(version: Path, limits: RequestLimits, max_seq_len: int) -> None:
-    tokenizer = Tokenizer.load(version / "tokenizer")
+def _write_limits(version: Path, limits: Limits, max_seq_len: int) -> None:
+    tokenizer = Tokenizer.load(version / "tokenizer", limits)
     served = limits.resolved(
         max_seq_len=max_seq_len,
         longest_token_bytes=tokenizer.longest_token_bytes,
@@ -134,10 +134,19 @@ def load_pair(
     )
 
 
+def load_tokenizer(repository: Path) -> Tokenizer:
+    """Loads the tokenizer of a repository, within the limits that the pair was built with."""
+    version = repository / SPECULATIVE / VERSION
+    return Tokenizer.load(version / "tokenizer", _parse_limits(version / "limits.json"))
+
+
 def read_limits(arguments: Mapping[str, str]) -> ServedLimits:
-    """Reads the limits of requests that the `preprocessing` model's config names."""
-    text = parameter_path(arguments, LIMITS_FILE).read_text(encoding="utf-8")
-    return ServedLimits.model_validate_json(text)
+    """Reads the limits that a model's config names."""
+    return _parse_limits(parameter_path(arguments, LIMITS_FILE))
+
+
+def _parse_limits(path: Path) -> ServedLimits:
+    return ServedLimits.model_validate_json(path.read_text(encoding="utf-8"))
 
 
 def tokenizer_folder(arguments: Mapping[str, str]) -> Path:

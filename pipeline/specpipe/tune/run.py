@@ -30,9 +30,8 @@ from specpipe.runtimes.base import Pair, load_runtime
 from specpipe.runtimes.engine_pair import EnginePair
 from specpipe.speculative.adaptive import Schedule
 from specpipe.speculative.request import Request, Sampling
-from specpipe.text import Tokenizer
 from specpipe.triton.layout import SPECULATIVE, VERSION
-from specpipe.triton.repository import read_pair
+from specpipe.triton.repository import load_tokenizer, read_pair
 from specpipe.tune import costs, measure, model, schedule
 from specpipe.tune.acceptance import Acceptance, Rounds, run_requests
 from specpipe.tune.candidates import Subject, candidate, own_pair
@@ -190,7 +189,7 @@ class _Run:
         self._loads = _loads(config, options)
         repository = pipeline.built_repository(config)
         self._prompts = _prompts(options)
-        self._tokenizer = Tokenizer.load(repository / SPECULATIVE / VERSION / "tokenizer")
+        self._tokenizer = load_tokenizer(repository)
         self._max_seq_len = read_pair(repository).options.max_seq_len
         self._cases = [self._case(prompt) for prompt in self._prompts.prompts]
         self._sampling = Sampling(temperature=options.temperature)

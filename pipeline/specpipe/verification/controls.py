@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from specpipe.runtimes.base import Pair, PairOptions, load_runtime
 from specpipe.text import Tokenizer
 from specpipe.triton.layout import SPECULATIVE, VERSION
-from specpipe.triton.repository import read_pair
+from specpipe.triton.repository import load_tokenizer, read_pair
 from specpipe.verification.repositories import as_asked
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Engines:
             draft=folder / "draft",
             target=folder / "target",
             options=as_asked(pair.options),
-            tokenizer=Tokenizer.load(folder / "tokenizer"),
+            tokenizer=load_tokenizer(repository),
         )
 
     def load(self) -> Pair:

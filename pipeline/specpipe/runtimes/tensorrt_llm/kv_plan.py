@@ -221,7 +221,7 @@ def _stored_config(side: Side) -> dict[str, Any]:
     """
     tp_size, pp_size = side.checkpoint.tp_size, side.checkpoint.pp_size
     mapping = {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size}
-    hf_config = read_config(side.folder, allow_quantized=True)
+    hf_config = read_config(side.folder, allow_quantized=True, limits=side.limits)
     dtype = hf_config.get("dtype", hf_config.get("torch_dtype"))
     config = {
         **side.unified,

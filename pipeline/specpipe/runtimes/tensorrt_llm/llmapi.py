@@ -25,7 +25,9 @@ from specpipe.checkpoint import (
     open_checkpoint,
     read_blocks,
 )
+from specpipe.checkpoint_file import check_file, is_there
 from specpipe.errors import EngineMismatch, RuntimeUnavailable, SpecpipeError
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.row_jobs import in_threads
 from specpipe.runtimes.base import checkpoint_dir, checkpoint_stages
 from specpipe.runtimes.tensorrt_llm import model_yaml
@@ -50,6 +52,7 @@ class CollectCheckpoint:
 
     role: Role  # for messages only
     checkpoint: Path
+    limits: FileLimits = FILE_LIMITS
 
     @property
     def name(self) -> str:
@@ -60,11 +63,12 @@ class CollectCheckpoint:
 
     def run(self, out: Path) -> None:
         try:
-            opened = open_checkpoint(self.checkpoint, allow_quantized=True)
+            opened = open_checkpoint(self.checkpoint, allow_quantized=True, limits=self.limits)
             in_threads(_check_values, opened.tensors.items())
         except SpecpipeError as exc:
             raise type(exc)(f"{self.role}: {exc}") from exc
         for path in _collected_files(self.checkpoint):
+            check_file(path)
             # The hub's cache holds symbolic links, and a link to one would be as good as its cache.
             link_file(path.resolve(), out / path.name)
 
@@ -80,7 +84,7 @@ def _check_values(tensor: tuple[str, TensorInfo]) -> None:
 def _collected_files(folder: Path) -> tuple[Path, ...]:
     small = (folder / name for name in (*TOKENIZER_FILES, QUANT_CONFIG_NAME))
     # By name, since config.json is in both lists; in order.
-    files = {path.name: path for path in (*checkpoint_files(folder), *small) if path.is_file()}
+    files = {path.name: path for path in (*checkpoint_files(folder), *small) if is_there(path)}
     return tuple(files.values())
 
 
@@ -95,7 +99,7 @@ def engine_stages(
 def _stages(pair: PairPlan, side: Side) -> tuple[PlannedStage, ...]:
     if side.checkpoint.quantization is not None:
         return checkpoint_stages(side, unified=pair.measures, huggingface=True)
-    stage = CollectCheckpoint(side.role, side.folder)
+    stage = CollectCheckpoint(side.role, side.folder, side.limits)
     return (PlannedStage(stage, checkpoint_dir(side), side.fetch),)
 
 

@@ -253,7 +253,7 @@ def _check_quantization(side: Side, version: str) -> None:
     """
     if (side.folder / QUANT_CONFIG_NAME).is_file():
         return
-    config = read_config(side.folder)
+    config = read_config(side.folder, limits=side.limits)
     quantization = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), None)
     if quantization is None:
         return

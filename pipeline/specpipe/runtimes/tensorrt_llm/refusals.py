@@ -239,7 +239,7 @@ def _dtype_faults(side: Side) -> Iterator[str]:
     """Where config.json leaves the dtype to the weights, it is looked at after conversion."""
     from specpipe.checkpoint import read_config
 
-    config = read_config(side.folder, allow_quantized=True)
+    config = read_config(side.folder, allow_quantized=True, limits=side.limits)
     fault = dtype_fault(side.role, str(config.get("dtype") or config.get("torch_dtype")))
     if fault is not None:
         yield fault

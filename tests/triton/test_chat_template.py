@@ -1,0 +1,60 @@
+"""A chat template that turns hostile, on a real Triton: its chat fails, the others do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specpipe.errors import RequestError
+from specpipe.triton import launcher
+from specpipe.triton.client import Client
+from specpipe.triton.server import Server
+
+ECHO = {"max_tokens": 40, "end_id": -1}
+TEMPLATE = (
+    "{% set word = messages[0].content %}"
+    "{% if word == 'slow' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% elif word == 'large' %}{{ 'x' * 10**10 }}{% endif %}{{ word }}"
+)
+
+
+def chat(server: Server, word: str) -> str:
+    messages = json.dumps([{"role": "user", "content": word}])
+    with Client(server.grpc_url) as client:
+        return client.generate(messages=messages, **ECHO).text
+
+
+def ask(server: Server, prompt: str) -> str:
+    with Client(server.grpc_url) as client:
+        return client.generate(prompt, **ECHO).text
+
+
+def refusal(server: Server, word: str) -> str:
+    with pytest.raises(RequestError) as error:
+        chat(server, word)
+    return str(error.value)
+
+
+def test_hostile_chat_fails_alone(echo_repository: Callable[..., Path]) -> None:
+    repository = echo_repository()
+    preprocessing = repository / "preprocessing"
+    (preprocessing / "1" / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    config = preprocessing / "config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1", "count: 2"))
+    with launcher.running(repository) as server, ThreadPoolExecutor(1) as pool:
+        expected = chat(server, "def read(path):")
+        assert expected == ask(server, "def read(path):") != ""
+        slow = pool.submit(refusal, server, "slow")
+        answers: list[Any] = []
+        while not slow.done():
+            answers.append(ask(server, "def read(path):"))
+        assert set(answers) == {expected}
+        assert "takes longer than 2 s" in slow.result()
+        assert "needs more than 268435456 bytes of memory" in refusal(server, "large")
+        assert str(repository) not in slow.result()
+        assert [chat(server, "def read(path):") for _ in range(4)] == [expected] * 4
