@@ -43,6 +43,7 @@ from specpipe.manifest import (
     compare_files,
     damage,
     manifest_path,
+    parse_manifest,
     read_manifest,
     record_files,
     relinked,

@@ -154,7 +154,8 @@ def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:
         first = differing[0]
         yield (
             f"token id {first} is {quoted(draft.tokens[first])} in the draft and "
-            f"{quoted(target.tokens[first])} in the target; {len(differing)} of {len(shared)} ids differ"
+            f"{quoted(target.tokens[first])} in the target; {len(differing)} of {len(shared)} ids "
+            "differ"
         )
         return
     ids = {text: token_id for token_id, text in target.tokens.items()}
