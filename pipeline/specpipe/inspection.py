@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.errors import EngineMismatch
-from specpipe.manifest import FileRecord, Hashed, Manifest, compare_files, damage, read_manifest
+from specpipe.manifest import (
+    FileRecord,
+    Hashed,
+    Manifest,
+    compare_files,
+    damage,
+    read_anew,
+    read_manifest,
+)
 from specpipe.runtimes.base import RUNTIMES, load_runtime
 from specpipe.runtimes.engine_description import (
     DescribedProfile,
@@ -65,6 +73,8 @@ def inspect(folder: Path, *, verify: bool = False) -> tuple[Inspection, ...]:
     A file of the recorded size and time counts as whole, unless `verify` asks for its digest.
     Raises EngineMismatch for a folder without an engine.
     """
+    if verify:
+        read_anew()
     found = _find(folder, verify)
     if found is not None:
         return (found,)

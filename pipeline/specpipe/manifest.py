@@ -131,7 +131,8 @@ class Hashed:
 
     def __str__(self) -> str:
         speed = self.num_bytes / 1e9 / max(self.duration_s, 1e-9)
-        return f"{self.num_files} files hashed, {self.num_bytes / 1e6:,.1f} MB at {speed:.2f} GB/s"
+        files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
+        return f"{files} hashed, {self.num_bytes / 1e6:,.1f} MB at {speed:.2f} GB/s"
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,11 @@ def _digest(path: Path, status: os.stat_result) -> str:
                 digest.update(block)
         _digests[key] = digest.hexdigest()
     return _digests[key]
+
+
+def read_anew() -> None:
+    """Forgets what was hashed in this process, for a command that is to read it all itself."""
+    _digests.clear()
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from specpipe.errors import CheckpointError, ConfigError, RepositoryError
 from specpipe.families import unified_config
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.hf_config import context_length
-from specpipe.manifest import MANIFEST_SUFFIX, Hashed
+from specpipe.manifest import MANIFEST_SUFFIX, Hashed, read_anew
 from specpipe.pairing import PairContract, check_pair
 from specpipe.quantization.prequantized import read_prequantized
 from specpipe.quantization.quantized_config import quantized_config
@@ -193,6 +193,8 @@ def hold_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRep
         raise RepositoryError(
             f"{folder} {why}: run `specpipe build --config {config.source}` first"
         )
+    if verify:
+        read_anew()
     held = cache.hold(folder, verify=verify)
     return BuiltRepository(folder, _refusal(config, folder, held.damage), held.hashed)
 
@@ -300,8 +302,9 @@ def run(
     reports = tuple(
         _run_stage(planned, planned.artifact in read, verify_inputs, reporter) for planned in stages
     )
-    for planned in stages:
-        cache.stale_reasons(planned.stage, planned.artifact)  # notes what was linked on the way
+    if any(report.reasons for report in reports):
+        for planned in stages:
+            cache.stale_reasons(planned.stage, planned.artifact)  # notes what was linked meanwhile
     return reports
 
 
