@@ -4,7 +4,9 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from specpipe.cli import main
 from specpipe.config import PipelineConfig, load_config
 from specpipe.errors import SpecpipeError
 from specpipe.installation import with_extras
+from specpipe.manifest import Manifest, manifest_path
 from specpipe.pipeline import Plan, PlannedStage
 from specpipe.speculative.request import Statistics
 from specpipe.stages.base import StageInputs
@@ -297,7 +300,7 @@ def test_check_plans_memory_for_a_named_gpu() -> None:
         "  GPU 0, L4 (compute capability 8.9): draft 12.3 MB (1.8 MB weights, 4.5 MB KV cache, 6.1 "
         "MB workspace); target 46.9 MB (11.0 MB weights, 26.7 MB KV cache, 9.2 MB workspace); "
         "together 59.2 MB of 22.8 GB usable, fits",
-        "largest batch × length that fits: 4096 × 1024",
+        "largest batch × length that fits: at least 4096 × 1024",
     ]
 
 
@@ -305,7 +308,8 @@ def test_check_fails_where_the_pair_does_not_fit_and_still_says_what_would() -> 
     result = run(*QUICKSTART, "--gpu", "0.04", "--json")
     assert result.exit_code == 1
     plan = json.loads(result.stdout)["memory_plan"]
-    assert (plan["fits"], plan["largest"]) == (False, [{"max_batch_size": 2, "max_seq_len": 1024}])
+    largest = {"max_batch_size": 2, "max_seq_len": 1024, "is_largest": True}
+    assert (plan["fits"], plan["largest"]) == (False, [largest])
     assert result.stderr == (
         "Error: the pair does not fit on GPU 0: lower engine.max_batch_size or engine.max_seq_len\n"
     )
@@ -343,7 +347,9 @@ def test_serve_without_a_build_says_what_to_run(tmp_path: Path) -> None:
 def test_serve_passes_its_choices_and_the_command_that_builds_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "engines/toy/model_repo").mkdir(parents=True)
+    repository = tmp_path / "engines/toy/model_repo"
+    repository.mkdir(parents=True)
+    Manifest("package", (), {}, {}, {}, {}).write(manifest_path(repository))
     served: dict[str, object] = {}
     monkeypatch.setattr(launcher, "serve", lambda *arguments, **choices: served.update(choices))
     sets = ["--set", "engine.max_batch_size=4", "--set", "name=toy"]
@@ -395,6 +401,41 @@ def test_init_keeps_an_existing_file() -> None:
     assert result.exit_code == 1
     assert result.stderr == "Error: x.yaml exists: delete it, or name another --output\n"
     assert Path("x.yaml").read_text() == MINIMAL
+
+
+@pytest.mark.parametrize("command", ["check", "build", "build --dry-run", "init"])
+def test_pickles_are_refused_alike(command: str, tmp_path: Path) -> None:
+    shutil.copytree(PAIR / "target", "target")
+    Path("target/model.safetensors").rename("target/pytorch_model.bin")
+    Path("y.yaml").write_text(
+        f"name: toy\ndraft: {{checkpoint: {PAIR / 'draft'}}}\ntarget: {{checkpoint: target}}\n"
+    )
+    of_yaml = [*command.split(), "--config", "y.yaml"]
+    words = ["init", str(PAIR / "draft"), "target"] if command == "init" else of_yaml
+    refused = run(*words)
+    assert refused.exit_code == 1
+    assert re.fullmatch(
+        r"Error: target: \S*target holds its weights as pickles only \(pytorch_model.bin\), which "
+        r"can run code when they are read; save the model as safetensors\n",
+        refused.stderr,
+    )
+    assert not Path("engines").exists() and not Path("target.yaml").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "build", "init"])
+def test_a_mixture_of_experts_is_refused_alike(command: str) -> None:
+    shutil.copytree(PAIR / "target", "target")
+    config = json.loads(Path("target/config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    Path("target/config.json").write_text(json.dumps(config))
+    Path("y.yaml").write_text(
+        f"name: toy\ndraft: {{checkpoint: {PAIR / 'draft'}}}\ntarget: {{checkpoint: target}}\n"
+    )
+    words = ["init", str(PAIR / "draft"), "target"] if command == "init" else [command]
+    refused = run(*words, *(() if command == "init" else ("--config", "y.yaml")))
+    assert refused.exit_code == 1
+    assert "target: MixtralForCausalLM" in refused.stderr.replace(f"{Path.cwd()}/", "")
+    assert not Path("target.yaml").exists()
 
 
 def test_init_refuses_a_name_that_no_config_may_have() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os.path
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -52,6 +54,18 @@ def pieces(decoder: decoders.Decoder | None, *names: str) -> Tokenizer:
     return tokenizer
 
 
+def sentence_piece(*steps: decoders.Decoder) -> Tokenizer:
+    """With every byte piece, so that characters are cut at any byte."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    texts = ("▁a", "▁", "b▁c", "▁▁", "é", "\n", ".")
+    tokenizer = pieces(decoders.Sequence(list(steps)), *texts, *names)
+    tokenizer.add_tokens([AddedToken(" tool"), AddedToken("<call>")])
+    return tokenizer
+
+
+SPACE, BYTES, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+
+
 def metaspace(scheme: str) -> Tokenizer:
     names = ("▁a", "b▁", "▁", "▁▁c", "d", "<0xC3>")
     return pieces(decoders.Metaspace(prepend_scheme=scheme), *names)
@@ -90,6 +104,17 @@ STREAMED: dict[str, Callable[[], Tokenizer]] = {
         "baab",
         "c",
     ),
+    "llama_2_phi_3_mistral": lambda: sentence_piece(SPACE, BYTES, FUSE, decoders.Strip(" ", 1, 0)),
+    "gemma": lambda: sentence_piece(SPACE, BYTES, FUSE),
+    "bytes_of_a_metaspace": lambda: sentence_piece(BYTES, FUSE, decoders.Strip("▁", 1, 0), SPACE),
+    "fuse": lambda: pieces(FUSE, "a", " b", "", "c "),
+    "strip": lambda: pieces(decoders.Strip(" ", 1, 0), " a", "  b", " ", "c"),
+    "word_piece_as_it_is": lambda: pieces(
+        decoders.WordPiece(prefix="@@", cleanup=False), "a", "@@b", ".", "n't", " '", "@@"
+    ),
+    "word_piece_cleaned": lambda: pieces(
+        decoders.WordPiece(prefix="##", cleanup=True), "a", "##b", ".", "n't", " '", "do not", "##"
+    ),
     "byte_level_stripped": lambda: pieces(
         decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 2, 0)]),
         "Ġ",
@@ -104,29 +129,106 @@ BUFFERED: dict[str, Callable[[], Tokenizer]] = {
         decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("a.*z"), "_")]), "a", "b", "z"
     ),
     "ctc": lambda: pieces(decoders.CTC(pad_token="p", word_delimiter_token="|"), "a", "p", "|"),
+    "ctc_as_it_is": lambda: pieces(
+        decoders.CTC(pad_token="p", word_delimiter_token="|", cleanup=False), "a", "p", "|", " ."
+    ),
 }
 ALL = {name: text_tokenizer(make()) for name, make in (STREAMED | BUFFERED).items()}
 
 
-def deliver(tokenizer: TextTokenizer, parts: list[list[int]]) -> list[str]:
-    detokenizer = tokenizer.detokenizer()
+def deliver(
+    tokenizer: TextTokenizer, parts: list[list[int]], prompt: Sequence[int] = ()
+) -> list[str]:
+    detokenizer = tokenizer.detokenizer(prompt)
     return [*(detokenizer.append(part) for part in parts), detokenizer.flush()]
 
 
 @pytest.mark.parametrize("kind", ALL)
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_joined_pieces_equal_the_one_shot_decode(kind: str, data: st.DataObject) -> None:
+def test_prompt_and_text_are_the_one_shot_decode(kind: str, data: st.DataObject) -> None:
     tokenizer = ALL[kind]
     known = sorted(tokenizer.tokens())
-    token_id = st.one_of(
-        st.sampled_from(known),
-        st.sampled_from(known[-8:]),
-        st.integers(known[-1] + 1, known[-1] + 3),  # padding rows have no string
-    )
-    parts = data.draw(st.lists(st.lists(token_id, max_size=4), max_size=12))
-    token_ids = [token_id for part in parts for token_id in part]
-    assert "".join(deliver(tokenizer, parts)) == tokenizer.decode(token_ids)
+    padding = [known[-1] + 1, known[-1] + 3]  # these rows have no string
+    token_id = st.sampled_from([*known[:8], *known[-8:], *padding]) | st.sampled_from(known)
+    token_ids = data.draw(st.lists(token_id, max_size=24))
+    start, size = data.draw(st.integers(0, len(token_ids))), data.draw(st.integers(1, 4))
+    prompt, output = token_ids[:start], token_ids[start:]
+    detokenizer = tokenizer.detokenizer(prompt)
+    texts = [detokenizer.append(output[i : i + size]) for i in range(0, len(output), size)]
+    begun = detokenizer.prompt_text if any(texts) else None
+    text = "".join([*texts, detokenizer.flush()])
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(token_ids)
+    if not whole.startswith(before):  # a character or a run of bytes that the prompt left open
+        before = os.path.commonprefix((before, whole))
+    assert (detokenizer.prompt_text, text) == (before, whole[len(before) :])
+    assert begun in (None, before)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_what_is_joined_is_what_transformers_decodes(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = ALL[kind]
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=(STREAMED | BUFFERED)[kind]())
+    generator = random.Random(kind)
+    known = sorted(tokenizer.tokens())
+
+    def decode(token_ids: list[int]) -> str:
+        return reference.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    num_extended = 0
+    for _ in range(200):
+        token_ids = generator.choices(known[:8] + known[-8:] + known, k=generator.randint(1, 12))
+        cut = generator.randint(0, len(token_ids))
+        before, whole = decode(token_ids[:cut]), decode(token_ids)
+        if whole.startswith(before):
+            num_extended += 1
+            parts = [[token_id] for token_id in token_ids[cut:]]
+            assert "".join(deliver(tokenizer, parts, token_ids[:cut])) == whole[len(before) :]
+    assert num_extended > 100
+
+
+def test_case_s4_a_space_is_stripped_where_the_whole_text_starts() -> None:
+    tokenizer = text_tokenizer(toy_tokenizers.space_mark())
+    ids = {name: token_id for token_id, name in tokenizer.tokens().items()}
+    prompt, output = tokenizer.encode("Deep"), [ids["▁learning"], ids["▁is"]]
+    parts = [[token_id] for token_id in output]
+    assert deliver(tokenizer, parts, prompt) == [" learning", " is", ""]
+    assert deliver(tokenizer, parts) == ["learning", " is", ""]
+    # Special tokens alone are no text that the output could go on from.
+    assert deliver(tokenizer, parts, [ids["<s>"]]) == ["learning", " is", ""]
+
+
+def test_a_character_that_the_prompt_left_open_is_the_outputs() -> None:
+    tokenizer = text_tokenizer(toy_tokenizers.byte_level())
+    token_ids = tokenizer.encode("ok é🌶")
+    detokenizer = tokenizer.detokenizer(token_ids[:7])
+    assert detokenizer.prompt_text == f"ok é{REPLACEMENT}"
+    assert detokenizer.append(token_ids[7:]) == "🌶"
+    assert detokenizer.prompt_text == "ok é"
+
+
+def test_a_run_of_bytes_is_not_told_twice() -> None:
+    tokenizer = ALL["gemma"]
+    ids = {name: token_id for token_id, name in tokenizer.tokens().items()}
+    e_acute, pepper = [ids["<0xC3>"], ids["<0xA9>"]], [ids[f"<0x{b:02X}>"] for b in "🌶".encode()]
+    assert deliver(tokenizer, [pepper, [ids["▁a"]]], e_acute) == ["", "🌶 a", ""]
+    # One bad byte spoils the run, the prompt's part of it too.
+    detokenizer = tokenizer.detokenizer(e_acute)
+    assert detokenizer.prompt_text == "é"
+    assert detokenizer.append(pepper[:2]) + detokenizer.flush() == REPLACEMENT * 4
+    assert detokenizer.prompt_text == ""
+
+
+def test_settled_text_is_told_once() -> None:
+    tokenizer = ALL["gemma"]
+    ids = {name: token_id for token_id, name in tokenizer.tokens().items()}
+    detokenizer = tokenizer.detokenizer()
+    told = [detokenizer.append([ids["<0xC3>"], ids["<0xA9>"]]), detokenizer.settle()]
+    told += [detokenizer.settle(), detokenizer.append([ids["<end>"], ids["▁a"]])]
+    assert [*told, detokenizer.flush()] == ["", "é", "", " a", ""]
 
 
 @given(st.binary(max_size=24), st.integers(1, 4))

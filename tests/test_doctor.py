@@ -139,7 +139,13 @@ def test_without_what_calibrating_needs(monkeypatch: pytest.MonkeyPatch) -> None
 def test_docker_without_its_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     docker_that(tmp_path, "raise SystemExit(1)")
-    assert examined()["docker"] == f"{tmp_path}/docker, but its daemon does not answer"
+    found = examined()
+    assert found["docker"] == f"{tmp_path}/docker, but its daemon does not answer"
+    assert found["runtime tensorrt_llm"] == (
+        "plans here (--dry-run); runtime 'tensorrt_llm' needs trtllm-build or docker: trtllm-build "
+        f"is not on the PATH, and the daemon of {tmp_path}/docker does not answer: start it, or "
+        "run specpipe inside NVIDIA's image"
+    )
 
 
 def test_one_line_each() -> None:

@@ -58,13 +58,92 @@ def test_case_a2_same_size_different_meaning(tmp_path: Path) -> None:
     ]
 
 
-def test_a_token_that_one_side_lacks(tmp_path: Path) -> None:
-    draft, target = write_pair(tmp_path)
+def write_with_extra(folder: Path, *texts: str) -> None:
     tokenizer = toy_tokenizers.words()
-    tokenizer.add_tokens(["extra"])
-    toy_tokenizers.write_tokenizer(draft, tokenizer, **ROLES)
+    tokenizer.add_tokens(list(texts))
+    toy_tokenizers.write_tokenizer(folder, tokenizer, **ROLES)
+
+
+def test_what_only_the_draft_knows_is_never_proposed(tmp_path: Path) -> None:
+    draft, target = write_pair(tmp_path)
+    write_with_extra(draft, "extra", "more")
+    contract = check_pair(draft, target)
+    assert contract.num_used_token_ids == 250
+    assert contract.unused_token_ids == ((250, 256),)
+    assert contract.notes == (
+        "only the draft knows 2 of its tokens, the first is 250 'extra': they are never proposed",
+    )
+
+
+def test_what_only_the_target_knows_needs_rows_in_the_draft(tmp_path: Path) -> None:
+    draft, target = write_pair(tmp_path)
+    write_with_extra(target, "extra")
+    contract = check_pair(draft, target)
+    assert contract.num_used_token_ids == 251
+    assert contract.unused_token_ids == ((251, 256),)
+    assert contract.notes == (
+        "only the target knows 1 of its tokens, the first is 250 'extra': the draft has embedding "
+        "rows for them",
+    )
+    write_words(draft, num_rows=250)
     assert refusal(draft, target) == [
-        "token id 250 is 'extra' in the draft and no token in the target; 1 of 251 ids differ"
+        "the target uses token id 250 'extra', but the draft's config.json has vocab_size 250: "
+        "1 ids have no embedding row there"
+    ]
+
+
+def test_one_string_with_two_ids_is_refused(tmp_path: Path) -> None:
+    draft, target = write_pair(tmp_path)
+    for folder, moved in ((draft, {"w9": 252}), (target, {"w9": 251})):
+        backend = json.loads(toy_tokenizers.words().to_str())
+        backend["model"]["vocab"] |= moved
+        (folder / "tokenizer.json").write_text(json.dumps(backend))
+    assert refusal(draft, target) == [
+        "'w9' is token id 252 in the draft and 251 in the target; 1 tokens differ in this"
+    ]
+
+
+@pytest.mark.parametrize("key", ["eos_token_id", "pad_token_id", "decoder_start_token_id"])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_an_id_with_a_role_and_no_string_is_in_use(tmp_path: Path, file: str, key: str) -> None:
+    draft, target = write_pair(tmp_path)
+    path = target / file
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**values, key: 251}))
+    contract = check_pair(draft, target)
+    assert contract.num_used_token_ids == 251
+    assert contract.unused_token_ids == ((250, 251), (252, 256))
+    assert (251 in contract.end_token_ids) == (key == "eos_token_id")
+    assert f"token id 251 has a role ({file}: {key}) but no string: it is in use" in contract.notes
+
+
+def test_ids_that_are_only_suppressed_stay_unused(tmp_path: Path) -> None:
+    draft, target = write_pair(tmp_path)
+    (target / "generation_config.json").write_text('{"suppress_tokens": [251, 300]}')
+    assert check_pair(draft, target).unused_token_ids == ((250, 256),)
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [256, [2, 300]])
+def test_a_role_beyond_the_rows_is_refused(
+    tmp_path: Path, role: str, key: str, value: int | list[int]
+) -> None:
+    draft, target = write_pair(tmp_path)
+    (tmp_path / role / "generation_config.json").write_text(json.dumps({key: value}))
+    token_id = value if isinstance(value, int) else 300
+    assert refusal(draft, target) == [
+        f"the {role}'s generation_config.json: {key} is {token_id}, but its config.json has "
+        "vocab_size 256: the id has no embedding row"
+    ]
+
+
+def test_a_role_of_the_target_needs_a_row_in_the_draft(tmp_path: Path) -> None:
+    draft, target = write_pair(tmp_path, num_rows=250)
+    write_words(target, eos_token_id=[2, 251])
+    assert refusal(draft, target) == [
+        "the target uses token id 251, but the draft's config.json has vocab_size 250: "
+        "1 ids have no embedding row there"
     ]
 
 

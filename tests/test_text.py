@@ -136,6 +136,13 @@ def test_end_ids_are_the_union_of_all_sources(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 3)
 
 
+def test_what_an_id_is_used_for(tmp_path: Path) -> None:
+    toy_tokenizers.write_words(tmp_path, eos_token_id=251)
+    tokenizer = Tokenizer.load(tmp_path)
+    used = [i for i in (-1, 0, 249, 250, 251, 252, 2**31 - 1) if tokenizer.is_used(i)]
+    assert used == [0, 249, 251]
+
+
 def test_ids_come_from_config_where_the_tokenizer_names_no_token(tmp_path: Path) -> None:
     toy_tokenizers.write_tokenizer(tmp_path, chat_backend(adds_bos=False))
     (tmp_path / "config.json").write_text(
@@ -198,6 +205,20 @@ def test_a_token_in_a_role_is_special_and_one_without_an_id_is_left_out(tmp_path
     assert sorted(tokenizer.tokens()) == [0, 1, 2, 3, 4]
 
 
+def test_added_tokens_json_counts_where_transformers_reads_it(tmp_path: Path) -> None:
+    folder = write_chat(tmp_path, additional_special_tokens=["<turn>"])
+    (folder / "added_tokens.json").write_text('{"<tool>": 5, "<turn>": 6}')
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("hi <tool> <turn>") == [0, 2, 5, 6]
+    assert tokenizer.decode([2, 5, 6]) == "hi <tool>"
+    (folder / "added_tokens.json").write_text('{"<tool>": 7}')
+    with pytest.raises(CheckpointError, match="added_tokens.json gives '<tool>' the id 7, tokeni"):
+        Tokenizer.load(folder)
+    # The newer file wins, as in transformers.
+    write_chat(tmp_path, added_tokens_decoder={})
+    assert sorted(Tokenizer.load(folder).tokens()) == [0, 1, 2, 3, 4]
+
+
 DIALECT = (
     "{% for m in messages %}\n"
     "  {% if loop.index > 2 %}{% break %}{% endif %}\n"
@@ -227,7 +248,23 @@ def test_template_is_sandboxed(tmp_path: Path) -> None:
         ([], 'messages must be a list such as [{"role": "user", "content": "hi"}]'),
         ({"role": "user"}, 'messages must be a list such as [{"role": "user", "content": "hi"}]'),
         ([*USER_HI, "hi"], 'messages[1] must be an object with a "role"'),
-        ([{"role": "user"}], 'messages[0] must have a "content"'),
+        (
+            [{"role": "user", "content": 3}],
+            "messages[0].content must be a text, a list of text parts, or null",
+        ),
+        (
+            [*USER_HI, {"role": "user", "content": [{"type": "text", "text": None}]}],
+            'messages[1].content[0] must have a "text"',
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages[0].content[0] is a part of type 'image_url': this model takes text parts "
+            "alone",
+        ),
+        (
+            [{"role": "user", "content": ["hi"]}],
+            "messages[0].content[0] is a part without a type: this model takes text parts alone",
+        ),
         (
             [{"role": "system", "content": "x"}],
             "messages: the chat template refuses them: no system messages",
@@ -311,6 +348,19 @@ def test_sentencepiece_alone_is_refused_with_the_way_out(tmp_path: Path) -> None
         ),
         ("config.json", '{"eos_token_id": "2"}', "eos_token_id is '2'; it must be token ids"),
         ("generation_config.json", '{"eos_token_id": [true]}', "eos_token_id is [True]"),
+        ("generation_config.json", '{"pad_token_id": -5}', "pad_token_id is -5; it must be token"),
+        ("generation_config.json", '{"eos_token_id": [2, 2.0]}', "which 2.0 is not"),
+        ("config.json", f'{{"eos_token_id": [{2**70}]}}', f"which {2**70} is not"),
+        (
+            "config.json",
+            json.dumps({"bos_token_id": [*range(10**5), None]}),
+            "19, 20, 21, 2; it must be token ids, which None is not",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<end>"}',
+            "eos_token is '<end>', which has no id",
+        ),
         ("chat_template.jinja", b"\xff", "cannot be read"),
     ],
 )

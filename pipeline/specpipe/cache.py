@@ -2,16 +2,18 @@
 
 Beside an artifact `engine/` stands `engine.manifest.json`: what it was made from (digests of the
 input files, settings, versions) and what it consists of. An artifact is stale exactly when one of
-these differs; a file that was touched, copied or fetched again is hashed and causes no build.
+these differs; a file that was touched, copied or fetched again is hashed, noted anew and causes no
+build.
 
     .engine.lock      held while `engine/` is made; a second build waits and finds the work done
     .engine.staging/  where the stage writes; changes places with `engine/` when it is whole
     .engine.old/      the artifact that is being replaced, where the file system can only rename:
                       lives for two renames, between which there is no `engine/`
 
+    .engine.pending   the manifest of what is in `.engine.staging/`, until it is that of `engine/`
+
 What a killed build leaves of these is removed by the next one. At any other moment one whole
-version of the artifact stands in its place; its manifest is gone while it is replaced, since it
-would be that of the other.
+version of the artifact stands in its place, and one of the two manifests is its own.
 """
 
 from __future__ import annotations
@@ -35,25 +37,83 @@ from specpipe import provenance
 from specpipe.errors import SpecpipeError
 from specpipe.exchange import exchange
 from specpipe.manifest import (
+    Hashed,
     InputRecord,
     Manifest,
     compare_files,
     damage,
     manifest_path,
+    parse_manifest,
     read_manifest,
     record_files,
+    relinked,
 )
 from specpipe.stages.base import Stage
 
 
-def stale_reasons(stage: Stage, artifact: Path, *, verify: bool = False) -> list[str]:
+def stale_reasons(
+    stage: Stage, artifact: Path, *, verify: bool = False, verify_inputs: bool = False
+) -> list[str]:
     """Returns, as sentences, why the artifact is not what the stage would make now; [] if it is.
 
-    An artifact whose files have their recorded sizes and times counts as undamaged, unless `verify`
-    asks for their digests.
+    A file with the recorded size, times and inode counts as unchanged. `verify` asks for the
+    digests of the artifact's files, `verify_inputs` for those of what it was made from. Equal files
+    that had to be hashed are noted as they are now, so that they are not hashed again.
     """
     with _naming_os_faults(stage, artifact):
-        return _compare(stage, artifact, verify=verify).reasons
+        comparison = _compare(stage, artifact, verify=verify, verify_inputs=verify_inputs)
+        _note(artifact, comparison.recorded, comparison.current)
+        return comparison.reasons
+
+
+@dataclass(frozen=True)
+class Held:
+    """An artifact held against its manifest: a sentence for each file that is another one now."""
+
+    damage: tuple[str, ...]
+    hashed: Hashed
+
+
+def hold(artifact: Path, *, verify: bool = False) -> Held:
+    """Compares an artifact with its manifest, whatever it was made from.
+
+    What has the recorded size, times and inode is not read, unless `verify` asks for all digests.
+    """
+    recorded = read_manifest(artifact)
+    if recorded is not None:
+        compared = compare_files(artifact, recorded.outputs, trust_times=not verify)
+        if not compared.differences:
+            _note(artifact, recorded, replace(recorded, outputs=compared.current))
+            return Held((), compared.hashed)
+    # A build that was killed once its artifact was there, and before its manifest was.
+    unfinished = parse_manifest(_pending(artifact))
+    if unfinished is not None:
+        pending = compare_files(artifact, unfinished.outputs, trust_times=not verify)
+        if not pending.differences:
+            return Held((), pending.hashed)
+    if recorded is None:
+        name = manifest_path(artifact).name
+        return Held((f"{name}, which tells what was built, is not beside it",), Hashed(0, 0, 0.0))
+    return Held(tuple(damage(compared.differences)), compared.hashed)
+
+
+def changed_inputs(stage: Stage, artifact: Path) -> Held:
+    """Returns which of the files that an artifact was made from are others now; hashes them all.
+
+    What is not there any more tells nothing.
+    """
+    recorded = read_manifest(artifact)
+    sentences, total = [], Hashed(0, 0, 0.0)
+    for root, old in _pair_up(stage.inputs().files, () if recorded is None else recorded.inputs):
+        if root is None or old is None or not root.exists():
+            continue
+        compared = compare_files(root, old.files, trust_times=False)
+        total += compared.hashed
+        sentences += [
+            f"{root / name} {what} since {stage.name} read it"
+            for name, what in compared.differences.items()
+        ]
+    return Held(tuple(sentences), total)
 
 
 @dataclass(frozen=True)
@@ -69,22 +129,23 @@ def build(
     artifact: Path,
     *,
     verify: bool = False,
+    verify_inputs: bool = False,
     on_start: Callable[[list[str]], None] = lambda reasons: None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Built:
-    """Makes the artifact unless it is there already; `verify` as in `stale_reasons`.
+    """Makes the artifact unless it is there already; what is hashed as in `stale_reasons`.
 
     on_start gets the reasons before the stage runs; on_wait is called when another build of this
     artifact has to finish first.
     """
     with _naming_os_faults(stage, artifact):
-        comparison = _compare(stage, artifact, verify=verify)
+        comparison = _compare(stage, artifact, verify=verify, verify_inputs=verify_inputs)
         if not comparison.reasons:
-            _refresh_times(artifact, comparison)
+            _note(artifact, comparison.recorded, comparison.current)
             return Built((), 0.0)
         artifact.parent.mkdir(parents=True, exist_ok=True)
         with held(_file_lock(artifact), on_wait):
-            reasons = _compare(stage, artifact, verify=verify).reasons
+            reasons = _compare(stage, artifact, verify=verify, verify_inputs=verify_inputs).reasons
             if not reasons:
                 return Built((), 0.0)
             on_start(reasons)
@@ -97,10 +158,10 @@ def build(
 class _Comparison:
     reasons: list[str]
     recorded: Manifest | None = None
-    current: Manifest | None = None  # `recorded` with today's paths and times, if all is equal
+    current: Manifest | None = None  # `recorded` with today's paths, and what equal files are today
 
 
-def _compare(stage: Stage, artifact: Path, *, verify: bool) -> _Comparison:
+def _compare(stage: Stage, artifact: Path, *, verify: bool, verify_inputs: bool) -> _Comparison:
     recorded = read_manifest(artifact)
     if recorded is None or not artifact.is_dir():
         return _Comparison(["missing"])
@@ -113,11 +174,16 @@ def _compare(stage: Stage, artifact: Path, *, verify: bool) -> _Comparison:
             reasons.append(f"input {root} is new" if old is None else f"input {old.path} is gone")
             continue
         path = os.path.abspath(root)
-        differences, files = compare_files(root, old.files, trust_times=old.path == path)
-        reasons += [f"input {root / name} {what}" for name, what in differences.items()]
-        inputs.append(InputRecord(path, files))
-    differences, outputs = compare_files(artifact, recorded.outputs, trust_times=not verify)
-    reasons += [f"damaged: {sentence}" for sentence in damage(differences)]
+        compared = compare_files(
+            root, old.files, trust_times=old.path == path and not verify_inputs
+        )
+        reasons += [f"input {root / name} {what}" for name, what in compared.differences.items()]
+        inputs.append(InputRecord(path, {**old.files, **compared.current}))
+    compared = compare_files(artifact, recorded.outputs, trust_times=not verify)
+    reasons += [f"damaged: {sentence}" for sentence in damage(compared.differences)]
+    if len(inputs) < len(recorded.inputs):
+        return _Comparison(reasons)
+    outputs = {**recorded.outputs, **compared.current}
     current = replace(recorded, inputs=tuple(inputs), outputs=outputs)
     return _Comparison(reasons, recorded, current)
 
@@ -170,7 +236,7 @@ def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _make(stage: Stage, artifact: Path, started: float) -> None:
     """Runs the stage in a staging folder and renames that into place; the lock is held."""
     staging = artifact.with_name(f".{artifact.name}.staging")
-    replaced = old_artifact(artifact)
+    replaced, pending = old_artifact(artifact), _pending(artifact)
     if replaced.is_dir() and not os.path.lexists(artifact):
         replaced.rename(artifact)
     for leftover in (staging, replaced):
@@ -195,14 +261,18 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
             build=provenance.describe_build(duration_s=time.monotonic() - started),
         )
         assert manifest.outputs, f"{stage.name} made nothing"
-        manifest_path(artifact).unlink(missing_ok=True)
+        manifest.write(pending)
         replaced = _put_in_place(staging, artifact)
     except BaseException:
         _remove(staging)
         raise
-    # Before the manifest: once that is there, no build looks at what is left here.
-    _remove(replaced)
-    manifest.write(manifest_path(artifact))
+    with relinked(artifact / name for name in manifest.outputs):
+        # Before the manifest: once that is there, no build looks at what is left here.
+        _remove(replaced)
+    # What was linked into both has another time of change now.
+    current = compare_files(artifact, manifest.outputs, trust_times=True).current
+    replace(manifest, outputs={**manifest.outputs, **current}).write(manifest_path(artifact))
+    pending.unlink(missing_ok=True)
 
 
 def _put_in_place(staging: Path, artifact: Path) -> Path:
@@ -228,6 +298,10 @@ def old_artifact(artifact: Path) -> Path:
     return artifact.with_name(f".{artifact.name}.old")
 
 
+def _pending(artifact: Path) -> Path:
+    return artifact.with_name(f".{artifact.name}.pending")
+
+
 def _remove(path: Path) -> None:
     """Removes a folder, or the file or link that somebody put in an artifact's place."""
     if path.is_dir() and not path.is_symlink():
@@ -251,21 +325,20 @@ def _record_input(stage: Stage, root: Path) -> InputRecord:
 def _check_unchanged(stage: Stage, roots: Sequence[Path], inputs: Sequence[InputRecord]) -> None:
     """Refuses what was made while another program, or another build, wrote its inputs."""
     for root, record in zip(roots, inputs, strict=True):
-        differences, _ = compare_files(root, record.files, trust_times=True)
-        for name, what in differences.items():
+        for name, what in compare_files(root, record.files, trust_times=True).differences.items():
             raise SpecpipeError(
                 f"{stage.name}: input {root / name} {what} while the stage ran: build again"
             )
 
 
-def _refresh_times(artifact: Path, comparison: _Comparison) -> None:
-    """Records new times of equal files, so that the next build need not hash them again."""
-    if comparison.current is None or comparison.current == comparison.recorded:
+def _note(artifact: Path, recorded: Manifest | None, current: Manifest | None) -> None:
+    """Records what equal files are today, so that they need not be hashed again."""
+    if current is None or current == recorded:
         return
     # Only a shortcut is lost where another build holds the lock or the folder is read-only.
     with suppress(OSError, Timeout), _file_lock(artifact).acquire(timeout=0):
-        if read_manifest(artifact) == comparison.recorded:
-            comparison.current.write(manifest_path(artifact))
+        if read_manifest(artifact) == recorded:
+            current.write(manifest_path(artifact))
 
 
 @contextmanager

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specpipe.chat_messages import (
+    check_messages,
+    for_template,
+    has_parts,
+    shows_parts,
+    with_joined_parts,
+)
 from specpipe.chat_worker import Answer, ChatWorker
 from specpipe.errors import CheckpointError, RequestError
 from specpipe.file_limits import FILE_LIMITS, FileLimits
@@ -45,9 +52,21 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]], *, max_bytes: int | None = None) -> str:
         """Returns the conversation as a prompt that asks for the assistant's turn.
 
-        max_bytes  those of the prompt, in UTF-8; none: 16 MiB
+        A template that does not go through the parts of a content gets them joined to one text.
+        max_bytes are those of the prompt, in UTF-8; none: 16 MiB.
         """
-        _check_messages(messages)
+        messages = for_template(check_messages(messages))
+        if has_parts(messages):
+            try:
+                prompt = self._render(messages, max_bytes)
+            except RequestError:  # most often of adding a list to a text
+                prompt = ""
+            if shows_parts(messages, prompt):
+                return prompt
+            messages = with_joined_parts(messages)
+        return self._render(messages, max_bytes)
+
+    def _render(self, messages: list[dict[str, Any]], max_bytes: int | None) -> str:
         try:
             answer = self._worker.render(messages, max_bytes or _MAX_PROMPT_BYTES)
         except (TypeError, ValueError, RecursionError) as exc:  # of a caller, not of a client
@@ -74,13 +93,3 @@ def _fault(answer: Answer, messages: str) -> str:
         "limit": f"cannot render {messages}",
     }
     return f"the chat template {verbs[answer.kind]}: {answer.fault}"
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise RequestError('messages must be a list such as [{"role": "user", "content": "hi"}]')
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f'messages[{index}] must be an object with a "role"')
-        if not isinstance(message.get("content"), (str, list)):
-            raise RequestError(f'messages[{index}] must have a "content"')

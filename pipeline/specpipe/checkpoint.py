@@ -357,6 +357,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return named or files
 
 
+def refuse_pickles(folder: Path) -> None:
+    """Refuses a folder whose weights are pickles only; one without any weights passes."""
+    if not _weight_files(folder) and any(
+        path.suffix.lower() in _PICKLE_SUFFIXES for path in folder.iterdir()
+    ):
+        _only_file(folder, ())
+
+
 def _only_file(folder: Path, weights: Sequence[Path]) -> Path:
     """Returns the weights file of a folder without an index."""
     if len(weights) == 1:

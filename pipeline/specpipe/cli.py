@@ -92,12 +92,18 @@ def init(draft: str, target: str, output: Path | None, name: str | None) -> None
 @main.command()
 @_config_options
 @click.option("--dry-run", is_flag=True, help="Print each stage that would run, and why.")
+@click.option(
+    "--verify-inputs",
+    is_flag=True,
+    help="Hash every checkpoint and artifact, and not only what looks changed.",
+)
 @_small_files_option
 @_json_option
 def build(
     config_path: Path,
     overrides: Sequence[str],
     dry_run: bool,
+    verify_inputs: bool,
     small_files: Path | None,
     as_json: bool,
 ) -> None:
@@ -110,7 +116,7 @@ def build(
     stages = pipeline.plan(config, small_files=small_files)
     repository = pipeline.repository_dir(config)
     if dry_run:
-        reports = pipeline.preview(stages)
+        reports = pipeline.preview(stages, verify_inputs=verify_inputs)
         if as_json:
             _print_json({"stages": [_stage_json(report) for report in reports]})
         else:
@@ -121,7 +127,7 @@ def build(
                     click.echo(f"  $ {shlex.join(command)}")
         return
     with log_shown():
-        reports = pipeline.run(stages, Progress())
+        reports = pipeline.run(stages, Progress(), verify_inputs=verify_inputs)
     if as_json:
         _print_json(
             {
@@ -237,18 +243,29 @@ def _print_checked(checked: Checked) -> None:
     is_flag=True,
     help="Serve a pair that failed its verification, or was changed since it was verified.",
 )
+@click.option(
+    "--verify-files",
+    is_flag=True,
+    help="Hash every file of the repository, and not only what was touched since it was built.",
+)
+@click.option(
+    "--allow-damaged", is_flag=True, help="Serve a repository whose files are not what was built."
+)
 def serve(
     config_path: Path,
     overrides: Sequence[str],
     mpi_mode: LaunchMode,
     allow_unknown_engine_facts: bool,
     allow_unverified: bool,
+    verify_files: bool,
+    allow_damaged: bool,
     **listen: Any,
 ) -> None:
     """Serve the built pair with Triton until it is stopped.
 
-    A pair that `specpipe verify` found at fault, or that was changed since it was verified, is
-    refused; one that never was verified is served.
+    A repository whose files are not what was built is refused. So is a pair that `specpipe verify`
+    found at fault, or that was changed since it was verified; one that never was verified is
+    served.
     """
     from specpipe import pipeline
     from specpipe.errors import RepositoryError
@@ -259,7 +276,15 @@ def serve(
         click.echo(f"ready: {' '.join(server.urls)} {server.metrics_url}")
 
     config = _load(config_path, overrides)
-    repository = pipeline.built_repository(config)
+    repository = pipeline.hold_repository(config, verify=verify_files)
+    if verify_files:
+        log(f"{_shown(repository.folder)}: {repository.hashed}")
+    if repository.refusal is not None:
+        if not allow_damaged:
+            raise RepositoryError(
+                f"{repository.refusal}, or serve it as it is with --allow-damaged"
+            )
+        log(f"warning: {repository.refusal}; allowed by --allow-damaged")
     for line in pipeline.outdated(config):
         log(f"warning: not what {config.source} says now: {line}")
     if (refusal := record.refusal(config.artifacts_dir)) is not None:
@@ -267,7 +292,7 @@ def serve(
             raise RepositoryError(f"{refusal}, or serve it as it is with --allow-unverified")
         log(f"warning: {refusal}; allowed by --allow-unverified")
     launcher.serve(
-        repository,
+        repository.folder,
         launcher.ServeOptions(**listen),
         report=log,
         mpi_mode=mpi_mode,

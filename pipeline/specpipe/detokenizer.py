@@ -9,10 +9,13 @@ before the end, and `BufferedDetokenizer` decodes once, there.
 from __future__ import annotations
 
 import codecs
+import copy
 import json
+import os.path
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from tokenizers import decoders
@@ -20,54 +23,140 @@ from tokenizers import decoders
 Piece = Callable[[int], "str | None"]
 """The string of a token id; None where decoding skips it: a special token, or no token at all."""
 
+_NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
-class StreamingDetokenizer:
-    """One request's output, decoded as it comes; work per token is bounded by the token's length.
 
-    The joined results of every `append` and of the final `flush` equal the one-shot decode of the
-    same ids, however they were split. Text is returned as soon as no later token can change it: an
-    incomplete character waits for its last byte, and a run of byte pieces (byte fallback) for its
-    end, since one bad byte turns all of a run into replacement characters.
+class _Detokenizer:
+    """One request's output as text, which goes on where the text of its prompt ends.
+
+    The joined results of every `append` and of the final `flush` are the one-shot decode of prompt
+    and output, less that of the prompt, however the ids were split. Where the output changes the
+    end of the prompt's text (it completes a character that was cut in two), it is less what both
+    texts begin with, and `prompt_text` is no more than that.
+
+    hidden_tokens  the special tokens, which decoding leaves out, by id
+    prompt_text    what the prompt is decoded to; may still lose its end to the first text of the
+                   output
     """
 
-    def __init__(self, piece: Piece, steps: Sequence[_Step]) -> None:
-        self._piece = piece
-        self._steps = steps
+    def __init__(self, hidden_tokens: Mapping[int, str]) -> None:
+        self.hidden_tokens = hidden_tokens
+        self.prompt_text = ""
+        self._told = ""  # text that is accounted for, though the decoder still holds it back
+        self._is_prompts = True  # whose text that is
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Returns the text that became final with these tokens; may be ""."""
+        text = self._decode(token_ids)
+        if not self._told:
+            return text
+        num_told = _num_shared(text, self._told)
+        if num_told == len(text):
+            self._told = self._told[num_told:]
+        else:
+            self._take_back(num_told)
+            self._told = ""
+        return text[num_told:]
+
+    def settle(self) -> str:
+        """Returns the text that is held back, as it would be if the output ended here.
+
+        The output may go on; a later token that would have changed this text no longer does.
+        """
+        held = self._held()
+        num_told = _num_shared(held, self._told)
+        self._take_back(num_told)
+        self._told = held
+        if num_told < len(held):
+            self._is_prompts = False
+        return held[num_told:]
+
+    def flush(self) -> str:
+        """Returns what is left at the end."""
+        return self.settle()
+
+    def _begin(self, prompt_token_ids: Sequence[int]) -> None:
+        self.prompt_text = self._decode(prompt_token_ids)
+        self._told = self._held()
+        self.prompt_text += self._told
+
+    def _take_back(self, num_kept: int) -> None:
+        """Cuts what was told, and will not come, off the prompt's text if it was of that."""
+        if self._is_prompts:
+            num_lost = len(self._told) - num_kept
+            self.prompt_text = self.prompt_text[: len(self.prompt_text) - num_lost]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that became final with these tokens."""
+        raise NotImplementedError
+
+    def _held(self) -> str:
+        """Returns the rest of the text as if nothing followed."""
+        raise NotImplementedError
+
+
+def _num_shared(text: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    return len(os.path.commonprefix((text, other)))
+
+
+class StreamingDetokenizer(_Detokenizer):
+    """Decodes an output as it comes; work per token is bounded by the token's length.
+
+    Text is returned as soon as no later token can change it: an incomplete character waits for its
+    last byte, and a run of byte pieces (byte fallback) for its end, since one bad byte turns all of
+    a run into replacement characters.
+    """
+
+    def __init__(
+        self,
+        piece: Piece,
+        steps: Sequence[_Step],
+        prompt_token_ids: Sequence[int] = (),
+        hidden_tokens: Mapping[int, str] = _NO_TOKENS,
+    ) -> None:
+        super().__init__(hidden_tokens)
+        self._piece = piece
+        self._steps = steps
+        if prompt_token_ids:
+            self._begin(prompt_token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         pieces: Iterable[str] = [
             piece for token_id in token_ids if (piece := self._piece(token_id)) is not None
         ]
         for step in self._steps:
-            pieces = [out for piece in pieces for out in step.push(piece)]
+            pieces = step.push(pieces)
         return "".join(pieces)
 
-    def flush(self) -> str:
-        """Returns what is left at the end; the detokenizer is used up by it."""
+    def _held(self) -> str:
         pieces: list[str] = []
-        for step in self._steps:
-            pieces = [out for piece in pieces for out in step.push(piece)]
-            pieces += step.finish()
+        for step in copy.deepcopy(self._steps):
+            pieces = [*step.push(pieces), *step.finish()]
         return "".join(pieces)
 
 
-class BufferedDetokenizer:
+class BufferedDetokenizer(_Detokenizer):
     """Keeps all ids until `flush`: for decoders whose text may depend on any later token."""
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompt_token_ids: Sequence[int] = (),
+        hidden_tokens: Mapping[int, str] = _NO_TOKENS,
+    ) -> None:
+        super().__init__(hidden_tokens)
+        self._decode_all = decode
         self._token_ids: list[int] = []
+        if prompt_token_ids:
+            self._begin(prompt_token_ids)
 
-    def append(self, token_ids: Sequence[int]) -> str:
-        """Returns "": nothing is final before the end."""
+    def _decode(self, token_ids: Sequence[int]) -> str:
         self._token_ids += token_ids
         return ""
 
-    def flush(self) -> str:
-        """Returns the whole text; the detokenizer is used up by it."""
-        token_ids, self._token_ids = self._token_ids, []
-        return self._decode(token_ids)
+    def _held(self) -> str:
+        return self._decode_all(self._token_ids)
 
 
 def streaming_steps(decoder: decoders.Decoder | None) -> Callable[[], list[_Step]] | None:
@@ -136,14 +225,16 @@ def _library_decoder(description: dict[str, Any]) -> decoders.Decoder:
 
 
 class _Step(Protocol):
-    def push(self, piece: str) -> Iterable[str]: ...
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        """Returns what no later piece can change; a long prompt comes as one call."""
 
-    def finish(self) -> Iterable[str]: ...
+    def finish(self) -> Iterable[str]:
+        """Returns what is held back."""
 
 
 class _Unchanged:
-    def push(self, piece: str) -> Iterable[str]:
-        return (piece,)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        return pieces
 
     def finish(self) -> Iterable[str]:
         return ()
@@ -155,9 +246,12 @@ class _Spaced(_Unchanged):
     def __init__(self) -> None:
         self._is_first = True
 
-    def push(self, piece: str) -> Iterable[str]:
-        is_first, self._is_first = self._is_first, False
-        return (piece if is_first else f" {piece}",)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        spaced = [f" {piece}" for piece in pieces]
+        if spaced and self._is_first:
+            spaced[0] = spaced[0][1:]
+            self._is_first = False
+        return spaced
 
 
 class _EachPiece(_Unchanged):
@@ -168,10 +262,12 @@ class _EachPiece(_Unchanged):
         self._later = later
         self._is_first = True
 
-    def push(self, piece: str) -> Iterable[str]:
-        decode = self._first if self._is_first else self._later
-        self._is_first = False
-        return (decode(piece),)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        first, later = [], list(pieces)
+        if later and self._is_first:
+            first = [self._first(later.pop(0))]
+            self._is_first = False
+        return [*first, *map(self._later, later)]
 
 
 class _ByteLevel:
@@ -180,8 +276,8 @@ class _ByteLevel:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, piece: str) -> Iterable[str]:
-        return (self._decoder.decode(_byte_level_bytes(piece)),)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        return (self._decoder.decode(b"".join(map(_byte_level_bytes, pieces))),)
 
     def finish(self) -> Iterable[str]:
         return (self._decoder.decode(b"", final=True),)
@@ -213,12 +309,14 @@ class _ByteFallback:
     def __init__(self) -> None:
         self._run = bytearray()
 
-    def push(self, piece: str) -> Iterable[str]:
-        byte = _fallback_byte(piece)
-        if byte is None:
-            return (*self.finish(), piece)
-        self._run.append(byte)
-        return ()
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        for piece in pieces:
+            byte = _fallback_byte(piece)
+            if byte is None:
+                yield from self.finish()
+                yield piece
+            else:
+                self._run.append(byte)
 
     def finish(self) -> Iterable[str]:
         if not self._run:
@@ -230,6 +328,7 @@ class _ByteFallback:
             return ("\ufffd",) * len(run)
 
 
+@lru_cache(maxsize=1 << 18)
 def _fallback_byte(piece: str) -> int | None:
     match = _BYTE_PIECE.fullmatch(piece)
     return int(match[1], 16) if match else None
@@ -245,9 +344,11 @@ class _WordSuffix:
         self._suffix = suffix
         self._last: str | None = None
 
-    def push(self, piece: str) -> Iterable[str]:
-        last, self._last = self._last, piece
-        return () if last is None else (last.replace(self._suffix, " "),)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        for piece in pieces:
+            if self._last is not None:
+                yield self._last.replace(self._suffix, " ")
+            self._last = piece
 
     def finish(self) -> Iterable[str]:
         return () if self._last is None else (self._last.replace(self._suffix, ""),)
@@ -260,14 +361,17 @@ class _StripStart(_Unchanged):
         self._content = content
         self._count = count
 
-    def push(self, piece: str) -> Iterable[str]:
-        while self._count and piece:
-            if not piece.startswith(self._content):
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        if not self._count:
+            return pieces
+        text = "".join(pieces)
+        while self._count and text:
+            if not text.startswith(self._content):
                 self._count = 0
                 break
-            piece = piece[len(self._content) :]
+            text = text[len(self._content) :]
             self._count -= 1
-        return (piece,)
+        return (text,)
 
 
 class _ReplaceText:
@@ -278,8 +382,8 @@ class _ReplaceText:
         self._content = content
         self._rest = ""
 
-    def push(self, piece: str) -> Iterable[str]:
-        *done, rest = (self._rest + piece).split(self._pattern)
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        *done, rest = "".join([self._rest, *pieces]).split(self._pattern)
         kept = next(
             length
             for length in range(min(len(self._pattern) - 1, len(rest)), -1, -1)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from specpipe import installation
 from specpipe.errors import SpecpipeError
 from specpipe.provenance import gpus, versions
 from specpipe.runtimes.base import RUNTIMES, Launch, load_runtime
+from specpipe.runtimes.tensorrt_llm.toolbox import docker_version
 from specpipe.stages.calibrate import require_libraries
 
 LIBRARIES = (
@@ -97,12 +97,10 @@ def _docker() -> str:
     docker = shutil.which("docker")
     if docker is None:
         return "not on PATH"
-    asked = [docker, "version", "--format", "{{.Server.Version}}"]
-    try:
-        printed = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return f"{docker}, but its daemon does not answer"
-    return f"{printed.stdout.strip()} ({docker})"
+    version = docker_version(docker)
+    return (
+        f"{docker}, but its daemon does not answer" if version is None else f"{version} ({docker})"
+    )
 
 
 def _runtime(name: str) -> str:

@@ -13,6 +13,7 @@ from specpipe import source
 from specpipe.config import NAME_PATTERN
 from specpipe.errors import ConfigError
 from specpipe.pairing import check_pair
+from specpipe.pipeline import check_architecture, check_weights
 from specpipe.source import Source
 from specpipe.stages.base import Role
 from specpipe.yaml_document import write_new
@@ -80,6 +81,10 @@ def write_config(
         role: source.resolve(checkpoint, revision=None, base=Path.cwd(), role=role, weights=False)
         for role, checkpoint in _by_role(draft, target).items()
     }
+    for role, found in sources.items():
+        if found.revision is None:
+            check_weights(role, found.path)
+        check_architecture(role, found.path)
     contract = check_pair(sources["draft"].path, sources["target"].path)
     name = name or _name(sources["target"])
     path = output or Path(f"{name}.yaml")

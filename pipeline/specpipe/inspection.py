@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.errors import EngineMismatch
-from specpipe.manifest import Manifest, compare_files, damage, read_manifest, record_files
+from specpipe.manifest import (
+    FileRecord,
+    Hashed,
+    Manifest,
+    compare_files,
+    damage,
+    read_anew,
+    read_manifest,
+)
 from specpipe.runtimes.base import RUNTIMES, load_runtime
 from specpipe.runtimes.engine_description import (
     DescribedProfile,
     DescribedTensor,
     EngineDescription,
-    RecordedFile,
 )
 from specpipe.runtimes.memory import format_bytes
 
@@ -37,6 +44,7 @@ class Inspection:
     file_bytes  size of each file that is there
     build       when and on what it was built, as the manifest beside it has it; {} without one
     damage      a clause for each file that is not what was built
+    hashed      what was read to find that; None where sizes and times were enough
     """
 
     engine: Path
@@ -44,6 +52,7 @@ class Inspection:
     file_bytes: Mapping[str, int]
     build: Mapping[str, Any]
     damage: tuple[str, ...]
+    hashed: Hashed | None = None
 
     def as_json(self) -> dict[str, Any]:
         described = dataclasses.asdict(self.description)
@@ -54,6 +63,7 @@ class Inspection:
             "files": dict(self.file_bytes),
             "build": dict(self.build),
             "damage": list(self.damage),
+            "hashed": None if self.hashed is None else dataclasses.asdict(self.hashed),
         }
 
 
@@ -63,6 +73,8 @@ def inspect(folder: Path, *, verify: bool = False) -> tuple[Inspection, ...]:
     A file of the recorded size and time counts as whole, unless `verify` asks for its digest.
     Raises EngineMismatch for a folder without an engine.
     """
+    if verify:
+        read_anew()
     found = _find(folder, verify)
     if found is not None:
         return (found,)
@@ -98,7 +110,7 @@ def _inspect(engine: Path, verify: bool) -> Inspection | None:
     described = (load_runtime(name).describe(engine) for name in RUNTIMES)
     description = next((one for one in described if one is not None), None)
     manifest = read_manifest(engine)
-    found = list(_damage(engine, manifest, description, verify))
+    found, hashed = _damage(engine, manifest, description, verify)
     if description is None:
         if found:
             raise damaged(engine, found)
@@ -113,30 +125,32 @@ def _inspect(engine: Path, verify: bool) -> Inspection | None:
         file_bytes={path.name: path.stat().st_size for path in files},
         build=manifest.build if manifest is not None else {},
         damage=tuple(found),
+        hashed=hashed if verify else None,
     )
 
 
 def _damage(
     engine: Path, manifest: Manifest | None, description: EngineDescription | None, verify: bool
-) -> Iterator[str]:
+) -> tuple[list[str], Hashed]:
     """Compares with the manifest beside an artifact, which knows every file; where there is none,
     in a repository, with what the engine itself records."""
     if manifest is not None:
-        differences, _ = compare_files(engine, manifest.outputs, trust_times=not verify)
-        yield from damage(differences)
-    elif description is not None:
-        for file in description.files:
-            yield from _file_damage(engine / file.name, file, verify)
-
-
-def _file_damage(path: Path, recorded: RecordedFile, verify: bool) -> Iterator[str]:
-    if not path.is_file():
-        yield f"file {recorded.name} is missing"
-    elif recorded.num_bytes not in (None, path.stat().st_size):
-        size = path.stat().st_size
-        yield f"file {recorded.name} has {size} bytes, built were {recorded.num_bytes}"
-    elif verify and recorded.sha256 not in (None, record_files(path)["."].sha256):
-        yield f"file {recorded.name} is not what was built"
+        compared = compare_files(engine, manifest.outputs, trust_times=not verify)
+        return damage(compared.differences), compared.hashed
+    found, total = [], Hashed(0, 0, 0.0)
+    for file in () if description is None else description.files:
+        path = engine / file.name
+        if not path.is_file():
+            found.append(f"file {file.name} is missing")
+        elif (size := path.stat().st_size) != (file.num_bytes or size):
+            found.append(f"file {file.name} has {size} bytes, built were {file.num_bytes}")
+        elif verify and file.sha256 is not None:
+            record = FileRecord(size, 0, file.sha256)
+            compared = compare_files(path, {".": record}, trust_times=False)
+            total += compared.hashed
+            if compared.differences:
+                found.append(f"file {file.name} is not what was built")
+    return found, total
 
 
 def damaged(engine: Path, sentences: Sequence[str]) -> EngineMismatch:
@@ -176,6 +190,7 @@ def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
     yield "layers", _counts(engine.layers)
     yield "layers by precision", _counts(engine.layer_precisions)
     yield "weights by precision", _counts(engine.weight_precisions)
+    yield "verified", [] if inspection.hashed is None else [str(inspection.hashed)]
     yield "damaged", list(inspection.damage)
 
 

@@ -1,8 +1,9 @@
 """What stands beside an artifact, and the comparison of recorded files with those of today.
 
-Where times are trusted, a file with the recorded path, size and modification time counts as
-unchanged; anything else is hashed, so a file that was touched, copied or fetched again still counts
-as the same.
+Where times are trusted, a file with the recorded size, times and inode counts as unchanged. The
+time of its last change of status (ctime, inode(7)) is set by the kernel alone, so that what was
+written over or replaced is seen even where its size and modification time were kept. Anything else
+is hashed, so that a file that was touched, moved, copied or fetched again still counts as the same.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+MANIFEST_SUFFIX = ".manifest.json"
 _FORMAT = 1
 _BUFFER_BYTES = 1 << 20
 # Coarsest tick of file times on Linux (10 ms at 100 Hz), doubled.
@@ -25,14 +28,29 @@ _TIME_TICK_NS = 20_000_000
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file as it was when it was read."""
+    """One file as it was when it was read.
+
+    ctime_ns, inode  0 where an earlier specpipe wrote the record, which no file has
+    """
 
     size: int
     mtime_ns: int
     sha256: str
+    ctime_ns: int = 0
+    inode: int = 0
 
-    def has_times_of(self, status: os.stat_result) -> bool:
-        return (self.size, self.mtime_ns) == (status.st_size, status.st_mtime_ns)
+    @classmethod
+    def of(cls, status: os.stat_result, sha256: str) -> FileRecord:
+        return cls(status.st_size, status.st_mtime_ns, sha256, status.st_ctime_ns, status.st_ino)
+
+    def is_untouched(self, status: os.stat_result) -> bool:
+        """True if nobody wrote to the file, replaced it, or changed anything else about it."""
+        return (self.size, self.mtime_ns, self.ctime_ns, self.inode) == (
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            status.st_ino,
+        )
 
 
 Files = Mapping[str, FileRecord]  # by path below the root, with "/"; a root that is a file: "."
@@ -70,8 +88,13 @@ class Manifest:
 
 def read_manifest(artifact: Path) -> Manifest | None:
     """Returns the manifest of an artifact; None where there is none that this version can read."""
+    return parse_manifest(manifest_path(artifact))
+
+
+def parse_manifest(path: Path) -> Manifest | None:
+    """Returns what a manifest's file says; None where this version cannot read it."""
     try:
-        data = json.loads(manifest_path(artifact).read_text())
+        data = json.loads(path.read_text())
         if data.pop("format") != _FORMAT:
             return None
         data["inputs"] = tuple(
@@ -84,32 +107,75 @@ def read_manifest(artifact: Path) -> Manifest | None:
 
 
 def manifest_path(artifact: Path) -> Path:
-    return artifact.with_name(f"{artifact.name}.manifest.json")
+    return artifact.with_name(artifact.name + MANIFEST_SUFFIX)
 
 
 def _files_from_json(data: Mapping[str, Mapping[str, Any]]) -> dict[str, FileRecord]:
     return {name: FileRecord(**record) for name, record in data.items()}
 
 
-def compare_files(root: Path, old: Files, *, trust_times: bool) -> tuple[dict[str, str], Files]:
-    """Returns what differs from the records, by name, and the equal files with today's times."""
-    present = _files_below(root)
+@dataclass(frozen=True)
+class Hashed:
+    """What was read to get digests."""
+
+    num_files: int
+    num_bytes: int
+    duration_s: float
+
+    def __add__(self, other: Hashed) -> Hashed:
+        return Hashed(
+            self.num_files + other.num_files,
+            self.num_bytes + other.num_bytes,
+            self.duration_s + other.duration_s,
+        )
+
+    def __str__(self) -> str:
+        speed = self.num_bytes / 1e9 / max(self.duration_s, 1e-9)
+        files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
+        return f"{files} hashed, {self.num_bytes / 1e6:,.1f} MB at {speed:.2f} GB/s"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Files beside their records.
+
+    differences  what differs, by name
+    current      the equal files with what they are today
+    """
+
+    differences: Mapping[str, str]
+    current: Files
+    hashed: Hashed
+
+
+def compare_files(root: Path, old: Files, *, trust_times: bool) -> Compared:
+    """Compares the files below `root` with records; without `trust_times` all of them are hashed.
+
+    As many are hashed at once as there are cores.
+    """
+    present = files_below(root)
+    known = {name: path for name, path in present.items() if name in old}
+    touched = [n for n, path in known.items() if not (trust_times and _is_untouched(path, old[n]))]
+    today = {name: _Today(old[name]) for name in known}
+    started = time.monotonic()
+    if touched:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            found = pool.map(lambda name: _today(known[name], old[name]), touched)
+            today |= zip(touched, found, strict=True)
+    duration_s = time.monotonic() - started
     differences = {name: "is gone" for name in old if name not in present}
     current = {}
-    for name, path in present.items():
+    for name in present:
         if name not in old:
             differences[name] = "is new"
-            continue
-        try:
-            record = _equal_record(path, old[name], trust_times)
-        except FileNotFoundError:  # another build is just replacing the artifact
+        elif (record := today[name].record) is None:  # another build is just replacing the artifact
             differences[name] = "is gone"
-            continue
-        if record is None:
+        elif record.sha256 != old[name].sha256:
             differences[name] = "changed"
         else:
             current[name] = record
-    return differences, current
+    read = [one.num_bytes_read for one in today.values() if one.num_bytes_read is not None]
+    return Compared(differences, current, Hashed(len(read), sum(read), duration_s))
 
 
 def damage(differences: Mapping[str, str]) -> list[str]:
@@ -118,17 +184,34 @@ def damage(differences: Mapping[str, str]) -> list[str]:
     return [f"file {name} {words[what]}" for name, what in differences.items()]
 
 
-def _equal_record(path: Path, old: FileRecord, trust_times: bool) -> FileRecord | None:
-    """Returns the record with the file's time of today, or None if the file is not the same."""
-    status = path.stat()
-    if trust_times and old.has_times_of(status):
-        return old
-    if old.size != status.st_size or old.sha256 != _digest(path, status):
-        return None
-    return replace(old, mtime_ns=status.st_mtime_ns)
+@dataclass(frozen=True)
+class _Today:
+    """A file as it is now; no record: it is gone, no digest in it: its size tells enough."""
+
+    record: FileRecord | None
+    num_bytes_read: int | None = None
 
 
-def _files_below(root: Path) -> dict[str, Path]:
+def _is_untouched(path: Path, old: FileRecord) -> bool:
+    try:
+        return old.is_untouched(path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _today(path: Path, old: FileRecord) -> _Today:
+    try:
+        status = path.stat()
+        if old.size != status.st_size:
+            return _Today(FileRecord.of(status, ""))
+        was_read = _key(status) in _digests
+        record = FileRecord.of(status, _digest(path, status))
+        return _Today(record, None if was_read else record.size)
+    except FileNotFoundError:
+        return _Today(None)
+
+
+def files_below(root: Path) -> dict[str, Path]:
     """Returns the files that make up an input or an artifact, by name; links to files count."""
     if root.is_file():
         return {".": root}
@@ -144,27 +227,37 @@ def _files_below(root: Path) -> dict[str, Path]:
 
 def record_files(root: Path) -> dict[str, FileRecord]:
     """Records all files of an input or an artifact; hashes as many at once as there are cores."""
-    files = _files_below(root)
+    files = files_below(root)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return dict(zip(files, pool.map(_record, files.values()), strict=True))
 
 
 def _record(path: Path) -> FileRecord:
     status = path.stat()
-    return FileRecord(status.st_size, status.st_mtime_ns, _digest(path, status))
+    return FileRecord.of(status, _digest(path, status))
 
 
 # An artifact is hashed when it is made, and is then an input of the next stage; packaging links
 # engines into the repository. Within one build each of them is read once.
-_digests: dict[tuple[int, int, int, int], str] = {}
+_digests: dict[tuple[int, ...], str] = {}
+
+
+def _key(status: os.stat_result) -> tuple[int, ...]:
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
 
 
 def _digest(path: Path, status: os.stat_result) -> str:
     """Returns the SHA-256 of a file, in hexadecimal."""
-    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    key = _key(status)
     if key not in _digests:
-        # A change within the same tick of the clock would leave the modification time as it is.
-        age_ns = time.time_ns() - status.st_mtime_ns
+        # A change within the same tick of the clock would leave the time of change as it is.
+        age_ns = time.time_ns() - status.st_ctime_ns
         if 0 <= age_ns < _TIME_TICK_NS:
             time.sleep((_TIME_TICK_NS - age_ns) / 1e9)
         digest = hashlib.sha256()
@@ -173,3 +266,24 @@ def _digest(path: Path, status: os.stat_result) -> str:
                 digest.update(block)
         _digests[key] = digest.hexdigest()
     return _digests[key]
+
+
+def read_anew() -> None:
+    """Forgets what was hashed in this process, for a command that is to read it all itself."""
+    _digests.clear()
+
+
+@contextmanager
+def relinked(files: Iterable[Path]) -> Iterator[None]:
+    """Keeps digests of files whose hard links are made or removed meanwhile, by this process.
+
+    That is a change of status to the kernel, so that they would all be read again.
+    """
+    before = [(path, path.stat()) for path in files]
+    yield
+    for path, was in before:
+        if (digest := _digests.get(_key(was))) is None:
+            continue
+        now = path.stat()
+        if _key(now)[:-1] == _key(was)[:-1]:
+            _digests[_key(now)] = digest

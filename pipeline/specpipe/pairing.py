@@ -1,9 +1,11 @@
 """Whether a draft can propose tokens for a target, decided from the small files of both.
 
-The two must mean the same by every token id, since ids are all that passes between them. Embedding
-rows that no tokenizer entry uses are padding and may differ. The target's tokenizer, end ids and
-chat template are the ones served, so where the draft's differ without changing a meaning, the
-contract notes it and the pair passes.
+The two must mean the same by every token id, since ids are all that passes between them. An id is
+in use when the target's tokenizer has a string for it or one of its files gives it a role; both
+models need an embedding row for it. Other rows are padding and may differ, and so are, for the
+pair, ids that only the draft knows. The target's tokenizer, end ids and chat template are the ones
+served, so where the draft's differ without changing a meaning, the contract notes it and the pair
+passes.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from specpipe.text import Tokenizer
 class PairContract:
     """What draft and target agree on; the ids are the target's.
 
-    num_used_token_ids   ids that the tokenizer has a string for
+    num_used_token_ids   ids with a string or a role
     draft_vocab_size     embedding rows of the draft; target_vocab_size likewise
-    unused_token_ids     half-open ranges, over the larger number of rows, that no string belongs
-                         to: never proposed, never emitted
+    unused_token_ids     half-open ranges of the others, over the larger number of rows: never
+                         proposed, never emitted
     draft_max_seq_len    positions that the model was made for; target_max_seq_len likewise
     notes                what differs without harm, a sentence each
     """
@@ -75,6 +77,7 @@ def check_pair(draft: Path, target: Path, limits: FileLimits = FILE_LIMITS) -> P
         *_role_differences(draft_side, target_side),
         *_row_faults(draft_side),
         *_row_faults(target_side),
+        *_missing_rows(draft_side, target_side),
     ]
     if differences:
         lines = "".join(f"\n  - {difference}" for difference in differences)
@@ -85,10 +88,10 @@ def check_pair(draft: Path, target: Path, limits: FileLimits = FILE_LIMITS) -> P
     tokenizer = target_side.tokenizer
     num_rows = max(draft_side.num_rows, target_side.num_rows)
     return PairContract(
-        num_used_token_ids=len(target_side.tokens),
+        num_used_token_ids=len(target_side.used),
         draft_vocab_size=draft_side.num_rows,
         target_vocab_size=target_side.num_rows,
-        unused_token_ids=_unused_ranges(target_side.tokens, num_rows),
+        unused_token_ids=_unused_ranges(target_side.used, num_rows),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -120,6 +123,11 @@ class _Side:
             raise CheckpointError(f"{role}: {folder}: {exc}") from exc
         return cls(role, tokenizer, tokenizer.tokens(), num_rows, max_seq_len)
 
+    @property
+    def used(self) -> set[int]:
+        """Ids with a string or a role."""
+        return self.tokens.keys() | self.tokenizer.roles.keys()
+
     def describe(self, token_id: int | None) -> str:
         """A token id with its string, for messages."""
         if token_id is None:
@@ -139,18 +147,25 @@ def _max_seq_len(config: dict[str, Any], limits: FileLimits) -> int:
 
 
 def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:
-    if draft.tokens == target.tokens:
+    """An id with two strings, or a string with two ids; what one side alone has is neither."""
+    shared = draft.tokens.keys() & target.tokens.keys()
+    differing = sorted(i for i in shared if draft.tokens[i] != target.tokens[i])
+    if differing:
+        first = differing[0]
+        yield (
+            f"token id {first} is {quoted(draft.tokens[first])} in the draft and "
+            f"{quoted(target.tokens[first])} in the target; {len(differing)} of {len(shared)} ids "
+            "differ"
+        )
         return
-    used = sorted(draft.tokens.keys() | target.tokens.keys())
-    differing = [i for i in used if draft.tokens.get(i) != target.tokens.get(i)]
-    first = differing[0]
-    texts = [
-        f"{quoted(side.tokens[first])} in the {side.role}"
-        if first in side.tokens
-        else f"no token in the {side.role}"
-        for side in (draft, target)
-    ]
-    yield (f"token id {first} is {' and '.join(texts)}; {len(differing)} of {len(used)} ids differ")
+    ids = {text: token_id for token_id, text in target.tokens.items()}
+    moved = sorted(i for i, text in draft.tokens.items() if ids.get(text, i) != i)
+    if moved:
+        text = draft.tokens[moved[0]]
+        yield (
+            f"{quoted(text)} is token id {moved[0]} in the draft and {ids[text]} in the target; "
+            f"{len(moved)} tokens differ in this"
+        )
 
 
 def _special_differences(draft: _Side, target: _Side) -> Iterator[str]:
@@ -190,13 +205,47 @@ def _row_faults(side: _Side) -> Iterator[str]:
             f"config.json has vocab_size {side.num_rows}: {highest + 1 - side.num_rows} ids have "
             "no embedding row"
         )
+    for token_id, where in sorted(side.tokenizer.roles.items()):
+        if token_id >= side.num_rows and token_id not in side.tokens:
+            yield (
+                f"the {side.role}'s {where} is {token_id}, but its config.json has vocab_size "
+                f"{side.num_rows}: the id has no embedding row"
+            )
+            return
+
+
+def _missing_rows(draft: _Side, target: _Side) -> Iterator[str]:
+    """What the target uses and has a row for, and the draft has not."""
+    missing = sorted(i for i in target.used if draft.num_rows <= i < target.num_rows)
+    # Where the draft's own tokenizer has the id, its own line tells of it.
+    missing = [i for i in missing if i not in draft.used]
+    if missing:
+        yield (
+            f"the target uses token id {target.describe(missing[0])}, but the draft's config.json "
+            f"has vocab_size {draft.num_rows}: {len(missing)} ids have no embedding row there"
+        )
 
 
 def _notes(draft: _Side, target: _Side) -> Iterator[str]:
-    if draft.num_rows != target.num_rows:
+    more = sorted(draft.tokens.keys() - target.used), sorted(target.tokens.keys() - draft.used)
+    if draft.num_rows != target.num_rows and not any(more):
         yield (
-            f"vocabularies differ only by padding: {len(target.tokens)} used ids, "
+            f"vocabularies differ only by padding: {len(target.used)} used ids, "
             f"{draft.num_rows} and {target.num_rows} rows"
+        )
+    for side, token_ids, what in (
+        (draft, more[0], "they are never proposed"),
+        (target, more[1], "the draft has embedding rows for them"),
+    ):
+        if token_ids:
+            yield (
+                f"only the {side.role} knows {len(token_ids)} of its tokens, the first is "
+                f"{side.describe(token_ids[0])}: {what}"
+            )
+    for token_id in sorted(target.used - target.tokens.keys()):
+        yield (
+            f"token id {token_id} has a role ({target.tokenizer.roles[token_id]}) but no string: "
+            "it is in use"
         )
     for name in ("bos", "eos", "pad"):
         ids = [getattr(side.tokenizer, f"{name}_token_id") for side in (draft, target)]

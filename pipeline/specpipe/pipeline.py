@@ -22,12 +22,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specpipe import cache, source
-from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
+from specpipe.checkpoint import (
+    QUANT_CONFIG_NAME,
+    QUANTIZATION_KEYS,
+    read_config,
+    refuse_pickles,
+)
 from specpipe.checkpoint_file import is_there
 from specpipe.config import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, RepositoryError
 from specpipe.families import unified_config
+from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.hf_config import context_length
+from specpipe.manifest import MANIFEST_SUFFIX, Hashed, read_anew
 from specpipe.pairing import PairContract, check_pair
 from specpipe.quantization.prequantized import read_prequantized
 from specpipe.quantization.quantized_config import quantized_config
@@ -43,6 +50,7 @@ from specpipe.stages.package import Package
 
 _DEFAULT_MAX_SEQ_LEN = 4096
 """Contexts are long by now, and the KV cache of a whole one for each request seldom fits."""
+_LISTED = 8  # so many files stand in a refusal; the rest is a count
 
 
 @dataclass(frozen=True)
@@ -160,8 +168,23 @@ def repository_dir(config: PipelineConfig) -> Path:
     return config.artifacts_dir / "model_repo"
 
 
-def built_repository(config: PipelineConfig) -> Path:
-    """Returns the Triton repository of a pair; raises RepositoryError where none was built."""
+@dataclass(frozen=True)
+class BuiltRepository:
+    """A Triton repository, held against its manifest.
+
+    refusal  why it is not what was built, as a sentence; None: it is
+    """
+
+    folder: Path
+    refusal: str | None
+    hashed: Hashed
+
+
+def hold_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRepository:
+    """Finds the Triton repository of a pair; raises RepositoryError where none was built.
+
+    A file that is untouched since it was packaged is not read, unless `verify` asks for all.
+    """
     folder = repository_dir(config)
     if not folder.is_dir():
         why = "does not exist"
@@ -170,7 +193,59 @@ def built_repository(config: PipelineConfig) -> Path:
         raise RepositoryError(
             f"{folder} {why}: run `specpipe build --config {config.source}` first"
         )
-    return folder
+    if verify:
+        read_anew()
+    held = cache.hold(folder, verify=verify)
+    return BuiltRepository(folder, _refusal(config, folder, held.damage), held.hashed)
+
+
+def _refusal(config: PipelineConfig, folder: Path, damage: Sequence[str]) -> str | None:
+    if not damage:
+        return None
+    listed = "; ".join(damage[:_LISTED])
+    more = f"; and {len(damage) - _LISTED} more" if len(damage) > _LISTED else ""
+    return (
+        f"{folder} is not what was built: {listed}{more}: run "
+        f"`specpipe build --config {config.source}` again"
+    )
+
+
+def built_repository(config: PipelineConfig) -> Path:
+    """Returns the Triton repository of a pair; raises RepositoryError for one that is not whole."""
+    found = hold_repository(config)
+    if found.refusal is not None:
+        raise RepositoryError(found.refusal)
+    return found.folder
+
+
+def hold_artifacts(config: PipelineConfig) -> Hashed:
+    """Hashes a built pair all the way back; RepositoryError where a file is not what it was.
+
+    Every artifact that is there is held against its manifest, and what the manifests say that it
+    was made from against what is there now: engines, checkpoints, tokenizer. Inputs that are gone
+    are nothing to compare with.
+    """
+    found = hold_repository(config, verify=True)
+    if found.refusal is not None:
+        raise RepositoryError(found.refusal)
+    total = found.hashed
+    for manifest in sorted(config.artifacts_dir.glob(f"*/*{MANIFEST_SUFFIX}")):
+        artifact = manifest.with_name(manifest.name.removesuffix(MANIFEST_SUFFIX))
+        if artifact.is_dir():
+            held = cache.hold(artifact, verify=True)
+            total += held.hashed
+            if (refusal := _refusal(config, artifact, held.damage)) is not None:
+                raise RepositoryError(refusal)
+    for planned in _local_plan(config):
+        held = cache.changed_inputs(planned.stage, planned.artifact)
+        total += held.hashed
+        if held.damage:
+            more = f" and {len(held.damage) - 1} more" if len(held.damage) > 1 else ""
+            raise RepositoryError(
+                f"{planned.artifact} was made from other files than those of today: "
+                f"{held.damage[0]}{more}: run `specpipe build --config {config.source}` again"
+            )
+    return total
 
 
 def outdated(config: PipelineConfig) -> list[str]:
@@ -178,19 +253,24 @@ def outdated(config: PipelineConfig) -> list[str]:
 
     Serving needs no checkpoint: where one is gone, there is nothing to compare with.
     """
-    folders = [config.base_dir / side.checkpoint for side in (config.draft, config.target)]
-    if not all(folder.is_dir() for folder in folders):
-        return []
-    reports = preview(plan(config))
+    reports = preview(_local_plan(config))
     return [f"{report.stage}: {reason}" for report in reports for reason in report.reasons]
 
 
-def preview(stages: Plan) -> tuple[StageReport, ...]:
-    """Returns why each stage would run; nothing is made."""
+def _local_plan(config: PipelineConfig) -> Plan:
+    """The stages where both checkpoints are folders that are there; else none."""
+    folders = [config.base_dir / side.checkpoint for side in (config.draft, config.target)]
+    return plan(config) if all(folder.is_dir() for folder in folders) else ()
+
+
+def preview(stages: Plan, *, verify_inputs: bool = False) -> tuple[StageReport, ...]:
+    """Returns why each stage would run; nothing is made. `verify_inputs` as in `run`."""
     reports: list[StageReport] = []
     running: list[PlannedStage] = []
     for planned in stages:
-        reasons = cache.stale_reasons(planned.stage, planned.artifact)
+        reasons = cache.stale_reasons(
+            planned.stage, planned.artifact, verify=verify_inputs, verify_inputs=verify_inputs
+        )
         if reasons != ["missing"]:
             reasons += [f"upstream {other.name} runs" for other in running if planned.reads(other)]
         commands: tuple[tuple[str, ...], ...] = ()
@@ -204,18 +284,28 @@ def preview(stages: Plan) -> tuple[StageReport, ...]:
     return tuple(reports)
 
 
-def run(stages: Plan, reporter: Reporter, *, verify: bool = False) -> tuple[StageReport, ...]:
+def run(
+    stages: Plan, reporter: Reporter, *, verify: bool = False, verify_inputs: bool = False
+) -> tuple[StageReport, ...]:
     """Makes what is stale, in order. A stage whose inputs came out as before does not run.
 
-    Whether there is anything to do is told by sizes and times; what a stage is made of is verified
-    by digest first, so that damage is mended and never handed on. `verify` asks for the digests of
-    everything, so that damage is found where nothing else has changed.
+    Whether there is anything to do is told by sizes, times and inodes; what a stage is made of is
+    verified by digest first, so that damage is mended and never handed on. `verify` asks for the
+    digests of all artifacts, so that damage is found where nothing else has changed, and
+    `verify_inputs` for those of the checkpoints, too.
     """
     for planned in stages:
         if planned.require is not None:
             planned.require()
-    read = {planned.artifact for planned in stages} if verify else _read_by_what_runs(stages)
-    return tuple(_run_stage(planned, planned.artifact in read, reporter) for planned in stages)
+    everything = {planned.artifact for planned in stages}
+    read = everything if verify or verify_inputs else _read_by_what_runs(stages)
+    reports = tuple(
+        _run_stage(planned, planned.artifact in read, verify_inputs, reporter) for planned in stages
+    )
+    if any(report.reasons for report in reports):
+        for planned in stages:
+            cache.stale_reasons(planned.stage, planned.artifact)  # notes what was linked meanwhile
+    return reports
 
 
 def _read_by_what_runs(stages: Plan) -> set[Path]:
@@ -231,13 +321,16 @@ def _read_by_what_runs(stages: Plan) -> set[Path]:
     return read
 
 
-def _run_stage(planned: PlannedStage, verify: bool, reporter: Reporter) -> StageReport:
+def _run_stage(
+    planned: PlannedStage, verify: bool, verify_inputs: bool, reporter: Reporter
+) -> StageReport:
     if planned.fetch and cache.stale_reasons(planned.stage, planned.artifact, verify=verify):
         planned.fetch()
     built = cache.build(
         planned.stage,
         planned.artifact,
         verify=verify,
+        verify_inputs=verify_inputs,
         on_start=lambda reasons: reporter.started(planned.name, reasons),
         on_wait=lambda: reporter.waiting(planned.name),
     )
@@ -283,6 +376,8 @@ def _resolve(
         weights=False,
         small_files=small_files,
     )
+    if found.revision is None:
+        check_weights(role, found.path)
     try:
         unified = _unified(config, checkpoint, role, found.path)
     except CheckpointError as exc:
@@ -328,18 +423,43 @@ def _unified(
     prequantized = (
         read_prequantized(folder, limits) if is_quantized and not reads_quantized else None
     )
-    plain = unified_config(
-        {
-            **{key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS},
-            "dtype": "float32",  # it may be left to the weights, and has no part in this
-        },
-        tp_size=checkpoint.tp_size,
-        pp_size=checkpoint.pp_size,
-        limits=limits,
+    plain = _architecture(
+        hf_config, tp_size=checkpoint.tp_size, pp_size=checkpoint.pp_size, limits=limits
     )
     if scheme is not None:
         return quantized_config(plain, scheme)
     return plain if prequantized is None else {**plain, "quantization": prequantized.quantization()}
+
+
+def check_weights(role: Role, folder: Path) -> None:
+    """Refuses a folder of pickles, before there is anything else to do with it."""
+    try:
+        refuse_pickles(folder)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{role}: {exc}") from exc
+
+
+def check_architecture(role: Role, folder: Path) -> None:
+    """Refuses a checkpoint that no build takes, whatever its YAML says."""
+    try:
+        hf_config = read_config(folder, allow_quantized=True)
+        _architecture(hf_config, tp_size=1, pp_size=1)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{role} {folder}: {exc}") from exc
+
+
+def _architecture(
+    hf_config: Mapping[str, Any],
+    *,
+    tp_size: int,
+    pp_size: int,
+    limits: FileLimits = FILE_LIMITS,
+) -> dict[str, Any]:
+    """Returns the unified config of plain weights, but for its dtype."""
+    plain = {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
+    # It may be left to the weights, and has no part in this.
+    whole = {**plain, "dtype": "float32"}
+    return unified_config(whole, tp_size=tp_size, pp_size=pp_size, limits=limits)
 
 
 def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> Plan:

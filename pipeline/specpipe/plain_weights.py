@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from specpipe.checkpoint import (
     HFCheckpoint,
@@ -34,6 +33,7 @@ from specpipe.families import (
 )
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.rules import Part
+from specpipe.weight_values import in_tensor, rounded, to_float32
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,18 @@ class PlainWeights:
     def blocks(self, name: str, start: int, count: int) -> Iterator[RawArray]:
         """Yields rows of a Hugging Face tensor in the dtype of config.json.
 
-        They come in blocks of about 1 MiB, each of which may overwrite the one before.
+        They come in blocks of about 1 MiB, each of which may overwrite the one before. What is NaN,
+        infinite or beyond that dtype is refused.
         """
         info = self.tensors[name]
         dtype = DTYPES[self.config["dtype"]]
+        wider = "bfloat16" if dtype == "F16" else "float32"
+        row = start
         for block in read_blocks(info.rows(start, count)):
-            yield _as_dtype(name, info, dtype, block)
+            place = in_tensor(f"{info.file}: {name}", row)
+            cure = f"set dtype to {wider} in config.json"
+            yield rounded(block, info.dtype, dtype, place, cure=cure)
+            row += len(block)
 
 
 def open_weights(
@@ -189,41 +195,6 @@ def _check_tied(source: HFCheckpoint, tensors: Mapping[str, TensorInfo]) -> None
         )
 
 
-def _as_dtype(name: str, info: TensorInfo, dtype: str, block: RawArray) -> RawArray:
-    """Returns a tensor's block in the dtype of config.json, as transformers rounds on loading."""
-    if info.dtype == dtype:
-        return block
-    rounded = _from_float32(_to_float32(block, info.dtype), dtype)
-    if rounded is None:
-        raise CheckpointError(
-            f"{info.file}: {name} has values that float16 cannot hold; "
-            "set dtype to bfloat16 in config.json"
-        )
-    return rounded
-
-
 def _one_plus(raw: RawArray, dtype: str) -> RawArray:
     """Returns 1 + a tensor in float32, as transformers computes it."""
-    return (np.float32(1) + _to_float32(raw, dtype)).view(np.uint32)
-
-
-def _to_float32(raw: RawArray, dtype: str) -> npt.NDArray[np.float32]:
-    if dtype == "F32":
-        return raw.view(np.float32)
-    if dtype == "F16":
-        return raw.view(np.float16).astype(np.float32)
-    return (raw.astype(np.uint32) << 16).view(np.float32)
-
-
-def _from_float32(values: npt.NDArray[np.float32], dtype: str) -> RawArray | None:
-    """Rounds to nearest, ties to even; None if a finite value becomes infinite in float16."""
-    if dtype == "F32":
-        return values.view(np.uint32)
-    if dtype == "F16":
-        with np.errstate(over="ignore"):
-            halves = values.astype(np.float16)
-        return None if (np.isinf(halves) & np.isfinite(values)).any() else halves.view(np.uint16)
-    bits = values.view(np.uint32)
-    # Adding just under half of the last place kept carries upwards only where it should.
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    return (np.float32(1) + to_float32(raw, dtype)).view(np.uint32)

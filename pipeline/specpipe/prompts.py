@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from specpipe.errors import ConfigError
+from specpipe.chat_messages import check_messages
+from specpipe.errors import ConfigError, RequestError
 
 BUILT_IN = ("chat", "code", "summarization")
 """The sets that come with specpipe, by name; written for it."""
@@ -39,7 +40,7 @@ class Prompt:
     name: str
     kind: str
     text: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
     max_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -129,10 +130,11 @@ def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str)
         raise ConfigError(f"{where}: expected either prompt or messages")
     if text is not None and not (isinstance(text, str) and text):
         raise ConfigError(f"{where}: prompt is {text!r}: expected a text that is not empty")
-    if messages is not None and not _are_messages(messages):
-        raise ConfigError(
-            f'{where}: messages: expected a list such as [{{"role": "user", "content": "Hello"}}]'
-        )
+    if messages is not None:
+        try:
+            check_messages(messages)
+        except RequestError as exc:
+            raise ConfigError(f"{where}: {exc}") from exc
     if max_tokens is not None and not (type(max_tokens) is int and max_tokens > 0):
         raise ConfigError(f"{where}: max_tokens is {max_tokens!r}: expected a positive number")
     for key in ("name", "kind"):
@@ -255,16 +257,3 @@ def _json_lines(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(fields, dict):
             raise ConfigError(f'{where}:{index}: expected an object such as {{"prompt": "…"}}')
         yield f"{where}:{index}", fields
-
-
-def _are_messages(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(
-            isinstance(message, dict)
-            and set(message) == {"role", "content"}
-            and all(isinstance(part, str) for part in message.values())
-            for message in messages
-        )
-    )

@@ -26,6 +26,7 @@ class Tokenizer:
     bos_token_id       the tokenizer's, else config.json's, else None; so eos_, pad_token_id
     end_token_ids      all that end a text: of config.json, generation_config.json, the tokenizer
     special_token_ids  those that decoding leaves out
+    roles              where an id without a string may have its meaning from, by id
     chat_template      None when the checkpoint has none
     """
 
@@ -36,8 +37,10 @@ class Tokenizer:
         self.pad_token_id = parts.pad_token_id
         self.end_token_ids = parts.end_token_ids
         self.chat_template = parts.chat_template
+        self.roles = parts.roles
         added = self._backend.get_added_tokens_decoder()
-        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special_tokens = {i: token.content for i, token in added.items() if token.special}
+        self.special_token_ids = frozenset(self._special_tokens)
         self._adds_bos, _ = added_ends(self._backend, self.bos_token_id, self.eos_token_id)
         self._steps = streaming_steps(self._backend.decoder)
         self._piece = cache(self._find_piece)
@@ -97,12 +100,14 @@ class Tokenizer:
     ) -> StreamingDetokenizer | BufferedDetokenizer:
         """Returns a fresh detokenizer for one request's output.
 
-        The text of an output is `decode(output ids)`, whatever the prompt: a tokenizer that strips
-        the space before its first word does so where the output starts.
+        The text of an output goes on where the prompt's ends: what is joined is the decode of all
+        ids less that of the prompt's. Without a prompt the output is a text of its own, whose first
+        word a tokenizer may strip of its space.
         """
         if self._steps is None:
-            return BufferedDetokenizer(self.decode)
-        return StreamingDetokenizer(self._piece, self._steps())
+            return BufferedDetokenizer(self.decode, prompt_token_ids, self._special_tokens)
+        steps = self._steps()
+        return StreamingDetokenizer(self._piece, steps, prompt_token_ids, self._special_tokens)
 
     def tokens(self) -> dict[int, str]:
         """Returns the string of every id that has one."""
@@ -120,6 +125,12 @@ class Tokenizer:
         """True when the tokens of a text have all its bytes: nothing is normalized or left out."""
         return self._backend.normalizer is None and isinstance(
             self._backend.decoder, tokenizers.decoders.ByteLevel
+        )
+
+    def is_used(self, token_id: int) -> bool:
+        """Says whether an id means something: it has a string, or a role in one of the files."""
+        return token_id in self.roles or (
+            0 <= token_id < 2**32 and self._backend.id_to_token(token_id) is not None
         )
 
     def _find_piece(self, token_id: int) -> str | None:

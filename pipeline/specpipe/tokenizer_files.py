@@ -7,9 +7,9 @@ transformers 4.57 (`PreTrainedTokenizerFast`: `added_tokens_decoder`, `additiona
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "config.json",
     "generation_config.json",
@@ -42,6 +43,8 @@ _NAMED_TOKENS = (
     "mask_token",
 )
 
+_MAX_TOKEN_ID = 2**31 - 1  # ids travel as INT32
+
 _CONVERT = (
     'python -c "from transformers import AutoTokenizer; '
     "AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
@@ -50,7 +53,11 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """What the files of one folder say."""
+    """What the files of one folder say.
+
+    roles  where an id is given a role, such as "config.json: eos_token_id", whether or not it has
+           a string; ids that a file only suppresses have none
+    """
 
     backend: tokenizers.Tokenizer
     bos_token_id: int | None
@@ -58,6 +65,7 @@ class TokenizerParts:
     pad_token_id: int | None
     end_token_ids: frozenset[int]
     chat_template: ChatTemplate | None
+    roles: Mapping[int, str] = field(default_factory=dict)
 
 
 def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts:
@@ -72,6 +80,11 @@ def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts
             "generation_config.json",
         )
     )
+    role_ids = [
+        *_role_ids(config, folder / "config.json", limits),
+        *_role_ids(generation, folder / "generation_config.json", limits),
+        *_role_ids(settings, folder / "tokenizer_config.json", limits),
+    ]
     try:
         named = {
             name: text
@@ -79,34 +92,38 @@ def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts
             if (text := _token_text(settings.get(name)) or _token_text(older.get(name)))
         }
         extra = [*_extra_special_tokens(settings), *_extra_special_tokens(older)]
-        declared = _declared_tokens(settings)
+        special = [*named.values(), *extra]
+        declaring, declared = _declared_tokens(folder, settings, special, limits)
         chat_template = _chat_template(folder, settings, named, limits)
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(
             f"{folder / 'tokenizer_config.json'} is not as transformers writes it "
             f"({quoted(exc)}); download it again"
         ) from exc
-    path = folder / "tokenizer_config.json"
-    _check_count(path, "tokens", len(declared) + len(extra), limits)
-    with _naming_faults(path):
-        _add_tokens(backend, folder, declared, [*named.values(), *extra])
+    _check_count(declaring, "tokens", len(declared) + len(extra), limits)
+    with _naming_faults(declaring):
+        _add_tokens(backend, declaring, declared, special)
+    if "eos_token" in named and backend.token_to_id(named["eos_token"]) is None:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: eos_token is {quoted(named['eos_token'])}, which "
+            "has no id in tokenizer.json; take both files from one download"
+        )
 
     def id_of(role: str) -> int | None:
         token = named.get(f"{role}_token")
         token_id = None if token is None else backend.token_to_id(token)
         if token_id is not None:
             return token_id
-        return next(iter(_token_ids(config, f"{role}_token_id", folder / "config.json")), None)
+        return next(
+            iter(_token_ids(config, f"{role}_token_id", folder / "config.json", limits)), None
+        )
 
     bos, eos = id_of("bos"), id_of("eos")
-    with _naming_faults(path):
+    with _naming_faults(folder / "tokenizer_config.json"):
         _set_ends(backend, settings, named, bos, eos)
     if settings.get("split_special_tokens"):
         backend.encode_special_tokens = True
-    ends = {
-        *_end_ids(config, folder / "config.json", limits),
-        *_end_ids(generation, folder / "generation_config.json", limits),
-    }
+    ends = {token_id for token_id, _, key in role_ids if key == "eos_token_id"}
     return TokenizerParts(
         backend=backend,
         bos_token_id=bos,
@@ -114,6 +131,7 @@ def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts
         pad_token_id=id_of("pad"),
         end_token_ids=frozenset(ends if eos is None else ends | {eos}),
         chat_template=chat_template,
+        roles={token_id: f"{file}: {key}" for token_id, file, key in reversed(role_ids)},
     )
 
 
@@ -199,9 +217,24 @@ def _extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
     return [text for value in values if (text := _token_text(value))]
 
 
-def _declared_tokens(settings: Mapping[str, Any]) -> dict[int, AddedToken]:
+def _declared_tokens(
+    folder: Path, settings: Mapping[str, Any], special: Collection[str], limits: FileLimits
+) -> tuple[Path, dict[int, AddedToken]]:
+    """Returns the file that declares added tokens, and these by id.
+
+    added_tokens.json is the older one: transformers reads it where the other declares none.
+    """
+    path = folder / "added_tokens.json"
+    if "added_tokens_decoder" not in settings and is_there(path):
+        ids = read_json(path, limits=limits)
+        if not all(isinstance(token_id, int) for token_id in ids.values()):
+            raise CheckpointError(f"{path} must give each token an id; download it again")
+        return path, {
+            token_id: AddedToken(text, normalized=text not in special, special=text in special)
+            for text, token_id in ids.items()
+        }
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return {
+    return folder / "tokenizer_config.json", {
         int(key): AddedToken(
             entry["content"], **{flag: entry[flag] for flag in flags if flag in entry}
         )
@@ -211,11 +244,11 @@ def _declared_tokens(settings: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 def _add_tokens(
     backend: tokenizers.Tokenizer,
-    folder: Path,
+    path: Path,
     declared: Mapping[int, AddedToken],
     special: Iterable[str],
 ) -> None:
-    """Adds what tokenizer_config.json declares, and makes special what it names in a role.
+    """Adds what the file at `path` declares, and makes special what is named in a role.
 
     A named token without an id is left out: no embedding row belongs to it.
     """
@@ -224,8 +257,8 @@ def _add_tokens(
         found = backend.token_to_id(token.content)
         if found != token_id:
             raise CheckpointError(
-                f"{folder}: tokenizer_config.json gives {quoted(token.content)} the id "
-                f"{token_id}, tokenizer.json {found}; take both files from one download"
+                f"{path.parent}: {path.name} gives {quoted(token.content)} the id "
+                f"{quoted(token_id)}, tokenizer.json {found}; take both files from one download"
             )
     known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     backend.add_tokens(
@@ -237,23 +270,34 @@ def _add_tokens(
     )
 
 
-def _token_ids(config: Mapping[str, Any], key: str, path: Path) -> list[int]:
+def _role_ids(
+    values: Mapping[str, Any], path: Path, limits: FileLimits
+) -> list[tuple[int, str, str]]:
+    """Returns each id that a file gives a role, with the file's name and the key."""
+    return [
+        (token_id, path.name, key)
+        for key in values
+        if key.endswith("_token_id")
+        for token_id in _token_ids(values, key, path, limits)
+    ]
+
+
+def _token_ids(config: Mapping[str, Any], key: str, path: Path, limits: FileLimits) -> list[int]:
     """Returns the ids under a key that may hold none, one or several; −1 means none."""
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise CheckpointError(f"{path}: {key} is {quoted(value)}; it must be token ids")
-    return [token_id for token_id in ids if token_id >= 0]
-
-
-def _end_ids(config: Mapping[str, Any], path: Path, limits: FileLimits) -> list[int]:
-    ids = _token_ids(config, "eos_token_id", path)
     if len(ids) > limits.max_end_token_ids:
         raise CheckpointError(
-            f"{path}: eos_token_id has {len(ids)} ids, expected at most "
-            f"{limits.max_end_token_ids} (serving.limits.max_end_token_ids)"
+            f"{path}: {key} has {len(ids)} ids, expected at most {limits.max_end_token_ids} "
+            "(serving.limits.max_end_token_ids)"
         )
-    return ids
+    for token_id in ids:
+        if type(token_id) is not int or not -1 <= token_id <= _MAX_TOKEN_ID:
+            raise CheckpointError(
+                f"{path}: {key} is {quoted(value)}; it must be token ids, which {quoted(token_id)} "
+                "is not"
+            )
+    return [token_id for token_id in ids if token_id != -1]
 
 
 def _set_ends(

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,13 @@ from specpipe.families import (
     FAMILIES,
     part_shape,
     pipeline_layers,
+    source_rows,
     stored_dtype,
     tensor_rules,
 )
 from specpipe.row_jobs import JOB_BYTES, in_threads
 from specpipe.rules import Part, TensorRule
+from specpipe.weight_values import rounded
 
 Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
 """Yields the rows of a part and a layer, from one row up to another, in blocks."""
@@ -229,6 +232,29 @@ class UnifiedCheckpoint:
         if not self._merge(name, merged):
             raise CheckpointError(f"{self.folder}: the ranks disagree about {name}; convert again")
         return RawTensor(dtype, merged)
+
+    def rounded(self, name: str, raw: RawTensor, wanted: str) -> RawArray:
+        """Returns what `tensor` read in another dtype, an engine's.
+
+        CheckpointError names the Hugging Face weight that is NaN or infinite, there or in it.
+        """
+        wider = "bfloat16" if wanted == "F16" else "float32"
+        cure = f"set engine.dtype to {wider}"
+        return rounded(raw.data, raw.dtype, wanted, partial(self._source, name), cure=cure)
+
+    def _source(self, name: str, index: tuple[int, ...]) -> str:
+        """Names the element of a Hugging Face weight that one of a merged tensor was made from."""
+        tensor = self._tensors[name]
+        if any(part.content != "plain" for part in tensor.rule.parts):
+            return f"{name}{list(index)}"
+        row, *columns = index
+        for part in tensor.rule.parts:
+            num_rows = part_shape(self.config, part)[0]
+            if row < num_rows:
+                break
+            row -= num_rows
+        place = [source_rows(self.config, part)[1] + row, *columns]
+        return f"{part.source.format(n=tensor.layer)}{place}"
 
     def holds(self, name: str, data: RawArray) -> bool:
         """Returns whether a tensor is this one on all ranks, without holding it in memory too."""

@@ -34,6 +34,9 @@ class Words:
     def encode_fragment(self, text: str) -> list[int]:
         return self.encode(text)
 
+    def is_used(self, token_id: int) -> bool:
+        return True
+
 
 @pytest.fixture
 def endpoint() -> Iterator[InProcess]:

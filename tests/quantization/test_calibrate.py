@@ -382,8 +382,8 @@ def changed_toy(folder: Path, name: str, value: float) -> Path:
             "model.layers.0.self_attn.o_proj.weight",
             np.nan,
             "fp8",
-            "model.safetensors: model.layers.0.self_attn.o_proj.weight holds NaN or infinity; use "
-            "an undamaged checkpoint",
+            "model.safetensors: model.layers.0.self_attn.o_proj.weight[0, 0] is nan, which no "
+            "weight can be: the checkpoint is damaged; download it again, or use another one",
         ),
     ],
 )

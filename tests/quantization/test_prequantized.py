@@ -653,7 +653,8 @@ _Q = "model.layers.0.self_attn.q_proj."
             compressed(),
             of_tensor,
             {f"{_Q}weight_scale": ("F32", bits(torch.tensor([0.0])))},
-            f"FOLDER: {_Q}weight_scale has the scale 0.0; every scale is above 0 and finite",
+            f"FOLDER: {_Q}weight_scale[0] is the scale 0 in float32; every scale is above 0 and "
+            "finite",
         ),
         (
             compressed(),
@@ -686,7 +687,8 @@ _Q = "model.layers.0.self_attn.q_proj."
             GPTQ,
             lambda prefix, weight: as_gptq(*symmetric(weight)),
             {f"{_Q}scales": ("F16", np.full((2, 32), 0x7C00, np.uint16))},
-            f"FOLDER: {_Q}scales has the scale inf; every scale is above 0 and finite",
+            f"FOLDER: {_Q}scales[0, 0] is the scale inf in float16; every scale is above 0 and "
+            "finite",
         ),
         (
             AWQ,

@@ -384,7 +384,8 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     write_tensors(checkpoint / "model.safetensors", tensors)
     assert refusal(tmp_path, "int4_awq") == (
-        "FOLDER/hf: model.layers.1.mlp.down_proj.weight holds NaN or infinity, which no scale fits"
+        "FOLDER/hf/model.safetensors: model.layers.1.mlp.down_proj.weight[3, 5] is nan, which no "
+        "weight can be: the checkpoint is damaged; download it again, or use another one"
     )
 
 

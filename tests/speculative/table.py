@@ -4,7 +4,8 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,12 @@ class NoisyModel:
 class WordDetokenizer:
     """One token, one word: id 7 is "w7 "."""
 
+    hidden_tokens: Mapping[int, str] = MappingProxyType({})
+    prompt_text = ""
+
+    def settle(self) -> str:
+        return ""
+
     def append(self, token_ids: Sequence[int]) -> str:
         return "".join(f"w{i} " for i in token_ids)
 
@@ -93,8 +100,14 @@ class WordDetokenizer:
 class PieceDetokenizer:
     """Text by id from a table."""
 
+    hidden_tokens: Mapping[int, str] = MappingProxyType({})
+    prompt_text = ""
+
     def __init__(self, pieces: dict[int, str]) -> None:
         self.pieces = pieces
+
+    def settle(self) -> str:
+        return ""
 
     def append(self, token_ids: Sequence[int]) -> str:
         return "".join(self.pieces[i] for i in token_ids)

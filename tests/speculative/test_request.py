@@ -150,12 +150,7 @@ def test_drafts_past_the_end_are_not_counted() -> None:
 
 
 def test_start_of_a_character_waits_for_its_end() -> None:
-    class Bytes:
-        """10 begins é, 11 ends it, 12 is x."""
-
-        def append(self, token_ids: Sequence[int]) -> str:
-            return "".join({10: "", 11: "é", 12: "x"}[i] for i in token_ids)
-
+    class Bytes(PieceDetokenizer):
         def flush(self) -> str:
             return "\ufffd"
 
@@ -163,7 +158,7 @@ def test_start_of_a_character_waits_for_its_end() -> None:
         request = Request(
             request_id="r", prompt_token_ids=(1,), max_tokens=len(token_ids), stop_strings=stop
         )
-        state = RequestState(request, LIMITS, Bytes())
+        state = RequestState(request, LIMITS, Bytes({10: "", 11: "é", 12: "x"}))
         return [state.accept([i], num_draft_tokens=0) for i in token_ids if not state.is_finished]
 
     assert [(c.text, c.token_ids) for c in chunks([12, 10, 11, 12], ("é",))] == [
@@ -280,3 +275,126 @@ def test_requests_that_can_never_run_are_refused(settings: dict[str, object], me
     with pytest.raises(RequestError) as caught:
         LIMITS.check(Request(**arguments))  # type: ignore[arg-type]
     assert str(caught.value) == message
+
+
+TURN, END, GAP = 40, 41, 42
+SPECIAL = {TURN: "<turn>", END: "<end>", GAP: "<turn>x"}
+
+
+class Special(PieceDetokenizer):
+    """Special tokens beside WORDS; 30 and 31 are the bytes of é, held back until another piece."""
+
+    hidden_tokens = SPECIAL
+
+    def __init__(self) -> None:
+        super().__init__({**WORDS, **dict.fromkeys(SPECIAL, ""), 30: "", 31: ""})
+        self._held = ""
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        text = ""
+        for token_id in token_ids:
+            self._held += "é" if token_id == 31 else ""
+            piece = super().append([token_id])
+            if piece:
+                text, self._held = text + self._held + piece, ""
+        return text
+
+    def settle(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    flush = settle
+
+
+def run_special(
+    token_ids: Sequence[int], *stops: str, size: int = 1, **settings: object
+) -> tuple[str, list[int], str | None]:
+    arguments: dict[str, object] = {
+        "request_id": "r",
+        "prompt_token_ids": (1,),
+        "max_tokens": len(token_ids),
+        "stop_strings": stops,
+        "return_log_probs": True,
+        **settings,
+    }
+    state = RequestState(Request(**arguments), LIMITS, Special())  # type: ignore[arg-type]
+    chunks = []
+    for at in range(0, len(token_ids), size):
+        block = token_ids[at : at + size]
+        chunks.append(state.accept(block, [-1.0] * len(block), num_draft_tokens=len(block) - 1))
+        if state.is_finished:
+            break
+    last = chunks[-1]
+    assert last.statistics is not None
+    assert last.statistics.num_output_tokens == len(ids(chunks)) == len(log_probs_of(chunks))
+    return text(chunks), ids(chunks), last.finish_reason
+
+
+def log_probs_of(chunks: list[Chunk]) -> list[float]:
+    return [p for chunk in chunks for p in chunk.log_probs]
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("token_ids", "stops", "expected"),
+    [
+        # Case S3: text before it kept, the token in neither text nor ids.
+        ([10, TURN, 18, 18], ["<turn>"], ("foo", [10], "stop")),
+        ([TURN, 18, 18], ["<turn>"], ("", [], "stop")),
+        ([10, TURN, 18, 18], ["<end>", "<turn>"], ("foo", [10], "stop")),
+        # Special tokens that no stop string names are left out as ever, before and after.
+        ([10, END, 18], ["<turn>"], ("foox", [10, END, 18], "length")),
+        ([10, END, TURN, 18], ["<turn>"], ("foo", [10, END], "stop")),
+        ([18, 10, END, TURN, 18], ["foo<turn>"], ("x", [18], "stop")),
+        # Text before and after, in one stop string.
+        ([18, 10, TURN, 18], ["foo<turn>"], ("x", [18], "stop")),
+        ([18, TURN, 18, 10], ["foo<turn>"], ("xxfoo", [18, TURN, 18, 10], "length")),
+        ([10, TURN, 14, 18], ["<turn>\n"], ("foo", [10], "stop")),
+        ([10, TURN, 18, 14], ["<turn>\n"], ("foox\n", [10, TURN, 18, 14], "length")),
+        ([10, TURN, END, 18], ["<turn><end>"], ("foo", [10], "stop")),
+        ([10, TURN, 10, 18], ["o<turn>f"], ("fo", [10], "stop")),
+        ([10, TURN], ["<turn>\n"], ("foo", [10, TURN], "length")),
+        # The longer name wins where one is the start of another.
+        ([10, GAP, 18], ["<turn>x"], ("foo", [10], "stop")),
+        ([10, GAP, 18], ["<turn>"], ("foox", [10, GAP, 18], "length")),
+        # A name that is written letter by letter is text.
+        ([10, 18], ["ox<turn>"], ("foox", [10, 18], "length")),
+        # What was held back comes before it.
+        ([10, 30, 31, TURN, 18], ["<turn>"], ("fooé", [10, 30, 31], "stop")),
+        ([10, 30, 31, TURN, 18], ["é<turn>"], ("foo", [10], "stop")),
+        ([10, 30, 31, TURN, 14], ["<turn>\n"], ("fooé", [10, 30, 31], "stop")),
+        ([10, 30, 31, TURN, 18], ["<turn>\n"], ("fooéx", [10, 30, 31, TURN, 18], "length")),
+    ],
+)
+def test_a_stop_string_names_special_tokens(
+    token_ids: list[int], stops: list[str], expected: tuple[str, list[int], str], size: int
+) -> None:
+    assert run_special(token_ids, *stops, size=size) == expected
+
+
+def test_special_tokens_stop_nothing_before_min_tokens() -> None:
+    assert run_special([TURN, 10, TURN, 18], "<turn>", sampling=Sampling(min_tokens=2)) == (
+        "foo",
+        [TURN, 10],
+        "stop",
+    )
+
+
+def test_an_end_id_is_no_less_one_when_a_stop_string_names_it() -> None:
+    ended = run_special([10, END, 18], "<end>", end_token_ids=frozenset({END}))
+    assert ended == run_special([10, END, 18], "<end>") == ("foo", [10], "stop")
+
+
+def test_a_name_that_the_model_writes_itself_stops_too() -> None:
+    pieces = {1: "a<", 2: "turn", 3: ">", 4: "b"}
+    detokenizer = PieceDetokenizer(pieces)
+    detokenizer.hidden_tokens = SPECIAL
+    request = Request(request_id="r", prompt_token_ids=(1,), max_tokens=4, stop_strings=("<turn>",))
+    state = RequestState(request, LIMITS, detokenizer)
+    chunk = state.accept([1, 2, 3, 4], num_draft_tokens=3)
+    assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("a", (1,), "stop")
+
+
+def test_an_end_id_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(RequestError, match="^token id 300 is outside the vocabulary of 300$"):
+        run([10], end_token_ids=frozenset({300}))

@@ -257,9 +257,9 @@ def rewrite(folder: Path, dtype: str, values: np.ndarray[Any, Any]) -> None:
         (
             "F32",
             "bfloat16",
-            # below, at and above a tie with an even and an odd last place; the largest; NaN
-            [0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000, 0x7F7FFFFF, 0x7FFFFFFF, 0xFF800001],
-            [0x3F80, 0x3F80, 0x3F81, 0x3F82, 0x7F80, 0x7FC0, 0x7FC0],
+            # below, at and above a tie with an even and an odd last place; the largest
+            [0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000, 0x7F7F7FFF],
+            [0x3F80, 0x3F80, 0x3F81, 0x3F82, 0x7F7F],
         ),
         ("F32", "float16", [0x3F800000, 0x3F801000, 0x3F803000], [0x3C00, 0x3C00, 0x3C02]),
         ("F16", "float32", [0x3C00, 0x0001, 0xC500], [0x3F800000, 0x33800000, 0xC0A00000]),
@@ -284,17 +284,69 @@ def test_config_without_dtype_takes_that_of_the_weights(tmp_path: Path) -> None:
     assert converted(checkpoint, tmp_path / "out").config["dtype"] == "float16"
 
 
-def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stored", "wanted", "raw", "what"),
+    [
+        (
+            "F32",
+            "float16",
+            0x47890000,
+            "is 70144, but float16 holds 65504 at most; set dtype to bfloat16 in config.json",
+        ),
+        (
+            "F32",
+            "bfloat16",
+            0xFF7FFFFF,
+            "is -3.4028235e+38, but bfloat16 holds 3.3895314e+38 at most; set dtype to float32 in "
+            "config.json",
+        ),
+        *(
+            (
+                stored,
+                wanted,
+                raw,
+                f"is {value}, which no weight can be: the checkpoint is damaged; download it "
+                "again, or use another one",
+            )
+            for stored, wanted, raw, value in [
+                ("F32", "float32", 0x7F800000, "inf"),
+                ("F32", "float32", 0xFFFFFFFF, "nan"),
+                ("F32", "bfloat16", 0x7FFFFFFF, "nan"),
+                ("F32", "float16", 0xFF800000, "-inf"),
+                ("F16", "float16", 0x7C00, "inf"),
+                ("F16", "float16", 0xFC01, "nan"),
+                ("F16", "float32", 0xFC00, "-inf"),
+            ]
+        ),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(
+    tmp_path: Path, stored: str, wanted: str, raw: int, what: str
+) -> None:
     checkpoint = write_toy_checkpoint(tmp_path / "hf")
-    edit_config(checkpoint, dtype="float16")
-    rewrite(checkpoint, "F32", np.array([70000.0], np.float32).view(np.uint32))
+    edit_config(checkpoint, dtype=wanted)
+    rewrite(checkpoint, stored, np.array([0x3C00, raw]))
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError) as caught:
         convert(checkpoint, tmp_path / "out")
-    assert str(caught.value) == (
-        f"{checkpoint / 'model.safetensors'}: model.norm.weight has values that float16 cannot "
-        "hold; set dtype to bfloat16 in config.json"
-    )
+    assert str(caught.value) == f"{checkpoint / 'model.safetensors'}: model.norm.weight[1] {what}"
+
+
+@pytest.mark.parametrize("value", [0x7F80, 0xFF80, 0x7FC0, 0xFFFF])
+@pytest.mark.parametrize(("family", "name"), [("llama", "k_proj"), ("phi3", "qkv_proj")])
+def test_the_place_in_a_tensor_is_named(tmp_path: Path, family: str, name: str, value: int) -> None:
+    """Also where a tensor passes in several jobs, or is one of several that are fused."""
+    checkpoint = write_toy_checkpoint(tmp_path / "hf", family)
+    tensors = toy_tensors(toy_config(family))
+    damaged = f"model.layers.1.self_attn.{name}.weight"
+    last = tuple(size - 1 for size in tensors[damaged].shape)
+    tensors[damaged][last] = value
+    (checkpoint / "model.safetensors").unlink()
+    write_tensors(checkpoint / "model.safetensors", tensors)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match=r"which no weight can be") as caught:
+        convert(checkpoint, tmp_path / "out", tp_size=2)
+    assert f"model.safetensors: {damaged}{list(last)} is " in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class EchoPair:
         prompt = decoder.append(request.prompt_token_ids) + decoder.flush()
         if "<refuse>" in prompt:
             raise RequestError("the queue is full (0 requests)")
-        state = RequestState(request, self._limits, self._detokenizer(request.prompt_token_ids))
+        state = RequestState(request, self._limits, self._detokenizer(request.text_token_ids))
         self._running[request.request_id] = (state, prompt)
         return request.request_id
 

@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 
 from specpipe.errors import RequestError, ServerError
 from specpipe.limits import Limits
-from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
+from specpipe.speculative import request as requests
+from specpipe.speculative.request import Chunk, Request, RequestState, Sampling, Statistics
+from specpipe.text import Tokenizer
 from specpipe.triton import serving
 from specpipe.triton.secret import Signer
 from specpipe.triton.serving import Answer, Generation, parse_request
+from tests import toy_tokenizers
 
 
 class Words:
@@ -38,6 +41,9 @@ class Words:
 
     def encode_fragment(self, text: str) -> list[int]:
         return [ord(char) for char in text]
+
+    def is_used(self, token_id: int) -> bool:
+        return token_id < 0x110000
 
 
 LIMITS = Limits().resolved(max_seq_len=1024, longest_token_bytes=16, is_bytewise=True)
@@ -158,12 +164,12 @@ def test_every_setting_arrives() -> None:
             num_draft_tokens=2,
             end_token_ids=frozenset({7}),
             stop_strings=("\n", "a,b"),
+            echo=True,
             return_log_probs=True,
             priority=3,
             timeout_s=2.5,
         ),
         stream=True,
-        echo="ab",
     )
 
 
@@ -189,6 +195,8 @@ def test_one_end_id_or_none() -> None:
     assert parse(text_input="a", max_tokens=1, end_id=-1).request.end_token_ids == frozenset()
     with pytest.raises(RequestError, match="^end_id is -2; it must be a token id, or -1 for none$"):
         parse(text_input="a", max_tokens=1, end_id=-2)
+    with pytest.raises(RequestError, match="^end_id is 1114112, which is no token of this model$"):
+        parse(text_input="a", max_tokens=1, end_id=0x110000)
 
 
 def test_words_are_taken_as_they_stand() -> None:
@@ -210,7 +218,9 @@ def test_an_empty_word_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixtur
 
 def test_messages_instead_of_text() -> None:
     messages = json.dumps([{"role": "user", "content": "hi"}])
-    assert parse(messages=messages, max_tokens=1).request.prompt_token_ids == (1, 104, 105)
+    request = parse(messages=messages, max_tokens=1).request
+    assert (request.prompt_token_ids, request.starts_text) == ((1, 104, 105), True)
+    assert not parse(text_input="hi", max_tokens=1).request.starts_text
 
 
 def test_the_timeout_of_a_grpc_client() -> None:
@@ -270,11 +280,11 @@ def test_an_unsupported_input_passes_with_its_neutral_values_alone(name: str) ->
         ),
         (
             {"messages": '{"role": "user"}', "max_tokens": 1},
-            'messages: expected a JSON array such as [{"role": "user", "content": "Hello"}]',
+            'messages must be a list such as [{"role": "user", "content": "hi"}]',
         ),
         (
             {"messages": '[{"content": "a"}]', "max_tokens": 1},
-            'messages: expected a JSON array such as [{"role": "user", "content": "Hello"}]',
+            'messages[0] must be an object with a "role"',
         ),
         (
             {
@@ -429,7 +439,7 @@ def test_a_generation_survives_the_way_to_the_pair() -> None:
     received = read(sent.to_tensors(SIGNER))
     assert received.request.request_id == "r1"
     assert received.request.prompt_token_ids == (1, 97, 233)
-    assert (received.echo, received.stream) == ("aé", True)
+    assert (received.request.echo, received.stream) == (True, True)
     assert received.request.sampling == sent.request.sampling
     assert received.request.stop_strings == ("é",)
     assert received.request.end_token_ids == {2}
@@ -765,3 +775,77 @@ def test_statistics_survive_the_way_to_the_client() -> None:
     values = {name: np.reshape(value, -1)[0] for name, value in response.items()}
     assert serving.parse_statistics(values) == STATISTICS
     assert serving.parse_statistics({"finish_reason": "error"}) is None
+
+
+LEARNING = [{"role": "user", "content": "Deep"}]
+
+
+@pytest.fixture(scope="module")
+def space_mark(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A decoder as Llama 2 has it, which strips the space before the first word of a text."""
+    folder = tmp_path_factory.mktemp("space_mark")
+    toy_tokenizers.write_tokenizer(
+        folder,
+        toy_tokenizers.space_mark(),
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template="{{ bos_token }}{{ messages[0].content }}",
+    )
+    return Tokenizer.load(folder)
+
+
+def told(tokenizer: Tokenizer, output: list[str], **inputs: Any) -> tuple[str, int]:
+    """What a client gets when the target writes these pieces: the text, and the tokens counted."""
+    tensors = {"max_tokens": serving.as_array(serving.input_tensor("max_tokens"), [len(output)])}
+    for name, value in inputs.items():
+        tensors[name] = serving.as_array(serving.input_tensor(name), [value])
+    generation = parse_request(tensors, tokenizer)
+    request = generation.request
+    limits = requests.Limits(
+        max_num_draft_tokens=4, max_seq_len=64, draft_max_seq_len=64, vocab_size=1000
+    )
+    state = RequestState(request, limits, tokenizer.detokenizer(request.text_token_ids))
+    ids = {name: token_id for token_id, name in tokenizer.tokens().items()}
+    received, responses = Answer(generation, stream_id="1"), []
+    for piece in output:
+        tensors = received.add(state.accept([ids[piece]], num_draft_tokens=0))
+        if tensors is not None:
+            responses.append(tensors)
+        if state.is_finished:
+            break
+    texts = [response["text"].item() for response in responses]
+    return "".join(texts), responses[-1]["num_output_tokens"].item()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"text_input": "Deep"}, (" learning is", 2)),
+        ({"text_input": "Deep", "exclude_input_in_output": False}, ("Deep learning is", 2)),
+        ({"text_input": "Deep", "stop_words": " learning"}, ("", 0)),
+        (
+            {"text_input": "Deep", "exclude_input_in_output": False, "stop_words": "Deep"},
+            ("Deep learning is", 2),
+        ),
+        (
+            {"text_input": "Deep", "exclude_input_in_output": False, "stop_words": " is"},
+            ("Deep learning", 1),
+        ),
+        # An answer is a text of its own: its template says itself where there are spaces.
+        ({"messages": json.dumps(LEARNING)}, ("learning is", 2)),
+        ({"messages": json.dumps(LEARNING), "stop_words": " learning"}, ("learning is", 2)),
+    ],
+)
+def test_case_s4_prompt_and_text_are_the_decode_of_all(
+    space_mark: Tokenizer, inputs: dict[str, Any], expected: tuple[str, int], stream: bool
+) -> None:
+    assert told(space_mark, ["▁learning", "▁is"], stream=stream, **inputs) == expected
+
+
+def test_an_echo_without_text_of_an_output(space_mark: Tokenizer) -> None:
+    echoed = {"text_input": "Deep", "exclude_input_in_output": False}
+    assert told(space_mark, ["</s>"], **echoed) == ("Deep", 0)
+    # A run of byte pieces that never became characters spoils the prompt's end, too.
+    spoiled = told(space_mark, ["<0xF0>"], **{**echoed, "text_input": "Deepé"})
+    assert spoiled == ("Deep\ufffd\ufffd\ufffd", 1)

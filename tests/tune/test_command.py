@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from specpipe.cli import main
 from specpipe.commands.tune import summary, tune
 from specpipe.config import load_config
 from specpipe.prompts import PromptSet
@@ -122,6 +124,28 @@ def test_other_drafts_are_ranked_and_a_better_one_named(tmp_path: Path) -> None:
         "again",
     ]
     assert "draft org/other: cannot be paired: token 5 is another one" in lines
+
+
+def test_what_is_not_certain_is_not_recommended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result = tmp_path / "tune.json"
+    result.write_text('{"kind": "tune"}')
+    found = made_up(result)
+    own = dataclasses.replace(found.own, best=None, doubts=("concurrency 1: chance",))
+    uncertain = dataclasses.replace(found, drafts=(own,), forms=())
+    assert summary(uncertain)[-2:] == [
+        "nothing is recommended: what pays at each load is not certain yet; tune again when this "
+        "machine is quiet, or with a longer --time-limit",
+        "concurrency 1: chance",
+    ]
+    monkeypatch.setattr(run, "tune", lambda *_, **__: uncertain)
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\ndraft: {checkpoint: d}\ntarget: {checkpoint: t}\n")
+    done = CliRunner().invoke(main, ["tune", "--config", str(path), "--write"])
+    assert done.exit_code == 1
+    assert f"Error: {path} stays as it is: what pays at each load is not certain" in done.stderr
+    assert "schedule" not in path.read_text()
 
 
 def invoke(

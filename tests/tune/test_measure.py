@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,16 @@ import pytest
 from specpipe.endpoints.base import Piece, Question, Usage
 from specpipe.endpoints.in_process import InProcess
 from specpipe.errors import RequestError, ServerError
-from specpipe.tune.measure import Cell, Measurement, compare, doubt, measure_cell, whole_rounds
+from specpipe.tune import schedule
+from specpipe.tune.measure import (
+    Cell,
+    Measurement,
+    _student_t,
+    compare,
+    doubt,
+    measure_cell,
+    whole_rounds,
+)
 from tests.runtimes.table_engine import make_pair
 from tests.speculative.table import TableModel, target_rule
 
@@ -30,8 +40,59 @@ def test_ratio_over_all_rounds_and_of_each() -> None:
             speed_up=pytest.approx(20 / 21),
             lowest=pytest.approx(0.625),
             highest=pytest.approx(2.0),
+            # exp of the logarithms' mean -+ 12.706 standard errors, with two rounds
+            low=pytest.approx(math.exp(-7.2781), rel=1e-3),
+            high=pytest.approx(math.exp(7.5013), rel=1e-3),
         )
     ]
+
+
+def rounds(*ratios: float, tokens: float = 3.0) -> list[Measurement]:
+    """One measurement of 2 draft tokens with these ratios to the target alone, round by round."""
+    cells = [Cell(1, 0, number, 100, 10.0) for number in range(len(ratios))]
+    cells += [Cell(1, 2, number, 100, 10.0 / ratio) for number, ratio in enumerate(ratios)]
+    return compare(cells, {2: tokens})
+
+
+@pytest.mark.parametrize(
+    ("measured", "says"),
+    [
+        (rounds(1.5, 1.52, 1.49), None),  # pays
+        (rounds(0.8, 0.83, 0.79), None),  # does not
+        (rounds(1.01, 1.02, 1.015, 1.012), None),  # neither, but is known closely
+        (
+            rounds(1.95, tokens=1.48),
+            "concurrency 1, K = 2: measured 1.95, which cannot be: a step gives 1.48 tokens at "
+            "most, and no speed-up is more; other work disturbed the measurement",
+        ),
+        (
+            rounds(1.95, 1.94, 1.96, tokens=1.48),
+            "concurrency 1, K = 2: measured 1.95, which cannot be: a step gives 1.48 tokens at "
+            "most, and no speed-up is more; other work disturbed the measurement",
+        ),
+        (rounds(1.4), "concurrency 1, K = 2: measured 1.40 in a single round, which may be chance"),
+        (
+            rounds(1.0, 1.4, 1.2),
+            "concurrency 1, K = 2: measured 1.18, with 95% between 0.78 and 1.81, which leaves "
+            "open what pays",
+        ),
+        (
+            rounds(0.7, 1.1),
+            "concurrency 1, K = 2: measured 0.86, with 95% between 0.05 and 15.50, which leaves "
+            "open what pays",
+        ),
+    ],
+)
+def test_what_may_be_chance_is_told(measured: list[Measurement], says: str | None) -> None:
+    assert schedule.doubt(measured) == says
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"), [(1, 12.706), (4, 2.776), (9, 2.262), (10, 2.228), (30, 2.042)]
+)
+def test_students_quantiles(degrees: int, quantile: float) -> None:
+    """As every table has them."""
+    assert _student_t(degrees) == pytest.approx(quantile, rel=0.002)
 
 
 def test_rounds_that_are_far_apart_are_doubted() -> None:
@@ -64,6 +125,9 @@ class Words:
 
     def encode_fragment(self, text: str) -> list[int]:
         raise NotImplementedError
+
+    def is_used(self, token_id: int) -> bool:
+        return True
 
 
 def question(max_tokens: int) -> Question:

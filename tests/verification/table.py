@@ -31,6 +31,9 @@ class NoTokenizer:
     def encode_fragment(self, text: str) -> list[int]:
         raise NotImplementedError
 
+    def is_used(self, token_id: int) -> bool:
+        raise NotImplementedError
+
 
 class RememberingModel(NoisyModel):
     """Computes each row once: sampling tests see the same few contexts thousands of times."""

@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from specpipe.commands.options import built_pair_options, chat_option, prompt_options
+from specpipe.errors import SpecpipeError
+
+_NO_CERTAINTY = (
+    "what pays at each load is not certain yet; tune again when this machine is quiet, or with a "
+    "longer --time-limit"
+)
 
 if TYPE_CHECKING:
     from specpipe.pipeline import StageReport
@@ -60,7 +66,15 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="How often each draft length answers all prompts, in turns with the target alone.",
+    help="How often at least each draft length answers all prompts, in turns with target alone.",
+)
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    show_default=True,
+    help="Seconds for more rounds, which are taken until it is certain (95%) what pays.",
 )
 @click.option(
     "--resume/--no-resume",
@@ -88,6 +102,7 @@ def tune(
     max_draft_len: int | None,
     num_best: int,
     rounds: int,
+    time_limit_s: float,
     resumes: bool,
     write: bool,
     as_json: bool,
@@ -95,10 +110,11 @@ def tune(
     """Find the draft length that pays at each load, and compare drafts.
 
     Measures acceptance by position on your prompts and what steps cost, predicts the speed-up of
-    every draft length, and measures the best few of them against the target alone. What pays at
-    each load becomes a schedule: --write puts it into the YAML, and the next build serves it; it is
-    also printed in the forms of TensorRT-LLM and vLLM. Runs the pair in this process. The result is
-    written to results/tune.json beside the repository.
+    every draft length, and measures the best few of them against the target alone, in as many
+    rounds as it takes to be certain. What pays at each load becomes a schedule: --write puts it
+    into the YAML, and the next build serves it; it is also printed in the forms of TensorRT-LLM and
+    vLLM. Runs the pair in this process. The result is written to results/tune.json beside the
+    repository.
     """
     from specpipe.config import load_config
     from specpipe.tune import run
@@ -118,6 +134,7 @@ def tune(
         candidates=tuple(candidates),
         num_best=num_best,
         rounds=rounds,
+        time_limit_s=time_limit_s,
         resumes=resumes,
     )
     config = load_config(config_path, overrides)
@@ -129,7 +146,8 @@ def tune(
         for line in summary(tuning):
             click.echo(line)
     if write:
-        assert tuning.own.schedule is not None
+        if tuning.own.schedule is None:
+            raise SpecpipeError(f"{config_path} stays as it is: {_NO_CERTAINTY}")
         write_schedule(config_path, tuning.own.schedule)
         report(f"{config_path}: schedule written; build again, and it is served")
 
@@ -256,7 +274,8 @@ def _schedule(tuning: Tuning) -> list[str]:
     from specpipe.tune.schedule import to_yaml
 
     own = tuning.own
-    assert own.schedule is not None and own.best is not None
+    if own.schedule is None or own.best is None:
+        return [f"nothing is recommended: {_NO_CERTAINTY}", *own.doubts]
     best = ", ".join(f"{length} at {load}" for load, length in own.best.items())
     lines = [f"draft tokens that pay, by concurrency: {best}"]
     if not any(own.best.values()):

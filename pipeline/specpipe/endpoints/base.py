@@ -27,16 +27,18 @@ class Question:
 
     num_draft_tokens  None: as the server was set up; 0: the target alone
     ignores_end       no end id ends the answer, so that it has max_tokens tokens
+    starts_text       token_ids are a conversation's: the answer is a text of its own
     """
 
     text: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
     token_ids: tuple[int, ...] | None = None
     max_tokens: int
     num_draft_tokens: int | None = None
     sampling: Sampling = GREEDY
     stop_strings: tuple[str, ...] = ()
     ignores_end: bool = False
+    starts_text: bool = False
 
     def __post_init__(self) -> None:
         assert sum(given is not None for given in (self.text, self.messages, self.token_ids)) == 1

@@ -76,6 +76,7 @@ class InProcess:
             num_draft_tokens=question.num_draft_tokens,
             end_token_ids=frozenset() if question.ignores_end else self._tokenizer.end_token_ids,
             stop_strings=question.stop_strings,
+            starts_text=question.starts_text or question.messages is not None,
         )
 
     def _prompt(self, question: Question) -> tuple[int, ...]:

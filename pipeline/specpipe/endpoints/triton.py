@@ -180,6 +180,7 @@ class Speculative:
                 num_draft_tokens=question.num_draft_tokens,
                 end_token_ids=frozenset() if question.ignores_end else self._end_token_ids,
                 stop_strings=question.stop_strings,
+                starts_text=question.starts_text,
             ),
             stream=True,
             return_token_ids=True,

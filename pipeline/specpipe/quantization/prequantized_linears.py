@@ -20,6 +20,7 @@ from specpipe.quantization import numbers
 from specpipe.quantization.formats import FORMATS, Content
 from specpipe.quantization.huggingface import SUFFIXES
 from specpipe.quantization.prequantized import CURE, Prequantized
+from specpipe.weight_values import check_finite, in_tensor
 
 _CHUNK_BYTES = 32 << 20  # of int4 numbers that are unpacked at a time
 
@@ -97,7 +98,8 @@ class ScaledLinear:
             return one_number(self._source, name)
         if name not in self._source.tensors:
             return torch.ones(self._size[1], dtype=self._dtype)
-        return _checked(self._source, name, read_small(self._source.tensors[name])).to(self._dtype)
+        scales = read_small(self._source.tensors[name]).to(self._dtype)
+        return _checked(self._source, name, scales)
 
     def rows(self, content: Content, start: int, stop: int) -> Iterator[Tensor]:
         name = self._prefix + SUFFIXES[content]
@@ -105,20 +107,22 @@ class ScaledLinear:
         if content == "quantized":
             first, count = start // self._rows_each, (stop - start) // self._rows_each
             for block in read_blocks(info.rows(first, count)):
+                check_finite(block, info.dtype, in_tensor(f"{info.file}: {name}", first))
                 yield _tensor(block, info.dtype)
+                first += len(block)
             return
         scale = next(scale for scale in self._made.scales if scale.content == content)
         if num_elements(info.shape) == 1:  # per_channel_scale of a weight that has one for all
             yield one_number(self._source, name).expand(stop - start)
             return
         for block in read_blocks(info.rows(start, stop - start)):
-            values = _checked(self._source, name, _tensor(block, info.dtype))
+            values = _tensor(block, info.dtype)
             if scale.axes == "out":
-                yield values.float().reshape(-1)
-            elif scale.dtype == "F8_E4M3":
-                yield values
-            else:
-                yield values.to(self._dtype)
+                values = values.float().reshape(-1)
+            elif scale.dtype != "F8_E4M3":
+                values = values.to(self._dtype)
+            yield _checked(self._source, name, values, start)
+            start += len(block)
 
 
 class PackedLinear:
@@ -196,8 +200,8 @@ class PackedLinear:
             )
 
     def _scales(self, start: int, stop: int) -> Tensor:
-        scales = self._columns("scales", start, stop).T.to(self._dtype)
-        return _checked(self._source, self._name, scales)
+        scales = self._columns("scales", start, stop).to(self._dtype)
+        return _checked(self._source, self._name, scales).T
 
     def _unpack_columns(self, suffix: str, order: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Returns columns of a tensor of which eight stand in each int32, as int8."""
@@ -261,12 +265,16 @@ def one_number(source: HFCheckpoint, name: str) -> Tensor:
     return _checked(source, name, read_small(info).float().reshape(1))
 
 
-def _checked(source: HFCheckpoint, name: str, scales: Tensor) -> Tensor:
+def _checked(source: HFCheckpoint, name: str, scales: Tensor, first_row: int = 0) -> Tensor:
+    """Returns scales, in the dtype that they are used in; refuses what is no scale there."""
     values = scales.float()
-    if not bool((values.isfinite() & (values > 0)).all()):
-        bad = float(values[~(values.isfinite() & (values > 0))][0])
+    is_good = values.isfinite() & (values > 0)
+    if not bool(is_good.all()):
+        row, *others = (~is_good).nonzero()[0].tolist()
         raise CheckpointError(
-            f"{source.folder}: {name} has the scale {bad}; every scale is above 0 and finite"
+            f"{source.folder}: {name}{[first_row + row, *others]} is the scale "
+            f"{float(values[~is_good][0]):g} in {str(scales.dtype).removeprefix('torch.')}; every "
+            "scale is above 0 and finite"
         )
     return scales
 

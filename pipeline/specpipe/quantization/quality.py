@@ -10,9 +10,10 @@ V vocabulary, N positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -179,6 +180,12 @@ def measure_acceptance(
 
 class _NoText:
     """A detokenizer for when only tokens count."""
+
+    hidden_tokens: Mapping[int, str] = MappingProxyType({})
+    prompt_text = ""
+
+    def settle(self) -> str:
+        return ""
 
     def append(self, token_ids: TokenIds) -> str:
         return ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpipe.chat_messages import check_messages, text_of
 from specpipe.checkpoint_file import read_json
 from specpipe.errors import ConfigError, RequestError, RuntimeUnavailable
 from specpipe.file_limits import FILE_LIMITS, FileLimits
@@ -153,14 +154,15 @@ class _Row:
 def _encode(tokenizer: Tokenizer, row: _Row, checkpoint: Path, *, flatten: bool) -> list[int]:
     """Encodes a row as serving would; `flatten` makes a plain text of chat without a template."""
     value = row.value
-    if isinstance(value, list) and tokenizer.chat_template is None:
-        if not flatten:
-            raise ConfigError(
-                f"{row.place}: the row holds chat messages, but {checkpoint} has no chat template; "
-                "use a column of texts"
-            )
-        value = "\n\n".join(message["content"] for message in value)
+    is_flattened = isinstance(value, list) and tokenizer.chat_template is None
+    if is_flattened and not flatten:
+        raise ConfigError(
+            f"{row.place}: the row holds chat messages, but {checkpoint} has no chat template; "
+            "use a column of texts"
+        )
     try:
+        if is_flattened:
+            value = "\n\n".join(map(text_of, check_messages(value)))
         if isinstance(value, str):
             return tokenizer.encode(value)
         if isinstance(value, list):

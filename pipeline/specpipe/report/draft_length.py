@@ -37,6 +37,8 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
     own = own_draft(tune)
     if own["best"] is not None:
         yield Text(_best_words(own["best"]))
+    for sentence in own.get("doubts", ()):
+        yield Text(f"Nothing is recommended: {sentence}.")
     if warning := doubt((m["lowest"], m["highest"]) for m in own["measurements"]):
         yield Notice(warning)
     yield from _figures(artifact)

@@ -38,7 +38,7 @@ RUNTIMES = {
 }
 
 DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
-"""Makes the detokenizer of one request from its prompt's token ids."""
+"""Makes the detokenizer of one request from its `text_token_ids`."""
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ class EnginePair:
         return RequestState(
             request,
             self._limits,
-            self._detokenizer(request.prompt_token_ids),
+            self._detokenizer(request.text_token_ids),
             draft_length=DraftLength() if self.costs is not None else None,
             has_lookup=self._copies,
             queue_s=waiting.waited_s(self._clock()),

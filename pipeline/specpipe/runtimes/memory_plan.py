@@ -28,6 +28,7 @@ USABLE = 0.95
 """Of a GPU's memory; the rest is the driver's and lost between allocations. A guess."""
 
 _MAX_BATCH_SIZE = 4096
+"""No larger one is tried: one that fits says \"at least\"."""
 _MIN_LENGTH = 1024
 _BLOCK_SIZES = (128, 64, 32, 16)
 _TO_CHANGE: tuple[tuple[Role, ...], ...] = (("target",), ("draft",), ("draft", "target"))
@@ -67,7 +68,8 @@ class Change:
 class MemoryPlan:
     """How a pair fits on GPUs.
 
-    largest  requests at once and tokens of each, the most that fit, length by length
+    largest  requests at once and tokens of each, the most that fit, length by length; no more
+             than 4096 requests are tried
     changes  where the pair as configured does not fit: what would
     """
 
@@ -97,7 +99,12 @@ class MemoryPlan:
                 for plan in self.gpus
             ],
             "largest": [
-                {"max_batch_size": batch, "max_seq_len": length} for batch, length in self.largest
+                {
+                    "max_batch_size": batch,
+                    "max_seq_len": length,
+                    "is_largest": batch < _MAX_BATCH_SIZE,
+                }
+                for batch, length in self.largest
             ],
             "changes": [dataclasses.asdict(change) for change in self.changes],
         }
@@ -140,7 +147,10 @@ def lines(plan: MemoryPlan) -> Iterator[str]:
         alike.setdefault(what, []).append(on_gpu.number)
     for what, numbers in alike.items():
         yield f"  GPU {_listed(list(map(str, numbers)), 'and')}, {what}"
-    largest = ", ".join(f"{batch} × {length}" for batch, length in plan.largest)
+    largest = ", ".join(
+        f"{'at least ' if batch >= _MAX_BATCH_SIZE else ''}{batch} × {length}"
+        for batch, length in plan.largest
+    )
     yield f"largest batch × length that fits: {largest or 'none'}"
     if plan.changes:
         yield f"would fit: {'; '.join(_named(plan.changes, plan.gpus[0].gpu))}"

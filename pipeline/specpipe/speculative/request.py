@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 from specpipe.errors import FAULT, RequestError, show
 from specpipe.speculative.adaptive import DraftLength, StepCosts
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.metrics import AcceptanceCounts
-from specpipe.speculative.stop_strings import StopStrings
+from specpipe.speculative.stop_strings import StandIns, StopStrings
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -31,8 +31,19 @@ _MAX_COUNT = 2**31 - 1
 class Detokenizer(Protocol):
     """Turns token ids into text as they come; it has state, so each request has its own."""
 
+    @property
+    def hidden_tokens(self) -> Mapping[int, str]:
+        """The special tokens by id: text leaves them out, stop strings may name them."""
+
+    @property
+    def prompt_text(self) -> str:
+        """The text before the output's; final once there is text of the output, or all is over."""
+
     def append(self, token_ids: Sequence[int]) -> str:
         """Returns the text that became final; "" while a character is incomplete."""
+
+    def settle(self) -> str:
+        """Returns what is still held back as if the output ended here, which it need not do."""
 
     def flush(self) -> str:
         """Returns what is left at the end, as decoding everything at once gives it."""
@@ -112,6 +123,11 @@ class Request:
     """Draft tokens per step, at most; None: what the pair was packaged with; 0: no speculation."""
     end_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    """Sought in the text, and in it and the special tokens that it leaves out."""
+    echo: bool = False
+    """The text begins with the prompt's."""
+    starts_text: bool = False
+    """The output is a text of its own, as the answer in a chat is; else the prompt's goes on."""
     return_log_probs: bool = False
     priority: int = 0
     """A lower number is served first; equal ones in order of arrival."""
@@ -135,6 +151,11 @@ class Request:
             raise RequestError("stop_words has an empty entry; leave it out")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise RequestError(f"timeout_s is {self.timeout_s}; it must be positive")
+
+    @property
+    def text_token_ids(self) -> tuple[int, ...]:
+        """The tokens whose text the output goes on from."""
+        return () if self.starts_text else self.prompt_token_ids
 
 
 def check_prompt_length(num_tokens: int, max_seq_len: int) -> None:
@@ -172,6 +193,7 @@ class Limits:
             )
         for token_id in (
             *request.prompt_token_ids,
+            *request.end_token_ids,
             *(i for w in request.sampling.bad_words for i in w),
         ):
             if not 0 <= token_id < self.vocab_size:
@@ -259,7 +281,8 @@ class RequestState:
         self._lookup: PromptLookup | None = None
         if has_lookup and self.is_speculative and (sampling.is_greedy or sampling.is_seeded):
             self._lookup = PromptLookup(request.prompt_token_ids)
-        self._output = _Output(request)
+        self._output = _Output(request, detokenizer.hidden_tokens)
+        self._echoes = request.echo
 
     @property
     def is_finished(self) -> bool:
@@ -390,7 +413,7 @@ class RequestState:
         of its batch go on.
         """
         _LOGGER.exception("request %s failed", self.request.request_id)
-        self._output = _Output(self.request)
+        self._output = _Output(self.request, {})
         self.finish_reason = "error"
         return self._chunk(FAULT)
 
@@ -401,7 +424,9 @@ class RequestState:
             return
         self.token_ids.append(token_id)
         text = self._detokenizer.append([token_id])
-        if self._output.append(token_id, log_prob, text, can_stop=can_stop):
+        # A token that a stop string names stands after all of the text before it.
+        before = self._detokenizer.settle() if self._output.is_searched(token_id) else ""
+        if self._output.append(token_id, log_prob, text, before=before, can_stop=can_stop):
             self._end("stop")
         elif self._num_tokens_left() == 0:
             self._end("length")
@@ -419,6 +444,9 @@ class RequestState:
 
     def _chunk(self, error: str | None = None) -> Chunk:
         text, token_ids, log_probs = self._output.take()
+        if self._echoes and (text or self.is_finished):
+            self._echoes = False
+            text = self._detokenizer.prompt_text + text
         return Chunk(
             request_id=self.request.request_id,
             text=text,
@@ -451,9 +479,11 @@ class _Output:
     those of the whole text, so that what is held back costs nothing while it waits.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, hidden_tokens: Mapping[int, str]) -> None:
         self._with_log_probs = request.return_log_probs
-        self._stop_strings = StopStrings(request.stop_strings)
+        self._hidden_tokens = hidden_tokens
+        self._stand_ins = StandIns(request.stop_strings, hidden_tokens)
+        self._stop_strings = StopStrings(self._stand_ins.strings)
         self._text = ""  # decoded, not yet taken
         self._num_taken_chars = 0
         self._tokens: deque[_Token] = deque()
@@ -461,14 +491,27 @@ class _Output:
         self._is_cut = self._is_finished = False
         self.num_taken_tokens = 0
 
-    def append(self, token_id: int, log_prob: float | None, text: str, *, can_stop: bool) -> bool:
+    def is_searched(self, token_id: int) -> bool:
+        """Says whether a stop string names this special token."""
+        return token_id in self._stand_ins.characters
+
+    def append(
+        self, token_id: int, log_prob: float | None, text: str, *, before: str, can_stop: bool
+    ) -> bool:
         """Adds one token; True when its text completes a stop string, which is then cut off.
 
-        Where it cannot stop, the text so far can no longer become part of a stop string.
+        `before` is text of the tokens before it. Where it cannot stop, the text so far can no
+        longer become part of a stop string.
         """
-        start = self._num_taken_chars + len(self._text)
+        if before:
+            self._text += before
+            self._tokens[-1] = replace(self._tokens[-1], end=self._num_chars())
+            if self._search(before, can_stop=can_stop):
+                return True
+        text += self._stand_ins.characters.get(token_id, "")
+        start = self._num_chars()
         self._text += text
-        self._tokens.append(_Token(token_id, log_prob, start, start + len(text)))
+        self._tokens.append(_Token(token_id, log_prob, start, self._num_chars()))
         return self._search(text, can_stop=can_stop)
 
     def finish(self, text: str, *, can_stop: bool) -> bool:
@@ -489,10 +532,13 @@ class _Output:
         self.num_taken_tokens += len(taken)
         log_probs = [t.log_prob for t in taken if t.log_prob is not None]
         return (
-            text,
+            self._stand_ins.remove(text),
             tuple(t.token_id for t in taken),
             tuple(log_probs) if self._with_log_probs else (),
         )
+
+    def _num_chars(self) -> int:
+        return self._num_taken_chars + len(self._text)
 
     def _num_whole_tokens(self) -> int:
         """How many tokens have all their text taken.
@@ -515,17 +561,23 @@ class _Output:
             self._stop_strings.forget()
             self._num_held_chars = 0
             return False
-        end = self._num_taken_chars + len(self._text)
+        end = self._num_chars()
         at = self._stop_strings.find(text)
         if at is None:
             self._num_held_chars = self._stop_strings.num_held_chars
             return False
         cut = end - len(text) + at
         self._text = self._text[: cut - self._num_taken_chars]
-        while self._tokens and not (self._tokens[-1].has_text and self._tokens[-1].start < cut):
+        while self._tokens and not self._is_before(self._tokens[-1], cut):
             self._tokens.pop()
         self._is_cut = True
         return True
+
+    def _is_before(self, token: _Token, cut: int) -> bool:
+        """Says whether a token begins before a cut; the start of a character goes with its end."""
+        if token.has_text:
+            return token.start < cut
+        return token.token_id in self._hidden_tokens and token.start <= cut
 
 
 @dataclass(frozen=True)

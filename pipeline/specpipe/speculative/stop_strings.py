@@ -1,13 +1,47 @@
 """Finds stop strings in a text that comes in pieces, in time linear in the text.
 
+A special token is no part of the text, but may be of a stop string. While such a text is searched,
+one character stands where the token is: a surrogate, which no decoded text has.
+
 Aho and Corasick, "Efficient string matching", CACM 18(6), 1975: one automaton for all strings,
 whose state is the longest end of the text that is a beginning of one of them.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+
+class StandIns:
+    """The special tokens that stop strings name, and what stands for them in the text searched.
+
+    characters  by token id
+    strings     the stop strings, and those that name such tokens once more with their characters:
+                a model can also write the name of a token letter by letter
+    """
+
+    def __init__(self, strings: Sequence[str], hidden_tokens: Mapping[int, str]) -> None:
+        text = "\0".join(strings)
+        named = {i: name for i, name in hidden_tokens.items() if name and name in text}
+        # There are 2048 surrogates; no request that comes through Triton has room for more names.
+        self.characters = dict(zip(named, map(chr, range(0xD800, 0xE000)), strict=False))
+        self.strings = list(strings)
+        if named:
+            names = {name: self.characters[i] for i, name in named.items() if i in self.characters}
+            longest_first = sorted(names, key=len, reverse=True)
+            name = re.compile("|".join(map(re.escape, longest_first)))
+            self.strings += [
+                name.sub(lambda found: names[found[0]], string)
+                for string in strings
+                if name.search(string)
+            ]
+        self._none = dict.fromkeys(map(ord, self.characters.values()))
+
+    def remove(self, text: str) -> str:
+        """Returns the text as it may be shown."""
+        return text.translate(self._none) if self._none else text
 
 
 class StopStrings:

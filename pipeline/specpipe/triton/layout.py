@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from specpipe.manifest import relinked
+
 ENSEMBLE, PREPROCESSING, SPECULATIVE, POSTPROCESSING = (
     "ensemble",
     "preprocessing",
@@ -25,6 +27,7 @@ def link_folder(source: Path, destination: Path) -> None:
 def link_file(source: str | Path, destination: str | Path) -> None:
     """Copies a file by a hard link, where the file system has them."""
     try:
-        os.link(source, destination)
+        with relinked([Path(source)]):
+            os.link(source, destination)
     except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, destination)

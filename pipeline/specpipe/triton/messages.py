@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from specpipe.chat_messages import check_messages
 from specpipe.errors import RequestError, show
 from specpipe.limits import ServedLimits
 
@@ -18,7 +19,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_messages(data: bytes, limits: ServedLimits) -> list[dict[str, Any]]:
-    """Returns the messages, each an object with a role; `data` is UTF-8 of a bounded size.
+    """Returns the messages as templates take them; `data` is UTF-8 of a bounded size.
 
     Raises RequestError for what is too deep, too much, or no JSON by RFC 8259 that means one thing:
     NaN, a number without end, a key twice, half a surrogate pair.
@@ -41,12 +42,9 @@ def parse_messages(data: bytes, limits: ServedLimits) -> list[dict[str, Any]]:
             f"messages has {len(parsed)} messages; it may have {limits.max_messages} "
             "(serving.limits.max_messages)"
         )
-    for message in parsed:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f"messages: {_EXPECTED}")
     if _SURROGATE.search(data):
         _check_surrogates(parsed)
-    return parsed
+    return check_messages(parsed)
 
 
 def _check_structure(data: bytes, limits: ServedLimits) -> None:

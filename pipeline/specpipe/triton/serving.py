@@ -194,6 +194,8 @@ class Encoder(Protocol):
 
     def encode_fragment(self, text: str) -> list[int]: ...
 
+    def is_used(self, token_id: int) -> bool: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -201,7 +203,6 @@ class Generation:
 
     request: Request
     stream: bool = False
-    echo: str = ""  # what the first chunk's text begins with
     return_token_ids: bool = False  # for verification, which asks without the ensemble
 
     # For reading it: nothing is converted, and nothing is passed over.
@@ -299,6 +300,9 @@ def parse_request(
     max_tokens = scalar("max_tokens")
     if max_tokens is None:
         raise RequestError("max_tokens is missing: say how many tokens the answer may have")
+    echo = scalar("exclude_input_in_output") is False
+    if echo and "text_input" not in tensors:
+        raise RequestError("exclude_input_in_output is false: only a text_input can be echoed")
     prompt_token_ids = _encode_prompt(tensors, scalar("text_input"), tokenizer, limits)
     check_prompt_length(len(prompt_token_ids), limits.max_seq_len)
     request = Request(
@@ -309,20 +313,13 @@ def parse_request(
         num_draft_tokens=scalar("num_draft_tokens"),
         end_token_ids=_end_token_ids(scalar("end_id"), tokenizer),
         stop_strings=tuple(_words("stop_words", inputs)),
+        echo=echo,
+        starts_text="messages" in tensors,
         return_log_probs=scalar("return_log_probs", False),
         priority=scalar("priority", 0),
         timeout_s=scalar("timeout_s", timeout_us / 1e6 or None),
     )
-    echo = ""
-    if scalar("exclude_input_in_output") is False:
-        if "text_input" not in inputs:
-            raise RequestError("exclude_input_in_output is false: only a text_input can be echoed")
-        echo = scalar("text_input")
-    return Generation(
-        request=request,
-        stream=scalar("stream", False),
-        echo=echo,
-    )
+    return Generation(request=request, stream=scalar("stream", False))
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
@@ -392,6 +389,8 @@ def _end_token_ids(end_id: int | None, tokenizer: Encoder) -> frozenset[int]:
         return tokenizer.end_token_ids
     if end_id < -1:
         raise RequestError(f"end_id is {end_id}; it must be a token id, or -1 for none")
+    if end_id != -1 and not tokenizer.is_used(end_id):
+        raise RequestError(f"end_id is {end_id}, which is no token of this model")
     return frozenset(() if end_id == -1 else (end_id,))
 
 
@@ -485,9 +484,6 @@ class Answer:
     _token_ids: list[int] = field(default_factory=list)
     _log_probs: list[float] = field(default_factory=list)
     _sum_log_probs: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._text.append(self.generation.echo)
 
     def add(self, chunk: Chunk) -> dict[str, np.ndarray[Any, Any]] | None:
         """Returns the next response's tensors, None when this chunk is kept for a later one.

@@ -51,6 +51,11 @@ class Expected:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def most(self) -> float:
+        """The upper bound, or with a single prompt the average itself."""
+        return max(self.tokens, self.high or 0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:

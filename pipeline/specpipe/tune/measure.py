@@ -1,10 +1,15 @@
 """What draft lengths gain, measured: a closed loop in this process, in turns with the target alone.
 
 A cell is one round of one draft length at one load: all prompts, each asked once at least.
+
+A step of the pair takes no less than one of the target alone, so that no draft length can gain more
+than the tokens that a step gives. What is measured beyond that is a disturbed measurement.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +20,12 @@ from specpipe.errors import ServerError
 
 _UNSTEADY = 1.3
 """Highest / lowest round from which on a measurement says little: most gains are smaller."""
+
+_CLOSE = 1.05
+"""A speed-up whose 95% interval is no wider than this factor either way is known well enough."""
+
+_FEW_ROUNDS_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5% quantiles of Student's distribution with 1 to 9 degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class Measurement:
 
     speed_up         ratio of tokens per second over all rounds
     lowest, highest  that of a single round
+    low, high        95% interval, from the rounds' own ratios; None with fewer than two rounds
+    tokens_a_step    the most that a speed-up can be
     """
 
     concurrency: int
@@ -50,6 +63,19 @@ class Measurement:
     speed_up: float
     lowest: float
     highest: float
+    low: float | None = None
+    high: float | None = None
+    tokens_a_step: float = math.inf
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether acceptance allows it, but for what even a quiet machine's rounds differ by."""
+        return self.speed_up <= self.tokens_a_step * _CLOSE
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it is known well enough, whatever it is."""
+        return self.low is not None and self.high is not None and self.high / self.low <= _CLOSE**2
 
 
 def measure_cell(
@@ -102,8 +128,13 @@ def whole_rounds(cells: Sequence[Cell], wanted: Mapping[int, Sequence[int]]) -> 
     ]
 
 
-def compare(cells: Sequence[Cell]) -> list[Measurement]:
-    """Every draft length against the target alone at the same load; needs whole rounds."""
+def compare(
+    cells: Sequence[Cell], tokens_a_step: Mapping[int, float] | None = None
+) -> list[Measurement]:
+    """Every draft length against the target alone at the same load; needs whole rounds.
+
+    tokens_a_step  by draft length, the most that its acceptance allows
+    """
     measurements = []
     by_side: dict[tuple[int, int], list[Cell]] = {}
     for cell in cells:
@@ -121,6 +152,8 @@ def compare(cells: Sequence[Cell]) -> list[Measurement]:
                 speed_up=_rate(side) / _rate(list(alone.values())),
                 lowest=min(ratios),
                 highest=max(ratios),
+                **_interval(ratios),
+                tokens_a_step=(tokens_a_step or {}).get(length, math.inf),
             )
         )
     return measurements
@@ -136,6 +169,24 @@ def doubt(rounds: Iterable[tuple[float, float]]) -> str | None:
         "this machine, and what measured best may be chance. Tune again when it is quiet, or with "
         "more --rounds."
     )
+
+
+def _interval(ratios: Sequence[float]) -> dict[str, float]:
+    """The 95% interval of ratios, whose logarithms scatter alike on both sides."""
+    if len(ratios) < 2:
+        return {}
+    logs = [math.log(ratio) for ratio in ratios]
+    mean, error = statistics.mean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    width = _student_t(len(logs) - 1) * error
+    return {"low": math.exp(mean - width), "high": math.exp(mean + width)}
+
+
+def _student_t(degrees: int) -> float:
+    """97.5% quantile (Abramowitz and Stegun, 26.7.5, from the tenth on)."""
+    if degrees <= len(_FEW_ROUNDS_T):
+        return _FEW_ROUNDS_T[degrees - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
 def _rate(cells: Sequence[Cell]) -> float:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,7 +60,8 @@ class Options:
     max_draft_len  the largest K; None: speculation.num_draft_tokens
     candidates     checkpoints of other drafts
     num_best       draft lengths that are measured at each load
-    rounds         of every measurement
+    rounds         of every measurement, at least
+    time_limit_s   for more rounds, which are taken until what pays is certain
     resumes        whether an interrupted run is gone on with
     """
 
@@ -72,6 +75,7 @@ class Options:
     candidates: tuple[str, ...] = ()
     num_best: int = 2
     rounds: int = 3
+    time_limit_s: float = 300.0
     resumes: bool = True
 
 
@@ -81,7 +85,9 @@ class Tuned:
 
     digest   of the pair that was measured, as verification.json has that of the repository
     score    geometric mean, over the loads, of the best predicted speed-up
-    best     the draft length for each load, from what was measured; None where nothing was
+    best     the draft length for each load, from what was measured; None where nothing was, or
+             where it is not certain
+    doubts   for each load that is not certain, a sentence
     """
 
     checkpoint: str
@@ -95,6 +101,7 @@ class Tuned:
     predictions: tuple[Prediction, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     best: dict[int, int] | None = None
+    doubts: tuple[str, ...] = ()
 
     @property
     def score(self) -> float:
@@ -125,6 +132,7 @@ class Tuned:
             "measurements": [asdict(measurement) for measurement in self.measurements],
             "best": None if self.best is None else list(self.best.items()),
             "schedule": self.schedule,
+            "doubts": list(self.doubts),
         }
 
 
@@ -223,8 +231,7 @@ class _Run:
 
     def _conclude(self, ranked: Sequence[Tuned]) -> Tuning:
         own = next(draft for draft in ranked if draft.is_own)
-        assert own.best is not None
-        forms = schedule.forms(own.best, self._own_draft())
+        forms = [] if own.best is None else schedule.forms(own.best, self._own_draft())
         path = self._config.artifacts_dir / _RESULT
         results.write_result(
             path,
@@ -310,28 +317,57 @@ class _Run:
         assert subject.repository is not None
         wanted = {load: [0, *self._best_few(draft, load)] for load in self._loads}
         cells = measure.whole_rounds([Cell(**cell) for cell in entry.get("cells", ())], wanted)
-        todo = [
-            (load, number)
-            for load in self._loads
-            for number in range(self._options.rounds)
-            if not any(c.concurrency == load and c.round_number == number for c in cells)
-        ]
-        if todo:
+        assert draft.acceptance is not None
+        most = {e.num_draft_tokens: e.most for e in draft.acceptance.expected}
+        rounds = self._open_rounds(cells, most)
+        first = next(rounds, None)
+        if first is not None:
             with closing(InProcess(self._load(subject.repository), self._tokenizer)) as endpoint:
-                for load, number in todo:
+                for load, number in chain([first], rounds):
                     lengths = wanted[load]
                     for length in lengths if number % 2 == 0 else reversed(lengths):
                         cells.append(self._cell(subject, endpoint, load, length, number))
                         entry["cells"] = [cell.to_json() for cell in cells]
                         self._progress.save()
-        measurements = measure.compare(cells)
+        measurements = measure.compare(cells, most)
+        doubts = [
+            doubt
+            for load in self._loads
+            if (doubt := schedule.doubt([m for m in measurements if m.concurrency == load]))
+        ]
         best = {
             load: schedule.pick(
                 {m.num_draft_tokens: m.speed_up for m in measurements if m.concurrency == load}
             )
             for load in self._loads
         }
-        return dataclasses.replace(draft, measurements=tuple(measurements), best=best)
+        return dataclasses.replace(
+            draft,
+            measurements=tuple(measurements),
+            best=None if doubts else best,
+            doubts=tuple(doubts),
+        )
+
+    def _open_rounds(
+        self, cells: Sequence[Cell], most: dict[int, float]
+    ) -> Iterator[tuple[int, int]]:
+        """Yields load and number of every round that is to be measured, while `cells` grow."""
+        for load in self._loads:
+            for number in range(self._options.rounds):
+                if not any(c.concurrency == load and c.round_number == number for c in cells):
+                    yield load, number
+        deadline = time.monotonic() + self._options.time_limit_s
+        while time.monotonic() < deadline:
+            measurements = measure.compare(cells, most)
+            uncertain = [
+                load
+                for load in self._loads
+                if schedule.doubt([m for m in measurements if m.concurrency == load])
+            ]
+            if not uncertain:
+                return
+            for load in uncertain:
+                yield load, 1 + max(c.round_number for c in cells if c.concurrency == load)
 
     def _best_few(self, draft: Tuned, load: int) -> list[int]:
         here = [p for p in draft.predictions if p.concurrency == load]
@@ -341,10 +377,7 @@ class _Run:
     def _cell(
         self, subject: Subject, endpoint: Endpoint, load: int, length: int, number: int
     ) -> Cell:
-        self._report(
-            f"{subject.checkpoint}: concurrency {load}, round {number + 1} of "
-            f"{self._options.rounds}, K = {length}"
-        )
+        self._report(f"{subject.checkpoint}: concurrency {load}, round {number + 1}, K = {length}")
         return measure.measure_cell(
             endpoint,
             [

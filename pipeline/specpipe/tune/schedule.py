@@ -8,11 +8,15 @@ less, and above the highest nothing changes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specpipe.speculative.adaptive import Schedule
+
+if TYPE_CHECKING:
+    from specpipe.tune.measure import Measurement
 
 _WORTHWHILE = 1.02
 """A gain below this is not worth a second model: it may be noise, and costs memory."""
@@ -29,6 +33,34 @@ def pick(speed_ups: Mapping[int, float]) -> int:
     if best < _WORTHWHILE:
         return 0
     return min(length for length, speed_up in speed_ups.items() if speed_up >= best - _TIE)
+
+
+def doubt(measurements: Sequence[Measurement]) -> str | None:
+    """Returns why what `pick` chooses at one load may be chance, as a sentence; None: it is not.
+
+    It is certain where the choice pays, or nothing does, with 95% for each measurement, or where
+    every speed-up is known closely. What cannot be is no measurement.
+    """
+    for m in measurements:
+        at = f"concurrency {m.concurrency}, K = {m.num_draft_tokens}: measured {m.speed_up:.2f}"
+        if not m.is_possible:
+            return (
+                f"{at}, which cannot be: a step gives {m.tokens_a_step:.2f} tokens at most, and no "
+                "speed-up is more; other work disturbed the measurement"
+            )
+        if m.low is None or m.high is None:
+            return f"{at} in a single round, which may be chance"
+    picked = pick({m.num_draft_tokens: m.speed_up for m in measurements})
+    pays = any(m.num_draft_tokens == picked and (m.low or 0.0) > 1.0 for m in measurements)
+    never_pays = not picked and all((m.high or math.inf) < _WORTHWHILE for m in measurements)
+    if pays or never_pays or all(m.is_close for m in measurements):
+        return None
+    widest = max(measurements, key=lambda m: (m.high or math.inf) / (m.low or 1.0))
+    return (
+        f"concurrency {widest.concurrency}, K = {widest.num_draft_tokens}: measured "
+        f"{widest.speed_up:.2f}, with 95% between {widest.low:.2f} and {widest.high:.2f}, which "
+        "leaves open what pays"
+    )
 
 
 def from_loads(best: Mapping[int, int]) -> Schedule:

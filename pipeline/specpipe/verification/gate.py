@@ -179,6 +179,7 @@ def ask_gate(
             token_ids=encode(item.prompt),
             max_tokens=item.prompt.max_tokens or max_tokens,
             num_draft_tokens=num_draft_tokens,
+            starts_text=item.prompt.messages is not None,
         )
         for item in gate.items
     ]

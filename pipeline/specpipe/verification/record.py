@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.errors import RepositoryError
-from specpipe.manifest import FileRecord, Files, compare_files, record_files
+from specpipe.manifest import FileRecord, Files, compare_files, read_manifest, record_files
 from specpipe.results import read_result, write_result
 
 FILE_NAME = "verification.json"
@@ -66,15 +66,20 @@ def read(artifacts_dir: Path) -> dict[str, Any] | None:
 def changes(artifacts_dir: Path) -> list[str]:
     """Returns how the repository differs from the one that was verified, a phrase for each file.
 
-    A file with the recorded size and time counts as unchanged, so that large engines do not delay
-    a start; verification itself hashes everything.
+    A file that is untouched since it was recorded, here or in the manifest, is not read.
     """
     data = read(artifacts_dir)
     if data is None:
         return []
     repository = artifacts_dir / REPOSITORY_DIR
-    differences, _ = compare_files(repository, _recorded_files(data), trust_times=True)
-    return [f"{name} {what}" for name, what in differences.items()]
+    recorded = _recorded_files(data)
+    manifest = read_manifest(repository)
+    for name, built in ({} if manifest is None else manifest.outputs).items():
+        # The manifest of a repository that was moved tells what its files are now.
+        if name in recorded and recorded[name].sha256 == built.sha256:
+            recorded[name] = built
+    compared = compare_files(repository, recorded, trust_times=True)
+    return [f"{name} {what}" for name, what in compared.differences.items()]
 
 
 def refusal(artifacts_dir: Path) -> str | None:

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specpipe import pipeline, results
+from specpipe import cache, pipeline, results
 from specpipe.config import PipelineConfig
 from specpipe.endpoints.base import Answer, Endpoint
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable, ServerError
 from specpipe.installation import with_extras
-from specpipe.manifest import Files, compare_files
+from specpipe.manifest import Files, compare_files, files_below, relinked
 from specpipe.prompts import PromptSet, as_messages, load_prompts
 from specpipe.runtimes.engine_fit import installed
 from specpipe.speculative.request import GREEDY, Sampling
@@ -56,32 +57,45 @@ def verify(
             "testing unseeded sampling needs 'scipy', unless it is left out with --no-sampling: "
             f"{with_extras('evaluate')}"
         )
-    repository = pipeline.built_repository(config)
+    report("hashing the pair and what it was made from")
+    report(f"{pipeline.hold_artifacts(config)}")
+    repository = pipeline.repository_dir(config)
     prompts = load_prompts(options.prompts, limit=options.limit)
     gate = None if options.gate is None else load_gate(options.gate)
     if options.is_chat:
         prompts = PromptSet(prompts.source, as_messages(prompts.prompts))
         gate = None if gate is None else gate.as_chat()
-    with tempfile.TemporaryDirectory(dir=config.artifacts_dir, prefix=".verify-") as made:
+    with _work_folder(repository) as made:
         subject = Subject(
             config,
             repository,
-            Path(made),
+            made,
             is_in_process=options.is_in_process,
             is_float32=options.is_float32,
             max_num_draft_tokens=max(options.num_draft_tokens, default=0),
             report=report,
         )
         run = _Run(subject, options, prompts, gate, report)
-        report("hashing the repository")
         files = record.record_repository(config.artifacts_dir)
         findings = run.run()
-        if compare_files(repository, files, trust_times=True)[0]:
+        if compare_files(repository, files, trust_times=True).differences:
             raise RepositoryError(
                 f"{repository} was changed while it was verified: run `specpipe verify` again"
             )
         path = _write(config, subject, run.settings(), prompts, findings, files)
+    cache.hold(repository)  # notes what links to it were made and removed
     return Verification(findings, path, title=_title(config, subject, prompts, findings))
+
+
+@contextmanager
+def _work_folder(repository: Path) -> Iterator[Path]:
+    """A folder beside the repository, whose files may be linked into it."""
+    made = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
+    try:
+        yield made
+    finally:
+        with relinked(files_below(repository).values()):
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _title(config: PipelineConfig, subject: Subject, prompts: PromptSet, findings: Findings) -> str:

@@ -238,9 +238,9 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _is_as_built(engine: Path) -> bool:
     manifest = read_manifest(engine)
-    return (
-        manifest is not None and not compare_files(engine, manifest.outputs, trust_times=False)[0]
-    )
+    if manifest is None:
+        return False
+    return not compare_files(engine, manifest.outputs, trust_times=False).differences
 
 
 def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:

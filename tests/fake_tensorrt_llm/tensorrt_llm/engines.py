@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specpipe.runtimes.base import PairOptions
@@ -15,6 +16,12 @@ from tests.runtimes.torch.engines import build_engine
 
 class Visible:
     """A detokenizer that gives every token a text of its own, so that each is streamed at once."""
+
+    hidden_tokens: Mapping[int, str] = MappingProxyType({})
+    prompt_text = ""
+
+    def settle(self) -> str:
+        return ""
 
     def append(self, token_ids: Sequence[int]) -> str:
         return "x" * len(token_ids)

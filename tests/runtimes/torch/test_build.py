@@ -13,7 +13,7 @@ from specpipe.errors import EngineBuildError
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.stages.convert import convert
 from tests.runtimes.torch.engines import build_engine
-from tests.toy import write_toy_checkpoint
+from tests.toy import toy_config, toy_tensors, write_tensors, write_toy_checkpoint
 
 GEMMA2_NORMS = ("attention_norm", "dense_norm", "mlp_norm", "mlp_out_norm")
 
@@ -76,6 +76,32 @@ def test_engine_folder(tmp_path: Path) -> None:
         "norm.weight": [32],
         "head.weight": [32, 256],
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "place"),
+    [
+        ("llama", "model.layers.1.mlp.down_proj.weight", (3, 5)),
+        ("llama", "model.layers.0.self_attn.v_proj.weight", (15, 0)),
+        ("phi3", "model.layers.1.mlp.gate_up_proj.weight", (100, 31)),
+        ("llama", "lm_head.weight", (255, 1)),
+    ],
+)
+def test_what_the_engines_dtype_cannot_hold_is_refused(
+    family: str, name: str, place: tuple[int, int], tmp_path: Path
+) -> None:
+    """Also where the engine moves or joins what stands there."""
+    hf = write_toy_checkpoint(tmp_path / "hf", family)
+    tensors = toy_tensors(toy_config(family))
+    tensors[name][place] = 0x4789  # 70144 in bfloat16
+    (hf / "model.safetensors").unlink()
+    write_tensors(hf / "model.safetensors", tensors)
+    with pytest.raises(EngineBuildError) as caught:
+        build_engine(hf, tmp_path, dtype="float16")
+    assert str(caught.value) == (
+        f"target: {name}{list(place)} is 70144, but float16 holds 65504 at most; set engine.dtype "
+        "to bfloat16"
+    )
 
 
 def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specpipe.checkpoint import RawArray, create_safetensors
-from specpipe.errors import EngineBuildError
+from specpipe.errors import CheckpointError, EngineBuildError
 from specpipe.families import DTYPES, part_shape
 from specpipe.quantization.tensors import is_quantized
 from specpipe.triton.layout import link_file
@@ -45,15 +45,11 @@ class CheckpointWeights:
         dtype = self.dtype_of(name)
         if dtype == "int4":
             return _pack_columns(raw.data)
-        if dtype == "float8_e4m3" or raw.dtype == DTYPES[dtype]:
-            return raw.data
-        converted = _from_float32(_to_float32(raw.dtype, raw.data), dtype)
-        if dtype == "float16" and not np.isfinite(converted.view(np.float16)).all():
-            raise EngineBuildError(
-                f"{self._role}: {name} has numbers beyond 65504, the range of float16; set "
-                "engine.dtype to bfloat16"
-            )
-        return converted
+        wanted = "F8_E4M3" if dtype == "float8_e4m3" else DTYPES[dtype]
+        try:
+            return self._checkpoint.rounded(name, raw, wanted)
+        except CheckpointError as exc:
+            raise EngineBuildError(f"{self._role}: {exc}") from exc
 
     def used(self) -> Iterator[str]:
         """Names what an engine reads: a tied head is the embedding."""
@@ -128,25 +124,3 @@ def _pack_columns(packed_rows: RawArray) -> RawArray:
     numbers = np.stack([packed_rows & 0xF, packed_rows >> 4], axis=1).reshape(2 * rows, columns)
     packed: RawArray = numbers[:, 0::2] | (numbers[:, 1::2] << 4)
     return packed
-
-
-def _to_float32(dtype: str, bits: RawArray) -> NDArray[np.float32]:
-    if dtype == "F32":
-        return bits.view(np.float32)
-    if dtype == "F16":
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _from_float32(values: NDArray[np.float32], dtype: str) -> RawArray:
-    """Rounds to the nearest, to even between two; a NaN stays one."""
-    if dtype == "float32":
-        return values.view(np.uint32)
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).view(np.uint16)
-    bits = values.view(np.uint32)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    halves = (rounded >> 16).astype(np.uint16)
-    halves[np.isnan(values)] = 0x7FC0  # the addition may have carried it away
-    return halves

@@ -256,7 +256,7 @@ class BlsPair:
         return RequestState(
             request,
             self._limits,
-            self._detokenizer(request.prompt_token_ids),
+            self._detokenizer(request.text_token_ids),
             draft_length=None if self._is_fixed(request) else DraftLength(),
             queue_s=waiting.waited_s(self._clock()),
         )

@@ -219,7 +219,7 @@ class LlmPair:
         return RequestState(
             request,
             self._limits,
-            self._detokenizer(request.prompt_token_ids),
+            self._detokenizer(request.text_token_ids),
             queue_s=waiting.waited_s(self._clock()),
         )
 

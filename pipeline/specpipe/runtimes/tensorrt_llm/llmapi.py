@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from specpipe.checkpoint import QUANT_CONFIG_NAME, checkpoint_files, open_checkpoint
+from specpipe.checkpoint import (
+    QUANT_CONFIG_NAME,
+    TensorInfo,
+    checkpoint_files,
+    open_checkpoint,
+    read_blocks,
+)
 from specpipe.checkpoint_file import check_file, is_there
 from specpipe.errors import EngineMismatch, RuntimeUnavailable, SpecpipeError
 from specpipe.file_limits import FILE_LIMITS, FileLimits
+from specpipe.row_jobs import in_threads
 from specpipe.runtimes.base import checkpoint_dir, checkpoint_stages
 from specpipe.runtimes.tensorrt_llm import model_yaml
 from specpipe.runtimes.tensorrt_llm.versions import release
 from specpipe.stages.base import PlannedStage, Role, StageInputs
 from specpipe.tokenizer_files import TOKENIZER_FILES
-from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
+from specpipe.triton.layout import SPECULATIVE, VERSION, link_file, link_folder
+from specpipe.weight_values import check_finite, in_tensor
 
 if TYPE_CHECKING:
     from specpipe.runtimes.base import DetokenizerFactory, PairOptions, PairPlan, Side
@@ -40,7 +47,7 @@ class CollectCheckpoint:
     """Puts a Hugging Face checkpoint into a folder of its own: safetensors, configs, tokenizer.
 
     Pickles and code stay behind, so that nothing of the kind is there to be loaded. Weights are
-    linked where the file system allows it.
+    read once, since NaN and infinity are refused, and linked where the file system allows it.
     """
 
     role: Role  # for messages only
@@ -56,11 +63,22 @@ class CollectCheckpoint:
 
     def run(self, out: Path) -> None:
         try:
-            open_checkpoint(self.checkpoint, allow_quantized=True, limits=self.limits)
+            opened = open_checkpoint(self.checkpoint, allow_quantized=True, limits=self.limits)
+            in_threads(_check_values, opened.tensors.items())
         except SpecpipeError as exc:
             raise type(exc)(f"{self.role}: {exc}") from exc
         for path in _collected_files(self.checkpoint):
-            _link_or_copy(path, out / path.name)
+            check_file(path)
+            # The hub's cache holds symbolic links, and a link to one would be as good as its cache.
+            link_file(path.resolve(), out / path.name)
+
+
+def _check_values(tensor: tuple[str, TensorInfo]) -> None:
+    name, info = tensor
+    row = 0
+    for block in read_blocks(info) if info.shape else ():
+        check_finite(block, info.dtype, in_tensor(f"{info.file}: {name}", row))
+        row += len(block)
 
 
 def _collected_files(folder: Path) -> tuple[Path, ...]:
@@ -68,16 +86,6 @@ def _collected_files(folder: Path) -> tuple[Path, ...]:
     # By name, since config.json is in both lists; in order.
     files = {path.name: path for path in (*checkpoint_files(folder), *small) if is_there(path)}
     return tuple(files.values())
-
-
-def _link_or_copy(source: Path, destination: Path) -> None:
-    check_file(source)
-    # The hub's cache holds symbolic links, and a link to one would be as good as its cache.
-    source = source.resolve()
-    try:
-        os.link(source, destination)
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, destination)
 
 
 def engine_stages(

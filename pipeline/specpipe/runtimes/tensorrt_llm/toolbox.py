@@ -32,6 +32,7 @@ BUILDER = "trtllm-build"
 _LOG = logging.getLogger(__name__)
 _MAX_KEPT_LINES = 2000  # of a log: enough for every rank's last words
 _GRACE_S = 10.0
+_DAEMON_TIMEOUT_S = 20.0
 _MOUNT_ROOT = PurePosixPath("/specpipe")
 
 _PROBE_MARK = "specpipe-versions "
@@ -183,11 +184,31 @@ def is_native() -> bool:
 
 def require() -> None:
     """Raises RuntimeUnavailable where engines can be built neither here nor in a container."""
-    if not is_native() and shutil.which("docker") is None:
+    if is_native():
+        return
+    if (docker := shutil.which("docker")) is None:
         raise RuntimeUnavailable(
             f"runtime 'tensorrt_llm' needs {BUILDER} or docker, and neither is on the PATH: run "
             "specpipe inside NVIDIA's image, or install docker with NVIDIA's container toolkit"
         )
+    if docker_version(docker) is None:
+        raise RuntimeUnavailable(
+            f"runtime 'tensorrt_llm' needs {BUILDER} or docker: {BUILDER} is not on the PATH, and "
+            f"the daemon of {docker} does not answer: start it, or run specpipe inside NVIDIA's "
+            "image"
+        )
+
+
+def docker_version(docker: str) -> str | None:
+    """Returns the version of docker's daemon; None where it does not answer."""
+    asked = [docker, "version", "--format", "{{.Server.Version}}"]
+    try:
+        printed = subprocess.run(
+            asked, capture_output=True, text=True, timeout=_DAEMON_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return printed.stdout.strip()
 
 
 def _mount(file: File) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specpipe import __version__
-from specpipe.errors import EngineBuildError, RuntimeUnavailable
+from specpipe.errors import CheckpointError, EngineBuildError, RuntimeUnavailable
 from specpipe.hf_config import context_length
 from specpipe.quantization.formats import format_of
 from specpipe.stages.base import Role, StageInputs
@@ -74,7 +74,10 @@ class BuildTorchEngine:
         kernel = None if device == "cpu" else usable_kernel(checkpoint.config)
         if kernel is not None:
             build_config["kernel"] = kernel
-        write_weights(out / WEIGHTS_NAME, checkpoint, dtype, kernel)
+        try:
+            write_weights(out / WEIGHTS_NAME, checkpoint, dtype, kernel)
+        except CheckpointError as exc:
+            raise EngineBuildError(f"{self.role}: {exc}") from exc
         config = {
             "version": __version__,
             "runtime": ENGINE_KIND,

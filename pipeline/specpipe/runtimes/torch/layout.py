@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from specpipe.checkpoint import SafetensorsWriter, create_safetensors, raw_dtype
+from specpipe.errors import CheckpointError
 from specpipe.families import DTYPES
 from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.torch.kernel_choice import Kernel
@@ -40,6 +41,7 @@ from specpipe.runtimes.torch.model import ModelConfig
 from specpipe.runtimes.torch.quantized_layout import Arrangement, Entry, quantized_entries
 from specpipe.runtimes.torch.quantized_source import QuantizedSource
 from specpipe.unified import UnifiedCheckpoint
+from specpipe.weight_values import check_finite, in_tensor
 
 _DTYPES = {
     "F32": torch.float32,
@@ -76,12 +78,18 @@ def write_weights(
 ) -> None:
     """Writes the engine's weights in `dtype` ("float32" …), one tensor at a time.
 
+    Raises CheckpointError for a number that this dtype cannot hold.
+
     kernel  what multiplies by quantized weights, where it fits; None: all of them are emulated
     """
     entries = list(_entries(checkpoint, dtype, kernel))
     with create_safetensors(path, {e.name: (e.dtype, e.shape) for e in entries}) as writer:
         for entry in entries:
-            _write(writer, entry)
+            try:
+                _write(writer, entry)
+            except CheckpointError:
+                _check_sources(checkpoint, dtype)  # names the weight as its owner knows it
+                raise
 
 
 def _entries(checkpoint: UnifiedCheckpoint, dtype: str, kernel: Kernel | None) -> Iterator[Entry]:
@@ -202,6 +210,15 @@ def _write(writer: SafetensorsWriter, entry: Entry) -> None:
     row = 0
     for rows in tensor.split(max(1, _BLOCK_BYTES // (4 * tensor[0].numel()))):
         block = torch.empty(rows.shape, dtype=_DTYPES[entry.dtype]).copy_(rows)
-        bits = block.view(_BITS[block.element_size()]).numpy()
-        writer.write_rows(entry.name, row, bits.view(raw_dtype(entry.dtype)))
+        bits = block.view(_BITS[block.element_size()]).numpy().view(raw_dtype(entry.dtype))
+        check_finite(bits, entry.dtype, in_tensor(entry.name, row))
+        writer.write_rows(entry.name, row, bits)
         row += len(rows)
+
+
+def _check_sources(checkpoint: UnifiedCheckpoint, dtype: str) -> None:
+    """Refuses the first plain weight that the engine's dtype cannot hold."""
+    for name in checkpoint.names():
+        if checkpoint.fixed_dtype(name) is None:
+            wanted = "F32" if checkpoint.keeps_float32(name) else DTYPES[dtype]
+            checkpoint.rounded(name, checkpoint.tensor(name), wanted)
