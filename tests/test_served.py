@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
     """A copy of it, with links where the original has them; the working directory."""
     folder = tmp_path / "pair"
-    os.system(f"cp -a {built} {folder}")
+    subprocess.run(["cp", "-a", built, folder], check=True)
     monkeypatch.chdir(folder)
     config = load_config(Path("x.yaml"))
     pipeline.run(pipeline.plan(config), Quiet())

@@ -722,6 +722,25 @@ def test_folders_that_contradict_themselves_are_refused(
     assert found.removesuffix("; use the checkpoint that it was quantized from") == message
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_of_fp8_that_is_no_number_is_refused(code: int, tmp_path: Path) -> None:
+    write_quantized(tmp_path / "hf", compressed(), of_tensor)
+
+    def damage(tensors: Stored) -> None:
+        dtype, codes = tensors[f"{_Q}weight"]
+        codes = codes.copy()
+        codes[31, 7] = code
+        tensors[f"{_Q}weight"] = dtype, codes
+
+    edit(tmp_path / "hf", damage)
+    with pytest.raises(CheckpointError) as caught:
+        carried(tmp_path / "hf", tmp_path / "out")
+    assert str(caught.value) == (
+        f"{tmp_path}/hf/model.safetensors: {_Q}weight[31, 7] is nan, which no weight can be: the "
+        "checkpoint is damaged; download it again, or use another one"
+    )
+
+
 def test_plain_folders_are_plain(tmp_path: Path) -> None:
     assert read_prequantized(write_toy_checkpoint(tmp_path / "hf")) is None
 

@@ -225,7 +225,7 @@ class _PairRun:
         from specpipe.runtimes.base import load_runtime
         from specpipe.triton.server import running
 
-        repository = pipeline.built_repository(self._config)
+        repository = pipeline.repository_dir(self._config)
         if self._options.is_in_process:
             with contextlib.closing(InProcess.load(repository)) as pair:
                 yield Side(name=_WITH, endpoint=pair, is_local=True)

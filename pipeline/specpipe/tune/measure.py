@@ -54,7 +54,7 @@ class Measurement:
     speed_up         ratio of tokens per second over all rounds
     lowest, highest  that of a single round
     low, high        95% interval, from the rounds' own ratios; None with fewer than two rounds
-    tokens_a_step    the most that a speed-up can be
+    tokens_a_step    the most that a speed-up can be; None where it is not known
     """
 
     concurrency: int
@@ -65,12 +65,12 @@ class Measurement:
     highest: float
     low: float | None = None
     high: float | None = None
-    tokens_a_step: float = math.inf
+    tokens_a_step: float | None = None
 
     @property
     def is_possible(self) -> bool:
         """Whether acceptance allows it, but for what even a quiet machine's rounds differ by."""
-        return self.speed_up <= self.tokens_a_step * _CLOSE
+        return self.tokens_a_step is None or self.speed_up <= self.tokens_a_step * _CLOSE
 
     @property
     def is_close(self) -> bool:
@@ -153,7 +153,7 @@ def compare(
                 lowest=min(ratios),
                 highest=max(ratios),
                 **_interval(ratios),
-                tokens_a_step=(tokens_a_step or {}).get(length, math.inf),
+                tokens_a_step=(tokens_a_step or {}).get(length),
             )
         )
     return measurements

@@ -25,7 +25,7 @@ from tests.runtimes.table_engine import ids, run
 from tests.runtimes.tensorrt_llm.test_model_yaml import PAIR, config_of
 from tests.runtimes.torch.engines import load_engine
 from tests.speculative.table import WordDetokenizer
-from tests.toy import write_toy_checkpoint
+from tests.toy import toy_config, toy_tensors, write_tensors, write_toy_checkpoint
 
 
 @pytest.fixture
@@ -42,6 +42,22 @@ def collect(checkpoint: Path, out: Path) -> Path:
     out.mkdir()
     CollectCheckpoint("target", checkpoint).run(out)
     return out
+
+
+@pytest.mark.parametrize(("raw", "value"), [(0x7FC0, "nan"), (0x7F80, "inf"), (0xFF80, "-inf")])
+def test_numbers_that_cannot_be_are_refused(raw: int, value: str, tmp_path: Path) -> None:
+    checkpoint = write_toy_checkpoint(tmp_path / "hf")
+    tensors = toy_tensors(toy_config())
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = raw
+    (checkpoint / "model.safetensors").unlink()
+    write_tensors(checkpoint / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError) as caught:
+        collect(checkpoint, tmp_path / "out")
+    assert str(caught.value) == (
+        f"target: {checkpoint}/model.safetensors: model.layers.1.mlp.down_proj.weight[3, 5] is "
+        f"{value}, which no weight can be: the checkpoint is damaged; download it again, or use "
+        "another one"
+    )
 
 
 def test_the_repository_holds_checkpoints_and_yaml(tmp_path: Path) -> None:

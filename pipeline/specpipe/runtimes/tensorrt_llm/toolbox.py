@@ -128,7 +128,7 @@ class Tool:
 
     def run(self, words: Sequence[Word]) -> Outcome:
         """Runs the program to its end, whatever that is; each line it prints goes to the log."""
-        require()
+        _require_program()
         native = is_native()
         container = f"{self._container}-{uuid.uuid4().hex[:8]}"
         line = self.command_line(words, container=container, native=native)
@@ -184,19 +184,25 @@ def is_native() -> bool:
 
 def require() -> None:
     """Raises RuntimeUnavailable where engines can be built neither here nor in a container."""
-    if is_native():
-        return
-    if (docker := shutil.which("docker")) is None:
-        raise RuntimeUnavailable(
-            f"runtime 'tensorrt_llm' needs {BUILDER} or docker, and neither is on the PATH: run "
-            "specpipe inside NVIDIA's image, or install docker with NVIDIA's container toolkit"
-        )
-    if docker_version(docker) is None:
+    docker = _require_program()
+    if docker is not None and docker_version(docker) is None:
         raise RuntimeUnavailable(
             f"runtime 'tensorrt_llm' needs {BUILDER} or docker: {BUILDER} is not on the PATH, and "
             f"the daemon of {docker} does not answer: start it, or run specpipe inside NVIDIA's "
             "image"
         )
+
+
+def _require_program() -> str | None:
+    """Returns docker's path; None where it is not needed."""
+    if is_native():
+        return None
+    if (docker := shutil.which("docker")) is None:
+        raise RuntimeUnavailable(
+            f"runtime 'tensorrt_llm' needs {BUILDER} or docker, and neither is on the PATH: run "
+            "specpipe inside NVIDIA's image, or install docker with NVIDIA's container toolkit"
+        )
+    return docker
 
 
 def docker_version(docker: str) -> str | None:
