@@ -280,7 +280,7 @@ def test_rank_of_another_conversion_is_found(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (None, "OUT has no config.json; convert again"),
-        ("[]", "OUT/config.json is not that of a unified checkpoint of a supported family"),
+        ("[]", "OUT/config.json cannot be read: expected a JSON object"),
         (
             json.dumps(toy_config()),
             "OUT/config.json is not that of a unified checkpoint of a supported family",

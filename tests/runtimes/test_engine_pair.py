@@ -307,7 +307,7 @@ def test_no_setting_that_is_let_in_can_break_a_step(is_seeded: bool) -> None:
         sampling = Sampling(**{"is_seeded": is_seeded, **extreme})  # type: ignore[arg-type]
         pair = make_pair(TableModel(target_rule), TableModel(DRAFT_RULES["half"]))
         extreme_request = request(
-            "extreme", sampling=sampling, end_token_ids=frozenset({0, 2**31 - 1}), max_tokens=12
+            "extreme", sampling=sampling, end_token_ids=frozenset({0}), max_tokens=12
         )
         chunks = run(pair, [extreme_request, request("good")])
         assert ids(chunks["good"]) == greedy_reference(request())

@@ -4,7 +4,7 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -184,8 +184,14 @@ def test_cancel_releases_held_text() -> None:
 class Failing:
     """Cannot make text of token 13, nor end a text that 12 began."""
 
+    hidden_tokens: Mapping[int, str] = {}
+    prompt_text = ""
+
     def __init__(self) -> None:
         self._is_open = False
+
+    def settle(self) -> str:
+        return ""
 
     def append(self, token_ids: Sequence[int]) -> str:
         self._is_open = 12 in token_ids

@@ -596,7 +596,10 @@ def raw_stream(server: Server, tensors: list[grpc.InferInput], **settings: Any) 
             ],
             "text_input is not UTF-8",
         ),
-        (lambda: inputs(messages="[1]", max_tokens=3), "messages: expected a JSON array"),
+        (
+            lambda: inputs(messages="[1]", max_tokens=3),
+            r'messages\[0\] must be an object with a "role"',
+        ),
     ],
 )
 def test_grpc_refuses_missing_and_mistyped_inputs_by_name(

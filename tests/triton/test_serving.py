@@ -497,7 +497,7 @@ def written(**changes: Any) -> dict[str, Any]:
         ({"is_seeded": 1}, "request.sampling.is_seeded: Input should be a valid boolean"),
         ({"priority": "first"}, "request.priority: Input should be a valid integer"),
         ({"sampling": []}, "request.sampling: Input should be an object"),
-        ({"echo": 5}, "echo: Input should be a valid string"),
+        ({"echo": 5}, "request.echo: Input should be a valid boolean"),
         ({"stream": "no"}, "stream: Input should be a valid boolean"),
         ({"x" * 10**6: 1}, f"request.{'x' * 72}…: Unexpected keyword argument"),
     ],
@@ -799,7 +799,7 @@ def told(tokenizer: Tokenizer, output: list[str], **inputs: Any) -> tuple[str, i
     tensors = {"max_tokens": serving.as_array(serving.input_tensor("max_tokens"), [len(output)])}
     for name, value in inputs.items():
         tensors[name] = serving.as_array(serving.input_tensor(name), [value])
-    generation = parse_request(tensors, tokenizer)
+    generation = parse_request(tensors, tokenizer, limits=LIMITS)
     request = generation.request
     limits = requests.Limits(
         max_num_draft_tokens=4, max_seq_len=64, draft_max_seq_len=64, vocab_size=1000

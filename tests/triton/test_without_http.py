@@ -16,9 +16,9 @@ import pytest
 
 from specpipe.errors import SpecpipeError
 from specpipe.triton import launcher, processes
+from specpipe.triton.addresses import check_ports
 from specpipe.triton.client import Client
 from specpipe.triton.server import ServeOptions, Server
-from specpipe.triton.server import _check_ports as check_ports
 
 OPTIONS = ServeOptions(http_port=0, grpc_port=0, metrics_port=0, allow_http=False)
 

@@ -35,9 +35,7 @@ def parse_messages(data: bytes, limits: ServedLimits) -> list[dict[str, Any]]:
         )
     except ValueError as exc:
         raise RequestError(f"messages is not JSON ({exc}): {_EXPECTED}") from exc
-    if not isinstance(parsed, list) or not parsed:
-        raise RequestError(f"messages: {_EXPECTED}")
-    if len(parsed) > limits.max_messages:
+    if isinstance(parsed, list) and len(parsed) > limits.max_messages:
         raise RequestError(
             f"messages has {len(parsed)} messages; it may have {limits.max_messages} "
             "(serving.limits.max_messages)"
