@@ -271,8 +271,8 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
         _remove(replaced)
     # What was linked into both has another time of change now.
     current = compare_files(artifact, manifest.outputs, trust_times=True).current
-    replace(manifest, outputs={**manifest.outputs, **current}).write(manifest_path(artifact))
-    pending.unlink(missing_ok=True)
+    replace(manifest, outputs={**manifest.outputs, **current}).write(pending)
+    pending.replace(manifest_path(artifact))
 
 
 def _put_in_place(staging: Path, artifact: Path) -> Path:

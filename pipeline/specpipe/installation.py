@@ -7,7 +7,6 @@ are `specpipe`. What installers leave behind: PyPA's specifications "Recording i
 
 from __future__ import annotations
 
-import importlib.resources
 import importlib.util
 import json
 import os
@@ -48,7 +47,7 @@ def shipped(name: str) -> Path:
 
     In a checkout it is the one at the top, where shipped/ leads.
     """
-    path = Path(str(importlib.resources.files("specpipe"))) / "shipped" / name
+    path = _PACKAGE / "shipped" / name
     if not path.exists():
         raise RepositoryError(f"{path} is missing: install {DISTRIBUTION} again")
     return path.resolve()
