@@ -251,7 +251,7 @@ def test_repository_that_is_replaced_is_served_whatever_the_moment_of_a_kill(
     versions = [below(undisturbed.first, "model_repo"), below(made(pair), "model_repo")]
     replacing = num_changes - num_removed
     found = []
-    for at in range(replacing - 60, replacing + 4):
+    for at in range(replacing - 20, replacing - 8):
         undisturbed.restore(pair)
         killed = Fault(signum=signal.SIGKILL, at=at, only_renames=only_renames)
         assert forks.run(*command, fault=killed).code == -signal.SIGKILL

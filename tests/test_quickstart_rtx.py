@@ -183,6 +183,12 @@ def test_a_changed_byte_is_not_served(copied: Path) -> None:
     flip_a_bit(repository / "speculative/1/target/rank0.engine", 1000)
     result = run("serve", copied)
     assert result.exit_code == 1
+    assert result.stderr.startswith(
+        f"Error: {repository} is not what was built: file speculative/1/target/rank0.engine is not "
+        "what was built: run "
+    )
+    result = run("serve", copied, "--allow-damaged")
+    assert result.exit_code == 1
     (fault,) = refusal(result, repository)
     assert fault.startswith("target: rank0.engine is damaged")
 
@@ -203,7 +209,7 @@ def test_another_version_of_the_library(copied: Path) -> None:
     config = json.loads(packed.read_text())
     config["builder"]["library_version"] = "1.6.0.99"
     packed.write_text(json.dumps(config))
-    result = run("serve", copied)
+    result = run("serve", copied, "--allow-damaged")
     assert result.exit_code == 1
     assert refusal(result, pair / "model_repo") == [
         f"draft: built with tensorrt_rtx 1.6.0.99, here is {trt.__version__}"

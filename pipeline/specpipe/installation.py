@@ -7,7 +7,6 @@ are `specpipe`. What installers leave behind: PyPA's specifications "Recording i
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shlex
@@ -126,7 +125,7 @@ def _installer(command: str) -> str:
     """`pip install` or what does that for this Python; a bare `pip` only if it is this one's."""
     ours, python = _ours(), shlex.quote(sys.executable)
     by_uv = ours is not None and (ours.read_text("INSTALLER") or "").strip() == "uv"
-    if by_uv or importlib.util.find_spec("pip") is None:
+    if by_uv or not any(distributions(name="pip")):
         is_active = os.environ.get("VIRTUAL_ENV") == sys.prefix
         return f"uv pip {command}{'' if is_active else f' --python {python}'}"
     on_path = shutil.which("pip")

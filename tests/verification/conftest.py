@@ -17,13 +17,20 @@ from tests.quiet import Quiet
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def record_anew(config: PipelineConfig) -> None:
+def record_anew(config: PipelineConfig, moved_from: Path | None = None) -> None:
     """Makes the manifests of a changed pair fit it, as a builder with a bug would leave them."""
+
+    def here(path: str) -> Path:
+        if moved_from is not None and Path(path).is_relative_to(moved_from):
+            return config.artifacts_dir / Path(path).relative_to(moved_from)
+        return Path(path)
+
     for path in config.artifacts_dir.rglob(f"*{MANIFEST_SUFFIX}"):
         artifact = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX))
         found = read_manifest(artifact)
         assert found is not None
-        inputs = [InputRecord(read.path, record_files(Path(read.path))) for read in found.inputs]
+        paths = [here(read.path) for read in found.inputs]
+        inputs = [InputRecord(str(path), record_files(path)) for path in paths]
         replace(found, inputs=tuple(inputs), outputs=record_files(artifact)).write(path)
 
 

@@ -24,7 +24,7 @@ from specpipe.verification.scorer import (  # noqa: E402
     rows_of,
 )
 from tests.quiet import Quiet  # noqa: E402
-from tests.verification.conftest import QUICKSTART  # noqa: E402
+from tests.verification.conftest import QUICKSTART, record_anew  # noqa: E402
 from tests.verification.test_run import by_name, verified  # noqa: E402
 from tests.verification.test_scorer import TEXTS, change_weights  # noqa: E402
 
@@ -80,8 +80,8 @@ def test_a_quantized_engine_with_other_weights_is_a_fault(
 ) -> None:
     shutil.copytree(built.artifacts_dir.parent, tmp_path, dirs_exist_ok=True)
     config = built.model_copy(update={"output_dir": tmp_path})
-    for engine in ("model_repo/speculative/1/target", "target/engine"):
-        change_weights(config.artifacts_dir / engine)
+    change_weights(config.artifacts_dir / "model_repo/speculative/1/target")
+    record_anew(config, moved_from=built.artifacts_dir)
     done = verified(config, limit=2)
     assert by_name(done)["checkpoint, the target's checkpoint, scored"] == "fault"
 

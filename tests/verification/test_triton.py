@@ -30,7 +30,7 @@ from tests.tensorrtllm_backend.engines import (  # noqa: E402
     triton_with_stand_in,
     write_repository,
 )
-from tests.verification.conftest import QUICKSTART  # noqa: E402
+from tests.verification.conftest import QUICKSTART, record_anew  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +69,7 @@ def test_a_server_that_believes_its_draft_is_a_fault(copied: Copy) -> None:
     config = copied()
     model = config.artifacts_dir / "model_repo" / "speculative" / "1" / "model.py"
     model.write_text(_BELIEVES_THE_DRAFT + model.read_text())
+    record_anew(config)
     done = run.verify(config, Options(limit=2, max_tokens=12, distance=None))
     verdicts = {f"{side.check}, {side.side.name}": side.verdict for side in done.findings.sides}
     assert verdicts["greedy, target alone, 8 at once"] == "identical"
@@ -89,7 +90,9 @@ def test_engines_that_run_in_triton_only_are_scored_by_their_checkpoint(
     config = copied("engine.dtype=float32")
     shutil.rmtree(config.artifacts_dir / "model_repo")
     shutil.rmtree(config.artifacts_dir / "target" / "engine")
+    (config.artifacts_dir / "target" / "engine.manifest.json").unlink()
     write_repository(config.artifacts_dir / "model_repo")
+    record_anew(config)
     monkeypatch.setattr(subject, "running", partial(launcher.running, binary=binary))
     monkeypatch.setattr(TensorRTLLMRuntime, "launch", lambda *_, **__: Launch())
 

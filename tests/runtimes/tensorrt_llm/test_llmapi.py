@@ -69,6 +69,7 @@ def test_the_repository_holds_checkpoints_and_yaml(tmp_path: Path) -> None:
     assert names(repository) == {"ensemble", "preprocessing", "speculative", "postprocessing"}
     version = repository / "speculative" / "1"
     assert names(version) == {
+        "limits.json",
         "model.py",
         "model.yaml",
         "pair.json",

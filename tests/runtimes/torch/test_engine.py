@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -20,8 +21,6 @@ from tests.runtimes.torch.engines import build_engine, load_engine
 from tests.toy import (
     spelled_as_4_57,
     toy_config,
-    toy_tensors,
-    write_tensors,
     write_toy_checkpoint,
 )
 
@@ -293,16 +292,15 @@ def test_each_feature_shows_in_the_logits(
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An engine's folder; token 7 of this model is not a number."""
     work = tmp_path_factory.mktemp("toy")
-    folder = write_toy_checkpoint(work / "hf", dtype="float32")
-    weights = toy_tensors(toy_config(dtype="float32"))
-    weights["model.embed_tokens.weight"][7] = 0x7FC00000
-    write_tensors_anew(folder / "model.safetensors", weights)
-    return build_engine(folder, work)
-
-
-def write_tensors_anew(path: Path, tensors: Any) -> None:
-    path.unlink()
-    write_tensors(path, tensors, dtype="F32")
+    engine = build_engine(write_toy_checkpoint(work / "hf", dtype="float32"), work)
+    # In the engine, since no checkpoint with such a weight is built.
+    weights = load_file(engine / "model.safetensors")
+    (name,) = (
+        name for name, weight in weights.items() if weight.shape[0] == 256 and "embed" in name
+    )
+    weights[name][7] = torch.nan
+    save_file(weights, engine / "model.safetensors")
+    return engine
 
 
 @pytest.fixture
