@@ -1,9 +1,10 @@
 """Process faults of benchmarks/attack.py: one process killed or stopped, and what is seen of it.
 
-A fault lasts from the signal until a request that was sent after it has its answer. Meanwhile the
-server's readiness is asked four times a second, and a request for one token is sent twice a second,
-whatever became of those before. Readiness is dishonest while it says 200 and the fault lasts, until
-the first request is sent that gets its answer.
+A fault lasts from the signal until a request that was sent after it was noticed has its answer: where
+a model has several processes, others may go on answering before that. Meanwhile the server's
+readiness is asked four times a second, and a request for one token is sent twice a second, whatever
+became of those before. Readiness is dishonest while it says 200 and the fault lasts, until the first
+request is sent that gets its answer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Fault:
     started_s    by time.monotonic()
     noticed_s    until the launcher told that it restarts Triton
     not_ready_s  until readiness was refused
-    served_s     until a request that was sent after the fault had its answer
+    served_s     until a request that was sent after it was noticed had its answer
     dishonest_s  how long readiness said 200 meanwhile
     """
 
@@ -77,13 +78,15 @@ def commit(served: Served, process: str, how: str, limit_s: float) -> Fault:
     os.kill(served.pid(process), _SIGNALS[how])
     started_s = time.monotonic()
     watch.begin()
-    while watch.answered_s is None and time.monotonic() < started_s + limit_s:
-        if not served.is_running:
+    while time.monotonic() < started_s + limit_s and served.is_running:
+        noticed = served.restarts[num_before:]
+        if noticed and watch.first_answer(noticed[0][0]) is not None:
             break
         time.sleep(0.05)
     watch.end()
     noticed = served.restarts[num_before:]
-    answered_s = watch.answered_s
+    answered = watch.first_answer(started_s)
+    again = watch.first_answer(noticed[0][0]) if noticed else answered
     return Fault(
         process,
         how,
@@ -91,8 +94,8 @@ def commit(served: Served, process: str, how: str, limit_s: float) -> Fault:
         time.monotonic(),
         noticed[0][0] - started_s if noticed else None,
         None if watch.not_ready_s is None else watch.not_ready_s - started_s,
-        None if answered_s is None else answered_s - started_s,
-        dishonest_s(watch.ready, watch.asked_s),
+        None if again is None else again[1] - started_s,
+        dishonest_s(watch.ready, None if answered is None else answered[0]),
     )
 
 
@@ -119,8 +122,7 @@ class _Watch:
         self._num_waiting = 0
         self.ready: list[tuple[float, bool]] = []
         self.not_ready_s: float | None = None
-        self.asked_s: float | None = None  # when the first request that was answered was sent
-        self.answered_s: float | None = None
+        self._answers: list[tuple[float, float]] = []  # when asked, and when answered
 
     def begin(self) -> None:
         for target in (self._poll, self._probe):
@@ -128,6 +130,11 @@ class _Watch:
 
     def end(self) -> None:
         self._is_over.set()
+
+    def first_answer(self, since_s: float) -> tuple[float, float] | None:
+        """When the first request that was sent since then, and answered, was asked and answered."""
+        with self._lock:
+            return min((one for one in self._answers if one[0] >= since_s), default=None)
 
     def _poll(self) -> None:
         while not self._is_over.is_set():
@@ -152,8 +159,8 @@ class _Watch:
         answered = self._http("POST", "/v2/models/ensemble/generate", json.dumps(inputs), TIMEOUT_S)
         with self._lock:
             self._num_waiting -= 1
-            if answered and self.answered_s is None:
-                self.asked_s, self.answered_s = asked_s, time.monotonic()
+            if answered:
+                self._answers.append((asked_s, time.monotonic()))
 
     def _http(self, method: str, path: str, body: str | None, timeout_s: float) -> bool:
         connection = http.client.HTTPConnection(
