@@ -1,10 +1,10 @@
 """Process faults of benchmarks/attack.py: one process killed or stopped, and what is seen of it.
 
-A fault lasts from the signal until a request that was sent after it was noticed has its answer: where
-a model has several processes, others may go on answering before that. Meanwhile the server's
+A fault lasts from the signal until a request that was sent after it was noticed has its answer:
+where a model has several processes, others may go on answering before that. Meanwhile the server's
 readiness is asked four times a second, and a request for one token is sent twice a second, whatever
-became of those before. Readiness is dishonest while it says 200 and the fault lasts, until the first
-request is sent that gets its answer.
+became of those before. Readiness is dishonest while it says 200 and the fault lasts, until the
+first request is sent that gets its answer.
 """
 
 from __future__ import annotations
