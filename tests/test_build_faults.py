@@ -203,7 +203,7 @@ def remove_from(pair: Pair, stage: str) -> None:
 every_change = pytest.param(1, marks=pytest.mark.slow, id="at every change")
 
 
-@pytest.mark.parametrize("step", [pytest.param(6, id="at every sixth change"), every_change])
+@pytest.mark.parametrize("step", [pytest.param(12, id="at every twelfth change"), every_change])
 @pytest.mark.parametrize("second", [False, True], ids=["from nothing", "over another build"])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_build_that_is_stopped_is_finished_by_the_next(
