@@ -76,13 +76,14 @@ def write(
         )
         if config.backend == "python":
             shutil.copyfile(models / config.name / VERSION / "model.py", version / "model.py")
+    served = _served_limits(tokenizer, limits or Limits(), pair.options.max_seq_len)
     for model in (PREPROCESSING, SPECULATIVE):
         folder = out / model / VERSION / "tokenizer"
         folder.mkdir()
         for name in TOKENIZER_FILES:
             if is_there(tokenizer / name):
                 copy_file(tokenizer / name, folder / name)
-        _write_limits(out / model / VERSION, limits or Limits(), pair.options.max_seq_len)
+        (out / model / VERSION / "limits.json").write_text(served, encoding="utf-8")
     speculative = out / SPECULATIVE / VERSION
     load_runtime(pair.runtime).write_models(
         out, draft_engine=draft_engine, target_engine=target_engine, options=pair.options
@@ -90,15 +91,14 @@ def write(
     (speculative / "pair.json").write_text(pair.to_json(), encoding="utf-8")
 
 
-def _write_limits(version: Path, limits: Limits, max_seq_len: int) -> None:
-    tokenizer = Tokenizer.load(version / "tokenizer", limits)
+def _served_limits(folder: Path, limits: Limits, max_seq_len: int) -> str:
+    tokenizer = Tokenizer.load(folder, limits)
     served = limits.resolved(
         max_seq_len=max_seq_len,
         longest_token_bytes=tokenizer.longest_token_bytes,
         is_bytewise=tokenizer.is_bytewise,
     )
-    text = served.model_dump_json(indent=2) + "\n"
-    (version / "limits.json").write_text(text, encoding="utf-8")
+    return served.model_dump_json(indent=2) + "\n"
 
 
 def read_pair(repository: Path) -> PairFile:
