@@ -6,8 +6,9 @@ names file, line, key path, value and what was expected.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -387,7 +388,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     try:
         return PipelineConfig.model_validate(data, context=path)
     except ValidationError as exc:
-        schema = PipelineConfig.model_json_schema()
+        schema = json_schema()
         # A default that waits for a setting which is at fault itself is no fault of its own.
         errors = [
             error
@@ -405,7 +406,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
         raise ConfigError("\n".join(sentences)) from None
 
 
-def json_schema() -> dict[str, Any]:
+@functools.cache
+def json_schema() -> Mapping[str, Any]:
     """Returns the JSON Schema of the YAML, for editors; the docstrings are its descriptions."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
