@@ -45,7 +45,7 @@ COMMANDS = {
     "tune": ("tune", *CONFIG, "--limit=2", "--max-tokens=8"),
     "nightly --in-process": ("nightly", "pair.yaml", "--in-process"),
     "nightly": ("nightly", "pair.yaml"),
-    "report": ("report", *CONFIG),
+    "report": ("report", "engines/pair"),
     "check": ("check", *CONFIG),
     "inspect": ("inspect", "engines/pair", "--verify"),
     "doctor": ("doctor",),
