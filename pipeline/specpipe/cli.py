@@ -1,8 +1,9 @@
 """The command `specpipe`: parses, calls and prints.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0, 1 (refused or failed, with one
-sentence that says what to do), 2 (usage), 130 (Ctrl-C). What a command needs is imported when it
-runs, so that `--help` is quick and no command needs another one's libraries.
+sentence that says what to do), 2 (usage), 130 (Ctrl-C), 143 (SIGTERM; see signals.py). What a
+command needs is imported when it runs, so that `--help` is quick and no command needs another one's
+libraries.
 """
 
 from __future__ import annotations

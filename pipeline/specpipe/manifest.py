@@ -13,11 +13,12 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from specpipe.signals import thread_pool
 
 MANIFEST_SUFFIX = ".manifest.json"
 _FORMAT = 1
@@ -159,7 +160,7 @@ def compare_files(root: Path, old: Files, *, trust_times: bool) -> Compared:
     today = {name: _Today(old[name]) for name in known}
     started = time.monotonic()
     if touched:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with thread_pool(len(os.sched_getaffinity(0))) as pool:
             found = pool.map(lambda name: _today(known[name], old[name]), touched)
             today |= zip(touched, found, strict=True)
     duration_s = time.monotonic() - started
@@ -228,7 +229,7 @@ def files_below(root: Path) -> dict[str, Path]:
 def record_files(root: Path) -> dict[str, FileRecord]:
     """Records all files of an input or an artifact; hashes as many at once as there are cores."""
     files = files_below(root)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with thread_pool(len(os.sched_getaffinity(0))) as pool:
         return dict(zip(files, pool.map(_record, files.values()), strict=True))
 
 

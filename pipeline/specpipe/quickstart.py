@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,16 +93,15 @@ def _files() -> Iterator[tuple[Path, Path]]:
         yield source, Path("models", source.relative_to(models))
 
 
-def compare(client: Client, *, before_each: Callable[[], None]) -> tuple[Total, Total]:
+def compare(client: Client) -> tuple[Total, Total]:
     """Runs every prompt with and without speculation in turn; returns both, target alone first.
 
-    `before_each` prompt is called, and may end it. Raises ServerError where the answers differ.
+    Raises ServerError where the answers differ.
     """
     alone, speculative = Total(), Total()
     client.generate(PROMPTS[0], max_tokens=8)
     for _ in range(NUM_ROUNDS):
         for prompt in PROMPTS:
-            before_each()
             texts = [
                 _measure(client, prompt, total, num_draft_tokens)
                 for total, num_draft_tokens in ((alone, 0), (speculative, None))

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from specpipe.errors import ConfigError
+from specpipe.signals import deferred
 
 _MAX_DEPTH = 50  # a configuration needs three
 _MAX_BYTES = 1 << 18  # a configuration has a few thousand; PyYAML takes seconds for these
@@ -183,7 +184,7 @@ class _Builder:
 def write_new(path: Path, text: str) -> None:
     """Writes a YAML that must not be there yet; `--output` names another."""
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with deferred(), path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} exists: delete it, or name another --output") from None

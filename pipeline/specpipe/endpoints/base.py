@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from specpipe.errors import RequestError, ServerError, SpecpipeError
+from specpipe.signals import thread_pool
 from specpipe.speculative.request import GREEDY, FinishReason, Sampling, Statistics
 
 Ending = Literal["complete", "failed", "cut"]
@@ -201,7 +201,7 @@ def ask(
     clock: Clock = time.perf_counter,
 ) -> list[Answer]:
     """Asks several questions, up to `at_once` of them at a time; the answers in their order."""
-    with ThreadPoolExecutor(at_once) as pool:
+    with thread_pool(at_once) as pool:
         return list(pool.map(lambda question: record(endpoint, question, clock=clock), questions))
 
 

@@ -30,6 +30,7 @@ from specpipe.installation import with_extras
 from specpipe.manifest import Files, compare_files, files_below, relinked
 from specpipe.prompts import PromptSet, as_messages, load_prompts
 from specpipe.runtimes.engine_fit import installed
+from specpipe.signals import deferred
 from specpipe.speculative.request import GREEDY, Sampling
 from specpipe.triton.server import Log
 from specpipe.verification import distribution, questions, record
@@ -90,11 +91,12 @@ def verify(
 @contextmanager
 def _work_folder(repository: Path) -> Iterator[Path]:
     """A folder beside the repository, whose files may be linked into it."""
-    made = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
+    with deferred():
+        made = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
     try:
         yield made
     finally:
-        with relinked(files_below(repository).values()):
+        with deferred(), relinked(files_below(repository).values()):
             shutil.rmtree(made, ignore_errors=True)
 
 
