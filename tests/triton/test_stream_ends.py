@@ -20,6 +20,7 @@ from specpipe.endpoints.base import Question, record
 from specpipe.endpoints.triton import Triton
 from specpipe.errors import CutStream, RequestError, ServerError, SpecpipeError
 from specpipe.triton.client import Client
+from specpipe.triton.grpc_transport import last_cause
 from tests.triton.fake_triton import CLOSE, CUT, RESET, SILENCE, Script, event, failure, serving
 
 A, B = {"text_output": "a"}, {"text_output": "b"}
@@ -225,6 +226,24 @@ def test_a_server_that_is_not_there_is_said_in_words(protocol: str) -> None:
         with Client(url) as client, pytest.raises(ServerError) as caught:
             client.generate("x")
     assert str(caught.value) == f"{url} does not answer: connection refused"
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9: Failed to "
+            "connect to remote host: Connection refused",
+            "connection refused",
+        ),
+        ("Stream removed (recvmsg:Connection reset by peer (104))", "connection reset by peer"),
+        ("Stream removed (Socket closed)", "socket closed"),
+        ("the queue is full (0 requests)", "the queue is full (0 requests)"),
+    ],
+)
+def test_what_grpc_says_is_cut_to_what_the_system_says(message: str, cause: str) -> None:
+    """The first three were seen of grpcio 1.85."""
+    assert last_cause(message) == cause
 
 
 def test_the_endpoint_has_the_pieces_of_a_cut_answer(

@@ -36,10 +36,13 @@ def open_grpc(address: Address) -> Any:
 
 
 def last_cause(message: str) -> str:
-    """What the system said, of gRPC's `failed to connect …: connect: Connection refused (111)`."""
+    """What the system said, where gRPC (1.85) wraps it into what it was doing."""
     cause = message
     if message.startswith("failed to connect"):
-        cause = re.sub(r" \(\d+\)$", "", message.rpartition(": ")[2])
+        cause = message.rpartition(": ")[2]
+    elif removed := re.fullmatch(r"Stream removed \((?:\w+:)?(.*)\)", message):
+        cause = removed[1]
+    cause = re.sub(r" \(\d+\)$", "", cause)
     return cause[:1].lower() + cause[1:]
 
 
