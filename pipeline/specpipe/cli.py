@@ -356,13 +356,18 @@ def generate(
             completions = client.stream(asked, **settings)
         else:
             completions = iter([client.generate(asked, **settings)])
-        for completion in completions:
-            if as_json:
-                _print_json(_completion_json(completion), indent=None)
-            else:
-                click.echo(completion.text, nl=False)
+        has_open_line = False
+        try:
+            for completion in completions:
+                if as_json:
+                    _print_json(_completion_json(completion), indent=None)
+                else:
+                    click.echo(completion.text, nl=False)
+                    has_open_line = True
+        finally:
+            if has_open_line:
+                click.echo()  # whether the text is whole or broke off
     if not as_json:
-        click.echo()
         click.echo(_summary(completion), err=True)
 
 

@@ -10,10 +10,14 @@ SpecpipeError
 ├── RepositoryError       the Triton repository would not load
 ├── RequestError          one request that cannot be served: the field, its value, the limit
 └── ServerError           Triton did not start, died, or answered with an error
+    ├── NoAnswer          a server that cannot be reached, or whose connection broke
+    └── CutStream         an answer that began and came to no end
 
 A message says what failed, where, and what to do about it. `cli.py` prints it and exits 1.
 What a stranger sent stands in it as `show` writes it.
 """
+
+from __future__ import annotations
 
 FAULT = "the request failed inside the server, whose log says how"
 """What a client is told of an exception that nobody expected."""
@@ -80,3 +84,24 @@ class RequestError(SpecpipeError):
 
 class ServerError(SpecpipeError):
     """Triton did not start, died, or answered with an error."""
+
+
+class NoAnswer(ServerError):
+    """A server cannot be reached, or its connection broke; `reason` says how, in plain words."""
+
+    def __init__(self, server: str, reason: str) -> None:
+        super().__init__(f"{server} does not answer: {reason}")
+        self.reason = reason
+
+
+class CutStream(ServerError):
+    """An answer began and stopped coming, without an end and without an error."""
+
+    @classmethod
+    def after(cls, num_received: int, server: str, reason: str) -> CutStream:
+        """Returns the error for an answer of which some responses came."""
+        came = f"{num_received} response{'' if num_received == 1 else 's'}"
+        return cls(
+            f"{server} broke off: {reason}, after {came} and without the end of the answer; ask "
+            "again, or see the server's log"
+        )

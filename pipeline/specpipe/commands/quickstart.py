@@ -49,10 +49,13 @@ def quickstart(output: Path) -> None:
     ):
         click.echo(f"ready at {server.grpc_url}\n\n--- a streamed request over gRPC")
         click.echo(pair.PROMPTS[0], nl=False)
-        for chunk in client.stream(pair.PROMPTS[0], max_tokens=48):
-            click.echo(chunk.text, nl=False)
+        try:
+            for chunk in client.stream(pair.PROMPTS[0], max_tokens=48):
+                click.echo(chunk.text, nl=False)
+        finally:
+            click.echo()
 
-        click.echo("\n\n--- a whole request over HTTP")
+        click.echo("\n--- a whole request over HTTP")
         with Client(server.http_url) as http_client:
             answer = http_client.generate(pair.PROMPTS[1], max_tokens=48)
         click.echo(pair.PROMPTS[1] + answer.text)

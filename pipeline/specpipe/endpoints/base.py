@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from specpipe.errors import RequestError, ServerError, SpecpipeError
+from specpipe.errors import CutStream, RequestError, SpecpipeError
 from specpipe.signals import thread_pool
 from specpipe.speculative.request import GREEDY, FinishReason, Sampling, Statistics
 
@@ -86,10 +86,6 @@ class Piece:
     def has_output(self) -> bool:
         """False for a piece that only opens or ends the stream."""
         return bool(self.text or self.num_tokens)
-
-
-class CutStream(ServerError):
-    """An answer began and stopped coming, without an end and without an error."""
 
 
 class Endpoint(Protocol):

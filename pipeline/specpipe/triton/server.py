@@ -26,13 +26,14 @@ from specpipe.runtimes.base import Launch
 from specpipe.signals import deferred
 from specpipe.triton import installation, metrics, processes, start_failure
 from specpipe.triton.addresses import check_ports, client_host, settle
-from specpipe.triton.client import Client, open_grpc
+from specpipe.triton.client import Client
 from specpipe.triton.command import (
     MPI_RUN,
     server_command,
     server_environment,
     shared_memory_argument,
 )
+from specpipe.triton.grpc_transport import open_grpc
 from specpipe.triton.health import NeededProcesses
 from specpipe.triton.installation import TritonBinary, find_tritonserver
 from specpipe.triton.secret import VARIABLE, secret_of_start
