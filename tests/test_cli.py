@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -454,6 +456,7 @@ STATISTICS = Statistics(
     total_accepted_draft_tokens=2,
     seed_used=7,
     acceptance_rate=0.4,
+    draft_status="drafted",
 )
 
 
@@ -495,16 +498,42 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, dict[s
 Asked = list[tuple[str, str | None, dict[str, object]]]
 
 
+def summary(stderr: str) -> list[str]:
+    """The parts of the line below a text, but for the tokens per second, which are a number."""
+    (line,) = stderr.splitlines()
+    parts = line.split(" · ")
+    (speed,) = [part for part in parts if part.endswith(" tokens/s")]
+    assert float(speed.removesuffix(" tokens/s")) > 0
+    return [part for part in parts if part != speed]
+
+
 @pytest.mark.parametrize("streamed", [[], ["--stream"]])
 def test_generate_prints_text_and_statistics(asked: Asked, streamed: list[str]) -> None:
     result = run("generate", "def f", "--seed", "7", "--stop", "\n", "--stop", "a,b", *streamed)
     assert result.exit_code == 0
     assert result.stdout == "ab\n"
-    assert result.stderr == (
-        "finish reason: stop · 4 tokens in 2 steps · acceptance rate 0.40 (2/5)\n"
-    )
+    assert summary(result.stderr) == [
+        "finish reason: stop",
+        "4 tokens in 2 steps",
+        "draft status: drafted",
+        "acceptance rate 0.40 (2/5)",
+    ]
     settings = {"max_tokens": 128, "seed": 7, "stop_words": ["\n", "a,b"]}
     assert asked == [("http://127.0.0.1:8000", "def f", settings)]
+
+
+DRAFT_COUNTS = ("total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate")
+
+
+def test_generate_says_why_nothing_was_drafted(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undrafted: dict[str, Any] = dict.fromkeys(DRAFT_COUNTS, 0)
+    head = ["finish reason: stop", "4 tokens in 2 steps"]
+    for status, told in (("does_not_pay", ["draft status: does_not_pay"]), (None, [])):
+        changed = dataclasses.replace(STATISTICS, draft_status=status, **undrafted)
+        monkeypatch.setattr(sys.modules[__name__], "STATISTICS", changed)
+        assert summary(run("generate", "def f").stderr) == [*head, *told]
 
 
 def test_generate_as_json(asked: Asked) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -324,7 +325,11 @@ def serve(
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
 @click.option("--stream", is_flag=True, help="Print the text as it comes.")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
-@click.option("--num-draft-tokens", type=int, help="Draft tokens per step; 0: target alone.")
+@click.option(
+    "--num-draft-tokens",
+    type=int,
+    help="Draft tokens of every step; 0: the target alone; left out: as many as pay.",
+)
 @click.option("--temperature", type=float, help="0: greedy, as without it.")
 @click.option("--top-k", type=int)
 @click.option("--top-p", type=float)
@@ -342,7 +347,10 @@ def generate(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Ask a running server; the prompt is PROMPT, --file, or standard input."""
+    """Ask a running server; the prompt is PROMPT, --file, or standard input.
+
+    What the answer took goes to standard error: tokens, time, acceptance, and why drafting was off.
+    """
     from specpipe.triton.client import Client
 
     text = _prompt(prompt, prompt_file)
@@ -352,6 +360,7 @@ def generate(
         settings["messages"] = [{"role": "user", "content": text}]
     with Client(url) as client:
         asked = None if chat else text
+        start = time.perf_counter()
         if stream:
             completions = client.stream(asked, **settings)
         else:
@@ -368,7 +377,7 @@ def generate(
             if has_open_line:
                 click.echo()  # whether the text is whole or broke off
     if not as_json:
-        click.echo(_summary(completion), err=True)
+        click.echo(_summary(completion, time.perf_counter() - start), err=True)
 
 
 @main.command()
@@ -512,16 +521,19 @@ def _completion_json(completion: Completion) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, ())}
 
 
-def _summary(completion: Completion) -> str:
-    """Writes what the last response reports in one line."""
+def _summary(completion: Completion, seconds: float) -> str:
+    """Writes what the last response reports in one line; seconds is what the answer took."""
     statistics = completion.statistics
     if statistics is None:
         return f"finish reason: {completion.finish_reason}"
     parts = [
         f"finish reason: {completion.finish_reason}",
         f"{statistics.num_output_tokens} tokens in {statistics.num_steps} steps",
+        f"{statistics.num_output_tokens / seconds:.1f} tokens/s",
     ]
-    if statistics.acceptance_rate is not None:
+    if statistics.draft_status is not None:
+        parts.append(f"draft status: {statistics.draft_status}")
+    if statistics.total_draft_tokens:
         accepted = f"{statistics.total_accepted_draft_tokens}/{statistics.total_draft_tokens}"
         parts.append(f"acceptance rate {statistics.acceptance_rate:.2f} ({accepted})")
     return " · ".join(parts)

@@ -177,14 +177,16 @@ class SpeculationConfig(Section):
     """How the draft model speculates."""
 
     num_draft_tokens: int = Field(default=4, ge=0, le=32)
-    """Draft tokens per step (K); a request may ask for fewer. 0: the target model alone."""
+    """Draft tokens per step (K), at most; a request that names a number up to this is drafted with
+    just that. 0: the target model alone."""
 
     adaptive: bool = True
-    """Whether each request's K follows its own acceptance, so that a poor draft costs little."""
+    """Whether the K of a request that names none follows its own acceptance, so that a poor draft
+    costs little."""
 
     schedule: tuple[LoadLevel, ...] = Field(default=(), strict=False)
-    """The most tokens that the draft drafts by load, as `specpipe tune` measures it; none:
-    num_draft_tokens at any load."""
+    """The most tokens that the draft drafts by load, as `specpipe tune` measures it, for requests
+    that name no number; none: num_draft_tokens at any load."""
 
     prompt_lookup: bool = False
     """Whether a request that runs alone, greedy or with a seed, may copy draft tokens from its own

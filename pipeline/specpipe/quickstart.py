@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
@@ -37,6 +37,7 @@ class Total:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    draft_statuses: set[str] = field(default_factory=set)
 
     @property
     def rate(self) -> float:
@@ -121,4 +122,5 @@ def _measure(client: Client, prompt: str, total: Total, num_draft_tokens: int | 
     total.steps += answer.statistics.num_steps
     total.drafted += answer.statistics.total_draft_tokens
     total.accepted += answer.statistics.total_accepted_draft_tokens
+    total.draft_statuses.add(answer.statistics.draft_status or "unknown")
     return answer.text

@@ -190,7 +190,8 @@ def check(case: Case, answer: list[Completion] | str, expected: str | None) -> N
     if "seed" in case.settings:
         assert last.statistics.seed_used == case.settings["seed"]
     if case.settings.get("num_draft_tokens") == 0:
-        assert last.statistics.acceptance_rate is None
+        assert last.statistics.draft_status == "off_by_request"
+        assert (last.statistics.acceptance_rate, last.statistics.total_draft_tokens) == (0.0, 0)
 
 
 def memory_of_models(server: Server) -> dict[str, int]:

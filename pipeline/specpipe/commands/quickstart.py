@@ -68,7 +68,10 @@ def quickstart(output: Path) -> None:
     for name, total in (("target alone", alone), ("speculative", speculative)):
         click.echo(f"{name:14} {total.rate:7.0f} tokens/s")
     click.echo(f"ratio          {speculative.rate / alone.rate:7.2f}")
-    click.echo(
-        f"acceptance rate {speculative.accepted / max(speculative.drafted, 1):.2f}, "
-        f"acceptance length {1 + speculative.accepted / speculative.steps:.2f}"
-    )
+    if speculative.drafted:
+        click.echo(
+            f"acceptance rate {speculative.accepted / speculative.drafted:.2f}, "
+            f"acceptance length {1 + speculative.accepted / speculative.steps:.2f}"
+        )
+    else:
+        click.echo(f"nothing was drafted: {', '.join(sorted(speculative.draft_statuses))}")

@@ -60,6 +60,7 @@ class Usage:
     total_accepted_draft_tokens: int | None = None
     seed_used: int | None = None
     is_lossless: bool | None = None
+    draft_status: str | None = None
     acceptance_histogram: tuple[int, ...] | None = None
 
     @classmethod
