@@ -1,13 +1,16 @@
 """The command `specpipe`: parses, calls and prints.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0, 1 (refused or failed, with one
-sentence that says what to do), 2 (usage), 130 (Ctrl-C). What a command needs is imported when it
-runs, so that `--help` is quick and no command needs another one's libraries.
+sentence that says what to do), 2 (usage), 130 (Ctrl-C). A traceback is for `--debug` alone. What a
+command needs is imported when it runs, so that `--help` is quick and no command needs another one's
+libraries.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shlex
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specpipe import __version__
+from specpipe import __version__, failures
 from specpipe.commands.bench import bench
 from specpipe.commands.nightly import nightly
 from specpipe.commands.options import config_options
@@ -28,7 +31,7 @@ from specpipe.commands.quickstart import quickstart
 from specpipe.commands.report import report
 from specpipe.commands.tune import tune
 from specpipe.commands.verify import verify
-from specpipe.errors import SpecpipeError
+from specpipe.errors import to_sentence
 
 if TYPE_CHECKING:
     from specpipe.config import PipelineConfig
@@ -38,15 +41,34 @@ if TYPE_CHECKING:
 
 
 class _Group(click.Group):
-    """Turns expected failures into one sentence, and Ctrl-C into 130."""
+    """Turns failures into one sentence, and Ctrl-C into 130."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            super().main(*args, **kwargs)
+        except SystemExit as exc:
+            reason = failures.flush_stdout()
+            if reason is not None and not exc.code:
+                click.echo(f"Error: {reason}", err=True)
+                sys.exit(1)
+            raise
+        except OSError as exc:  # what it would say cannot be written
+            failures.flush_stdout()
+            with contextlib.suppress(OSError):
+                click.echo(f"Error: {to_sentence(exc)}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except SpecpipeError as exc:
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as exc:
+            if isinstance(exc, OSError) and exc.errno == errno.EPIPE:
+                raise  # click's own: nobody reads on
             if ctx.params["debug"]:
                 traceback.print_exc()
-            raise click.ClickException(str(exc)) from exc
+            raise click.ClickException(failures.sentence(exc)) from exc
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             ctx.exit(130)
