@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,16 @@ class _Group(click.Group):
                 click.echo(f"Error: {to_sentence(exc)}", err=True)
             sys.exit(1)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Wraps the commands' summaries, which click would cut."""
+        whole = 1000  # characters
+        summaries = [
+            (name, command.get_short_help_str(limit=whole))
+            for name, command in sorted(self.commands.items())
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(summaries)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -100,7 +111,7 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print the r
     type=click.Path(path_type=Path, dir_okay=False),
     help="File to write; left out: NAME.yaml.",
 )
-@click.option("--name", help="Name of the pair; left out: the target's.")
+@click.option("--name", metavar="NAME", help="Name of the pair; left out: the target's.")
 def init(draft: str, target: str, output: Path | None, name: str | None) -> None:
     """Check a pair and write a commented YAML for it.
 
@@ -232,10 +243,30 @@ def _print_checked(checked: Checked) -> None:
 
 @main.command()
 @_config_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--http-port", default=8000, show_default=True, help="0: any free port.")
-@click.option("--grpc-port", default=8001, show_default=True, help="0: any free port.")
-@click.option("--metrics-port", default=8002, show_default=True, help="0: any free port.")
+@click.option(
+    "--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on."
+)
+@click.option(
+    "--http-port",
+    metavar="PORT",
+    default=8000,
+    show_default=True,
+    help="Port for HTTP; 0: any free one.",
+)
+@click.option(
+    "--grpc-port",
+    metavar="PORT",
+    default=8001,
+    show_default=True,
+    help="Port for gRPC; 0: any free one.",
+)
+@click.option(
+    "--metrics-port",
+    metavar="PORT",
+    default=8002,
+    show_default=True,
+    help="Port for metrics, over HTTP; 0: any free one.",
+)
 @click.option(
     "--no-http",
     "allow_http",
@@ -273,6 +304,9 @@ def _print_checked(checked: Checked) -> None:
 @click.option(
     "--allow-damaged", is_flag=True, help="Serve a repository whose files are not what was built."
 )
+@click.option(
+    "--verbose", is_flag=True, help="Show all that Triton logs, and not its trouble only."
+)
 def serve(
     config_path: Path,
     overrides: Sequence[str],
@@ -281,6 +315,7 @@ def serve(
     allow_unverified: bool,
     verify_files: bool,
     allow_damaged: bool,
+    verbose: bool,
     **listen: Any,
 ) -> None:
     """Serve the built pair with Triton until it is stopped.
@@ -291,11 +326,19 @@ def serve(
     """
     from specpipe import pipeline
     from specpipe.errors import RepositoryError
+    from specpipe.provenance import gpus
     from specpipe.triton import launcher
+    from specpipe.triton.log_lines import is_worth_showing
     from specpipe.verification import record
 
     def announce(server: launcher.Server) -> None:
+        models = ", ".join(sorted(path.parent.name for path in repository.folder.glob("*/1")))
+        log(f"{config.name}: {models}; started in {time.monotonic() - started:.1f} s")
         click.echo(f"ready: {' '.join(server.urls)} {server.metrics_url}")
+
+    def log_of_triton(line: str) -> None:
+        if verbose or is_worth_showing(line, has_gpu=has_gpu):
+            log(line)
 
     config = _load(config_path, overrides)
     repository = pipeline.hold_repository(config, verify=verify_files)
@@ -313,6 +356,9 @@ def serve(
         if not allow_unverified:
             raise RepositoryError(f"{refusal}, or serve it as it is with --allow-unverified")
         log(f"warning: {refusal}; allowed by --allow-unverified")
+    has_gpu = bool(gpus())
+    log("starting Triton ...")
+    started = time.monotonic()
     launcher.serve(
         repository.folder,
         launcher.ServeOptions(**listen),
@@ -323,7 +369,7 @@ def serve(
             ["specpipe", "build", "--config", str(config_path)]
             + [word for override in overrides for word in ("--set", override)]
         ),
-        log=log,
+        log=log_of_triton,
         on_ready=announce,
     )
 
@@ -338,20 +384,42 @@ def serve(
 )
 @click.option(
     "--url",
+    metavar="URL",
     default="http://127.0.0.1:8000",
     show_default=True,
-    help="http://HOST:PORT or grpc://HOST:PORT",
+    help="The server: http://HOST:PORT or grpc://HOST:PORT.",
 )
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
 @click.option("--stream", is_flag=True, help="Print the text as it comes.")
-@click.option("--max-tokens", type=int, default=128, show_default=True)
-@click.option("--num-draft-tokens", type=int, help="Draft tokens per step; 0: target alone.")
+@click.option(
+    "--max-tokens",
+    metavar="N",
+    type=int,
+    default=128,
+    show_default=True,
+    help="Tokens of the answer at most.",
+)
+@click.option(
+    "--num-draft-tokens", metavar="K", type=int, help="Draft tokens per step; 0: target alone."
+)
 @click.option("--temperature", type=float, help="0: greedy, as without it.")
-@click.option("--top-k", type=int)
-@click.option("--top-p", type=float)
-@click.option("--min-p", type=float)
+@click.option(
+    "--top-k", metavar="K", type=int, help="Sample from the K most likely tokens; 0: from all."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    help="Sample from the most likely tokens that together have this probability; 1: from all.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    help="Leave out tokens less likely than this share of the likeliest; 0: none.",
+)
 @click.option("--seed", type=int, help="Makes sampled output repeatable.")
-@click.option("--stop", "stop_words", multiple=True, help="End before this text; repeatable.")
+@click.option(
+    "--stop", "stop_words", metavar="TEXT", multiple=True, help="End before this text; repeatable."
+)
 @_json_option
 def generate(
     prompt: str | None,

@@ -40,7 +40,7 @@ def flush_stdout() -> str | None:
     except BrokenPipeError:
         reason = None
     except OSError as exc:
-        reason = f"standard output: {exc.strerror}"
+        reason = to_sentence(exc)
     else:
         return None
     # What is left in the buffer is written once more at the end of Python.

@@ -252,7 +252,7 @@ def _json_lines(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             fields = json.loads(line)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise ConfigError(f"{where}:{index}: not JSON: {exc}") from exc
         if not isinstance(fields, dict):
             raise ConfigError(f'{where}:{index}: expected an object such as {{"prompt": "…"}}')

@@ -214,12 +214,15 @@ def bench(
     rate.
     """
     from specpipe.bench import run
+    from specpipe.bench.compare import require_scipy
     from specpipe.results import header, write_result
 
     if config_path is None and url is None:
         raise click.UsageError("Give --config, --url or both.")
     if against is None and (options["against_model"] or options["against_metrics_url"]):
         raise click.UsageError("--against-model and --against-metrics-url need --against.")
+    if url is None or against is not None:
+        require_scipy()  # before a server is started for nothing
     settings = _settings(concurrencies, options)
     config = None if config_path is None else _load(config_path, overrides)
     tokenizer = _tokenizer(config, options["tokenizer_dir"])

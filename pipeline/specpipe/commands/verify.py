@@ -81,6 +81,7 @@ def verify(
     repository. Exit code 1 on a fault.
     """
     from specpipe.config import load_config
+    from specpipe.signals import sigterm_raises
     from specpipe.verification.outcome import Options
     from specpipe.verification.run import verify as run
 
@@ -101,11 +102,12 @@ def verify(
         gate=gate,
         gate_pass_rate=gate_pass_rate,
     )
-    done = run(
-        load_config(config_path, overrides),
-        options,
-        report=lambda line: click.echo(line, err=True),
-    )
+    with sigterm_raises():
+        done = run(
+            load_config(config_path, overrides),
+            options,
+            report=lambda line: click.echo(line, err=True),
+        )
     if as_json:
         data = json.loads(done.path.read_text(encoding="utf-8"))
         data.get("repository", {}).pop("files", None)

@@ -268,8 +268,8 @@ class _Build:
         self._run, self._report = run, report
 
     def started(self, stage: str, reasons: Sequence[str]) -> None:
-        for reason in reasons:
-            self._report(f"{stage}: {reason}")
+        for line in pipeline.start_lines(stage, reasons):
+            self._report(line)
 
     def waiting(self, stage: str) -> None:
         self._report(f"{stage}: another build of it is running, waiting")

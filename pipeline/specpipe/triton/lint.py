@@ -93,7 +93,7 @@ def _apply(rule: Rule, repository: Repository) -> list[str]:
     """What a rule finds; also where a file of the repository has not the form that it takes."""
     try:
         return list(rule(repository))
-    except (LookupError, TypeError, ValueError, AttributeError) as exc:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as exc:
         return [f"its files are not what this specpipe builds ({reason(exc)}): build again"]
 
 
