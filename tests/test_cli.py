@@ -202,6 +202,33 @@ def test_a_folder_that_cannot_be_made_is_named(output_dir: str) -> None:
     assert len(message) < 1100
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["generate", "--file", "latin.txt"], "the prompt in latin.txt is not text in UTF-8"),
+        (["serve", "--config", "y.yaml"], "y.yaml:4: '0xffff"),
+        (["bench", "--url", "http://h:1", "--max-tokens", "9" * 5000], "'9999"),
+        (["bench", "--url", "http://h:1", "--concurrency", "9" * 5000], "'9999"),
+        (["bench", "--url", "http://h:1", "--prompts", "deep.jsonl"], "deep.jsonl:1: not JSON"),
+        (["bench", "--url", "http://h:1", "--prompts", "half.jsonl"], "half.jsonl:1: prompt hol"),
+        (["bench", "--url", "http://h:1", "--temperature", "nan"], "nan is no number."),
+        (["verify", "--config", "x.yaml", "--distance", "nan"], "nan is no number."),
+        (["inspect", "."], "is no engine and holds none"),
+    ],
+)
+def test_what_a_user_may_do_wrong_is_one_sentence(command: list[str], message: str) -> None:
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("deep.jsonl").write_text("[" * 100_000)
+    Path("half.jsonl").write_text('{"prompt": "\\ud800"}')
+    Path("y.yaml").write_text(f"{MINIMAL}engine: {{max_batch_size: 0x{'f' * 5000}}}\n")
+    result = run(*command)
+    assert result.exit_code in (1, 2)
+    last = result.stderr.splitlines()[-1]
+    assert message in last
+    assert "a fault of specpipe" not in last
+    assert len(last) < 400
+
+
 @pytest.mark.parametrize("command", [["--help"], ["schema"]])
 def test_output_that_cannot_be_written_is_one_sentence(command: list[str]) -> None:
     with open("/dev/full", "w") as full:

@@ -32,7 +32,7 @@ from specpipe.commands.quickstart import quickstart
 from specpipe.commands.report import report
 from specpipe.commands.tune import tune
 from specpipe.commands.verify import verify
-from specpipe.errors import to_sentence
+from specpipe.errors import ConfigError, to_sentence
 
 if TYPE_CHECKING:
     from specpipe.config import PipelineConfig
@@ -575,11 +575,15 @@ def _prompt(prompt: str | None, file: Any) -> str:
         raise click.UsageError("Give the prompt once: as PROMPT or with --file.")
     if prompt is not None:
         return prompt
-    if file is not None:
-        return str(file.read())
-    if sys.stdin.isatty():
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("Missing prompt: give PROMPT or --file, or pipe it in.")
-    return sys.stdin.read()
+    source = sys.stdin if file is None else file
+    try:
+        return str(source.read())
+    except UnicodeDecodeError as exc:
+        raise ConfigError(
+            f"the prompt in {source.name} is not text in UTF-8 (byte {exc.start})"
+        ) from exc
 
 
 def _stage_json(report: StageReport) -> dict[str, Any]:

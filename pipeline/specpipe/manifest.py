@@ -108,7 +108,8 @@ def parse_manifest(path: Path) -> Manifest | None:
 
 
 def manifest_path(artifact: Path) -> Path:
-    return artifact.with_name(artifact.name + MANIFEST_SUFFIX)
+    named = artifact if artifact.name else artifact.absolute()
+    return named.with_name(named.name + MANIFEST_SUFFIX)
 
 
 @dataclass(frozen=True)
