@@ -490,7 +490,7 @@ def test_process_that_is_stopped_in_each_stage(
         assert build.returncode == (130 if signum == signal.SIGINT else -signum), log
         assert Ended(build.returncode, log, None).stage == stage
         assert log.splitlines()[-1] == (
-            "Interrupted." if signum == signal.SIGINT else f"{stage}: missing"
+            "Interrupted." if signum == signal.SIGINT else f"{stage}: starts"
         )
         assert_nothing_half_made(pair, undisturbed.first)
     assert_finished(pair, forks.run(*pair.command()), undisturbed.first)

@@ -33,7 +33,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from specpipe import provenance
-from specpipe.errors import SpecpipeError
+from specpipe.errors import SpecpipeError, to_sentence
 from specpipe.exchange import exchange
 from specpipe.manifest import (
     Hashed,
@@ -49,6 +49,9 @@ from specpipe.manifest import (
 )
 from specpipe.signals import deferred, thread_pool
 from specpipe.stages.base import Stage
+
+NOT_BUILT = "not built yet"
+"""The reason of a stage whose artifact is not there, or is none that this version can read."""
 
 
 def stale_reasons(
@@ -164,7 +167,7 @@ class _Comparison:
 def _compare(stage: Stage, artifact: Path, *, verify: bool, verify_inputs: bool) -> _Comparison:
     recorded = read_manifest(artifact)
     if recorded is None or not artifact.is_dir():
-        return _Comparison(["missing"])
+        return _Comparison([NOT_BUILT])
     wanted = stage.inputs()
     reasons = _value_reasons(recorded.versions, provenance.versions(wanted.libraries))
     reasons += _value_reasons(recorded.settings, _as_json(wanted.settings))
@@ -392,5 +395,6 @@ def _naming_os_faults(stage: Stage, artifact: Path) -> Iterator[None]:
     except OSError as exc:
         if exc.errno not in _MACHINE_FAULTS:
             raise
-        where = exc.filename or artifact
-        raise SpecpipeError(f"{stage.name}: {where}: {exc.strerror}") from exc
+        if exc.filename is None:
+            exc.filename = str(artifact)
+        raise SpecpipeError(f"{stage.name}: {to_sentence(exc)}") from exc

@@ -36,8 +36,17 @@ def show(value: object) -> str:
 
 
 def to_sentence(error: BaseException | str) -> str:
-    """Returns a message as a client may see it, whatever a library put into it: one line, cut."""
-    return _printable(str(error), _LONGEST_SENTENCE)
+    """Returns a message as a client may see it, whatever a library put into it: one line, cut.
+
+    What the system refused is said as `PATH: reason`, without the number of it.
+    """
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        name = (
+            error.filename if isinstance(error.filename, (int, type(None))) else str(error.filename)
+        )
+        text = error.strerror if name is None else f"{name}: {error.strerror}"
+    return _printable(text, _LONGEST_SENTENCE)
 
 
 def _printable(text: str, most: int) -> str:

@@ -50,7 +50,7 @@ def write_faulty_repository(out: Path, built: Path, controls: Controls, **option
         out / name / "1" / "model.py" for name in ("speculative", "postprocessing")
     )
     pair = speculative.with_name("pair.json")
-    found = PairFile.from_json(pair.read_text())
+    found = PairFile.read(pair)
     found = replace(found, options=replace(found.options, **options))
     texts = {
         pair: found.to_json(),

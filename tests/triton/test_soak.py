@@ -120,7 +120,7 @@ def target_only(repository: Path, cases: list[Case]) -> dict[int, str]:
     """The text of each case by the target alone, in this process."""
     version = repository / "speculative" / "1"
     tokenizer = Tokenizer.load(version / "tokenizer")
-    pair_file = PairFile.from_json((version / "pair.json").read_text())
+    pair_file = PairFile.read(version / "pair.json")
     options = replace(pair_file.options, max_queue_size=len(cases), adaptive=False)
     pair = load_runtime(pair_file.runtime).load_pair(
         version / "draft", version / "target", options, tokenizer.detokenizer

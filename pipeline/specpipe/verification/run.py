@@ -29,6 +29,7 @@ from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable, Se
 from specpipe.installation import with_extras
 from specpipe.manifest import Files, compare_files, files_below, relinked
 from specpipe.prompts import PromptSet, as_messages, load_prompts
+from specpipe.runtimes.base import require_library
 from specpipe.runtimes.engine_fit import installed
 from specpipe.signals import deferred
 from specpipe.speculative.request import GREEDY, Sampling
@@ -58,6 +59,7 @@ def verify(
             "testing unseeded sampling needs 'scipy', unless it is left out with --no-sampling: "
             f"{with_extras('evaluate')}"
         )
+    require_library("torch", "torch", extra="torch")  # scores the target, after minutes of asking
     report("hashing the pair and what it was made from")
     report(f"{pipeline.hold_artifacts(config)}")
     repository = pipeline.repository_dir(config)

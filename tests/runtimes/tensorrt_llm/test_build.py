@@ -431,7 +431,7 @@ def test_built_once_and_again_only_for_a_reason(
 ) -> None:
     pair = toy_pair(tmp_path)
     stage = build_stage(pair, "target")
-    assert cache.build(stage, tmp_path / "engine").reasons == ("missing",)
+    assert cache.build(stage, tmp_path / "engine").reasons == ("not built yet",)
     assert cache.stale_reasons(stage, tmp_path / "engine") == []
     reasons = {}
     for name, changes in changed(tmp_path):
