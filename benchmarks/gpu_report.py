@@ -32,7 +32,7 @@ def report(run: Run) -> str:
 
 
 def summary(run: Run) -> list[str]:
-    """What was measured on, and every figure beside its goal; README.md has these lines."""
+    """What was measured on, and every figure beside its goal; docs/results.md has these lines."""
     machine = run["machine"]
     lines = [
         f"{machine['gpu']} (a copy moves {run['bytes_per_second'] / 1e12:.2f} TB/s), "

@@ -22,6 +22,7 @@ SERVING = (
     "tests/bench/",
     "tests/endpoints/",
     "tests/nightly/",
+    "tests/test_examples.py",
     "tests/triton/",
     "tests/verification/test_triton.py",
 )

@@ -1,4 +1,4 @@
-"""README.md is kept true: its commands exist, its files exist, its YAML loads."""
+"""README.md and docs/ are kept true: commands, links and files exist, the YAML loads."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ import re
 import shlex
 import textwrap
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from specpipe.cli import main
 from specpipe.config import load_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+WRITTEN = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *PAGES,
+]
+LINKED = [*WRITTEN, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+MANUAL = "\n".join([README, *(page.read_text(encoding="utf-8") for page in PAGES)])
 
 
 def commands() -> list[str]:
     """Every specpipe command line in a console block, continuation lines joined."""
-    lines = re.sub(r"\\\n\s*", "", README).splitlines()
+    lines = re.sub(r"\\\n\s*", "", MANUAL).splitlines()
     return [line[2:] for line in lines if line.startswith("$ specpipe ")]
 
 
@@ -39,34 +47,111 @@ def test_there_are_commands_to_test() -> None:
 
 def test_make_targets_exist() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(re.findall(r"`?make ([\w-]+)", README)) <= set(targets)
+    assert set(re.findall(r"`?make ([\w-]+)", MANUAL)) <= set(targets)
 
 
-def test_links_lead_to_files() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_a_newcomer_reads_no_more_than_150_lines() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_two_commands_stand_in_the_readme() -> None:
+    (block,) = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    assert [line.split("  ")[0] for line in block.splitlines()] == ["make quickstart", "make test"]
+
+
+def prose(page: Path) -> list[str]:
+    """The lines outside code blocks, tables and images."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [line for line in text.splitlines() if not line.startswith(("|", "!["))]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_prose_have_at_most_100_columns(page: Path) -> None:
+    assert [line for line in prose(page) if len(line) > 100] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings: lower case, hyphens for spaces, no punctuation."""
+    headings = (line.lstrip("# ") for line in prose(page) if line.startswith("#"))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def leads_nowhere(page: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    return not target.exists() or (anchor != "" and anchor not in anchors(target))
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    local = [link for link in links if not re.match(r"https?:", link)]
+    assert [link for link in local if leads_nowhere(page, link)] == []
+
+
+def test_a_link_without_its_file_or_heading_is_found() -> None:
+    page = ROOT / "README.md"
+    links = ["LICENSE", "docs/results.md#results", "docs/results.md#result", "docs/result.md"]
+    assert [leads_nowhere(page, link) for link in links] == [False, False, True, True]
+
+
+def test_every_page_has_its_line_in_the_list_of_pages() -> None:
+    listed = re.findall(
+        r"^\| \[[^]]+\]\((\S+\.md)\) \| \S", (ROOT / "docs/README.md").read_text(), re.M
+    )
+    assert sorted(listed) == [page.name for page in PAGES if page.name != "README.md"]
 
 
 def test_every_command_is_documented() -> None:
-    assert [name for name in main.commands if f"specpipe {name}" not in README] == []
+    assert [name for name in main.commands if f"specpipe {name}" not in MANUAL] == []
+
+
+def yaml_blocks() -> list[dict[str, Any]]:
+    """The YAML of all pages: whole files, and sections that are added to one."""
+    blocks = re.findall(r"^ *```yaml\n(.*?)```", MANUAL, re.DOTALL | re.MULTILINE)
+    return [yaml.safe_load(textwrap.dedent(block)) for block in blocks]
 
 
 def test_the_yaml_loads(tmp_path: Path) -> None:
-    whole, *parts = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    assert parts
+    wholes = [block for block in yaml_blocks() if "name" in block]
+    parts = [block for block in yaml_blocks() if "name" not in block]
+    assert [whole["name"] for whole in wholes] == ["qwen2.5", "python-code"] and parts
     path = tmp_path / "readme.yaml"
-    for part in ("", *parts):
-        settings = {**yaml.safe_load(whole), **(yaml.safe_load(textwrap.dedent(part)) or {})}
+    for settings in (*wholes, *(wholes[0] | part for part in parts)):
         path.write_text(yaml.safe_dump(settings))
-        assert load_config(path).name == "python-code"
+        assert load_config(path).name == settings["name"]
+
+
+def test_the_first_yaml_of_nine_lines_is_a_pair_that_fits(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert text.count("\n") == 9
+    path = tmp_path / "pair.yaml"
+    path.write_text(text)
+    small_files = str(ROOT / "tests" / "small_files")
+    checked = CliRunner().invoke(
+        main, ["check", "--config", str(path), "--small-files", small_files]
+    )
+    assert (checked.exit_code, checked.stderr) == (0, "")
+    assert checked.stdout.startswith("draft and target fit: ")
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the rows that begin with a runtime; links without where they lead."""
+    lines = re.findall(r"^\| (`t.*) \|$", re.sub(r"\]\([^)]*\)", "]", text), re.MULTILINE)
+    return [line.split(" | ") for line in lines]
+
+
+def test_what_was_run_stands_in_the_readme_as_in_the_documents() -> None:
+    told = rows((ROOT / "docs" / "runtimes.md").read_text(encoding="utf-8"))
+    assert len(told) == 6
+    assert rows(README) == told
 
 
 def test_every_input_of_the_ensemble_that_works_is_named() -> None:
     from specpipe.triton.serving import ENSEMBLE_INPUTS
 
     supported = [tensor.name for tensor in ENSEMBLE_INPUTS if tensor.neutral is None]
-    assert [n for n in supported if f"`{n}`" not in README and n not in QUIET_INPUTS] == []
+    assert [n for n in supported if f"`{n}`" not in MANUAL and n not in QUIET_INPUTS] == []
 
 
 def test_every_output_that_is_sent_and_every_draft_status_is_named() -> None:
@@ -74,7 +159,7 @@ def test_every_output_that_is_sent_and_every_draft_status_is_named() -> None:
     from specpipe.triton.serving import STATISTICS_OUTPUTS
 
     names = [tensor.name for tensor in STATISTICS_OUTPUTS] + list(get_args(DraftStatus))
-    assert [name for name in names if f"`{name}`" not in README] == []
+    assert [name for name in names if f"`{name}`" not in MANUAL] == []
 
 
 # Accepted, and without effect: one sequence a response has no padding, and what they ask for is

@@ -1,3 +1,54 @@
-"""specpipe: two checkpoints in, a draft–target pair served by Triton out."""
+"""specpipe: two checkpoints in, a draft–target pair served by Triton out.
 
-__version__ = "0.1.0"
+`__all__` is for programs (docs/python-api.md); whatever else there is may move.
+"""
+
+from typing import TYPE_CHECKING
+
+from specpipe.errors import (
+    CheckpointError,
+    ConfigError,
+    CutStream,
+    EngineBuildError,
+    EngineMismatch,
+    NoAnswer,
+    PairingError,
+    RepositoryError,
+    RequestError,
+    RuntimeUnavailable,
+    ServerError,
+    SpecpipeError,
+)
+from specpipe.version import __version__
+
+__all__ = [
+    "CheckpointError",
+    "Client",
+    "Completion",
+    "ConfigError",
+    "CutStream",
+    "EngineBuildError",
+    "EngineMismatch",
+    "NoAnswer",
+    "PairingError",
+    "RepositoryError",
+    "RequestError",
+    "RuntimeUnavailable",
+    "ServerError",
+    "SpecpipeError",
+    "Statistics",
+    "__version__",
+]
+
+if TYPE_CHECKING:
+    from specpipe.speculative.request import Statistics
+    from specpipe.triton.client import Client, Completion
+else:
+
+    def __getattr__(name: str) -> object:
+        """Imports the client when it is asked for: `import specpipe` alone takes no time."""
+        if name not in ("Client", "Completion", "Statistics"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from specpipe.triton import client
+
+        return getattr(client, name)

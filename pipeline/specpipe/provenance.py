@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from specpipe import __version__
+from specpipe.version import __version__
 
 
 def versions(libraries: Sequence[str] = ()) -> dict[str, str]:

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specpipe import __version__
 from specpipe.errors import CheckpointError, EngineBuildError
 from specpipe.hf_config import context_length
 from specpipe.runtimes.tensorrt import library as libraries
@@ -25,6 +24,7 @@ from specpipe.signals import in_thread
 from specpipe.stages.base import Role, StageInputs
 from specpipe.triton.layout import link_file
 from specpipe.unified import load_unified
+from specpipe.version import __version__
 
 ENGINE_KIND = {"name": "tensorrt", "format": 1}
 """Stands in an engine's config.json as `runtime`; the format numbers what the network takes."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpipe import __version__
 from specpipe.errors import EngineMismatch
 from specpipe.runtimes.engine_description import reading_config
 from specpipe.runtimes.memory import ELEMENT_BYTES, MemoryEstimate
@@ -17,6 +16,7 @@ from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import CONFIG_NAME, ENGINE_KIND, ENGINE_NAME, WEIGHTS_NAME
 from specpipe.runtimes.tensorrt.memory import estimate_memory
 from specpipe.runtimes.tensorrt.shapes import Profile
+from specpipe.version import __version__
 
 _BUFFER_BYTES = 1 << 20
 

@@ -96,7 +96,7 @@ def profiles(
     """Returns the profiles of an engine: `decode`, verification included, and `prefill`.
 
     Each takes its time to build, and decode and verification differ little: TensorRT for RTX
-    compiles a kernel for the very shapes on the GPU anyway (README, "Runtimes"). A prompt is read
+    compiles a kernel for the very shapes on the GPU anyway (docs/tensorrt.md). A prompt is read
     by itself, so prefill has a batch of 1 and no padding.
     """
     rows = max_draft_len + 1

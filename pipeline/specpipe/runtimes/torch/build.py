@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specpipe import __version__
 from specpipe.errors import CheckpointError, EngineBuildError, RuntimeUnavailable
 from specpipe.hf_config import context_length
 from specpipe.quantization.formats import format_of
 from specpipe.stages.base import Role, StageInputs
 from specpipe.unified import load_unified
+from specpipe.version import __version__
 
 ENGINE_KIND = {"name": "torch", "format": 1}
 """Stands in an engine's config.json as `runtime`; the format numbers the layout of its weights."""

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specpipe import __version__
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.memory import MemoryEstimate, available_bytes, check_room
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, WEIGHTS_NAME
@@ -20,6 +19,7 @@ from specpipe.runtimes.torch.kernels import usable_kernel
 from specpipe.runtimes.torch.kv_cache import KVCache, Span
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model import Model, ModelConfig
+from specpipe.version import __version__
 
 SequenceId = int
 
