@@ -185,7 +185,7 @@ def test_odd_vocabulary_is_padded_with_zeros(tmp_path: Path) -> None:
     assert not heads[3][61:].any()
     assert heads[3][60].any()
     loaded = load_unified(tmp_path / "out")
-    assert loaded.config["vocab_size"] == 250
+    assert loaded.config.vocab_size == 250
     assert np.array_equal(loaded.tensor("lm_head.weight").data, hf["lm_head.weight"])
 
 

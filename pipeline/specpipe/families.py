@@ -33,14 +33,11 @@ from specpipe.hf_config import (
     sliding_window,
     vocab_size,
 )
-from specpipe.quantization.formats import block_size_of
 from specpipe.quantization.tensors import kv_cache_rule, quantized_rules
 from specpipe.rules import Part, Split, Stage, TensorRule
+from specpipe.unified_config import DTYPES, PLAIN, UnifiedConfig
 
 _SILU = {"silu": "silu", "swish": "silu"}  # one function, as transformers spells it
-
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""The dtypes of a plain checkpoint, as `config.json` and as safetensors spell them."""
 
 
 @dataclass(frozen=True)
@@ -404,12 +401,10 @@ def unified_config(
     tp_size: int = 1,
     pp_size: int = 1,
     limits: FileLimits = FILE_LIMITS,
-) -> dict[str, Any]:
+) -> UnifiedConfig:
     """Maps a Hugging Face `config.json` to that of the unified checkpoint.
 
-    Both spellings of transformers, 4.57 and 5.x, give the same result. Beside TensorRT-LLM's keys
-    it has `attn_dense_bias`, `sliding_window` (null where no window cuts the context short),
-    `layer_types` (where only some layers have it) and Gemma's `embedding_multiplier`.
+    Both spellings of transformers, 4.57 and 5.x, give the same result.
     """
     family = family_of(hf_config)
     config = {**family.defaults, **hf_config}
@@ -466,12 +461,8 @@ def unified_config(
         "use_parallel_embedding": False,
         "embedding_sharding_dim": 0,
         "tie_word_embeddings": flag(config, "tie_word_embeddings"),
-        "mapping": {
-            "world_size": tp_size * pp_size,
-            "tp_size": tp_size,
-            "pp_size": pp_size,
-        },
-        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        "mapping": {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},
+        "quantization": PLAIN.plain(),
         **family.fixed,
         **{key: flag(config, hf_key) for key, hf_key in family.biases.items()},
     }
@@ -489,29 +480,29 @@ def unified_config(
                 f"config.json: {key} true is not supported for {family.architecture}"
             )
     _check_mapping(unified)
-    return unified
+    return UnifiedConfig.from_json(unified)
 
 
-def tensor_rules(config: Mapping[str, Any]) -> Iterator[tuple[TensorRule, int | None]]:
+def tensor_rules(config: UnifiedConfig) -> Iterator[tuple[TensorRule, int | None]]:
     """Yields the rules that hold for a unified config, each layer's with the number of the layer.
 
     The order is that of the forward pass, and of the tensors in the rank files.
     """
-    if config["num_hidden_layers"] > _MOST_LAYERS:  # of an artifact that somebody else made
+    if config.num_hidden_layers > _MOST_LAYERS:  # of an artifact that somebody else made
         raise CheckpointError(
-            f"config.json: num_hidden_layers is {show(config['num_hidden_layers'])}, expected at "
+            f"config.json: num_hidden_layers is {show(config.num_hidden_layers)}, expected at "
             f"most {_MOST_LAYERS}"
         )
     rules = [
         rule
-        for rule in FAMILIES[config["architecture"]].tensors
-        if rule.when is None or config[rule.when]
+        for rule in FAMILIES[config.architecture].tensors
+        if rule.when is None or getattr(config, rule.when)
     ]
     kv_cache = kv_cache_rule(config)
     for rule in rules:
         if rule.stage == "first":
             yield from ((made, None) for made in quantized_rules(config, rule, None))
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config.num_hidden_layers):
         for rule in rules:
             if rule.stage == "layer":
                 yield from ((made, layer) for made in quantized_rules(config, rule, layer))
@@ -522,7 +513,7 @@ def tensor_rules(config: Mapping[str, Any]) -> Iterator[tuple[TensorRule, int | 
             yield from ((made, None) for made in quantized_rules(config, rule, None))
 
 
-def part_shape(config: Mapping[str, Any], part: Part) -> tuple[int, ...]:
+def part_shape(config: UnifiedConfig, part: Part) -> tuple[int, ...]:
     """Returns the shape of a part for this config."""
     sizes = _sizes(config)
     return tuple(_size(sizes, name) for name in part.shape)
@@ -537,42 +528,42 @@ def _size(sizes: Mapping[str, int], name: str) -> int:
     return size // (int(divisor) if divisor.isdigit() else sizes[divisor])
 
 
-def source_rows(config: Mapping[str, Any], part: Part) -> tuple[int, int]:
+def source_rows(config: UnifiedConfig, part: Part) -> tuple[int, int]:
     """Returns how many rows a part's Hugging Face tensor has, and at which the part begins."""
     before = _num_rows(config, part.before)
     return before + _num_rows(config, part.shape[:1]) + _num_rows(config, part.after), before
 
 
-def stored_dtype(config: Mapping[str, Any], rule: TensorRule) -> str:
+def stored_dtype(config: UnifiedConfig, rule: TensorRule) -> str:
     """Returns the dtype of a unified tensor, as safetensors spells it."""
     if rule.parts[0].one_plus:
         return "F32"
-    return rule.dtype or DTYPES[config["dtype"]]
+    return rule.dtype or config.plain_dtype
 
 
-def pipeline_layers(config: Mapping[str, Any], pp_rank: int) -> range:
+def pipeline_layers(config: UnifiedConfig, pp_rank: int) -> range:
     """Returns the layers of one pipeline stage; the first stages take the layers left over.
 
     As TensorRT-LLM 1.x divides them (mapping.py, pp_layers).
     """
-    size, rest = divmod(config["num_hidden_layers"], config["mapping"]["pp_size"])
+    size, rest = divmod(config.num_hidden_layers, config.mapping.pp_size)
     start = pp_rank * size + min(pp_rank, rest)
     return range(start, start + size + (pp_rank < rest))
 
 
-def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(config: UnifiedConfig) -> dict[str, int]:
     return {
-        "vocab": config["vocab_size"],
-        "hidden": config["hidden_size"],
-        "intermediate": config["intermediate_size"],
-        "head_size": config["head_size"],
-        "heads": config["num_attention_heads"] * config["head_size"],
-        "kv_heads": config["num_key_value_heads"] * config["head_size"],
-        "block": block_size_of(config) or 1,
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "intermediate": config.intermediate_size,
+        "head_size": config.head_size,
+        "heads": config.query_size,
+        "kv_heads": config.key_size,
+        "block": config.quantization.block_size or 1,
     }
 
 
-def _num_rows(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
+def _num_rows(config: UnifiedConfig, names: tuple[str, ...]) -> int:
     sizes = _sizes(config)
     return sum(sizes[name] for name in names)
 

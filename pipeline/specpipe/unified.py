@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,10 +29,8 @@ from specpipe.checkpoint import (
     read_blocks,
     read_safetensors_header,
 )
-from specpipe.checkpoint_file import is_there, read_json
 from specpipe.errors import CheckpointError, SpecpipeError
 from specpipe.families import (
-    FAMILIES,
     part_shape,
     pipeline_layers,
     source_rows,
@@ -42,6 +39,7 @@ from specpipe.families import (
 )
 from specpipe.row_jobs import JOB_BYTES, in_threads
 from specpipe.rules import Part, TensorRule
+from specpipe.unified_config import UnifiedConfig, read_unified_config
 from specpipe.weight_values import rounded
 
 Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
@@ -71,12 +69,12 @@ class UnifiedTensor:
     local_name: str
 
 
-def unified_tensors(config: Mapping[str, Any]) -> Iterator[UnifiedTensor]:
+def unified_tensors(config: UnifiedConfig) -> Iterator[UnifiedTensor]:
     """Yields every tensor of the model in the order of the forward pass.
 
     `name` counts layers over the whole model, `local_name` within the pipeline stage.
     """
-    pp_size = config["mapping"]["pp_size"]
+    pp_size = config.mapping.pp_size
     stages = [pipeline_layers(config, pp_rank) for pp_rank in range(pp_size)]
     stage_of = {layer: rank for rank, layers in enumerate(stages) for layer in layers}
     for rule, layer in tensor_rules(config):
@@ -90,16 +88,16 @@ def unified_tensors(config: Mapping[str, Any]) -> Iterator[UnifiedTensor]:
             yield UnifiedTensor(name, rule, layer, pp_rank, local_name)
 
 
-def write_unified(out: Path, config: Mapping[str, Any], read: Read) -> None:
+def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
     """Writes a unified checkpoint into the empty folder `out`.
 
     `read` gives what it is made of, in blocks of whole rows in `stored_dtype`. It is called
     from several threads; each row is asked for once and written to every rank that holds it, so
     that no more is in memory than a block for each thread.
     """
-    tp_size = config["mapping"]["tp_size"]
+    tp_size = config.mapping.tp_size
     ranks: list[dict[str, tuple[str, tuple[int, ...]]]] = [
-        {} for _ in range(config["mapping"]["world_size"])
+        {} for _ in range(config.mapping.world_size)
     ]
     for tensor in unified_tensors(config):
         stored = stored_dtype(config, tensor.rule), _rank_shape(config, tensor.rule)
@@ -122,7 +120,7 @@ def write_unified(out: Path, config: Mapping[str, Any], read: Read) -> None:
         ]
         in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
     # Last, so that a folder with a config.json has all its weights.
-    (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (out / CONFIG_NAME).write_text(json.dumps(config.plain(), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class _Job:
     stop: int
 
 
-def _jobs(config: Mapping[str, Any]) -> Iterator[_Job]:
+def _jobs(config: UnifiedConfig) -> Iterator[_Job]:
     for tensor in unified_tensors(config):
         element_bytes = ELEMENT_BYTES[stored_dtype(config, tensor.rule)]
         rank_row = 0
@@ -151,10 +149,8 @@ def _jobs(config: Mapping[str, Any]) -> Iterator[_Job]:
             rank_row += _piece_shape(config, part)[0]
 
 
-def _copy(
-    config: Mapping[str, Any], job: _Job, read: Read, writers: list[SafetensorsWriter]
-) -> None:
-    tp_size = config["mapping"]["tp_size"]
+def _copy(config: UnifiedConfig, job: _Job, read: Read, writers: list[SafetensorsWriter]) -> None:
+    tp_size = config.mapping.tp_size
     first = job.tensor.pp_rank * tp_size
     name, part = job.tensor.local_name, job.part
     row = job.start
@@ -183,9 +179,9 @@ class UnifiedCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Opens the rank files and checks that they hold exactly the tensors of the config."""
         self.folder = folder
-        self.config: dict[str, Any] = _read_config(folder)
-        self._tp_size = self.config["mapping"]["tp_size"]
-        world_size = self.config["mapping"]["world_size"]
+        self.config = read_unified_config(folder)
+        self._tp_size = self.config.mapping.tp_size
+        world_size = self.config.mapping.world_size
         self._tensors = {tensor.name: tensor for tensor in unified_tensors(self.config)}
         self._ranks: list[dict[str, TensorInfo]] = []
         for rank in range(world_size):
@@ -312,52 +308,39 @@ def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.safetensors"
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_NAME
-    try:
-        config = read_json(path)
-    except CheckpointError as exc:
-        if is_there(path):
-            raise
-        raise CheckpointError(f"{folder} has no config.json; convert again") from exc
-    if config.get("architecture") not in FAMILIES:
-        raise CheckpointError(f"{path} is not that of a unified checkpoint of a supported family")
-    return config
-
-
-def _piece_shape(config: Mapping[str, Any], part: Part) -> tuple[int, ...]:
+def _piece_shape(config: UnifiedConfig, part: Part) -> tuple[int, ...]:
     """Returns the shape of one rank's piece of a part."""
     rows, *columns = part_shape(config, part)
-    tp_size = config["mapping"]["tp_size"]
+    tp_size = config.mapping.tp_size
     if part.split == "rows":
         return (rows // tp_size, *columns)
     if part.split == "columns":
         return (rows, columns[0] // tp_size)
     if part.split == "kv_heads":
-        return (max(rows // tp_size, rows // config["num_key_value_heads"]), *columns)
+        return (max(rows // tp_size, rows // config.num_key_value_heads), *columns)
     if part.split == "vocab":
         return (-(-rows // tp_size), *columns)
     return (rows, *columns)
 
 
-def _rank_shape(config: Mapping[str, Any], rule: TensorRule) -> tuple[int, ...]:
+def _rank_shape(config: UnifiedConfig, rule: TensorRule) -> tuple[int, ...]:
     """Returns the shape of one unified tensor on one rank."""
     shapes = [_piece_shape(config, part) for part in rule.parts]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def _first_row(config: Mapping[str, Any], part: Part, tp_rank: int) -> int:
+def _first_row(config: UnifiedConfig, part: Part, tp_rank: int) -> int:
     """Returns the row of the whole part at which a rank's piece begins."""
     if part.split == "kv_heads":
         # Ranks 0 … tp/kv - 1 hold head 0, the next as many head 1, as their query heads need.
-        num_heads = config["num_key_value_heads"]
-        head = tp_rank * num_heads // config["mapping"]["tp_size"]
-        return int(head * (part_shape(config, part)[0] // num_heads))
+        num_heads = config.num_key_value_heads
+        head = tp_rank * num_heads // config.mapping.tp_size
+        return head * (part_shape(config, part)[0] // num_heads)
     return tp_rank * _piece_shape(config, part)[0] if part.split in ("rows", "vocab") else 0
 
 
 def _piece(
-    config: Mapping[str, Any], part: Part, row: int, block: RawArray, tp_rank: int
+    config: UnifiedConfig, part: Part, row: int, block: RawArray, tp_rank: int
 ) -> tuple[int, RawArray]:
     """Cuts out of a part's rows from `row` on what belongs to a rank.
 
@@ -375,7 +358,7 @@ class _Place:
     """A part in the making, from pieces of all ranks, rank by rank."""
 
     def __init__(
-        self, config: Mapping[str, Any], part: Part, whole: RawArray, num_known_rows: int
+        self, config: UnifiedConfig, part: Part, whole: RawArray, num_known_rows: int
     ) -> None:
         self._config = config
         self._part = part

@@ -124,7 +124,7 @@ def test_nothing_but_linears_is_quantized(family: str) -> None:
 
 def test_excluded_linears_stay_plain() -> None:
     config = quantized("int4_awq", exclude=["*.1.*", "*.mlp.proj"])
-    assert config["quantization"]["exclude_modules"] == [
+    assert config.quantization.exclude_modules == [
         "lm_head",
         "*.1.*",
         "*.mlp.proj",

@@ -28,6 +28,7 @@ from specpipe.errors import CheckpointError
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.quantization.formats import FORMAT_OF_ALGO, FORMATS
 from specpipe.quantization.tensors import NEVER_QUANTIZED
+from specpipe.unified_config import Quantization
 
 Layout = Literal["scaled", "awq", "gptq"]
 """How the weight of a linear is stored.
@@ -60,7 +61,7 @@ class Prequantized:
     kv_cache: bool
     zero_offset: int = 0
 
-    def quantization(self, exclude_modules: tuple[str, ...] = ("lm_head",)) -> dict[str, Any]:
+    def quantization(self, exclude_modules: tuple[str, ...] = ("lm_head",)) -> Quantization:
         """Returns the `quantization` of the unified config."""
         made = FORMATS[self.format]
         quantization: dict[str, Any] = {
@@ -72,7 +73,7 @@ class Prequantized:
             quantization |= {"group_size": self.group_size, "has_zero_point": has_zero_point}
         if made.has_prequant:
             quantization["pre_quant_scale"] = True
-        return {**quantization, "exclude_modules": [*exclude_modules, *NEVER_QUANTIZED]}
+        return Quantization(**quantization, exclude_modules=[*exclude_modules, *NEVER_QUANTIZED])
 
 
 def read_prequantized(folder: Path, limits: FileLimits = FILE_LIMITS) -> Prequantized | None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from specpipe.errors import CheckpointError
-from specpipe.runtimes.tensorrt_llm.unified_config import read_unified_config
 from specpipe.stages.convert import convert
+from specpipe.unified_config import read_unified_config
 from tests.quantization.checkpoints import FORMATS, quantized_checkpoint
 from tests.toy import ARCHITECTURES, spelled_as_4_57, toy_config, write_toy_checkpoint
 
