@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_config, inflated_tensors, num_parameters, open_source
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine, avoid_cudnn_attention
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import Weights, load_weights, unsupported

@@ -45,16 +45,11 @@ from specpipe.checkpoint import (
     raw_dtype,
 )
 from specpipe.errors import CheckpointError, ConfigError, SpecpipeError
-from specpipe.families import (
-    EMBEDDING,
-    HEAD,
-    part_shape,
-    source_rows,
-    tensor_rules,
-    unified_config,
-)
+from specpipe.families import EMBEDDING, HEAD
+from specpipe.family_config import unified_config
 from specpipe.rules import Part
 from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, source_rows, tensor_rules
 
 SHARD_BYTES = 2_000_000_000
 _STD = 0.02

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from specpipe.errors import CheckpointError, ConfigError
-from specpipe.families import FAMILIES, pipeline_layers, tensor_rules, unified_config
+from specpipe.families import FAMILIES
+from specpipe.family_config import unified_config
 from specpipe.unified_config import Gemma2Config, Phi3Config, UnifiedConfig
+from specpipe.unified_layout import pipeline_layers, tensor_rules
 from tests.toy import toy_config
 
 SUPPORTED = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specpipe.errors import CheckpointError
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.hf_config import context_length
 from tests.toy import ARCHITECTURES, spelled_as_4_57, toy_config
 

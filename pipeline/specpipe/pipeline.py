@@ -31,7 +31,7 @@ from specpipe.checkpoint import (
 from specpipe.checkpoint_file import is_there
 from specpipe.config import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, RepositoryError
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.hf_config import context_length
 from specpipe.manifest import MANIFEST_SUFFIX, Hashed, read_anew

@@ -21,18 +21,12 @@ from specpipe.checkpoint import (
     some,
 )
 from specpipe.errors import CheckpointError
-from specpipe.families import (
-    EMBEDDING,
-    HEAD,
-    IGNORED_SUFFIXES,
-    part_shape,
-    source_rows,
-    tensor_rules,
-    unified_config,
-)
+from specpipe.families import EMBEDDING, HEAD, IGNORED_SUFFIXES
+from specpipe.family_config import unified_config
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.rules import Part
 from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_layout import part_shape, source_rows, tensor_rules
 from specpipe.weight_values import in_tensor, rounded, to_float32
 
 

@@ -2,7 +2,7 @@
 
 A folder of `config.json` and `rank{i}.safetensors`, i = pp_rank · tp_size + tp_rank. Layers are
 numbered from 0 within their pipeline stage. Every runtime builds from this; `load_unified` gives
-them whole tensors again, whatever the split was. Tables: families.py.
+them whole tensors again, whatever the split was. Which tensors: unified_layout.py.
 """
 
 from __future__ import annotations
@@ -30,16 +30,21 @@ from specpipe.checkpoint import (
     read_safetensors_header,
 )
 from specpipe.errors import CheckpointError, SpecpipeError
-from specpipe.families import (
+from specpipe.row_jobs import JOB_BYTES, in_threads
+from specpipe.rules import Part
+from specpipe.unified_config import UnifiedConfig, read_unified_config
+from specpipe.unified_layout import (
+    UnifiedTensor,
+    first_row,
     part_shape,
-    pipeline_layers,
+    piece_of,
+    piece_shape,
+    rank_shape,
     source_rows,
     stored_dtype,
-    tensor_rules,
+    unified_tensors,
+    whole_shape,
 )
-from specpipe.row_jobs import JOB_BYTES, in_threads
-from specpipe.rules import Part, TensorRule
-from specpipe.unified_config import UnifiedConfig, read_unified_config
 from specpipe.weight_values import rounded
 
 Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
@@ -58,36 +63,6 @@ class RawTensor:
     data: RawArray
 
 
-@dataclass(frozen=True)
-class UnifiedTensor:
-    """One tensor of the whole model, and where its pieces lie."""
-
-    name: str
-    rule: TensorRule
-    layer: int | None
-    pp_rank: int
-    local_name: str
-
-
-def unified_tensors(config: UnifiedConfig) -> Iterator[UnifiedTensor]:
-    """Yields every tensor of the model in the order of the forward pass.
-
-    `name` counts layers over the whole model, `local_name` within the pipeline stage.
-    """
-    pp_size = config.mapping.pp_size
-    stages = [pipeline_layers(config, pp_rank) for pp_rank in range(pp_size)]
-    stage_of = {layer: rank for rank, layers in enumerate(stages) for layer in layers}
-    for rule, layer in tensor_rules(config):
-        if layer is None:
-            pp_rank = 0 if rule.stage == "first" else pp_size - 1
-            yield UnifiedTensor(rule.name, rule, None, pp_rank, rule.name)
-        else:
-            pp_rank = stage_of[layer]
-            name = rule.name.format(n=layer)
-            local_name = rule.name.format(n=layer - stages[pp_rank].start)
-            yield UnifiedTensor(name, rule, layer, pp_rank, local_name)
-
-
 def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
     """Writes a unified checkpoint into the empty folder `out`.
 
@@ -100,7 +75,7 @@ def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
         {} for _ in range(config.mapping.world_size)
     ]
     for tensor in unified_tensors(config):
-        stored = stored_dtype(config, tensor.rule), _rank_shape(config, tensor.rule)
+        stored = stored_dtype(config, tensor.rule), rank_shape(config, tensor.rule)
         for tp_rank in range(tp_size):
             ranks[tensor.pp_rank * tp_size + tp_rank][tensor.local_name] = stored
     needed = sum(
@@ -146,7 +121,7 @@ def _jobs(config: UnifiedConfig) -> Iterator[_Job]:
             step = max(1, JOB_BYTES // (num_elements(columns) * element_bytes))
             for start in range(0, rows, step):
                 yield _Job(tensor, part, rank_row, start, min(start + step, rows))
-            rank_row += _piece_shape(config, part)[0]
+            rank_row += piece_shape(config, part)[0]
 
 
 def _copy(config: UnifiedConfig, job: _Job, read: Read, writers: list[SafetensorsWriter]) -> None:
@@ -156,13 +131,13 @@ def _copy(config: UnifiedConfig, job: _Job, read: Read, writers: list[Safetensor
     row = job.start
     for block in read(part, job.tensor.layer, job.start, job.stop):
         for tp_rank, writer in enumerate(writers[first : first + tp_size]):
-            rank_row, piece = _piece(config, part, row, block, tp_rank)
+            rank_row, piece = piece_of(config, part, row, block, tp_rank)
             if len(piece):
                 writer.write_rows(name, job.rank_row + rank_row, piece)
         row += len(block)
     rows, *columns = part_shape(config, part)
     if part.split == "vocab" and row == rows:  # the last job of the part adds the zero rows
-        rank_rows = _piece_shape(config, part)[0]
+        rank_rows = piece_shape(config, part)[0]
         for tp_rank, writer in enumerate(writers[first : first + tp_size]):
             used = min(max(rows - tp_rank * rank_rows, 0), rank_rows)
             padding = np.zeros((rank_rows - used, *columns), block.dtype)
@@ -203,9 +178,7 @@ class UnifiedCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a merged tensor."""
-        parts = self._tensors[name].rule.parts
-        shapes = [part_shape(self.config, part) for part in parts]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return whole_shape(self.config, self._tensors[name].rule)
 
     def fixed_dtype(self, name: str) -> str | None:
         """Returns what a tensor is stored in whatever the checkpoint's dtype is: quantized weights
@@ -265,7 +238,7 @@ class UnifiedCheckpoint:
         first = tensor.pp_rank * self._tp_size
         row = rank_row = 0
         for part in tensor.rule.parts:
-            rows, rank_rows = part_shape(self.config, part)[0], _piece_shape(self.config, part)[0]
+            rows, rank_rows = part_shape(self.config, part)[0], piece_shape(self.config, part)[0]
             place = _Place(self.config, part, whole[row : row + rows], rows if is_whole else 0)
             for tp_rank in range(self._tp_size):
                 info = self._ranks[first + tp_rank][tensor.local_name]
@@ -281,7 +254,7 @@ class UnifiedCheckpoint:
     def _check_names(self) -> None:
         expected: list[dict[str, tuple[str, tuple[int, ...]]]] = [{} for _ in self._ranks]
         for tensor in self._tensors.values():
-            stored = stored_dtype(self.config, tensor.rule), _rank_shape(self.config, tensor.rule)
+            stored = stored_dtype(self.config, tensor.rule), rank_shape(self.config, tensor.rule)
             for tp_rank in range(self._tp_size):
                 expected[tensor.pp_rank * self._tp_size + tp_rank][tensor.local_name] = stored
         for rank, tensors in enumerate(self._ranks):
@@ -308,52 +281,6 @@ def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.safetensors"
 
 
-def _piece_shape(config: UnifiedConfig, part: Part) -> tuple[int, ...]:
-    """Returns the shape of one rank's piece of a part."""
-    rows, *columns = part_shape(config, part)
-    tp_size = config.mapping.tp_size
-    if part.split == "rows":
-        return (rows // tp_size, *columns)
-    if part.split == "columns":
-        return (rows, columns[0] // tp_size)
-    if part.split == "kv_heads":
-        return (max(rows // tp_size, rows // config.num_key_value_heads), *columns)
-    if part.split == "vocab":
-        return (-(-rows // tp_size), *columns)
-    return (rows, *columns)
-
-
-def _rank_shape(config: UnifiedConfig, rule: TensorRule) -> tuple[int, ...]:
-    """Returns the shape of one unified tensor on one rank."""
-    shapes = [_piece_shape(config, part) for part in rule.parts]
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-
-def _first_row(config: UnifiedConfig, part: Part, tp_rank: int) -> int:
-    """Returns the row of the whole part at which a rank's piece begins."""
-    if part.split == "kv_heads":
-        # Ranks 0 … tp/kv - 1 hold head 0, the next as many head 1, as their query heads need.
-        num_heads = config.num_key_value_heads
-        head = tp_rank * num_heads // config.mapping.tp_size
-        return head * (part_shape(config, part)[0] // num_heads)
-    return tp_rank * _piece_shape(config, part)[0] if part.split in ("rows", "vocab") else 0
-
-
-def _piece(
-    config: UnifiedConfig, part: Part, row: int, block: RawArray, tp_rank: int
-) -> tuple[int, RawArray]:
-    """Cuts out of a part's rows from `row` on what belongs to a rank.
-
-    Returns it with its first row within the rank's piece.
-    """
-    shape = _piece_shape(config, part)
-    if part.split == "columns":
-        return row, block[:, tp_rank * shape[1] : (tp_rank + 1) * shape[1]]
-    first = _first_row(config, part, tp_rank)
-    start, stop = max(row, first), min(row + len(block), first + shape[0])
-    return max(start - first, 0), block[start - row : max(stop - row, start - row)]
-
-
 class _Place:
     """A part in the making, from pieces of all ranks, rank by rank."""
 
@@ -372,7 +299,7 @@ class _Place:
             place = self._whole[:, tp_rank * columns : (tp_rank + 1) * columns]
             is_known = self._num_known_rows == len(self._whole)
             return _fill(place[row : row + len(block)], block, len(block) if is_known else 0)
-        row += _first_row(self._config, self._part, tp_rank)
+        row += first_row(self._config, self._part, tp_rank)
         inside = block[: max(len(self._whole) - row, 0)]
         num_known_rows = min(max(self._num_known_rows - row, 0), len(inside))
         self._num_known_rows = max(self._num_known_rows, row + len(inside))

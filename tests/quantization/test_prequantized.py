@@ -13,7 +13,6 @@ from torch import Tensor
 
 from specpipe.checkpoint import create_safetensors, open_checkpoint
 from specpipe.errors import CheckpointError, ConfigError
-from specpipe.families import tensor_rules
 from specpipe.quantization import numbers
 from specpipe.quantization.prequantized import read_prequantized
 from specpipe.quantization.tensors import NEVER_QUANTIZED
@@ -21,6 +20,7 @@ from specpipe.stages.convert import Convert, convert
 from specpipe.stages.export import export
 from specpipe.stages.quantize import quantize
 from specpipe.unified import UnifiedCheckpoint, load_unified
+from specpipe.unified_layout import tensor_rules
 from tests.quantization.checkpoints import as_floats, scheme, write_scales
 from tests.toy import read_tensor, toy_config, toy_tensors, write_toy_checkpoint
 

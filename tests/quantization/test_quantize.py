@@ -17,7 +17,7 @@ from specpipe.quantization.quantized_config import quantized_linears
 from specpipe.stages.convert import convert
 from specpipe.stages.quantize import Quantize, quantize
 from specpipe.unified import UnifiedCheckpoint, load_unified
-from specpipe.unified_config import PLAIN
+from specpipe.unified_sections import PLAIN
 from tests.quantization.checkpoints import (
     FORMATS,
     as_floats,

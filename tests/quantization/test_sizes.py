@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from specpipe.checkpoint import read_safetensors_header
-from specpipe.families import tensor_rules, unified_config
+from specpipe.family_config import unified_config
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.sizes import kv_cache_bytes_per_token, tensor_bytes, weights_bytes
 from specpipe.stages.convert import convert
 from specpipe.unified_config import read_unified_config
+from specpipe.unified_layout import tensor_rules
 from tests.quantization.checkpoints import FORMATS, quantized_checkpoint, scheme
 from tests.toy import toy_config, write_toy_checkpoint
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from specpipe.families import part_shape, stored_dtype, tensor_rules, unified_config
+from specpipe.family_config import unified_config
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.tensors import is_quantized
+from specpipe.unified_layout import part_shape, stored_dtype, tensor_rules
 from tests.quantization.checkpoints import FORMATS, scheme
 from tests.toy import ARCHITECTURES, toy_config
 

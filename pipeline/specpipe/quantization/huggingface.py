@@ -40,12 +40,13 @@ from specpipe.checkpoint import (
     create_safetensors,
     num_elements,
 )
-from specpipe.families import HEAD, tensor_rules
+from specpipe.families import HEAD
 from specpipe.quantization.formats import FORMATS, Content, Format, Scale
 from specpipe.quantization.quantized_config import check_export
 from specpipe.quantization.tensors import is_quantized
 from specpipe.quantization.weights import QuantizedWeights, raw
 from specpipe.row_jobs import JOB_BYTES, in_threads
+from specpipe.unified_layout import tensor_rules
 
 SUFFIXES: Mapping[Content, str] = {
     "quantized": "weight",

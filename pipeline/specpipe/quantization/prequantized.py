@@ -28,7 +28,7 @@ from specpipe.errors import CheckpointError
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.quantization.formats import FORMAT_OF_ALGO, FORMATS
 from specpipe.quantization.tensors import NEVER_QUANTIZED
-from specpipe.unified_config import Quantization
+from specpipe.unified_sections import Quantization
 
 Layout = Literal["scaled", "awq", "gptq"]
 """How the weight of a linear is stored.

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from specpipe.checkpoint import HFCheckpoint, RawArray, open_checkpoint, some
 from specpipe.errors import CheckpointError
-from specpipe.families import part_shape, source_rows, tensor_rules
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.plain_weights import PlainWeights, config_of, match_weights
 from specpipe.quantization import numbers
@@ -42,6 +41,7 @@ from specpipe.quantization.tensors import is_linear
 from specpipe.quantization.weights import raw
 from specpipe.rules import Part
 from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, source_rows, tensor_rules
 
 _KV_SCALES = (
     KV_SCALES,

@@ -8,11 +8,12 @@ from typing import Any
 
 from specpipe.config import QuantizationConfig
 from specpipe.errors import ConfigError
-from specpipe.families import part_shape, tensor_rules
 from specpipe.quantization.formats import FORMATS, OFFERED
 from specpipe.quantization.tensors import NEVER_QUANTIZED, is_quantized
 from specpipe.rules import Part, TensorRule
-from specpipe.unified_config import PLAIN, Quantization, UnifiedConfig
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, tensor_rules
+from specpipe.unified_sections import PLAIN, Quantization
 
 _CURE = "exclude it, or use fp8"
 

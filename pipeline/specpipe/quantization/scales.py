@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from specpipe.checkpoint import TensorInfo, read_blocks, read_safetensors_header, some
 from specpipe.errors import CheckpointError
-from specpipe.families import part_shape
 from specpipe.quantization.quantized_config import quantized_linears
 from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape
 
 SCALES_NAME, CALIBRATION_NAME = "scales.safetensors", "calibration.json"
 

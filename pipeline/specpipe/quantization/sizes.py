@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from specpipe.checkpoint import ELEMENT_BYTES, num_elements
-from specpipe.families import HEAD, part_shape, pipeline_layers, stored_dtype, tensor_rules
+from specpipe.families import HEAD
 from specpipe.quantization.tensors import is_quantized, shares_embedding
 from specpipe.rules import Part, TensorRule
-from specpipe.unified_config import ParallelMapping, UnifiedConfig
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, pipeline_layers, stored_dtype, tensor_rules
+from specpipe.unified_sections import ParallelMapping
 
 _BUILT_BITS = {"int8_wo": 8, "int4_wo": 4}
 """Of the formats that are stored plain and quantized while an engine is built."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from specpipe.checkpoint import RawArray, num_elements
 from specpipe.errors import CheckpointError
-from specpipe.families import part_shape, source_rows
 from specpipe.plain_weights import PlainWeights
 from specpipe.quantization import numbers
 from specpipe.quantization.formats import (
@@ -30,6 +29,7 @@ from specpipe.quantization.quantized_config import plain_parts, quantized_linear
 from specpipe.quantization.scales import Measured, Scales
 from specpipe.rules import Part
 from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, source_rows
 
 _CHUNK_BYTES = 1 << 20  # of plain weights that are rounded at a time; their floats stay in a cache
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from specpipe.checkpoint import QUANTIZATION_KEYS, checkpoint_files, read_config
 from specpipe.checkpoint_file import is_there
 from specpipe.errors import EngineBuildError, RuntimeUnavailable, SpecpipeError
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.pairing import PairContract
 from specpipe.quantization.report import (

@@ -27,7 +27,8 @@ from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, BuildTorchEn
 from specpipe.stages.base import Role
 from specpipe.stages.convert import convert
 from specpipe.triton.layout import SPECULATIVE, VERSION
-from specpipe.unified_config import Quantization, read_unified_config
+from specpipe.unified_config import read_unified_config
+from specpipe.unified_sections import Quantization
 from specpipe.verification.verdict import Floats
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.runtimes.base import Pair, PairOptions
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import ENGINE_KIND

@@ -15,10 +15,11 @@ import tensorrt_rtx as trt
 import torch
 
 from specpipe.errors import EngineBuildError
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.runtimes.tensorrt import network, shapes
 from specpipe.runtimes.tensorrt.graph import Graph, kinds
-from specpipe.unified_config import Quantization, UnifiedConfig
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_sections import Quantization
 from tests.runtimes.tensorrt.networks import (
     InterpretedDecoder,
     Network,

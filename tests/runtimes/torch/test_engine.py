@@ -398,6 +398,12 @@ def test_a_foreign_or_damaged_engine_is_refused(toy: Path, tmp_path: Path) -> No
     (tmp_path / "model.safetensors").write_bytes(b"short")
     with pytest.raises(EngineMismatch, match="cannot be read .*; build it again"):
         TorchEngine.load(tmp_path)
+    del config["pretrained_config"]["head_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        EngineMismatch, match=r"\(head_size: Field required\): build the engine again"
+    ):
+        TorchEngine.load(tmp_path)
     config["runtime"]["format"] = 0
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineMismatch, match="was built for {'name': 'torch', 'format': 0}"):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.runtimes import memory
 from specpipe.runtimes.memory import MemoryEstimate, available_bytes
 from specpipe.runtimes.torch.memory import estimate_memory

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specpipe.errors import EngineMismatch
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.quantization.formats import FORMATS, QuantAlgo
 from specpipe.quantization.tensors import NEVER_QUANTIZED
 from specpipe.runtimes.memory import MemoryEstimate
@@ -22,7 +22,7 @@ from specpipe.runtimes.torch.layout import write_weights
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.quantized import quantized_linear
 from specpipe.unified import load_unified
-from specpipe.unified_config import Quantization
+from specpipe.unified_sections import Quantization
 from tests.quantization.checkpoints import quantized_checkpoint
 from tests.runtimes.torch.engines import build_engine
 from tests.runtimes.torch.quantized_reference import CHUNKS, TEXTS, assert_agree

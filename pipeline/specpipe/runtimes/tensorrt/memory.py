@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import prod
 
 from specpipe.checkpoint import ELEMENT_BYTES
-from specpipe.families import part_shape, tensor_rules
 from specpipe.quantization.tensors import shares_embedding
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_layout import part_shape, tensor_rules
 
 
 def estimate_memory(

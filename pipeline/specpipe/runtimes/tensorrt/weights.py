@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from specpipe.checkpoint import RawArray, create_safetensors
 from specpipe.errors import CheckpointError, EngineBuildError
-from specpipe.families import part_shape
 from specpipe.quantization.tensors import shares_embedding
 from specpipe.triton.layout import link_file
-from specpipe.unified import UnifiedCheckpoint, unified_tensors
+from specpipe.unified import UnifiedCheckpoint
 from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_layout import unified_tensors, whole_shape
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 
@@ -86,10 +86,9 @@ class ShapesOnly:
 
     def __init__(self, config: UnifiedConfig, dtype: str) -> None:
         self.dtype = dtype
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for tensor in unified_tensors(config):
-            parts = [part_shape(config, part) for part in tensor.rule.parts]
-            self._shapes[tensor.name] = (sum(shape[0] for shape in parts), *parts[0][1:])
+        self._shapes = {
+            tensor.name: whole_shape(config, tensor.rule) for tensor in unified_tensors(config)
+        }
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes

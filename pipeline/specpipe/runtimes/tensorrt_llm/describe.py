@@ -12,7 +12,7 @@ import yaml
 
 from specpipe.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, QUANTIZATION_KEYS, open_checkpoint
 from specpipe.errors import CheckpointError, EngineMismatch
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.manifest import read_manifest
 from specpipe.runtimes.engine_description import (
     EngineDescription,

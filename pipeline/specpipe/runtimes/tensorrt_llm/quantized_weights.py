@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from specpipe.families import part_shape, pipeline_layers, tensor_rules
 from specpipe.quantization.formats import FORMATS, OFFERED
 from specpipe.quantization.quantized_config import quantized_linears
 from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.tensorrt_llm.refusals import formats_on, instead, what_is_quantized
+from specpipe.unified_layout import part_shape, pipeline_layers, tensor_rules
 
 if TYPE_CHECKING:
     from specpipe.runtimes.base import Side

@@ -15,7 +15,7 @@ from torch import Tensor
 from specpipe.quantization import numbers
 from specpipe.quantization.formats import E4M3_MAX
 from specpipe.runtimes.torch.kernel_choice import Kernel, kernel_for
-from specpipe.unified_config import Quantization
+from specpipe.unified_sections import Quantization
 
 _OPERATORS: Mapping[Kernel, str] = {
     "fp8": "aten::_scaled_mm",

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import prod
 
 from specpipe.checkpoint import ELEMENT_BYTES
-from specpipe.families import part_shape, tensor_rules
 from specpipe.quantization.formats import FORMATS
 from specpipe.quantization.tensors import is_quantized, shares_embedding
 from specpipe.runtimes.memory import MemoryEstimate
@@ -19,7 +18,9 @@ from specpipe.runtimes.torch.fused.sizes import (
     spare_positions,
 )
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
-from specpipe.unified_config import DTYPES, PLAIN, UnifiedConfig
+from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_layout import part_shape, tensor_rules
+from specpipe.unified_sections import PLAIN
 
 
 def estimate_memory(
