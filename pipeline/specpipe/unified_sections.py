@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -11,12 +12,17 @@ from specpipe.quantization.formats import FORMAT_OF_ALGO, FORMATS, QuantAlgo
 
 Count = Annotated[int, Field(ge=1)]
 
-_NEVER_QUANTIZED: dict[QuantAlgo | None, str] = {
+NEVER_QUANTIZED = ("*vocab_embedding", "*ln_f")
+"""What stands in every `exclude_modules` besides linears. Without them TensorRT-LLM would quantize
+the embedding in weight-only formats and the last norm in fp8_pc_pt; and an empty list means to it
+that nothing is said (quantization/quantize.py, quantize_layers and fp8_rowwise_quantize)."""
+
+_HAS_NO_SCALES: dict[QuantAlgo | None, str] = {
     "W8A16": "transformer.vocab_embedding",
     "W4A16": "transformer.vocab_embedding",
     "FP8_PER_CHANNEL_PER_TOKEN": "transformer.ln_f",
 }
-"""What TensorRT-LLM would quantize too, by algorithm; no checkpoint has scales for it."""
+"""Which of them an algorithm would quantize; no checkpoint has scales for it."""
 
 
 class Section(BaseModel):
@@ -30,19 +36,12 @@ class Section(BaseModel):
 
 
 class ParallelMapping(Section):
-    """How the model is split; ranks of tensor parallelism lie next to each other."""
+    """How the model is split: what specpipe writes of Mapping."""
 
     world_size: Count
     tp_size: Count
     pp_size: Count
     cp_size: Count = 1
-    moe_tp_size: int = 1
-    moe_ep_size: int = 1
-    moe_cluster_size: int = 1
-    gpus_per_node: int = 8
-    attn_tp_size: int = -1
-    attn_cp_size: int = -1
-    auto_parallel: bool = False
 
     @classmethod
     def of(cls, tp_size: int, pp_size: int) -> ParallelMapping:
@@ -57,18 +56,37 @@ class ParallelMapping(Section):
 
 
 class Quantization(Section):
-    """How linears and KV cache are quantized: QuantConfig, without settings of single layers."""
+    """How linears and KV cache are quantized: what specpipe writes of QuantConfig."""
 
     quant_algo: QuantAlgo | None = None
     kv_cache_quant_algo: Literal["FP8", "INT8", "NVFP4"] | None = None
     group_size: int | None = 128
-    smoothquant_val: float = 0.5
-    clamp_val: list[float] | None = None
-    use_meta_recipe: bool = False
     has_zero_point: bool = False
     pre_quant_scale: bool = False
     exclude_modules: list[str] | None = None
-    mamba_ssm_cache_dtype: str | None = None
+
+    @classmethod
+    def of(
+        cls, format: str, *, fp8_kv_cache: bool, group_size: int | None, excluded: Iterable[str]
+    ) -> Quantization:
+        """Returns the section of a format, with the keys that it has use for.
+
+        group_size  how many numbers share a scale, of a format where the config says so
+        excluded    patterns of linears that stay plain
+        """
+        made = FORMATS[format]
+        keys: dict[str, Any] = {}
+        if made.block_size is not None:
+            size = group_size if made.block_size == "set" else made.block_size
+            keys = {"group_size": size, "has_zero_point": format == "int4_gptq"}
+        if made.has_prequant:
+            keys["pre_quant_scale"] = True
+        return cls(
+            quant_algo=made.quant_algo,
+            kv_cache_quant_algo="FP8" if fp8_kv_cache else None,
+            **keys,
+            exclude_modules=[*excluded, *NEVER_QUANTIZED],
+        )
 
     @property
     def format(self) -> str | None:
@@ -84,7 +102,7 @@ class Quantization(Section):
     @model_validator(mode="after")
     def _check_excluded(self) -> Quantization:
         """A list takes the place of TensorRT-LLM's own, in which these are."""
-        module, excluded = _NEVER_QUANTIZED.get(self.quant_algo), self.exclude_modules
+        module, excluded = _HAS_NO_SCALES.get(self.quant_algo), self.exclude_modules
         if module is None or excluded is None:
             return self
         if not any(fnmatchcase(module, name) for name in excluded):

@@ -15,12 +15,12 @@ from specpipe.checkpoint import create_safetensors, open_checkpoint
 from specpipe.errors import CheckpointError, ConfigError
 from specpipe.quantization import numbers
 from specpipe.quantization.prequantized import read_prequantized
-from specpipe.quantization.tensors import NEVER_QUANTIZED
 from specpipe.stages.convert import Convert, convert
 from specpipe.stages.export import export
 from specpipe.stages.quantize import quantize
 from specpipe.unified import UnifiedCheckpoint, load_unified
 from specpipe.unified_layout import tensor_rules
+from specpipe.unified_sections import NEVER_QUANTIZED
 from tests.quantization.checkpoints import as_floats, scheme, write_scales
 from tests.toy import read_tensor, toy_config, toy_tensors, write_toy_checkpoint
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
 
 from specpipe.config import QuantizationConfig
 from specpipe.errors import ConfigError
 from specpipe.quantization.formats import FORMATS, OFFERED
-from specpipe.quantization.tensors import NEVER_QUANTIZED, is_quantized
+from specpipe.quantization.tensors import is_quantized
 from specpipe.rules import Part, TensorRule
 from specpipe.unified_config import UnifiedConfig
 from specpipe.unified_layout import part_shape, tensor_rules
@@ -26,19 +25,13 @@ def quantized_config(config: UnifiedConfig, scheme: QuantizationConfig) -> Unifi
     that tensor parallelism adds to the head are no tokens. Refused are sizes that the format cannot
     divide, and patterns of `exclude` that name nothing.
     """
-    made = FORMATS[scheme.format]
-    excluded = (*(() if scheme.quantize_lm_head else ("lm_head",)), *scheme.exclude)
-    quantization: dict[str, Any] = {
-        "quant_algo": made.quant_algo,
-        "kv_cache_quant_algo": "FP8" if scheme.kv_cache == "fp8" else None,
-    }
-    if made.block_size is not None:
-        size = scheme.awq_block_size if made.block_size == "set" else made.block_size
-        quantization |= {"group_size": size, "has_zero_point": False}
-    if made.has_prequant:
-        quantization["pre_quant_scale"] = True
-    quantization["exclude_modules"] = [*excluded, *NEVER_QUANTIZED]
-    quantized = config.quantized(Quantization(**quantization))
+    quantization = Quantization.of(
+        scheme.format,
+        fp8_kv_cache=scheme.kv_cache == "fp8",
+        group_size=scheme.awq_block_size,
+        excluded=(*(() if scheme.quantize_lm_head else ("lm_head",)), *scheme.exclude),
+    )
+    quantized = config.quantized(quantization)
     _check_exclude(config, scheme)
     if not list(quantized_linears(quantized)):
         raise ConfigError("quantization.exclude leaves no linear to quantize; exclude fewer")

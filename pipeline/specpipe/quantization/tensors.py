@@ -17,11 +17,6 @@ from specpipe.unified_config import UnifiedConfig
 _LINEARS = ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj", "lm_head")
 _ATTENTION = "transformer.layers.{n}.attention"
 
-NEVER_QUANTIZED = ("*vocab_embedding", "*ln_f")
-"""What stands in every `exclude_modules` besides linears. Without them TensorRT-LLM would quantize
-the embedding in weight-only formats and the last norm in fp8_pc_pt; and an empty list means to it
-that nothing is said (quantization/quantize.py, quantize_layers and fp8_rowwise_quantize)."""
-
 
 def is_linear(module: str) -> bool:
     """Says whether a module of the unified checkpoint is one that a format may quantize."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from specpipe.errors import EngineMismatch
 from specpipe.family_config import unified_config
 from specpipe.quantization.formats import FORMATS, QuantAlgo
-from specpipe.quantization.tensors import NEVER_QUANTIZED
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.torch.engine import TorchEngine, load_weights
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, kernel_for
@@ -22,7 +21,7 @@ from specpipe.runtimes.torch.layout import write_weights
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.quantized import quantized_linear
 from specpipe.unified import load_unified
-from specpipe.unified_sections import Quantization
+from specpipe.unified_sections import NEVER_QUANTIZED, Quantization
 from tests.quantization.checkpoints import quantized_checkpoint
 from tests.runtimes.torch.engines import build_engine
 from tests.runtimes.torch.quantized_reference import CHUNKS, TEXTS, assert_agree

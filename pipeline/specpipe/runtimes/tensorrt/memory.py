@@ -9,7 +9,7 @@ from specpipe.quantization.tensors import shares_embedding
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.unified_config import DTYPES, UnifiedConfig
-from specpipe.unified_layout import part_shape, tensor_rules
+from specpipe.unified_layout import tensor_rules, whole_shape
 
 
 def estimate_memory(
@@ -28,9 +28,8 @@ def estimate_memory(
     """
     element = ELEMENT_BYTES[DTYPES[dtype]]
     weights_bytes = sum(
-        (ELEMENT_BYTES[rule.dtype] if rule.dtype else element) * prod(part_shape(config, part))
+        (ELEMENT_BYTES[rule.dtype] if rule.dtype else element) * prod(whole_shape(config, rule))
         for rule, _ in tensor_rules(config)
-        for part in rule.parts
     )
     if shares_embedding(config):
         weights_bytes -= element * config.vocab_size * config.hidden_size

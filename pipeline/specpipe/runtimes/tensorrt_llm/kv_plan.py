@@ -27,12 +27,11 @@ from specpipe.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, read_config
 from specpipe.errors import EngineBuildError
 from specpipe.quantization.formats import FORMAT_OF_ALGO
 from specpipe.quantization.sizes import kv_cache_bytes_per_token, tensor_bytes
-from specpipe.quantization.tensors import NEVER_QUANTIZED
 from specpipe.rules import TensorRule
 from specpipe.runtimes.memory import MemoryEstimate, format_bytes
 from specpipe.unified_config import DTYPES, UnifiedConfig
 from specpipe.unified_layout import pipeline_layers, tensor_rules
-from specpipe.unified_sections import Quantization
+from specpipe.unified_sections import NEVER_QUANTIZED, Quantization
 
 if TYPE_CHECKING:
     from specpipe.runtimes.base import PairPlan, Side

@@ -18,7 +18,7 @@ from specpipe.quantization.formats import FORMATS, OFFERED
 from specpipe.quantization.quantized_config import quantized_linears
 from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.tensorrt_llm.refusals import formats_on, instead, what_is_quantized
-from specpipe.unified_layout import part_shape, pipeline_layers, tensor_rules
+from specpipe.unified_layout import pipeline_layers, tensor_rules, whole_shape
 
 if TYPE_CHECKING:
     from specpipe.runtimes.base import Side
@@ -68,8 +68,7 @@ def _size_faults(side: Side, name: str, sm: int | None) -> Iterator[str]:
     multiple *= side.checkpoint.tp_size
     unfit = []
     for module, rule, _ in quantized_linears(config):
-        outputs = sum(part_shape(config, part)[0] for part in rule.parts)
-        inputs = part_shape(config, rule.parts[0])[1]
+        outputs, inputs = whole_shape(config, rule)
         for what, size in (("inputs", inputs), ("outputs", outputs)):
             if size % multiple:
                 unfit.append(f"{module} has {size} {what}")

@@ -19,7 +19,7 @@ from specpipe.runtimes.torch.fused.sizes import (
 )
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
 from specpipe.unified_config import DTYPES, UnifiedConfig
-from specpipe.unified_layout import part_shape, tensor_rules
+from specpipe.unified_layout import tensor_rules, whole_shape
 from specpipe.unified_sections import PLAIN
 
 
@@ -73,13 +73,12 @@ def estimate_memory(
 def _weight_bytes(config: UnifiedConfig, dtype: str, kernel: Kernel | None) -> Iterator[int]:
     for rule, layer in tensor_rules(config.quantized(PLAIN)):
         module, _, kind = rule.name.format(n=layer).rpartition(".")
-        shapes = [part_shape(config, part) for part in rule.parts]
+        shape = whole_shape(config, rule)
         if kind == "weight" and is_quantized(config, module):
-            rows, columns = sum(shape[0] for shape in shapes), shapes[0][1]
-            yield _linear_bytes(config, dtype, kernel, rows, columns)
+            yield _linear_bytes(config, dtype, kernel, *shape)
         else:
             stored = "F32" if rule.parts[0].one_plus else DTYPES[dtype]
-            yield ELEMENT_BYTES[stored] * sum(prod(shape) for shape in shapes)
+            yield ELEMENT_BYTES[stored] * prod(shape)
 
 
 def _linear_bytes(
