@@ -37,13 +37,15 @@ from measure import ROOT, cpu_name
 
 from specpipe import cache
 from specpipe.checkpoint import RawArray, read_safetensors_header
-from specpipe.families import Part, part_shape, unified_config
+from specpipe.family_config import unified_config
+from specpipe.rules import Part
 from specpipe.runtimes.base import load_runtime
 from specpipe.runtimes.tensorrt import library
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
 from specpipe.stages.base import Stage
 from specpipe.stages.convert import Convert
 from specpipe.unified import write_unified
+from specpipe.unified_layout import part_shape
 
 LIBRARY = "tensorrt_rtx"
 PAIR = ROOT / "models" / "python-code"

@@ -32,8 +32,9 @@ import numpy.typing as npt
 
 from specpipe import cache
 from specpipe.checkpoint import INDEX_NAME, create_safetensors, num_elements
-from specpipe.families import part_shape, tensor_rules, unified_config
+from specpipe.family_config import unified_config
 from specpipe.stages.convert import Convert, convert
+from specpipe.unified_layout import part_shape, tensor_rules
 
 SHARD_BYTES = 2_000_000_000
 COPY = "plain copy"

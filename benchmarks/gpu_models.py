@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_config, inflated_tensors, num_parameters, open_source
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine, avoid_cudnn_attention
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import Weights, load_weights, unsupported
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model import Model, ModelConfig
+from specpipe.unified_config import UnifiedConfig
 
 _STD = 0.02
 
@@ -41,10 +42,10 @@ class Source:
     def num_parameters(self) -> int:
         return num_parameters(self.hf_config)
 
-    def config(self, *, fp8: bool = False) -> dict[str, Any]:
+    def config(self, *, fp8: bool = False) -> UnifiedConfig:
         """The unified config."""
         config = unified_config(self.hf_config)
-        return {**config, "quantization": FP8} if fp8 else config
+        return config.quantized(FP8) if fp8 else config
 
     def why_not(self, *, fp8: bool = False) -> str | None:
         """Says what keeps the fused kernels from running it; None: they do."""
@@ -60,7 +61,7 @@ class Source:
         size = self.size
         if size is None:  # inflating to its own size only reads
             unified = self.config()
-            size = Size(*(unified[field.name] for field in fields(Size)))
+            size = Size(*(getattr(unified, field.name) for field in fields(Size)))
         return inflated_tensors(config, read, size, device=self.device, dtype=self.dtype)
 
 
@@ -68,7 +69,7 @@ class Source:
 class FusedModel:
     """A model whose weights are on the device; engines are made of it as they are needed."""
 
-    unified: Mapping[str, Any]
+    unified: UnifiedConfig
     config: ModelConfig
     weights: Weights
     device: torch.device
@@ -120,7 +121,7 @@ def plain_engine(source: Source, *, max_seq_len: int) -> TorchEngine:
 
 
 def _spec(
-    unified: Mapping[str, Any],
+    unified: UnifiedConfig,
     device: torch.device,
     dtype: torch.dtype,
     max_seq_len: int,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from specpipe.families import EMBEDDING, HEAD, part_shape, source_rows, tensor_rules
+from specpipe.families import EMBEDDING, HEAD
 from specpipe.rules import Part
 from specpipe.runtimes.torch.layout import arranged, engine_rules
 from specpipe.runtimes.torch.model import ModelConfig
 from specpipe.runtimes.torch.quantized_source import QuantizedSource
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, source_rows, tensor_rules
+from specpipe.unified_sections import Quantization
 
 ReadTensor = Callable[[str], "Tensor | None"]
 
-FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+FP8 = Quantization(quant_algo="FP8", exclude_modules=["lm_head"])
 """The `quantization` of a unified config whose layers have their linears in FP8."""
 
 _FP8_MAX = 448.0
@@ -29,9 +32,9 @@ class UnifiedSource:
     Each is read once. What comes before the one that is asked for is kept until it is read.
     """
 
-    def __init__(self, config: Mapping[str, Any], made: Iterator[tuple[str, Tensor]]) -> None:
+    def __init__(self, config: UnifiedConfig, made: Iterator[tuple[str, Tensor]]) -> None:
         """config  of the unified checkpoint"""
-        self._is_tied = config["tie_word_embeddings"]
+        self._is_tied = config.tie_word_embeddings
         self._parts = {
             rule.name.format(n=layer): [(part, part.source.format(n=layer)) for part in rule.parts]
             for rule, layer in tensor_rules(config)
@@ -73,7 +76,7 @@ class UnifiedSource:
 
 
 def engine_tensors(
-    config: Mapping[str, Any], made: Iterator[tuple[str, Tensor]]
+    config: UnifiedConfig, made: Iterator[tuple[str, Tensor]]
 ) -> tuple[list[str], ReadTensor]:
     """Returns the names of an engine's tensors (layout.py), and what makes one of them, once."""
     source = UnifiedSource(config, made)

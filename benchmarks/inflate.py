@@ -45,16 +45,11 @@ from specpipe.checkpoint import (
     raw_dtype,
 )
 from specpipe.errors import CheckpointError, ConfigError, SpecpipeError
-from specpipe.families import (
-    DTYPES,
-    EMBEDDING,
-    HEAD,
-    part_shape,
-    source_rows,
-    tensor_rules,
-    unified_config,
-)
+from specpipe.families import EMBEDDING, HEAD
+from specpipe.family_config import unified_config
 from specpipe.rules import Part
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, source_rows, tensor_rules
 
 SHARD_BYTES = 2_000_000_000
 _STD = 0.02
@@ -101,14 +96,14 @@ def inflated_config(
         "num_attention_heads": size.num_key_value_heads * _group_size(small),
         "num_key_value_heads": size.num_key_value_heads,
         "intermediate_size": size.intermediate_size,
-        "head_dim": small["head_size"],
-        "rms_norm_eps": small["norm_epsilon"] * small["hidden_size"] / size.hidden_size,
+        "head_dim": small.head_size,
+        "rms_norm_eps": small.norm_epsilon * small.hidden_size / size.hidden_size,
     }
     if config.get("layer_types"):
-        num_added = size.num_hidden_layers - small["num_hidden_layers"]
+        num_added = size.num_hidden_layers - small.num_hidden_layers
         inflated["layer_types"] = [*config["layer_types"], *["full_attention"] * num_added]
     if max_position_embeddings is not None:
-        if small["rotary_scaling"] is not None:
+        if small.rotary_scaling is not None:
             raise ConfigError(
                 "the checkpoint scales its rotary embedding by its number of positions; "
                 "leave max_position_embeddings as it is"
@@ -138,7 +133,7 @@ def inflated_tensors(
     small = unified_config(config)
     large = unified_config(inflated_config(config, size))
     read = tensors if callable(tensors) else tensors.__getitem__
-    norm_scale = math.sqrt(small["hidden_size"] / large["hidden_size"])
+    norm_scale = math.sqrt(small.hidden_size / large.hidden_size)
     small_parts = _hf_tensors(small)
     for name, parts in _hf_tensors(large).items():
         tensor = torch.empty(_shape(large, parts), dtype=dtype, device=device)
@@ -196,7 +191,7 @@ def write_inflated(
     config, read = open_source(source)
     inflated = inflated_config(config, size, max_position_embeddings=max_position_embeddings)
     unified = unified_config(inflated)
-    stored = DTYPES[unified["dtype"]]
+    stored = unified.plain_dtype
     shapes = {name: _shape(unified, parts) for name, parts in _hf_tensors(unified).items()}
     tensor_bytes = {
         name: num_elements(shape) * ELEMENT_BYTES[stored] for name, shape in shapes.items()
@@ -212,7 +207,7 @@ def write_inflated(
             f"{out.parent} has {free / 1e9:.1f} GB free, {num_bytes / 1e9:.1f} GB are needed"
         )
     made = inflated_tensors(
-        config, read, size, device=device, dtype=getattr(torch, unified["dtype"]), seed=seed
+        config, read, size, device=device, dtype=getattr(torch, unified.dtype), seed=seed
     )
     shards = _shards(tensor_bytes, shard_bytes)
     weight_map: dict[str, str] = {}
@@ -237,19 +232,19 @@ def write_inflated(
     unfinished.rename(out)
 
 
-def _check_size(small: Mapping[str, Any], size: Size) -> None:
-    if small["architecture"] == "Gemma2ForCausalLM":
+def _check_size(small: UnifiedConfig, size: Size) -> None:
+    if small.architecture == "Gemma2ForCausalLM":
         raise ConfigError(
             "Gemma2ForCausalLM scales its embeddings by its hidden size and cannot be inflated"
         )
     num_heads = size.num_key_value_heads * _group_size(small)
-    if small["architecture"] == "LlamaForCausalLM" and size.hidden_size % num_heads:
+    if small.architecture == "LlamaForCausalLM" and size.hidden_size % num_heads:
         raise ConfigError(
             f"hidden_size {size.hidden_size} is not a multiple of {num_heads} query heads "
             f"({size.num_key_value_heads} KV heads): transformers loads no such Llama"
         )
     for field in fields(size):
-        wanted, given = getattr(size, field.name), small[field.name]
+        wanted, given = getattr(size, field.name), getattr(small, field.name)
         if wanted < given:
             raise ConfigError(
                 f"{field.name} {wanted} is less than the checkpoint's {given}: a model can be "
@@ -257,12 +252,12 @@ def _check_size(small: Mapping[str, Any], size: Size) -> None:
             )
 
 
-def _group_size(config: Mapping[str, Any]) -> int:
+def _group_size(config: UnifiedConfig) -> int:
     """Returns how many query heads a KV head has."""
-    return int(config["num_attention_heads"] // config["num_key_value_heads"])
+    return config.num_attention_heads // config.num_key_value_heads
 
 
-def _hf_tensors(config: Mapping[str, Any]) -> dict[str, list[Part]]:
+def _hf_tensors(config: UnifiedConfig) -> dict[str, list[Part]]:
     """Returns the parts that each tensor of the Hugging Face checkpoint has, in unified order.
 
     Phi-3 keeps queries, keys and values in one tensor, and both inputs of its MLP.
@@ -271,17 +266,17 @@ def _hf_tensors(config: Mapping[str, Any]) -> dict[str, list[Part]]:
     for rule, layer in tensor_rules(config):
         for part in rule.parts:
             name = part.source.format(n=layer)
-            if name != HEAD or not config["tie_word_embeddings"]:
+            if name != HEAD or not config.tie_word_embeddings:
                 tensors.setdefault(name, []).append(part)
     return tensors
 
 
-def _shape(config: Mapping[str, Any], parts: list[Part]) -> tuple[int, ...]:
+def _shape(config: UnifiedConfig, parts: list[Part]) -> tuple[int, ...]:
     num_rows, _ = source_rows(config, parts[0])
     return (num_rows, *part_shape(config, parts[0])[1:])
 
 
-def _rows(config: Mapping[str, Any], part: Part, tensor: Tensor) -> Tensor:
+def _rows(config: UnifiedConfig, part: Part, tensor: Tensor) -> Tensor:
     """Returns the rows of a Hugging Face tensor that a part is."""
     _, start = source_rows(config, part)
     return tensor[start : start + part_shape(config, part)[0]]

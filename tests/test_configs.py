@@ -7,18 +7,19 @@ import shlex
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
 from click.testing import CliRunner, Result
 
-from specpipe import families, provenance
+from specpipe import provenance
 from specpipe.checkpoint import num_elements, read_config
 from specpipe.cli import main
-from specpipe.families import unified_config
+from specpipe.families import HEAD
+from specpipe.family_config import unified_config
 from specpipe.pairing import check_pair
 from specpipe.runtimes.tensorrt_llm import toolbox
+from specpipe.unified_layout import part_shape, tensor_rules
 
 ROOT = Path(__file__).parents[1]
 SMALL_FILES = ROOT / "tests" / "small_files"
@@ -187,11 +188,11 @@ def test_a_changed_setting_changes_the_command(tmp_path: Path) -> None:
 )
 def test_the_shapes_are_the_published_ones(name: str, num_parameters: int) -> None:
     """By the number of parameters that the models' pages on the hub name."""
-    config: dict[str, Any] = unified_config(read_config(SMALL_FILES / name))
+    config = unified_config(read_config(SMALL_FILES / name))
     total = sum(
-        num_elements(families.part_shape(config, part))
-        for rule, _ in families.tensor_rules(config)
-        if not (rule.name == families.HEAD and config["tie_word_embeddings"])
+        num_elements(part_shape(config, part))
+        for rule, _ in tensor_rules(config)
+        if not (rule.name == HEAD and config.tie_word_embeddings)
         for part in rule.parts
     )
     assert total == num_parameters

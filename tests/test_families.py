@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from specpipe.errors import CheckpointError, ConfigError
-from specpipe.families import FAMILIES, pipeline_layers, tensor_rules, unified_config
+from specpipe.families import FAMILIES
+from specpipe.family_config import unified_config
+from specpipe.unified_config import Gemma2Config, Phi3Config, UnifiedConfig
+from specpipe.unified_layout import pipeline_layers, tensor_rules
 from tests.toy import toy_config
 
 SUPPORTED = (
@@ -34,9 +37,14 @@ def refusal(config: Mapping[str, Any], **mapping: int) -> str:
     return str(caught.value)
 
 
+def differences(config: UnifiedConfig, other: UnifiedConfig) -> dict[str, Any]:
+    theirs = other.plain()
+    return {key: value for key, value in config.plain().items() if theirs.get(key) != value}
+
+
 def test_llama_config_in_full() -> None:
     config = toy_config(rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3})
-    assert unified_config(config, tp_size=2, pp_size=2) == {
+    assert unified_config(config, tp_size=2, pp_size=2).plain() == {
         "architecture": "LlamaForCausalLM",
         "dtype": "bfloat16",
         "logits_dtype": "float32",
@@ -94,7 +102,7 @@ def test_biases_and_norms(
 ) -> None:
     config = unified_config(toy_config(family, **overrides))
     keys = ("attn_bias", "attn_dense_bias", "mlp_bias", "qk_layernorm")
-    assert tuple(config[key] for key in keys) == expected
+    assert tuple(getattr(config, key) for key in keys) == expected
     names = {rule.name.removeprefix("transformer.layers.{n}.") for rule, _ in tensor_rules(config)}
     assert (
         "attention.qkv.bias" in names,
@@ -120,15 +128,16 @@ def test_left_out_keys_mean_what_transformers_assumes() -> None:
     for family, values in expected.items():
         config = unified_config(toy_config(family, **bare, **heads))
         keys = ("head_size", "num_key_value_heads", "max_position_embeddings", "sliding_window")
-        assert tuple(config[key] for key in keys) == values
-        assert config["norm_epsilon"] == (1e-5 if family == "phi3" else 1e-6)
-        assert config["rotary_base"] == 10000.0
-        assert config["tie_word_embeddings"] is (family == "gemma2")
+        assert tuple(getattr(config, key) for key in keys) == values
+        assert config.norm_epsilon == (1e-5 if family == "phi3" else 1e-6)
+        assert config.rotary_base == 10000.0
+        assert config.tie_word_embeddings is (family == "gemma2")
     names = "hidden_activation query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"
     config = unified_config(toy_config("gemma2", **dict.fromkeys(names.split(), ...)))
-    assert config["hidden_act"] == "gelu_pytorch_tanh"
-    assert config["query_pre_attn_scalar"] == 256
-    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (50.0, 30.0)
+    assert isinstance(config, Gemma2Config)
+    assert config.hidden_act == "gelu_pytorch_tanh"
+    assert config.query_pre_attn_scalar == 256
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
 
 
 def test_what_phi3_has_otherwise() -> None:
@@ -138,7 +147,7 @@ def test_what_phi3_has_otherwise() -> None:
         toy_config("phi3", rope_parameters=rope, original_max_position_embeddings=128)
     )
     plain = unified_config(toy_config("phi3"))
-    assert {key: value for key, value in config.items() if plain.get(key) != value} == {
+    assert differences(config, plain) == {
         "position_embedding_type": "long_rope",
         "rotary_embedding_dim": 4,
         "rotary_pct": 0.5,
@@ -154,8 +163,9 @@ def test_what_phi3_has_otherwise() -> None:
         "longrope_scaling_short_factors": [1.0, 1.5],
         "longrope_scaling_long_factors": [2.0, 4.0],
     }
-    assert plain["hidden_act"] == "swiglu"
-    assert (plain["rotary_pct"], plain["rotary_embedding_dim"]) == (1.0, 8)
+    assert isinstance(plain, Phi3Config)
+    assert plain.hidden_act == "swiglu"
+    assert (plain.rotary_pct, plain.rotary_embedding_dim) == (1.0, 8)
     names = [rule.name.rsplit("}.")[-1] for rule, layer in tensor_rules(plain) if layer == 0]
     assert names == [
         "input_layernorm.weight",
@@ -169,7 +179,7 @@ def test_what_phi3_has_otherwise() -> None:
 
 def test_what_gemma2_has_otherwise() -> None:
     config, llama = unified_config(toy_config("gemma2")), unified_config(toy_config())
-    assert {key: value for key, value in config.items() if llama.get(key) != value} == {
+    assert differences(config, llama) == {
         "architecture": "Gemma2ForCausalLM",
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 64,
@@ -181,7 +191,7 @@ def test_what_gemma2_has_otherwise() -> None:
         "final_logit_softcapping": 3.0,
         "embedding_multiplier": pytest.approx(5.656854, abs=1e-6),
     }
-    assert unified_config(toy_config("gemma2"), tp_size=2)["use_parallel_embedding"] is True
+    assert unified_config(toy_config("gemma2"), tp_size=2).use_parallel_embedding is True
     names = [rule.name.rsplit("}.")[-1] for rule, layer in tensor_rules(config) if layer == 0]
     assert names == [
         "input_layernorm.weight",

@@ -20,7 +20,7 @@ from benchmarks.gpu_report import main, merged, report, summary
 from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_tensors, open_source
 from benchmarks.source_prompts import main as write_prompts
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.runtimes.torch.model import ModelConfig
 from specpipe.text import Tokenizer
 from tests.runtimes.torch.engines import build_engine
@@ -379,8 +379,9 @@ def test_tensors_made_in_memory_are_those_of_a_built_engine(
 
 def test_fp8_weights_are_the_plain_ones_rounded() -> None:
     config = ModelConfig.from_unified(
-        unified_config(json.loads((ROOT / "models/python-code/draft/config.json").read_bytes()))
-        | {"quantization": FP8}
+        unified_config(
+            json.loads((ROOT / "models/python-code/draft/config.json").read_bytes())
+        ).quantized(FP8)
     )
     weight = torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.5, -7.0]])  # [in, out]
     read = fp8_tensors(config, {"layers.0.dense.weight": weight, "head.weight": weight}.get)

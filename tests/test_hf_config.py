@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specpipe.errors import CheckpointError
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.hf_config import context_length
 from tests.toy import ARCHITECTURES, spelled_as_4_57, toy_config
 
@@ -50,7 +50,7 @@ def test_both_spellings_of_transformers(family: str, rope: dict[str, Any]) -> No
     new = toy_config(family, rope_parameters={"rope_theta": 5e5, **rope})
     old = spelled_as_4_57(new)
     assert unified_config(old) == unified_config(new)
-    assert unified_config(new)["rotary_base"] == 500000.0
+    assert unified_config(new).rotary_base == 500000.0
     if old["rope_scaling"] and family != "phi3":
         old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
         assert unified_config(old) == unified_config(new)
@@ -60,7 +60,7 @@ def test_both_spellings_of_transformers(family: str, rope: dict[str, Any]) -> No
 def test_first_names_of_longrope(name: str) -> None:
     old = spelled_as_4_57(toy_config("phi3", rope_parameters={"rope_theta": 1e4, **LONGROPE}))
     old["rope_scaling"]["type"] = name
-    assert unified_config(old)["rotary_scaling"]["rope_type"] == "longrope"
+    assert unified_config(old).rotary_scaling["rope_type"] == "longrope"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_yarn_is_written_with_all_its_numbers(
     numbers: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
     rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4, **numbers}
-    scaling = unified_config(toy_config(rope_parameters=rope))["rotary_scaling"]
+    scaling = unified_config(toy_config(rope_parameters=rope)).rotary_scaling
     original, attention_factor, beta_fast, beta_slow, truncate = expected
     assert scaling == {
         "rope_type": "yarn",
@@ -100,7 +100,7 @@ def test_phi3_has_the_original_length_beside_its_rope() -> None:
     rope = {"rope_theta": 1e4, **LONGROPE, "original_max_position_embeddings": 64}
     for beside, expected in ((100, 100), (None, 64), (..., 4096)):
         config = toy_config("phi3", rope_parameters=rope, original_max_position_embeddings=beside)
-        scaling = unified_config(config)["rotary_scaling"]
+        scaling = unified_config(config).rotary_scaling
         assert scaling["original_max_position_embeddings"] == expected
 
 
@@ -115,7 +115,7 @@ def test_phi3_has_the_original_length_beside_its_rope() -> None:
 )
 def test_longrope_attention_factor(numbers: dict[str, Any], expected: float) -> None:
     rope = {"rope_theta": 1e4, **LONGROPE, "original_max_position_embeddings": 64, **numbers}
-    scaling = unified_config(toy_config(rope_parameters=rope))["rotary_scaling"]
+    scaling = unified_config(toy_config(rope_parameters=rope)).rotary_scaling
     assert scaling["attention_factor"] == pytest.approx(expected, abs=1e-6)
 
 
@@ -132,12 +132,12 @@ def test_context_length() -> None:
 def test_rope_without_scaling(empty: dict[str, Any] | None) -> None:
     config = toy_config(rope_parameters=..., rope_theta=5e5, rope_scaling=empty)
     unified = unified_config(config)
-    assert (unified["rotary_base"], unified["rotary_scaling"]) == (500000.0, None)
+    assert (unified.rotary_base, unified.rotary_scaling) == (500000.0, None)
 
 
 def test_dynamic_scaling_starts_at_the_context_length() -> None:
     config = toy_config(rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2})
-    assert unified_config(config)["rotary_scaling"] == {
+    assert unified_config(config).rotary_scaling == {
         "rope_type": "dynamic",
         "factor": 2.0,
         "original_max_position_embeddings": 512,
@@ -266,7 +266,7 @@ def test_sliding_window_is_kept_where_it_has_an_effect(
     family: str, overrides: dict[str, Any], expected: tuple[int | None, list[str] | None]
 ) -> None:
     config = unified_config(toy_config(family, **overrides))
-    assert (config["sliding_window"], config.get("layer_types")) == expected
+    assert (config.sliding_window, config.layer_types) == expected
 
 
 def test_no_list_is_made_of_more_layers_than_any_model_has() -> None:
@@ -295,13 +295,13 @@ def test_agrees_with_transformers(tmp_path: Path, family: str, spelling: str) ->
         their_rope = theirs.rope_parameters
     else:
         their_rope = {"rope_theta": theirs.rope_theta, **theirs.rope_scaling}
-    assert ours["rotary_base"] == their_rope["rope_theta"]
+    assert ours.rotary_base == their_rope["rope_theta"]
     assert {key: their_rope[key] for key in scaling if key != "rope_type"} == {
-        key: ours["rotary_scaling"][key] for key in scaling if key != "rope_type"
+        key: ours.rotary_scaling[key] for key in scaling if key != "rope_type"
     }
-    assert ours["num_key_value_heads"] == theirs.num_key_value_heads
+    assert ours.num_key_value_heads == theirs.num_key_value_heads
     # Qwen2 and Phi-3 have no head_dim of their own, Mistral has None in 4.57.
-    assert ours["head_size"] == (getattr(theirs, "head_dim", None) or 256 // 32)
-    assert ours["norm_epsilon"] == theirs.rms_norm_eps
-    assert ours["tie_word_embeddings"] == theirs.tie_word_embeddings
-    assert ours["max_position_embeddings"] == theirs.max_position_embeddings
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or 256 // 32)
+    assert ours.norm_epsilon == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.max_position_embeddings == theirs.max_position_embeddings

@@ -221,9 +221,9 @@ def test_build_quantizes_measures_and_packages(tmp_path: Path, scheme: str) -> N
     assert (artifacts / "model_repo" / "speculative" / "1" / "target" / "config.json").is_file()
     has_kv_cache = "kv_cache" in scheme
     for role in ("draft", "target"):
-        quantization = load_unified(artifacts / role / "checkpoint").config["quantization"]
-        assert quantization["quant_algo"] == ("FP8" if has_kv_cache else "W8A16")
-        assert quantization["kv_cache_quant_algo"] == ("FP8" if has_kv_cache else None)
+        quantization = load_unified(artifacts / role / "checkpoint").config.quantization
+        assert quantization.quant_algo == ("FP8" if has_kv_cache else "W8A16")
+        assert quantization.kv_cache_quant_algo == ("FP8" if has_kv_cache else None)
         assert (artifacts / role / "scales").is_dir() == has_kv_cache
     report = json.loads((artifacts / "quality" / "report.json").read_bytes())
     assert [model["role"] for model in report["models"]] == ["draft", "target"]

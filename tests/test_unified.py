@@ -13,11 +13,13 @@ from specpipe import unified
 from specpipe.checkpoint import raw_dtype, read_safetensors_header
 from specpipe.config import QuantizationConfig
 from specpipe.errors import CheckpointError, SpecpipeError
-from specpipe.families import Part, part_shape, stored_dtype, unified_config
+from specpipe.family_config import unified_config
 from specpipe.quantization.formats import OFFERED
 from specpipe.quantization.quantized_config import quantized_config
+from specpipe.rules import Part
 from specpipe.stages.convert import convert
 from specpipe.unified import load_unified, write_unified
+from specpipe.unified_layout import part_shape, stored_dtype, unified_tensors
 from tests.toy import read_tensor, toy_config, toy_tensors, write_toy_checkpoint
 
 Raw = npt.NDArray[Any]
@@ -185,7 +187,7 @@ def test_odd_vocabulary_is_padded_with_zeros(tmp_path: Path) -> None:
     assert not heads[3][61:].any()
     assert heads[3][60].any()
     loaded = load_unified(tmp_path / "out")
-    assert loaded.config["vocab_size"] == 250
+    assert loaded.config.vocab_size == 250
     assert np.array_equal(loaded.tensor("lm_head.weight").data, hf["lm_head.weight"])
 
 
@@ -319,7 +321,7 @@ def write_quantized(out: Path, format: str, *, tp_size: int, pp_size: int = 1) -
     config = quantized_config(plain, scheme)
     parts: dict[tuple[Part, int | None], Raw] = {}
     whole: dict[str, Raw] = {}
-    for tensor in unified.unified_tensors(config):
+    for tensor in unified_tensors(config):
         dtype = raw_dtype(stored_dtype(config, tensor.rule))
         for part in tensor.rule.parts:
             generator = np.random.default_rng(len(parts))

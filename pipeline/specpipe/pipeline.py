@@ -31,7 +31,7 @@ from specpipe.checkpoint import (
 from specpipe.checkpoint_file import is_there
 from specpipe.config import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, RepositoryError
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.hf_config import context_length
 from specpipe.manifest import MANIFEST_SUFFIX, Hashed, read_anew
@@ -47,6 +47,7 @@ from specpipe.stages.base import PlannedStage, Role
 from specpipe.stages.check import Check
 from specpipe.stages.measure import CheckQuality, Measure, MeasuredSide
 from specpipe.stages.package import Package
+from specpipe.unified_config import UnifiedConfig
 
 _DEFAULT_MAX_SEQ_LEN = 4096
 """Contexts are long by now, and the KV cache of a whole one for each request seldom fits."""
@@ -395,8 +396,8 @@ def _resolve(
         folder=found.path,
         unified=unified,
         context_length=context_length(
-            unified["max_position_embeddings"],
-            unified["rotary_scaling"],
+            unified.max_position_embeddings,
+            unified.rotary_scaling,
             config.serving.limits,
         ),
         base_dir=config.base_dir,
@@ -408,7 +409,7 @@ def _resolve(
 
 def _unified(
     config: PipelineConfig, checkpoint: CheckpointConfig, role: Role, folder: Path
-) -> dict[str, Any]:
+) -> UnifiedConfig:
     """Returns the config of the unified checkpoint, but for its dtype.
 
     Where quantized weights are read as they are, it tells the architecture alone.
@@ -433,7 +434,7 @@ def _unified(
     )
     if scheme is not None:
         return quantized_config(plain, scheme)
-    return plain if prequantized is None else {**plain, "quantization": prequantized.quantization()}
+    return plain if prequantized is None else plain.quantized(prequantized.quantization())
 
 
 def check_weights(role: Role, folder: Path) -> None:
@@ -459,7 +460,7 @@ def _architecture(
     tp_size: int,
     pp_size: int,
     limits: FileLimits = FILE_LIMITS,
-) -> dict[str, Any]:
+) -> UnifiedConfig:
     """Returns the unified config of plain weights, but for its dtype."""
     plain = {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
     # It may be left to the weights, and has no part in this.

@@ -21,18 +21,12 @@ from specpipe.checkpoint import (
     some,
 )
 from specpipe.errors import CheckpointError
-from specpipe.families import (
-    DTYPES,
-    EMBEDDING,
-    HEAD,
-    IGNORED_SUFFIXES,
-    part_shape,
-    source_rows,
-    tensor_rules,
-    unified_config,
-)
+from specpipe.families import EMBEDDING, HEAD, IGNORED_SUFFIXES
+from specpipe.family_config import unified_config
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.rules import Part
+from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_layout import part_shape, source_rows, tensor_rules
 from specpipe.weight_values import in_tensor, rounded, to_float32
 
 
@@ -45,13 +39,13 @@ class PlainWeights:
     """
 
     folder: Path
-    config: Mapping[str, Any]
+    config: UnifiedConfig
     tensors: Mapping[str, TensorInfo]
 
     def rows(self, part: Part, layer: int | None, start: int, stop: int) -> Iterator[RawArray]:
         """Yields rows of a plain part in `stored_dtype`, as `write_unified` asks for them."""
         first = source_rows(self.config, part)[1] + start
-        dtype = DTYPES[self.config["dtype"]]
+        dtype = self.config.plain_dtype
         for block in self.blocks(part.source.format(n=layer), first, stop - start):
             yield _one_plus(block, dtype) if part.one_plus else block
 
@@ -62,7 +56,7 @@ class PlainWeights:
         infinite or beyond that dtype is refused.
         """
         info = self.tensors[name]
-        dtype = DTYPES[self.config["dtype"]]
+        dtype = self.config.plain_dtype
         wider = "bfloat16" if dtype == "F16" else "float32"
         row = start
         for block in read_blocks(info.rows(start, count)):
@@ -91,7 +85,7 @@ def config_of(
     tp_size: int,
     pp_size: int,
     limits: FileLimits,
-) -> dict[str, Any]:
+) -> UnifiedConfig:
     """Returns the unified config of an open folder; its embedding tells a dtype that is left out.
 
     hf_config  that of the folder, without what says how it is quantized
@@ -105,14 +99,14 @@ def config_of(
 
 
 def match_weights(
-    source: HFCheckpoint, config: Mapping[str, Any], others: Collection[str] = ()
+    source: HFCheckpoint, config: UnifiedConfig, others: Collection[str] = ()
 ) -> PlainWeights:
     """Finds the plain tensors of a unified config in an open folder, and nothing else.
 
     others  names that have another use; where a config has linears quantized, theirs
     """
     tensors = _match(source, config, others)
-    is_tied = config["tie_word_embeddings"] and HEAD in tensors
+    is_tied = config.tie_word_embeddings and HEAD in tensors
     if is_tied and tensors[HEAD] != tensors[EMBEDDING]:
         _check_tied(source, tensors)
     return PlainWeights(source.folder, config, tensors)
@@ -126,13 +120,13 @@ def _stored_dtype(source: HFCheckpoint) -> str:
 
 
 def _match(
-    source: HFCheckpoint, config: Mapping[str, Any], others: Collection[str]
+    source: HFCheckpoint, config: UnifiedConfig, others: Collection[str]
 ) -> dict[str, TensorInfo]:
     """Finds every tensor that the config calls for; refuses missing, surplus and misshapen ones."""
-    if config["num_hidden_layers"] > len(source.tensors):
+    if config.num_hidden_layers > len(source.tensors):
         raise CheckpointError(
             f"{source.folder} has {len(source.tensors)} tensors, too few for the "
-            f"{config['num_hidden_layers']} layers of its config.json"
+            f"{config.num_hidden_layers} layers of its config.json"
         )
     found: dict[str, TensorInfo] = {}
     missing: list[str] = []
@@ -142,7 +136,7 @@ def _match(
                 continue
             name = part.source.format(n=layer)
             info = source.tensors.get(name)
-            if info is None and name == HEAD and config["tie_word_embeddings"]:
+            if info is None and name == HEAD and config.tie_word_embeddings:
                 info = source.tensors.get(EMBEDDING)
             if info is None:
                 if name not in missing:
@@ -176,7 +170,7 @@ def _match(
     )
     if surplus:
         raise CheckpointError(
-            f"{source.folder} holds {len(surplus)} tensors for which {config['architecture']} "
+            f"{source.folder} holds {len(surplus)} tensors for which {config.architecture} "
             f"with this config.json has no use: {some(surplus)}"
         )
     return found

@@ -2,19 +2,18 @@
 
 A folder of `config.json` and `rank{i}.safetensors`, i = pp_rank · tp_size + tp_rank. Layers are
 numbered from 0 within their pipeline stage. Every runtime builds from this; `load_unified` gives
-them whole tensors again, whatever the split was. Tables: families.py.
+them whole tensors again, whatever the split was. Which tensors: unified_layout.py.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,18 +29,22 @@ from specpipe.checkpoint import (
     read_blocks,
     read_safetensors_header,
 )
-from specpipe.checkpoint_file import is_there, read_json
 from specpipe.errors import CheckpointError, SpecpipeError
-from specpipe.families import (
-    FAMILIES,
+from specpipe.row_jobs import JOB_BYTES, in_threads
+from specpipe.rules import Part
+from specpipe.unified_config import UnifiedConfig, read_unified_config
+from specpipe.unified_layout import (
+    UnifiedTensor,
+    first_row,
     part_shape,
-    pipeline_layers,
+    piece_of,
+    piece_shape,
+    rank_shape,
     source_rows,
     stored_dtype,
-    tensor_rules,
+    unified_tensors,
+    whole_shape,
 )
-from specpipe.row_jobs import JOB_BYTES, in_threads
-from specpipe.rules import Part, TensorRule
 from specpipe.weight_values import rounded
 
 Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
@@ -60,49 +63,19 @@ class RawTensor:
     data: RawArray
 
 
-@dataclass(frozen=True)
-class UnifiedTensor:
-    """One tensor of the whole model, and where its pieces lie."""
-
-    name: str
-    rule: TensorRule
-    layer: int | None
-    pp_rank: int
-    local_name: str
-
-
-def unified_tensors(config: Mapping[str, Any]) -> Iterator[UnifiedTensor]:
-    """Yields every tensor of the model in the order of the forward pass.
-
-    `name` counts layers over the whole model, `local_name` within the pipeline stage.
-    """
-    pp_size = config["mapping"]["pp_size"]
-    stages = [pipeline_layers(config, pp_rank) for pp_rank in range(pp_size)]
-    stage_of = {layer: rank for rank, layers in enumerate(stages) for layer in layers}
-    for rule, layer in tensor_rules(config):
-        if layer is None:
-            pp_rank = 0 if rule.stage == "first" else pp_size - 1
-            yield UnifiedTensor(rule.name, rule, None, pp_rank, rule.name)
-        else:
-            pp_rank = stage_of[layer]
-            name = rule.name.format(n=layer)
-            local_name = rule.name.format(n=layer - stages[pp_rank].start)
-            yield UnifiedTensor(name, rule, layer, pp_rank, local_name)
-
-
-def write_unified(out: Path, config: Mapping[str, Any], read: Read) -> None:
+def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
     """Writes a unified checkpoint into the empty folder `out`.
 
     `read` gives what it is made of, in blocks of whole rows in `stored_dtype`. It is called
     from several threads; each row is asked for once and written to every rank that holds it, so
     that no more is in memory than a block for each thread.
     """
-    tp_size = config["mapping"]["tp_size"]
+    tp_size = config.mapping.tp_size
     ranks: list[dict[str, tuple[str, tuple[int, ...]]]] = [
-        {} for _ in range(config["mapping"]["world_size"])
+        {} for _ in range(config.mapping.world_size)
     ]
     for tensor in unified_tensors(config):
-        stored = stored_dtype(config, tensor.rule), _rank_shape(config, tensor.rule)
+        stored = stored_dtype(config, tensor.rule), rank_shape(config, tensor.rule)
         for tp_rank in range(tp_size):
             ranks[tensor.pp_rank * tp_size + tp_rank][tensor.local_name] = stored
     needed = sum(
@@ -122,7 +95,7 @@ def write_unified(out: Path, config: Mapping[str, Any], read: Read) -> None:
         ]
         in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
     # Last, so that a folder with a config.json has all its weights.
-    (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (out / CONFIG_NAME).write_text(json.dumps(config.plain(), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -139,7 +112,7 @@ class _Job:
     stop: int
 
 
-def _jobs(config: Mapping[str, Any]) -> Iterator[_Job]:
+def _jobs(config: UnifiedConfig) -> Iterator[_Job]:
     for tensor in unified_tensors(config):
         element_bytes = ELEMENT_BYTES[stored_dtype(config, tensor.rule)]
         rank_row = 0
@@ -148,25 +121,23 @@ def _jobs(config: Mapping[str, Any]) -> Iterator[_Job]:
             step = max(1, JOB_BYTES // (num_elements(columns) * element_bytes))
             for start in range(0, rows, step):
                 yield _Job(tensor, part, rank_row, start, min(start + step, rows))
-            rank_row += _piece_shape(config, part)[0]
+            rank_row += piece_shape(config, part)[0]
 
 
-def _copy(
-    config: Mapping[str, Any], job: _Job, read: Read, writers: list[SafetensorsWriter]
-) -> None:
-    tp_size = config["mapping"]["tp_size"]
+def _copy(config: UnifiedConfig, job: _Job, read: Read, writers: list[SafetensorsWriter]) -> None:
+    tp_size = config.mapping.tp_size
     first = job.tensor.pp_rank * tp_size
     name, part = job.tensor.local_name, job.part
     row = job.start
     for block in read(part, job.tensor.layer, job.start, job.stop):
         for tp_rank, writer in enumerate(writers[first : first + tp_size]):
-            rank_row, piece = _piece(config, part, row, block, tp_rank)
+            rank_row, piece = piece_of(config, part, row, block, tp_rank)
             if len(piece):
                 writer.write_rows(name, job.rank_row + rank_row, piece)
         row += len(block)
     rows, *columns = part_shape(config, part)
     if part.split == "vocab" and row == rows:  # the last job of the part adds the zero rows
-        rank_rows = _piece_shape(config, part)[0]
+        rank_rows = piece_shape(config, part)[0]
         for tp_rank, writer in enumerate(writers[first : first + tp_size]):
             used = min(max(rows - tp_rank * rank_rows, 0), rank_rows)
             padding = np.zeros((rank_rows - used, *columns), block.dtype)
@@ -183,9 +154,9 @@ class UnifiedCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Opens the rank files and checks that they hold exactly the tensors of the config."""
         self.folder = folder
-        self.config: dict[str, Any] = _read_config(folder)
-        self._tp_size = self.config["mapping"]["tp_size"]
-        world_size = self.config["mapping"]["world_size"]
+        self.config = read_unified_config(folder)
+        self._tp_size = self.config.mapping.tp_size
+        world_size = self.config.mapping.world_size
         self._tensors = {tensor.name: tensor for tensor in unified_tensors(self.config)}
         self._ranks: list[dict[str, TensorInfo]] = []
         for rank in range(world_size):
@@ -207,9 +178,7 @@ class UnifiedCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a merged tensor."""
-        parts = self._tensors[name].rule.parts
-        shapes = [part_shape(self.config, part) for part in parts]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return whole_shape(self.config, self._tensors[name].rule)
 
     def fixed_dtype(self, name: str) -> str | None:
         """Returns what a tensor is stored in whatever the checkpoint's dtype is: quantized weights
@@ -269,7 +238,7 @@ class UnifiedCheckpoint:
         first = tensor.pp_rank * self._tp_size
         row = rank_row = 0
         for part in tensor.rule.parts:
-            rows, rank_rows = part_shape(self.config, part)[0], _piece_shape(self.config, part)[0]
+            rows, rank_rows = part_shape(self.config, part)[0], piece_shape(self.config, part)[0]
             place = _Place(self.config, part, whole[row : row + rows], rows if is_whole else 0)
             for tp_rank in range(self._tp_size):
                 info = self._ranks[first + tp_rank][tensor.local_name]
@@ -285,7 +254,7 @@ class UnifiedCheckpoint:
     def _check_names(self) -> None:
         expected: list[dict[str, tuple[str, tuple[int, ...]]]] = [{} for _ in self._ranks]
         for tensor in self._tensors.values():
-            stored = stored_dtype(self.config, tensor.rule), _rank_shape(self.config, tensor.rule)
+            stored = stored_dtype(self.config, tensor.rule), rank_shape(self.config, tensor.rule)
             for tp_rank in range(self._tp_size):
                 expected[tensor.pp_rank * self._tp_size + tp_rank][tensor.local_name] = stored
         for rank, tensors in enumerate(self._ranks):
@@ -312,70 +281,11 @@ def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.safetensors"
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_NAME
-    try:
-        config = read_json(path)
-    except CheckpointError as exc:
-        if is_there(path):
-            raise
-        raise CheckpointError(f"{folder} has no config.json; convert again") from exc
-    if config.get("architecture") not in FAMILIES:
-        raise CheckpointError(f"{path} is not that of a unified checkpoint of a supported family")
-    return config
-
-
-def _piece_shape(config: Mapping[str, Any], part: Part) -> tuple[int, ...]:
-    """Returns the shape of one rank's piece of a part."""
-    rows, *columns = part_shape(config, part)
-    tp_size = config["mapping"]["tp_size"]
-    if part.split == "rows":
-        return (rows // tp_size, *columns)
-    if part.split == "columns":
-        return (rows, columns[0] // tp_size)
-    if part.split == "kv_heads":
-        return (max(rows // tp_size, rows // config["num_key_value_heads"]), *columns)
-    if part.split == "vocab":
-        return (-(-rows // tp_size), *columns)
-    return (rows, *columns)
-
-
-def _rank_shape(config: Mapping[str, Any], rule: TensorRule) -> tuple[int, ...]:
-    """Returns the shape of one unified tensor on one rank."""
-    shapes = [_piece_shape(config, part) for part in rule.parts]
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-
-def _first_row(config: Mapping[str, Any], part: Part, tp_rank: int) -> int:
-    """Returns the row of the whole part at which a rank's piece begins."""
-    if part.split == "kv_heads":
-        # Ranks 0 … tp/kv - 1 hold head 0, the next as many head 1, as their query heads need.
-        num_heads = config["num_key_value_heads"]
-        head = tp_rank * num_heads // config["mapping"]["tp_size"]
-        return int(head * (part_shape(config, part)[0] // num_heads))
-    return tp_rank * _piece_shape(config, part)[0] if part.split in ("rows", "vocab") else 0
-
-
-def _piece(
-    config: Mapping[str, Any], part: Part, row: int, block: RawArray, tp_rank: int
-) -> tuple[int, RawArray]:
-    """Cuts out of a part's rows from `row` on what belongs to a rank.
-
-    Returns it with its first row within the rank's piece.
-    """
-    shape = _piece_shape(config, part)
-    if part.split == "columns":
-        return row, block[:, tp_rank * shape[1] : (tp_rank + 1) * shape[1]]
-    first = _first_row(config, part, tp_rank)
-    start, stop = max(row, first), min(row + len(block), first + shape[0])
-    return max(start - first, 0), block[start - row : max(stop - row, start - row)]
-
-
 class _Place:
     """A part in the making, from pieces of all ranks, rank by rank."""
 
     def __init__(
-        self, config: Mapping[str, Any], part: Part, whole: RawArray, num_known_rows: int
+        self, config: UnifiedConfig, part: Part, whole: RawArray, num_known_rows: int
     ) -> None:
         self._config = config
         self._part = part
@@ -389,7 +299,7 @@ class _Place:
             place = self._whole[:, tp_rank * columns : (tp_rank + 1) * columns]
             is_known = self._num_known_rows == len(self._whole)
             return _fill(place[row : row + len(block)], block, len(block) if is_known else 0)
-        row += _first_row(self._config, self._part, tp_rank)
+        row += first_row(self._config, self._part, tp_rank)
         inside = block[: max(len(self._whole) - row, 0)]
         num_known_rows = min(max(self._num_known_rows - row, 0), len(inside))
         self._num_known_rows = max(self._num_known_rows, row + len(inside))

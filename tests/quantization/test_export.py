@@ -19,6 +19,7 @@ from specpipe.quantization import numbers
 from specpipe.quantization.quantized_config import quantized_config, quantized_linears
 from specpipe.quantization.scales import expected_scales
 from specpipe.stages.export import Export, export
+from specpipe.unified_config import UnifiedConfig
 from tests.quantization.checkpoints import as_floats, scheme, write_scales
 from tests.toy import ARCHITECTURES, Raw, read_tensor, write_tensors, write_toy_checkpoint
 
@@ -325,7 +326,7 @@ def modelopt_export(
 _BLOCK = {"awq_block_size": 128}
 
 
-def _measured(model: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _measured(model: Any, config: UnifiedConfig) -> Iterator[tuple[str, Tensor]]:
     sources = {
         module: rule.parts[0].source.format(n=layer).removesuffix(".weight")
         for module, rule, layer in quantized_linears(config)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from specpipe.checkpoint import create_safetensors, open_checkpoint
 from specpipe.errors import CheckpointError, ConfigError
-from specpipe.families import tensor_rules
 from specpipe.quantization import numbers
 from specpipe.quantization.prequantized import read_prequantized
-from specpipe.quantization.tensors import NEVER_QUANTIZED
 from specpipe.stages.convert import Convert, convert
 from specpipe.stages.export import export
 from specpipe.stages.quantize import quantize
 from specpipe.unified import UnifiedCheckpoint, load_unified
+from specpipe.unified_layout import tensor_rules
+from specpipe.unified_sections import NEVER_QUANTIZED
 from tests.quantization.checkpoints import as_floats, scheme, write_scales
 from tests.toy import read_tensor, toy_config, toy_tensors, write_toy_checkpoint
 
@@ -102,7 +102,7 @@ def weights(
         module, _, kind = rule.name.format(n=layer).rpartition(".")
         if kind == "weight" and len(rule.parts[0].shape) == 2 and "layers" in module:
             parts[module] = [part.source.format(n=layer) for part in rule.parts]
-    algo = unified.config["quantization"]["quant_algo"]
+    algo = unified.config.quantization.quant_algo
     format = {
         "FP8": "fp8",
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_pc_pt",
@@ -154,7 +154,7 @@ def test_an_export_becomes_the_same_unified_checkpoint(
         ours, theirs = unified.tensor(name), direct.tensor(name)
         assert ours.dtype == theirs.dtype
         assert np.array_equal(ours.data, theirs.data), name
-    configs = [dict(u.config) for u in (unified, direct)]
+    configs = [u.config.plain() for u in (unified, direct)]
     excluded = [config.pop("quantization").pop("exclude_modules") for config in configs]
     assert configs[0] == configs[1]
     assert excluded[0] == [
@@ -235,7 +235,7 @@ def test_static_fp8_shares_the_greatest_scale(tmp_path: Path) -> None:
     """The part with that scale keeps its bytes; the others are rounded once more."""
     plain = write_quantized(tmp_path / "hf", compressed(), of_tensor)
     unified = carried(tmp_path / "hf", tmp_path / "out")
-    assert unified.config["quantization"] == {
+    assert unified.config.quantization.plain() == {
         "quant_algo": "FP8",
         "kv_cache_quant_algo": None,
         "exclude_modules": ["lm_head", *NEVER_QUANTIZED],
@@ -294,7 +294,7 @@ def test_fp8_with_a_scale_for_each_token_is_exact(tmp_path: Path, strategy: str)
 
     plain = write_quantized(tmp_path / "hf", compressed(strategy, dynamic=True), make, "phi3")
     unified = carried(tmp_path / "hf", tmp_path / "out", tp_size=2)
-    assert unified.config["quantization"]["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
+    assert unified.config.quantization.quant_algo == "FP8_PER_CHANNEL_PER_TOKEN"
     name = "transformer.layers.1.attention.dense"
     scales = unified.tensor(f"{name}.per_channel_scale").data.view(np.float32)
     made = make("", plain["model.layers.1.self_attn.o_proj."])
@@ -325,7 +325,7 @@ def test_kv_cache_scale_is_the_greater(tmp_path: Path, names: tuple[str, str]) -
 
     edit(tmp_path / "hf", add)
     unified = carried(tmp_path / "hf", tmp_path / "out")
-    assert unified.config["quantization"]["kv_cache_quant_algo"] == "FP8"
+    assert unified.config.quantization.kv_cache_quant_algo == "FP8"
     for layer, scale in ((0, 0.25), (1, 1.25)):
         name = f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"
         assert unified.tensor(name).data.view(np.float32).tolist() == [scale]
@@ -415,7 +415,7 @@ def test_awq_with_zero_points_is_exact(tmp_path: Path, family: str, tp_size: int
         head_dim=16,
     )
     unified = carried(tmp_path / "hf", tmp_path / "out", tp_size=tp_size)
-    assert unified.config["quantization"] == {
+    assert unified.config.quantization.plain() == {
         "quant_algo": "W4A16_GPTQ",
         "kv_cache_quant_algo": None,
         "group_size": 16,
@@ -485,7 +485,7 @@ def test_symmetric_gptq_becomes_int4_awq(tmp_path: Path, kind: str) -> None:
         lambda prefix, weight: as_gptq(*symmetric(weight), offset=offset),
     )
     unified = carried(tmp_path / "hf", tmp_path / "out", tp_size=2, pp_size=2)
-    assert unified.config["quantization"] == {
+    assert unified.config.quantization.plain() == {
         "quant_algo": "W4A16_AWQ",
         "kv_cache_quant_algo": None,
         "group_size": 16,

@@ -17,6 +17,7 @@ from specpipe.quantization.quantized_config import quantized_linears
 from specpipe.stages.convert import convert
 from specpipe.stages.quantize import Quantize, quantize
 from specpipe.unified import UnifiedCheckpoint, load_unified
+from specpipe.unified_sections import PLAIN
 from tests.quantization.checkpoints import (
     FORMATS,
     as_floats,
@@ -216,13 +217,12 @@ def test_config_differs_in_nothing_but_quantization(
     (tmp_path / "plain").mkdir()
     convert(tmp_path / "hf", tmp_path / "plain")
     config, plain = load_unified(out).config, load_unified(tmp_path / "plain").config
-    assert config.pop("quantization") == quantization | {
+    assert config.quantization.plain() == quantization | {
         "kv_cache_quant_algo": None,
         "exclude_modules": ["lm_head", "*vocab_embedding", "*ln_f"],
     }
-    del plain["quantization"]
-    assert config == plain
-    assert (config["logits_dtype"], config["rotary_base"], config["vocab_size"]) == (
+    assert config.quantized(PLAIN) == plain
+    assert (config.logits_dtype, config.rotary_base, config.vocab_size) == (
         "float32",
         10000.0,
         250,
@@ -236,7 +236,7 @@ def test_head_and_embedding_of_a_quantized_head(tmp_path: Path, family: str) -> 
         tmp_path, family, "int4_awq", tp_size=2, settings={"quantize_lm_head": True}
     )
     unified = load_unified(out)
-    assert unified.config["quantization"]["exclude_modules"] == ["*vocab_embedding", "*ln_f"]
+    assert unified.config.quantization.exclude_modules == ["*vocab_embedding", "*ln_f"]
     hf = toy_tensors(toy_config(family))
     head = hf["model.embed_tokens.weight" if family == "gemma2" else "lm_head.weight"]
     scales = {"prequant": measured(tmp_path)["lm_head.prequant"]}
@@ -453,7 +453,7 @@ def test_formats_without_data_need_no_scales(tmp_path: Path) -> None:
     stage = Quantize("draft", checkpoint, None, scheme("fp8_pc_pt"))
     (tmp_path / "out").mkdir()
     stage.run(tmp_path / "out")
-    assert load_unified(tmp_path / "out").config["quantization"]["quant_algo"] == (
+    assert load_unified(tmp_path / "out").config.quantization.quant_algo == (
         "FP8_PER_CHANNEL_PER_TOKEN"
     )
 

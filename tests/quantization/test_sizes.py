@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from specpipe.checkpoint import read_safetensors_header
-from specpipe.families import tensor_rules, unified_config
+from specpipe.family_config import unified_config
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.sizes import kv_cache_bytes_per_token, tensor_bytes, weights_bytes
 from specpipe.stages.convert import convert
+from specpipe.unified_config import read_unified_config
+from specpipe.unified_layout import tensor_rules
 from tests.quantization.checkpoints import FORMATS, quantized_checkpoint, scheme
 from tests.toy import toy_config, write_toy_checkpoint
 
@@ -28,7 +29,7 @@ def test_a_quantized_checkpoint_has_the_bytes_of_its_file(name: str, tmp_path: P
     folder = quantized_checkpoint(
         tmp_path, format=name, settings={"kv_cache": "fp8", "exclude": ["*layers.1.mlp.proj"]}
     )
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_unified_config(folder)
     assert weights_bytes(config) == file_bytes(folder)
 
 
@@ -36,15 +37,15 @@ def test_a_quantized_checkpoint_has_the_bytes_of_its_file(name: str, tmp_path: P
 def test_a_plain_checkpoint_too(family: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     convert(write_toy_checkpoint(tmp_path / "hf", family), tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
-    head = 256 * 32 * 2 if config["tie_word_embeddings"] else 0  # is in the file a second time
+    config = read_unified_config(tmp_path / "out")
+    head = 256 * 32 * 2 if config.tie_word_embeddings else 0  # is in the file a second time
     assert weights_bytes(config) == file_bytes(tmp_path / "out") - head
 
 
 @pytest.mark.parametrize("name", ["fp8_pc_pt", "int4_awq", "int8_sq"])
 def test_ranks_share_weights_and_scales(name: str, tmp_path: Path) -> None:
     folder = quantized_checkpoint(tmp_path, format=name, tp_size=2)
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_unified_config(folder)
     total = sum(
         tensor_bytes(config, rule, layer, tp_size=2) for rule, layer in tensor_rules(config)
     )

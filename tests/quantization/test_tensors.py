@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from specpipe.families import part_shape, stored_dtype, tensor_rules, unified_config
+from specpipe.family_config import unified_config
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.tensors import is_quantized
+from specpipe.unified_layout import part_shape, stored_dtype, tensor_rules
 from tests.quantization.checkpoints import FORMATS, scheme
 from tests.toy import ARCHITECTURES, toy_config
 
@@ -124,7 +125,7 @@ def test_nothing_but_linears_is_quantized(family: str) -> None:
 
 def test_excluded_linears_stay_plain() -> None:
     config = quantized("int4_awq", exclude=["*.1.*", "*.mlp.proj"])
-    assert config["quantization"]["exclude_modules"] == [
+    assert config.quantization.exclude_modules == [
         "lm_head",
         "*.1.*",
         "*.mlp.proj",

@@ -12,7 +12,7 @@ import pytest
 
 from specpipe.config import CheckpointConfig, EngineConfig, PipelineConfig
 from specpipe.errors import EngineBuildError
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.runtimes.base import PairPlan, Side, load_runtime
 from specpipe.runtimes.gpus import Gpu, find_gpu

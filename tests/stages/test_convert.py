@@ -45,9 +45,8 @@ def edit_config(folder: Path, **overrides: Any) -> None:
 def hf_tensors(unified: UnifiedCheckpoint) -> dict[str, np.ndarray[Any, Any]]:
     """Takes a unified checkpoint apart again, into the tensors of Hugging Face."""
     config = unified.config
-    is_gemma, is_phi = (config["architecture"].startswith(name) for name in ("Gemma2", "Phi3"))
-    heads = config["num_attention_heads"] * config["head_size"]
-    kv_heads = config["num_key_value_heads"] * config["head_size"]
+    is_gemma, is_phi = (config.architecture.startswith(name) for name in ("Gemma2", "Phi3"))
+    heads, kv_heads = config.query_size, config.key_size
     modules = {
         "transformer.vocab_embedding": "model.embed_tokens",
         "transformer.ln_f": "model.norm",
@@ -72,7 +71,7 @@ def hf_tensors(unified: UnifiedCheckpoint) -> dict[str, np.ndarray[Any, Any]]:
         if is_gemma and ("layernorm" in name or "ln_f" in name):
             # 1 + a small bfloat16 number is exact in float32.
             data = ((data.view(np.float32) - 1).view(np.uint32) >> 16).astype(np.uint16)
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if module in modules:
             tensors[f"{modules[module]}.{kind}"] = data
@@ -140,7 +139,7 @@ def test_tied_head_is_written(tmp_path: Path, tp_size: int, num_shards: int) -> 
     embedding = toy_tensors(toy_config(tie_word_embeddings=True))["model.embed_tokens.weight"]
     assert np.array_equal(unified.tensor("lm_head.weight").data, embedding)
     assert np.array_equal(unified.tensor("transformer.vocab_embedding.weight").data, embedding)
-    assert unified.config["tie_word_embeddings"] is True
+    assert unified.config.tie_word_embeddings is True
 
 
 def test_tied_head_that_is_stored_too_must_be_the_embedding(tmp_path: Path) -> None:
@@ -201,8 +200,8 @@ def test_rope_scaling_is_carried(tmp_path: Path, key: str) -> None:
         rope_scaling={key: "llama3", **numbers},
     )
     config = converted(checkpoint, tmp_path / "out").config
-    assert (config["rotary_base"], config["head_size"]) == (10000.0, 16)
-    assert config["rotary_scaling"] == {"rope_type": "llama3", **numbers}
+    assert (config.rotary_base, config.head_size) == (10000.0, 16)
+    assert config.rotary_scaling == {"rope_type": "llama3", **numbers}
 
 
 def test_unknown_rope_scaling_is_refused(tmp_path: Path) -> None:
@@ -275,13 +274,13 @@ def test_weights_take_the_dtype_of_the_config(
     unified = converted(checkpoint, tmp_path / "out")
     norm = unified.tensor("transformer.ln_f.weight").data
     assert norm[: len(expected)].tolist() == expected
-    assert unified.config["dtype"] == wanted
+    assert unified.config.dtype == wanted
 
 
 def test_config_without_dtype_takes_that_of_the_weights(tmp_path: Path) -> None:
     checkpoint = write_toy_checkpoint(tmp_path / "hf", dtype="float16")
     edit_config(checkpoint, dtype=...)
-    assert converted(checkpoint, tmp_path / "out").config["dtype"] == "float16"
+    assert converted(checkpoint, tmp_path / "out").config.dtype == "float16"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def write_runnable_engine(folder: Path, role: Role, **changes: Any) -> Path:
     convert(CHECKPOINTS / role, checkpoint)
     max_draft_len = MAX_DRAFT_LEN if role == "target" else 0
     limits = {"max_seq_len": MAX_SEQ_LEN + max_draft_len, "max_draft_len": max_draft_len}
-    vocab_size = load_unified(checkpoint).config["vocab_size"]
+    vocab_size = load_unified(checkpoint).config.vocab_size
     write_engine(
         folder, role, vocab_size=vocab_size, max_batch_size=MAX_BATCH_SIZE, **limits, **changes
     )

@@ -29,6 +29,7 @@ from specpipe.quantization.decoder import Batch, Decoder, kv_amax
 from specpipe.quantization.formats import E4M3_MAX
 from specpipe.quantization.quantized_config import quantized_config, quantized_linears
 from specpipe.quantization.scales import MEASURED, Measured
+from specpipe.unified_config import UnifiedConfig
 
 if TYPE_CHECKING:
     from specpipe.config import QuantizationConfig
@@ -123,7 +124,7 @@ class _Linear:
     names: tuple[str, ...]
 
 
-def _linears(config: Mapping[str, Any], scheme: QuantizationConfig) -> dict[str, _Linear]:
+def _linears(config: UnifiedConfig, scheme: QuantizationConfig) -> dict[str, _Linear]:
     """Returns the linears that a scheme measures scales of, by unified name."""
     if not MEASURED[scheme.format]:
         return {}

@@ -127,7 +127,7 @@ class Decoder:
 
     def _as_float32(self, block: RawArray) -> Tensor:
         signed = torch.from_numpy(block.view(block.dtype.str.replace("u", "i")))
-        return signed.view(_TORCH[self._weights.config["dtype"]]).float()
+        return signed.view(_TORCH[self._weights.config.dtype]).float()
 
 
 def kv_amax(layer: nn.Module) -> Tensor:
@@ -258,7 +258,7 @@ def _transformers_config(weights: PlainWeights) -> Any:
     }
     if config.get("rope_parameters") and transformers.__version__.startswith("4."):
         config |= _rope_of_4(config.pop("rope_parameters"))
-    model_type = FAMILIES[weights.config["architecture"]].model_type
+    model_type = FAMILIES[weights.config.architecture].model_type
     return AutoConfig.for_model(model_type, **config, dtype="float32")
 
 

@@ -8,9 +8,21 @@ NVIDIA ModelOpt 0.47, modelopt/torch/export/quant_utils.py (scales, packing). Th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+QuantAlgo = Literal[
+    "W8A16",
+    "W4A16",
+    "W4A16_AWQ",
+    "W4A8_AWQ",
+    "W4A16_GPTQ",
+    "W8A8_SQ_PER_CHANNEL",
+    "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "NVFP4",
+]
+"""What FORMATS has, in the words of TensorRT-LLM's QuantAlgo."""
 
 Axes = Literal["one", "out", "in", "blocks"]
 """The shape of a scale: [1], [out], [in], or [out, in / block]."""
@@ -74,7 +86,7 @@ class Format:
     is_offered    whether a config can ask for it; if not, it is what others quantized
     """
 
-    quant_algo: str
+    quant_algo: QuantAlgo
     min_sm: int
     weight_dtype: str | None
     scales: tuple[Scale, ...] = ()
@@ -183,22 +195,7 @@ OFFERED = tuple(name for name, made in FORMATS.items() if made.is_offered)
 
 TENSORRT_FORMATS = tuple(name for name, made in FORMATS.items() if made.tensorrt_layers)
 
-FORMAT_OF_ALGO = {made.quant_algo: name for name, made in FORMATS.items()}
+FORMAT_OF_ALGO: dict[str, str] = {made.quant_algo: name for name, made in FORMATS.items()}
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 """The greatest numbers of FP8 (E4M3) and of FP4 (E2M1)."""
-
-
-def format_of(config: Mapping[str, Any]) -> str | None:
-    """Returns the format of a unified config's linears; None for plain ones."""
-    algo = config["quantization"].get("quant_algo")
-    return None if algo is None else FORMAT_OF_ALGO[algo]
-
-
-def block_size_of(config: Mapping[str, Any]) -> int | None:
-    """Returns how many numbers of a unified config's weights share a scale, where blocks do."""
-    name = format_of(config)
-    if name is None:
-        return None
-    size = FORMATS[name].block_size
-    return int(config["quantization"]["group_size"]) if size == "set" else size

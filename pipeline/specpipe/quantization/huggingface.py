@@ -40,12 +40,13 @@ from specpipe.checkpoint import (
     create_safetensors,
     num_elements,
 )
-from specpipe.families import DTYPES, HEAD, tensor_rules
+from specpipe.families import HEAD
 from specpipe.quantization.formats import FORMATS, Content, Format, Scale
 from specpipe.quantization.quantized_config import check_export
 from specpipe.quantization.tensors import is_quantized
 from specpipe.quantization.weights import QuantizedWeights, raw
 from specpipe.row_jobs import JOB_BYTES, in_threads
+from specpipe.unified_layout import tensor_rules
 
 SUFFIXES: Mapping[Content, str] = {
     "quantized": "weight",
@@ -111,7 +112,7 @@ def write_huggingface(out: Path, weights: QuantizedWeights, hf_config: Mapping[s
     _write_json(out / QUANT_CONFIG_NAME, {"producer": _PRODUCER, "quantization": quantization})
     config = dict(hf_config)
     if not (config.get("dtype") or config.get("torch_dtype")):
-        config["dtype"] = weights.config["dtype"]
+        config["dtype"] = weights.config.dtype
     if is_quantized(weights.config, "lm_head"):
         config["tie_word_embeddings"] = False  # the embedding stays plain
     _write_json(out / CONFIG_NAME, {**config, "quantization_config": _as_section(quantization)})
@@ -163,7 +164,7 @@ def _shards(tensors: Sequence[_Tensor]) -> list[list[_Tensor]]:
 def _tensors(weights: QuantizedWeights) -> Iterator[_Tensor]:
     """Yields the tensors of the layout in the order of the plain ones."""
     plain = weights.plain
-    dtype = DTYPES[weights.config["dtype"]]
+    dtype = weights.config.plain_dtype
     fused = {norm.name: norm for norm in _fused_norms(weights)}
     without_prequant = {module for norm in fused.values() for module in norm.modules}
     for name, info in plain.tensors.items():
@@ -171,10 +172,10 @@ def _tensors(weights: QuantizedWeights) -> Iterator[_Tensor]:
             yield from _linear(weights, name, without_prequant)
         elif name in fused:
             yield _Tensor(name, dtype, info.shape, partial(_fused_rows, weights, fused[name]))
-        elif name != HEAD or not weights.config["tie_word_embeddings"]:
+        elif name != HEAD or not weights.config.tie_word_embeddings:
             yield _Tensor(name, dtype, info.shape, partial(_plain_rows, weights, name))
-    if weights.config["quantization"]["kv_cache_quant_algo"] is not None:
-        for layer in range(weights.config["num_hidden_layers"]):
+    if weights.config.quantization.kv_cache_quant_algo is not None:
+        for layer in range(weights.config.num_hidden_layers):
             scale = weights.kv_cache_scale(f"transformer.layers.{layer}.attention")
             for name in KV_SCALES:
                 yield _whole(f"model.layers.{layer}.{name}", "F32", (), scale)
@@ -227,7 +228,7 @@ def _quantized(made: Format, rows: int, columns: int) -> tuple[str, tuple[int, i
 
 
 def _scale_dtype(weights: QuantizedWeights, scale: Scale) -> str:
-    return scale.dtype or DTYPES[weights.config["dtype"]]
+    return scale.dtype or weights.config.plain_dtype
 
 
 def _whole(name: str, dtype: str, shape: tuple[int, ...], tensor: Tensor) -> _Tensor:
@@ -259,7 +260,7 @@ def _fused_norms(weights: QuantizedWeights) -> Iterator[_FusedNorm]:
         return
     config = weights.config
     quantized = set(weights.modules.values())
-    before_mlp = "pre_feedforward_layernorm" if config.get("inter_layernorms") else "post_layernorm"
+    before_mlp = "pre_feedforward_layernorm" if config.has_branch_norms else "post_layernorm"
     linears = {"input_layernorm": ("attention.qkv",), before_mlp: ("mlp.fc", "mlp.gate")}
     for rule, layer in tensor_rules(config):
         prefix = f"transformer.layers.{layer}."
@@ -285,11 +286,13 @@ def _fused_rows(
 
 def _quantization(weights: QuantizedWeights) -> dict[str, Any]:
     """Returns the `quantization` of hf_quant_config.json."""
-    ours = weights.config["quantization"]
-    quantization = {key: ours[key] for key in ("quant_algo", "kv_cache_quant_algo")}
-    made = FORMATS[weights.format]
-    if made.block_size is not None:
-        quantization["group_size"] = ours["group_size"]
+    ours = weights.config.quantization
+    quantization: dict[str, Any] = {
+        "quant_algo": ours.quant_algo,
+        "kv_cache_quant_algo": ours.kv_cache_quant_algo,
+    }
+    if ours.block_size is not None:
+        quantization["group_size"] = ours.block_size
     if weights.format in _FUSES_PREQUANT:
         quantization |= {"has_zero_point": False, "pre_quant_scale": True}
     linears = {

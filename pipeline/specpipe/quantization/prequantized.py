@@ -27,7 +27,7 @@ from specpipe.checkpoint_file import is_there, quoted, read_json
 from specpipe.errors import CheckpointError
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.quantization.formats import FORMAT_OF_ALGO, FORMATS
-from specpipe.quantization.tensors import NEVER_QUANTIZED
+from specpipe.unified_sections import Quantization
 
 Layout = Literal["scaled", "awq", "gptq"]
 """How the weight of a linear is stored.
@@ -60,19 +60,14 @@ class Prequantized:
     kv_cache: bool
     zero_offset: int = 0
 
-    def quantization(self, exclude_modules: tuple[str, ...] = ("lm_head",)) -> dict[str, Any]:
+    def quantization(self, exclude_modules: tuple[str, ...] = ("lm_head",)) -> Quantization:
         """Returns the `quantization` of the unified config."""
-        made = FORMATS[self.format]
-        quantization: dict[str, Any] = {
-            "quant_algo": made.quant_algo,
-            "kv_cache_quant_algo": "FP8" if self.kv_cache else None,
-        }
-        if self.group_size is not None:
-            has_zero_point = self.format == "int4_gptq"
-            quantization |= {"group_size": self.group_size, "has_zero_point": has_zero_point}
-        if made.has_prequant:
-            quantization["pre_quant_scale"] = True
-        return {**quantization, "exclude_modules": [*exclude_modules, *NEVER_QUANTIZED]}
+        return Quantization.of(
+            self.format,
+            fp8_kv_cache=self.kv_cache,
+            group_size=self.group_size,
+            excluded=exclude_modules,
+        )
 
 
 def read_prequantized(folder: Path, limits: FileLimits = FILE_LIMITS) -> Prequantized | None:

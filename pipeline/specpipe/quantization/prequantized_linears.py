@@ -6,8 +6,8 @@ outputs, of which so many are taken at a time that little is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from specpipe.checkpoint import HFCheckpoint, RawArray, TensorInfo, num_elements, read_blocks
 from specpipe.errors import CheckpointError
-from specpipe.families import DTYPES
 from specpipe.quantization import numbers
 from specpipe.quantization.formats import FORMATS, Content
 from specpipe.quantization.huggingface import SUFFIXES
 from specpipe.quantization.prequantized import CURE, Prequantized
+from specpipe.unified_config import DTYPES, UnifiedConfig
 from specpipe.weight_values import check_finite, in_tensor
 
 _CHUNK_BYTES = 32 << 20  # of int4 numbers that are unpacked at a time
@@ -60,13 +60,13 @@ class ScaledLinear:
         found: Prequantized,
         prefix: str,
         size: tuple[int, int],
-        config: Mapping[str, Any],
+        config: UnifiedConfig,
     ) -> None:
         self._source = source
         self._prefix = prefix
         self._made = FORMATS[found.format]
         self._size = rows, columns = size
-        self._dtype = _TORCH[DTYPES[config["dtype"]]]
+        self._dtype = _TORCH[config.plain_dtype]
         self._rows_each = 2 if self._made.packs == "out" else 1
         packed_columns = columns // (2 if self._made.packs == "in" else 1)
         dtypes = {"I8", "U8"} if self._made.packs else {self._made.weight_dtype or ""}
@@ -134,14 +134,14 @@ class PackedLinear:
         found: Prequantized,
         prefix: str,
         size: tuple[int, int],
-        config: Mapping[str, Any],
+        config: UnifiedConfig,
     ) -> None:
         rows, columns = size
         assert found.group_size is not None
         self._source = source
         self._found = found
         self._num_columns = columns
-        self._dtype = _TORCH[DTYPES[config["dtype"]]]
+        self._dtype = _TORCH[config.plain_dtype]
         if rows % 8 or columns % 8 or columns % found.group_size:
             raise CheckpointError(
                 f"{source.folder}: {prefix}qweight has {columns} inputs and {rows} outputs, which "

@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specpipe.checkpoint import HFCheckpoint, RawArray, open_checkpoint, some
 from specpipe.errors import CheckpointError
-from specpipe.families import part_shape, source_rows, tensor_rules
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.plain_weights import PlainWeights, config_of, match_weights
 from specpipe.quantization import numbers
@@ -42,6 +40,8 @@ from specpipe.quantization.quantized_config import (
 from specpipe.quantization.tensors import is_linear
 from specpipe.quantization.weights import raw
 from specpipe.rules import Part
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, source_rows, tensor_rules
 
 _KV_SCALES = (
     KV_SCALES,
@@ -60,7 +60,7 @@ class PrequantizedWeights:
     """
 
     plain: PlainWeights
-    config: Mapping[str, Any]
+    config: UnifiedConfig
     format: str
     linears: Mapping[str, StoredLinear]
     kv_scales: Mapping[int, Tensor]
@@ -142,7 +142,7 @@ def open_prequantized(
     source = open_checkpoint(checkpoint, allow_quantized=True, limits=limits)
     plain = config_of(source, found.hf_config, tp_size=tp_size, pp_size=pp_size, limits=limits)
     excluded = _plain_linears(source, plain, found)
-    config = {**plain, "quantization": found.quantization(excluded)}
+    config = plain.quantized(found.quantization(excluded))
     check_sizes(config, cure=f"lower tp_size, or {CURE}")
     make = ScaledLinear if found.layout == "scaled" else PackedLinear
     linears: dict[str, StoredLinear] = {}
@@ -160,7 +160,7 @@ def open_prequantized(
 
 
 def _plain_linears(
-    source: HFCheckpoint, plain: Mapping[str, Any], found: Prequantized
+    source: HFCheckpoint, plain: UnifiedConfig, found: Prequantized
 ) -> tuple[str, ...]:
     """Returns the linears that are not quantized, by what is stored."""
     mark = "weight_scale" if found.layout == "scaled" else "qweight"
@@ -189,7 +189,7 @@ def _plain_linears(
 
 
 def _empty_biases(
-    source: HFCheckpoint, config: Mapping[str, Any], linears: Mapping[str, StoredLinear]
+    source: HFCheckpoint, config: UnifiedConfig, linears: Mapping[str, StoredLinear]
 ) -> Iterator[str]:
     """Yields biases that a family does not have; AutoGPTQ adds some, all of them 0."""
     used = {
@@ -200,21 +200,19 @@ def _empty_biases(
         if name in source.tensors and name not in used:
             if bool(read_small(source.tensors[name]).any()):
                 raise CheckpointError(
-                    f"{source.folder}: {name} is not 0, but {config['architecture']} has no such "
+                    f"{source.folder}: {name} is not 0, but {config.architecture} has no such "
                     f"bias; {CURE}"
                 )
             yield name
 
 
-def _kv_scales(
-    source: HFCheckpoint, config: Mapping[str, Any]
-) -> tuple[set[str], dict[int, Tensor]]:
+def _kv_scales(source: HFCheckpoint, config: UnifiedConfig) -> tuple[set[str], dict[int, Tensor]]:
     """Returns the scale [1] of each layer's keys and values, and the names of what was read."""
     used: set[str] = set()
     scales: dict[int, Tensor] = {}
-    if config["quantization"]["kv_cache_quant_algo"] is None:
+    if config.quantization.kv_cache_quant_algo is None:
         return used, scales
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config.num_hidden_layers):
         pairs = [[f"model.layers.{layer}.{name}" for name in pair] for pair in _KV_SCALES]
         pair = next((p for p in pairs if source.tensors.keys() >= set(p)), None)
         if pair is None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
 
 from specpipe.config import QuantizationConfig
 from specpipe.errors import ConfigError
-from specpipe.families import part_shape, tensor_rules
-from specpipe.quantization.formats import FORMATS, OFFERED, format_of
-from specpipe.quantization.tensors import NEVER_QUANTIZED, is_quantized
+from specpipe.quantization.formats import FORMATS, OFFERED
+from specpipe.quantization.tensors import is_quantized
 from specpipe.rules import Part, TensorRule
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, tensor_rules
+from specpipe.unified_sections import PLAIN, Quantization
 
 _CURE = "exclude it, or use fp8"
 
 
-def quantized_config(config: Mapping[str, Any], scheme: QuantizationConfig) -> dict[str, Any]:
+def quantized_config(config: UnifiedConfig, scheme: QuantizationConfig) -> UnifiedConfig:
     """Returns a plain unified config with its `quantization` filled in.
 
     Nothing else changes: `vocab_size` stays that of the checkpoint, where TensorRT-LLM's own
@@ -24,19 +25,13 @@ def quantized_config(config: Mapping[str, Any], scheme: QuantizationConfig) -> d
     that tensor parallelism adds to the head are no tokens. Refused are sizes that the format cannot
     divide, and patterns of `exclude` that name nothing.
     """
-    made = FORMATS[scheme.format]
-    excluded = (*(() if scheme.quantize_lm_head else ("lm_head",)), *scheme.exclude)
-    quantization: dict[str, Any] = {
-        "quant_algo": made.quant_algo,
-        "kv_cache_quant_algo": "FP8" if scheme.kv_cache == "fp8" else None,
-    }
-    if made.block_size is not None:
-        size = scheme.awq_block_size if made.block_size == "set" else made.block_size
-        quantization |= {"group_size": size, "has_zero_point": False}
-    if made.has_prequant:
-        quantization["pre_quant_scale"] = True
-    quantization["exclude_modules"] = [*excluded, *NEVER_QUANTIZED]
-    quantized = {**config, "quantization": quantization}
+    quantization = Quantization.of(
+        scheme.format,
+        fp8_kv_cache=scheme.kv_cache == "fp8",
+        group_size=scheme.awq_block_size,
+        excluded=(*(() if scheme.quantize_lm_head else ("lm_head",)), *scheme.exclude),
+    )
+    quantized = config.quantized(quantization)
     _check_exclude(config, scheme)
     if not list(quantized_linears(quantized)):
         raise ConfigError("quantization.exclude leaves no linear to quantize; exclude fewer")
@@ -44,9 +39,9 @@ def quantized_config(config: Mapping[str, Any], scheme: QuantizationConfig) -> d
     return quantized
 
 
-def check_export(config: Mapping[str, Any]) -> None:
+def check_export(config: UnifiedConfig) -> None:
     """Refuses a quantized config that Hugging Face's layout has no place for."""
-    name = format_of(config)
+    name = config.format
     assert name is not None
     if FORMATS[name].weight_dtype is None:
         able = [other for other in OFFERED if FORMATS[other].weight_dtype is not None]
@@ -54,9 +49,9 @@ def check_export(config: Mapping[str, Any]) -> None:
             f"{name} has no Hugging Face layout, because TensorRT-LLM quantizes plain weights "
             f"while it builds an engine; formats that have one: {', '.join(able)}"
         )
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config.num_hidden_layers):
         fc, gate = (f"transformer.layers.{layer}.mlp.{part}" for part in ("fc", "gate"))
-        is_gated = config["hidden_act"] != "swiglu"  # with it, `fc` holds both
+        is_gated = config.hidden_act != "swiglu"  # with it, `fc` holds both
         if is_gated and is_quantized(config, fc) != is_quantized(config, gate):
             raise ConfigError(
                 f"quantization.exclude names only one of {fc} and {gate}, which runtimes that read "
@@ -64,18 +59,15 @@ def check_export(config: Mapping[str, Any]) -> None:
             )
 
 
-def quantized_linears(
-    config: Mapping[str, Any],
-) -> Iterator[tuple[str, TensorRule, int | None]]:
+def quantized_linears(config: UnifiedConfig) -> Iterator[tuple[str, TensorRule, int | None]]:
     """Yields name, plain rule and layer of every linear that a quantized config has quantized."""
-    plain = {**config, "quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}
-    for rule, layer in tensor_rules(plain):
+    for rule, layer in tensor_rules(config.quantized(PLAIN)):
         module, _, kind = rule.name.format(n=layer).rpartition(".")
         if kind == "weight" and is_quantized(config, module):
             yield module, rule, layer
 
 
-def plain_parts(config: Mapping[str, Any]) -> dict[tuple[str, tuple[str, ...]], Part]:
+def plain_parts(config: UnifiedConfig) -> dict[tuple[str, tuple[str, ...]], Part]:
     """The plain part that a quantized part, or one of its scales, is made of.
 
     By its source and what that holds before it, which all of them share.
@@ -87,13 +79,13 @@ def plain_parts(config: Mapping[str, Any]) -> dict[tuple[str, tuple[str, ...]], 
     }
 
 
-def check_sizes(config: Mapping[str, Any], *, cure: str | None = None) -> None:
+def check_sizes(config: UnifiedConfig, *, cure: str | None = None) -> None:
     """Refuses a model, or a split of it, whose matrices its format cannot divide.
 
     cure  what the message says to do; None: what helps where a scheme can be changed
     """
-    tp_size = config["mapping"]["tp_size"]
-    name = format_of(config)
+    tp_size = config.mapping.tp_size
+    name = config.format
     for module, rule, _ in quantized_linears(config):
         for part in rule.parts:
             fault = _fault(config, part, cure)
@@ -102,14 +94,14 @@ def check_sizes(config: Mapping[str, Any], *, cure: str | None = None) -> None:
                 raise ConfigError(f"{name} does not fit {module}: it has {fault.format(shared)}")
 
 
-def _fault(config: Mapping[str, Any], part: Part, cure: str | None) -> str | None:
+def _fault(config: UnifiedConfig, part: Part, cure: str | None) -> str | None:
     """Says what of a part's size does not fit; `{}` stands for the ranks that share it."""
-    name = format_of(config)
+    name = config.format
     assert name is not None
     made = FORMATS[name]
     rows, columns = part_shape(config, part)
-    tp_size = config["mapping"]["tp_size"]
-    block = config["quantization"].get("group_size")
+    tp_size = config.mapping.tp_size
+    block = config.quantization.block_size
     if part.split == "columns":
         columns //= tp_size
     if block is not None and columns % block:
@@ -127,9 +119,9 @@ def _fault(config: Mapping[str, Any], part: Part, cure: str | None) -> str | Non
     return None
 
 
-def _check_exclude(config: Mapping[str, Any], scheme: QuantizationConfig) -> None:
-    everything = {"quant_algo": FORMATS[scheme.format].quant_algo, "kv_cache_quant_algo": None}
-    modules = [module for module, _, _ in quantized_linears({**config, "quantization": everything})]
+def _check_exclude(config: UnifiedConfig, scheme: QuantizationConfig) -> None:
+    everything = Quantization(quant_algo=FORMATS[scheme.format].quant_algo)
+    modules = [module for module, _, _ in quantized_linears(config.quantized(everything))]
     for pattern in scheme.exclude:
         if not any(fnmatchcase(module, pattern) for module in modules):
             raise ConfigError(

@@ -16,16 +16,16 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from specpipe.checkpoint import TensorInfo, read_blocks, read_safetensors_header, some
 from specpipe.errors import CheckpointError
-from specpipe.families import part_shape
-from specpipe.quantization.formats import format_of
 from specpipe.quantization.quantized_config import quantized_linears
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape
 
 SCALES_NAME, CALIBRATION_NAME = "scales.safetensors", "calibration.json"
 
@@ -54,20 +54,20 @@ class Scales:
         return self.values[module, kind]
 
 
-def expected_scales(config: Mapping[str, Any]) -> Iterator[tuple[str, Measured, int]]:
+def expected_scales(config: UnifiedConfig) -> Iterator[tuple[str, Measured, int]]:
     """Yields module, kind and size of everything that a quantized config needs measured."""
-    name = format_of(config)
+    name = config.format
     assert name is not None
     for module, rule, _ in quantized_linears(config):
         for kind in MEASURED[name]:
             num_inputs = part_shape(config, rule.parts[0])[1]
             yield module, kind, num_inputs if kind == "prequant" else 1
-    if config["quantization"]["kv_cache_quant_algo"] is not None:
-        for layer in range(config["num_hidden_layers"]):
+    if config.quantization.kv_cache_quant_algo is not None:
+        for layer in range(config.num_hidden_layers):
             yield f"transformer.layers.{layer}.attention", "kv_amax", 1
 
 
-def read_scales(folder: Path | None, config: Mapping[str, Any]) -> Scales:
+def read_scales(folder: Path | None, config: UnifiedConfig) -> Scales:
     """Reads what a quantized config needs; none is needed where `folder` is None.
 
     Refused are scales of another format or another model, and numbers that are no scale.
@@ -113,13 +113,13 @@ def read_scales(folder: Path | None, config: Mapping[str, Any]) -> Scales:
     return Scales(values)
 
 
-def _check_format(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_format(folder: Path, config: UnifiedConfig) -> None:
     path = folder / CALIBRATION_NAME
     try:
         calibrated = json.loads(path.read_bytes())["format"]
     except (OSError, ValueError, LookupError, TypeError) as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}; calibrate again") from exc
-    name = format_of(config)
+    name = config.format
     if calibrated != name:
         raise CheckpointError(
             f"{folder} was calibrated for {calibrated}, not for {name}; calibrate again"

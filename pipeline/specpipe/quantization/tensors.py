@@ -6,21 +6,16 @@ checkpoint.md), and what NVIDIA ModelOpt 0.47 writes (modelopt/torch/export/mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
-from specpipe.quantization.formats import FORMATS, Axes, Format, Scale, format_of
+from specpipe.quantization.formats import FORMATS, Axes, Format, Scale
 from specpipe.rules import Part, Split, TensorRule
+from specpipe.unified_config import UnifiedConfig
 
 _LINEARS = ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj", "lm_head")
 _ATTENTION = "transformer.layers.{n}.attention"
-
-NEVER_QUANTIZED = ("*vocab_embedding", "*ln_f")
-"""What stands in every `exclude_modules` besides linears. Without them TensorRT-LLM would quantize
-the embedding in weight-only formats and the last norm in fp8_pc_pt; and an empty list means to it
-that nothing is said (quantization/quantize.py, quantize_layers and fp8_rowwise_quantize)."""
 
 
 def is_linear(module: str) -> bool:
@@ -28,23 +23,28 @@ def is_linear(module: str) -> bool:
     return module.endswith(_LINEARS)
 
 
-def is_quantized(config: Mapping[str, Any], module: str) -> bool:
+def is_quantized(config: UnifiedConfig, module: str) -> bool:
     """Says whether a unified config has a linear quantized, named as `transformer.layers.0.mlp.fc`.
 
     `exclude_modules` of its `quantization` are patterns of names, as TensorRT-LLM matches them.
     """
-    if format_of(config) is None or not is_linear(module):
+    if config.format is None or not is_linear(module):
         return False
-    excluded = config["quantization"].get("exclude_modules") or ()
+    excluded = config.quantization.exclude_modules or ()
     return not any(fnmatchcase(module, pattern) for pattern in excluded)
 
 
+def shares_embedding(config: UnifiedConfig) -> bool:
+    """Says whether the head is the embedding; a quantized one no longer is."""
+    return config.tie_word_embeddings and not is_quantized(config, "lm_head")
+
+
 def quantized_rules(
-    config: Mapping[str, Any], rule: TensorRule, layer: int | None
+    config: UnifiedConfig, rule: TensorRule, layer: int | None
 ) -> Iterator[TensorRule]:
     """Yields what stands for a plain tensor in a checkpoint of this config: mostly itself."""
     module, _, kind = rule.name.rpartition(".")
-    name = format_of(config)
+    name = config.format
     if name is None or kind != "weight" or not is_quantized(config, module.format(n=layer)):
         yield rule
         return
@@ -61,9 +61,9 @@ def quantized_rules(
         yield replace(rule, name=f"{module}.{scale.content}", parts=parts, dtype=scale.dtype)
 
 
-def kv_cache_rule(config: Mapping[str, Any]) -> TensorRule | None:
+def kv_cache_rule(config: UnifiedConfig) -> TensorRule | None:
     """Returns the rule of a layer's KV cache scale; None where the cache is not quantized."""
-    if config["quantization"].get("kv_cache_quant_algo") is None:
+    if config.quantization.kv_cache_quant_algo is None:
         return None
     part = Part(_ATTENTION, ("1",), content="kv_cache_scaling_factor")
     return TensorRule(f"{_ATTENTION}.kv_cache_scaling_factor", (part,), dtype="F32")

@@ -7,10 +7,9 @@ the rows of a scale are reckoned from the same rows a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from specpipe.checkpoint import RawArray, num_elements
 from specpipe.errors import CheckpointError
-from specpipe.families import part_shape, source_rows
 from specpipe.plain_weights import PlainWeights
 from specpipe.quantization import numbers
 from specpipe.quantization.formats import (
@@ -26,12 +24,12 @@ from specpipe.quantization.formats import (
     E4M3_MAX,
     FORMATS,
     Content,
-    block_size_of,
-    format_of,
 )
 from specpipe.quantization.quantized_config import plain_parts, quantized_linears
 from specpipe.quantization.scales import Measured, Scales
 from specpipe.rules import Part
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_layout import part_shape, source_rows
 
 _CHUNK_BYTES = 1 << 20  # of plain weights that are rounded at a time; their floats stay in a cache
 
@@ -58,24 +56,24 @@ class QuantizedWeights:
     """
 
     plain: PlainWeights
-    config: Mapping[str, Any]
+    config: UnifiedConfig
     scales: Scales
 
     @cached_property
     def format(self) -> str:
-        name = format_of(self.config)
+        name = self.config.format
         assert name is not None
         return name
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """The checkpoint's own, of the scales that have no other."""
-        return _TORCH[self.config["dtype"]]
+        return _TORCH[self.config.dtype]
 
     @cached_property
     def block_size(self) -> int:
         """How many numbers of a row share a scale, of a format where blocks do."""
-        size = block_size_of(self.config)
+        size = self.config.quantization.block_size
         assert size is not None, self.format
         return size
 
@@ -130,7 +128,7 @@ class QuantizedWeights:
             stored = torch.from_numpy(self.scales(module, "prequant")).to(self.dtype)
             if not bool((stored.isfinite() & (stored > 0)).all()):
                 raise CheckpointError(
-                    f"{module} has a prequant_scaling_factor that {self.config['dtype']} cannot "
+                    f"{module} has a prequant_scaling_factor that {self.config.dtype} cannot "
                     "hold; set dtype to bfloat16 in config.json"
                 )
             return stored
@@ -203,7 +201,7 @@ class QuantizedWeights:
         scales = numbers.block_scales(rows, self.block_size, self.dtype)
         if not bool(scales.isfinite().all()):
             raise CheckpointError(
-                f"{module} has weights too great for scales in {self.config['dtype']}; set dtype "
+                f"{module} has weights too great for scales in {self.config.dtype}; set dtype "
                 "to bfloat16 in config.json"
             )
         return scales if is_scale else numbers.quantize_int4(rows, scales)

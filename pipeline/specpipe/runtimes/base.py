@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from specpipe.checkpoint import read_config
 from specpipe.errors import ConfigError, RuntimeUnavailable
-from specpipe.families import DTYPES
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.installation import with_extras
-from specpipe.quantization.formats import format_of
 from specpipe.quantization.quantized_config import check_export
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.speculative.adaptive import Schedule
@@ -26,6 +24,7 @@ from specpipe.stages.calibrate import Calibrate
 from specpipe.stages.convert import Convert
 from specpipe.stages.export import Export
 from specpipe.stages.quantize import Quantize
+from specpipe.unified_config import DTYPES, UnifiedConfig
 
 if TYPE_CHECKING:
     from specpipe.config import CheckpointConfig, EngineConfig
@@ -149,7 +148,7 @@ class Side:
     role: Role
     checkpoint: CheckpointConfig
     folder: Path
-    unified: Mapping[str, Any]
+    unified: UnifiedConfig
     context_length: int
     base_dir: Path
     artifacts: Path
@@ -199,7 +198,7 @@ def checkpoint_stages(
             limits=side.limits,
         )
         # Plain weights are raw bytes; those of others are taken apart in torch.
-        require = None if format_of(side.unified) is None else _require_torch
+        require = None if side.unified.format is None else _require_torch
         return (PlannedStage(convert, checkpoint_dir(side), side.fetch, require),)
     if scheme.export or huggingface:
         try:

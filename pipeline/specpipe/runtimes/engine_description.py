@@ -108,7 +108,7 @@ def reading_config(folder: Path) -> Iterator[None]:
         yield
     except KeyError as exc:
         raise EngineMismatch(f"{path} has no {exc.args[0]}: build the engine again") from exc
-    except (TypeError, ValueError, AttributeError) as exc:
+    except (TypeError, ValueError, AttributeError, CheckpointError) as exc:
         raise EngineMismatch(f"{path} cannot be read ({exc}): build the engine again") from exc
 
 

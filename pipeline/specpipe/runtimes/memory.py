@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specpipe.errors import RuntimeUnavailable
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number in what engines compute in."""
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -34,12 +30,6 @@ class MemoryEstimate:
             f"{format_bytes(self.kv_cache_bytes)} KV cache, "
             f"{format_bytes(self.workspace_bytes)} workspace)"
         )
-
-
-def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
-    """Returns the bytes of keys and values of one position in all layers of a unified config."""
-    row = 2 * config["num_key_value_heads"] * config["head_size"]
-    return int(ELEMENT_BYTES[dtype] * config["num_hidden_layers"] * row)
 
 
 def available_bytes() -> int | None:

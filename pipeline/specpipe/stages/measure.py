@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from specpipe.checkpoint import QUANTIZATION_KEYS, checkpoint_files, read_config
 from specpipe.checkpoint_file import is_there
 from specpipe.errors import EngineBuildError, RuntimeUnavailable, SpecpipeError
-from specpipe.families import DTYPES, unified_config
+from specpipe.family_config import unified_config
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.pairing import PairContract
-from specpipe.quantization.formats import format_of
 from specpipe.quantization.report import (
     PLAIN,
     REPORT_JSON,
@@ -44,6 +43,7 @@ from specpipe.stages.base import Role, StageInputs
 from specpipe.stages.convert import convert
 from specpipe.tokenizer_files import TOKENIZER_FILES
 from specpipe.unified import load_unified
+from specpipe.unified_config import DTYPES, UnifiedConfig
 
 if TYPE_CHECKING:
     from specpipe.config import CalibrationConfig, QualityConfig
@@ -322,10 +322,10 @@ def _plain_bytes(side: MeasuredSide, dtype: str, device: str) -> int:
     return weights_bytes(unified_config({**plain, "dtype": wanted}, limits=side.limits))
 
 
-def form_of(config: Mapping[str, Any]) -> Form:
+def form_of(config: UnifiedConfig) -> Form:
     """Names and measures the form that a unified config describes."""
-    names = [format_of(config) or PLAIN]
-    if config["quantization"].get("kv_cache_quant_algo") is not None:
+    names = [config.format or PLAIN]
+    if config.quantization.kv_cache_quant_algo is not None:
         names.append("fp8 KV")
     return Form(" + ".join(names), weights_bytes(config), kv_cache_bytes_per_token(config))
 

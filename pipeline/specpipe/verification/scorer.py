@@ -22,13 +22,15 @@ from specpipe import source
 from specpipe.errors import SpecpipeError
 from specpipe.manifest import compare_files, read_manifest
 from specpipe.pairing import PairContract
-from specpipe.quantization.formats import FORMATS, format_of
+from specpipe.quantization.formats import FORMATS
 from specpipe.runtimes.base import require_library
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, BuildTorchEngine
 from specpipe.signals import deferred
 from specpipe.stages.base import Role
 from specpipe.stages.convert import convert
 from specpipe.triton.layout import SPECULATIVE, VERSION
+from specpipe.unified_config import read_unified_config
+from specpipe.unified_sections import Quantization
 from specpipe.verification.verdict import Floats
 
 if TYPE_CHECKING:
@@ -175,11 +177,12 @@ def engine_rounding(engine: Path) -> str | None:
     with the shape of a forward much more than its dtype says.
     """
     words = []
-    unified = _engine_config(engine)["pretrained_config"]
-    name = format_of(unified)
+    described = _engine_config(engine)["pretrained_config"]["quantization"]
+    quantization = Quantization.model_validate(described)
+    name = quantization.format
     if name is not None and (activations := FORMATS[name].activations) is not None:
         words.append(f"activations to {_STEPS[activations]}")
-    if (kv_cache := unified["quantization"].get("kv_cache_quant_algo")) is not None:
+    if (kv_cache := quantization.kv_cache_quant_algo) is not None:
         words.append(f"its KV cache to {kv_cache}")
     return " and ".join(words) or None
 
@@ -260,8 +263,7 @@ def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:
     """What an engine of another runtime computes in: as configured, else as stored."""
     if config.engine.dtype != "auto":
         return config.engine.dtype
-    unified = json.loads((checkpoint / "config.json").read_bytes())
-    return str(unified["dtype"])
+    return read_unified_config(checkpoint).dtype
 
 
 def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:

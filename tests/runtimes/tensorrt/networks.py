@@ -19,6 +19,7 @@ from specpipe.runtimes.tensorrt.network import build_decoder
 from specpipe.runtimes.tensorrt.weights import CheckpointWeights, ShapesOnly
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.unified import load_unified
+from specpipe.unified_config import UnifiedConfig
 from tests.runtimes.tensorrt.interpreter import Interpreter
 from tests.runtimes.tensorrt.layers import DTYPES
 from tests.runtimes.torch.engines import load_engine
@@ -51,7 +52,7 @@ class Network:
     """
 
     definition: Any
-    config: Mapping[str, Any]
+    config: UnifiedConfig
     capacity: int
     weights: Mapping[str, Tensor]
     alive: tuple[Any, ...]
@@ -113,7 +114,7 @@ class InterpretedDecoder:
         self._network = network
         self._interpreter = Interpreter(trt, network.definition, dtype=evaluated_in)
         config = network.config
-        shape = (num_slots, config["num_key_value_heads"], network.capacity, config["head_size"])
+        shape = (num_slots, config.num_key_value_heads, network.capacity, config.head_size)
         definition, generator = network.definition, torch.Generator().manual_seed(0)
         types = {
             tensor.name: DTYPES[tensor.dtype.name]
@@ -121,7 +122,7 @@ class InterpretedDecoder:
         }
         self._caches = {
             name: (100 * torch.randn(shape, generator=generator)).to(evaluated_in or types[name])
-            for name in shapes.cache_names(config["num_hidden_layers"])
+            for name in shapes.cache_names(config.num_hidden_layers)
         }
         self._weights = {
             name: weight if evaluated_in is None else weight.to(evaluated_in)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from specpipe.family_config import unified_config
 from specpipe.runtimes.base import Pair, PairOptions
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import ENGINE_KIND
@@ -29,26 +30,20 @@ from specpipe.runtimes.torch.pair import pair_of
 from tests.runtimes.table_engine import HasLogits
 from tests.runtimes.tensorrt.gpus import Gpu, HostGpu
 from tests.speculative.table import WordDetokenizer
+from tests.toy import toy_config
 
 VERSION = "1.7.1.116"
 NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 2, 2, 8
 
-UNIFIED = {
-    "architecture": "LlamaForCausalLM",
-    "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
-    "dtype": "float32",
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": NUM_KV_HEADS,
-    "head_size": HEAD_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "tie_word_embeddings": True,
-    "qk_layernorm": False,
-    "attn_bias": False,
-    "attn_dense_bias": False,
-    "mlp_bias": False,
-}
+UNIFIED = unified_config(
+    toy_config(
+        dtype="float32",
+        num_hidden_layers=NUM_LAYERS,
+        num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_SIZE,
+        tie_word_embeddings=True,
+    )
+).plain()
 
 
 def write_engine(

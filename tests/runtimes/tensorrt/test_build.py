@@ -325,10 +325,11 @@ def test_what_the_network_cannot_express_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_checkpoint(tmp_path: Path) -> None:
-    for content in (None, "{"):
+    messages = {None: "has no config.json; convert again", "{": "config.json cannot be read: "}
+    for content, message in messages.items():
         if content is not None:
             (tmp_path / "config.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"config.json cannot be read: .*; convert again"):
+        with pytest.raises(CheckpointError, match=message):
             build_engine(tmp_path, tmp_path / f"engine-{content}")
 
 

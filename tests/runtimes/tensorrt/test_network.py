@@ -15,9 +15,11 @@ import tensorrt_rtx as trt
 import torch
 
 from specpipe.errors import EngineBuildError
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.runtimes.tensorrt import network, shapes
 from specpipe.runtimes.tensorrt.graph import Graph, kinds
+from specpipe.unified_config import UnifiedConfig
+from specpipe.unified_sections import Quantization
 from tests.runtimes.tensorrt.networks import (
     InterpretedDecoder,
     Network,
@@ -312,7 +314,9 @@ def test_a_dropped_rope_scaling_is_found(
     monkeypatch.setattr(
         network,
         "rotary_tables",
-        lambda config, capacity: tables({**config, "rotary_scaling": None}, capacity),
+        lambda config, capacity: tables(
+            config.model_copy(update={"rotary_scaling": None}), capacity
+        ),
     )
     pair = SideBySide(
         InterpretedDecoder(build_network(checkpoint)), engine, tolerance=100 * TOLERANCE
@@ -321,7 +325,7 @@ def test_a_dropped_rope_scaling_is_found(
         prefill_decode_verify(pair)
 
 
-def refusal(config: dict[str, Any], *, max_seq_len: int = 320) -> str:
+def refusal(config: UnifiedConfig, *, max_seq_len: int = 320) -> str:
     with pytest.raises(EngineBuildError) as caught:
         network.check_supported("target", config, max_seq_len=max_seq_len)
     return str(caught.value)
@@ -337,8 +341,7 @@ def test_other_families_are_refused_by_name(family: str) -> None:
 
 
 def test_a_quantized_kv_cache_is_refused() -> None:
-    config = unified_config(toy_config())
-    config["quantization"] = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    config = unified_config(toy_config()).quantized(Quantization(kv_cache_quant_algo="FP8"))
     assert refusal(config) == (
         "target: kv_cache_quant_algo FP8 is not supported by runtime 'tensorrt': the library's KV "
         "cache takes floating-point types only; engine.runtime torch and tensorrt_llm run it"

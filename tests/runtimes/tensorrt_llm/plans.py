@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.config import CheckpointConfig, EngineConfig
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.runtimes.base import PairPlan, Side
 from specpipe.stages.base import Role

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from specpipe.errors import EngineBuildError
+from specpipe.family_config import unified_config
 from specpipe.runtimes.tensorrt_llm import kv_plan
 from tests.runtimes.tensorrt_llm.plans import LLAMA_1B, LLAMA_70B, MISTRAL_7B, plan
+from tests.toy import toy_config
 
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
@@ -151,11 +153,11 @@ def test_the_whole_length_lies_within_a_sliding_window(tmp_path: Path) -> None:
 
 
 def test_windows_layer_by_layer() -> None:
-    config = {"sliding_window": 64, "num_hidden_layers": 3}
-    assert kv_plan.attention_windows(config) == (64, 64, 64)
+    config = unified_config(toy_config("phi3", sliding_window=64, num_hidden_layers=3))
+    assert config.windows == (64, 64, 64)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert kv_plan.attention_windows(config | {"layer_types": kinds}) == (64, None, 64)
-    assert kv_plan.attention_windows(config | {"sliding_window": None}) is None
+    assert config.model_copy(update={"layer_types": kinds}).windows == (64, None, 64)
+    assert config.model_copy(update={"sliding_window": None}).windows == (None, None, None)
 
 
 def test_too_much_for_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

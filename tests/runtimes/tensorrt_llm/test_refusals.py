@@ -12,6 +12,7 @@ import pytest
 from specpipe.errors import EngineBuildError
 from specpipe.quantization.formats import OFFERED
 from specpipe.runtimes.tensorrt_llm import refusals
+from specpipe.unified_sections import Quantization
 from tests.runtimes.tensorrt_llm import plans
 
 
@@ -240,7 +241,7 @@ def test_a_fused_mlp_is_quantized_as_a_whole(
 def carried_over(folder: Path, **quantization: Any) -> list[str]:
     """The lines for a target that was quantized by others, on a GPU of compute capability 8.6."""
     pair = plans.plan(folder, **on("8.6"))
-    unified = {**pair.target.unified, "quantization": {"kv_cache_quant_algo": None, **quantization}}
+    unified = pair.target.unified.quantized(Quantization(**quantization))
     pair = replace(pair, target=replace(pair.target, unified=unified))
     with pytest.raises(EngineBuildError) as caught:
         refusals.check_plan(pair, refusals.capabilities(pair))

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.memory import format_bytes
+from specpipe.runtimes.torch import model
 from specpipe.runtimes.torch.engine import TorchEngine, check_memory
 from tests.runtimes.torch.engines import build_engine, load_engine
 from tests.toy import (
@@ -269,7 +270,6 @@ def test_longrope_takes_its_factors_by_what_a_sequence_may_grow_to(
         ("gemma2", {"final_logit_softcapping": None}),
         ("gemma2", {"query_pre_attn_scalar": 8.0}),
         ("gemma2", {"embedding_multiplier": 1.0}),
-        ("gemma2", {"hidden_act": "silu"}),
     ],
 )
 def test_each_feature_shows_in_the_logits(
@@ -284,6 +284,18 @@ def test_each_feature_shows_in_the_logits(
     assert config.keys() >= changes.keys()
     (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config | changes))
     shutil.rmtree(tmp_path / "engine")
+    (logits,) = run(load_engine(folder, tmp_path), [tokens(1)], [[NUM_POSITIONS]])
+    assert difference(logits, expected) > 10 * TOLERANCE
+
+
+def test_the_activation_shows_in_the_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No unified config of Gemma 2 has another one, so the engine computes another one here."""
+    folder = write_checkpoint(tmp_path / "hf", "gemma2")
+    (expected,) = reference(folder, [tokens(1)])
+    activations = model._ACTIVATIONS
+    monkeypatch.setitem(activations, "gelu_pytorch_tanh", activations["silu"])
     (logits,) = run(load_engine(folder, tmp_path), [tokens(1)], [[NUM_POSITIONS]])
     assert difference(logits, expected) > 10 * TOLERANCE
 
@@ -397,6 +409,12 @@ def test_a_foreign_or_damaged_engine_is_refused(toy: Path, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"short")
     with pytest.raises(EngineMismatch, match="cannot be read .*; build it again"):
+        TorchEngine.load(tmp_path)
+    del config["pretrained_config"]["head_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        EngineMismatch, match=r"\(head_size: Field required\): build the engine again"
+    ):
         TorchEngine.load(tmp_path)
     config["runtime"]["format"] = 0
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.runtimes import memory
 from specpipe.runtimes.memory import MemoryEstimate, available_bytes
 from specpipe.runtimes.torch.memory import estimate_memory
@@ -47,11 +47,11 @@ def test_what_gemma2_has_beside_is_counted() -> None:
     capped = estimate_memory(config, dtype="bfloat16", **limits)
     layer = 64 * 32 + 32 * 32 + 3 * 64 * 32
     assert capped.weights_bytes == 2 * (256 * 32 + 2 * layer) + 4 * (2 * 4 * 32 + 32)
-    config["attn_logit_softcapping"] = None
+    config = config.model_copy(update={"attn_logit_softcapping": None})
     plain = estimate_memory(config, dtype="bfloat16", **limits)
     # three float32 copies of the scores of 64 rows, 4 heads, 104 positions
     assert capped.workspace_bytes - plain.workspace_bytes == 3 * 4 * 64 * 4 * 104
-    del config["layer_types"]
+    config = config.model_copy(update={"layer_types": None})
     # one mask less, of 64 rows, 2 query heads for each KV head, 104 positions
     alike = estimate_memory(config, dtype="bfloat16", **limits)
     assert plain.workspace_bytes - alike.workspace_bytes == 2 * 64 * 2 * 104

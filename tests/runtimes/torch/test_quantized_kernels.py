@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specpipe.errors import EngineMismatch
-from specpipe.families import unified_config
-from specpipe.quantization.formats import FORMATS
+from specpipe.family_config import unified_config
+from specpipe.quantization.formats import FORMATS, QuantAlgo
 from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.torch.engine import TorchEngine, load_weights
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, kernel_for
@@ -21,6 +21,7 @@ from specpipe.runtimes.torch.layout import write_weights
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.quantized import quantized_linear
 from specpipe.unified import load_unified
+from specpipe.unified_sections import NEVER_QUANTIZED, Quantization
 from tests.quantization.checkpoints import quantized_checkpoint
 from tests.runtimes.torch.engines import build_engine
 from tests.runtimes.torch.quantized_reference import CHUNKS, TEXTS, assert_agree
@@ -45,8 +46,8 @@ ROUNDED_TOLERANCE = 0.15  # bfloat16, whose errors take activations to other FP8
 
 
 def test_the_gpu_decides_which_kernel_there_is() -> None:
-    def kernel(algo: str | None, sm: int | None) -> Kernel | None:
-        return kernel_for({"quantization": {"quant_algo": algo}}, sm)
+    def kernel(algo: QuantAlgo | None, sm: int | None) -> Kernel | None:
+        return kernel_for(Quantization(quant_algo=algo), sm)
 
     assert kernel("FP8", 90) == "fp8"
     assert kernel("FP8", 86) is None
@@ -59,23 +60,23 @@ def test_the_gpu_decides_which_kernel_there_is() -> None:
 
 
 def test_sizes_and_dtypes_decide_where_a_kernel_fits() -> None:
-    fp8 = {"quantization": {"quant_algo": "FP8"}}
-    rowwise = {"quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
-    awq = {"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 64}}
-    int4 = {"quantization": {"quant_algo": "W4A16"}}
+    fp8 = Quantization(quant_algo="FP8")
+    rowwise = Quantization(quant_algo="FP8_PER_CHANNEL_PER_TOKEN")
+    awq = Quantization(quant_algo="W4A16_AWQ", group_size=64)
+    int4 = Quantization(quant_algo="W4A16")
     assert fits("fp8", fp8, "float16", 48, 32)
     assert not fits("fp8", fp8, "float16", 48, 40)
     assert not fits("fp8", fp8, "float16", 40, 32)
     assert not fits("fp8", fp8, "float32", 48, 32)
     assert fits("fp8", rowwise, "bfloat16", 48, 32)
     assert not fits("fp8", rowwise, "float16", 48, 32)
-    assert fits("int8", {"quantization": {"quant_algo": "W8A16"}}, "float16", 7, 5)
+    assert fits("int8", Quantization(quant_algo="W8A16"), "float16", 7, 5)
     assert fits("int4", awq, "bfloat16", 8, 128)
     assert not fits("int4", awq, "float16", 8, 128)
     assert not fits("int4", awq, "bfloat16", 12, 128)
     assert fits("int4", int4, "bfloat16", 8, 96)
     assert not fits("int4", int4, "bfloat16", 8, 48)
-    awq["quantization"]["group_size"] = 16
+    awq = Quantization(quant_algo="W4A16_AWQ", group_size=16)
     assert not fits("int4", awq, "bfloat16", 8, 128)
 
 
@@ -210,13 +211,14 @@ def test_an_engine_for_a_kernel_that_is_not_here_is_refused(tmp_path: Path) -> N
 
 
 def memory(format: str, kernel: Kernel | None) -> MemoryEstimate:
-    config = unified_config(toy_config(hidden_size=64, intermediate_size=96))
-    config["quantization"] = {
-        "quant_algo": FORMATS[format].quant_algo,
-        "kv_cache_quant_algo": None,
-        "group_size": 32,
-        "exclude_modules": ["lm_head"],
-    }
+    plain = unified_config(toy_config(hidden_size=64, intermediate_size=96))
+    config = plain.quantized(
+        Quantization(
+            quant_algo=FORMATS[format].quant_algo,
+            group_size=32,
+            exclude_modules=["lm_head", *NEVER_QUANTIZED],
+        )
+    )
     limits = {"max_batch_size": 8, "max_seq_len": 100, "max_draft_len": 3, "max_num_tokens": 64}
     return estimate_memory(config, dtype="bfloat16", kernel=kernel, **limits)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.installation import with_extras
-from specpipe.quantization.formats import FORMATS, format_of
+from specpipe.quantization.formats import FORMATS
 from specpipe.runtimes.base import (
     checkpoint_dir,
     checkpoint_dtype,
@@ -71,7 +71,7 @@ class TensorRTRuntime:
         engine = pair.engine
         max_seq_len = pair.max_seq_len_of(side)
         check_supported(side.role, side.unified, max_seq_len=max_seq_len)
-        if engine.weights == "beside" and format_of(side.unified) is not None:
+        if engine.weights == "beside" and side.unified.format is not None:
             raise EngineBuildError(
                 f"{side.role}: quantized weights cannot be inputs of an engine; set engine.weights "
                 "to inside"
@@ -167,7 +167,7 @@ def _capabilities(side: Side, engine: EngineConfig) -> tuple[str, ...]:
     """
     if engine.library != "tensorrt_rtx":
         return ()
-    name = format_of(side.unified)
+    name = side.unified.format
     return tuple(
         capability
         for capability in engine.compute_capabilities

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specpipe.errors import CheckpointError, EngineBuildError
+from specpipe.errors import EngineBuildError
 from specpipe.hf_config import context_length
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt import shapes
@@ -24,6 +23,7 @@ from specpipe.signals import in_thread
 from specpipe.stages.base import Role, StageInputs
 from specpipe.triton.layout import link_file
 from specpipe.unified import load_unified
+from specpipe.unified_config import UnifiedConfig, read_unified_config
 from specpipe.version import __version__
 
 ENGINE_KIND = {"name": "tensorrt", "format": 1}
@@ -78,10 +78,10 @@ class BuildTensorRTEngine:
         # Deciding whether to build must not take the time that importing NumPy does.
         from specpipe.runtimes.tensorrt.weights import CheckpointWeights, ShapesOnly
 
-        config = _unified_config(self.checkpoint)
+        config = read_unified_config(self.checkpoint)
         check_supported(self.role, config, max_seq_len=self.max_seq_len)
         self._check_context(config)
-        dtype = config["dtype"] if self.dtype == "auto" else self.dtype
+        dtype = config.dtype if self.dtype == "auto" else self.dtype
         weights = (
             CheckpointWeights(self.role, load_unified(self.checkpoint), dtype)
             if self.weights == "inside"
@@ -91,7 +91,7 @@ class BuildTensorRTEngine:
         document = {
             "version": __version__,
             "runtime": ENGINE_KIND,
-            "pretrained_config": config,
+            "pretrained_config": config.plain(),
             "build_config": {
                 "max_batch_size": self.max_batch_size,
                 "max_seq_len": self.max_seq_len,
@@ -108,15 +108,15 @@ class BuildTensorRTEngine:
         text = json.dumps(document, indent=2) + "\n"
         (out / CONFIG_NAME).write_text(text, encoding="utf-8")
 
-    def _check_context(self, config: Mapping[str, Any]) -> None:
-        context = context_length(config["max_position_embeddings"], config["rotary_scaling"])
+    def _check_context(self, config: UnifiedConfig) -> None:
+        context = context_length(config.max_position_embeddings, config.rotary_scaling)
         if self.max_seq_len > context:
             raise EngineBuildError(
                 f"{self.role}: engine.max_seq_len {self.max_seq_len} is more than the model's "
                 f"context of {context} tokens; lower it"
             )
 
-    def _build(self, path: Path, config: Mapping[str, Any], weights: Any) -> dict[str, Any]:
+    def _build(self, path: Path, config: UnifiedConfig, weights: Any) -> dict[str, Any]:
         """Writes the engine and returns what config.json is to say about it."""
         from specpipe.runtimes.tensorrt.graph import Graph, kinds
 
@@ -157,7 +157,7 @@ class BuildTensorRTEngine:
         }
 
     def _builder_config(
-        self, trt: Any, builder: Any, config: Mapping[str, Any], profiles: Any, capacity: int
+        self, trt: Any, builder: Any, config: UnifiedConfig, profiles: Any, capacity: int
     ) -> Any:
         made = builder.create_builder_config()
         made.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
@@ -173,9 +173,9 @@ class BuildTensorRTEngine:
         for profile in profiles:
             ranges = builder.create_optimization_profile()
             for name, (low, best, high) in profile.shapes(
-                num_layers=config["num_hidden_layers"],
-                num_kv_heads=config["num_key_value_heads"],
-                head_size=config["head_size"],
+                num_layers=config.num_hidden_layers,
+                num_kv_heads=config.num_key_value_heads,
+                head_size=config.head_size,
                 capacity=capacity,
             ).items():
                 ranges.set_shape(name, low, best, high)
@@ -209,15 +209,6 @@ class PlaceWeights:
         document["builder"]["weights_bytes"] = (out / WEIGHTS_NAME).stat().st_size
         text = json.dumps(document, indent=2) + "\n"
         (out / CONFIG_NAME).write_text(text, encoding="utf-8")
-
-
-def _unified_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_NAME
-    try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError) as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}; convert again") from exc
-    return config
 
 
 def _write_plan(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> str | None:

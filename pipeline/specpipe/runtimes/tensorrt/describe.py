@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specpipe.checkpoint import ELEMENT_BYTES
 from specpipe.runtimes.engine_description import (
     DescribedProfile,
     DescribedTensor,
@@ -16,10 +17,10 @@ from specpipe.runtimes.engine_description import (
     read_engine_config,
     reading_config,
 )
-from specpipe.runtimes.memory import kv_bytes_per_token
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import ENGINE_KIND, ENGINE_NAME, WEIGHTS_NAME
 from specpipe.runtimes.tensorrt.memory import estimate_memory
+from specpipe.unified_config import DTYPES, UnifiedConfig
 
 _LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
 
@@ -43,9 +44,8 @@ def describe(engine: Path) -> EngineDescription | None:
     if config is None or not is_built_by(config, str(ENGINE_KIND["name"])):
         return None
     with reading_config(engine):
-        pretrained, build, builder = (
-            config[key] for key in ("pretrained_config", "build_config", "builder")
-        )
+        pretrained = UnifiedConfig.from_json(config["pretrained_config"])
+        build, builder = config["build_config"], config["builder"]
         dtype, limits = build["dtype"], {name: build[name] for name in _LIMITS}
         estimate = estimate_memory(pretrained, dtype=dtype, **limits)
         plan = builder["engine"]
@@ -58,15 +58,15 @@ def describe(engine: Path) -> EngineDescription | None:
                 "specpipe": config["version"],
                 builder["library"]: builder["library_version"],
             },
-            architecture=pretrained["architecture"],
-            num_layers=pretrained["num_hidden_layers"],
+            architecture=pretrained.architecture,
+            num_layers=pretrained.num_hidden_layers,
             dtype=dtype,
             limits=limits,
             settings={key: builder[key] for key in ("library", "weights", "weight_streaming")},
             compute_capabilities=tuple(builder["compute_capabilities"]),
             memory=EngineMemory(
                 weights_bytes=estimate.weights_bytes,
-                kv_bytes_per_token=kv_bytes_per_token(pretrained, dtype),
+                kv_bytes_per_token=ELEMENT_BYTES[DTYPES[dtype]] * pretrained.kv_size,
                 kv_cache_bytes=estimate.kv_cache_bytes,
                 workspace_bytes=estimate.workspace_bytes,
             ),

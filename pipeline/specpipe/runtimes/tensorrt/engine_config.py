@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specpipe.checkpoint import ELEMENT_BYTES
 from specpipe.errors import EngineMismatch
 from specpipe.runtimes.engine_description import reading_config
-from specpipe.runtimes.memory import ELEMENT_BYTES, MemoryEstimate
+from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import CONFIG_NAME, ENGINE_KIND, ENGINE_NAME, WEIGHTS_NAME
 from specpipe.runtimes.tensorrt.memory import estimate_memory
 from specpipe.runtimes.tensorrt.shapes import Profile
+from specpipe.unified_config import DTYPES, UnifiedConfig
 from specpipe.version import __version__
 
 _BUFFER_BYTES = 1 << 20
@@ -68,9 +70,8 @@ class EngineSpec:
         """Reads an engine's folder; EngineMismatch where it is none, or one that is not whole."""
         config = _read_config(folder)
         with reading_config(folder):
-            model, build, builder = (
-                config[key] for key in ("pretrained_config", "build_config", "builder")
-            )
+            model = UnifiedConfig.from_json(config["pretrained_config"])
+            build, builder = config["build_config"], config["builder"]
             limits = {key: build[key] for key in ("max_batch_size", "max_seq_len", "max_draft_len")}
             is_beside = builder["weights"] == "beside"
             spec = cls(
@@ -79,10 +80,10 @@ class EngineSpec:
                 library_version=builder["library_version"],
                 compute_capabilities=tuple(builder["compute_capabilities"]),
                 dtype=build["dtype"],
-                vocab_size=model["vocab_size"],
-                num_layers=model["num_hidden_layers"],
-                num_kv_heads=model["num_key_value_heads"],
-                head_size=model["head_size"],
+                vocab_size=model.vocab_size,
+                num_layers=model.num_hidden_layers,
+                num_kv_heads=model.num_key_value_heads,
+                head_size=model.head_size,
                 capacity=builder["capacity"],
                 profiles=tuple(map(Profile.from_json, builder["profiles"])),
                 inputs={entry["name"]: tuple(entry["shape"]) for entry in builder["inputs"]},
@@ -108,7 +109,7 @@ class EngineSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of the key, or value, of one position and one head."""
-        return self.head_size * ELEMENT_BYTES[self.dtype]
+        return self.head_size * ELEMENT_BYTES[DTYPES[self.dtype]]
 
     @property
     def slot_bytes(self) -> int:

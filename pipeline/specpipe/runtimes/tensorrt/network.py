@@ -7,49 +7,49 @@ returned. TensorRT fuses what lies between two matrix products, conversions incl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specpipe.errors import EngineBuildError
-from specpipe.quantization.formats import TENSORRT_FORMATS, format_of
-from specpipe.quantization.tensors import is_quantized
+from specpipe.quantization.formats import TENSORRT_FORMATS
+from specpipe.quantization.tensors import is_quantized, shares_embedding
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.graph import Graph, Tensor
+from specpipe.unified_config import UnifiedConfig
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding", "lm_head"
 
 
-def check_supported(role: str, config: Mapping[str, Any], *, max_seq_len: int) -> None:
+def check_supported(role: str, config: UnifiedConfig, *, max_seq_len: int) -> None:
     """Raises EngineBuildError for a unified config that this network would compute otherwise."""
-    architecture = config["architecture"]
+    architecture = config.architecture
     if architecture not in FAMILIES:
         raise EngineBuildError(
             f"{role}: runtime 'tensorrt' does not build {architecture}; it builds "
             f"{', '.join(FAMILIES)}; engine.runtime torch runs it"
         )
-    algorithms = config["quantization"]
-    if algorithms.get("quant_algo") is not None and format_of(config) not in TENSORRT_FORMATS:
+    algorithms = config.quantization
+    if config.format is not None and config.format not in TENSORRT_FORMATS:
         raise EngineBuildError(
-            f"{role}: quant_algo {algorithms['quant_algo']} is not supported by runtime "
+            f"{role}: quant_algo {algorithms.quant_algo} is not supported by runtime "
             f"'tensorrt', which builds {' and '.join(TENSORRT_FORMATS)}; engine.runtime torch and "
             "tensorrt_llm run it"
         )
-    if algorithms.get("kv_cache_quant_algo") is not None:
+    if algorithms.kv_cache_quant_algo is not None:
         raise EngineBuildError(
-            f"{role}: kv_cache_quant_algo {algorithms['kv_cache_quant_algo']} is not supported by "
+            f"{role}: kv_cache_quant_algo {algorithms.kv_cache_quant_algo} is not supported by "
             "runtime 'tensorrt': the library's KV cache takes floating-point types only; "
             "engine.runtime torch and tensorrt_llm run it"
         )
-    window = config["sliding_window"]
+    window = config.sliding_window
     if window is not None and window < max_seq_len:
         raise EngineBuildError(
             f"{role}: its attention sees {window} tokens, and TensorRT's attention layer has no "
             f"window; set engine.max_seq_len to at most {window}, or engine.runtime torch"
         )
-    scaling = config["rotary_scaling"] or {"rope_type": "default"}
+    scaling = config.rotary_scaling or {"rope_type": "default"}
     original = scaling.get("original_max_position_embeddings", max_seq_len)
     if scaling["rope_type"] in ("dynamic", "longrope") and max_seq_len > original:
         raise EngineBuildError(
@@ -77,30 +77,29 @@ class _Step:
     key_shape: Tensor
 
 
-def build_decoder(graph: Graph, config: Mapping[str, Any], *, capacity: int) -> None:
+def build_decoder(graph: Graph, config: UnifiedConfig, *, capacity: int) -> None:
     """Adds inputs, layers and outputs of a whole decoder, as shapes.py lists them."""
     input_ids = graph.input(shapes.INPUT_IDS, graph.int32, (-1, -1))
     step = _step(graph, config, input_ids, capacity)
     logits_indices = graph.input(shapes.LOGITS_INDICES, graph.int32, (-1,))
     with graph.scope("embedding"):
         hidden = graph.gather(graph.weight(f"{_EMBEDDING}.weight", rank=2), input_ids)
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config.num_hidden_layers):
         with graph.scope(f"layers.{layer}"):
             hidden = _layer(graph, config, hidden, layer, step, capacity)
     with graph.scope("head"):
-        rows = graph.gather(graph.reshape(hidden, (-1, config["hidden_size"])), logits_indices)
-        normed = _rms_norm(graph, rows, "transformer.ln_f", config["norm_epsilon"])
+        rows = graph.gather(graph.reshape(hidden, (-1, config.hidden_size)), logits_indices)
+        normed = _rms_norm(graph, rows, "transformer.ln_f", config.norm_epsilon)
         logits = graph.cast(_linear(graph, config, normed, _head(config)), graph.float32)
     graph.output(logits, shapes.LOGITS)
 
 
-def _head(config: Mapping[str, Any]) -> str:
+def _head(config: UnifiedConfig) -> str:
     """The head's weight; a tied one is the embedding, so that the engine holds it once."""
-    is_shared = config["tie_word_embeddings"] and not is_quantized(config, _HEAD)
-    return _EMBEDDING if is_shared else _HEAD
+    return _EMBEDDING if shares_embedding(config) else _HEAD
 
 
-def _step(graph: Graph, config: Mapping[str, Any], input_ids: Tensor, capacity: int) -> _Step:
+def _step(graph: Graph, config: UnifiedConfig, input_ids: Tensor, capacity: int) -> _Step:
     cos, sin = rotary_tables(config, capacity)
     with graph.scope("step"):
         sizes = graph.gather(graph.shape(input_ids), graph.constant([0, 0, 1, 1], graph.int64))
@@ -108,7 +107,7 @@ def _step(graph: Graph, config: Mapping[str, Any], input_ids: Tensor, capacity: 
 
         def heads(count: int) -> Tensor:
             """[B, count, N, D]"""
-            fixed = graph.constant([0, count, 0, config["head_size"]], graph.int64)
+            fixed = graph.constant([0, count, 0, config.head_size], graph.int64)
             return graph.add(variable, fixed)
 
         return _Step(
@@ -120,27 +119,27 @@ def _step(graph: Graph, config: Mapping[str, Any], input_ids: Tensor, capacity: 
             key_value_lengths=graph.input(shapes.KEY_VALUE_LENGTHS, graph.int32, (-1,)),
             cos=graph.constant(cos, graph.float32, "cos"),
             sin=graph.constant(sin, graph.float32, "sin"),
-            query_shape=heads(config["num_attention_heads"]),
-            key_shape=heads(config["num_key_value_heads"]),
+            query_shape=heads(config.num_attention_heads),
+            key_shape=heads(config.num_key_value_heads),
         )
 
 
-def rotary_tables(config: Mapping[str, Any], capacity: int) -> tuple[Any, Any]:
+def rotary_tables(config: UnifiedConfig, capacity: int) -> tuple[Any, Any]:
     """Cosines and sines of the first positions, float32 [capacity, rotary size / 2] each."""
     from specpipe.runtimes.torch.rotary import Rotary  # torch takes a second to import
 
-    size = config["rotary_embedding_dim"]
-    rotary = Rotary(config["head_size"], size, config["rotary_base"], config["rotary_scaling"])
+    size = config.rotary_embedding_dim
+    rotary = Rotary(config.head_size, size, config.rotary_base, config.rotary_scaling)
     table = rotary.table(capacity)[:, 0, : size // 2]
     return table.real.numpy(), table.imag.numpy()
 
 
 def _layer(
-    graph: Graph, config: Mapping[str, Any], hidden: Tensor, n: int, step: _Step, capacity: int
+    graph: Graph, config: UnifiedConfig, hidden: Tensor, n: int, step: _Step, capacity: int
 ) -> Tensor:
     """hidden [B, N, C] → hidden [B, N, C]"""
     prefix = f"transformer.layers.{n}"
-    epsilon = config["norm_epsilon"]
+    epsilon = config.norm_epsilon
     with graph.scope("attention"):
         normed = _rms_norm(graph, hidden, f"{prefix}.input_layernorm", epsilon)
         attended = _attention(graph, config, normed, n, step, capacity)
@@ -151,21 +150,21 @@ def _layer(
 
 
 def _attention(
-    graph: Graph, config: Mapping[str, Any], x: Tensor, n: int, step: _Step, capacity: int
+    graph: Graph, config: UnifiedConfig, x: Tensor, n: int, step: _Step, capacity: int
 ) -> Tensor:
     """Grouped-query attention over the KV cache, which it writes first: [B, N, C] → [B, N, C]."""
     prefix = f"transformer.layers.{n}.attention"
-    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_size = config["head_size"]
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_size = config.head_size
     qkv = _linear(graph, config, x, f"{prefix}.qkv")
     heads = graph.reshape(qkv, (0, 0, num_heads + 2 * num_kv_heads, head_size), after=(0, 2, 1, 3))
     query = graph.slice(heads, (0, 0, 0, 0), step.query_shape)
     key = graph.slice(heads, (0, num_heads, 0, 0), step.key_shape)
     value = graph.slice(heads, (0, num_heads + num_kv_heads, 0, 0), step.key_shape)
-    if config["qk_layernorm"]:
-        query = _rms_norm(graph, query, f"{prefix}.q_layernorm", config["norm_epsilon"])
-        key = _rms_norm(graph, key, f"{prefix}.k_layernorm", config["norm_epsilon"])
-    size = config["rotary_embedding_dim"]
+    if config.qk_layernorm:
+        query = _rms_norm(graph, query, f"{prefix}.q_layernorm", config.norm_epsilon)
+        key = _rms_norm(graph, key, f"{prefix}.k_layernorm", config.norm_epsilon)
+    size = config.rotary_embedding_dim
     scale = graph.scalar(head_size**-0.5, rank=4)
     query = graph.cast(graph.multiply(_rotate(graph, query, step, size), scale), graph.dtype)
     key = graph.cast(_rotate(graph, key, step, size), graph.dtype)
@@ -185,7 +184,7 @@ def _rotate(graph: Graph, x: Tensor, step: _Step, size: int) -> Tensor:
     return graph.rotary_embedding(x, step.cos, step.sin, step.position_ids, size)
 
 
-def _mlp(graph: Graph, config: Mapping[str, Any], x: Tensor, prefix: str) -> Tensor:
+def _mlp(graph: Graph, config: UnifiedConfig, x: Tensor, prefix: str) -> Tensor:
     """silu(x · fc) · (x · gate) · proj; TensorRT-LLM calls the activated branch `fc`."""
     activated = graph.cast(_linear(graph, config, x, f"{prefix}.fc"), graph.float32)
     activated = graph.cast(graph.multiply(activated, graph.sigmoid(activated)), graph.dtype)
@@ -193,7 +192,7 @@ def _mlp(graph: Graph, config: Mapping[str, Any], x: Tensor, prefix: str) -> Ten
     return _linear(graph, config, gated, f"{prefix}.proj")
 
 
-def _linear(graph: Graph, config: Mapping[str, Any], x: Tensor, name: str) -> Tensor:
+def _linear(graph: Graph, config: UnifiedConfig, x: Tensor, name: str) -> Tensor:
     """x · Wᵀ + b, x and W rounded as the format of a quantized linear has it."""
     rank = len(x.shape)
     with graph.scope(name.rpartition(".")[2]):
@@ -206,11 +205,11 @@ def _linear(graph: Graph, config: Mapping[str, Any], x: Tensor, name: str) -> Te
 
 
 def _quantized(
-    graph: Graph, config: Mapping[str, Any], x: Tensor, weight: Tensor, name: str
+    graph: Graph, config: UnifiedConfig, x: Tensor, weight: Tensor, name: str
 ) -> tuple[Tensor, Tensor]:
     """The factors of a quantized linear; what is done to them, TensorRT fuses with the product."""
     rank = len(x.shape)
-    if format_of(config) == "fp8":
+    if config.format == "fp8":
         x = graph.round_fp8(x, graph.weight(f"{name}.activation_scaling_factor", rank=1))
         scale = graph.weight(f"{name}.weights_scaling_factor", rank=1)
         return x, graph.dequantize(weight, scale)

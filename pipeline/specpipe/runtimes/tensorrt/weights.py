@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from specpipe.checkpoint import RawArray, create_safetensors
 from specpipe.errors import CheckpointError, EngineBuildError
-from specpipe.families import DTYPES, part_shape
-from specpipe.quantization.tensors import is_quantized
+from specpipe.quantization.tensors import shares_embedding
 from specpipe.triton.layout import link_file
-from specpipe.unified import UnifiedCheckpoint, unified_tensors
+from specpipe.unified import UnifiedCheckpoint
+from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_layout import unified_tensors, whole_shape
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 
@@ -53,7 +54,7 @@ class CheckpointWeights:
 
     def used(self) -> Iterator[str]:
         """Names what an engine reads: a tied head is the embedding."""
-        is_tied = _is_tied(self._checkpoint)
+        is_tied = shares_embedding(self._checkpoint.config)
         return (name for name in self._checkpoint.names() if not (is_tied and name == _HEAD))
 
     def place(self, path: Path) -> None:
@@ -62,7 +63,7 @@ class CheckpointWeights:
         A head that is tied stands in that one too, and is not read.
         """
         whole = self._checkpoint.whole_file()
-        if whole is not None and DTYPES[self._checkpoint.config["dtype"]] == DTYPES[self.dtype]:
+        if whole is not None and self._checkpoint.config.dtype == self.dtype:
             link_file(whole, path)
             return
         header = {name: (DTYPES[self.dtype], self.shape(name)) for name in self.used()}
@@ -71,7 +72,7 @@ class CheckpointWeights:
                 writer.write_rows(name, 0, self.array(name))
 
     def _check_tied(self) -> None:
-        if not _is_tied(self._checkpoint):
+        if not shares_embedding(self._checkpoint.config):
             return
         if not self._checkpoint.holds(_HEAD, self._checkpoint.tensor(_EMBEDDING).data):
             raise EngineBuildError(
@@ -83,12 +84,11 @@ class CheckpointWeights:
 class ShapesOnly:
     """The weights that a config names, without their numbers: a network gets them when it runs."""
 
-    def __init__(self, config: dict[str, Any], dtype: str) -> None:
+    def __init__(self, config: UnifiedConfig, dtype: str) -> None:
         self.dtype = dtype
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for tensor in unified_tensors(config):
-            parts = [part_shape(config, part) for part in tensor.rule.parts]
-            self._shapes[tensor.name] = (sum(shape[0] for shape in parts), *parts[0][1:])
+        self._shapes = {
+            tensor.name: whole_shape(config, tensor.rule) for tensor in unified_tensors(config)
+        }
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
@@ -101,13 +101,6 @@ class ShapesOnly:
 
     def array(self, name: str) -> NDArray[Any]:
         raise AssertionError(f"{name} is bound when the engine runs")
-
-
-def _is_tied(checkpoint: UnifiedCheckpoint) -> bool:
-    """Says whether the head is the embedding; a quantized one no longer is."""
-    return checkpoint.config["tie_word_embeddings"] and not is_quantized(
-        checkpoint.config, "lm_head"
-    )
 
 
 def _fixed_dtype(stored: str | None) -> str | None:

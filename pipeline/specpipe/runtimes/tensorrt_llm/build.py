@@ -25,9 +25,9 @@ from specpipe.runtimes.tensorrt_llm.engine_config import (
 from specpipe.runtimes.tensorrt_llm.refusals import capabilities, check_plan, dtype_fault
 from specpipe.runtimes.tensorrt_llm.toolbox import BUILDER, File, Tool, Word
 from specpipe.runtimes.tensorrt_llm.trtllm_build_log import explain
-from specpipe.runtimes.tensorrt_llm.unified_config import read_unified_config
 from specpipe.runtimes.tensorrt_llm.versions import release
 from specpipe.stages.base import PlannedStage, StageInputs
+from specpipe.unified_config import read_unified_config
 
 require = toolbox.require
 
@@ -53,8 +53,8 @@ def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> tuple
             max_seq_len=pair.max_seq_len_of(side),
             max_num_tokens=pair.engine.max_num_tokens,
             num_draft_tokens=pair.num_draft_tokens if side.role == "target" else 0,
-            quant_algo=side.unified["quantization"]["quant_algo"],
-            kv_cache_quant_algo=side.unified["quantization"]["kv_cache_quant_algo"],
+            quant_algo=side.unified.quantization.quant_algo,
+            kv_cache_quant_algo=side.unified.quantization.kv_cache_quant_algo,
             gather_logits=settings.acceptance == "logits",
             flags=settings.build,
             extra_args=settings.extra_build_args,

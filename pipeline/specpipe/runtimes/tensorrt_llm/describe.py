@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, open_checkpoint
+from specpipe.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, QUANTIZATION_KEYS, open_checkpoint
 from specpipe.errors import CheckpointError, EngineMismatch
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.manifest import read_manifest
 from specpipe.runtimes.engine_description import (
     EngineDescription,
@@ -22,10 +22,10 @@ from specpipe.runtimes.engine_description import (
     read_engine_config,
     reading_config,
 )
-from specpipe.runtimes.memory import ELEMENT_BYTES
 from specpipe.runtimes.tensorrt_llm.engine_config import read_engine
 from specpipe.runtimes.tensorrt_llm.model_yaml import MODEL_YAML, SPECULATIVE_CONFIG
 from specpipe.runtimes.tensorrt_llm.serve import EngineFacts
+from specpipe.unified_config import DTYPES
 
 _ENGINE_LIMITS = (
     "max_batch_size",
@@ -107,14 +107,16 @@ def _describe_checkpoint(folder: Path) -> EngineDescription:
     return EngineDescription(
         runtime="tensorrt_llm",
         versions={},
-        architecture=unified["architecture"],
-        num_layers=unified["num_hidden_layers"],
-        dtype=unified["dtype"],
+        architecture=unified.architecture,
+        num_layers=unified.num_hidden_layers,
+        dtype=unified.dtype,
         limits=_llm_limits(arguments),
         settings={"backend": "pytorch"},
         memory=EngineMemory(
             weights_bytes=sum(tensor.num_bytes for tensor in tensors),
-            kv_bytes_per_token=_kv_bytes_per_token(unified | {"quantization": quantization}),
+            kv_bytes_per_token=_kv_bytes_per_token(
+                {**unified.plain(), "quantization": quantization}
+            ),
         ),
         files=tuple(RecordedFile(name) for name in sorted({info.file.name for info in tensors})),
         quantization=quantization,
@@ -153,7 +155,7 @@ def _kv_bytes_per_token(config: Mapping[str, Any], *, tp_size: int = 1) -> int |
     """Bytes on all GPUs together: ranks that outnumber the heads hold copies."""
     algorithm = quantization_of(config).get("kv_cache_quant_algo")
     element = (
-        ELEMENT_BYTES.get(str(config.get("dtype")))
+        ELEMENT_BYTES.get(DTYPES.get(str(config.get("dtype")), ""))
         if algorithm is None
         else _KV_ALGORITHM_BYTES.get(algorithm)
     )

@@ -21,15 +21,17 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specpipe.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, read_config
 from specpipe.errors import EngineBuildError
-from specpipe.families import DTYPES, pipeline_layers, tensor_rules
-from specpipe.quantization.formats import FORMAT_OF_ALGO, format_of
+from specpipe.quantization.formats import FORMAT_OF_ALGO
 from specpipe.quantization.sizes import kv_cache_bytes_per_token, tensor_bytes
 from specpipe.rules import TensorRule
 from specpipe.runtimes.memory import MemoryEstimate, format_bytes
+from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_layout import pipeline_layers, tensor_rules
+from specpipe.unified_sections import NEVER_QUANTIZED, Quantization
 
 if TYPE_CHECKING:
     from specpipe.runtimes.base import PairPlan, Side
@@ -96,15 +98,6 @@ def cache_fraction(pair: PairPlan) -> float:
     return DEFAULT_FRACTION if fraction is None else fraction
 
 
-def attention_windows(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
-    """Returns the sliding window of each layer of a unified config; None where no layer has one."""
-    window = config.get("sliding_window")
-    if window is None:
-        return None
-    kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
 def check_windows(pair: PairPlan, side: Side) -> None:
     """Raises EngineBuildError where a sequence could grow past a sliding window.
 
@@ -112,12 +105,9 @@ def check_windows(pair: PairPlan, side: Side) -> None:
     stored for that (kvCacheManager.cpp@b35ac1b6, storeContextBlocks; before, the cache was cyclic).
     Without `max_attention_window_size` the engine would attend past the window instead.
     """
-    windows = attention_windows(side.unified)
-    if windows is None:
-        return
-    window = min(size for size in windows if size is not None)
+    window = side.unified.sliding_window
     length = engine_max_seq_len(pair, side)
-    if length > window:
+    if window is not None and length > window:
         raise EngineBuildError(
             f"{side.role}: {side.checkpoint.checkpoint} has a sliding window of {window} tokens, "
             f"and its sequences may have {length}: TensorRT-LLM does not reuse the KV cache past "
@@ -214,42 +204,38 @@ def _gpu_bytes() -> list[int]:
         return []  # a driver that does not answer, or a GPU that shares the host's memory
 
 
-def _stored_config(side: Side) -> dict[str, Any]:
-    """The unified config as the engine stores its numbers, with the ranks that it is split over.
+def _stored_config(side: Side) -> UnifiedConfig:
+    """The unified config as the engine stores its numbers.
 
     Of a checkpoint that ModelOpt quantized, and that is read as it is, hf_quant_config.json tells.
     """
-    tp_size, pp_size = side.checkpoint.tp_size, side.checkpoint.pp_size
-    mapping = {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size}
     hf_config = read_config(side.folder, allow_quantized=True, limits=side.limits)
     dtype = hf_config.get("dtype", hf_config.get("torch_dtype"))
-    config = {
-        **side.unified,
-        "dtype": dtype if dtype in DTYPES else "bfloat16",  # half precision is as large, whichever
-        "mapping": mapping,
-    }
-    if format_of(config) is not None:
+    # Half precision is as large, whichever.
+    stored = {"dtype": dtype if dtype in DTYPES else "bfloat16"}
+    config = side.unified.model_copy(update=stored)
+    if config.format is not None:
         return config
     try:
         found = json.loads((side.folder / QUANT_CONFIG_NAME).read_bytes())["quantization"]
-        algo, group_size = found.get("quant_algo"), found.get("group_size")
+        algo = found.get("quant_algo")
+        quantization = Quantization(
+            quant_algo=algo if algo in FORMAT_OF_ALGO else None,
+            kv_cache_quant_algo=None if found.get("kv_cache_quant_algo") is None else "FP8",
+            group_size=found.get("group_size") or 128,
+            exclude_modules=["lm_head", *NEVER_QUANTIZED],
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return config
-    config["quantization"] = {
-        "quant_algo": algo if algo in FORMAT_OF_ALGO else None,
-        "kv_cache_quant_algo": found.get("kv_cache_quant_algo"),
-        "group_size": group_size or 128,
-        "exclude_modules": ["lm_head"],
-    }
-    return config
+    return config.quantized(quantization)
 
 
-def _weights_bytes(config: Mapping[str, Any], pp_rank: int) -> int:
+def _weights_bytes(config: UnifiedConfig, pp_rank: int) -> int:
     """Weights of one rank of a pipeline stage."""
     layers = pipeline_layers(config, pp_rank)
-    is_first, is_last = pp_rank == 0, pp_rank == config["mapping"]["pp_size"] - 1
+    is_first, is_last = pp_rank == 0, pp_rank == config.mapping.pp_size - 1
     return sum(
-        tensor_bytes(config, rule, layer, tp_size=config["mapping"]["tp_size"])
+        tensor_bytes(config, rule, layer, tp_size=config.mapping.tp_size)
         for rule, layer in tensor_rules(config)
         if _is_on(rule, layer, layers, is_first=is_first, is_last=is_last)
     )
@@ -263,13 +249,13 @@ def _is_on(
     return is_first if rule.stage == "first" else is_last
 
 
-def _workspace_bytes(pair: PairPlan, side: Side, config: Mapping[str, Any]) -> int:
+def _workspace_bytes(pair: PairPlan, side: Side, config: UnifiedConfig) -> int:
     """What is left: activations of one forward, and logits with the sampler's copies of them."""
     tp_size = side.checkpoint.tp_size
-    heads = config["num_attention_heads"] * config["head_size"]
-    row = 4 * config["hidden_size"] + (3 * heads + 3 * config["intermediate_size"]) // tp_size
-    element_bytes = ELEMENT_BYTES[DTYPES[config["dtype"]]]
+    sharded = config.query_size + config.intermediate_size
+    row = 4 * config.hidden_size + 3 * sharded // tp_size
+    element_bytes = ELEMENT_BYTES[config.plain_dtype]
     activations = pair.engine.max_num_tokens * row * element_bytes
     rows = pair.engine.max_batch_size * (pair.num_draft_tokens + 1 if side.role == "target" else 1)
-    logits = 3 * 4 * rows * config["vocab_size"]
-    return int(activations + logits + _RUNTIME_BYTES)
+    logits = 3 * 4 * rows * config.vocab_size
+    return activations + logits + _RUNTIME_BYTES

@@ -112,8 +112,8 @@ def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
         "tensorrt_llm": settings.version,
         "acceptance": settings.acceptance,
         "target_gpu_ids": list(gpu_ids) if gpu_ids else None,
-        "draft_vocab_size": pair.draft.unified["vocab_size"],
-        "target_vocab_size": pair.target.unified["vocab_size"],
+        "draft_vocab_size": pair.draft.unified.vocab_size,
+        "target_vocab_size": pair.target.unified.vocab_size,
         "llm": model_yaml.llm_arguments(pair),
     }
 

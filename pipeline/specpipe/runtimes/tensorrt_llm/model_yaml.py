@@ -17,7 +17,7 @@ import yaml
 
 from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
 from specpipe.errors import EngineBuildError
-from specpipe.quantization.formats import FORMATS, format_of
+from specpipe.quantization.formats import FORMATS
 from specpipe.runtimes.setting_faults import Fault, without_effect
 from specpipe.runtimes.tensorrt_llm.refusals import FP8_SM, capabilities, sm_of
 from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
@@ -228,7 +228,7 @@ def check_plan(pair: PairPlan) -> None:
 
 def _check_gpu(side: Side, compute_capability: str | None) -> None:
     """Refuses a format that the GPU's tensor cores do not have."""
-    name = format_of(side.unified)
+    name = side.unified.format
     if name is None or compute_capability is None:
         return
     sm = sm_of(compute_capability)
@@ -239,7 +239,7 @@ def _check_gpu(side: Side, compute_capability: str | None) -> None:
             f"{compute_capability}; formats that do: {', '.join(possible)}; or leave quantization "
             "out"
         )
-    if side.unified["quantization"]["kv_cache_quant_algo"] == "FP8" and sm < FP8_SM:
+    if side.unified.quantization.kv_cache_quant_algo == "FP8" and sm < FP8_SM:
         raise EngineBuildError(
             f"{side.role}.quantization.kv_cache 'fp8' does not run on a GPU of compute capability "
             f"{compute_capability}; set it to null"

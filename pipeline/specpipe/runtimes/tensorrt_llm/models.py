@@ -22,6 +22,7 @@ from specpipe.runtimes.tensorrt_llm import kv_plan
 from specpipe.runtimes.tensorrt_llm.contract import DRAFT, ENGINE_DIR, TARGET
 from specpipe.runtimes.tensorrt_llm.engine_config import CONFIG_NAME, read_engine
 from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
+from specpipe.unified_config import UnifiedConfig
 
 if TYPE_CHECKING:
     from specpipe.runtimes.base import PairOptions, PairPlan
@@ -43,7 +44,7 @@ def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
             f"{side.role}_world_size": world_size,
             f"{side.role}_gpu_ids": list(settings.gpu_ids(side.role, world_size)),
             f"{side.role}_kv_cache_tokens": kv_plan.plan_cache(pair, side).tokens,
-            f"{side.role}_attention_windows": _as_list(kv_plan.attention_windows(side.unified)),
+            f"{side.role}_attention_windows": _windows(side.unified),
         }
     kv_plan.check_gpus(pair)
     return {
@@ -56,8 +57,8 @@ def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
     }
 
 
-def _as_list(windows: tuple[int | None, ...] | None) -> list[int | None] | None:
-    return None if windows is None else list(windows)
+def _windows(config: UnifiedConfig) -> list[int | None] | None:
+    return None if config.sliding_window is None else list(config.windows)
 
 
 def write_models(

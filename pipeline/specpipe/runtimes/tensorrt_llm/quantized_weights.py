@@ -11,18 +11,19 @@ read as of 1.x, and not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from specpipe.families import part_shape, pipeline_layers, tensor_rules
-from specpipe.quantization.formats import FORMATS, OFFERED, format_of
+from specpipe.quantization.formats import FORMATS, OFFERED
 from specpipe.quantization.quantized_config import quantized_linears
 from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.tensorrt_llm.refusals import formats_on, instead, what_is_quantized
+from specpipe.unified_layout import pipeline_layers, tensor_rules, whole_shape
 
 if TYPE_CHECKING:
     from specpipe.runtimes.base import Side
     from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
+    from specpipe.unified_config import UnifiedConfig
 
 _MULTIPLES = {"int8_wo": 64, "int4_wo": 64, "int4_awq": 64, "w4a8_awq": 128}
 """What inputs and outputs on each rank are filled up to multiples of, or of a block where that is
@@ -36,7 +37,7 @@ def weight_faults(side: Side, flags: BuildFlags, sm: int | None) -> Iterator[str
 
     sm  compute capability times 10, None if it is not known
     """
-    name = format_of(side.unified)
+    name = side.unified.format
     if name is None:
         return
     if name not in OFFERED:
@@ -46,7 +47,7 @@ def weight_faults(side: Side, flags: BuildFlags, sm: int | None) -> Iterator[str
             f"{instead(side)}"
         )
         return
-    has_kv_cache = side.unified["quantization"]["kv_cache_quant_algo"] is not None
+    has_kv_cache = side.unified.quantization.kv_cache_quant_algo is not None
     if has_kv_cache and side.checkpoint.quantization is None and not FORMATS[name].fp8_kv_cache:
         yield (
             f"{side.role}: its checkpoint has {name} weights and an FP8 KV cache, with which the "
@@ -63,12 +64,11 @@ def _size_faults(side: Side, name: str, sm: int | None) -> Iterator[str]:
     if multiple is None:
         return
     config = side.unified
-    multiple = max(multiple, config["quantization"].get("group_size") or 0)
+    multiple = max(multiple, config.quantization.block_size or 0)
     multiple *= side.checkpoint.tp_size
     unfit = []
     for module, rule, _ in quantized_linears(config):
-        outputs = sum(part_shape(config, part)[0] for part in rule.parts)
-        inputs = part_shape(config, rule.parts[0])[1]
+        outputs, inputs = whole_shape(config, rule)
         for what, size in (("inputs", inputs), ("outputs", outputs)):
             if size % multiple:
                 unfit.append(f"{module} has {size} {what}")
@@ -84,9 +84,8 @@ def _size_faults(side: Side, name: str, sm: int | None) -> Iterator[str]:
 def _layer_faults(side: Side) -> Iterator[str]:
     """`transformer.layers.0` is the first layer of every pipeline stage there."""
     config, pp_size = side.unified, side.checkpoint.pp_size
-    mapping = {**config["mapping"], "pp_size": pp_size}
     for pp_rank in range(pp_size):
-        layers = pipeline_layers({**config, "mapping": mapping}, pp_rank)
+        layers = pipeline_layers(config, pp_rank)
         for layer in layers:
             if _plain_linears(config, layer) != _plain_linears(config, layer - layers.start):
                 yield (
@@ -97,7 +96,7 @@ def _layer_faults(side: Side) -> Iterator[str]:
                 return
 
 
-def _plain_linears(config: Mapping[str, Any], layer: int) -> set[str]:
+def _plain_linears(config: UnifiedConfig, layer: int) -> set[str]:
     prefix = f"transformer.layers.{layer}"
     return {linear for linear in _LINEARS if not is_quantized(config, f"{prefix}.{linear}")}
 
@@ -107,7 +106,7 @@ def _fused_mlp_faults(side: Side, name: str) -> Iterator[str]:
     config = side.unified
     if not any(rule.name.endswith("mlp.gate.weight") for rule, _ in tensor_rules(config)):
         return
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config.num_hidden_layers):
         mlp = f"transformer.layers.{layer}.mlp"
         fc, gate = (is_quantized(config, f"{mlp}.{linear}") for linear in ("fc", "gate"))
         if fc != gate or (name == "fp8" and not fc):

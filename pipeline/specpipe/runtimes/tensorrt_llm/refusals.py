@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from specpipe.errors import EngineBuildError
 from specpipe.provenance import gpus
-from specpipe.quantization.formats import FORMATS, OFFERED, format_of
+from specpipe.quantization.formats import FORMATS, OFFERED
 from specpipe.runtimes.setting_faults import Fault
 from specpipe.stages.base import Role
 
@@ -211,13 +211,13 @@ def _gpu_faults(side: Side, flags: BuildFlags, known: str) -> Iterator[str]:
             f"{side.role}: TensorRT-LLM does not verify draft tokens on {gpu}; it needs 8.0 or more"
         )
         return
-    name = format_of(side.unified)
+    name = side.unified.format
     if name is not None and not FORMATS[name].runs_on(sm):
         yield (
             f"{what_is_quantized(side, name)} does not run on {gpu}; formats that do: "
             f"{', '.join(formats_on(sm))}; or {instead(side)}"
         )
-    elif side.unified["quantization"]["kv_cache_quant_algo"] == "FP8" and sm < FP8_SM:
+    elif side.unified.quantization.kv_cache_quant_algo == "FP8" and sm < FP8_SM:
         yield (
             f"{side.role}.quantization.kv_cache 'fp8' does not run on {gpu}; set it to null"
             if side.checkpoint.quantization is not None
@@ -250,7 +250,7 @@ def _fusion_faults(side: Side, flags: BuildFlags) -> Iterator[str]:
 
     Flags are for both engines; one may have no effect in the draft.
     """
-    architecture = side.unified["architecture"]
+    architecture = side.unified.architecture
     if side.role == "target" and flags.reduce_fusion:
         if side.checkpoint.tp_size == 1:
             yield f"{_BUILD}.reduce_fusion has no effect with target.tp_size 1; set it to false"
@@ -265,7 +265,7 @@ def _vocab_faults(pair: PairPlan) -> Iterator[str]:
     """
     if pair.engine.tensorrt_llm.acceptance != "logits":
         return
-    sizes = {side.role: side.unified["vocab_size"] for side in (pair.draft, pair.target)}
+    sizes = {side.role: side.unified.vocab_size for side in (pair.draft, pair.target)}
     if sizes["draft"] != sizes["target"]:
         yield (
             f"the draft's vocabulary has {sizes['draft']} rows, the target's {sizes['target']}, "

@@ -92,7 +92,7 @@ class TorchRuntime:
             side.unified,
             dtype=compute_dtype(engine.dtype, device, checkpoint_dtype(side)),
             on_gpu=device == "cuda",
-            kernel=kernel_for(side.unified, sm),
+            kernel=kernel_for(side.unified.quantization, sm),
             max_batch_size=engine.max_batch_size,
             max_seq_len=pair.max_seq_len_of(side),
             max_draft_len=pair.num_draft_tokens,

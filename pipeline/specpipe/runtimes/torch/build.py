@@ -9,16 +9,15 @@ one of torch's multiplies by quantized weights; else they are emulated, which an
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from specpipe.errors import CheckpointError, EngineBuildError, RuntimeUnavailable
 from specpipe.hf_config import context_length
-from specpipe.quantization.formats import format_of
 from specpipe.stages.base import Role, StageInputs
 from specpipe.unified import load_unified
+from specpipe.unified_config import UnifiedConfig
 from specpipe.version import __version__
 
 ENGINE_KIND = {"name": "torch", "format": 1}
@@ -60,7 +59,7 @@ class BuildTorchEngine:
         checkpoint = load_unified(self.checkpoint)
         self._check(checkpoint.config)
         device = self._device()
-        dtype = compute_dtype(self.dtype, device, checkpoint.config["dtype"])
+        dtype = compute_dtype(self.dtype, device, checkpoint.config.dtype)
         build_config: dict[str, Any] = {
             "max_batch_size": self.max_batch_size,
             "max_seq_len": self.max_seq_len,
@@ -71,7 +70,7 @@ class BuildTorchEngine:
             "dtype": dtype,
             "device": device,
         }
-        kernel = None if device == "cpu" else usable_kernel(checkpoint.config)
+        kernel = None if device == "cpu" else usable_kernel(checkpoint.config.quantization)
         if kernel is not None:
             build_config["kernel"] = kernel
         try:
@@ -81,28 +80,27 @@ class BuildTorchEngine:
         config = {
             "version": __version__,
             "runtime": ENGINE_KIND,
-            "pretrained_config": checkpoint.config,
+            "pretrained_config": checkpoint.config.plain(),
             "build_config": build_config,
         }
         text = json.dumps(config, indent=2) + "\n"
         (out / CONFIG_NAME).write_text(text, encoding="utf-8")
 
-    def _check(self, config: Mapping[str, Any]) -> None:
+    def _check(self, config: UnifiedConfig) -> None:
         """Refuses what the engine would compute otherwise than the checkpoint means it."""
-        quantization = config["quantization"]
-        kv_cache = quantization.get("kv_cache_quant_algo")
+        quantization = config.quantization
+        kv_cache = quantization.kv_cache_quant_algo
         if kv_cache not in (None, "FP8"):
             raise EngineBuildError(
                 f"{self.role}: kv_cache_quant_algo {kv_cache} is not supported by runtime 'torch'; "
                 "supported: FP8, or none"
             )
-        name = format_of(config)
-        if quantization.get("has_zero_point") and name != "int4_gptq":
+        if quantization.has_zero_point and config.format != "int4_gptq":
             raise EngineBuildError(
                 f"{self.role}: has_zero_point true is not supported with quant_algo "
-                f"{quantization['quant_algo']}; such weights are W4A16_GPTQ in a unified checkpoint"
+                f"{quantization.quant_algo}; such weights are W4A16_GPTQ in a unified checkpoint"
             )
-        context = context_length(config["max_position_embeddings"], config["rotary_scaling"])
+        context = context_length(config.max_position_embeddings, config.rotary_scaling)
         if self.max_seq_len > context:
             raise EngineBuildError(
                 f"{self.role}: engine.max_seq_len {self.max_seq_len} is more than the model's "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from specpipe.checkpoint import read_safetensors_header
+from specpipe.checkpoint import ELEMENT_BYTES, read_safetensors_header
 from specpipe.errors import CheckpointError, EngineMismatch
 from specpipe.runtimes.engine_description import (
     EngineDescription,
@@ -15,9 +15,9 @@ from specpipe.runtimes.engine_description import (
     read_engine_config,
     reading_config,
 )
-from specpipe.runtimes.memory import kv_bytes_per_token
 from specpipe.runtimes.torch.build import ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.memory import estimate_memory
+from specpipe.unified_config import DTYPES, UnifiedConfig
 
 _LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
 
@@ -32,21 +32,22 @@ def describe(engine: Path) -> EngineDescription | None:
     except CheckpointError as exc:
         raise EngineMismatch(f"{exc}: build the engine again") from exc
     with reading_config(engine):
-        pretrained, build = config["pretrained_config"], config["build_config"]
+        pretrained = UnifiedConfig.from_json(config["pretrained_config"])
+        build = config["build_config"]
         dtype, limits = build["dtype"], {name: build[name] for name in _LIMITS}
         on_gpu = build["device"] == "cuda"
         estimate = estimate_memory(pretrained, dtype=dtype, on_gpu=on_gpu, **limits)
         return EngineDescription(
             runtime="torch",
             versions={"specpipe": config["version"]},
-            architecture=pretrained["architecture"],
-            num_layers=pretrained["num_hidden_layers"],
+            architecture=pretrained.architecture,
+            num_layers=pretrained.num_hidden_layers,
             dtype=dtype,
             limits=limits,
             settings={"device": build["device"]},
             memory=EngineMemory(
                 weights_bytes=sum(tensor.num_bytes for tensor in tensors),
-                kv_bytes_per_token=kv_bytes_per_token(pretrained, dtype),
+                kv_bytes_per_token=ELEMENT_BYTES[DTYPES[dtype]] * pretrained.kv_size,
                 kv_cache_bytes=estimate.kv_cache_bytes,
                 workspace_bytes=estimate.workspace_bytes,
             ),

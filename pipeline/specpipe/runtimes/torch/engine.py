@@ -13,12 +13,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
+from specpipe.runtimes.engine_description import reading_config
 from specpipe.runtimes.memory import MemoryEstimate, available_bytes, check_room
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.kernels import usable_kernel
 from specpipe.runtimes.torch.kv_cache import KVCache, Span
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model import Model, ModelConfig
+from specpipe.unified_config import UnifiedConfig
 from specpipe.version import __version__
 
 SequenceId = int
@@ -50,14 +52,16 @@ class EngineSpec:
                 f"{folder} was built for {found}, specpipe {__version__} runs {ENGINE_KIND}; "
                 "build it again"
             )
-        build, model = config["build_config"], config["pretrained_config"]
+        build = config["build_config"]
+        with reading_config(folder):
+            model = UnifiedConfig.from_json(config["pretrained_config"])
         if build["device"] == "cuda" and not torch.cuda.is_available():
             raise RuntimeUnavailable(
                 f"{folder} was built for a GPU and torch sees none here; "
                 "build it again with engine.device: cpu"
             )
         kernel = build.get("kernel")
-        if kernel is not None and kernel != usable_kernel(model):
+        if kernel is not None and kernel != usable_kernel(model.quantization):
             raise EngineMismatch(
                 f"{folder} multiplies with torch's {kernel} kernel, which this GPU or this torch "
                 "does not have; build it again here"
@@ -67,7 +71,7 @@ class EngineSpec:
             model=ModelConfig.from_unified(model),
             dtype=getattr(torch, build["dtype"]),
             device=torch.device(build["device"]),
-            has_fp8_kv_cache=model["quantization"].get("kv_cache_quant_algo") is not None,
+            has_fp8_kv_cache=model.quantization.kv_cache_quant_algo is not None,
             memory=estimate_memory(
                 model,
                 dtype=build["dtype"],

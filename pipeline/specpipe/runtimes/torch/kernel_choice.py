@@ -14,9 +14,9 @@ Restrictions: PyTorch 2.11, aten/src/ATen/native/cuda/ScaledBlas.cpp, int8mm.cu 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from specpipe.quantization.formats import block_size_of, format_of
+from specpipe.unified_sections import Quantization
 
 Kernel = Literal["fp8", "int8", "int4"]
 
@@ -35,17 +35,17 @@ GROUP_SIZES = (256, 128, 64, 32)
 """How many numbers along `in` can share a scale in kernel int4."""
 
 
-def kernel_for(config: Mapping[str, Any], sm: int | None) -> Kernel | None:
-    """Returns the kernel that runs a unified config's format on a GPU; None if none does.
+def kernel_for(quantization: Quantization, sm: int | None) -> Kernel | None:
+    """Returns the kernel that runs a format on a GPU; None if none does.
 
     sm  the GPU's compute capability, times 10; None for a CPU
     """
-    kernel = _KERNELS.get(format_of(config) or "")
+    kernel = _KERNELS.get(quantization.format or "")
     return kernel if kernel is not None and sm is not None and sm >= _MIN_SM[kernel] else None
 
 
 def fits(
-    kernel: Kernel | None, config: Mapping[str, Any], dtype: str, rows: int, columns: int
+    kernel: Kernel | None, quantization: Quantization, dtype: str, rows: int, columns: int
 ) -> bool:
     """Says whether a kernel takes a weight [out, in] of this size, for activations of `dtype`."""
     if kernel is None:
@@ -54,19 +54,19 @@ def fits(
     if kernel == "int8":
         return dtype in half
     if kernel == "fp8":  # per output, torch's fallback for older cuBLAS writes bfloat16 alone
-        dtypes = half[:1] if format_of(config) == "fp8_pc_pt" else half
+        dtypes = half[:1] if quantization.format == "fp8_pc_pt" else half
         return dtype in dtypes and rows % 16 == columns % 16 == 0
-    return dtype == "bfloat16" and rows % 8 == 0 and int4_group_size(config, columns) in GROUP_SIZES
+    size = int4_group_size(quantization, columns)
+    return dtype == "bfloat16" and rows % 8 == 0 and size in GROUP_SIZES
 
 
-def int4_group_size(config: Mapping[str, Any], columns: int) -> int:
+def int4_group_size(quantization: Quantization, columns: int) -> int:
     """Returns how many numbers of a row share a scale in kernel int4; one it does not know: none.
 
     Where all of a row share it (int4_wo), it is repeated for groups as large as the kernel takes.
     """
-    block_size = block_size_of(config)
-    if block_size is not None:
-        return block_size
+    if quantization.block_size is not None:
+        return quantization.block_size
     return next((size for size in GROUP_SIZES if columns % size == 0), 0)
 
 

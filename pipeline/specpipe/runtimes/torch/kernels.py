@@ -8,14 +8,14 @@ int4mm.cu.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import E4M3_MAX, format_of
+from specpipe.quantization.formats import E4M3_MAX
 from specpipe.runtimes.torch.kernel_choice import Kernel, kernel_for
+from specpipe.unified_sections import Quantization
 
 _OPERATORS: Mapping[Kernel, str] = {
     "fp8": "aten::_scaled_mm",
@@ -32,12 +32,12 @@ _MAX_INT8_ROWS = 8
 number, once."""
 
 
-def usable_kernel(config: Mapping[str, Any]) -> Kernel | None:
-    """Returns the kernel for a unified config that this GPU and this torch have; None for none."""
-    if format_of(config) is None or not torch.cuda.is_available():
+def usable_kernel(quantization: Quantization) -> Kernel | None:
+    """Returns the kernel for a format that this GPU and this torch have; None for none."""
+    if quantization.format is None or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
-    kernel = kernel_for(config, 10 * major + minor)
+    kernel = kernel_for(quantization, 10 * major + minor)
     if kernel is None:
         return None
     # The one for int8 came after torch 2.6.

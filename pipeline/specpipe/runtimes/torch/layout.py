@@ -34,13 +34,13 @@ from torch import Tensor
 
 from specpipe.checkpoint import SafetensorsWriter, create_safetensors, raw_dtype
 from specpipe.errors import CheckpointError
-from specpipe.families import DTYPES
-from specpipe.quantization.tensors import is_quantized
+from specpipe.quantization.tensors import is_quantized, shares_embedding
 from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.model import ModelConfig
 from specpipe.runtimes.torch.quantized_layout import Arrangement, Entry, quantized_entries
 from specpipe.runtimes.torch.quantized_source import QuantizedSource
 from specpipe.unified import UnifiedCheckpoint
+from specpipe.unified_config import DTYPES
 from specpipe.weight_values import check_finite, in_tensor
 
 _DTYPES = {
@@ -95,11 +95,7 @@ def write_weights(
 def _entries(checkpoint: UnifiedCheckpoint, dtype: str, kernel: Kernel | None) -> Iterator[Entry]:
     config = checkpoint.config
     names = set(checkpoint.names())
-    if (
-        config["tie_word_embeddings"]
-        and not is_quantized(config, "lm_head")
-        and checkpoint.holds(_HEAD, checkpoint.tensor(_EMBEDDING).data)
-    ):
+    if shares_embedding(config) and checkpoint.holds(_HEAD, checkpoint.tensor(_EMBEDDING).data):
         names.remove(_EMBEDDING)
     source = QuantizedSource(checkpoint, dtype, kernel)
     for rule in engine_rules(ModelConfig.from_unified(config), source):

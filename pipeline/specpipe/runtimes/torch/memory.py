@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
-from typing import Any
 
-from specpipe.families import part_shape, tensor_rules
-from specpipe.quantization.formats import FORMATS, format_of
-from specpipe.quantization.tensors import is_quantized
-from specpipe.runtimes.memory import ELEMENT_BYTES, MemoryEstimate, kv_bytes_per_token
+from specpipe.checkpoint import ELEMENT_BYTES
+from specpipe.quantization.formats import FORMATS
+from specpipe.quantization.tensors import is_quantized, shares_embedding
+from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.torch.fused.sizes import (
     LONGEST_RECORDED,
     PAGE,
@@ -19,10 +18,13 @@ from specpipe.runtimes.torch.fused.sizes import (
     spare_positions,
 )
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
+from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_layout import tensor_rules, whole_shape
+from specpipe.unified_sections import PLAIN
 
 
 def estimate_memory(
-    config: Mapping[str, Any],
+    config: UnifiedConfig,
     *,
     dtype: str,
     max_batch_size: int,
@@ -37,30 +39,30 @@ def estimate_memory(
     on_gpu  counts what the fused kernels take beside, which run there if they can
     kernel  what multiplies by quantized weights, where it fits
     """
-    element = ELEMENT_BYTES[dtype]
+    element = ELEMENT_BYTES[DTYPES[dtype]]
     capacity = max_seq_len + max_draft_len + 1
     if on_gpu:
         capacity = PAGE * pages_of(max_seq_len + spare_positions(max_draft_len))
-    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    hidden, head_size = config["hidden_size"], config["head_size"]
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    hidden = config.hidden_size
     weights_bytes = sum(_weight_bytes(config, dtype, kernel))
-    if config["tie_word_embeddings"] and not is_quantized(config, "lm_head"):
-        weights_bytes -= element * config["vocab_size"] * hidden  # one matrix serves twice
-    kv_row = 2 * num_kv_heads * head_size
-    row = 2 * hidden + 3 * num_heads * head_size + kv_row + 2 * config["intermediate_size"]
-    num_masks = 2 if config.get("layer_types") else 1
+    if shares_embedding(config):
+        weights_bytes -= element * config.vocab_size * hidden  # one matrix serves twice
+    qkv = 3 * config.query_size + 2 * config.key_size
+    row = 2 * hidden + qkv + 2 * config.intermediate_size
+    num_masks = 2 if config.layer_types else 1
     prefill_mask = num_masks * max_num_tokens * num_heads // num_kv_heads * capacity
     # Capped scores are there as a whole: before and after the softmax, in float32 and not.
     scores = 3 * max_num_tokens * num_heads * capacity
-    if config.get("attn_logit_softcapping") is None:
+    if config.attention_cap is None:
         scores = 0
-    logits = max_batch_size * (max_draft_len + 1) * config["vocab_size"]
+    logits = max_batch_size * (max_draft_len + 1) * config.vocab_size
     num_rows = max_num_tokens
     if on_gpu:
         num_rows += min(max_num_tokens, LONGEST_RECORDED)  # what was recorded has its own
     return MemoryEstimate(
         weights_bytes=weights_bytes,
-        kv_cache_bytes=max_batch_size * capacity * kv_bytes_per_token(config, dtype),
+        kv_cache_bytes=max_batch_size * capacity * element * config.kv_size,
         workspace_bytes=element * (2 * num_rows * row + prefill_mask)
         + 4 * (scores + 2 * logits)
         + _rounding_bytes(config, max_num_tokens)
@@ -68,59 +70,53 @@ def estimate_memory(
     )
 
 
-def _weight_bytes(config: Mapping[str, Any], dtype: str, kernel: Kernel | None) -> Iterator[int]:
-    plain = {**config, "quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}
-    for rule, layer in tensor_rules(plain):
+def _weight_bytes(config: UnifiedConfig, dtype: str, kernel: Kernel | None) -> Iterator[int]:
+    for rule, layer in tensor_rules(config.quantized(PLAIN)):
         module, _, kind = rule.name.format(n=layer).rpartition(".")
-        shapes = [part_shape(config, part) for part in rule.parts]
+        shape = whole_shape(config, rule)
         if kind == "weight" and is_quantized(config, module):
-            rows, columns = sum(shape[0] for shape in shapes), shapes[0][1]
-            yield _linear_bytes(config, dtype, kernel, rows, columns)
+            yield _linear_bytes(config, dtype, kernel, *shape)
         else:
-            is_float32 = rule.parts[0].one_plus
-            element = ELEMENT_BYTES["float32" if is_float32 else dtype]
-            yield element * sum(prod(shape) for shape in shapes)
+            stored = "F32" if rule.parts[0].one_plus else DTYPES[dtype]
+            yield ELEMENT_BYTES[stored] * prod(shape)
 
 
 def _linear_bytes(
-    config: Mapping[str, Any], dtype: str, kernel: Kernel | None, rows: int, columns: int
+    config: UnifiedConfig, dtype: str, kernel: Kernel | None, rows: int, columns: int
 ) -> int:
     """Returns the bytes of a quantized weight and of the scales that are not one for all."""
-    if not fits(kernel, config, dtype, rows, columns):
+    element = ELEMENT_BYTES[DTYPES[dtype]]
+    if not fits(kernel, config.quantization, dtype, rows, columns):
         is_rounded = _activations(config) is not None
-        return rows * columns * ELEMENT_BYTES["float32" if is_rounded else dtype]
+        return rows * columns * (ELEMENT_BYTES["F32"] if is_rounded else element)
     if kernel == "int4":  # a scale and a zero point for each group
-        groups = columns // int4_group_size(config, columns)
-        return rows * (columns // 2 + 2 * groups * ELEMENT_BYTES[dtype])
+        groups = columns // int4_group_size(config.quantization, columns)
+        return rows * (columns // 2 + 2 * groups * element)
     if kernel == "int8":
-        return rows * (columns + ELEMENT_BYTES[dtype])
-    scales_bytes = 4 if format_of(config) == "fp8_pc_pt" else 0
+        return rows * (columns + element)
+    scales_bytes = 4 if config.format == "fp8_pc_pt" else 0
     return rows * (columns + scales_bytes)
 
 
-def _rounding_bytes(config: Mapping[str, Any], max_num_tokens: int) -> int:
+def _rounding_bytes(config: UnifiedConfig, max_num_tokens: int) -> int:
     """Returns what rounding the activations of a linear takes at most, its result included."""
     kind = _activations(config)
     if kind is None:
         return 0
-    hidden: int = config["hidden_size"]
-    intermediate: int = config["intermediate_size"]
-    heads: int = config["num_attention_heads"] * config["head_size"]
     copies = 12 if kind == "nvfp4" else 4  # in float32
-    widest = max(hidden, intermediate, heads)
-    return 4 * max_num_tokens * (copies * widest + 2 * intermediate)
+    widest = max(config.hidden_size, config.intermediate_size, config.query_size)
+    return 4 * max_num_tokens * (copies * widest + 2 * config.intermediate_size)
 
 
-def _fused_bytes(config: Mapping[str, Any], capacity: int, max_draft_len: int) -> int:
+def _fused_bytes(config: UnifiedConfig, capacity: int, max_draft_len: int) -> int:
     """Returns what fused engines keep of a round: parts of attention, logits, and what is drawn."""
-    num_parts = ROWS * config["num_attention_heads"] * max_parts(capacity)
-    part = config["head_size"] + 2  # sums of values; the highest score, and the sum of weights
-    vocab_size: int = config["vocab_size"]
-    floats = int(num_parts * part) + ROWS * vocab_size
-    drawn = 16 * vocab_size  # of each row a key and a mass of every token
-    return ELEMENT_BYTES["float32"] * floats + (max_draft_len + 1) * drawn
+    num_parts = ROWS * config.num_attention_heads * max_parts(capacity)
+    part = config.head_size + 2  # sums of values; the highest score, and the sum of weights
+    floats = num_parts * part + ROWS * config.vocab_size
+    drawn = 16 * config.vocab_size  # of each row a key and a mass of every token
+    return ELEMENT_BYTES["F32"] * floats + (max_draft_len + 1) * drawn
 
 
-def _activations(config: Mapping[str, Any]) -> str | None:
-    name = format_of(config)
+def _activations(config: UnifiedConfig) -> str | None:
+    name = config.format
     return None if name is None else FORMATS[name].activations

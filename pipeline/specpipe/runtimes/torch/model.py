@@ -26,7 +26,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +41,7 @@ from specpipe.runtimes.torch.quantized import (
     quantized_linear,
 )
 from specpipe.runtimes.torch.rotary import Rotary
+from specpipe.unified_config import UnifiedConfig
 
 _MAX_KEPT_ROWS = 64
 """Buffers of larger forwards (prefill) are not kept; their cost vanishes in the arithmetic."""
@@ -80,31 +80,30 @@ class ModelConfig:
     formats: Mapping[str, str]
 
     @classmethod
-    def from_unified(cls, config: Mapping[str, Any]) -> ModelConfig:
-        query_scalar = config.get("query_pre_attn_scalar")
+    def from_unified(cls, config: UnifiedConfig) -> ModelConfig:
         return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_size=config["head_size"],
-            norm_epsilon=config["norm_epsilon"],
-            has_qk_norm=config["qk_layernorm"],
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_size=config.head_size,
+            norm_epsilon=config.norm_epsilon,
+            has_qk_norm=config.qk_layernorm,
             rotary=Rotary(
-                config["head_size"],
-                config["rotary_embedding_dim"],
-                config["rotary_base"],
-                config["rotary_scaling"],
+                config.head_size,
+                config.rotary_embedding_dim,
+                config.rotary_base,
+                config.rotary_scaling,
             ),
-            activation=config["hidden_act"],
-            windows=_windows(config),
-            has_branch_norms=config.get("inter_layernorms", False),
-            attention_scale=None if query_scalar is None else query_scalar**-0.5,
-            attention_cap=config.get("attn_logit_softcapping"),
-            logits_cap=config.get("final_logit_softcapping"),
-            embedding_scale=config.get("embedding_multiplier"),
+            activation=config.hidden_act,
+            windows=config.windows,
+            has_branch_norms=config.has_branch_norms,
+            attention_scale=config.attention_scale,
+            attention_cap=config.attention_cap,
+            logits_cap=config.logits_cap,
+            embedding_scale=config.embedding_scale,
             formats=linear_formats(config),
         )
 
@@ -121,12 +120,6 @@ class ModelConfig:
     def key_size(self) -> int:
         """Channels of one token's keys, or of its values."""
         return self.num_kv_heads * self.head_size
-
-
-def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    window, num_layers = config["sliding_window"], config["num_hidden_layers"]
-    layer_types = config.get("layer_types") or ["sliding_attention"] * num_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import E4M3_MAX, FORMATS, format_of
+from specpipe.quantization.formats import E4M3_MAX, FORMATS
 from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.torch.kernels import kernel_linear, kernel_of
+from specpipe.unified_config import UnifiedConfig
 
 Multiply = Callable[[Tensor, Tensor], object]
 """(x [T, in], out [T, out]): writes x · W + b to `out`."""
@@ -37,14 +37,14 @@ _UNIFIED_LINEARS = {
 """The linears of a layer in an engine, and in the unified config."""
 
 
-def linear_formats(config: Mapping[str, Any]) -> dict[str, str]:
+def linear_formats(config: UnifiedConfig) -> dict[str, str]:
     """Returns the format of every quantized linear of a unified config, by its engine's name."""
-    name = format_of(config)
+    name = config.format
     if name is None:
         return {}
     modules = {
         f"layers.{n}.{linear}": f"transformer.layers.{n}.{module}"
-        for n in range(config["num_hidden_layers"])
+        for n in range(config.num_hidden_layers)
         for linear, module in _UNIFIED_LINEARS.items()
     }
     modules["head"] = "lm_head"

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import FORMATS, Content, Format, format_of
+from specpipe.quantization.formats import FORMATS, Content, Format
 from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
 from specpipe.unified import UnifiedCheckpoint
+from specpipe.unified_config import UnifiedConfig
 
 _DTYPES = {
     "F32": torch.float32,
@@ -50,12 +51,12 @@ class QuantizedSource:
     kernel: Kernel | None
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> UnifiedConfig:
         return self.checkpoint.config
 
     @cached_property
     def format(self) -> str | None:
-        return format_of(self.config)
+        return self.config.format
 
     @cached_property
     def _made(self) -> Format:
@@ -79,7 +80,7 @@ class QuantizedSource:
         """Returns the kernel that multiplies by these; None where they are emulated."""
         for module in modules:
             if not is_quantized(self.config, module) or not fits(
-                self.kernel, self.config, self.dtype, *self._size(module)
+                self.kernel, self.config.quantization, self.dtype, *self._size(module)
             ):
                 return None
         return self.kernel
@@ -101,7 +102,7 @@ class QuantizedSource:
         """Returns the shape of `scales`."""
         rows, columns = self.size(modules)
         if self.kernel == "int4":
-            return rows, columns // int4_group_size(self.config, columns)
+            return rows, columns // int4_group_size(self.config.quantization, columns)
         return (1,) if self.format in ("fp8", "w4a8_awq") else (rows,)
 
     def scales(self, modules: tuple[str, ...]) -> Tensor:

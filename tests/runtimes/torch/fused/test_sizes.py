@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specpipe.families import unified_config
+from specpipe.family_config import unified_config
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.fused.sizes import max_parts, spare_positions

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from specpipe.checkpoint import read_config
 from specpipe.errors import CheckpointError
-from specpipe.runtimes.tensorrt_llm.unified_config import read_unified_config
+from specpipe.family_config import unified_config
 from specpipe.stages.convert import convert
+from specpipe.unified_config import UnifiedConfig, read_unified_config
 from tests.quantization.checkpoints import FORMATS, quantized_checkpoint
 from tests.toy import ARCHITECTURES, spelled_as_4_57, toy_config, write_toy_checkpoint
 
@@ -18,7 +20,81 @@ LONGROPE = {
     "short_factor": [1.0, 1.0, 1.0, 1.0],
     "long_factor": [2.0, 2.0, 2.0, 2.0],
 }
+SMALL_FILES = sorted((Path(__file__).parent / "small_files").glob("*--*"))
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+
+
+COMMON = (
+    "architecture dtype logits_dtype vocab_size hidden_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_size intermediate_size hidden_act norm_epsilon "
+    "position_embedding_type max_position_embeddings rotary_embedding_dim rotary_base "
+    "rotary_scaling sliding_window use_parallel_embedding embedding_sharding_dim "
+    "tie_word_embeddings mapping quantization"
+)
+LLAMA = (
+    "residual_mlp disable_weight_only_quant_plugin remove_duplicated_kv_heads qk_layernorm "
+    "attn_bias attn_dense_bias mlp_bias"
+)
+QWEN = (
+    "seq_length use_logn_attn mlp_bias qwen_type qk_layernorm attn_bias attn_dense_bias layer_types"
+)
+SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "behind"),
+    [
+        ("llama", {}, LLAMA),
+        ("mistral", {"sliding_window": 64}, LLAMA),
+        ("qwen2", SOME_WINDOWS, QWEN),
+        ("qwen3", SOME_WINDOWS, QWEN),
+        (
+            "phi3",
+            {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
+            "qk_layernorm attn_bias attn_dense_bias mlp_bias rotary_pct "
+            "original_max_position_embeddings longrope_scaling_short_factors "
+            "longrope_scaling_long_factors",
+        ),
+        (
+            "gemma2",
+            {},
+            "qk_layernorm mlp_bias inter_layernorms attn_bias attn_dense_bias layer_types "
+            "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
+            "embedding_multiplier",
+        ),
+    ],
+)
+def test_keys_are_written_in_this_order(
+    family: str, overrides: dict[str, Any], behind: str
+) -> None:
+    """Another order would be another file, and every engine that was built from it out of date."""
+    config = unified_config(toy_config(family, **overrides))
+    assert " ".join(config.plain()) == f"{COMMON} {behind}"
+
+
+@pytest.mark.parametrize("folder", SMALL_FILES, ids=lambda folder: folder.name)
+def test_real_models_come_back_from_json(folder: Path) -> None:
+    config = unified_config(read_config(folder))
+    written = json.dumps(config.plain())
+    read = UnifiedConfig.from_json(json.loads(written))
+    assert (read, json.dumps(read.plain())) == (config, written)
+
+
+def test_keys_that_specpipe_does_not_know_stay() -> None:
+    values = unified_config(toy_config()).plain() | {"runtime_defaults": {"kv_cache": None}}
+    assert UnifiedConfig.from_json(values).plain() == values
+
+
+def test_what_is_wrong_is_one_sentence_that_is_cut() -> None:
+    values = unified_config(toy_config()).plain()
+    for fault in ({"layer_types": [0] * 10_000}, {"architecture": "X" * 10_000}):
+        with pytest.raises(CheckpointError) as caught:
+            UnifiedConfig.from_json(values | fault)
+        assert len(str(caught.value)) <= 1001
+        assert "\n" not in str(caught.value)
+        assert "X" * 81 not in str(caught.value)
+    with pytest.raises(CheckpointError, match="^head_size: Field required$"):
+        UnifiedConfig.from_json({key: values[key] for key in values if key != "head_size"})
 
 
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))
@@ -31,6 +107,7 @@ def test_converted_checkpoints_are_what_tensorrt_llm_reads(
     out.mkdir()
     convert(source, out, tp_size=tp_size, pp_size=pp_size)
     config = read_unified_config(out)
+    assert json.dumps(config.plain(), indent=2) + "\n" == (out / "config.json").read_text()
     assert config.architecture == ARCHITECTURES[family]
     assert config.mapping.world_size == tp_size * pp_size
     assert (config.dtype, config.logits_dtype) == ("bfloat16", "float32")
@@ -45,7 +122,9 @@ def test_quantized_checkpoints_are_what_tensorrt_llm_reads(
     tmp_path: Path, family: str, format: str
 ) -> None:
     settings = {"kv_cache": "fp8"} if format == "fp8" else {}
-    config = read_unified_config(quantized_checkpoint(tmp_path, family, format, settings=settings))
+    out = quantized_checkpoint(tmp_path, family, format, settings=settings)
+    config = read_unified_config(out)
+    assert json.dumps(config.plain(), indent=2) + "\n" == (out / "config.json").read_text()
     assert (config.architecture, config.vocab_size) == (ARCHITECTURES[family], 256)
     assert (config.dtype, config.logits_dtype) == ("bfloat16", "float32")
     quantization = config.quantization
