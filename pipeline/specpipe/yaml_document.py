@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from specpipe.errors import ConfigError
+from specpipe.errors import ConfigError, show
 
 _MAX_DEPTH = 50  # a configuration needs three
 _MAX_BYTES = 1 << 18  # a configuration has a few thousand; PyYAML takes seconds for these
@@ -144,10 +144,12 @@ class _Builder:
                 continue
             name = self._scalar(key) if isinstance(key, yaml.ScalarNode) else None
             if not isinstance(name, str):
-                shown = f"the key {key.value}" if isinstance(key, yaml.ScalarNode) else "this key"
+                is_scalar = isinstance(key, yaml.ScalarNode)
+                shown = f"the key {show(key.value)}" if is_scalar else "this key"
                 raise self._error(key, f"{shown} is not text: put it in quotes")
             if name in lines:
-                raise self._error(key, f"duplicate key '{name}', first set in line {lines[name]}")
+                first = f"first set in line {lines[name]}"
+                raise self._error(key, f"duplicate key '{show(name)}', {first}")
             lines[name] = key.start_mark.line + 1
             own[name] = (key, value)
         # The node keeps what was merged into it, each key once, so that lines are found there too.
