@@ -43,26 +43,27 @@ from specpipe.triton.client import Client
 from specpipe.triton.repository import PairFile
 from specpipe.triton.secret import Signer
 from tests.chat_templates import CONVERSATIONS, TEMPLATES
-from tests.fuzz.trial import MAX_BYTES
+from tests.fuzz.trial import MAX_BYTES, SENTENCE, VALUE, Target, Use
 from tests.model_repo.conftest import InferenceRequest, ServerRequest, load, stand_in
 from tests.toy import ARCHITECTURES, toy_config, write_toy_checkpoint
 from tests.toy_tokenizers import byte_level, space_mark, word_piece, words, write_tokenizer
 from tests.triton.echo_pair import EchoPair
 
 ROOT = Path(__file__).parents[2]
-TARGETS: dict[str, Callable[[bytes], None]] = {}
+TARGETS: dict[str, Target] = {}
 SEEDS: dict[str, list[bytes]] = {}
 
 _ROLES = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+_LONG = {"max_position_embeddings": 1 << 17}
 _SECRET = "of a start"
 # A template may take a fraction of what it may take in service, so that more are tried.
 _LIMITS = FileLimits(chat_template_seconds=0.2, chat_template_memory_bytes=64 << 20)
 
 
-def _target(*seeds: Any) -> Callable[[Callable[[bytes], None]], Callable[[bytes], None]]:
-    def add(use: Callable[[bytes], None]) -> Callable[[bytes], None]:
+def _target(*seeds: Any, max_echo: int = VALUE) -> Callable[[Use], Use]:
+    def add(use: Use) -> Use:
         name = use.__name__
-        TARGETS[name], SEEDS[name] = use, [_as_bytes(seed) for seed in seeds]
+        TARGETS[name], SEEDS[name] = Target(use, max_echo), [_as_bytes(seed) for seed in seeds]
         return use
 
     return add
@@ -81,6 +82,8 @@ def _folder() -> Path:
     atexit.register(_remove, os.getpid(), folder)
     write_toy_checkpoint(folder / "toy")
     write_tokenizer(folder / "toy", words(), **_ROLES)
+    shutil.copytree(folder / "toy", folder / "hub")
+    (folder / "hub" / "config.json").write_text(json.dumps(toy_config(**_LONG)))
     (folder / "models").symlink_to(ROOT / "models")
     (folder / "configs").mkdir()
     return folder
@@ -145,15 +148,13 @@ def safetensors(data: bytes) -> None:
 
 
 @_target(
+    {"metadata": {"total_size": 33}, "weight_map": dict.fromkeys("abc", "model.safetensors")},
     {"weight_map": {"a": "model.safetensors", "b": "model-00001-of-00002.safetensors"}},
-    {
-        "metadata": {"total_size": 1},
-        "weight_map": {"model.embed_tokens.weight": "model.safetensors"},
-    },
 )
 def index(data: bytes) -> None:
     path = _changed("model.safetensors.index.json")
     path.write_bytes(data)
+    path.with_name("model.safetensors").write_bytes(SEEDS["safetensors"][1])
     open_checkpoint(path.parent)
 
 
@@ -309,7 +310,7 @@ def yaml(data: bytes) -> None:
     """Goes as far with a config as is possible without writing anything."""
     path = _folder() / "configs" / "fuzzed.yaml"
     path.write_bytes(data)
-    with mock.patch.object(source, "_fetch", lambda *_: _folder() / "toy"):
+    with mock.patch.object(source, "_fetch", lambda *_: _folder() / "hub"):
         settings = load_config(path)
         assert settings.artifacts_dir.is_absolute()
         pipeline.preview(pipeline.plan(settings))
@@ -332,7 +333,7 @@ def _models() -> dict[str, Any]:
     limits = Limits(chat_template_seconds=0.5)
     served = limits.resolved(max_seq_len=512, longest_token_bytes=2, is_bytewise=True)
     (version / "limits.json").write_text(served.model_dump_json())
-    (version / "pair.json").write_text(PairFile("echo", PairOptions(max_seq_len=512)).to_json())
+    (version / "pair.json").write_text(PairFile("torch", PairOptions(max_seq_len=512)).to_json())
     models = {name: load(name) for name in ("preprocessing", "speculative", "postprocessing")}
     parameters = {
         "tokenizer_dir": "tokenizer",
@@ -543,15 +544,18 @@ def speculative(data: bytes) -> None:
 
 
 class _Socket:
-    """A server that sends these bytes, so many at a time, whatever it is asked."""
+    """A server that answers a POST with these bytes, so many at a time, and a GET by `get`."""
 
-    def __init__(self, data: bytes, most: int) -> None:
-        self._received = io.BufferedReader(_InPieces(data, most))
+    def __init__(self, get: bytes, post: bytes, most: int) -> None:
+        self._get, self._post, self._most = get, post, most
+
+    def sendall(self, data: bytes) -> None:
+        if data.startswith((b"GET ", b"POST ")):
+            answer = self._get if data.startswith(b"GET ") else self._post
+            self._received = io.BufferedReader(_InPieces(answer, self._most))
 
     def makefile(self, mode: str) -> io.BufferedReader:
         return self._received
-
-    def sendall(self, data: bytes) -> None: ...
 
     def close(self) -> None: ...
 
@@ -565,15 +569,15 @@ class _InPieces(io.BytesIO):
         return super().readinto(memoryview(buffer)[: self._most])
 
 
-def _answers(data: bytes, ask: Callable[[], Iterator[Any]]) -> None:
-    """An answer is the same however it is cut, and a refusal, too."""
+def _ask(ask: Callable[[], Iterator[Any]], *, get: bytes = b"", post: bytes = b"") -> None:
+    """What is made of an answer is the same however it is cut on its way."""
     outcomes: list[list[Any]] = []
     error: Exception | None = None
-    for most in (MAX_BYTES, 1 if len(data) < 2000 else 7):
+    for most in (MAX_BYTES, 1 if len(post) < 2000 else 7):
         outcomes.append([])
 
         def connect(connection: Any, most: int = most) -> None:
-            connection.sock = _Socket(data, most)
+            connection.sock = _Socket(get, post, most)
 
         with mock.patch.object(http.client.HTTPConnection, "connect", connect):
             try:
@@ -606,33 +610,40 @@ _LAST = {
 }
 
 
+_OUTPUTS = [{"name": "text_output"}, {"name": "finish_reason"}]
+_CONFIG = _http(
+    json.dumps({"model_transaction_policy": {"decoupled": True}, "output": _OUTPUTS}),
+    "application/json",
+)
+
+
 @_target(
     _events({"model_name": "ensemble", "text_output": "a"}, _LAST),
     _events({"error": "in ensemble 'ensemble', max_tokens is missing"}),
     _events({"model_name": "e", "text_output": "a"}, {"finish_reason": "error", "error": "NaN"}),
-    _http(json.dumps(_LAST), "application/json"),
     _http('data: {"error": "no"}', status="400 Bad Request"),
+    max_echo=SENTENCE,
 )
-def triton_events(data: bytes) -> None:
-    client = Client("http://127.0.0.1:1")
-    client._is_decoupled = True
-    streamed: Any = None
-    try:
-        _answers(data, lambda: client.stream("a", max_tokens=3))
-    except (RequestError, ServerError) as exc:
-        streamed = exc
-    _answers(data, lambda: iter([client.generate("a", max_tokens=3)]))
-    if streamed is not None:
-        raise streamed
+def triton_stream(data: bytes) -> None:
+    _ask(lambda: _client().stream("a", max_tokens=3), get=_CONFIG, post=data)
 
 
-@_target(_http(json.dumps({"model_transaction_policy": {"decoupled": True}}), "application/json"))
+@_target(
+    _http(json.dumps(_LAST), "application/json"),
+    _http('{"error": "no"}', status="400 Bad Request"),
+    max_echo=SENTENCE,
+)
+def triton_answer(data: bytes) -> None:
+    _ask(lambda: iter([_client().generate("a", max_tokens=3)]), get=_CONFIG, post=data)
+
+
+@_target(_CONFIG, max_echo=SENTENCE)
 def triton_config(data: bytes) -> None:
-    def ask() -> Iterator[bool]:
-        client = Client("http://127.0.0.1:1")
-        yield client.is_decoupled
+    _ask(lambda: iter([_client().is_decoupled]), get=data)
 
-    _answers(data, ask)
+
+def _client() -> Client:
+    return Client("http://127.0.0.1:1")
 
 
 _USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
@@ -647,12 +658,8 @@ _DRAFTED = {"num_spec_steps": 1, "num_draft_tokens": 4, "acceptance_histogram": 
     ),
     _events({"error": {"message": "no", "code": 400}}),
     _http('{"error": {"message": "unknown key"}}', status="422 Unprocessable"),
+    max_echo=SENTENCE,
 )
-def openai_events(data: bytes) -> None:
+def openai_stream(data: bytes) -> None:
     question = Question(text="a", max_tokens=3)
-    _answers(data, lambda: OpenAI("openai+http://127.0.0.1:1", model="m").stream(question))
-
-
-for name in ("triton_events", "triton_config", "openai_events"):
-    # A server's own sentence is shown as long as one may be.
-    TARGETS[name].max_echo = 1000  # type: ignore[attr-defined]
+    _ask(lambda: OpenAI("openai+http://127.0.0.1:1", model="m").stream(question), post=data)

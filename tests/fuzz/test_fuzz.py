@@ -12,7 +12,7 @@ from specpipe.errors import RequestError
 from tests.fuzz import trial
 from tests.fuzz.mutation import mutate
 from tests.fuzz.targets import SEEDS, TARGETS
-from tests.fuzz.trial import CORPUS, Trial, attempt, bounded_memory
+from tests.fuzz.trial import CORPUS, Target, Trial, attempt, bounded_memory
 
 INPUTS = [(path.parent.name, path) for path in sorted(CORPUS.glob("*/*"))]
 
@@ -59,18 +59,18 @@ def _allocate(data: bytes) -> None:
 )
 def test_anything_but_a_sentence_is_a_fault(use, fault) -> None:  # type: ignore[no-untyped-def]
     with bounded_memory():
-        found = attempt(use, b'"' + b"x" * 200 + b'"').fault
+        found = attempt(Target(use), b'"' + b"x" * 200 + b'"').fault
     assert found is not None and found.startswith(fault)
 
 
 def test_a_sentence_is_none() -> None:
-    outcome = attempt(lambda data: _refuse(f"seed is {data.decode()};\n2 is not"), b"1")
+    outcome = attempt(Target(lambda data: _refuse(f"seed is {data.decode()};\n2 is not")), b"1")
     assert (outcome.is_accepted, outcome.fault) == (False, None)
 
 
 def test_a_finding_is_kept_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "CORPUS", tmp_path / "corpus")
-    tried = Trial("digits", lambda data: print(int(data)), tmp_path)
+    tried = Trial("digits", Target(lambda data: print(int(data))), tmp_path)
     for data in (b"1", b"one", b"x", b"xy"):
         tried.run(data)
     (kept,) = (tmp_path / "corpus" / "digits").iterdir()

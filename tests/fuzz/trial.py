@@ -16,15 +16,20 @@ from pathlib import Path
 from specpipe.errors import SpecpipeError
 
 CORPUS = Path(__file__).parent / "corpus"
-MAX_BYTES = 1 << 16
+MAX_BYTES = 1 << 16  # of an input
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where files are made and changed thousands of times."""
 
 _MAX_CPU_S = 3.0  # for what takes a hundredth of it
 _MAX_MEMORY = 512 << 20  # in address space, beyond what the process has when it begins
 _MAX_MESSAGE = 2000
-MAX_ECHO = 90
-"""Of an input, where a target has no `max_echo`: `show` cuts at 80, and may stand in quotes."""
+
+VALUE, SENTENCE = 90, 1000
+"""Characters of an input that a message may repeat: `show` cuts a value at 80, and quotes may stand
+around it; `to_sentence` cuts a server's own words at 1000.
+"""
+
+Use = Callable[[bytes], None]
 
 
 class _TooSlow(BaseException):
@@ -45,6 +50,14 @@ def bounded_memory() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What reads an input, and how much of that its messages may repeat."""
+
+    use: Use
+    max_echo: int = VALUE
+
+
+@dataclass(frozen=True)
 class Outcome:
     """fault is None for what is accepted or refused as it should be; place is in the code."""
 
@@ -53,7 +66,7 @@ class Outcome:
     place: str = ""
 
 
-def attempt(use: Callable[[bytes], None], data: bytes) -> Outcome:
+def attempt(target: Target, data: bytes) -> Outcome:
     """Tries one input within the time that one may take."""
 
     def stop(*_: object) -> None:
@@ -62,9 +75,9 @@ def attempt(use: Callable[[bytes], None], data: bytes) -> Outcome:
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_S)
     try:
-        use(data)
+        target.use(data)
     except SpecpipeError as exc:
-        fault = _message_fault(str(exc), data, getattr(use, "max_echo", MAX_ECHO))
+        fault = _message_fault(str(exc), data, target.max_echo)
         return Outcome(fault=fault, place=_place(exc))
     except KeyboardInterrupt:
         raise
@@ -110,16 +123,16 @@ class Counts:
 class Trial:
     """The inputs of one target: counts them, and keeps the shortest for each place that fails."""
 
-    def __init__(self, name: str, use: Callable[[bytes], None], folder: Path) -> None:
+    def __init__(self, name: str, target: Target, folder: Path) -> None:
         """folder gets the input that is tried, for when the process dies of it, and the counts."""
         self.counts = Counts()
         self.places: dict[str, bytes] = {}
-        self._name, self._use, self._folder = name, use, folder
+        self._name, self._target, self._folder = name, target, folder
         self._written = 0.0
 
     def run(self, data: bytes) -> Outcome:
         (self._folder / "input").write_bytes(data)
-        outcome = attempt(self._use, data)
+        outcome = attempt(self._target, data)
         self.counts.inputs += 1
         self.counts.accepted += outcome.is_accepted
         self.counts.refused += outcome.fault is None and not outcome.is_accepted
