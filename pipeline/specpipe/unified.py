@@ -320,7 +320,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if is_there(path):
             raise
         raise CheckpointError(f"{folder} has no config.json; convert again") from exc
-    if config.get("architecture") not in FAMILIES:
+    if str(config.get("architecture")) not in FAMILIES:
         raise CheckpointError(f"{path} is not that of a unified checkpoint of a supported family")
     return config
 

@@ -86,7 +86,7 @@ def parse_yaml(text: str, *, origin: str) -> Document:
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         where = f"{origin}:{mark.line + 1}" if mark else origin
-        problem = " ".join(part for part in (exc.context, exc.problem) if part)
+        problem = " ".join(show(part) for part in (exc.context, exc.problem) if part)
         raise ConfigError(f"{where}: not YAML: {problem}") from exc
     except RecursionError:
         raise ConfigError(f"{origin}: not a configuration: nested too deeply") from None

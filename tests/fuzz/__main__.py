@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -60,7 +61,7 @@ def _targets(engine: str) -> Any:
         import atheris
 
         instrumented = atheris.instrument_imports(include=["specpipe"])
-    with instrumented:
+    with contextlib.redirect_stderr(io.StringIO()), instrumented:  # it lists each module
         from tests.fuzz import targets
     return targets
 

@@ -23,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import yaml
 
 from specpipe import pipeline, source
 from specpipe.chat_template import ChatTemplate
@@ -305,9 +306,12 @@ def chat_template(data: bytes) -> None:
 # The YAML
 
 
-@_target(*(path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))))
-def yaml(data: bytes) -> None:
-    """Goes as far with a config as is possible without writing anything."""
+_CONFIGS = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
+
+
+@_target(*_CONFIGS, *map(yaml.safe_load, _CONFIGS), max_echo=SENTENCE)
+def configuration(data: bytes) -> None:
+    """Goes as far as is possible without writing; paths of the user's own stand whole."""
     path = _folder() / "configs" / "fuzzed.yaml"
     path.write_bytes(data)
     with mock.patch.object(source, "_fetch", lambda *_: _folder() / "hub"):
@@ -401,13 +405,12 @@ def _element(dtype: np.dtype[Any], value: Any) -> Any:
         return len(str(value))
     if dtype == np.bool_:
         return bool(value)
-    with np.errstate(all="ignore"), contextlib.suppress(OverflowError):
-        if dtype.kind == "f":
-            return dtype.type(float(value))
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return dtype.type(value if abs(value) < 1e300 else np.inf)
     if isinstance(value, float):
         return 0
-    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
-    return value if limits is None else min(max(value, limits.min), limits.max)
+    return min(max(value, np.iinfo(dtype).min), np.iinfo(dtype).max)
 
 
 def _request(data: bytes, tensors: Any) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
@@ -470,7 +473,8 @@ _REQUESTS = (
 
 def _preprocess(data: bytes) -> dict[str, Any]:
     tensors, values = _request(data, serving.PREPROCESSING_INPUTS)
-    request = ServerRequest(tensors, parameters=values.get("parameters", {}))
+    parameters = values.get("parameters")
+    request = ServerRequest(tensors, parameters=parameters if isinstance(parameters, dict) else {})
     if isinstance(values.get("timeout_us"), int):
         request.timeout = lambda: values["timeout_us"] % 2**64  # type: ignore[method-assign]
     (response,) = _models()["preprocessing"].execute([request])

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from specpipe.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, read_config
 from specpipe.errors import EngineBuildError
-from specpipe.families import DTYPES, pipeline_layers, tensor_rules
+from specpipe.families import DTYPES, named_dtype, pipeline_layers, tensor_rules
 from specpipe.quantization.formats import FORMAT_OF_ALGO, format_of
 from specpipe.quantization.sizes import kv_cache_bytes_per_token, tensor_bytes
 from specpipe.rules import TensorRule
@@ -222,10 +222,9 @@ def _stored_config(side: Side) -> dict[str, Any]:
     tp_size, pp_size = side.checkpoint.tp_size, side.checkpoint.pp_size
     mapping = {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size}
     hf_config = read_config(side.folder, allow_quantized=True, limits=side.limits)
-    dtype = hf_config.get("dtype", hf_config.get("torch_dtype"))
     config = {
         **side.unified,
-        "dtype": dtype if dtype in DTYPES else "bfloat16",  # half precision is as large, whichever
+        "dtype": named_dtype(hf_config),  # half precision is as large, whichever
         "mapping": mapping,
     }
     if format_of(config) is not None:
