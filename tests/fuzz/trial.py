@@ -24,7 +24,7 @@ _MAX_CPU_S = 3.0  # for what takes a hundredth of it
 _MAX_MEMORY = 512 << 20  # in address space, beyond what the process has when it begins
 _MAX_MESSAGE = 2000
 
-VALUE, SENTENCE = 90, 1000
+VALUE, SENTENCE = 90, 1010
 """Characters of an input that a message may repeat: `show` cuts a value at 80, and quotes may stand
 around it; `to_sentence` cuts a server's own words at 1000.
 """
