@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from specpipe.errors import ConfigError, show
+from specpipe.errors import ConfigError, show, to_sentence
 
 _MAX_DEPTH = 50  # a configuration needs three
 _MAX_BYTES = 1 << 18  # a configuration has a few thousand; PyYAML takes seconds for these
@@ -86,8 +86,8 @@ def parse_yaml(text: str, *, origin: str) -> Document:
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         where = f"{origin}:{mark.line + 1}" if mark else origin
-        problem = " ".join(show(part) for part in (exc.context, exc.problem) if part)
-        raise ConfigError(f"{where}: not YAML: {problem}") from exc
+        problem = " ".join(part for part in (exc.context, exc.problem) if part)
+        raise ConfigError(f"{where}: not YAML: {to_sentence(problem)}") from exc
     except RecursionError:
         raise ConfigError(f"{origin}: not a configuration: nested too deeply") from None
     finally:
