@@ -29,9 +29,10 @@ pythons:
 	    $(MAKE) quickstart PYTHON=$$python VENV=$(VENV)/$${python##*/} || failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-# In two processes: one for what starts servers (tests/conftest.py), one for the rest.
+# In three processes: one for what starts servers (tests/conftest.py), two for the rest. On two cores,
+# too: the first one waits for servers for a good part of its time.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not slow" -n 2
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not slow" -n 3
 
 test-all: $(VENV)/.test-all
 	SPECPIPE_TEST_MPIRUN=$(abspath $(VENV))/bin/mpirun $(VENV)/bin/python -m pytest

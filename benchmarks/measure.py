@@ -60,7 +60,7 @@ def load_tokenizer(config: PipelineConfig) -> Tokenizer:
 def load_pair(config: PipelineConfig, tokenizer: Tokenizer, **options: int | bool) -> Pair:
     """A built pair in this process; options replace those that it was packaged with."""
     folder = built_repository(config) / "speculative" / "1"
-    pair_file = PairFile.from_json((folder / "pair.json").read_text(encoding="utf-8"))
+    pair_file = PairFile.read(folder / "pair.json")
     return load_runtime(pair_file.runtime).load_pair(
         folder / "draft",
         folder / "target",

@@ -300,15 +300,16 @@ def mount() -> Iterator[Callable[..., None]]:
         subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
+@pytest.mark.parametrize("step", [12, pytest.param(4, marks=pytest.mark.slow)])
 def test_full_disk_in_every_stage(
-    pair: Pair, forks: Forks, undisturbed: Undisturbed, mount: Callable[..., None]
+    pair: Pair, forks: Forks, undisturbed: Undisturbed, mount: Callable[..., None], step: int
 ) -> None:
-    """The disk gets four pages larger each time, until the build fits."""
+    """The disk gets `step` pages larger each time, until the build fits."""
     pair.out.mkdir()
     mount(pair.out, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
     page = os.sysconf("SC_PAGE_SIZE")
     failed_in = set()
-    for num_pages in range(1, 1000, 4):
+    for num_pages in range(1, 1000, step):
         shutil.rmtree(pair.built, ignore_errors=True)
         mount(pair.out, "-o", f"remount,size={num_pages * page}")
         full = forks.run(*pair.command())
@@ -489,7 +490,7 @@ def test_process_that_is_stopped_in_each_stage(
         assert build.returncode == (130 if signum == signal.SIGINT else -signum), log
         assert Ended(build.returncode, log, None).stage == stage
         assert log.splitlines()[-1] == (
-            "Interrupted." if signum == signal.SIGINT else f"{stage}: missing"
+            "Interrupted." if signum == signal.SIGINT else f"{stage}: starts"
         )
         assert_nothing_half_made(pair, undisturbed.first)
     assert_finished(pair, forks.run(*pair.command()), undisturbed.first)

@@ -62,7 +62,7 @@ def set_time(path: Path, seconds: int) -> None:
 
 def test_first_build_makes_the_artifact_and_its_manifest(source: Path, artifact: Path) -> None:
     built = cache.build(Join((source,), {"size": 4}), artifact)
-    assert built.reasons == ("missing",)
+    assert built.reasons == ("not built yet",)
     assert (artifact / "joined").read_text() == "onetwo"
     assert visible(artifact.parent) == ["joined", "joined.manifest.json"]
     manifest = json.loads((artifact.parent / "joined.manifest.json").read_text())
@@ -216,7 +216,7 @@ def test_damage_is_found_and_mended(
 def test_unreadable_manifest_means_missing(source: Path, artifact: Path, text: str) -> None:
     cache.build(Join((source,)), artifact)
     (artifact.parent / "joined.manifest.json").write_text(text)
-    assert cache.stale_reasons(Join((source,)), artifact) == ["missing"]
+    assert cache.stale_reasons(Join((source,)), artifact) == ["not built yet"]
 
 
 @pytest.mark.parametrize("fault", [SpecpipeError("no"), ValueError("bug"), KeyboardInterrupt()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ from tests.chat_templates import CONVERSATIONS, TEMPLATES
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+@lru_cache(maxsize=1)  # each has a process
+def template(kind: str) -> ChatTemplate:
+    return ChatTemplate(TEMPLATES[kind], file="x", special_tokens=TOKENS)
+
+
 def render(kind: str, messages: list[dict[str, Any]]) -> str:
-    return ChatTemplate(TEMPLATES[kind], file="x", special_tokens=TOKENS).render(messages)
+    return template(kind).render(messages)
 
 
 @pytest.fixture(scope="module")

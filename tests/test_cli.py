@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -13,7 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -31,6 +34,7 @@ from specpipe.triton.client import Completion
 
 ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "models" / "python-code"
+Command = tuple[tuple[str, ...], click.Command]
 MINIMAL = "name: toy\ndraft: {checkpoint: a}\ntarget: {checkpoint: b}\n"
 
 
@@ -77,7 +81,7 @@ def test_help_lists_the_commands() -> None:
     result = run("--help")
     assert result.exit_code == 0
     commands = result.output.partition("Commands:")[2].split("\n")
-    assert [line.split()[0] for line in commands if line.strip()] == [
+    assert [line.split()[0] for line in commands if re.match(r"  \w", line)] == [
         "bench",
         "build",
         "check",
@@ -96,12 +100,34 @@ def test_help_lists_the_commands() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["build", "check", "doctor", "generate", "init", "inspect", "migrate", "schema", "serve"],
-)
-def test_each_command_has_help(command: str) -> None:
-    assert run(command, "--help").exit_code == 0
+def all_commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[Command]:
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        if isinstance(command, click.Group):
+            yield from all_commands(command, (*path, name))
+
+
+@pytest.mark.parametrize(("path", "command"), [*all_commands()], ids=str)
+def test_help_tells_of_each_option_and_argument(path: list[str], command: click.Command) -> None:
+    result = run(*path, "--help")
+    assert result.exit_code == 0
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.opts
+        else:
+            told = result.output.split("\n", 1)[1].partition("Options:")[0]
+            name = parameter.make_metavar(click.Context(command)).strip("[].")
+            assert name in told, parameter.name
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_help_cuts_no_summary(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    told = " ".join(run("--help").output.partition("Commands:")[2].split())
+    for (name, *_), command in all_commands():
+        assert command.help is not None
+        summary = " ".join(command.help.partition("\n\n")[0].split()).rstrip(".")
+        assert f"{name} {summary}" in told
 
 
 def test_version() -> None:
@@ -144,9 +170,77 @@ def test_debug_adds_the_traceback() -> None:
     assert result.stderr.endswith("Error: nothing.yaml does not exist: expected a YAML file\n")
 
 
-def test_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_one_sentence_that_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "plan", lambda config, **_: 1 / 0)
-    assert isinstance(run("build", "--config", "x.yaml").exception, ZeroDivisionError)
+    result = run("build", "--config", "x.yaml")
+    assert result.exit_code == 1
+    assert re.fullmatch(
+        r"Error: a fault of specpipe itself, in cli\.py:\d+: ZeroDivisionError: division by zero; "
+        "`specpipe --debug` before the command shows more, and a report of it is welcome\n",
+        result.stderr,
+    )
+    told = run("--debug", "build", "--config", "x.yaml").stderr
+    assert told.startswith("Traceback (most recent call last):\n")
+
+
+@pytest.mark.usefixtures("one_stage")
+def test_what_the_system_refuses_is_told_with_its_path() -> None:
+    result = run("build", "--config", "x.yaml", "--set", "output_dir=/proc/x")
+    assert (result.exit_code, result.stderr) == (1, "Error: /proc/x: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    "output_dir",
+    ["/proc/x", "/dev/null", "/dev/full/x", "x.yaml", "loop", "x" * 300, "/sys/x", "a/" * 3000],
+)
+@pytest.mark.usefixtures("one_stage")
+def test_a_folder_that_cannot_be_made_is_named(output_dir: str) -> None:
+    Path("loop").symlink_to("loop")
+    result = run("build", "--config", "x.yaml", "--set", f"output_dir={output_dir}")
+    assert result.exit_code == 1
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("Error: ") and output_dir[:60] in message
+    assert "fault of specpipe" not in message
+    assert len(message) < 1100
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["generate", "--file", "latin.txt"], "the prompt in latin.txt is not text in UTF-8"),
+        (["serve", "--config", "y.yaml"], "y.yaml:4: '0xffff"),
+        (["bench", "--url", "http://h:1", "--max-tokens", "9" * 5000], "'9999"),
+        (["bench", "--url", "http://h:1", "--concurrency", "9" * 5000], "'9999"),
+        (["bench", "--url", "http://h:1", "--prompts", "deep.jsonl"], "deep.jsonl:1: not JSON"),
+        (["bench", "--url", "http://h:1", "--prompts", "half.jsonl"], "half.jsonl:1: prompt hol"),
+        (["bench", "--url", "http://h:1", "--temperature", "nan"], "nan is no number."),
+        (["verify", "--config", "x.yaml", "--distance", "nan"], "nan is no number."),
+        (["inspect", "."], "is no engine and holds none"),
+    ],
+)
+def test_what_a_user_may_do_wrong_is_one_sentence(command: list[str], message: str) -> None:
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("deep.jsonl").write_text("[" * 100_000)
+    Path("half.jsonl").write_text('{"prompt": "\\ud800"}')
+    Path("y.yaml").write_text(f"{MINIMAL}engine: {{max_batch_size: 0x{'f' * 5000}}}\n")
+    result = run(*command)
+    assert result.exit_code in (1, 2)
+    last = result.stderr.splitlines()[-1]
+    assert message in last
+    assert "a fault of specpipe" not in last
+    assert len(last) < 400
+
+
+@pytest.mark.parametrize("command", [["--help"], ["schema"]])
+def test_output_that_cannot_be_written_is_one_sentence(command: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from specpipe.cli import main; main()", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (1, "Error: No space left on device\n")
 
 
 @pytest.mark.usefixtures("one_stage")
@@ -154,7 +248,7 @@ def test_build_prints_the_repository_and_reports_progress() -> None:
     result = run("build", "--config", "x.yaml")
     assert result.exit_code == 0
     assert result.stdout == "engines/toy/model_repo\n"
-    assert result.stderr == "draft/write: missing\ndraft/write: built in 0.0 s\n"
+    assert result.stderr == "draft/write: starts\ndraft/write: built in 0.0 s\n"
     again = run("build", "--config", "x.yaml")
     assert again.stdout == "engines/toy/model_repo\n"
     assert again.stderr == "draft/write: up to date\n"
@@ -163,7 +257,7 @@ def test_build_prints_the_repository_and_reports_progress() -> None:
 @pytest.mark.usefixtures("one_stage")
 def test_dry_run_prints_reasons_and_makes_nothing(tmp_path: Path) -> None:
     result = run("build", "--config", "x.yaml", "--dry-run")
-    assert (result.exit_code, result.stdout) == (0, "draft/write: missing\n")
+    assert (result.exit_code, result.stdout) == (0, "draft/write: not built yet\n")
     assert not (tmp_path / "engines").exists()
     run("build", "--config", "x.yaml")
     assert run("build", "--config", "x.yaml", "--dry-run").stdout == "draft/write: up to date\n"
@@ -174,7 +268,7 @@ def test_dry_run_prints_reasons_and_makes_nothing(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_stage")
 def test_json_results(tmp_path: Path) -> None:
     artifact = f"{tmp_path}/engines/toy/model_repo"
-    stage = {"stage": "draft/write", "artifact": artifact, "reasons": ["missing"]}
+    stage = {"stage": "draft/write", "artifact": artifact, "reasons": ["not built yet"]}
     planned = run("build", "--config", "x.yaml", "--dry-run", "--json")
     assert json.loads(planned.stdout) == {"stages": [stage]}
     built = json.loads(run("build", "--config", "x.yaml", "--json").stdout)
@@ -190,7 +284,7 @@ def test_failed_stage_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monkey
     result = run("build", "--config", "x.yaml")
     assert result.exit_code == 1
     assert result.stderr == (
-        "draft/write: missing\nError: the checkpoint is broken: download it again\n"
+        "draft/write: starts\nError: the checkpoint is broken: download it again\n"
     )
     assert [path.name for path in (tmp_path / "engines" / "toy").iterdir()] == [".model_repo.lock"]
 
@@ -234,7 +328,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing(
     slow_build.send_signal(signal.SIGINT)
     _, errors = slow_build.communicate(timeout=20)
     assert slow_build.returncode == 130
-    assert errors == "draft/write: missing\nInterrupted.\n"
+    assert errors == "draft/write: starts\nInterrupted.\n"
     assert [path.name for path in folder.iterdir()] == [".model_repo.lock"]
 
 
@@ -354,7 +448,7 @@ def test_serve_passes_its_choices_and_the_command_that_builds_again(
     monkeypatch.setattr(launcher, "serve", lambda *arguments, **choices: served.update(choices))
     sets = ["--set", "engine.max_batch_size=4", "--set", "name=toy"]
     result = run("serve", "--config", "x.yaml", *sets)
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr) == (0, "starting Triton ...\n")
     names = ("mpi_mode", "allow_unknown_engine_facts", "build_command")
     assert [served[name] for name in names] == [
         "auto",
@@ -371,7 +465,7 @@ def test_what_a_builder_prints_is_shown(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pipeline, "plan", plan_of(lambda: log.info("%s: layer 7", "draft/write")))
     result = run("build", "--config", "x.yaml")
     assert result.exit_code == 0
-    assert result.stderr.splitlines()[:2] == ["draft/write: missing", "draft/write: layer 7"]
+    assert result.stderr.splitlines()[:2] == ["draft/write: starts", "draft/write: layer 7"]
     assert logging.getLogger("specpipe").handlers == []
 
 
@@ -454,6 +548,7 @@ STATISTICS = Statistics(
     total_accepted_draft_tokens=2,
     seed_used=7,
     acceptance_rate=0.4,
+    draft_status="drafted",
 )
 
 
@@ -495,16 +590,42 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, dict[s
 Asked = list[tuple[str, str | None, dict[str, object]]]
 
 
+def summary(stderr: str) -> list[str]:
+    """The parts of the line below a text, but for the tokens per second, which are a number."""
+    (line,) = stderr.splitlines()
+    parts = line.split(" · ")
+    (speed,) = [part for part in parts if part.endswith(" tokens/s")]
+    assert float(speed.removesuffix(" tokens/s")) > 0
+    return [part for part in parts if part != speed]
+
+
 @pytest.mark.parametrize("streamed", [[], ["--stream"]])
 def test_generate_prints_text_and_statistics(asked: Asked, streamed: list[str]) -> None:
     result = run("generate", "def f", "--seed", "7", "--stop", "\n", "--stop", "a,b", *streamed)
     assert result.exit_code == 0
     assert result.stdout == "ab\n"
-    assert result.stderr == (
-        "finish reason: stop · 4 tokens in 2 steps · acceptance rate 0.40 (2/5)\n"
-    )
+    assert summary(result.stderr) == [
+        "finish reason: stop",
+        "4 tokens in 2 steps",
+        "draft status: drafted",
+        "acceptance rate 0.40 (2/5)",
+    ]
     settings = {"max_tokens": 128, "seed": 7, "stop_words": ["\n", "a,b"]}
     assert asked == [("http://127.0.0.1:8000", "def f", settings)]
+
+
+DRAFT_COUNTS = ("total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate")
+
+
+def test_generate_says_why_nothing_was_drafted(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undrafted: dict[str, Any] = dict.fromkeys(DRAFT_COUNTS, 0)
+    head = ["finish reason: stop", "4 tokens in 2 steps"]
+    for status, told in (("does_not_pay", ["draft status: does_not_pay"]), (None, [])):
+        changed = dataclasses.replace(STATISTICS, draft_status=status, **undrafted)
+        monkeypatch.setattr(sys.modules[__name__], "STATISTICS", changed)
+        assert summary(run("generate", "def f").stderr) == [*head, *told]
 
 
 def test_generate_as_json(asked: Asked) -> None:
@@ -569,7 +690,7 @@ def test_quickstart_builds_once(tmp_path: Path) -> None:
         return done.stderr.splitlines()
 
     first = build()
-    assert first[0] == "check: missing"
+    assert first[0] == "check: starts"
     assert first[-1].startswith("package: built in ")
     used = cpu_seconds_of_children()
     assert build() == [

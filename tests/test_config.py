@@ -735,8 +735,8 @@ def test_schema_describes_every_setting() -> None:
         "default": 4,
         "minimum": 0,
         "maximum": 32,
-        "description": "Draft tokens per step (K); a request may ask for fewer."
-        " 0: the target model alone.",
+        "description": "Draft tokens per step (K), at most; a request that names a number up to"
+        " this is drafted with\njust that. 0: the target model alone.",
     }
     for section in schema["$defs"].values():
         assert section["additionalProperties"] is False

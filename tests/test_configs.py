@@ -50,7 +50,7 @@ def plan(name: str, output_dir: Path, *options: str) -> dict[str, list[list[str]
     result = run("build", name, "--dry-run", "--json", *into, *options)
     assert result.exit_code == 0, result.stderr
     stages = json.loads(result.stdout)["stages"]
-    assert [stage["reasons"] for stage in stages] == [["missing"]] * len(stages)
+    assert [stage["reasons"] for stage in stages] == [["not built yet"]] * len(stages)
     return {stage["stage"]: stage.get("commands", []) for stage in stages}
 
 

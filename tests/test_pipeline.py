@@ -69,11 +69,11 @@ def test_first_run_builds_in_order_and_second_does_nothing(stages: Plan, tmp_pat
     heard = Heard()
     pipeline.run(stages, heard)
     assert heard.lines == [
-        "draft/count: missing",
+        "draft/count: not built yet",
         "draft/count built",
-        "target/copy: missing",
+        "target/copy: not built yet",
         "target/copy built",
-        "join: missing",
+        "join: not built yet",
         "join built",
     ]
     assert (tmp_path / "out" / "join" / "text").read_text() == "11TARGET TEXT "
@@ -88,9 +88,9 @@ def test_first_run_builds_in_order_and_second_does_nothing(stages: Plan, tmp_pat
 
 def test_preview_names_what_runs_and_makes_nothing(stages: Plan, tmp_path: Path) -> None:
     assert reasons(pipeline.preview(stages)) == {
-        "draft/count": ("missing",),
-        "target/copy": ("missing",),
-        "join": ("missing",),
+        "draft/count": ("not built yet",),
+        "target/copy": ("not built yet",),
+        "join": ("not built yet",),
     }
     assert not (tmp_path / "out").exists()
 
@@ -129,8 +129,8 @@ def test_failed_build_resumes_at_its_stage(stages: Plan, tmp_path: Path) -> None
     (tmp_path / "target").write_text("good")
     assert reasons(pipeline.run(stages, Heard())) == {
         "draft/count": (),
-        "target/copy": ("missing",),
-        "join": ("missing",),
+        "target/copy": ("not built yet",),
+        "join": ("not built yet",),
     }
 
 
@@ -199,7 +199,7 @@ def test_max_seq_len_over_the_context_is_refused_with_the_numbers() -> None:
 
 def test_serving_an_outdated_build_is_told(tmp_path: Path) -> None:
     config = load_config(QUICKSTART, [f"output_dir={tmp_path}"])
-    assert pipeline.outdated(config)[0] == "check: missing"
+    assert pipeline.outdated(config)[0] == "check: not built yet"
 
 
 def test_serving_needs_no_checkpoint(tmp_path: Path) -> None:

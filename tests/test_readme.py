@@ -6,6 +6,7 @@ import re
 import shlex
 import textwrap
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
@@ -66,6 +67,14 @@ def test_every_input_of_the_ensemble_that_works_is_named() -> None:
 
     supported = [tensor.name for tensor in ENSEMBLE_INPUTS if tensor.neutral is None]
     assert [n for n in supported if f"`{n}`" not in README and n not in QUIET_INPUTS] == []
+
+
+def test_every_output_that_is_sent_and_every_draft_status_is_named() -> None:
+    from specpipe.speculative.draft_status import DraftStatus
+    from specpipe.triton.serving import STATISTICS_OUTPUTS
+
+    names = [tensor.name for tensor in STATISTICS_OUTPUTS] + list(get_args(DraftStatus))
+    assert [name for name in names if f"`{name}`" not in README] == []
 
 
 # Accepted, and without effect: one sequence a response has no padding, and what they ask for is

@@ -24,7 +24,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +33,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from specpipe import provenance
-from specpipe.errors import SpecpipeError
+from specpipe.errors import SpecpipeError, to_sentence
 from specpipe.exchange import exchange
 from specpipe.manifest import (
     Hashed,
@@ -48,7 +47,11 @@ from specpipe.manifest import (
     record_files,
     relinked,
 )
+from specpipe.signals import deferred, thread_pool
 from specpipe.stages.base import Stage
+
+NOT_BUILT = "not built yet"
+"""The reason of a stage whose artifact is not there, or is none that this version can read."""
 
 
 def stale_reasons(
@@ -164,7 +167,7 @@ class _Comparison:
 def _compare(stage: Stage, artifact: Path, *, verify: bool, verify_inputs: bool) -> _Comparison:
     recorded = read_manifest(artifact)
     if recorded is None or not artifact.is_dir():
-        return _Comparison(["missing"])
+        return _Comparison([NOT_BUILT])
     wanted = stage.inputs()
     reasons = _value_reasons(recorded.versions, provenance.versions(wanted.libraries))
     reasons += _value_reasons(recorded.settings, _as_json(wanted.settings))
@@ -236,16 +239,16 @@ def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _make(stage: Stage, artifact: Path, started: float) -> None:
     """Runs the stage in a staging folder and renames that into place; the lock is held."""
     staging = artifact.with_name(f".{artifact.name}.staging")
-    replaced, pending = old_artifact(artifact), _pending(artifact)
+    replaced = old_artifact(artifact)
     if replaced.is_dir() and not os.path.lexists(artifact):
         replaced.rename(artifact)
     for leftover in (staging, replaced):
         _remove(leftover)
     wanted = stage.inputs()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # shards are hashed together
+    with thread_pool(len(os.sched_getaffinity(0))) as pool:  # shards are hashed together
         inputs = tuple(pool.map(partial(_record_input, stage), wanted.files))
-    staging.mkdir()
     try:
+        staging.mkdir()
         try:
             stage.run(staging)
         except (FileNotFoundError, SpecpipeError):
@@ -261,11 +264,17 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
             build=provenance.describe_build(duration_s=time.monotonic() - started),
         )
         assert manifest.outputs, f"{stage.name} made nothing"
-        manifest.write(pending)
-        replaced = _put_in_place(staging, artifact)
-    except BaseException:
-        _remove(staging)
-        raise
+        with deferred():
+            _commit(manifest, staging, artifact)
+    finally:
+        with deferred():
+            _remove(staging)
+
+
+def _commit(manifest: Manifest, staging: Path, artifact: Path) -> None:
+    pending = _pending(artifact)
+    manifest.write(pending)
+    replaced = _put_in_place(staging, artifact)
     with relinked(artifact / name for name in manifest.outputs):
         # Before the manifest: once that is there, no build looks at what is left here.
         _remove(replaced)
@@ -386,5 +395,6 @@ def _naming_os_faults(stage: Stage, artifact: Path) -> Iterator[None]:
     except OSError as exc:
         if exc.errno not in _MACHINE_FAULTS:
             raise
-        where = exc.filename or artifact
-        raise SpecpipeError(f"{stage.name}: {where}: {exc.strerror}") from exc
+        if exc.filename is None:
+            exc.filename = str(artifact)
+        raise SpecpipeError(f"{stage.name}: {to_sentence(exc)}") from exc

@@ -1,17 +1,21 @@
 """The command `specpipe`: parses, calls and prints.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0, 1 (refused or failed, with one
-sentence that says what to do), 2 (usage), 130 (Ctrl-C). What a command needs is imported when it
-runs, so that `--help` is quick and no command needs another one's libraries.
+sentence that says what to do), 2 (usage), 130 (Ctrl-C), 143 (SIGTERM; see signals.py). A traceback
+is for `--debug` alone. What a command needs is imported when it runs, so that `--help` is quick and
+no command needs another one's libraries.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specpipe import __version__
+from specpipe import __version__, failures
 from specpipe.commands.bench import bench
 from specpipe.commands.nightly import nightly
 from specpipe.commands.options import config_options
@@ -28,7 +32,7 @@ from specpipe.commands.quickstart import quickstart
 from specpipe.commands.report import report
 from specpipe.commands.tune import tune
 from specpipe.commands.verify import verify
-from specpipe.errors import SpecpipeError
+from specpipe.errors import ConfigError, to_sentence
 
 if TYPE_CHECKING:
     from specpipe.config import PipelineConfig
@@ -38,15 +42,44 @@ if TYPE_CHECKING:
 
 
 class _Group(click.Group):
-    """Turns expected failures into one sentence, and Ctrl-C into 130."""
+    """Turns failures into one sentence, and Ctrl-C into 130."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            super().main(*args, **kwargs)
+        except SystemExit as exc:
+            reason = failures.flush_stdout()
+            if reason is not None and not exc.code:
+                click.echo(f"Error: {reason}", err=True)
+                sys.exit(1)
+            raise
+        except OSError as exc:  # what it would say cannot be written
+            failures.flush_stdout()
+            with contextlib.suppress(OSError):
+                click.echo(f"Error: {to_sentence(exc)}", err=True)
+            sys.exit(1)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Wraps the commands' summaries, which click would cut."""
+        whole = 1000  # characters
+        summaries = [
+            (name, command.get_short_help_str(limit=whole))
+            for name, command in sorted(self.commands.items())
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(summaries)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except SpecpipeError as exc:
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as exc:
+            if isinstance(exc, OSError) and exc.errno == errno.EPIPE:
+                raise  # click's own: nobody reads on
             if ctx.params["debug"]:
                 traceback.print_exc()
-            raise click.ClickException(str(exc)) from exc
+            raise click.ClickException(failures.sentence(exc)) from exc
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             ctx.exit(130)
@@ -78,7 +111,7 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print the r
     type=click.Path(path_type=Path, dir_okay=False),
     help="File to write; left out: NAME.yaml.",
 )
-@click.option("--name", help="Name of the pair; left out: the target's.")
+@click.option("--name", metavar="NAME", help="Name of the pair; left out: the target's.")
 def init(draft: str, target: str, output: Path | None, name: str | None) -> None:
     """Check a pair and write a commented YAML for it.
 
@@ -210,10 +243,30 @@ def _print_checked(checked: Checked) -> None:
 
 @main.command()
 @_config_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--http-port", default=8000, show_default=True, help="0: any free port.")
-@click.option("--grpc-port", default=8001, show_default=True, help="0: any free port.")
-@click.option("--metrics-port", default=8002, show_default=True, help="0: any free port.")
+@click.option(
+    "--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on."
+)
+@click.option(
+    "--http-port",
+    metavar="PORT",
+    default=8000,
+    show_default=True,
+    help="Port for HTTP; 0: any free one.",
+)
+@click.option(
+    "--grpc-port",
+    metavar="PORT",
+    default=8001,
+    show_default=True,
+    help="Port for gRPC; 0: any free one.",
+)
+@click.option(
+    "--metrics-port",
+    metavar="PORT",
+    default=8002,
+    show_default=True,
+    help="Port for metrics, over HTTP; 0: any free one.",
+)
 @click.option(
     "--no-http",
     "allow_http",
@@ -251,6 +304,9 @@ def _print_checked(checked: Checked) -> None:
 @click.option(
     "--allow-damaged", is_flag=True, help="Serve a repository whose files are not what was built."
 )
+@click.option(
+    "--verbose", is_flag=True, help="Show all that Triton logs, and not its trouble only."
+)
 def serve(
     config_path: Path,
     overrides: Sequence[str],
@@ -259,6 +315,7 @@ def serve(
     allow_unverified: bool,
     verify_files: bool,
     allow_damaged: bool,
+    verbose: bool,
     **listen: Any,
 ) -> None:
     """Serve the built pair with Triton until it is stopped.
@@ -269,11 +326,19 @@ def serve(
     """
     from specpipe import pipeline
     from specpipe.errors import RepositoryError
+    from specpipe.provenance import gpus
     from specpipe.triton import launcher
+    from specpipe.triton.log_lines import is_worth_showing
     from specpipe.verification import record
 
     def announce(server: launcher.Server) -> None:
+        models = ", ".join(sorted(path.parent.name for path in repository.folder.glob("*/1")))
+        log(f"{config.name}: {models}; started in {time.monotonic() - started:.1f} s")
         click.echo(f"ready: {' '.join(server.urls)} {server.metrics_url}")
+
+    def log_of_triton(line: str) -> None:
+        if verbose or is_worth_showing(line, has_gpu=has_gpu):
+            log(line)
 
     config = _load(config_path, overrides)
     repository = pipeline.hold_repository(config, verify=verify_files)
@@ -291,6 +356,9 @@ def serve(
         if not allow_unverified:
             raise RepositoryError(f"{refusal}, or serve it as it is with --allow-unverified")
         log(f"warning: {refusal}; allowed by --allow-unverified")
+    has_gpu = bool(gpus())
+    log("starting Triton ...")
+    started = time.monotonic()
     launcher.serve(
         repository.folder,
         launcher.ServeOptions(**listen),
@@ -301,7 +369,7 @@ def serve(
             ["specpipe", "build", "--config", str(config_path)]
             + [word for override in overrides for word in ("--set", override)]
         ),
-        log=log,
+        log=log_of_triton,
         on_ready=announce,
     )
 
@@ -316,20 +384,45 @@ def serve(
 )
 @click.option(
     "--url",
+    metavar="URL",
     default="http://127.0.0.1:8000",
     show_default=True,
-    help="http://HOST:PORT or grpc://HOST:PORT",
+    help="The server: http://HOST:PORT or grpc://HOST:PORT.",
 )
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
 @click.option("--stream", is_flag=True, help="Print the text as it comes.")
-@click.option("--max-tokens", type=int, default=128, show_default=True)
-@click.option("--num-draft-tokens", type=int, help="Draft tokens per step; 0: target alone.")
+@click.option(
+    "--max-tokens",
+    metavar="N",
+    type=int,
+    default=128,
+    show_default=True,
+    help="Tokens of the answer at most.",
+)
+@click.option(
+    "--num-draft-tokens",
+    metavar="K",
+    type=int,
+    help="Draft tokens of every step; 0: the target alone; left out: as many as pay.",
+)
 @click.option("--temperature", type=float, help="0: greedy, as without it.")
-@click.option("--top-k", type=int)
-@click.option("--top-p", type=float)
-@click.option("--min-p", type=float)
+@click.option(
+    "--top-k", metavar="K", type=int, help="Sample from the K most likely tokens; 0: from all."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    help="Sample from the most likely tokens that together have this probability; 1: from all.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    help="Leave out tokens less likely than this share of the likeliest; 0: none.",
+)
 @click.option("--seed", type=int, help="Makes sampled output repeatable.")
-@click.option("--stop", "stop_words", multiple=True, help="End before this text; repeatable.")
+@click.option(
+    "--stop", "stop_words", metavar="TEXT", multiple=True, help="End before this text; repeatable."
+)
 @_json_option
 def generate(
     prompt: str | None,
@@ -341,7 +434,10 @@ def generate(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Ask a running server; the prompt is PROMPT, --file, or standard input."""
+    """Ask a running server; the prompt is PROMPT, --file, or standard input.
+
+    What the answer took goes to standard error: tokens, time, acceptance, and why drafting was off.
+    """
     from specpipe.triton.client import Client
 
     text = _prompt(prompt, prompt_file)
@@ -351,18 +447,24 @@ def generate(
         settings["messages"] = [{"role": "user", "content": text}]
     with Client(url) as client:
         asked = None if chat else text
+        start = time.perf_counter()
         if stream:
             completions = client.stream(asked, **settings)
         else:
             completions = iter([client.generate(asked, **settings)])
-        for completion in completions:
-            if as_json:
-                _print_json(_completion_json(completion), indent=None)
-            else:
-                click.echo(completion.text, nl=False)
+        has_open_line = False
+        try:
+            for completion in completions:
+                if as_json:
+                    _print_json(_completion_json(completion), indent=None)
+                else:
+                    click.echo(completion.text, nl=False)
+                    has_open_line = True
+        finally:
+            if has_open_line:
+                click.echo()  # whether the text is whole or broke off
     if not as_json:
-        click.echo()
-        click.echo(_summary(completion), err=True)
+        click.echo(_summary(completion, time.perf_counter() - start), err=True)
 
 
 @main.command()
@@ -485,11 +587,15 @@ def _prompt(prompt: str | None, file: Any) -> str:
         raise click.UsageError("Give the prompt once: as PROMPT or with --file.")
     if prompt is not None:
         return prompt
-    if file is not None:
-        return str(file.read())
-    if sys.stdin.isatty():
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("Missing prompt: give PROMPT or --file, or pipe it in.")
-    return sys.stdin.read()
+    source = sys.stdin if file is None else file
+    try:
+        return str(source.read())
+    except UnicodeDecodeError as exc:
+        raise ConfigError(
+            f"the prompt in {source.name} is not text in UTF-8 (byte {exc.start})"
+        ) from exc
 
 
 def _stage_json(report: StageReport) -> dict[str, Any]:
@@ -506,16 +612,19 @@ def _completion_json(completion: Completion) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, ())}
 
 
-def _summary(completion: Completion) -> str:
-    """Writes what the last response reports in one line."""
+def _summary(completion: Completion, seconds: float) -> str:
+    """Writes what the last response reports in one line; seconds is what the answer took."""
     statistics = completion.statistics
     if statistics is None:
         return f"finish reason: {completion.finish_reason}"
     parts = [
         f"finish reason: {completion.finish_reason}",
         f"{statistics.num_output_tokens} tokens in {statistics.num_steps} steps",
+        f"{statistics.num_output_tokens / seconds:.1f} tokens/s",
     ]
-    if statistics.acceptance_rate is not None:
+    if statistics.draft_status is not None:
+        parts.append(f"draft status: {statistics.draft_status}")
+    if statistics.total_draft_tokens:
         accepted = f"{statistics.total_accepted_draft_tokens}/{statistics.total_draft_tokens}"
         parts.append(f"acceptance rate {statistics.acceptance_rate:.2f} ({accepted})")
     return " · ".join(parts)

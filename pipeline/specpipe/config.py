@@ -6,8 +6,9 @@ names file, line, key path, value and what was expected.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -176,14 +177,16 @@ class SpeculationConfig(Section):
     """How the draft model speculates."""
 
     num_draft_tokens: int = Field(default=4, ge=0, le=32)
-    """Draft tokens per step (K); a request may ask for fewer. 0: the target model alone."""
+    """Draft tokens per step (K), at most; a request that names a number up to this is drafted with
+    just that. 0: the target model alone."""
 
     adaptive: bool = True
-    """Whether each request's K follows its own acceptance, so that a poor draft costs little."""
+    """Whether the K of a request that names none follows its own acceptance, so that a poor draft
+    costs little."""
 
     schedule: tuple[LoadLevel, ...] = Field(default=(), strict=False)
-    """The most tokens that the draft drafts by load, as `specpipe tune` measures it; none:
-    num_draft_tokens at any load."""
+    """The most tokens that the draft drafts by load, as `specpipe tune` measures it, for requests
+    that name no number; none: num_draft_tokens at any load."""
 
     prompt_lookup: bool = False
     """Whether a request that runs alone, greedy or with a seed, may copy draft tokens from its own
@@ -387,7 +390,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     try:
         return PipelineConfig.model_validate(data, context=path)
     except ValidationError as exc:
-        schema = PipelineConfig.model_json_schema()
+        schema = json_schema()
         # A default that waits for a setting which is at fault itself is no fault of its own.
         errors = [
             error
@@ -405,7 +408,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
         raise ConfigError("\n".join(sentences)) from None
 
 
-def json_schema() -> dict[str, Any]:
+@functools.cache
+def json_schema() -> Mapping[str, Any]:
     """Returns the JSON Schema of the YAML, for editors; the docstrings are its descriptions."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

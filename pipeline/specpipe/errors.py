@@ -10,10 +10,14 @@ SpecpipeError
 ├── RepositoryError       the Triton repository would not load
 ├── RequestError          one request that cannot be served: the field, its value, the limit
 └── ServerError           Triton did not start, died, or answered with an error
+    ├── NoAnswer          a server that cannot be reached, or whose connection broke
+    └── CutStream         an answer that began and came to no end
 
 A message says what failed, where, and what to do about it. `cli.py` prints it and exits 1.
 What a stranger sent stands in it as `show` writes it.
 """
+
+from __future__ import annotations
 
 FAULT = "the request failed inside the server, whose log says how"
 """What a client is told of an exception that nobody expected."""
@@ -32,8 +36,17 @@ def show(value: object) -> str:
 
 
 def to_sentence(error: BaseException | str) -> str:
-    """Returns a message as a client may see it, whatever a library put into it: one line, cut."""
-    return _printable(str(error), _LONGEST_SENTENCE)
+    """Returns a message as a client may see it, whatever a library put into it: one line, cut.
+
+    What the system refused is said as `PATH: reason`, without the number of it.
+    """
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        name = (
+            error.filename if isinstance(error.filename, (int, type(None))) else str(error.filename)
+        )
+        text = error.strerror if name is None else f"{name}: {error.strerror}"
+    return _printable(text, _LONGEST_SENTENCE)
 
 
 def _printable(text: str, most: int) -> str:
@@ -80,3 +93,24 @@ class RequestError(SpecpipeError):
 
 class ServerError(SpecpipeError):
     """Triton did not start, died, or answered with an error."""
+
+
+class NoAnswer(ServerError):
+    """A server cannot be reached, or its connection broke; `reason` says how, in plain words."""
+
+    def __init__(self, server: str, reason: str) -> None:
+        super().__init__(f"{server} does not answer: {reason}")
+        self.reason = reason
+
+
+class CutStream(ServerError):
+    """An answer began and stopped coming, without an end and without an error."""
+
+    @classmethod
+    def after(cls, num_received: int, server: str, reason: str) -> CutStream:
+        """Returns the error for an answer of which some responses came."""
+        came = f"{num_received} response{'' if num_received == 1 else 's'}"
+        return cls(
+            f"{server} broke off: {reason}, after {came} and without the end of the answer; ask "
+            "again, or see the server's log"
+        )

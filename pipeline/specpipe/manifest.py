@@ -13,11 +13,15 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
+
+from specpipe.own_json import read_object
+from specpipe.signals import thread_pool
 
 MANIFEST_SUFFIX = ".manifest.json"
 _FORMAT = 1
@@ -86,6 +90,9 @@ class Manifest:
             raise
 
 
+_MANIFESTS = TypeAdapter(Manifest)
+
+
 def read_manifest(artifact: Path) -> Manifest | None:
     """Returns the manifest of an artifact; None where there is none that this version can read."""
     return parse_manifest(manifest_path(artifact))
@@ -94,24 +101,15 @@ def read_manifest(artifact: Path) -> Manifest | None:
 def parse_manifest(path: Path) -> Manifest | None:
     """Returns what a manifest's file says; None where this version cannot read it."""
     try:
-        data = json.loads(path.read_text())
-        if data.pop("format") != _FORMAT:
-            return None
-        data["inputs"] = tuple(
-            InputRecord(entry["path"], _files_from_json(entry["files"])) for entry in data["inputs"]
-        )
-        data["outputs"] = _files_from_json(data["outputs"])
-        return Manifest(**data)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        data = read_object(path)
+        return _MANIFESTS.validate_python(data) if data.pop("format", None) == _FORMAT else None
+    except (OSError, ValueError):
         return None
 
 
 def manifest_path(artifact: Path) -> Path:
-    return artifact.with_name(artifact.name + MANIFEST_SUFFIX)
-
-
-def _files_from_json(data: Mapping[str, Mapping[str, Any]]) -> dict[str, FileRecord]:
-    return {name: FileRecord(**record) for name, record in data.items()}
+    named = artifact if artifact.name else artifact.absolute()
+    return named.with_name(named.name + MANIFEST_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ def compare_files(root: Path, old: Files, *, trust_times: bool) -> Compared:
     today = {name: _Today(old[name]) for name in known}
     started = time.monotonic()
     if touched:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with thread_pool(len(os.sched_getaffinity(0))) as pool:
             found = pool.map(lambda name: _today(known[name], old[name]), touched)
             today |= zip(touched, found, strict=True)
     duration_s = time.monotonic() - started
@@ -228,7 +226,7 @@ def files_below(root: Path) -> dict[str, Path]:
 def record_files(root: Path) -> dict[str, FileRecord]:
     """Records all files of an input or an artifact; hashes as many at once as there are cores."""
     files = files_below(root)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with thread_pool(len(os.sched_getaffinity(0))) as pool:
         return dict(zip(files, pool.map(_record, files.values()), strict=True))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from specpipe.config import PipelineConfig, load_config
+from specpipe.config import PipelineConfig, json_schema, load_config
 from specpipe.config_messages import explain, show
 from specpipe.errors import ConfigError
 from specpipe.runtimes.tensorrt_llm.model_yaml import FORMATS_READ
@@ -74,7 +74,7 @@ def migrate(path: Path, output: Path | None = None) -> Migration:
     try:
         PipelineConfig.model_validate(data, context=output)
     except ValidationError as exc:
-        schema = PipelineConfig.model_json_schema()
+        schema = json_schema()
         faults = "; ".join(explain(error, schema) for error in exc.errors(include_url=False))
         raise ConfigError(f"{path} cannot be migrated: {faults}") from None
     text = f"# Made from {path.name} by `specpipe migrate`.\n"

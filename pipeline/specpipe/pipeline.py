@@ -271,7 +271,7 @@ def preview(stages: Plan, *, verify_inputs: bool = False) -> tuple[StageReport, 
         reasons = cache.stale_reasons(
             planned.stage, planned.artifact, verify=verify_inputs, verify_inputs=verify_inputs
         )
-        if reasons != ["missing"]:
+        if reasons != [cache.NOT_BUILT]:
             reasons += [f"upstream {other.name} runs" for other in running if planned.reads(other)]
         commands: tuple[tuple[str, ...], ...] = ()
         if reasons:
@@ -282,6 +282,11 @@ def preview(stages: Plan, *, verify_inputs: bool = False) -> tuple[StageReport, 
             StageReport(planned.name, planned.artifact, tuple(reasons), commands=commands)
         )
     return tuple(reports)
+
+
+def start_lines(stage: str, reasons: Sequence[str]) -> list[str]:
+    """Returns what a stage is announced with when it runs: why, unless it never ran before."""
+    return [f"{stage}: {'starts' if reason == cache.NOT_BUILT else reason}" for reason in reasons]
 
 
 def run(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specpipe.chat_messages import check_messages
+from specpipe.checkpoint_file import quoted
 from specpipe.errors import ConfigError, RequestError
 
 BUILT_IN = ("chat", "code", "summarization")
@@ -71,13 +72,15 @@ class Lengths:
     @classmethod
     def parse(cls, text: str) -> Lengths:
         """Reads `128` or `64-256`."""
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+        match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text.strip(), re.ASCII)
         if match:
             low = int(match[1])
             high = int(match[2] or low)
             if 1 <= low <= high:
                 return cls(low, high)
-        raise ConfigError(f"{text!r} is no length: expected tokens as in 128, or 64-256 to draw")
+        raise ConfigError(
+            f"{quoted(text)} is no length: expected tokens as in 128, or 64-256 to draw"
+        )
 
     def draw(self, count: int, *, seed: int) -> list[int]:
         """Returns that many lengths; the same ones for the same seed."""
@@ -130,6 +133,8 @@ def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str)
         raise ConfigError(f"{where}: expected either prompt or messages")
     if text is not None and not (isinstance(text, str) and text):
         raise ConfigError(f"{where}: prompt is {text!r}: expected a text that is not empty")
+    if any("\ud800" <= character <= "\udfff" for character in text or ""):
+        raise ConfigError(f"{where}: prompt holds half of a character (a surrogate)")
     if messages is not None:
         try:
             check_messages(messages)
@@ -252,7 +257,7 @@ def _json_lines(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             fields = json.loads(line)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise ConfigError(f"{where}:{index}: not JSON: {exc}") from exc
         if not isinstance(fields, dict):
             raise ConfigError(f'{where}:{index}: expected an object such as {{"prompt": "…"}}')

@@ -8,8 +8,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
@@ -37,6 +37,7 @@ class Total:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    draft_statuses: set[str] = field(default_factory=set)
 
     @property
     def rate(self) -> float:
@@ -93,16 +94,15 @@ def _files() -> Iterator[tuple[Path, Path]]:
         yield source, Path("models", source.relative_to(models))
 
 
-def compare(client: Client, *, before_each: Callable[[], None]) -> tuple[Total, Total]:
+def compare(client: Client) -> tuple[Total, Total]:
     """Runs every prompt with and without speculation in turn; returns both, target alone first.
 
-    `before_each` prompt is called, and may end it. Raises ServerError where the answers differ.
+    Raises ServerError where the answers differ.
     """
     alone, speculative = Total(), Total()
     client.generate(PROMPTS[0], max_tokens=8)
     for _ in range(NUM_ROUNDS):
         for prompt in PROMPTS:
-            before_each()
             texts = [
                 _measure(client, prompt, total, num_draft_tokens)
                 for total, num_draft_tokens in ((alone, 0), (speculative, None))
@@ -122,4 +122,5 @@ def _measure(client: Client, prompt: str, total: Total, num_draft_tokens: int | 
     total.steps += answer.statistics.num_steps
     total.drafted += answer.statistics.total_draft_tokens
     total.accepted += answer.statistics.total_accepted_draft_tokens
+    total.draft_statuses.add(answer.statistics.draft_status or "unknown")
     return answer.text

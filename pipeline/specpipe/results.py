@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from specpipe import provenance
+from specpipe.checkpoint_file import quoted
 from specpipe.errors import RepositoryError
+from specpipe.own_json import read_object, reason
 from specpipe.prompts import PromptSet
 
 FORMAT = 1
@@ -85,17 +87,17 @@ def write_result(path: Path, data: Mapping[str, Any]) -> None:
 def read_result(path: Path, kind: str) -> dict[str, Any]:
     """Reads a result of one kind; RepositoryError when it is missing, damaged or of another one."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_object(path)
     except FileNotFoundError:
         raise RepositoryError(f"{path} does not exist: run `specpipe {kind}` first") from None
     except (OSError, ValueError) as exc:
         raise RepositoryError(
-            f"{path} cannot be read ({exc}): remove it and run `specpipe {kind}` again"
+            f"{path} cannot be read ({reason(exc)}): remove it and run `specpipe {kind}` again"
         ) from exc
-    found = (data.get("kind"), data.get("format")) if isinstance(data, dict) else (None, None)
+    found = (data.get("kind"), data.get("format"))
     if found != (kind, FORMAT):
         raise RepositoryError(
-            f"{path} is of kind {found[0]!r} and format {found[1]!r}, expected {kind!r} and "
-            f"{FORMAT}: run `specpipe {kind}` again"
+            f"{path} is of kind {quoted(found[0])} and format {quoted(found[1])}, expected "
+            f"{kind!r} and {FORMAT}: run `specpipe {kind}` again"
         )
-    return dict(data)
+    return data

@@ -1,61 +1,189 @@
-"""Ctrl-C and SIGTERM as exceptions: a command that is asked to end leaves nothing behind.
+"""Ctrl-C and SIGTERM end a command within seconds, wherever it is, and leave nothing half-made.
 
-Both are for the main thread, which alone may handle signals; elsewhere they change nothing.
+The first signal is raised in the main thread and unwinds the stack, so that whatever a `with` or a
+`finally` holds is given back. An exception that comes at any moment can get lost, though: in a
+library that catches everything, in a `__del__`, and in C++ that returns after minutes. So it is
+raised again until the stack unwinds; a command that has not ended after a while is ended by a
+thread of its own; and once a signal came, no command ends with another exit code than that of it.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import select
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
-_Handler = Callable[[int, FrameType | None], None]
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_UNWIND_TIME_S = 5.0  # then the process ends, whatever it waits for
+_REPEAT_S = 0.25
+_SAME_S = 0.2  # `timeout` of coreutils sends a signal to the process and to its group
+
+_Result = TypeVar("_Result")
 
 
-@contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Lets SIGTERM unwind the stack, as Ctrl-C does; SystemExit with 143."""
-    with _handled(lambda number, frame: _leave(number), signal.SIGTERM):
-        yield
+def run(command: Callable[[], object]) -> NoReturn:
+    """Runs a whole command and ends the process; 130 after Ctrl-C, 143 after SIGTERM.
 
-
-@contextmanager
-def signals_deferred() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises what Ctrl-C or SIGTERM would have raised since.
-
-    For libraries that an exception may not interrupt, such as tritonclient's gRPC (2.73 then prints
-    a traceback). A second signal does not wait.
+    Signals that were blocked until then come now; a second one ends the process at once. What
+    nobody waits for any more is left behind: threads whose question is still open after a signal,
+    and always the second that large libraries take to end, in which Python handles no signals.
     """
-    received: list[int] = []
+    with raised() as ending:
+        code: Any = None
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            command()
+        except SystemExit as exc:
+            code = exc.code
+        except BaseException as exc:
+            if ending.number is None:
+                raise
+            if isinstance(exc, KeyboardInterrupt):
+                print("Interrupted.", file=sys.stderr)
+        ending.num_deferring += 1
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        atexit._run_exitfuncs()
+        os._exit((code or 0) if ending.number is None else 128 + ending.number)
 
-    def remember(number: int, frame: FrameType | None) -> None:
-        if received:
-            _leave(number)
-        received.append(number)
 
-    def leave_if_asked() -> None:
-        if received:
-            _leave(received[0])
+@contextlib.contextmanager
+def raised() -> Iterator[Ending]:
+    """Ctrl-C raises KeyboardInterrupt meanwhile, SIGTERM SystemExit with 143, and none gets lost.
 
-    with _handled(remember, signal.SIGINT, signal.SIGTERM):
-        yield leave_if_asked
-    leave_if_asked()
+    For the main thread, which alone may handle signals. One that is ignored, as Ctrl-C is in a
+    command that a shell runs in the background, stays so.
+    """
+    global _ending
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.getsignal(number) for number in (*handled, signal.SIGALRM)}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    earlier, ending = _ending, Ending(sys.unraisablehook)
+    watcher = threading.Thread(target=ending.watch, args=(reader,), name="signals", daemon=True)
+    hook, sys.unraisablehook, _ending = sys.unraisablehook, ending.report_unraisable, ending
+    with deferred():
+        # Python's own handler writes the number there at once, whatever the main thread does.
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in handled:
+            signal.signal(number, ending.handle)
+        signal.signal(signal.SIGALRM, ending.repeat)
+        watcher.start()
+    try:
+        yield ending
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
+        sys.unraisablehook, _ending = hook, earlier
 
 
-def _leave(number: int) -> None:
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-
-@contextmanager
-def _handled(handler: _Handler, *numbers: signal.Signals) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Raises what comes meanwhile at its end: for cleaning up, and other work that is soon done."""
+    ending = _ending
+    if ending is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    ending.num_deferring += 1
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        ending.num_deferring -= 1
+        ending.raise_again()
+
+
+def in_thread(call: Callable[[], _Result]) -> _Result:
+    """Calls what may run in C++ for minutes; a signal leaves it behind, in a thread of its own."""
+    result: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as exc:
+            result.set_exception(exc)
+
+    threading.Thread(target=run, name="library", daemon=True).start()
+    return result.result()
+
+
+@contextlib.contextmanager
+def thread_pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool for what needs no end: a failure or a signal leaves behind what still runs in it."""
+    pool = ThreadPoolExecutor(num_threads)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+class Ending:
+    """Which signal came first, and what is done about it; see `raised`."""
+
+    def __init__(self, report: Callable[[Any], object]) -> None:
+        self.number: int | None = None
+        self.num_deferring = 0
+        self._report = report
+        self._error: BaseException | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.number is None:
+            self.number = number
+            is_ctrl_c = number == signal.SIGINT
+            self._error = KeyboardInterrupt() if is_ctrl_c else SystemExit(128 + number)
+            signal.setitimer(signal.ITIMER_REAL, _REPEAT_S, _REPEAT_S)
+            self.raise_again()
+
+    def repeat(self, number: int, frame: FrameType | None) -> None:
+        self.raise_again()
+
+    def raise_again(self) -> None:
+        """Raises it unless it is on its way already: what runs now runs in a `finally` of it."""
+        handled = sys.exc_info()[1]
+        while handled is not None and handled is not self._error:
+            handled = handled.__context__
+        if self._error is not None and handled is None and self.num_deferring == 0:
+            raise self._error
+
+    def report_unraisable(self, unraisable: Any) -> None:
+        """What got lost where nothing can be raised needs no traceback: it is raised again."""
+        if self._error is None or unraisable.exc_value is not self._error:
+            self._report(unraisable)
+
+    def watch(self, reader: int) -> None:
+        """Ends the process at the second signal, or when it does not end by itself after one."""
+        number, began = 0, 0.0
+        while True:
+            left_s = max(began + _UNWIND_TIME_S - time.monotonic(), 0.0) if number else None
+            if not select.select([reader], [], [], left_s)[0]:
+                break
+            received = os.read(reader, 1)
+            if not received:
+                return
+            # Who has a handler of his own, as the launcher, decides by himself.
+            if received[0] not in SIGNALS or signal.getsignal(received[0]) != self.handle:
+                continue
+            if not number:
+                number, began = received[0], time.monotonic()
+            elif time.monotonic() - began > _SAME_S:
+                break
+        os._exit(128 + number)
+
+
+_ending: Ending | None = None

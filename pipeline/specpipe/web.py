@@ -5,14 +5,20 @@ A proxy that the environment names would be asked for 127.0.0.1, too, where no_p
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import socket
+import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
-from specpipe.errors import ServerError
+from specpipe.errors import CutStream, NoAnswer, ServerError
+
+T = TypeVar("T")
 
 _MAX_SHOWN = 80
 
@@ -71,7 +77,48 @@ def fetch(url: str, *, timeout_s: float) -> bytes:
         with urllib.request.build_opener(*handlers).open(url, timeout=timeout_s) as response:
             return bytes(response.read())
     except http.client.HTTPException as exc:
-        raise OSError(f"{url} answers with what is no HTTP: {exc!r}") from exc
+        raise OSError(f"{url}: {to_words(exc)}") from exc
+
+
+@contextlib.contextmanager
+def answering(server: str, *, timeout_s: float) -> Iterator[None]:
+    """Raises NoAnswer for what sockets and http.client raise inside it."""
+    try:
+        yield
+    # A host that IDNA cannot encode is a UnicodeError.
+    except (OSError, http.client.HTTPException, UnicodeError) as exc:
+        is_silence = isinstance(exc, TimeoutError) and exc.errno is None
+        reason = f"timed out after {timeout_s:g} s" if is_silence else to_words(exc)
+        raise NoAnswer(server, reason) from exc
+
+
+def receive(arriving: Iterator[T], num_received: int, server: str, *, is_whole: bool) -> T | None:
+    """Returns what comes next of an answer, None at the end of the stream.
+
+    A connection that breaks is the end of an answer that is whole, and a CutStream for another.
+    """
+    try:
+        return next(arriving, None)
+    except NoAnswer as exc:
+        if is_whole:
+            return None
+        if num_received == 0:
+            raise
+        raise CutStream.after(num_received, server, exc.reason) from exc
+
+
+def to_words(exc: Exception) -> str:
+    """Says what became of a connection, as the system calls it and without its number."""
+    if isinstance(exc, urllib.error.URLError) and isinstance(exc.reason, OSError):
+        return to_words(exc.reason)
+    if isinstance(exc, (http.client.RemoteDisconnected, http.client.IncompleteRead)):
+        return "the connection was closed before the end"
+    if isinstance(exc, http.client.HTTPException):
+        return "what it sends is no HTTP"
+    if isinstance(exc, UnicodeError):
+        return "there is no such host"
+    words = getattr(exc, "strerror", None) or str(exc)
+    return words[:1].lower() + words[1:]
 
 
 def is_here(host: str) -> bool:

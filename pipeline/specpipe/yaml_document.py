@@ -14,7 +14,9 @@ from typing import Any
 import yaml
 
 from specpipe.errors import ConfigError, show, to_sentence
+from specpipe.signals import deferred
 
+_LARGEST_NUMBER = 1 << 64  # so that whatever computes with one can also write it out
 _MAX_DEPTH = 50  # a configuration needs three
 _MAX_BYTES = 1 << 18  # a configuration has a few thousand; PyYAML takes seconds for these
 _MERGE_TAG = "tag:yaml.org,2002:merge"
@@ -173,10 +175,13 @@ class _Builder:
 
     def _scalar(self, node: yaml.Node) -> Any:
         try:
-            return self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
         except (ValueError, ArithmeticError, LookupError, AttributeError) as exc:
             # The date 2026-13-45, a number that is too large; `!!int ""`, on which PyYAML trips.
             raise self._error(node, f"{node.value[:80]!r} has no meaning in YAML: {exc}") from exc
+        if isinstance(value, int) and abs(value) >= _LARGEST_NUMBER:
+            raise self._error(node, f"{node.value[:80]!r} is too large a number")
+        return value
 
     def _error(self, node: yaml.Node, problem: str) -> ConfigError:
         return ConfigError(f"{self._origin}:{node.start_mark.line + 1}: {problem}")
@@ -185,7 +190,7 @@ class _Builder:
 def write_new(path: Path, text: str) -> None:
     """Writes a YAML that must not be there yet; `--output` names another."""
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with deferred(), path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} exists: delete it, or name another --output") from None

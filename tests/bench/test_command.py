@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from specpipe.commands.bench import bench
 from specpipe.config import PipelineConfig
-from specpipe.errors import ConfigError, ServerError
+from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
 from specpipe.results import read_result
 from tests.bench.conftest import ROOT
 from tests.endpoints.fake_openai import CUT, DONE, completion, serving, summary
@@ -147,6 +148,20 @@ def test_options_that_do_not_go_together_are_refused(
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "asked", [("--config", "nothing.yaml"), ("--url", "http://h:1", "--against", "http://h:2")]
+)
+def test_scipy_is_looked_for_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...]
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "scipy" else there(name)
+    )
+    with pytest.raises(RuntimeUnavailable, match=r"^comparing two sides needs 'scipy': .*evaluate"):
+        run(*asked)
 
 
 def test_what_cannot_be_measured_is_told(prompts: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -91,10 +92,11 @@ def serving(answer: Answer) -> Iterator[FakeServer]:
                 if isinstance(event, float):
                     time.sleep(event)
                 elif event in (CUT, RESET):
+                    self.close_connection = True
                     if event == RESET:
                         linger = struct.pack("ii", 1, 0)
                         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                    self.close_connection = True
+                        os.close(self.connection.detach())  # http.server closes in order first
                     return
                 else:
                     data = event if isinstance(event, str) else json.dumps(event)

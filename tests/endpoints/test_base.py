@@ -81,6 +81,7 @@ def test_usage_has_the_fields_of_the_statistics() -> None:
         seed_used=6,
         acceptance_rate=1.25,
         is_lossless=False,
+        draft_status="drafted",
     )
     assert Usage.from_statistics(statistics) == Usage(
         num_input_tokens=1,
@@ -90,6 +91,7 @@ def test_usage_has_the_fields_of_the_statistics() -> None:
         total_accepted_draft_tokens=5,
         seed_used=6,
         is_lossless=False,
+        draft_status="drafted",
     )
 
 

@@ -10,7 +10,8 @@ from specpipe import pipeline
 from specpipe.config import load_config
 from specpipe.endpoints.base import Question, ask, record
 from specpipe.endpoints.in_process import InProcess
-from specpipe.speculative.request import Chunk
+from specpipe.speculative.request import Chunk, Request
+from specpipe.triton.loop import PairLoop
 from tests.quiet import Quiet
 from tests.runtimes.table_engine import make_pair
 from tests.speculative.table import TableModel, greedy_reference, half_rule, request, target_rule
@@ -96,6 +97,19 @@ def test_a_refusal_is_told(endpoint: InProcess) -> None:
     answer = record(endpoint, question(max_tokens=1000))
     assert answer.ending == "failed"
     assert answer.error is not None and answer.error.startswith("max_tokens is 1000; prompt and")
+
+
+def test_an_answer_whose_pair_is_closed_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(loop: PairLoop, request: Request, *, on_chunk: Any, on_refusal: Any) -> None:
+        on_chunk(Chunk(request_id=request.request_id, text="w7", token_ids=(7,)))
+        loop.close()
+        on_chunk(Chunk(request_id=request.request_id, finish_reason="cancelled"))
+
+    monkeypatch.setattr(PairLoop, "submit", submit)
+    endpoint = InProcess(make_pair(TableModel(target_rule), TableModel(half_rule)), Words())
+    answer = record(endpoint, question())
+    assert (answer.token_ids, answer.ending) == ((7,), "cut")
+    assert answer.error == "the pair was closed before the end of the answer"
 
 
 def test_an_answer_that_nobody_wants_is_cancelled() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from specpipe.endpoints import open_endpoint
 from specpipe.endpoints.base import Answer, Question, Usage, record
-from specpipe.endpoints.openai import OpenAI, _event_data
+from specpipe.endpoints.openai import OpenAI
 from specpipe.endpoints.triton import Triton
 from specpipe.errors import ServerError
 from specpipe.speculative.request import Sampling
@@ -159,18 +159,53 @@ def test_acceptance_is_read_as_vllm_reports_it_per_request() -> None:
     )
 
 
-@pytest.mark.parametrize("fault", [CUT, RESET])
-def test_a_stream_that_breaks_off_is_cut(fault: str) -> None:
-    answer = answered([completion("one"), 0.05, fault])
-    assert (answer.ending, answer.text) == ("cut", "one")
-    assert answer.error is not None and " broke off: " in answer.error
+@pytest.mark.parametrize(
+    ("events", "reason", "came"),
+    [
+        (["one", CUT], "the connection was closed before the end", "1 response"),
+        (["one", 0.5, RESET], "connection reset by peer", "1 response"),
+        (["one", " two"], "no finish_reason and no [DONE]", "2 responses"),
+        ([], "no finish_reason and no [DONE]", "0 responses"),
+    ],
+)
+def test_a_stream_without_its_end_is_cut(events: list[Any], reason: str, came: str) -> None:
+    texts = [event for event in events if event not in (CUT, RESET, 0.5)]
+    answer = answered([completion(event) if event in texts else event for event in events])
+    assert (answer.ending, answer.text) == ("cut", "".join(texts))
+    assert answer.error is not None and answer.error.endswith(
+        f" broke off: {reason}, after {came} and without the end of the answer; ask again, or see "
+        "the server's log"
+    )
 
 
-def test_a_stream_that_ends_without_its_end_is_cut() -> None:
-    answer = answered([completion("one")])
-    assert answer.ending == "cut"
-    assert answer.error is not None
-    assert answer.error.endswith(" broke off: no finish_reason and no [DONE]")
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ([DONE], " ended without an answer"),
+        ([summary(4, 0), DONE], " ended without an answer"),
+        ([CUT], " does not answer: the connection was closed before the end"),
+        (
+            [completion("one", finish_reason="stop"), completion(" two")],
+            " went on after its finish_reason",
+        ),
+    ],
+)
+def test_an_answer_that_ends_otherwise_is_a_failure(events: Any, error: str) -> None:
+    answer = answered(events)
+    assert answer.ending == "failed"
+    assert answer.error is not None and answer.error.endswith(error)
+
+
+@pytest.mark.parametrize("reason", ["stop", "tool_calls", "function_call", "content_filter"])
+def test_openais_other_reasons_end_an_answer_as_a_stop_does(reason: str) -> None:
+    answer = answered([completion("one", finish_reason=reason), DONE])
+    assert (answer.ending, answer.finish_reason) == ("complete", "stop")
+
+
+@pytest.mark.parametrize("ending", [CUT, completion("", finish_reason="stop")])
+def test_what_comes_after_the_finish_reason_changes_nothing(ending: Any) -> None:
+    answer = answered([completion("one", finish_reason="stop"), ending])
+    assert (answer.ending, answer.text) == ("complete", "one")
 
 
 def test_a_finish_reason_ends_a_stream_of_a_server_that_does_not_say_done() -> None:
@@ -183,7 +218,9 @@ def test_a_finish_reason_ends_a_stream_of_a_server_that_does_not_say_done() -> N
         ([completion("one"), {"error": {"message": "no memory"}}], ": the request failed: no mem"),
         ([completion("one"), {"error": "no memory"}, DONE], ": the request failed: no memory"),
         ([completion("one", finish_reason="abort"), DONE], ": the request failed: finish_reason a"),
-        (["<html>"], " sent what is no chunk: '<html>' ("),
+        ([completion("one", finish_reason="tired"), DONE], ": the request failed: finish_reason t"),
+        (["<html>"], " sent what is no chunk: '<html>'"),
+        (["<" * 99], f" sent what is no chunk: '{'<' * 80}…'"),
         ([{"choices": [7]}], " sent what is no chunk: "),
         (Refusal(500, "boom"), " answers 500: boom"),
         (Refusal(404, '{"error": {"message": "no model m"}}'), " answers 404: no model m"),
@@ -224,12 +261,7 @@ def test_a_server_that_is_not_there_is_a_failure() -> None:
         url = f"openai+http://127.0.0.1:{listener.getsockname()[1]}"
         answer = record(OpenAI(url, model="m", timeout_s=5), QUESTION)
     assert answer.ending == "failed"
-    assert answer.error is not None and answer.error.startswith(f"{url} does not answer: Connect")
-
-
-def test_events_may_have_comments_names_and_several_lines() -> None:
-    lines = [b": ping\n", b"event: x\r\n", b"data: {\r\n", b"data:}\r\n", b"\r\n", b"data: last"]
-    assert list(_event_data(lines)) == ["{\n}", "last"]
+    assert answer.error == f"{url} does not answer: connection refused"
 
 
 def test_an_answer_that_nobody_wants_ends_its_connection() -> None:

@@ -118,7 +118,7 @@ def test_first_night_builds_everything_and_becomes_the_last_good_run(
     found = done.run
     assert (found.outcome, found.reasons, done.last) == ("good", [], None)
     assert found.notes == ["no last good run: nothing to compare with"]
-    assert rebuilt(found) == dict.fromkeys(STAGES, ("missing",))
+    assert rebuilt(found) == dict.fromkeys(STAGES, ("not built yet",))
     assert found.verification is not None and found.verification.verdict == "identical"
     assert found.acceptance is not None and 0.1 < found.acceptance.rate < 0.9
     assert [speed_up.concurrency for speed_up in found.speed_ups] == [2]

@@ -366,8 +366,9 @@ def test_nan_of_the_draft_means_no_draft() -> None:
 
     chunks = run(make_pair(TableModel(target_rule), AlwaysNan(target_rule)), [request()])["r"]
     assert ids(chunks) == greedy_reference(request())
-    assert chunks[-1].statistics is not None
-    assert chunks[-1].statistics.acceptance_rate is None
+    statistics = chunks[-1].statistics
+    assert statistics is not None
+    assert (statistics.acceptance_rate, statistics.draft_status) == (0.0, "draft_failed")
 
 
 def test_draft_with_a_shorter_context() -> None:
@@ -465,7 +466,7 @@ def test_a_scheduled_request_is_still_the_targets_own() -> None:
     }
 
 
-def test_a_request_may_ask_for_less_than_the_schedule_allows() -> None:
+def test_a_schedule_is_for_requests_that_name_no_draft_length() -> None:
     pair = make_pair(
         TableModel(target_rule), TableModel(target_rule), num_draft_tokens=4, schedule=SCHEDULE
     )
@@ -474,7 +475,7 @@ def test_a_request_may_ask_for_less_than_the_schedule_allows() -> None:
     pair.submit(request("b", max_tokens=60, num_draft_tokens=0))
     pair.step()
     _, target = engines(pair)
-    assert target.forwards == [[3 + 2], [1 + 1, 3]]
+    assert target.forwards == [[3 + 2], [1 + 2, 3]]
 
 
 def test_a_draft_that_the_load_forbids_is_not_hoped_for() -> None:

@@ -82,7 +82,10 @@ def test_greedy_output_is_that_of_the_target_alone(
         statistics = found[-1].statistics
         assert statistics is not None
         assert statistics.num_output_tokens == r.max_tokens
-        assert (statistics.acceptance_rate is None) == (statistics.total_draft_tokens == 0)
+        rate = statistics.total_accepted_draft_tokens / max(statistics.total_draft_tokens, 1)
+        assert statistics.acceptance_rate == rate
+        if num_draft_tokens == 0:
+            assert (statistics.total_draft_tokens, statistics.draft_status) == (0, "off_by_config")
 
 
 def test_an_end_id_inside_a_block_cuts_everything_there(make: Make) -> None:

@@ -54,6 +54,7 @@ def test_whole_answer(url: str) -> None:
         "total_accepted_draft_tokens": 3,
         "seed_used": 2**64 - 1,
         "acceptance_rate": 1.0,
+        "draft_status": "drafted",
         "is_lossless": True,
     }
 
@@ -66,12 +67,26 @@ def test_streamed_chunks_join_to_the_whole_and_only_the_last_has_statistics(url:
     assert [chunk.statistics is None for chunk in chunks] == [True, True, False]
 
 
-def test_no_draft_no_acceptance_rate(url: str) -> None:
+def test_where_nothing_was_drafted_the_rate_is_zero_and_a_word_says_why(url: str) -> None:
     with Client(url) as client:
         completion = client.generate(PROMPT, max_tokens=6, num_draft_tokens=0)
     assert completion.statistics is not None
     assert completion.statistics.num_steps == 6
-    assert completion.statistics.acceptance_rate is None
+    assert completion.statistics.total_draft_tokens == 0
+    assert completion.statistics.acceptance_rate == 0.0
+    assert completion.statistics.draft_status == "off_by_request"
+
+
+def test_a_call_that_takes_one_response_gets_tritons_501(echo_server: Server) -> None:
+    status, body = post(echo_server, {"inputs": []}, "infer")
+    assert status == 501 and "decoupled" in body
+    client = grpc.InferenceServerClient(echo_server.grpc_url.removeprefix("grpc://"))
+    inputs = [grpc.InferInput("max_tokens", [1, 1], "INT32")]
+    inputs[0].set_data_from_numpy(np.array([[1]], np.int32))
+    with pytest.raises(grpc.InferenceServerException, match="decoupled") as refused:
+        client.infer("ensemble", inputs)
+    assert refused.value.status() == "StatusCode.UNIMPLEMENTED"
+    client.close()
 
 
 def test_several_stop_words_as_people_write_them(url: str) -> None:

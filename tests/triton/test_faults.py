@@ -9,6 +9,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -48,7 +50,7 @@ def write_faulty_repository(out: Path, built: Path, controls: Controls, **option
         out / name / "1" / "model.py" for name in ("speculative", "postprocessing")
     )
     pair = speculative.with_name("pair.json")
-    found = PairFile.from_json(pair.read_text())
+    found = PairFile.read(pair)
     found = replace(found, options=replace(found.options, **options))
     texts = {
         pair: found.to_json(),
@@ -467,6 +469,30 @@ def test_a_killed_model_process_is_not_waited_for_at_the_end(
     assert 0 < waited_s(server) < 60
 
 
+def test_a_triton_that_is_killed_ends_generate_at_once_with_its_text(
+    doomed: Callable[[], tuple[Server, Controls]],
+) -> None:
+    server, controls = doomed()
+    whole = "".join(chunk.text for chunk in stream(server.grpc_url, max_tokens=200))
+    controls.set(pause=SLOW_S)
+    asking = [start_generate(url) for url in server.urls]
+    with ThreadPoolExecutor() as pool:
+        begun = [process.stdout.read(1) for process in asking if process.stdout is not None]
+        assert server._process is not None
+        os.kill(server._process.pid, signal.SIGKILL)
+        rests = list(pool.map(lambda process: process.communicate(timeout=30), asking))
+    for url, process, first, (rest, errors) in zip(server.urls, asking, begun, rests, strict=True):
+        assert process.returncode == 1
+        assert rest.endswith("\n")
+        partial = first + rest[:-1]
+        assert whole.startswith(partial) and len(partial) < len(whole)
+        assert re.fullmatch(
+            f"Error: {url} broke off: [a-z ]+, after \\d+ responses? and without the end of the "
+            "answer; ask again, or see the server's log\n",
+            errors,
+        )
+
+
 def test_sigterm_lets_grpc_streams_that_run_and_that_wait_finish(
     doomed: Callable[[], tuple[Server, Controls]], wait_until: WaitUntil
 ) -> None:
@@ -514,6 +540,12 @@ def test_a_log_that_cannot_be_written_stops_nothing(echo_repository: Callable[..
     with launcher.running(echo_repository(), log=fail) as server:
         assert stream(server.http_url, "a b", max_tokens=2)[-1].finish_reason == "length"
         assert server.last_log_lines
+
+
+def start_generate(url: str) -> subprocess.Popen[str]:
+    words = ["generate", PROMPT, "--stream", "--max-tokens", "200", "--url", url]
+    command = [sys.executable, "-c", "from specpipe.cli import main; main()", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def model_process(controls: Controls) -> int:

@@ -212,6 +212,13 @@ def test_close_cancels_what_is_open(pair: CountingPair) -> None:
     assert last.finish_reason == "cancelled"
 
 
+def test_a_closed_loop_answers_what_is_asked_then(pair: CountingPair) -> None:
+    """Else the thread that asks would wait for ever: Ctrl-C closes a pair that many threads ask."""
+    loop = PairLoop(pair)
+    loop.close()
+    assert Caller(loop, "late", 3).next() == Chunk(request_id="late", finish_reason="cancelled")
+
+
 def reports_of_five_steps(pair: CountingPair) -> list[tuple[int, int]]:
     """The number of steps and of running requests in each report."""
     reported: list[tuple[int, int]] = []

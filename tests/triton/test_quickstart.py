@@ -113,7 +113,7 @@ def test_the_server_answers_as_the_pair_does_in_process(
 ) -> None:
     version = quickstart_repository / "speculative" / "1"
     tokenizer = Tokenizer.load(version / "tokenizer")
-    pair_file = PairFile.from_json((version / "pair.json").read_text())
+    pair_file = PairFile.read(version / "pair.json")
     pair = load_runtime(pair_file.runtime).load_pair(
         version / "draft", version / "target", pair_file.options, tokenizer.detokenizer
     )

@@ -73,7 +73,7 @@ def test_everything_is_found_after_a_move(echo_repository: Callable[..., Path]) 
         assert str(folder) not in path.read_text()
 
 
-def test_a_pair_file_round_trips() -> None:
+def test_a_pair_file_round_trips(tmp_path: Path) -> None:
     pair = PairFile(
         "torch",
         PairOptions(
@@ -84,11 +84,15 @@ def test_a_pair_file_round_trips() -> None:
             unused_token_ids=((250, 256), (300, 320)),
         ),
     )
-    assert PairFile.from_json(pair.to_json()) == pair
+    path = tmp_path / "pair.json"
+    path.write_text(pair.to_json())
+    assert PairFile.read(path) == pair
 
 
 @pytest.mark.parametrize("setting", ["schedule", "prompt_lookup"])
-def test_a_pair_file_from_before_there_was_a_setting(setting: str) -> None:
+def test_a_pair_file_from_before_there_was_a_setting(tmp_path: Path, setting: str) -> None:
     written = json.loads(PairFile("torch", PairOptions()).to_json())
     del written["options"][setting]
-    assert PairFile.from_json(json.dumps(written)) == PairFile("torch", PairOptions())
+    path = tmp_path / "pair.json"
+    path.write_text(json.dumps(written))
+    assert PairFile.read(path) == PairFile("torch", PairOptions())

@@ -656,6 +656,7 @@ STATISTICS = Statistics(
     total_accepted_draft_tokens=2,
     seed_used=2**63 + 1,
     acceptance_rate=0.5,
+    draft_status="drafted",
 )
 
 
@@ -686,6 +687,7 @@ CHUNKS = [
 LAST = {
     "finish_reason": [["length"]],
     "acceptance_rate": [[0.5]],
+    "draft_status": [["drafted"]],
     "total_accepted_draft_tokens": [[2]],
     "total_draft_tokens": [[4]],
     "num_steps": [[2]],
@@ -731,7 +733,7 @@ def test_every_response_fits_the_table() -> None:
             )
 
 
-def test_nothing_drafted_no_acceptance_rate() -> None:
+def test_nothing_drafted_is_a_rate_of_zero_and_a_word() -> None:
     last = Chunk(
         request_id="s1",
         finish_reason="stop",
@@ -742,11 +744,12 @@ def test_nothing_drafted_no_acceptance_rate() -> None:
             total_draft_tokens=0,
             total_accepted_draft_tokens=0,
             seed_used=0,
-            acceptance_rate=None,
+            acceptance_rate=0.0,
+            draft_status="too_short",
         ),
     )
     (response,) = answer([last])
-    assert "acceptance_rate" not in response
+    assert (response["acceptance_rate"], response["draft_status"]) == ([[0.0]], [["too_short"]])
     assert response["text"] == [[""]]
 
 
@@ -775,6 +778,13 @@ def test_statistics_survive_the_way_to_the_client() -> None:
     values = {name: np.reshape(value, -1)[0] for name, value in response.items()}
     assert serving.parse_statistics(values) == STATISTICS
     assert serving.parse_statistics({"finish_reason": "error"}) is None
+
+
+def test_a_server_that_tells_neither_rate_nor_status_is_understood() -> None:
+    values = {name: value for name, value in STATISTICS.to_json().items() if value is not None}
+    del values["acceptance_rate"], values["draft_status"]
+    expected = dataclasses.replace(STATISTICS, acceptance_rate=0.0, draft_status=None)
+    assert serving.parse_statistics(values) == expected
 
 
 LEARNING = [{"role": "user", "content": "Deep"}]

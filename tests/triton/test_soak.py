@@ -120,7 +120,7 @@ def target_only(repository: Path, cases: list[Case]) -> dict[int, str]:
     """The text of each case by the target alone, in this process."""
     version = repository / "speculative" / "1"
     tokenizer = Tokenizer.load(version / "tokenizer")
-    pair_file = PairFile.from_json((version / "pair.json").read_text())
+    pair_file = PairFile.read(version / "pair.json")
     options = replace(pair_file.options, max_queue_size=len(cases), adaptive=False)
     pair = load_runtime(pair_file.runtime).load_pair(
         version / "draft", version / "target", options, tokenizer.detokenizer
@@ -190,7 +190,8 @@ def check(case: Case, answer: list[Completion] | str, expected: str | None) -> N
     if "seed" in case.settings:
         assert last.statistics.seed_used == case.settings["seed"]
     if case.settings.get("num_draft_tokens") == 0:
-        assert last.statistics.acceptance_rate is None
+        assert last.statistics.draft_status == "off_by_request"
+        assert (last.statistics.acceptance_rate, last.statistics.total_draft_tokens) == (0.0, 0)
 
 
 def memory_of_models(server: Server) -> dict[str, int]:

@@ -330,7 +330,7 @@ def test_nothing_is_copied_while_the_draft_is_measured(
     overrides = [f"output_dir={tmp_path / 'engines'}", "speculation.prompt_lookup=true"]
     config = load_config(QUICKSTART, overrides)
     packaged = config.artifacts_dir / "model_repo" / "speculative" / "1" / "pair.json"
-    pair = PairFile.from_json(packaged.read_text())
+    pair = PairFile.read(packaged)
     served = dataclasses.replace(pair.options, prompt_lookup=True)
     packaged.unlink()
     packaged.write_text(PairFile(pair.runtime, served).to_json())

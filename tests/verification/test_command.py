@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specpipe.commands.verify import verify
+from specpipe.config import PipelineConfig
 from specpipe.speculative.request import GREEDY
 from specpipe.verification import run
 from specpipe.verification.asking import Asked, Case, Side
@@ -119,3 +125,21 @@ def test_what_the_gate_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gate: 2 of 3 answers right, without speculation 3; lost with it: france" in (
         done.stdout.splitlines()
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "returncode"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"]
+)
+def test_one_that_is_ended_leaves_no_folder(
+    copied: Callable[..., PipelineConfig], number: signal.Signals, returncode: int
+) -> None:
+    config = copied()
+    command = [sys.executable, "-m", "specpipe", "verify"]
+    command += ["--config", str(QUICKSTART), "--set", f"output_dir={config.artifacts_dir.parent}"]
+    process = subprocess.Popen([*command, "--in-process", "--no-sampling"])
+    deadline = time.monotonic() + 120
+    while not list(config.artifacts_dir.glob(".verify-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == returncode
+    assert not list(config.artifacts_dir.glob(".verify-*"))

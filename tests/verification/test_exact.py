@@ -95,11 +95,19 @@ def test_the_own_draft_and_the_wrong_draft_accept_what_they_must() -> None:
     assert judged(reference, asked_wrong).verdict == "identical"
 
 
-def counted(side: Side, drafted: int, accepted: int) -> SideResult:
+def counted(
+    side: Side, drafted: int, accepted: int, *, draft_statuses: tuple[str, ...] = ()
+) -> SideResult:
     streams = tuple(Stream((9, 9), "length") for _ in CASES)
     return judged(
         Asked(side=ALONE, streams=streams),
-        Asked(side=side, streams=streams, num_draft_tokens=drafted, num_accepted_tokens=accepted),
+        Asked(
+            side=side,
+            streams=streams,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            draft_statuses=draft_statuses,
+        ),
     )
 
 
@@ -189,9 +197,13 @@ def test_agreement_is_that_of_the_choices_of_a_request_seeds_included() -> None:
 
 
 def test_as_served_may_draft_nothing() -> None:
-    result = counted(dataclasses.replace(K3, num_draft_tokens=None), 0, 0)
+    as_served = dataclasses.replace(K3, num_draft_tokens=None)
+    result = counted(as_served, 0, 0, draft_statuses=("does_not_pay", "too_short"))
     assert result.verdict == "identical"
-    assert result.notes == ("as served, nothing was drafted here: it did not pay on this machine",)
+    assert result.notes == (
+        "as served, nothing was drafted here (draft status: does_not_pay, too_short)",
+    )
+    assert counted(as_served, 0, 0).notes == ("as served, nothing was drafted here",)
 
 
 def changed(asked: Asked, index: int, stream: Stream) -> Asked:

@@ -108,7 +108,7 @@ def test_a_sound_pair_is_identical_on_every_side(copied: Copy) -> None:
 def test_a_pair_that_copies_is_asked_one_at_a_time_too(copied: Copy) -> None:
     config = copied("speculation.prompt_lookup=true")
     packaged = config.artifacts_dir / "model_repo" / "speculative" / "1" / "pair.json"
-    pair = PairFile.from_json(packaged.read_text())
+    pair = PairFile.read(packaged)
     served = replace(pair.options, prompt_lookup=True)
     packaged.write_text(PairFile(pair.runtime, served).to_json())
     record_anew(config)

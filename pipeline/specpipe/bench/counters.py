@@ -15,7 +15,7 @@ from typing import Any
 from specpipe.bench.metrics import Acceptance
 from specpipe.errors import ServerError
 from specpipe.triton.metrics import IN_FLIGHT
-from specpipe.web import fetch
+from specpipe.web import fetch, to_words
 
 Samples = Mapping[str, float]
 """Values by name and labels, written as `name{label="value"}`."""
@@ -67,7 +67,7 @@ def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
     try:
         text = fetch(url, timeout_s=timeout_s).decode("utf-8", errors="replace")
     except (OSError, ValueError) as exc:
-        raise ServerError(f"{url} does not answer with metrics: {exc}") from exc
+        raise ServerError(f"{url} does not answer with metrics: {to_words(exc)}") from exc
     return {match[1]: float(match[2]) for match in map(_SAMPLE.match, text.splitlines()) if match}
 
 

@@ -6,12 +6,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
 from specpipe.endpoints.base import Answer, Clock, Endpoint, Question, record
 from specpipe.errors import SpecpipeError
+from specpipe.signals import thread_pool
 
 Item = TypeVar("Item")
 
@@ -43,7 +43,7 @@ def run_load(
     then drops it: the measured ones have neither a ramp nor a tail among them.
     """
     work = _Work(endpoint, questions, max(concurrency, num_warm_up), clock)
-    with ThreadPoolExecutor(concurrency, thread_name_prefix="bench") as pool:
+    with thread_pool(concurrency) as pool:
         try:
             for stream in [pool.submit(work.run_stream) for _ in range(concurrency)]:
                 stream.result()

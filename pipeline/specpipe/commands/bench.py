@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import click
+
+from specpipe.commands.options import NumberRange
 
 if TYPE_CHECKING:
     from specpipe.bench.metrics import CountTokens, Distribution, Summary
@@ -145,7 +148,7 @@ _WITHOUT, _WITH = "the target alone", "speculation"
     help="Answers thrown away before each measurement; at least one for each stream.",
 )
 @click.option(
-    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: greedy."
+    "--temperature", type=NumberRange(0), default=0.0, show_default=True, help="0: greedy."
 )
 @click.option(
     "--top-k",
@@ -156,7 +159,7 @@ _WITHOUT, _WITH = "the target alone", "speculation"
 )
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=NumberRange(0, 1, min_open=True),
     default=1.0,
     show_default=True,
     help="1: all tokens. Needs --temperature.",
@@ -170,12 +173,12 @@ _WITHOUT, _WITH = "the target alone", "speculation"
 )
 @click.option(
     "--ttft-limit-ms",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     help="Goodput counts answers whose first output comes within this time.",
 )
 @click.option(
     "--tpot-limit-ms",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     help="Goodput counts answers that take at most this time for each output token.",
 )
 @click.option(
@@ -214,12 +217,15 @@ def bench(
     rate.
     """
     from specpipe.bench import run
+    from specpipe.bench.compare import require_scipy
     from specpipe.results import header, write_result
 
     if config_path is None and url is None:
         raise click.UsageError("Give --config, --url or both.")
     if against is None and (options["against_model"] or options["against_metrics_url"]):
         raise click.UsageError("--against-model and --against-metrics-url need --against.")
+    if url is None or against is not None:
+        require_scipy()  # before a server is started for nothing
     settings = _settings(concurrencies, options)
     config = None if config_path is None else _load(config_path, overrides)
     tokenizer = _tokenizer(config, options["tokenizer_dir"])
@@ -260,11 +266,14 @@ def bench(
 def _settings(concurrencies: str, options: dict[str, Any]) -> Settings:
     from specpipe.bench.metrics import Limits
     from specpipe.bench.run import Settings
+    from specpipe.checkpoint_file import quoted
     from specpipe.speculative.request import Sampling
 
     numbers = [part.strip() for part in concurrencies.split(",")]
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise click.UsageError(f"--concurrency is {concurrencies!r}: expected numbers as in 1,4,8.")
+    if not all(re.fullmatch(r"0*[1-9]\d{0,5}", number, re.ASCII) for number in numbers):
+        raise click.UsageError(
+            f"--concurrency is {quoted(concurrencies)}: expected numbers as in 1,4,8."
+        )
     restricts = options["top_k"] > 1 or options["top_p"] < 1.0
     if restricts and not options["temperature"]:
         raise click.UsageError(

@@ -65,6 +65,7 @@ def nightly(
     from specpipe.nightly.all import reasons, run_all
     from specpipe.nightly.run import Options
     from specpipe.nightly.summary import write_summary
+    from specpipe.signals import deferred
 
     if baseline is not None and is_new_baseline:
         raise click.UsageError("--new-baseline compares with nothing: leave out --baseline.")
@@ -76,7 +77,8 @@ def nightly(
     done = run_all(configs, overrides, options, report=lambda line: click.echo(line, err=True))
     summary = write_summary(done)
     if summary_path is not None:
-        summary_path.write_text(summary, encoding="utf-8")
+        with deferred():
+            summary_path.write_text(summary, encoding="utf-8")
     if job_summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with open(job_summary, "a", encoding="utf-8") as file:
             file.write(summary)

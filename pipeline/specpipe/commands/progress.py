@@ -22,8 +22,10 @@ class Progress:
     """Writes to stderr what a build does."""
 
     def started(self, stage: str, reasons: Sequence[str]) -> None:
-        for reason in reasons:
-            log(f"{stage}: {reason}")
+        from specpipe.pipeline import start_lines
+
+        for line in start_lines(stage, reasons):
+            log(line)
 
     def waiting(self, stage: str) -> None:
         log(f"{stage}: another build of it is running, waiting")

@@ -27,49 +27,51 @@ def quickstart(output: Path) -> None:
     from specpipe import quickstart as pair
     from specpipe.commands.progress import Progress
     from specpipe.config import load_config
-    from specpipe.signals import signals_deferred, sigterm_raises
     from specpipe.triton import launcher
     from specpipe.triton.client import Client
 
     pair.require_libraries()
     option = f"--config {shlex.quote(str(output / pair.CONFIG))}"
-    with sigterm_raises():
-        click.echo(f"--- the pair and its YAML go into {output}")
-        for path in pair.write_files(output):
-            click.echo(f"{path} is not the one that comes with specpipe; it is left as it is")
+    click.echo(f"--- the pair and its YAML go into {output}")
+    for path in pair.write_files(output):
+        click.echo(f"{path} is not the one that comes with specpipe; it is left as it is")
 
-        click.echo(f"\n--- specpipe build {option}")
-        config = load_config(output / pair.CONFIG)
-        pipeline.run(pipeline.plan(config), Progress())
-        repository = pipeline.built_repository(config)
+    click.echo(f"\n--- specpipe build {option}")
+    config = load_config(output / pair.CONFIG)
+    pipeline.run(pipeline.plan(config), Progress())
+    repository = pipeline.built_repository(config)
 
-        click.echo(f"\n--- a Triton on free ports, as specpipe serve {option}")
-        click.echo("starting Triton ...")
-        with (
-            launcher.running(repository) as server,
-            signals_deferred() as leave_if_asked,
-            Client(server.grpc_url) as client,
-        ):
-            click.echo(f"ready at {server.grpc_url}\n\n--- a streamed request over gRPC")
-            click.echo(pair.PROMPTS[0], nl=False)
+    click.echo(f"\n--- a Triton on free ports, as specpipe serve {option}")
+    click.echo("starting Triton ...")
+    with (
+        launcher.running(repository) as server,
+        Client(server.grpc_url) as client,
+    ):
+        click.echo(f"ready at {server.grpc_url}\n\n--- a streamed request over gRPC")
+        click.echo(pair.PROMPTS[0], nl=False)
+        try:
             for chunk in client.stream(pair.PROMPTS[0], max_tokens=48):
                 click.echo(chunk.text, nl=False)
-                leave_if_asked()
+        finally:
+            click.echo()
 
-            click.echo("\n\n--- a whole request over HTTP")
-            with Client(server.http_url) as http_client:
-                answer = http_client.generate(pair.PROMPTS[1], max_tokens=48)
-            click.echo(pair.PROMPTS[1] + answer.text)
+        click.echo("\n--- a whole request over HTTP")
+        with Client(server.http_url) as http_client:
+            answer = http_client.generate(pair.PROMPTS[1], max_tokens=48)
+        click.echo(pair.PROMPTS[1] + answer.text)
 
-            click.echo(
-                f"\n--- {len(pair.PROMPTS)} prompts, {pair.MAX_TOKENS} tokens each, greedy, "
-                "one at a time"
-            )
-            alone, speculative = pair.compare(client, before_each=leave_if_asked)
+        click.echo(
+            f"\n--- {len(pair.PROMPTS)} prompts, {pair.MAX_TOKENS} tokens each, greedy, "
+            "one at a time"
+        )
+        alone, speculative = pair.compare(client)
     for name, total in (("target alone", alone), ("speculative", speculative)):
         click.echo(f"{name:14} {total.rate:7.0f} tokens/s")
     click.echo(f"ratio          {speculative.rate / alone.rate:7.2f}")
-    click.echo(
-        f"acceptance rate {speculative.accepted / max(speculative.drafted, 1):.2f}, "
-        f"acceptance length {1 + speculative.accepted / speculative.steps:.2f}"
-    )
+    if speculative.drafted:
+        click.echo(
+            f"acceptance rate {speculative.accepted / speculative.drafted:.2f}, "
+            f"acceptance length {1 + speculative.accepted / speculative.steps:.2f}"
+        )
+    else:
+        click.echo(f"nothing was drafted: {', '.join(sorted(speculative.draft_statuses))}")

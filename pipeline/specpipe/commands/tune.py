@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specpipe.commands.options import built_pair_options, chat_option, prompt_options
+from specpipe.commands.options import NumberRange, built_pair_options, chat_option, prompt_options
 from specpipe.errors import SpecpipeError
 
 _NO_CERTAINTY = (
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @chat_option
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=0.0,
     show_default=True,
     help="0: greedy. Acceptance depends on it.",
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 @click.option(
     "--time-limit",
     "time_limit_s",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=300.0,
     show_default=True,
     help="Seconds for more rounds, which are taken until it is certain (95%) what pays.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specpipe.commands.options import built_pair_options, chat_option, prompt_options
+from specpipe.commands.options import NumberRange, built_pair_options, chat_option, prompt_options
 from specpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--distance",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=NumberRange(0, 1, min_open=True, max_open=True),
     show_default="0.1",
     help="Total-variation distance that unseeded sampling is tested for; half of it takes four "
     "times as many answers.",
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--gate-pass-rate",
-    type=click.FloatRange(0, 1),
+    type=NumberRange(0, 1),
     help="Share of the gate's answers that must be right.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

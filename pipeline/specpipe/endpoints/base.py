@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from specpipe.errors import RequestError, ServerError, SpecpipeError
+from specpipe.errors import CutStream, RequestError, SpecpipeError
+from specpipe.signals import thread_pool
 from specpipe.speculative.request import GREEDY, FinishReason, Sampling, Statistics
 
 Ending = Literal["complete", "failed", "cut"]
@@ -60,6 +60,7 @@ class Usage:
     total_accepted_draft_tokens: int | None = None
     seed_used: int | None = None
     is_lossless: bool | None = None
+    draft_status: str | None = None
     acceptance_histogram: tuple[int, ...] | None = None
 
     @classmethod
@@ -86,10 +87,6 @@ class Piece:
     def has_output(self) -> bool:
         """False for a piece that only opens or ends the stream."""
         return bool(self.text or self.num_tokens)
-
-
-class CutStream(ServerError):
-    """An answer began and stopped coming, without an end and without an error."""
 
 
 class Endpoint(Protocol):
@@ -201,7 +198,7 @@ def ask(
     clock: Clock = time.perf_counter,
 ) -> list[Answer]:
     """Asks several questions, up to `at_once` of them at a time; the answers in their order."""
-    with ThreadPoolExecutor(at_once) as pool:
+    with thread_pool(at_once) as pool:
         return list(pool.map(lambda question: record(endpoint, question, clock=clock), questions))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.endpoints.base import Piece, Question, Usage
-from specpipe.errors import RequestError, ServerError
+from specpipe.errors import CutStream, RequestError, ServerError
 from specpipe.runtimes.base import Pair, load_runtime
 from specpipe.speculative.request import Chunk, Request
 from specpipe.triton.layout import SPECULATIVE, VERSION
@@ -57,6 +57,8 @@ class InProcess:
                     raise chunk
                 if chunk.finish_reason == "error":
                     raise ServerError(f"the request failed: {chunk.error}")
+                if chunk.finish_reason == "cancelled":
+                    raise CutStream("the pair was closed before the end of the answer")
                 if chunk.text or chunk.token_ids or not is_open:
                     yield _piece(chunk)
         finally:

@@ -11,13 +11,15 @@ import contextlib
 import http.client
 import json
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specpipe.endpoints.base import CutStream, Piece, Question, Usage, given_settings
-from specpipe.errors import RequestError, ServerError
+from specpipe.endpoints.base import Piece, Question, Usage, given_settings
+from specpipe.errors import CutStream, RequestError, ServerError, show, to_sentence
+from specpipe.event_stream import read_events
 from specpipe.speculative.request import FinishReason
+from specpipe.web import answering, receive
 
 SCHEMES = ("openai+http", "openai+https")
 
@@ -25,8 +27,17 @@ _USAGE_AT_END = {"include_usage": True}
 _USAGE_ALWAYS = {"include_usage": True, "continuous_usage_stats": True}
 """vLLM and SGLang then count the tokens of each chunk; others may refuse the key."""
 
-_FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
-_MAX_ERROR_CHARS = 300
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    # These end a text as a stop does.
+    "tool_calls": "stop",
+    "function_call": "stop",
+    "content_filter": "stop",
+}
+"""OpenAI's; a server that could not finish says otherwise (vLLM: abort, error)."""
+
+_MAX_ERROR_BYTES = 1 << 16
 
 
 class OpenAI:
@@ -52,6 +63,7 @@ class OpenAI:
         """Yields one piece for each event with a choice or with usage."""
         path, body = self._request(question)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(answering(self.name, timeout_s=self._timeout_s))
             response = self._answer_to(path, body, stack)
             yield from _pieces(self._events(response), self.name)
 
@@ -89,12 +101,12 @@ class OpenAI:
         options = self._stream_options
         response = self._post(path, {**body, "stream_options": options}, stack)
         if response.status in (400, 422) and options is _USAGE_ALWAYS:
-            response.read()
             response = self._post(path, {**body, "stream_options": _USAGE_AT_END}, stack)
             if response.status == 200:
                 self._stream_options = _USAGE_AT_END
         if response.status != 200:
-            message = f"{self.name} answers {response.status}: {_error_text(response.read())}"
+            error = _error_text(response.read(_MAX_ERROR_BYTES))
+            message = f"{self.name} answers {response.status}: {error}"
             raise (RequestError if response.status < 500 else ServerError)(message)
         return response
 
@@ -104,47 +116,32 @@ class OpenAI:
         kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
         connection = kind(self._address, timeout=self._timeout_s)
         stack.callback(connection.close)
-        try:
-            connection.request("POST", path, json.dumps(body), self._headers)
-            return connection.getresponse()
-        except (OSError, http.client.HTTPException) as exc:
-            raise ServerError(f"{self.name} does not answer: {exc!r}") from exc
+        connection.request("POST", path, json.dumps(body), self._headers)
+        return connection.getresponse()
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[str]:
-        try:
-            yield from _event_data(response)
-        except (OSError, http.client.HTTPException) as exc:
-            raise CutStream(f"{self.name} broke off: {exc!r}") from exc
+        with answering(self.name, timeout_s=self._timeout_s):
+            yield from read_events(response, self.name)
 
 
-def _event_data(lines: Iterable[bytes]) -> Iterator[str]:
-    """Yields the data of each server-sent event; comments and other fields are left out."""
-    data: list[str] = []
-    for raw in lines:
-        line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-        if line.startswith("data:"):
-            data.append(line.removeprefix("data:").removeprefix(" "))
-        elif not line and data:
-            yield "\n".join(data)
-            data = []
-    if data:
-        yield "\n".join(data)
-
-
-def _pieces(events: Iterable[str], name: str) -> Iterator[Piece]:
+def _pieces(events: Iterator[str], name: str) -> Iterator[Piece]:
     """Reads chunks of completions; raises ServerError for an error, CutStream for a missing end."""
-    num_counted = 0
+    num_received = num_counted = 0
     is_counted = True  # each chunk so far told how many tokens there were
     finish_reason: FinishReason | None = None
-    for data in events:
-        if data == "[DONE]":
-            return
-        try:
-            chunk = _Chunk.parse(json.loads(data))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as exc:
-            raise ServerError(f"{name} sent what is no chunk: {data[:80]!r} ({exc!r})") from exc
+    while True:
+        is_whole = finish_reason is not None
+        data = receive(events, num_received, name, is_whole=is_whole)
+        if data is None and not is_whole:
+            raise CutStream.after(num_received, name, "no finish_reason and no [DONE]")
+        if data is None or data == "[DONE]":
+            break
+        chunk = _Chunk.parse(data, name)
         if chunk.error is not None:
             raise ServerError(f"{name}: the request failed: {chunk.error}")
+        if is_whole and chunk.text:
+            raise ServerError(f"{name} went on after its finish_reason")
+        num_received += chunk.has_choice
         num_so_far = chunk.num_tokens_so_far
         is_counted = is_counted and (num_so_far is not None or not chunk.text)
         num_tokens = None
@@ -158,8 +155,8 @@ def _pieces(events: Iterable[str], name: str) -> Iterator[Piece]:
             finish_reason=chunk.finish_reason,
             usage=chunk.usage,
         )
-    if finish_reason is None:
-        raise CutStream(f"{name} broke off: no finish_reason and no [DONE]")
+    if num_received == 0:
+        raise ServerError(f"{name} ended without an answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +174,15 @@ class _Chunk:
         return self.usage.num_output_tokens if self.has_choice and self.usage else None
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> _Chunk:
+    def parse(cls, text: str, name: str) -> _Chunk:
+        """Reads the data of an event; raises ServerError for what is no chunk."""
+        try:
+            return cls._of(json.loads(text))
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
+            raise ServerError(f"{name} sent what is no chunk: '{show(text)}'") from exc
+
+    @classmethod
+    def _of(cls, data: Mapping[str, Any]) -> _Chunk:
         if data.get("error") is not None:
             return cls(error=_error_text(json.dumps(data).encode()))
         usage = _usage(data)
@@ -185,14 +190,13 @@ class _Chunk:
             return cls(usage=usage)
         choice = data["choices"][0]
         reason = choice.get("finish_reason")
-        if reason in ("abort", "error"):
-            return cls(error=f"finish_reason {reason}")
+        if reason is not None and reason not in _FINISH_REASONS:
+            return cls(error=f"finish_reason {show(reason)}")
         token_ids = choice.get("token_ids")
         return cls(
             text=_text(choice),
             token_ids=None if token_ids is None else tuple(token_ids),
-            # Whatever else ends a text (a tool call, a filter) ends it as a stop does.
-            finish_reason=None if reason is None else _FINISH_REASONS.get(reason, "stop"),
+            finish_reason=None if reason is None else _FINISH_REASONS[reason],
             usage=usage,
             has_choice=True,
         )
@@ -228,6 +232,6 @@ def _error_text(body: bytes) -> str:
     """The message of an error as OpenAI writes it, else the beginning of what came."""
     try:
         error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return body[:_MAX_ERROR_CHARS].decode(errors="replace")
+        return to_sentence(str(error["message"] if isinstance(error, dict) else error))
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return show(body.decode(errors="replace"))

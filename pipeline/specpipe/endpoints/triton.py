@@ -12,15 +12,16 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from specpipe.endpoints.base import CutStream, Piece, Question, Usage, given_settings
-from specpipe.errors import RequestError, ServerError, SpecpipeError
+from specpipe.endpoints.base import Piece, Question, Usage, given_settings
+from specpipe.errors import RequestError, ServerError
 from specpipe.speculative.request import FinishReason, Request
 from specpipe.triton import serving
-from specpipe.triton.client import Client, open_grpc
+from specpipe.triton.client import Client
+from specpipe.triton.grpc_transport import last_cause, open_grpc
 from specpipe.triton.layout import ENSEMBLE, SPECULATIVE
 from specpipe.triton.secret import Signer
 from specpipe.triton.serving import Generation
-from specpipe.web import fetch, parse_url
+from specpipe.web import fetch, parse_url, to_words
 
 _NVIDIAS_COUNTS = {"return_num_input_tokens": True, "return_num_output_tokens": True}
 _NVIDIAS_ACCEPTANCE = {"return_perf_metrics": True}
@@ -33,8 +34,8 @@ class Triton:
     def __init__(self, url: str, *, model: str = ENSEMBLE, timeout_s: float = 600.0) -> None:
         self.name = url
         self._url, self._model, self._timeout_s = url, model, timeout_s
-        self._client = _RawClient(url, model=model, timeout_s=timeout_s)
-        self._declared: tuple[frozenset[str], frozenset[str]] | None = None
+        self._client = Client(url, model=model, timeout_s=timeout_s)
+        self._declared: frozenset[str] | None = None
 
     def stream(self, question: Question) -> Iterator[Piece]:
         """Yields one piece for each response that has text, and the last one."""
@@ -44,25 +45,10 @@ class Triton:
                 f"{self._model} cannot stream: model_transaction_policy.decoupled is false in its "
                 "config.pbtxt"
             )
-        has_begun = has_ended = False
-        try:
-            for values in self._client.responses(inputs):
-                if values.get("finish_reason") == "error":
-                    has_ended = True
-                    raise ServerError(f"the request failed: {values.get('error')}")
-                piece = self._piece(values)
-                has_ended = has_ended or piece.finish_reason is not None
-                has_begun = True
-                if piece.has_output or piece.usage is not None or has_ended:
-                    yield piece
-        except SpecpipeError as exc:
-            if has_begun and not has_ended:
-                raise CutStream(f"{self._url} broke off: {exc}") from exc
-            raise
-        if not has_begun:
-            raise ServerError(f"{self._url}: {self._model} ended without a response")
-        if not has_ended and "finish_reason" in self._outputs:
-            raise CutStream(f"{self._url} broke off: the last response has no finish_reason")
+        for values in self._client.responses(inputs):
+            piece = self._piece(values)
+            if piece.has_output or piece.usage is not None or piece.finish_reason is not None:
+                yield piece
 
     def close(self) -> None:
         self._client.close()
@@ -70,16 +56,12 @@ class Triton:
     @property
     def is_nvidias(self) -> bool:
         """True where the model takes no draft length, so that each server has one of its own."""
-        return "num_draft_tokens" not in self._declared_tensors()[0]
+        return "num_draft_tokens" not in self._declared_inputs()
 
-    @property
-    def _outputs(self) -> frozenset[str]:
-        return self._declared_tensors()[1]
-
-    def _declared_tensors(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The names of the model's inputs and outputs, asked once."""
+    def _declared_inputs(self) -> frozenset[str]:
+        """The names of the model's inputs, asked once."""
         if self._declared is None:
-            self._declared = _declared_tensors(self._url, self._model, self._timeout_s)
+            self._declared = _declared_inputs(self._url, self._model, self._timeout_s)
         return self._declared
 
     def _inputs(self, question: Question) -> dict[str, Any]:
@@ -94,7 +76,7 @@ class Triton:
             inputs["stop_words"] = list(question.stop_strings)
         if question.ignores_end:
             inputs["end_id"] = -1
-        declared, _ = self._declared_tensors()
+        declared = self._declared_inputs()
         for name in inputs:
             if name not in declared:
                 raise RequestError(f"{self._url}: {self._model} has no input {name}")
@@ -137,33 +119,20 @@ class Speculative:
             raise ServerError(f"{url!r} is not http://HOST:PORT: token ids travel over HTTP only")
         self.name = f"{url} {SPECULATIVE}"
         self._url, self._end_token_ids, self._signer = url, end_token_ids, Signer(secret)
-        self._client = _RawClient(url, model=SPECULATIVE, timeout_s=timeout_s)
+        self._client = Client(url, model=SPECULATIVE, timeout_s=timeout_s)
 
     def stream(self, question: Question) -> Iterator[Piece]:
         """Yields one piece for each step that lets something out, with its token ids."""
-        has_begun = False
-        try:
-            for values in self._client.responses(self._inputs(question)):
-                finish_reason = cast("FinishReason | None", values.get("finish_reason"))
-                if finish_reason == "error":
-                    raise ServerError(f"the request failed: {values.get('error')}")
-                token_ids = _listed(values.get(serving.OUTPUT_IDS.name, ()))
-                usage = {name: values[name] for name in _USAGE if name in values}
-                has_begun = True
-                yield Piece(
-                    text=values.get(serving.TEXT.name, ""),
-                    token_ids=token_ids,
-                    num_tokens=len(token_ids),
-                    finish_reason=finish_reason,
-                    usage=Usage(**usage) if usage else None,
-                )
-                if finish_reason is not None:
-                    return
-        except SpecpipeError as exc:
-            if has_begun and not str(exc).startswith("the request failed"):
-                raise CutStream(f"{self._url} broke off: {exc}") from exc
-            raise
-        raise CutStream(f"{self._url} broke off: the last response has no finish_reason")
+        for values in self._client.responses(self._inputs(question)):
+            token_ids = _listed(values.get(serving.OUTPUT_IDS.name, ()))
+            usage = {name: values[name] for name in _USAGE if name in values}
+            yield Piece(
+                text=values.get(serving.TEXT.name, ""),
+                token_ids=token_ids,
+                num_tokens=len(token_ids),
+                finish_reason=cast("FinishReason | None", values.get("finish_reason")),
+                usage=Usage(**usage) if usage else None,
+            )
 
     def close(self) -> None:
         self._client.close()
@@ -197,35 +166,24 @@ def _listed(value: Any) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-class _RawClient(Client):
-    """The client, with responses as they come: NVIDIA's are no Completions."""
-
-    def responses(self, inputs: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        yield from self._transport.infer(inputs, is_decoupled=self.is_decoupled)
-
-
-def _declared_tensors(
-    url: str, model: str, timeout_s: float
-) -> tuple[frozenset[str], frozenset[str]]:
+def _declared_inputs(url: str, model: str, timeout_s: float) -> frozenset[str]:
     address = parse_url(url, ("http", "grpc"))
     if address.scheme == "http":
+        path = f"/v2/models/{urllib.parse.quote(model)}"
         try:
-            metadata = json.loads(
-                fetch(
-                    f"http://{address}/v2/models/{urllib.parse.quote(model)}", timeout_s=timeout_s
-                )
-            )
-        except (OSError, ValueError) as exc:
-            raise ServerError(f"{url} does not tell of {model}: {exc}") from exc
-        names = [[tensor["name"] for tensor in metadata[key]] for key in ("inputs", "outputs")]
-    else:
-        from tritonclient import grpc
+            metadata = json.loads(fetch(f"http://{address}{path}", timeout_s=timeout_s))
+            return frozenset(tensor["name"] for tensor in metadata["inputs"])
+        except OSError as exc:
+            raise ServerError(f"{url} does not tell of {model}: {to_words(exc)}") from exc
+        except (KeyError, RecursionError, TypeError, ValueError) as exc:
+            raise ServerError(f"{url} does not tell of {model}: that is no metadata") from exc
+    from tritonclient import grpc
 
-        client = open_grpc(address)
-        with contextlib.closing(client):
-            try:
-                found = client.get_model_metadata(model, client_timeout=timeout_s)
-            except grpc.InferenceServerException as exc:
-                raise ServerError(f"{url} does not tell of {model}: {exc.message()}") from exc
-            names = [[tensor.name for tensor in group] for group in (found.inputs, found.outputs)]
-    return frozenset(names[0]), frozenset(names[1])
+    client = open_grpc(address)
+    with contextlib.closing(client):
+        try:
+            found = client.get_model_metadata(model, client_timeout=timeout_s)
+        except grpc.InferenceServerException as exc:
+            reason = last_cause(exc.message())
+            raise ServerError(f"{url} does not tell of {model}: {reason}") from exc
+    return frozenset(tensor.name for tensor in found.inputs)

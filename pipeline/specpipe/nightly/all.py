@@ -11,7 +11,7 @@ from specpipe.errors import ConfigError, RuntimeUnavailable, SpecpipeError
 from specpipe.installation import with_extras
 from specpipe.nightly.run import Finished, Options, Report, failed, run_pair
 
-_LIBRARIES = ("scipy", "matplotlib")
+_LIBRARIES = ("scipy", "matplotlib", "torch")
 
 
 def run_all(

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from specpipe import cache
 from specpipe.errors import RepositoryError
 from specpipe.results import read_result, write_result
+from specpipe.signals import deferred
 
 KIND = "nightly"
 
@@ -161,9 +162,10 @@ def keep(artifacts_dir: Path, header: dict[str, Any], run: Run) -> None:
     """Adds a run to the history, and makes a good one the last good run; `held` is to be held."""
     data = {**header, **run.to_json()}
     path = last_good_file(artifacts_dir)
-    if run.outcome == "good":
-        write_result(path, data)
-    _add_line(path.with_suffix(".jsonl"), json.dumps(data, ensure_ascii=False, allow_nan=False))
+    with deferred():  # both, or neither
+        if run.outcome == "good":
+            write_result(path, data)
+        _add_line(path.with_suffix(".jsonl"), json.dumps(data, ensure_ascii=False, allow_nan=False))
 
 
 def _add_line(path: Path, line: str) -> None:

@@ -7,7 +7,6 @@ an interrupted one leaves nothing but what the steps themselves keep.
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe import pipeline, prompts, results
-from specpipe.errors import RepositoryError, SpecpipeError
+from specpipe.errors import RepositoryError
+from specpipe.failures import sentence
 from specpipe.nightly import facts, record
 from specpipe.nightly.record import Asked, Run, SpeedUp, StageRun, Verified
 from specpipe.nightly.thresholds import is_too_slow, judge
@@ -69,7 +69,7 @@ def run_pair(config: PipelineConfig, options: Options, *, report: Report) -> Fin
 
 def failed(pair: str, config: Path, exc: Exception) -> Run:
     """Returns the run of a config that there is no folder to keep a run in for."""
-    return Run(pair=pair, config=str(config), made_at=_now(), reasons=[str(exc)])
+    return Run(pair=pair, config=str(config), made_at=_now(), reasons=[sentence(exc)])
 
 
 class _PairRun:
@@ -86,11 +86,8 @@ class _PairRun:
         found = self._found
         try:
             self._make()
-        except SpecpipeError as exc:
-            found.reasons.append(str(exc))
         except Exception as exc:  # the other pairs are to run, whatever it is
-            self._report(traceback.format_exc())
-            found.reasons.append(f"{type(exc).__name__}: {exc}")
+            found.reasons.append(sentence(exc))
         else:
             found.outcome = "bad" if found.reasons else "good"
         record.keep(self._config.artifacts_dir, self._header(), found)
@@ -271,8 +268,8 @@ class _Build:
         self._run, self._report = run, report
 
     def started(self, stage: str, reasons: Sequence[str]) -> None:
-        for reason in reasons:
-            self._report(f"{stage}: {reason}")
+        for line in pipeline.start_lines(stage, reasons):
+            self._report(line)
 
     def waiting(self, stage: str) -> None:
         self._report(f"{stage}: another build of it is running, waiting")

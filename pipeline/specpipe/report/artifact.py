@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specpipe.errors import RepositoryError
 from specpipe.manifest import Manifest, read_manifest
+from specpipe.own_json import read_object, reason
 from specpipe.results import read_result
 from specpipe.stages.base import Role
 from specpipe.triton.layout import SPECULATIVE, VERSION
+from specpipe.triton.repository import read_pair
 from specpipe.verification import record
 
 Json = Mapping[str, Any]
@@ -127,9 +128,8 @@ def read_artifact(folder: Path) -> Artifact:
     """Reads a folder; RepositoryError where it holds no built pair, or a damaged result."""
     repository = folder / record.REPOSITORY_DIR
     try:
-        pair = _read_json(repository / SPECULATIVE / VERSION / "pair.json")
-        runtime, options = str(pair["runtime"]), dict(pair["options"])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+        pair = read_pair(repository)
+    except RepositoryError as exc:
         raise RepositoryError(
             f"{folder} has no built pair in it ({exc}): give the folder of one, such as "
             "engines/NAME, or run `specpipe build` first"
@@ -139,8 +139,8 @@ def read_artifact(folder: Path) -> Artifact:
         folder=folder,
         name=folder.resolve().name,
         built=built,
-        runtime=runtime,
-        options=options,
+        runtime=pair.runtime,
+        options=asdict(pair.options),
         engines={role: _read_engine(repository, role) for role in ROLES},
         verification=record.read(folder),
         changed=tuple(record.changes(folder)),
@@ -168,24 +168,17 @@ def _read_quality(path: Path) -> Json | None:
     if not path.exists():
         return None
     try:
-        return _read_json(path)
+        return read_object(path)
     except (OSError, ValueError) as exc:
-        raise RepositoryError(f"{path} cannot be read ({exc}): build the pair again") from exc
+        raise RepositoryError(f"{path} cannot be read ({reason(exc)}): build again") from exc
 
 
 def _read_engine(repository: Path, role: Role) -> Json:
     """The config of an engine; {} where a runtime leaves none that can be read."""
     try:
-        return _read_json(repository / SPECULATIVE / VERSION / role / "config.json")
+        return read_object(repository / SPECULATIVE / VERSION / role / "config.json")
     except (OSError, ValueError):
         return {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(data, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
-    return data
 
 
 def _read_manifests(folder: Path) -> tuple[Built, ...]:
@@ -197,9 +190,9 @@ def _read_manifests(folder: Path) -> tuple[Built, ...]:
         if manifest is not None and artifact.is_dir():
             found[artifact.relative_to(folder).as_posix()] = manifest
 
-    def depth(name: str) -> int:
-        made_from = _inputs_among(found, name)
-        return 1 + max((depth(other) for other in made_from), default=-1)
+    def depth(name: str, above: tuple[str, ...] = ()) -> int:
+        made_from = [other for other in _inputs_among(found, name) if other not in above]
+        return 1 + max((depth(other, (*above, name)) for other in made_from), default=-1)
 
     return tuple(Built(name, found[name]) for name in sorted(found, key=lambda n: (depth(n), n)))
 

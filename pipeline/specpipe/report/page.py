@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from specpipe import __version__
-from specpipe.errors import RepositoryError
+from specpipe.errors import RepositoryError, to_sentence
 from specpipe.report import drawing
 from specpipe.report.artifact import read_artifact
 from specpipe.report.blocks import Page
@@ -61,8 +61,8 @@ def write_report(
     artifact = read_artifact(artifacts_dir)
     with _naming(artifacts_dir):
         page = make_page(artifact, made_at or datetime.now(timezone.utc))
-    html = render(page)
-    pictures = {f"{figure.slug}.png": drawing.to_png(figure.chart) for figure in page.figures}
+        html = render(page)
+        pictures = {f"{figure.slug}.png": drawing.to_png(figure.chart) for figure in page.figures}
     folder = artifacts_dir / "report" if output is None else output
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
@@ -112,10 +112,17 @@ def _with_code(text: str) -> Markup:
 def _naming(artifacts_dir: Path) -> Iterator[None]:
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as exc:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        StopIteration,
+    ) as exc:
         raise RepositoryError(
             f"a result in {artifacts_dir} is not what this version of specpipe writes "
-            f"({type(exc).__name__}: {exc}): run verify, tune and bench again"
+            f"({type(exc).__name__}: {to_sentence(exc)}): run verify, tune and bench again"
         ) from exc
 
 

@@ -112,8 +112,8 @@ class PairOptions:
     num_draft_tokens: int = 4
     adaptive: bool = True
     schedule: Schedule = ()
-    """The most tokens that the draft drafts by load, whatever acceptance says; none:
-    num_draft_tokens.
+    """The most tokens that the draft drafts by load, whatever acceptance says, for requests that
+    name no draft length; none: num_draft_tokens.
     """
     prompt_lookup: bool = False
     """Whether a request that runs alone copies draft tokens from its own text where that repeats

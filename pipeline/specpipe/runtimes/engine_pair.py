@@ -299,6 +299,8 @@ class EnginePair:
             else:
                 self._end(running, state.finish("error", UNUSABLE_LOGITS))
             return
+        if taken.drafted and not taken.judged:
+            state.skip_draft("draft_failed")
         self._target.skip(running.target_sequence, len(taken.token_ids))
         if taken.num_draft_cached is not None and running.draft_sequence is not None:
             num_new = taken.num_draft_cached - self._draft_length(running)
@@ -354,12 +356,15 @@ class EnginePair:
 
     def _run_draft(self, decoding: Sequence[_Running]) -> list[Drafted]:
         drafted = [Drafted(r.state) for r in decoding]
-        if self._stream is not None and self.costs is not None and self._alone() is not None:
-            # This step is that of a prompt: its token need not wait for the draft, which reads the
-            # prompt while the device is busy with the rounds that come next.
-            return drafted
-        costs = self.costs.at(len(decoding)) if self.costs is not None and decoding else None
         most = most_draft_tokens(self._options.schedule, len(decoding))
+        if self._stream is not None and self.costs is not None:
+            alone = self._alone()
+            if alone is not None and not alone.state.names_draft_length:
+                # This step is that of a prompt: its token need not wait for the draft, which reads
+                # the prompt while the device is busy with the rounds that come next.
+                alone.state.skip_draft("not_ready", most=most)
+                return drafted
+        costs = self.costs.at(len(decoding)) if self.costs is not None and decoding else None
         if (
             self._copies
             and costs is not None
@@ -376,19 +381,29 @@ class EnginePair:
         for running, draft in zip(decoding, drafted, strict=True):
             if running.is_draft_suspect:
                 running.is_draft_suspect = False
+                running.state.skip_draft("draft_failed", most=most)
                 continue
             num_draft_tokens = running.state.next_num_draft_tokens(costs, most=most)
-            if num_draft_tokens == 0 or not self._has_draft_sequence(running):
+            if num_draft_tokens == 0:
+                continue
+            if not self._has_draft_sequence(running):
+                running.state.skip_draft("no_room")
                 continue
             assert running.draft_sequence is not None
             feed = running.state.token_ids[self._draft_length(running) :]
             if len(feed) > self._options.max_num_tokens:
+                running.state.skip_draft("not_ready")
                 catching_up.append((running.draft_sequence, feed[: self._options.max_num_tokens]))
             else:
                 feeds.append((running, draft, num_draft_tokens, feed))
         if self.costs is not None and len(decoding) > 1:
-            cap = self._draft_cap(self.costs, [(r.state, k) for r, _, k, _ in feeds], len(decoding))
-            feeds = [(r, draft, min(k, cap), feed) for r, draft, k, feed in feeds if cap > 0]
+            proposals = [(running.state, k) for running, _, k, _ in feeds]
+            cap = self._draft_cap(self.costs, proposals, len(decoding))
+            capped = [(r, draft, _capped(r.state, k, cap), feed) for r, draft, k, feed in feeds]
+            feeds = [feed for feed in capped if feed[2] > 0]
+            for running, _, k, _ in capped:
+                if k == 0:
+                    running.state.skip_draft("does_not_pay")
         if costs is not None and self.costs is not None and not feeds and most != 0:
             self.costs.hope()
         if catching_up:
@@ -399,6 +414,9 @@ class EnginePair:
             with self._timing("draft", len(batch) if is_plain else None):
                 logits = self._draft.forward(batch, [1] * len(batch))
                 has_token = self._sampler.draft(logits, [draft for _, draft, _, _ in feeds])
+            for running, draft, _, _ in feeds:
+                if not draft.token_ids:
+                    running.state.skip_draft("draft_failed")
             feeds = [
                 (running, draft, limit, [draft.token_ids[-1]])
                 for (running, draft, limit, _), has in zip(feeds, has_token, strict=True)
@@ -413,12 +431,13 @@ class EnginePair:
         """The draft length to stop at so that the whole batch emits most tokens in a given time.
 
         Each request proposes what would pay if all did as it does. But a draft step for a few of
-        them costs nearly what it costs for all, and those that do not draft wait for it.
+        them costs nearly what it costs for all, and those that do not draft wait for it. Those that
+        name their draft length are not stopped.
         """
         num_plain = batch_size - len(proposals)
 
         def rate(cap: int) -> float:
-            lengths = [min(length, cap) for _, length in proposals]
+            lengths = [_capped(state, length, cap) for state, length in proposals]
             expected = sum(
                 state.expected_tokens(length)
                 for (state, _), length in zip(proposals, lengths, strict=True)
@@ -452,6 +471,8 @@ class EnginePair:
             running.is_draft_suspect = True
             self._cut_back(running, num_before - 1, num_draft_cached)
             return
+        if drafted.token_ids and not outcome.num_draft_tokens:
+            state.skip_draft("draft_failed")
         chunk = state.accept(
             outcome.token_ids,
             outcome.log_probs,
@@ -502,3 +523,7 @@ class EnginePair:
         if running.draft_sequence is not None:
             self._draft.free(running.draft_sequence)
         self._ended.append(chunk)
+
+
+def _capped(state: RequestState, num_draft_tokens: int, cap: int) -> int:
+    return num_draft_tokens if state.names_draft_length else min(num_draft_tokens, cap)

@@ -116,8 +116,8 @@ class SingleStream:
         return not request.sampling.changes_scores and not request.return_log_probs
 
     def may_draft(self, state: RequestState) -> bool:
-        """Says whether a request, and the load that it is alone, let the draft draft."""
-        return state.is_speculative and self._most != 0
+        """Says whether a request, or else the load that it is alone, lets the draft draft."""
+        return state.is_speculative and (state.names_draft_length or self._most != 0)
 
     def begin(
         self,
@@ -141,7 +141,8 @@ class SingleStream:
             draft_sequence=draft_sequence,
             sampling=state.request.sampling,
         )
-        if reads_meanwhile and self._costs is not None:
+        if reads_meanwhile and not self._is_fixed(state):
+            state.skip_draft("not_ready")
             while len(self._under_way) < MOST_UNDER_WAY and not self._is_sure_to_end(state):
                 self._launch(state, _Launched(0))
 
@@ -179,13 +180,17 @@ class SingleStream:
         left = state.request.max_tokens - state.num_output_tokens
         return 0 < left <= len(self._under_way)
 
+    def _is_fixed(self, state: RequestState) -> bool:
+        """Says whether the draft length of a request is not ours to choose."""
+        return self._costs is None or state.names_draft_length
+
     def _depends(self, state: RequestState) -> bool:
         """Says whether a fixed draft length may be less when the rounds under way are taken.
 
         So it is near the end of a text. Where the accept test rejects draft tokens, what is drawn
         depends on which tokens are drafted: those must be the same ones as in single steps.
         """
-        if self._costs is not None or not self._has_draft:
+        if not self._is_fixed(state) or not self._has_draft:
             return False
         ahead = self._most_tokens_under_way()
         lengths = {state.next_num_draft_tokens(most=self._most, num_ahead=n) for n in (0, ahead)}
@@ -201,9 +206,12 @@ class SingleStream:
             num_copied = state.next_num_copied_tokens(self._copy_costs, drafting, most=self._most)
             if num_copied:
                 return _Launched(num_copied, is_copied=True)
+        if not self._has_draft:
+            state.skip_draft("no_room", most=self._most)
+            return _Launched(0)
         # A trial is one round: the next does not draft before it has told.
         is_drafting = any(r.num_draft_tokens and not r.is_copied for r in self._under_way)
-        if not self._has_draft or (is_drafting and state.is_draft_on_trial):
+        if is_drafting and state.is_draft_on_trial:
             return _Launched(0)
         return _Launched(state.next_num_draft_tokens(self._costs, most=self._most))
 

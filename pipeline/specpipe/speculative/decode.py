@@ -46,6 +46,8 @@ def decode(state: RequestState, target: Model, draft: Model | None = None) -> It
         # A later row counts only if the draft tokens before it stand: the next step will tell.
         rows, draft_token_ids = rows[:num_usable], draft_token_ids[: num_usable - 1]
         draft_scores = draft_scores[: len(draft_token_ids)]
+        if not draft_token_ids and (limit or draft is None):
+            state.skip_draft("off_by_config" if draft is None else "draft_failed")
         scores = np.stack([_warp(state, row, draft_token_ids[:i]) for i, row in enumerate(rows)])
         verified = _verify(
             state.request, len(state.token_ids), draft_token_ids, draft_scores, scores

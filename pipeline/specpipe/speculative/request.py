@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 from specpipe.errors import FAULT, RequestError, show
-from specpipe.speculative.adaptive import DraftLength, StepCosts
+from specpipe.speculative.adaptive import DraftLength, StepCosts, promise
+from specpipe.speculative.draft_status import PASSING, DraftStatus
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.stop_strings import StandIns, StopStrings
@@ -120,7 +121,9 @@ class Request:
     max_tokens: int
     sampling: Sampling = GREEDY
     num_draft_tokens: int | None = None
-    """Draft tokens per step, at most; None: what the pair was packaged with; 0: no speculation."""
+    """Draft tokens of every step that has use and room for them, whatever they gain; None: as many
+    as pay, up to what the pair was packaged with; 0: no speculation.
+    """
     end_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     """Sought in the text, and in it and the special tokens that it leaves out."""
@@ -212,14 +215,16 @@ class Statistics:
     total_draft_tokens: int
     total_accepted_draft_tokens: int
     seed_used: int
-    acceptance_rate: float | None
-    """None when nothing was drafted."""
+    acceptance_rate: float
+    """Accepted over drafted tokens; 0.0 when nothing was drafted."""
+    draft_status: DraftStatus | None = None
+    """Why drafting was on or off; None where the server is older and does not tell."""
     is_lossless: bool = True
     """False where the output may have another distribution than the target's: a runtime that cannot
     keep it, and a config that asked for it all the same.
     """
 
-    def to_json(self) -> dict[str, int | float | None]:
+    def to_json(self) -> dict[str, int | float | str | None]:
         """The fields by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
@@ -281,6 +286,10 @@ class RequestState:
         self._lookup: PromptLookup | None = None
         if has_lookup and self.is_speculative and (sampling.is_greedy or sampling.is_seeded):
             self._lookup = PromptLookup(request.prompt_token_ids)
+        self._draft_status: DraftStatus = "not_started"
+        if not self.is_speculative:
+            is_configured = limits.max_num_draft_tokens > 0
+            self._draft_status = "off_by_request" if is_configured else "off_by_config"
         self._output = _Output(request, detokenizer.hidden_tokens)
         self._echoes = request.echo
 
@@ -304,19 +313,34 @@ class RequestState:
         """False for a request that will never draft."""
         return self._max_num_draft_tokens > 0
 
+    @property
+    def names_draft_length(self) -> bool:
+        """True for a request that is drafted as it says, neither less by acceptance nor by load."""
+        return self.request.num_draft_tokens is not None
+
     def next_num_draft_tokens(
         self, costs: StepCosts | None = None, *, most: int | None = None, num_ahead: int = 0
     ) -> int:
         """How many tokens to draft in the next step; 0 makes it a plain one-token step.
 
         Never more than could be emitted beside the target's own token, nor than the draft's context
-        holds, nor than `most`, what the load allows. num_ahead says how many tokens there may be by
-        then that were not yet accepted here.
+        holds. Costs, and `most`, what the load allows, are for requests that name no draft length.
+        num_ahead says how many tokens there may be by then that were not yet accepted here.
         """
         limit = self._draft_limit(most, num_ahead)
-        if self._draft_length is not None and costs is not None:
-            return self._draft_length.choose(limit, costs)
-        return max(limit, 0)
+        if limit < 1:
+            self._note(self._why_no_draft(most, num_ahead))
+            return 0
+        if self.names_draft_length or self._draft_length is None or costs is None:
+            return limit
+        chosen = self._draft_length.choose(limit, costs)
+        if not chosen:
+            self._note("does_not_pay")
+        return chosen
+
+    def skip_draft(self, reason: DraftStatus, *, most: int | None = None) -> None:
+        """Tells the request why a step drafts nothing, unless it has a reason of its own."""
+        self._note(self._why_no_draft(most) or reason)
 
     def next_num_copied_tokens(
         self, copying: StepCosts, drafting: StepCosts | None, *, most: int | None = None
@@ -325,15 +349,24 @@ class RequestState:
 
         So it is where drafting promises more, and where the request cannot copy. drafting is None
         while there is no draft. Neither its context nor `most` limits what is copied: both are of
-        the draft.
+        the draft. A named draft length is copied in full, or drafted.
         """
         if self._lookup is None or self._draft_length is None:
             return 0
         self._lookup.extend(self.token_ids[self._lookup.length :])
-        promise = 1.0
+        limit, draft_limit = self._token_limit(), self._draft_limit(most)
+        if self.names_draft_length:
+            drafted = copied = 0.0
+            if drafting is not None and draft_limit > 0:
+                a = self._draft_length.acceptance_probability
+                drafted = promise(a, draft_limit, drafting)
+            if limit > 0:
+                copied = promise(self._lookup.acceptance_probability, limit, copying)
+            return limit if copied > drafted else 0
+        promised = 1.0
         if drafting is not None:
-            promise = self._draft_length.promise(self._draft_limit(most), drafting)
-        return self._lookup.choose(self._token_limit(), copying, instead_of=promise)
+            promised = self._draft_length.promise(draft_limit, drafting)
+        return self._lookup.choose(limit, copying, instead_of=promised)
 
     def copy(self, num_tokens: int) -> list[int]:
         """Returns as many draft tokens as `next_num_copied_tokens` said, copied from the text."""
@@ -346,9 +379,26 @@ class RequestState:
 
     def _draft_limit(self, most: int | None, num_ahead: int = 0) -> int:
         """The same, of those that the draft has room for and the load allows."""
-        room = self._limits.draft_max_seq_len - len(self.token_ids) - num_ahead + 1
-        limit = min(self._token_limit(num_ahead), room)
-        return limit if most is None else min(limit, most)
+        limit = min(self._token_limit(num_ahead), self._draft_room(num_ahead))
+        return limit if most is None or self.names_draft_length else min(limit, most)
+
+    def _draft_room(self, num_ahead: int = 0) -> int:
+        """The most draft tokens that the draft's context has room for."""
+        return self._limits.draft_max_seq_len - len(self.token_ids) - num_ahead + 1
+
+    def _why_no_draft(self, most: int | None, num_ahead: int = 0) -> DraftStatus | None:
+        """What leaves no draft token to `_draft_limit`; None where there is one."""
+        if self._token_limit(num_ahead) < 1:
+            return "too_short"
+        if self._draft_room(num_ahead) < 1:
+            return "no_room"
+        return None if self._draft_limit(most, num_ahead) > 0 else "off_by_schedule"
+
+    def _note(self, status: DraftStatus | None) -> None:
+        """Keeps what the last step says of drafting, unless it is of that step alone."""
+        is_passing = status in PASSING and self._draft_status != "not_started"
+        if status is not None and self.is_speculative and not is_passing:
+            self._draft_status = status
 
     @property
     def is_draft_on_trial(self) -> bool:
@@ -377,6 +427,9 @@ class RequestState:
         assert not self.is_finished
         num_accepted = len(token_ids) - 1
         assert 0 <= num_accepted <= num_draft_tokens
+        if num_draft_tokens:
+            is_trial = self.is_draft_on_trial and not is_copied
+            self._note("does_not_pay" if is_trial else "drafted")
         if self._draft_length is not None:
             if is_copied:
                 self._draft_length.observe_others(len(token_ids))
@@ -467,7 +520,8 @@ class RequestState:
             total_draft_tokens=self.counts.num_draft_tokens,
             total_accepted_draft_tokens=self.counts.num_accepted_tokens,
             seed_used=self.request.sampling.seed,
-            acceptance_rate=self.counts.acceptance_rate,
+            acceptance_rate=self.counts.acceptance_rate or 0.0,
+            draft_status=self._draft_status,
         )
 
 

@@ -114,6 +114,6 @@ def _is_loopback(host: str) -> bool:
     """Whether an address, or all that a name stands for, are this machine's own."""
     try:
         found = {str(address[4][0]) for address in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: no name that DNS could have
         return False
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)

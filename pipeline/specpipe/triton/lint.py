@@ -12,10 +12,9 @@ An ensemble output with the name of an input, and a second decoupled step, it re
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.errors import RepositoryError, to_sentence
 from specpipe.limits import ServedLimits
+from specpipe.own_json import read_object, reason
 from specpipe.triton import lint_llmapi, lint_tensorrt_llm, serving
 from specpipe.triton.model_config import (
     CANCELS,
@@ -34,6 +34,7 @@ from specpipe.triton.model_config import (
     parameter,
     read_config,
 )
+from specpipe.triton.repository import PairFile
 
 # The models that NVIDIA's BLS model calls, by the parameters that name them.
 _CALLED_MODELS = ("tensorrt_llm_model_name", "tensorrt_llm_draft_model_name")
@@ -85,7 +86,15 @@ def lint(folder: Path) -> list[str]:
             if not any(fault.startswith(f"{name}/config.pbtxt:") for fault in faults):
                 faults.append(f"{name}: {exc}")
     repository = Repository(folder, models)
-    return faults + [fault for rule in RULES for fault in rule(repository)]
+    return faults + [fault for rule in RULES for fault in _apply(rule, repository)]
+
+
+def _apply(rule: Rule, repository: Repository) -> list[str]:
+    """What a rule finds; also where a file of the repository has not the form that it takes."""
+    try:
+        return list(rule(repository))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as exc:
+        return [f"its files are not what this specpipe builds ({reason(exc)}): build again"]
 
 
 def _placeholders(path: Path) -> Iterator[str]:
@@ -297,7 +306,7 @@ def _pair_limits(repository: Repository) -> Iterator[str]:
             continue
         pair, draft, target = (repository.version_folder(name) / str(path) for path in paths)
         try:
-            options = _read_object(pair, "options")
+            options = asdict(PairFile.read(pair).options)
             for role, engine in (("draft", draft), ("target", target)):
                 built = _read_object(engine / "config.json", "build_config")
                 yield from (f"{name}: {fault}" for fault in _engine_faults(role, options, built))
@@ -307,9 +316,11 @@ def _pair_limits(repository: Repository) -> Iterator[str]:
 
 def _read_object(path: Path, key: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))[key]
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise RepositoryError(f"{path} has no '{key}' that can be read ({exc!r})") from exc
+        found = read_object(path)[key]
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, KeyError) as exc:
+        raise RepositoryError(f"{path} has no '{key}' that can be read ({reason(exc)})") from exc
     return found
 
 
@@ -318,7 +329,9 @@ def _engine_faults(role: str, options: dict[str, Any], built: dict[str, Any]) ->
     if role == "target":
         limits |= {"num_draft_tokens": "max_draft_len", "max_seq_len": "max_seq_len"}
     for wanted, limit in limits.items():
-        if options[wanted] > built[limit]:
+        if not isinstance(built.get(limit), int):
+            yield f"the {role} engine's config.json names no {limit}: build it again"
+        elif options[wanted] > built[limit]:
             yield (
                 f"{wanted} is {options[wanted]}, but the {role} engine was built with {limit} "
                 f"{built[limit]}: lower it, or build the engine with a higher one"

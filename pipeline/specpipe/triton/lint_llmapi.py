@@ -6,8 +6,8 @@ where it names a folder outside the repository.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from specpipe.runtimes.tensorrt_llm.model_yaml import (
     TARGET_FOLDER,
 )
 from specpipe.triton.model_config import PAIR_FILE, parameter
+from specpipe.triton.repository import PairFile
 from specpipe.yaml_document import read_yaml
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def _model_yaml(repository: Repository) -> Iterator[str]:
             continue
         try:
             arguments = read_yaml(version / MODEL_YAML).data
-            options = json.loads((version / pair).read_text(encoding="utf-8"))["options"]
-        except (SpecpipeError, OSError, ValueError, KeyError, TypeError) as exc:
+            options = asdict(PairFile.read(version / pair).options)
+        except SpecpipeError as exc:
             yield f"{name}: {exc}"
             continue
         if not isinstance(arguments, dict):

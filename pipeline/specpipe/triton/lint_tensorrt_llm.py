@@ -11,15 +11,15 @@ Where the backend's behaviour was read: specpipe.runtimes.tensorrt_llm.contract.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.errors import EngineMismatch, RepositoryError
+from specpipe.own_json import read_object
 from specpipe.runtimes.tensorrt_llm import contract
 from specpipe.runtimes.tensorrt_llm.engine_config import (
     CONFIG_NAME,
@@ -28,6 +28,7 @@ from specpipe.runtimes.tensorrt_llm.engine_config import (
     read_engine,
 )
 from specpipe.triton.model_config import PAIR_FILE, parameter
+from specpipe.triton.repository import PairFile
 
 if TYPE_CHECKING:
     from specpipe.triton.lint import Repository
@@ -89,7 +90,7 @@ def _engines(repository: Repository) -> Iterator[_EngineModel]:
             built = read_engine(engine)
         except EngineMismatch:
             continue
-        facts = json.loads((engine / CONFIG_NAME).read_bytes())
+        facts = read_object(engine / CONFIG_NAME)
         yield _EngineModel(config, engine, built, facts["pretrained_config"])
 
 
@@ -265,10 +266,9 @@ def pair_of_engines(repository: Repository) -> Iterator[str]:
 def _pair_options(path: Path) -> dict[str, Any] | None:
     """Returns the options of `pair.json`; None where there are none, which another rule tells."""
     try:
-        options: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["options"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return asdict(PairFile.read(path).options)
+    except RepositoryError:
         return None
-    return options
 
 
 def _pair_faults(options: Mapping[str, Any], engines: Mapping[str, _EngineModel]) -> Iterator[str]:

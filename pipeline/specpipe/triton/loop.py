@@ -62,6 +62,8 @@ class PairLoop:
         self._open: dict[str, OnChunk] = {}
         self._fault: str | None = None
         self._is_closed = False
+        self._takes_requests = True
+        self._closing = threading.Lock()
         self._num_reported_steps = 0
         self._last_report = 0.0
         self._threads = [
@@ -72,8 +74,15 @@ class PairLoop:
             thread.start()
 
     def submit(self, request: Request, *, on_chunk: OnChunk, on_refusal: OnRefusal) -> None:
-        """Queues a request; it is answered through one of the two, on another thread."""
-        self._put(partial(self._submit, request, on_chunk, on_refusal))
+        """Queues a request; it is answered through one of the two, on another thread.
+
+        Once the loop is closed, at once and on this one: as cancelled.
+        """
+        with self._closing:
+            if self._takes_requests:
+                self._put(partial(self._submit, request, on_chunk, on_refusal))
+                return
+        on_chunk(Chunk(request_id=request.request_id, finish_reason="cancelled"))
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step; unknown and finished ids are ignored."""
@@ -81,7 +90,9 @@ class PairLoop:
 
     def close(self) -> None:
         """Ends the threads and the pair; requests that are still open end as cancelled."""
-        self._put(self._close)
+        with self._closing:  # what was submitted before is answered before
+            self._takes_requests = False
+            self._put(self._close)
         for thread in self._threads:
             thread.join()
         self._pair.close()

@@ -17,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpipe.checkpoint_file import copy_file, is_there
+from pydantic import ConfigDict, TypeAdapter
+
+from specpipe.checkpoint_file import copy_file, is_there, quoted
+from specpipe.errors import RepositoryError
 from specpipe.limits import Limits, ServedLimits
-from specpipe.runtimes.base import DetokenizerFactory, Pair, PairOptions, load_runtime
+from specpipe.own_json import read_object, reason
+from specpipe.runtimes.base import RUNTIMES, DetokenizerFactory, Pair, PairOptions, load_runtime
 from specpipe.text import Tokenizer
 from specpipe.tokenizer_files import TOKENIZER_FILES
 from specpipe.triton import model_config
@@ -37,6 +41,8 @@ from specpipe.triton.model_config import (
 class PairFile:
     """`pair.json`: which runtime serves the pair, and how."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     runtime: str
     options: PairOptions
 
@@ -44,12 +50,20 @@ class PairFile:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> PairFile:
-        fields = json.loads(text)
-        options = fields["options"]
-        for name in ("unused_token_ids", "schedule"):
-            options[name] = tuple((first, second) for first, second in options.get(name, ()))
-        return cls(fields["runtime"], PairOptions(**options))
+    def read(cls, path: Path) -> PairFile:
+        """Reads what `to_json` wrote; raises RepositoryError with what it has come to."""
+        try:
+            pair = _PAIR_FILES.validate_python(read_object(path))
+            if pair.runtime not in RUNTIMES:
+                raise ValueError(
+                    f"runtime is {quoted(pair.runtime)}, expected one of {', '.join(RUNTIMES)}"
+                )
+        except (OSError, ValueError) as exc:
+            raise RepositoryError(f"{path} cannot be read ({reason(exc)}): build again") from exc
+        return pair
+
+
+_PAIR_FILES = TypeAdapter(PairFile)
 
 
 def write(
@@ -104,7 +118,7 @@ def _served_limits(folder: Path, limits: Limits, max_seq_len: int) -> str:
 def read_pair(repository: Path) -> PairFile:
     """Reads which runtime serves the pair of a repository, and how."""
     path = repository / SPECULATIVE / VERSION / "pair.json"
-    return PairFile.from_json(path.read_text(encoding="utf-8"))
+    return PairFile.read(path)
 
 
 def parameter_path(arguments: Mapping[str, str], name: str) -> Path:
@@ -119,7 +133,7 @@ def parameter_path(arguments: Mapping[str, str], name: str) -> Path:
 
 def read_pair_file(arguments: Mapping[str, str]) -> PairFile:
     """Reads the `pair.json` that the `speculative` model's config names."""
-    return PairFile.from_json(parameter_path(arguments, PAIR_FILE).read_text(encoding="utf-8"))
+    return PairFile.read(parameter_path(arguments, PAIR_FILE))
 
 
 def load_pair(
@@ -146,7 +160,10 @@ def read_limits(arguments: Mapping[str, str]) -> ServedLimits:
 
 
 def _parse_limits(path: Path) -> ServedLimits:
-    return ServedLimits.model_validate_json(path.read_text(encoding="utf-8"))
+    try:
+        return ServedLimits.model_validate(read_object(path))
+    except (OSError, ValueError) as exc:
+        raise RepositoryError(f"{path} cannot be read ({reason(exc)}): build again") from exc
 
 
 def tokenizer_folder(arguments: Mapping[str, str]) -> Path:

@@ -23,15 +23,17 @@ from typing import IO, NoReturn
 
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.runtimes.base import Launch
+from specpipe.signals import deferred
 from specpipe.triton import installation, metrics, processes, start_failure
 from specpipe.triton.addresses import check_ports, client_host, settle
-from specpipe.triton.client import Client, open_grpc
+from specpipe.triton.client import Client
 from specpipe.triton.command import (
     MPI_RUN,
     server_command,
     server_environment,
     shared_memory_argument,
 )
+from specpipe.triton.grpc_transport import open_grpc
 from specpipe.triton.health import NeededProcesses
 from specpipe.triton.installation import TritonBinary, find_tritonserver
 from specpipe.triton.secret import VARIABLE, secret_of_start
@@ -137,25 +139,27 @@ class Server:
         check_ports(self.options)
         self._last_lines.clear()
         self._num_steps = None
-        workspace = self._workspace = Workspace(self._binary, self._repository)
+        with deferred():
+            workspace = self._workspace = Workspace(self._binary, self._repository)
         environment = server_environment(self._binary, self._launch, os.environ, workspace)
         installation.check(self._binary, environment)
-        self._process = subprocess.Popen(
-            self._command(workspace),
-            cwd=self._repository,
-            env={**environment, VARIABLE: self.secret},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # a session of its own, for `kill`
-        )
-        assert self._process.stdout is not None
-        self._log_reader = threading.Thread(
-            target=self._read_log, args=(self._process.stdout,), name="triton-log", daemon=True
-        )
-        self._log_reader.start()
+        with deferred():
+            self._process = subprocess.Popen(
+                self._command(workspace),
+                cwd=self._repository,
+                env={**environment, VARIABLE: self.secret},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # a session of its own, for `kill`
+            )
+            assert self._process.stdout is not None
+            self._log_reader = threading.Thread(
+                target=self._read_log, args=(self._process.stdout,), name="triton-log", daemon=True
+            )
+            self._log_reader.start()
         deadline = time.monotonic() + self.options.startup_timeout_s
         watch = StartWatch(self._process.pid, uses_mpi=self._launch.uses_mpi)
         while not is_interrupted() and not self._is_live():
@@ -203,13 +207,15 @@ class Server:
 
     def stop(self) -> None:
         """Lets running requests finish, up to the drain limit, then ends the process group."""
-        if self.is_running:
-            with self._kept_at_work():
-                is_done = self._drain()
-            if is_done and not self._has_lost_model():
-                # Not for longer: idle connections of clients would keep Triton for its whole limit.
-                self._wait(_EXIT_TIME_S)
-        self.kill()
+        try:
+            if self.is_running:
+                with self._kept_at_work():
+                    is_done = self._drain()
+                if is_done and not self._has_lost_model():
+                    # Not for longer: idle connections of clients would keep Triton for its limit.
+                    self._wait(_EXIT_TIME_S)
+        finally:
+            self.kill()
 
     @contextlib.contextmanager
     def _kept_at_work(self) -> Iterator[None]:
@@ -294,6 +300,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._triton_pid(), signal.SIGTERM)
 
+    @deferred()
     def kill(self) -> None:
         """Ends all processes at once and removes what they leave behind."""
         if self._process is not None:
@@ -379,15 +386,19 @@ def running(
     binary: TritonBinary | None = None,
     log: Log = lambda line: None,
 ) -> Iterator[Server]:
-    """Serves a repository for the time of a `with` block, on free ports unless `options` says."""
+    """Serves a repository for the time of a `with` block, on free ports unless `options` says.
+
+    Where the block fails or is interrupted, nothing in flight is waited for.
+    """
     ports = ServeOptions(http_port=0, grpc_port=0, metrics_port=0)
     given = ports if options is None else options
     server = Server(repository, given, launch=launch, binary=binary, log=log)
     try:
         server.start()
         yield server
-    finally:
         server.stop()
+    finally:
+        server.kill()
 
 
 def _admin_key(environment: Mapping[str, str]) -> str:

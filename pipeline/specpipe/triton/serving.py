@@ -122,6 +122,7 @@ STATISTICS_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("finish_reason", "STRING"),
     Tensor("error", "STRING"),
     Tensor("acceptance_rate", "FP32"),
+    Tensor("draft_status", "STRING"),
     Tensor("total_accepted_draft_tokens", "INT32"),
     Tensor("total_draft_tokens", "INT32"),
     Tensor("num_steps", "INT32"),
@@ -130,7 +131,7 @@ STATISTICS_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("seed_used", "UINT64"),
     Tensor("is_lossless", "BOOL"),
 )
-"""In the last data response alone; `error` after a failure, `acceptance_rate` if drafted."""
+"""In the last data response alone; `error` after a failure."""
 
 UNFILLED_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("context_logits", "FP32", (-1, -1)),
@@ -547,10 +548,11 @@ def parse_statistics(values: Mapping[str, Any]) -> Statistics | None:
             "seed_used",
         )
     }
-    rate = values.get("acceptance_rate")
     return Statistics(
         **counts,
-        acceptance_rate=None if rate is None else float(rate),
+        # Servers before these two were always sent leave them out.
+        acceptance_rate=float(values.get("acceptance_rate", 0.0)),
+        draft_status=values.get("draft_status"),
         is_lossless=bool(values.get("is_lossless", True)),
     )
 

@@ -7,16 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from specpipe.triton import processes
+from specpipe.triton.log_lines import WITHOUT_GPU
 
 # Triton reaps what it ends itself, and a debugger stops a process for moments.
 _PATIENCE_S = 2.0
 
 _MAX_WORDS, _MAX_CHARS = 3, 300
 
-# What Triton 2.51 says on a machine without a GPU, whatever happens.
-_WITHOUT_GPU = re.compile(
-    r"CudaDriverHelper|NVML|DCGM|libcuda|nvml|CUDA driver version is insufficient|pinned"
-)
 _LOADER = re.compile(
     r"error while loading shared libraries|symbol lookup error|version `.*' not found"
     r"|cannot execute|^bash: "
@@ -80,7 +77,7 @@ def has_failed(line: str) -> bool:
 
 def words(lines: Sequence[str]) -> str:
     """What the processes wrote about their end, the nearest to its cause first, nothing twice."""
-    lines = [line for line in lines if line.strip() and not _WITHOUT_GPU.search(line)]
+    lines = [line for line in lines if line.strip() and not WITHOUT_GPU.search(line)]
     errors = [error for error in map(_triton_error, lines) if error is not None]
     found = [
         *(line for line in lines if _LOADER.search(line)),

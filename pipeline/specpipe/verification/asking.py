@@ -49,6 +49,8 @@ class Asked:
     streams: tuple[Stream, ...]
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    draft_statuses: tuple[str, ...] = ()
+    """The words, each once, by which the server tells why it drafted or not."""
     is_lossless: bool = True
     """False where the server itself says that it does not keep the target's output."""
 
@@ -80,6 +82,7 @@ def ask_side(endpoint: Endpoint, cases: Sequence[Case], side: Side, sampling: Sa
         streams=tuple(_stream(answer) for answer in answers),
         num_draft_tokens=sum(usage.total_draft_tokens or 0 for usage in usages),
         num_accepted_tokens=sum(usage.total_accepted_draft_tokens or 0 for usage in usages),
+        draft_statuses=tuple(sorted({u.draft_status for u in usages if u.draft_status})),
         is_lossless=all(usage.is_lossless is not False for usage in usages),
     )
 

@@ -40,7 +40,9 @@ def wrong_counts(asked: Asked, agreement: Agreement | None) -> list[str]:
         return ["the target alone drafted"] if asked.num_draft_tokens else []
     if rate is None:
         # As served, drafting may be off where it does not pay.
-        return [] if side.num_draft_tokens is None else ["nothing was drafted, so nothing is shown"]
+        if side.num_draft_tokens is None:
+            return []
+        return [f"nothing was drafted{_why(asked)}, so nothing is shown"]
     if side.is_own_draft and rate < (least := least_own_acceptance(asked, agreement)):
         return [
             f"the target accepts {rate:.2f} of its own draft tokens, less than {least:.2f}: what "
@@ -60,5 +62,10 @@ def remarks(asked: Asked, agreement: Agreement | None) -> list[str]:
             f"token in {agreement.rate:.2f} of all positions only, one token at a time or in blocks"
         ]
     if asked.side.num_draft_tokens is None and asked.acceptance_rate is None:
-        return ["as served, nothing was drafted here: it did not pay on this machine"]
+        return [f"as served, nothing was drafted here{_why(asked)}"]
     return []
+
+
+def _why(asked: Asked) -> str:
+    words = ", ".join(asked.draft_statuses)
+    return f" (draft status: {words})" if words else ""

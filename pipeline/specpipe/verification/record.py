@@ -13,13 +13,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from specpipe.checkpoint_file import quoted
 from specpipe.errors import RepositoryError
 from specpipe.manifest import FileRecord, Files, compare_files, read_manifest, record_files
+from specpipe.own_json import reason
 from specpipe.results import read_result, write_result
 
 FILE_NAME = "verification.json"
 KIND = "verify"
 REPOSITORY_DIR = "model_repo"
+
+_FILES = TypeAdapter(dict[str, FileRecord])
 
 
 def write(artifacts_dir: Path, data: Mapping[str, Any], files: Files) -> Path:
@@ -54,11 +60,11 @@ def read(artifacts_dir: Path) -> dict[str, Any] | None:
     data = read_result(path, KIND)
     try:
         if data["reason"] is None and data["verdict"] not in ("identical", "tie"):
-            raise ValueError(f"verdict {data['verdict']!r}")
+            raise ValueError(f"its verdict is {quoted(data['verdict'])}")
         _recorded_files(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+    except (KeyError, TypeError, ValueError) as exc:
         raise RepositoryError(
-            f"{path} is not what `specpipe verify` writes ({exc!r}): run it again"
+            f"{path} is not what `specpipe verify` writes ({reason(exc)}): run it again"
         ) from exc
     return data
 
@@ -104,4 +110,4 @@ def refusal(artifacts_dir: Path) -> str | None:
 
 
 def _recorded_files(data: Mapping[str, Any]) -> dict[str, FileRecord]:
-    return {name: FileRecord(**record) for name, record in data["repository"]["files"].items()}
+    return _FILES.validate_python(data["repository"]["files"])

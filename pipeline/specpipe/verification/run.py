@@ -29,7 +29,9 @@ from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable, Se
 from specpipe.installation import with_extras
 from specpipe.manifest import Files, compare_files, files_below, relinked
 from specpipe.prompts import PromptSet, as_messages, load_prompts
+from specpipe.runtimes.base import require_library
 from specpipe.runtimes.engine_fit import installed
+from specpipe.signals import deferred
 from specpipe.speculative.request import GREEDY, Sampling
 from specpipe.triton.server import Log
 from specpipe.verification import distribution, questions, record
@@ -57,6 +59,7 @@ def verify(
             "testing unseeded sampling needs 'scipy', unless it is left out with --no-sampling: "
             f"{with_extras('evaluate')}"
         )
+    require_library("torch", "torch", extra="torch")  # scores the target, after minutes of asking
     report("hashing the pair and what it was made from")
     report(f"{pipeline.hold_artifacts(config)}")
     repository = pipeline.repository_dir(config)
@@ -90,11 +93,12 @@ def verify(
 @contextmanager
 def _work_folder(repository: Path) -> Iterator[Path]:
     """A folder beside the repository, whose files may be linked into it."""
-    made = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
+    with deferred():
+        made = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
     try:
         yield made
     finally:
-        with relinked(files_below(repository).values()):
+        with deferred(), relinked(files_below(repository).values()):
             shutil.rmtree(made, ignore_errors=True)
 
 

@@ -8,6 +8,7 @@ is taken for that where its files are still those that were built.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from specpipe.pairing import PairContract
 from specpipe.quantization.formats import FORMATS, format_of
 from specpipe.runtimes.base import require_library
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, BuildTorchEngine
+from specpipe.signals import deferred
 from specpipe.stages.base import Role
 from specpipe.stages.convert import convert
 from specpipe.triton.layout import SPECULATIVE, VERSION
@@ -137,8 +139,8 @@ class TorchScorer:
 @contextmanager
 def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterator[TorchScorer]:
     """Loads the target of a built pair; what has to be built for it is removed at the end."""
-    with tempfile.TemporaryDirectory(dir=config.artifacts_dir, prefix=".scorer-") as made:
-        engine = torch_engine(config, "target", Path(made), dtype=dtype)
+    with _work_folder(config.artifacts_dir) as made:
+        engine = torch_engine(config, "target", made, dtype=dtype)
         from specpipe.runtimes.torch.engine import TorchEngine
 
         contract = config.artifacts_dir / "check" / "pair.json"
@@ -149,6 +151,17 @@ def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterat
             rounding=engine_rounding(engine),
             unused=unused,
         )
+
+
+@contextmanager
+def _work_folder(parent: Path) -> Iterator[Path]:
+    with deferred():
+        made = Path(tempfile.mkdtemp(dir=parent, prefix=".scorer-"))
+    try:
+        yield made
+    finally:
+        with deferred():
+            shutil.rmtree(made, ignore_errors=True)
 
 
 _STEPS = {"fp8": "FP8", "fp8_per_token": "FP8", "int8": "INT8", "nvfp4": "FP4"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from specpipe import provenance
 from specpipe.errors import ConfigError, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.base import Launch, PairOptions, load_runtime
 from specpipe.runtimes.tensorrt import library, serve
+from specpipe.triton.repository import PairFile
 from tests.runtimes.tensorrt.table_library import write_engine
 
 OPTIONS = PairOptions(max_batch_size=4, max_seq_len=500)
@@ -32,7 +31,7 @@ def repository(tmp_path: Path) -> Callable[..., Path]:
         version = tmp_path / "speculative" / "1"
         write_engine(version / "draft", "draft", **(draft or {}))
         write_engine(version / "target", **(target or {}))
-        (version / "pair.json").write_text(json.dumps({"options": asdict(options)}))
+        (version / "pair.json").write_text(PairFile("tensorrt", options).to_json())
         return tmp_path
 
     return write

@@ -222,7 +222,8 @@ def test_without_drafting_the_target_runs_in_one_streamed_request() -> None:
     assert draft.requests == []
     (asked,) = target.requests
     assert asked["request_output_len"].tolist() == [[17]]
-    assert statistics(chunks).acceptance_rate is None
+    counted = statistics(chunks)
+    assert (counted.acceptance_rate, counted.draft_status) == (0.0, "off_by_request")
 
 
 def test_a_request_chooses_its_draft_length_up_to_the_engines() -> None:
@@ -316,6 +317,7 @@ def test_counts_are_those_of_all_rounds() -> None:
         total_accepted_draft_tokens=5,
         seed_used=0,
         acceptance_rate=0.5,
+        draft_status="drafted",
     )
     assert pair.num_steps == 4
 

@@ -17,6 +17,7 @@ from specpipe import cache
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.runtimes.tensorrt_llm import TensorRTLLMRuntime, build, refusals
 from specpipe.runtimes.tensorrt_llm.engine_config import check_engines, read_engine
+from specpipe.signals import raised
 from specpipe.stages.base import Role
 from tests.runtimes.tensorrt_llm.tools import Tools, build_stage, install, make, toy_pair
 
@@ -399,7 +400,7 @@ def test_a_signal_ends_the_builder_too(
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught, raised():
         cache.build(stage, tmp_path / "engine")
     thread.join()
     if number == signal.SIGTERM:
@@ -430,7 +431,7 @@ def test_built_once_and_again_only_for_a_reason(
 ) -> None:
     pair = toy_pair(tmp_path)
     stage = build_stage(pair, "target")
-    assert cache.build(stage, tmp_path / "engine").reasons == ("missing",)
+    assert cache.build(stage, tmp_path / "engine").reasons == ("not built yet",)
     assert cache.stale_reasons(stage, tmp_path / "engine") == []
     reasons = {}
     for name, changes in changed(tmp_path):

@@ -116,15 +116,15 @@ def test_counts_of_a_draft_that_is_always_wrong(make: MakePair) -> None:
         statistics = run(pair, [request(max_tokens=4)])["r"][-1].statistics
     assert statistics is not None
     assert (statistics.num_steps, statistics.total_draft_tokens) == (4, 3)
-    assert statistics.acceptance_rate == 0.0
+    assert (statistics.acceptance_rate, statistics.draft_status) == (0.0, "decided_by_engine")
 
 
-def test_without_a_draft_there_is_no_acceptance_rate(make: MakePair) -> None:
+def test_without_a_draft_nothing_is_drafted_or_accepted(make: MakePair) -> None:
     with make(num_draft_tokens=0) as pair:
         statistics = run(pair, [request(max_tokens=4)])["r"][-1].statistics
     assert statistics is not None
     assert (statistics.num_steps, statistics.total_draft_tokens) == (4, 0)
-    assert statistics.acceptance_rate is None
+    assert (statistics.acceptance_rate, statistics.draft_status) == (0.0, "off_by_config")
 
 
 def test_counts_of_the_request_metrics_win(make: MakePair, fake: ModuleType) -> None:
@@ -134,7 +134,7 @@ def test_counts_of_the_request_metrics_win(make: MakePair, fake: ModuleType) -> 
     assert statistics is not None
     # The fake's own loop: 4 drafted with the prompt, then 4, 4, 1.
     assert (statistics.total_draft_tokens, statistics.total_accepted_draft_tokens) == (13, 13)
-    assert statistics.acceptance_rate == 1.0
+    assert (statistics.acceptance_rate, statistics.draft_status) == (1.0, "drafted")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_the_repository_holds_checkpoints_and_yaml(tmp_path: Path) -> None:
         "speculative_model": "draft",
     }
     assert names(version / "target") == names(PAIR / "target")
-    pair = PairFile.from_json((version / "pair.json").read_text())
+    pair = PairFile.read(version / "pair.json")
     assert pair.runtime == "tensorrt_llm"
     assert pair.options.runtime_settings["backend"] == "pytorch"
     assert [r.reasons for r in pipeline.preview(pipeline.plan(config))] == [()] * 4
@@ -199,7 +199,7 @@ def packaged(folder: Path, **changes: Any) -> tuple[Path, Path, PairOptions]:
     config = config_of(folder)
     pipeline.run(pipeline.plan(config), Quiet())
     version = pipeline.built_repository(config) / "speculative" / "1"
-    options = PairFile.from_json((version / "pair.json").read_text()).options
+    options = PairFile.read(version / "pair.json").options
     settings = {**options.runtime_settings, **changes}
     return (
         version / "draft",

@@ -122,7 +122,8 @@ def repository(tmp_path: Path) -> Callable[..., Path]:
             "draft_gpu_ids": [0],
             "target_gpu_ids": [0, 1],
         } | options.pop("settings", {})
-        pair = {"options": {"max_batch_size": 8, "runtime_settings": settings, **options}}
+        served = {"max_batch_size": 8, "runtime_settings": settings, **options}
+        pair = {"runtime": "tensorrt_llm", "options": served}
         speculative = tmp_path / "speculative" / "1"
         speculative.mkdir(parents=True)
         (speculative / "pair.json").write_text(json.dumps(pair))

@@ -21,6 +21,7 @@ from specpipe.hf_config import context_length
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.network import build_decoder, check_supported
+from specpipe.signals import in_thread
 from specpipe.stages.base import Role, StageInputs
 from specpipe.triton.layout import link_file
 from specpipe.unified import load_unified
@@ -232,7 +233,10 @@ def _write_plan(trt: Any, builder: Any, network: Any, config: Any, path: Path) -
                 digest.update(data)
                 return file.write(data)
 
-        is_built = builder.build_serialized_network_to_stream(network, config, Writer())
+        writer = Writer()
+        is_built = in_thread(
+            lambda: builder.build_serialized_network_to_stream(network, config, writer)
+        )
     return digest.hexdigest() if is_built else None
 
 

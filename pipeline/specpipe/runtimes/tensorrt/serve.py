@@ -11,13 +11,14 @@ from pathlib import Path
 
 from specpipe import provenance
 from specpipe.errors import ConfigError, EngineMismatch
-from specpipe.runtimes.base import Launch, LaunchMode, PairOptions
+from specpipe.runtimes.base import Launch, LaunchMode
 from specpipe.runtimes.engine_fit import installed, limits, refusal
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt.engine_config import EngineSpec, damages
 from specpipe.runtimes.tensorrt.fit import Gpu, buildable, differences
 from specpipe.stages.base import Role
 from specpipe.triton.layout import SPECULATIVE, VERSION
+from specpipe.triton.repository import read_pair
 
 ROLES: tuple[Role, ...] = ("draft", "target")
 
@@ -33,7 +34,7 @@ def launch(
     if mode != "auto":
         raise ConfigError(f"--mpi-mode {mode} has no effect: runtime 'tensorrt' has no ranks")
     version = repository / SPECULATIVE / VERSION
-    options = PairOptions(**json.loads((version / "pair.json").read_bytes())["options"])
+    options = read_pair(repository).options
     gpus = [Gpu(gpu["name"], gpu["compute_cap"]) for gpu in provenance.gpus()]
     faults: list[str] = []
     unknown: dict[str, None] = {}

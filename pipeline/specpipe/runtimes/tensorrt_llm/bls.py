@@ -249,7 +249,7 @@ class BlsPair:
         )
 
     def _is_fixed(self, request: Request) -> bool:
-        return self._times is None or _repeats(request)
+        return self._times is None or _has_one_length(request)
 
     def _new_state(self, waiting: Waiting) -> RequestState:
         request = waiting.request
@@ -300,15 +300,18 @@ class BlsPair:
         num_draft_tokens = self._num_draft_tokens(running)
         if num_banned_end is not None:
             num_draft_tokens = min(num_draft_tokens, num_banned_end - 1)
+            if not num_draft_tokens:
+                state.skip_draft("too_short")
         if num_draft_tokens:
             drafted = self._ask_draft(running, num_draft_tokens)
             if drafted.token_ids:
                 self._verify(running, drafted)
             else:
+                state.skip_draft("nothing_proposed")
                 self._continue(running, 1)
             return
         num_tokens = state.request.max_tokens - state.num_output_tokens
-        follows_load = bool(self._options.schedule) and not _repeats(state.request)
+        follows_load = bool(self._options.schedule) and not _has_one_length(state.request)
         if state.is_speculative and (follows_load or not running.draft_length_is_fixed):
             num_tokens = min(num_tokens, _NUM_PLAIN_TOKENS)
         num_tokens = min(num_tokens, self._limits.max_seq_len - len(state.token_ids))
@@ -316,12 +319,13 @@ class BlsPair:
 
     def _num_draft_tokens(self, running: _Running) -> int:
         most = None
-        if not _repeats(running.state.request):
+        if not _has_one_length(running.state.request):
             most = most_draft_tokens(self._options.schedule, len(self._running))
         if self._times is None or running.draft_length_is_fixed:
             return running.state.next_num_draft_tokens(most=most)
         num_left = running.state.request.max_tokens - running.state.num_output_tokens
         if self._times.lacks_plain_step and num_left >= _MIN_TIMED_TOKENS:
+            running.state.skip_draft("not_ready", most=most)
             return 0
         return running.state.next_num_draft_tokens(self._times.costs(), most=most)
 
@@ -396,9 +400,12 @@ class BlsPair:
                 running.active = None
 
 
-def _repeats(request: Request) -> bool:
-    """True for a request that is to draw the same text again: its draft length must not change."""
-    return request.sampling.is_seeded and not request.sampling.is_greedy
+def _has_one_length(request: Request) -> bool:
+    """True where the draft length must not change: for a request that names it, and for one that is
+    to draw the same text again.
+    """
+    is_drawn_again = request.sampling.is_seeded and not request.sampling.is_greedy
+    return request.num_draft_tokens is not None or is_drawn_again
 
 
 class TritonModel:

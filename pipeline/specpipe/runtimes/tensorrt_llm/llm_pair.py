@@ -331,6 +331,8 @@ class LlmPair:
         for ids, probs in _steps(token_ids, log_probs, self._options.num_draft_tokens + 1):
             is_plain = not running.has_prefilled and len(ids) == 1
             running.has_prefilled = True
+            if is_plain:
+                state.skip_draft("too_short")
             num_drafted = 0 if is_plain else max(state.next_num_draft_tokens(), len(ids) - 1)
             self._emit(running, state.accept(ids, probs, num_draft_tokens=num_drafted), part)
             if state.is_finished:
@@ -362,9 +364,14 @@ class LlmPair:
         return replace(chunk, statistics=statistics)
 
     def _end(self, running: _Running, chunk: Chunk) -> None:
+        statistics = chunk.statistics
         is_sampled = not running.state.request.sampling.is_greedy
-        if chunk.statistics is not None and is_sampled and self._options.num_draft_tokens > 0:
-            chunk = replace(chunk, statistics=replace(chunk.statistics, is_lossless=False))
+        if statistics is not None and is_sampled and self._options.num_draft_tokens > 0:
+            statistics = replace(statistics, is_lossless=False)
+        is_inferred = chunk.counts is not None
+        if statistics is not None and is_inferred and statistics.draft_status == "drafted":
+            statistics = replace(statistics, draft_status="decided_by_engine")
+        chunk = replace(chunk, statistics=statistics)
         del self._running[running.state.request.request_id]
         self._ended.append(chunk)
         self._loop.call_soon_threadsafe(_abandon, running)

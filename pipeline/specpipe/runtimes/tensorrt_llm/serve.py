@@ -7,13 +7,13 @@ What runs it elsewhere fails late, with a message about serialization, or answer
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
+from specpipe.own_json import read_object, reason
 from specpipe.provenance import gpus
 from specpipe.runtimes.base import Launch, LaunchMode
 from specpipe.runtimes.engine_fit import installed, refusal, release
@@ -21,7 +21,8 @@ from specpipe.runtimes.tensorrt_llm.contract import ENGINE_DIR
 from specpipe.runtimes.tensorrt_llm.engine_config import FACTS_NAME
 from specpipe.runtimes.tensorrt_llm.versions import RELEASES, SupportedVersion
 from specpipe.stages.base import Role
-from specpipe.triton.layout import SPECULATIVE, VERSION
+from specpipe.triton.layout import VERSION
+from specpipe.triton.repository import read_pair
 
 ROLES: tuple[Role, ...] = ("draft", "target")
 
@@ -44,10 +45,12 @@ class EngineFacts:
         """
         path = engine / FACTS_NAME
         try:
-            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            return cls(**{name: found.get(name) for name in cls.__dataclass_fields__})
-        except (OSError, ValueError, AttributeError) as exc:
-            raise RepositoryError(f"{path} cannot be read ({exc}): build the engine again") from exc
+            found = read_object(path) if path.is_file() else {}
+        except (OSError, ValueError) as exc:
+            raise RepositoryError(
+                f"{path} cannot be read ({reason(exc)}): build the engine again"
+            ) from exc
+        return cls(**{name: found.get(name) for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +134,8 @@ def launch(
     build_command: str = "specpipe build",
 ) -> Launch:
     """Compares the engines of a repository with this machine, and plans how to start them."""
-    path = repository / SPECULATIVE / VERSION / "pair.json"
-    options = json.loads(path.read_text(encoding="utf-8"))["options"]
-    settings = options["runtime_settings"]
+    options = read_pair(repository).options
+    settings = options.runtime_settings
     if settings["backend"] == "pytorch":
         if mode != "auto":
             raise ConfigError(
@@ -155,7 +157,7 @@ def launch(
         built = EngineFacts.read(repository / role / VERSION / ENGINE_DIR)
         use = Use(
             world_size=settings[f"{role}_world_size"],
-            max_batch_size=options["max_batch_size"],
+            max_batch_size=options.max_batch_size,
             gpu_ids=tuple(settings[f"{role}_gpu_ids"]),
         )
         used_gpus.update(use.gpu_ids)

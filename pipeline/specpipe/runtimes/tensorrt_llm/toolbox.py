@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.runtimes.tensorrt_llm.trtllm_build_log import explain
-from specpipe.signals import sigterm_raises
+from specpipe.signals import deferred
 from specpipe.stages.base import Role
 
 BUILDER = "trtllm-build"
@@ -242,7 +242,7 @@ def _running(line: Sequence[str], container: str | None) -> Iterator[subprocess.
         )
     except OSError as exc:
         raise EngineBuildError(f"{line[0]} cannot be started: {exc.strerror}") from exc
-    with process, sigterm_raises():
+    with process:
         try:
             yield process
         finally:
@@ -250,6 +250,7 @@ def _running(line: Sequence[str], container: str | None) -> Iterator[subprocess.
                 _end(process, container)
 
 
+@deferred()
 def _end(process: subprocess.Popen[str], container: str | None) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):

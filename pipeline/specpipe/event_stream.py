@@ -1,0 +1,45 @@
+"""Server-sent events, as Triton and OpenAI-compatible servers stream their answers.
+
+The format: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+"""
+
+from __future__ import annotations
+
+import codecs
+import http.client
+import io
+from collections.abc import Iterator
+
+from specpipe.errors import ServerError
+
+_NUM_READ_BYTES = 1 << 16
+_MAX_EVENT_CHARS = 1 << 24
+
+
+def read_events(response: http.client.HTTPResponse, server: str) -> Iterator[str]:
+    """Yields the data of each event as soon as its empty line came; other fields are left out.
+
+    What follows the last empty line is no event. Raises http.client.IncompleteRead where the body
+    ends before its time, OSError where the connection breaks, and ServerError for an event that
+    does not end.
+    """
+    decoder = io.IncrementalNewlineDecoder(
+        codecs.getincrementaldecoder("utf-8-sig")("replace"), translate=True
+    )
+    rest = ""
+    data: list[str] = []
+    num_chars = 0
+    # By read1(): readline() takes a chunked body that was cut for one that ended.
+    while received := response.read1(_NUM_READ_BYTES):
+        *lines, rest = (rest + decoder.decode(received)).split("\n")
+        for line in lines:
+            if not line and data:
+                yield "\n".join(data)
+                data, num_chars = [], 0
+            elif line.startswith("data:"):
+                data.append(line.removeprefix("data:").removeprefix(" "))
+                num_chars += len(line)
+        if num_chars + len(rest) > _MAX_EVENT_CHARS:
+            raise ServerError(f"{server} sends an event of more than {_MAX_EVENT_CHARS} characters")
+    if response.length:  # of Content-Length; read1() tells no missing rest
+        raise http.client.IncompleteRead(b"", response.length)

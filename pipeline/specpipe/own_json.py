@@ -1,0 +1,51 @@
+"""The door to JSON that specpipe itself wrote: results, manifests, and what stands in a repository.
+
+Between writing and reading anything may have come over such a file.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from specpipe.errors import show, to_sentence
+
+_MAX_BYTES = 256 << 20
+"""The records of a long benchmark take some MB."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON object; OSError or ValueError says why it cannot be read."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is not a file")
+    if status.st_size > _MAX_BYTES:
+        raise ValueError(f"it has {status.st_size} bytes, expected at most {_MAX_BYTES}")
+    with path.open("rb") as file:
+        data = file.read(status.st_size)
+    try:
+        value = json.loads(data.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as exc:
+        raise ValueError(f"byte {exc.start} is not UTF-8") from None
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    return value
+
+
+def reason(exc: Exception) -> str:
+    """Says in a few words why a file cannot be read, without repeating what it holds."""
+    if isinstance(exc, ValidationError):
+        fault = exc.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"]))
+        return to_sentence(f"{show(place)}: {fault['msg']}" if place else fault["msg"])
+    if isinstance(exc, OSError) and exc.strerror:
+        return exc.strerror
+    if isinstance(exc, KeyError):
+        return f"it has no {show(exc.args[0])}"
+    return to_sentence(exc)
