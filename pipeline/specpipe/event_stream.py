@@ -8,12 +8,24 @@ from __future__ import annotations
 import codecs
 import http.client
 import io
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from specpipe.errors import ServerError
 
 _NUM_READ_BYTES = 1 << 16
 _MAX_EVENT_CHARS = 1 << 24
+
+
+def parse_data(data: str | bytes) -> Any:
+    """Parses JSON that a server sent; half a surrogate pair, which nothing can print, is none.
+
+    Raises ValueError, and RecursionError for what is nested too deeply.
+    """
+    value = json.loads(data)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def read_events(response: http.client.HTTPResponse, server: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ import shutil
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from specpipe.checkpoint import open_checkpoint, read_safetensors_header
 from specpipe.config import load_config
 from specpipe.endpoints.base import Question
 from specpipe.endpoints.openai import OpenAI
+from specpipe.endpoints.triton import Triton
 from specpipe.errors import FAULT, CheckpointError, RequestError, ServerError
 from specpipe.file_limits import FileLimits
 from specpipe.limits import Limits
@@ -594,6 +595,12 @@ def _ask(ask: Callable[[], Iterator[Any]], *, get: bytes = b"", post: bytes = b"
         raise error
 
 
+def _texts(pieces: Iterable[Any]) -> Iterator[Any]:
+    for piece in pieces:
+        piece.text.encode()  # as whoever prints it will
+        yield piece
+
+
 def _http(body: str, kind: str = "text/event-stream", status: str = "200 OK") -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n\r\n{body}".encode()
 
@@ -629,7 +636,7 @@ _CONFIG = _http(
     max_echo=SENTENCE,
 )
 def triton_stream(data: bytes) -> None:
-    _ask(lambda: _client().stream("a", max_tokens=3), get=_CONFIG, post=data)
+    _ask(lambda: _texts(_client().stream("a", max_tokens=3)), get=_CONFIG, post=data)
 
 
 @_target(
@@ -638,7 +645,7 @@ def triton_stream(data: bytes) -> None:
     max_echo=SENTENCE,
 )
 def triton_answer(data: bytes) -> None:
-    _ask(lambda: iter([_client().generate("a", max_tokens=3)]), get=_CONFIG, post=data)
+    _ask(lambda: _texts([_client().generate("a", max_tokens=3)]), get=_CONFIG, post=data)
 
 
 @_target(_CONFIG, max_echo=SENTENCE)
@@ -666,4 +673,19 @@ _DRAFTED = {"num_spec_steps": 1, "num_draft_tokens": 4, "acceptance_histogram": 
 )
 def openai_stream(data: bytes) -> None:
     question = Question(text="a", max_tokens=3)
-    _ask(lambda: OpenAI("openai+http://127.0.0.1:1", model="m").stream(question), post=data)
+    server = OpenAI("openai+http://127.0.0.1:1", model="m")
+    _ask(lambda: _texts(server.stream(question)), post=data)
+
+
+_INPUTS = [{"name": name} for name in ("text_input", "max_tokens", "stream", "temperature")]
+
+
+@_target(*SEEDS["triton_stream"], max_echo=SENTENCE)
+def triton_endpoint(data: bytes) -> None:
+    """NVIDIA's ensemble, which tells its counts otherwise."""
+    metadata = {"inputs": _INPUTS, "outputs": _OUTPUTS}
+    server = Triton("http://127.0.0.1:1")
+    with mock.patch("specpipe.endpoints.triton.fetch", lambda *_, **__: _as_bytes(metadata)):
+        _ask(
+            lambda: _texts(server.stream(Question(text="a", max_tokens=3))), get=_CONFIG, post=data
+        )
