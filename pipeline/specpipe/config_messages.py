@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import PydanticCustomError
 
+from specpipe import errors
+
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
@@ -152,4 +154,4 @@ def _range(schema: Schema) -> str:
 
 
 def _dotted(keys: KeyPath) -> str:
-    return ".".join(str(key) for key in keys)
+    return ".".join(errors.show(key) for key in keys)

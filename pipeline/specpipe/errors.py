@@ -38,7 +38,8 @@ def show(value: object) -> str:
 def to_sentence(error: BaseException | str) -> str:
     """Returns a message as a client may see it, whatever a library put into it: one line, cut.
 
-    What the system refused is said as `PATH: reason`, without the number of it.
+    What the system refused is said as `PATH: reason`, without the number of it; an empty message as
+    one that gives no reason.
     """
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -46,7 +47,7 @@ def to_sentence(error: BaseException | str) -> str:
             error.filename if isinstance(error.filename, (int, type(None))) else str(error.filename)
         )
         text = error.strerror if name is None else f"{name}: {error.strerror}"
-    return _printable(text, _LONGEST_SENTENCE)
+    return _printable(text, _LONGEST_SENTENCE) if text.strip() else "no reason was given"
 
 
 def _printable(text: str, most: int) -> str:

@@ -8,12 +8,24 @@ from __future__ import annotations
 import codecs
 import http.client
 import io
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from specpipe.errors import ServerError
+from specpipe.web import body_blocks
 
-_NUM_READ_BYTES = 1 << 16
 _MAX_EVENT_CHARS = 1 << 24
+
+
+def parse_data(data: str | bytes) -> Any:
+    """Parses JSON that a server sent; half a surrogate pair, which nothing can print, is none.
+
+    Raises ValueError, and RecursionError for what is nested too deeply.
+    """
+    value = json.loads(data)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def read_events(response: http.client.HTTPResponse, server: str) -> Iterator[str]:
@@ -29,8 +41,7 @@ def read_events(response: http.client.HTTPResponse, server: str) -> Iterator[str
     rest = ""
     data: list[str] = []
     num_chars = 0
-    # By read1(): readline() takes a chunked body that was cut for one that ended.
-    while received := response.read1(_NUM_READ_BYTES):
+    for received in body_blocks(response):
         *lines, rest = (rest + decoder.decode(received)).split("\n")
         for line in lines:
             if not line and data:
@@ -41,5 +52,3 @@ def read_events(response: http.client.HTTPResponse, server: str) -> Iterator[str
                 num_chars += len(line)
         if num_chars + len(rest) > _MAX_EVENT_CHARS:
             raise ServerError(f"{server} sends an event of more than {_MAX_EVENT_CHARS} characters")
-    if response.length:  # of Content-Length; read1() tells no missing rest
-        raise http.client.IncompleteRead(b"", response.length)

@@ -233,6 +233,12 @@ def _check_mapping(config: Mapping[str, Any]) -> None:
         )
 
 
+def named_dtype(hf_config: Mapping[str, Any]) -> str:
+    """Returns the dtype that a Hugging Face config names; bfloat16 where the weights decide."""
+    name = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return name if isinstance(name, str) and name in DTYPES else "bfloat16"
+
+
 def _dtype(config: Mapping[str, Any]) -> str:
     name = config.get("dtype") or config.get("torch_dtype")
     name = str(name).removeprefix("torch.")

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable
+from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable, show, to_sentence
 from specpipe.installation import with_library
 from specpipe.stages.base import Role
 
@@ -18,6 +18,7 @@ _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 _WEIGHTS = ["*.safetensors"]
 _COPIES = ["*/*", "consolidated*"]  # other formats of the same weights, and their configs
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_MAX_HUB_ID = 96  # huggingface_hub's validate_repo_id
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -55,11 +56,15 @@ def resolve(
         folder = (base / Path(checkpoint).expanduser()).resolve()
         is_folder, exists = folder.is_dir(), folder.exists()
     except (OSError, RuntimeError) as exc:  # a name too long, a loop of links, no such home
-        raise ConfigError(f"{role}.checkpoint {checkpoint} cannot be looked up: {exc}") from exc
+        reason = exc.strerror if isinstance(exc, OSError) else show(exc)
+        raise ConfigError(
+            f"{role}.checkpoint {show(checkpoint)} cannot be looked up: {reason}"
+        ) from exc
     if is_folder:
         if revision is not None:
             raise ConfigError(
-                f"{role}.revision is '{revision}', but {role}.checkpoint is the folder {folder}; "
+                f"{role}.revision is '{show(revision)}', but {role}.checkpoint is the folder "
+                f"{folder}; "
                 "a revision needs a hub id"
             )
         return Source(folder, None, checkpoint)
@@ -67,8 +72,10 @@ def resolve(
         raise ConfigError(
             f"{role}.checkpoint {folder} is a file; give the folder that holds config.json"
         )
-    if not _HUB_ID.fullmatch(checkpoint):
-        raise ConfigError(f"{role}.checkpoint {checkpoint}: there is no folder {folder}")
+    if not _HUB_ID.fullmatch(checkpoint) or len(checkpoint) > _MAX_HUB_ID:
+        raise ConfigError(
+            f"{role}.checkpoint {show(checkpoint)}: there is no folder {to_sentence(str(folder))}"
+        )
     if small_files is not None:
         return Source(_local_copy(checkpoint, small_files, role), None, checkpoint)
     path = _fetch(checkpoint, revision, folder, role, weights)
@@ -94,7 +101,7 @@ def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights
             f"{role}.checkpoint {repo_id} is no folder ({folder}), and fetching it needs "
             f"'huggingface_hub': {with_library('huggingface_hub')}"
         ) from exc
-    at = f"{repo_id} at revision {revision}" if revision else repo_id
+    at = f"{repo_id} at revision {show(revision)}" if revision else repo_id
     try:
         return Path(
             snapshot_download(
@@ -115,7 +122,7 @@ def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights
         ) from exc
     except errors.RevisionNotFoundError as exc:
         raise CheckpointError(
-            f"{role}: {repo_id} has no revision {revision}; check {role}.revision"
+            f"{role}: {repo_id} has no revision {show(revision)}; check {role}.revision"
         ) from exc
     except errors.LocalEntryNotFoundError as exc:
         raise CheckpointError(

@@ -131,7 +131,7 @@ def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts
         pad_token_id=id_of("pad"),
         end_token_ids=frozenset(ends if eos is None else ends | {eos}),
         chat_template=chat_template,
-        roles={token_id: f"{file}: {key}" for token_id, file, key in reversed(role_ids)},
+        roles={token_id: f"{file}: {show(key)}" for token_id, file, key in reversed(role_ids)},
     )
 
 
@@ -288,14 +288,14 @@ def _token_ids(config: Mapping[str, Any], key: str, path: Path, limits: FileLimi
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if len(ids) > limits.max_end_token_ids:
         raise CheckpointError(
-            f"{path}: {key} has {len(ids)} ids, expected at most {limits.max_end_token_ids} "
+            f"{path}: {show(key)} has {len(ids)} ids, expected at most {limits.max_end_token_ids} "
             "(serving.limits.max_end_token_ids)"
         )
     for token_id in ids:
         if type(token_id) is not int or not -1 <= token_id <= _MAX_TOKEN_ID:
             raise CheckpointError(
-                f"{path}: {key} is {quoted(value)}; it must be token ids, which {quoted(token_id)} "
-                "is not"
+                f"{path}: {show(key)} is {quoted(value)}; it must be token ids, which "
+                f"{quoted(token_id)} is not"
             )
     return [token_id for token_id in ids if token_id != -1]
 

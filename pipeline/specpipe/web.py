@@ -21,6 +21,7 @@ from specpipe.errors import CutStream, NoAnswer, ServerError
 T = TypeVar("T")
 
 _MAX_SHOWN = 80
+_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,19 @@ def local_address(host: str) -> str | None:
     return None
 
 
+def body_blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yields what comes of an answer's body as it comes; no memory is set aside for what may not.
+
+    Raises http.client.IncompleteRead where the body ends before its time.
+    """
+    # By read1(): read() makes room for the length that a server claims, and readline() takes a
+    # chunked body that was cut for one that ended.
+    while block := response.read1(_BLOCK_BYTES):
+        yield block
+    if response.length:  # of Content-Length; read1() tells no missing rest
+        raise http.client.IncompleteRead(b"", response.length)
+
+
 def fetch(url: str, *, timeout_s: float) -> bytes:
     """Returns what a URL answers; raises OSError where that is no 200, or nothing."""
     handlers = []
@@ -75,7 +89,7 @@ def fetch(url: str, *, timeout_s: float) -> bytes:
         handlers.append(urllib.request.ProxyHandler({}))
     try:
         with urllib.request.build_opener(*handlers).open(url, timeout=timeout_s) as response:
-            return bytes(response.read())
+            return b"".join(body_blocks(response))
     except http.client.HTTPException as exc:
         raise OSError(f"{url}: {to_words(exc)}") from exc
 

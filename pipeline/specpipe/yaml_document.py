@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from specpipe.errors import ConfigError
+from specpipe.errors import ConfigError, show, to_sentence
 from specpipe.signals import deferred
 
 _LARGEST_NUMBER = 1 << 64  # so that whatever computes with one can also write it out
@@ -89,7 +89,7 @@ def parse_yaml(text: str, *, origin: str) -> Document:
         mark = exc.problem_mark or exc.context_mark
         where = f"{origin}:{mark.line + 1}" if mark else origin
         problem = " ".join(part for part in (exc.context, exc.problem) if part)
-        raise ConfigError(f"{where}: not YAML: {problem}") from exc
+        raise ConfigError(f"{where}: not YAML: {to_sentence(problem)}") from exc
     except RecursionError:
         raise ConfigError(f"{origin}: not a configuration: nested too deeply") from None
     finally:
@@ -146,10 +146,12 @@ class _Builder:
                 continue
             name = self._scalar(key) if isinstance(key, yaml.ScalarNode) else None
             if not isinstance(name, str):
-                shown = f"the key {key.value}" if isinstance(key, yaml.ScalarNode) else "this key"
+                is_scalar = isinstance(key, yaml.ScalarNode)
+                shown = f"the key {show(key.value)}" if is_scalar else "this key"
                 raise self._error(key, f"{shown} is not text: put it in quotes")
             if name in lines:
-                raise self._error(key, f"duplicate key '{name}', first set in line {lines[name]}")
+                first = f"first set in line {lines[name]}"
+                raise self._error(key, f"duplicate key '{show(name)}', {first}")
             lines[name] = key.start_mark.line + 1
             own[name] = (key, value)
         # The node keeps what was merged into it, each key once, so that lines are found there too.

@@ -114,8 +114,7 @@ def get_input_tensor_by_name(request: ServerRequest, name: str) -> Tensor | None
     return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
 
 
-@pytest.fixture
-def pb_utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def stand_in() -> ModuleType:
     """The part of `triton_python_backend_utils` that the models use."""
     module = ModuleType("triton_python_backend_utils")
     InferenceRequest.made.clear()
@@ -125,20 +124,26 @@ def pb_utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module.get_input_tensor_by_name = get_input_tensor_by_name  # type: ignore[attr-defined]
     module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1  # type: ignore[attr-defined]
     module.ServerRequest = ServerRequest  # type: ignore[attr-defined]
+    return module
+
+
+def load(name: str) -> Any:
+    """Loads a model's class from its file, under a module name of its own."""
+    path = MODELS / name / "1" / "model.py"
+    spec = importlib.util.spec_from_file_location(f"model_{name}_{next(_NUMBERS)}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.TritonPythonModel()
+
+
+@pytest.fixture
+def pb_utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = stand_in()
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
 
 
 @pytest.fixture
 def load_model(pb_utils: ModuleType) -> Callable[[str], Any]:
-    """Loads a model's class from its file, under a module name of its own."""
-
-    def load(name: str) -> Any:
-        path = MODELS / name / "1" / "model.py"
-        spec = importlib.util.spec_from_file_location(f"model_{name}_{next(_NUMBERS)}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.TritonPythonModel()
-
     return load

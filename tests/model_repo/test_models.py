@@ -222,7 +222,7 @@ def speculative(load_model: LoadModel, version: Path, monkeypatch: pytest.Monkey
             return ScriptedPair()
 
     monkeypatch.setattr(repository, "load_runtime", lambda name: Runtime())
-    (version / "pair.json").write_text(PairFile("scripted", PairOptions()).to_json())
+    (version / "pair.json").write_text(PairFile("torch", PairOptions()).to_json())
     model = load_model("speculative")
     model.initialize(
         arguments(

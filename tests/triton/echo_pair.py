@@ -30,6 +30,7 @@ class EchoPair:
         self.num_steps = 0
 
     def submit(self, request: Request) -> str:
+        self._limits.check(request)
         decoder = self._detokenizer(())
         prompt = decoder.append(request.prompt_token_ids) + decoder.flush()
         if "<refuse>" in prompt:

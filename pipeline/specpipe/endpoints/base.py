@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from specpipe.errors import CutStream, RequestError, SpecpipeError
+from pydantic import TypeAdapter, ValidationError
+
+from specpipe.errors import CutStream, RequestError, ServerError, SpecpipeError, show
 from specpipe.signals import thread_pool
 from specpipe.speculative.request import GREEDY, FinishReason, Sampling, Statistics
 
@@ -87,6 +89,17 @@ class Piece:
     def has_output(self) -> bool:
         """False for a piece that only opens or ends the stream."""
         return bool(self.text or self.num_tokens)
+
+
+_PIECES = TypeAdapter(Piece)
+
+
+def read_piece(values: Mapping[str, Any], server: str) -> Piece:
+    """Makes a piece of what a server sent; raises ServerError where its values are of no use."""
+    try:
+        return _PIECES.validate_python(values)
+    except ValidationError as exc:
+        raise ServerError(f"{server} sent what is no answer: {show(dict(values))}") from exc
 
 
 class Endpoint(Protocol):

@@ -11,13 +11,15 @@ import contextlib
 import http.client
 import json
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from specpipe.endpoints.base import Piece, Question, Usage, given_settings
 from specpipe.errors import CutStream, RequestError, ServerError, show, to_sentence
-from specpipe.event_stream import read_events
+from specpipe.event_stream import parse_data, read_events
 from specpipe.speculative.request import FinishReason
 from specpipe.web import answering, receive
 
@@ -177,29 +179,31 @@ class _Chunk:
     def parse(cls, text: str, name: str) -> _Chunk:
         """Reads the data of an event; raises ServerError for what is no chunk."""
         try:
-            return cls._of(json.loads(text))
+            return _CHUNKS.validate_python(_fields(parse_data(text)))
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
             raise ServerError(f"{name} sent what is no chunk: '{show(text)}'") from exc
 
-    @classmethod
-    def _of(cls, data: Mapping[str, Any]) -> _Chunk:
-        if data.get("error") is not None:
-            return cls(error=_error_text(json.dumps(data).encode()))
-        usage = _usage(data)
-        if not data.get("choices"):
-            return cls(usage=usage)
-        choice = data["choices"][0]
-        reason = choice.get("finish_reason")
-        if reason is not None and reason not in _FINISH_REASONS:
-            return cls(error=f"finish_reason {show(reason)}")
-        token_ids = choice.get("token_ids")
-        return cls(
-            text=_text(choice),
-            token_ids=None if token_ids is None else tuple(token_ids),
-            finish_reason=None if reason is None else _FINISH_REASONS[reason],
-            usage=usage,
-            has_choice=True,
-        )
+
+_CHUNKS = TypeAdapter(_Chunk)
+
+
+def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    if data.get("error") is not None:
+        return {"error": _error_text(json.dumps(data).encode())}
+    usage = _usage(data)
+    if not data.get("choices"):
+        return {"usage": usage}
+    choice = data["choices"][0]
+    reason = choice.get("finish_reason")
+    if reason is not None and reason not in _FINISH_REASONS:
+        return {"error": f"finish_reason {show(reason)}"}
+    return {
+        "text": _text(choice),
+        "token_ids": choice.get("token_ids"),
+        "finish_reason": None if reason is None else _FINISH_REASONS[reason],
+        "usage": usage,
+        "has_choice": True,
+    }
 
 
 def _text(choice: Mapping[str, Any]) -> str:
@@ -211,27 +215,26 @@ def _text(choice: Mapping[str, Any]) -> str:
     return "".join(part for part in parts if part)
 
 
-def _usage(data: Mapping[str, Any]) -> Usage | None:
+def _usage(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """The counts of a chunk; vLLM adds acceptance with --per-request-spec-decode-metrics."""
     counts = data.get("usage") or {}
     drafting = (data.get("metrics") or {}).get("speculative_decoding") or {}
-    histogram: Sequence[int] | None = drafting.get("acceptance_histogram")
     if not counts and not drafting:
         return None
-    return Usage(
-        num_input_tokens=counts.get("prompt_tokens"),
-        num_output_tokens=counts.get("completion_tokens"),
-        num_steps=drafting.get("num_spec_steps"),
-        total_draft_tokens=drafting.get("num_draft_tokens"),
-        total_accepted_draft_tokens=drafting.get("num_accepted_draft_tokens"),
-        acceptance_histogram=None if histogram is None else tuple(histogram),
-    )
+    return {
+        "num_input_tokens": counts.get("prompt_tokens"),
+        "num_output_tokens": counts.get("completion_tokens"),
+        "num_steps": drafting.get("num_spec_steps"),
+        "total_draft_tokens": drafting.get("num_draft_tokens"),
+        "total_accepted_draft_tokens": drafting.get("num_accepted_draft_tokens"),
+        "acceptance_histogram": drafting.get("acceptance_histogram"),
+    }
 
 
 def _error_text(body: bytes) -> str:
     """The message of an error as OpenAI writes it, else the beginning of what came."""
     try:
-        error = json.loads(body)["error"]
+        error = parse_data(body)["error"]
         return to_sentence(str(error["message"] if isinstance(error, dict) else error))
     except (KeyError, RecursionError, TypeError, ValueError):
         return show(body.decode(errors="replace"))

@@ -10,11 +10,11 @@ import contextlib
 import json
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
-from specpipe.endpoints.base import Piece, Question, Usage, given_settings
+from specpipe.endpoints.base import Piece, Question, Usage, given_settings, read_piece
 from specpipe.errors import RequestError, ServerError
-from specpipe.speculative.request import FinishReason, Request
+from specpipe.speculative.request import Request
 from specpipe.triton import serving
 from specpipe.triton.client import Client
 from specpipe.triton.grpc_transport import last_cause, open_grpc
@@ -93,12 +93,15 @@ class Triton:
             # (triton_backend/inflight_batcher_llm/src/model_instance_state.cc, 1.2).
             num_tokens = usage.pop("num_output_tokens", None)
         text = values.get("text_output", "")
-        return Piece(
-            text=text if isinstance(text, str) else "".join(text),
-            num_tokens=num_tokens,
-            finish_reason=cast("FinishReason | None", values.get("finish_reason")),
-            usage=Usage(**usage) if usage else None,
-        )
+        if isinstance(text, list) and all(isinstance(part, str) for part in text):
+            text = "".join(text)
+        fields = {
+            "text": text,
+            "num_tokens": num_tokens,
+            "finish_reason": values.get("finish_reason"),
+            "usage": usage or None,
+        }
+        return read_piece(fields, self._url)
 
 
 class Speculative:
@@ -125,14 +128,14 @@ class Speculative:
         """Yields one piece for each step that lets something out, with its token ids."""
         for values in self._client.responses(self._inputs(question)):
             token_ids = _listed(values.get(serving.OUTPUT_IDS.name, ()))
-            usage = {name: values[name] for name in _USAGE if name in values}
-            yield Piece(
-                text=values.get(serving.TEXT.name, ""),
-                token_ids=token_ids,
-                num_tokens=len(token_ids),
-                finish_reason=cast("FinishReason | None", values.get("finish_reason")),
-                usage=Usage(**usage) if usage else None,
-            )
+            fields = {
+                "text": values.get(serving.TEXT.name, ""),
+                "token_ids": token_ids,
+                "num_tokens": len(token_ids),
+                "finish_reason": values.get("finish_reason"),
+                "usage": {name: values[name] for name in _USAGE if name in values} or None,
+            }
+            yield read_piece(fields, self._url)
 
     def close(self) -> None:
         self._client.close()
@@ -163,7 +166,7 @@ class Speculative:
 
 def _listed(value: Any) -> tuple[int, ...]:
     """Triton writes a tensor of one element as that element."""
-    return (value,) if isinstance(value, int) else tuple(value)
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _declared_inputs(url: str, model: str, timeout_s: float) -> frozenset[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from specpipe.checkpoint import read_config
 from specpipe.errors import ConfigError, RuntimeUnavailable
+from specpipe.family_config import named_dtype
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.installation import with_extras
 from specpipe.quantization.quantized_config import check_export
@@ -24,7 +25,7 @@ from specpipe.stages.calibrate import Calibrate
 from specpipe.stages.convert import Convert
 from specpipe.stages.export import Export
 from specpipe.stages.quantize import Quantize
-from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_config import UnifiedConfig
 
 if TYPE_CHECKING:
     from specpipe.config import CheckpointConfig, EngineConfig
@@ -244,9 +245,7 @@ def checkpoint_stages(
 
 def checkpoint_dtype(side: Side) -> str:
     """Returns the dtype that a side's config.json names; bfloat16 where the weights decide."""
-    config = read_config(side.folder, allow_quantized=True, limits=side.limits)
-    found = config.get("dtype") or config.get("torch_dtype")
-    return found if found in DTYPES else "bfloat16"
+    return named_dtype(read_config(side.folder, allow_quantized=True, limits=side.limits))
 
 
 def checkpoint_dir(side: Side) -> Path:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from specpipe.checkpoint import QUANTIZATION_KEYS, checkpoint_files, read_config
 from specpipe.checkpoint_file import is_there
 from specpipe.errors import EngineBuildError, RuntimeUnavailable, SpecpipeError
-from specpipe.family_config import unified_config
+from specpipe.family_config import named_dtype, unified_config
 from specpipe.file_limits import FILE_LIMITS, FileLimits
 from specpipe.pairing import PairContract
 from specpipe.quantization.report import (
@@ -43,7 +43,7 @@ from specpipe.stages.base import Role, StageInputs
 from specpipe.stages.convert import convert
 from specpipe.tokenizer_files import TOKENIZER_FILES
 from specpipe.unified import load_unified
-from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_config import UnifiedConfig
 
 if TYPE_CHECKING:
     from specpipe.config import CalibrationConfig, QualityConfig
@@ -317,8 +317,7 @@ def _plain_bytes(side: MeasuredSide, dtype: str, device: str) -> int:
     """Returns the bytes of a checkpoint's weights in the dtype that an engine would have."""
     config = read_config(side.folder, allow_quantized=True, limits=side.limits)
     plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    stored = plain.get("dtype") or plain.get("torch_dtype")
-    wanted = compute_dtype(dtype, device, stored if stored in DTYPES else "bfloat16")
+    wanted = compute_dtype(dtype, device, named_dtype(plain))
     return weights_bytes(unified_config({**plain, "dtype": wanted}, limits=side.limits))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from specpipe.errors import CutStream, RequestError, ServerError, show, to_sentence
 from specpipe.speculative.request import FinishReason, Statistics
@@ -31,6 +32,9 @@ class Completion:
     finish_reason: FinishReason | None = None
     statistics: Statistics | None = None
     log_probs: tuple[float, ...] = ()
+
+
+_COMPLETIONS = TypeAdapter(Completion)
 
 
 class Client:
@@ -137,11 +141,13 @@ class Client:
         with contextlib.closing(cast("_Closable", self.responses(inputs))) as responses:
             for values in responses:
                 try:
-                    completion = Completion(
-                        text=values.get("text_output", ""),
-                        finish_reason=values.get("finish_reason"),
-                        statistics=serving.parse_statistics(values),
-                        log_probs=_floats(values.get("output_log_probs", ())),
+                    completion = _COMPLETIONS.validate_python(
+                        {
+                            "text": values.get("text_output", ""),
+                            "finish_reason": values.get("finish_reason"),
+                            "statistics": serving.parse_statistics(values),
+                            "log_probs": _floats(values.get("output_log_probs", ())),
+                        }
                     )
                 except (KeyError, OverflowError, TypeError, ValueError) as exc:
                     raise ServerError(

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specpipe.errors import RequestError, ServerError, show
-from specpipe.event_stream import read_events
+from specpipe.event_stream import parse_data, read_events
 from specpipe.triton.transport import Responses, Served, plain
-from specpipe.web import Address, answering
+from specpipe.web import Address, answering, body_blocks
 
 _MAX_REFUSAL_BYTES = 1 << 16
 
@@ -31,7 +31,7 @@ class HttpTransport:
 
     def ask_served(self) -> Served:
         with self._request("GET", "/config") as response:
-            config = self._parse(response.read())
+            config = self._parse(b"".join(body_blocks(response)))
         try:
             return Served(
                 is_decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled")),
@@ -46,7 +46,7 @@ class HttpTransport:
         body = json.dumps(inputs)
         if not inputs["stream"]:
             with self._request("POST", "/generate", body) as response:
-                yield self._parse(response.read())
+                yield self._parse(b"".join(body_blocks(response)))
             return
         with self._request("POST", "/generate_stream", body) as response:
             for data in read_events(response, self._url):
@@ -54,7 +54,7 @@ class HttpTransport:
 
     def _parse(self, data: str | bytes) -> dict[str, Any]:
         try:
-            values = json.loads(data)
+            values = parse_data(data)
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
@@ -87,7 +87,7 @@ class HttpTransport:
     def _refusal(self, status: int, body: bytes) -> RequestError | ServerError:
         try:
             # The first response of a stream is an event, even when it is an error.
-            message = plain(json.loads(body.removeprefix(b"data:"))["error"])
+            message = plain(parse_data(body.removeprefix(b"data:"))["error"])
         except (ValueError, KeyError, TypeError, RecursionError):
             return ServerError(
                 f"{self._url} answers {status}: {show(body.decode(errors='replace'))}"

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING
 
 from specpipe.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, read_config
 from specpipe.errors import EngineBuildError
+from specpipe.family_config import named_dtype
 from specpipe.quantization.formats import FORMAT_OF_ALGO
 from specpipe.quantization.sizes import kv_cache_bytes_per_token, tensor_bytes
 from specpipe.rules import TensorRule
 from specpipe.runtimes.memory import MemoryEstimate, format_bytes
-from specpipe.unified_config import DTYPES, UnifiedConfig
+from specpipe.unified_config import UnifiedConfig
 from specpipe.unified_layout import pipeline_layers, tensor_rules
 from specpipe.unified_sections import NEVER_QUANTIZED, Quantization
 
@@ -210,9 +211,8 @@ def _stored_config(side: Side) -> UnifiedConfig:
     Of a checkpoint that ModelOpt quantized, and that is read as it is, hf_quant_config.json tells.
     """
     hf_config = read_config(side.folder, allow_quantized=True, limits=side.limits)
-    dtype = hf_config.get("dtype", hf_config.get("torch_dtype"))
     # Half precision is as large, whichever.
-    stored = {"dtype": dtype if dtype in DTYPES else "bfloat16"}
+    stored = {"dtype": named_dtype(hf_config)}
     config = side.unified.model_copy(update=stored)
     if config.format is not None:
         return config

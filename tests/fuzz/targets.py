@@ -1,0 +1,691 @@
+"""What is fuzzed: for each kind of input the code that reads it, called as users and servers do.
+
+A target takes bytes and returns where they are accepted. `TARGETS` has them by name, `SEEDS` what
+they start from beside the corpus.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import http.client
+import io
+import json
+import os
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import yaml
+
+from specpipe import pipeline, source
+from specpipe.chat_template import ChatTemplate
+from specpipe.checkpoint import open_checkpoint, read_safetensors_header
+from specpipe.config import load_config
+from specpipe.endpoints.base import Question
+from specpipe.endpoints.openai import OpenAI
+from specpipe.endpoints.triton import Triton
+from specpipe.errors import FAULT, CheckpointError, RequestError, ServerError
+from specpipe.file_limits import FileLimits
+from specpipe.limits import Limits
+from specpipe.pairing import check_pair
+from specpipe.plain_weights import open_weights
+from specpipe.quantization.prequantized import read_prequantized
+from specpipe.runtimes.base import PairOptions
+from specpipe.text import Tokenizer
+from specpipe.triton import repository, serving
+from specpipe.triton.client import Client
+from specpipe.triton.repository import PairFile
+from specpipe.triton.secret import Signer
+from tests.chat_templates import CONVERSATIONS, TEMPLATES
+from tests.fuzz.trial import MAX_BYTES, SENTENCE, VALUE, Target, Use
+from tests.model_repo.conftest import InferenceRequest, ServerRequest, load, stand_in
+from tests.toy import ARCHITECTURES, toy_config, write_toy_checkpoint
+from tests.toy_tokenizers import byte_level, space_mark, word_piece, words, write_tokenizer
+from tests.triton.echo_pair import EchoPair
+
+ROOT = Path(__file__).parents[2]
+TARGETS: dict[str, Target] = {}
+SEEDS: dict[str, list[bytes]] = {}
+
+_ROLES = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+_LONG = {"max_position_embeddings": 1 << 17}
+_SECRET = "of a start"
+# A template may take a fraction of what it may take in service, so that more are tried.
+_LIMITS = FileLimits(chat_template_seconds=0.2, chat_template_memory_bytes=64 << 20)
+
+
+def _target(*seeds: Any, max_echo: int = VALUE) -> Callable[[Use], Use]:
+    def add(use: Use) -> Use:
+        name = use.__name__
+        TARGETS[name], SEEDS[name] = Target(use, max_echo), [_as_bytes(seed) for seed in seeds]
+        return use
+
+    return add
+
+
+def _as_bytes(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    return (value if isinstance(value, str) else json.dumps(value)).encode()
+
+
+@cache
+def _folder() -> Path:
+    """A folder of this process with a whole toy checkpoint, `toy`."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    atexit.register(_remove, os.getpid(), folder)
+    write_toy_checkpoint(folder / "toy")
+    write_tokenizer(folder / "toy", words(), **_ROLES)
+    shutil.copytree(folder / "toy", folder / "hub")
+    (folder / "hub" / "config.json").write_text(json.dumps(toy_config(**_LONG)))
+    (folder / "models").symlink_to(ROOT / "models")
+    (folder / "configs").mkdir()
+    return folder
+
+
+def _remove(owner: int, folder: Path) -> None:
+    if owner == os.getpid():
+        shutil.rmtree(folder)
+
+
+@cache
+def _changed(name: str) -> Path:
+    """A copy of the toy in which `name` is to be what is fuzzed."""
+    return Path(shutil.copytree(_folder() / "toy", _folder() / f"changed-{name}")) / name
+
+
+def _use_tokenizer(folder: Path) -> None:
+    """Does with a tokenizer what serving does, and checks its pair with itself."""
+    tokenizer = Tokenizer.load(folder, _LIMITS)
+    ids = tokenizer.encode("w5 w6")
+    tokenizer.encode_fragment("w5")
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.append([token_id]) for token_id in ids]
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids)
+    check_pair(folder, folder, _LIMITS)
+
+
+# The files of a checkpoint
+
+
+def _safetensors(header: dict[str, Any], num_bytes: int) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(num_bytes)
+
+
+@_target(
+    _safetensors({}, 0),
+    _safetensors(
+        {
+            "__metadata__": {"format": "pt"},
+            "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+            "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+            "c": {"dtype": "U8", "shape": [], "data_offsets": [32, 33]},
+        },
+        33,
+    ),
+)
+def safetensors(data: bytes) -> None:
+    """What is accepted fills the file exactly; a header is tried with its own length, too."""
+    path = _changed("model.safetensors")
+    path.write_bytes(data)
+    with contextlib.suppress(CheckpointError):
+        read_safetensors_header(path)
+    end = data.rfind(b"}", 8) + 1
+    if end:
+        data = struct.pack("<Q", end - 8) + data[8:]
+        path.write_bytes(data)
+    tensors = read_safetensors_header(path)
+    spans = sorted((info.offset, info.offset + info.num_bytes) for info in tensors.values())
+    assert sum(stop - start for start, stop in spans) == len(data) - max(end, 8 + len(b"{}"))
+    assert all(8 <= start <= stop <= len(data) for start, stop in spans)
+
+
+@_target(
+    {"metadata": {"total_size": 33}, "weight_map": dict.fromkeys("abc", "model.safetensors")},
+    {"weight_map": {"a": "model.safetensors", "b": "model-00001-of-00002.safetensors"}},
+)
+def index(data: bytes) -> None:
+    path = _changed("model.safetensors.index.json")
+    path.write_bytes(data)
+    path.with_name("model.safetensors").write_bytes(SEEDS["safetensors"][1])
+    open_checkpoint(path.parent)
+
+
+_ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1, "mscale_all_dim": 2},
+    {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [2.0]},
+)
+
+
+@_target(
+    *(toy_config(family) for family in ARCHITECTURES),
+    *(toy_config(rope_parameters=rope) for rope in _ROPES),
+    toy_config("qwen2", sliding_window=64, use_sliding_window=True, layer_types=["a", "b"]),
+    toy_config(rope_scaling={"type": "dynamic", "factor": 2.0}, rope_theta=1e4),
+)
+def config(data: bytes) -> None:
+    """Through everything that reads one."""
+    path = _changed("config.json")
+    path.write_bytes(data)
+    for use in (_use_tokenizer, open_weights):
+        with contextlib.suppress(CheckpointError):
+            use(path.parent)
+    settings = _folder() / "config.yaml"
+    sides = {role: {"checkpoint": str(path.parent)} for role in ("draft", "target")}
+    settings.write_text(json.dumps({"name": "x", **sides, "engine": {"device": "cpu"}}))
+    pipeline.plan(load_config(settings))
+    pipeline.check(load_config(settings))
+
+
+@_target(
+    {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+    {
+        "quantization": {
+            "quant_algo": "W4A16_AWQ",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 128,
+            "has_zero_point": False,
+            "pre_quant_scale": True,
+            "exclude_modules": ["lm_head"],
+        }
+    },
+)
+def hf_quant_config(data: bytes) -> None:
+    path = _changed("hf_quant_config.json")
+    path.write_bytes(data)
+    read_prequantized(path.parent)
+
+
+_FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+@_target(
+    _AWQ,
+    {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True},
+    {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": _FP8},
+    {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": _FP8, "input_activations": _FP8}
+        },
+    },
+)
+def quantization_config(data: bytes) -> None:
+    path = _changed("config.json").with_name("config.json")
+    text = json.dumps(toy_config(quantization_config="")).replace('""', "%s")
+    path.write_bytes(text.encode().replace(b"%s", data))
+    read_prequantized(path.parent)
+
+
+@_target(*(make().to_str() for make in (words, byte_level, space_mark, word_piece)))
+def tokenizer(data: bytes) -> None:
+    path = _changed("tokenizer.json")
+    path.write_bytes(data)
+    path.with_name("tokenizer_config.json").write_text("{}")
+    path.with_name("config.json").write_text(json.dumps(toy_config(vocab_size=400)))
+    _use_tokenizer(path.parent)
+
+
+@_target(
+    {
+        **_ROLES,
+        "eos_token": {"content": "<eos>", "special": True},
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "additional_special_tokens": ["<turn>"],
+        "extra_special_tokens": {"image_token": "<pad>"},
+        "added_tokens_decoder": {"0": {"content": "<pad>", "special": True, "lstrip": False}},
+        "split_special_tokens": False,
+    },
+    {**_ROLES, "chat_template": [{"name": "default", "template": "{{ messages }}"}]},
+)
+def tokenizer_config(data: bytes) -> None:
+    path = _changed("tokenizer_config.json")
+    path.write_bytes(data)
+    _use_tokenizer(path.parent)
+
+
+@_target({**_ROLES, "additional_special_tokens": ["<turn>", {"content": "w5"}]})
+def special_tokens_map(data: bytes) -> None:
+    path = _changed("special_tokens_map.json")
+    path.write_bytes(data)
+    path.with_name("tokenizer_config.json").write_text("{}")
+    _use_tokenizer(path.parent)
+
+
+@_target({"<pad>": 0, "<turn>": 3, "new": 250})
+def added_tokens(data: bytes) -> None:
+    path = _changed("added_tokens.json")
+    path.write_bytes(data)
+    _use_tokenizer(path.parent)
+
+
+@_target({"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0, "suppress_tokens": [7]})
+def generation_config(data: bytes) -> None:
+    path = _changed("generation_config.json")
+    path.write_bytes(data)
+    _use_tokenizer(path.parent)
+
+
+# Chat templates, and what is rendered by one
+
+
+@_target(*TEMPLATES.values())
+def chat_template(data: bytes) -> None:
+    template = ChatTemplate(
+        data.decode(errors="surrogateescape"),
+        file="chat_template.jinja",
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+        limits=_LIMITS,
+    )
+    template.check()
+    template.render([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+
+
+# The YAML
+
+
+_CONFIGS = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
+
+
+@_target(*_CONFIGS, *map(yaml.safe_load, _CONFIGS), max_echo=SENTENCE)
+def configuration(data: bytes) -> None:
+    """Goes as far as is possible without writing; paths of the user's own stand whole."""
+    path = _folder() / "configs" / "fuzzed.yaml"
+    path.write_bytes(data)
+    with mock.patch.object(source, "_fetch", lambda *_: _folder() / "hub"):
+        settings = load_config(path)
+        assert settings.artifacts_dir.is_absolute()
+        pipeline.preview(pipeline.plan(settings))
+        pipeline.check(settings)
+
+
+# The files of a repository
+
+
+@cache
+def _models() -> dict[str, Any]:
+    """The hand-written models of one repository, which serves an EchoPair."""
+    os.environ["SPECPIPE_SECRET"] = _SECRET
+    module = stand_in()
+    sys.modules[module.__name__] = module
+    version = _folder() / "served" / "1"
+    version.mkdir(parents=True)
+    template = TEMPLATES["chatml"]
+    write_tokenizer(version / "tokenizer", byte_level(), chat_template=template)
+    limits = Limits(chat_template_seconds=0.5)
+    served = limits.resolved(max_seq_len=512, longest_token_bytes=2, is_bytewise=True)
+    (version / "limits.json").write_text(served.model_dump_json())
+    (version / "pair.json").write_text(PairFile("torch", PairOptions(max_seq_len=512)).to_json())
+    models = {name: load(name) for name in ("preprocessing", "speculative", "postprocessing")}
+    parameters = {
+        "tokenizer_dir": "tokenizer",
+        "limits_file": "limits.json",
+        "pair_file": "pair.json",
+        "draft_engine_dir": "draft",
+        "target_engine_dir": "target",
+        "cancels": "speculative",
+    }
+    arguments = {
+        "model_config": json.dumps(
+            {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+        ),
+        "model_repository": str(version.parent),
+        "model_version": "1",
+    }
+
+    def load_pair(_: object, pair: PairFile, detokenizer: Any) -> EchoPair:
+        return EchoPair(pair.options, detokenizer)
+
+    with mock.patch.object(repository, "load_pair", load_pair):
+        for model in models.values():
+            model.initialize(arguments)
+    atexit.register(models["speculative"].finalize)
+    return models
+
+
+_PAIR = PairFile("torch", PairOptions(unused_token_ids=((250, 256),), schedule=((4, 2), (8, 0))))
+
+
+@_target(_PAIR.to_json())
+def pair_file(data: bytes) -> None:
+    """What is read again is the same."""
+    path = _folder() / "repository" / "speculative" / "1" / "pair.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    for name in ("ensemble", "speculative"):
+        (path.parents[2] / name).mkdir(exist_ok=True)
+    pair = repository.read_pair(path.parents[2])
+    path.write_text(pair.to_json())
+    assert repository.read_pair(path.parents[2]) == pair
+
+
+# Requests
+
+
+def _arrays(values: dict[str, Any], tensors: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Makes tensors as Triton would let them pass: declared, of their types."""
+    arrays = {}
+    for tensor in tensors:
+        if tensor.name in values:
+            value = values[tensor.name]
+            is_listed = isinstance(value, list) and tensor.dims != (1,)
+            listed = value if is_listed else [value]
+            elements = [_element(tensor.numpy_dtype, element) for element in listed]
+            arrays[tensor.name] = serving.as_array(tensor, elements)
+    return arrays
+
+
+def _element(dtype: np.dtype[Any], value: Any) -> Any:
+    if dtype == np.object_:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text.encode(errors="surrogatepass")
+    if not isinstance(value, (int, float)):
+        return len(str(value))
+    if dtype == np.bool_:
+        return bool(value)
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return dtype.type(value if abs(value) < 1e300 else np.inf)
+    if isinstance(value, float):
+        return 0
+    return min(max(value, np.iinfo(dtype).min), np.iinfo(dtype).max)
+
+
+def _request(data: bytes, tensors: Any) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
+    """Reads a request: its inputs by name, and beside them what is no tensor."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        values = {"text_input": data.decode(errors="replace"), "request": data.decode("latin-1")}
+    if not isinstance(values, dict):
+        values = {"messages": values, "max_tokens": 3, "text": values, "cancel": values}
+    return _arrays(values, tensors), values
+
+
+def _check_response(response: Any) -> dict[str, Any]:
+    error = response.error()
+    if error is not None:
+        # What is refused and what failed in the words of the server; FAULT covers anything else.
+        assert str(error) != FAULT
+        raise RequestError(str(error))
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+
+def _speculate(tensors: dict[str, Any]) -> list[dict[str, Any]]:
+    request = ServerRequest(tensors)
+    _models()["speculative"].execute([request])
+    assert request.sender.closed.wait(20), "no answer"
+    return [_check_response(sent) for sent, _ in request.sender.sent if sent is not None]
+
+
+_SETTINGS: dict[str, Any] = {
+    "max_tokens": 3,
+    "num_draft_tokens": 1,
+    "stream": True,
+    "temperature": 0.5,
+    "top_k": 2,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "seed": 7,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": -0.1,
+    "min_tokens": 1,
+    "bad_words": ["a", "bc"],
+    "stop_words": ["d", "e f"],
+    "end_id": 3,
+    "priority": 1,
+    "timeout_s": 9.5,
+    "exclude_input_in_output": False,
+    "return_log_probs": True,
+    "beam_width": 1,
+    "embedding_bias_weights": [0.0],
+    "parameters": {"id": "x"},
+    "timeout_us": 0,
+}
+_REQUESTS = (
+    {"text_input": "abc", **_SETTINGS},
+    *({"messages": messages, "max_tokens": 3} for messages in CONVERSATIONS.values()),
+)
+
+
+def _preprocess(data: bytes) -> dict[str, Any]:
+    tensors, values = _request(data, serving.PREPROCESSING_INPUTS)
+    parameters = values.get("parameters")
+    request = ServerRequest(tensors, parameters=parameters if isinstance(parameters, dict) else {})
+    if isinstance(values.get("timeout_us"), int):
+        request.timeout = lambda: values["timeout_us"] % 2**64  # type: ignore[method-assign]
+    (response,) = _models()["preprocessing"].execute([request])
+    return _check_response(response)
+
+
+@_target(*_REQUESTS)
+def preprocessing(data: bytes) -> None:
+    """What it hands on is read as it was written."""
+    made = _preprocess(data)
+    read = serving.Generation.from_tensors(
+        made, request_id="", signer=Signer(_SECRET), max_seq_len=512
+    )
+    again = read.to_tensors(Signer(_SECRET))
+    assert all(np.array_equal(array, again[name]) for name, array in made.items())
+
+
+@_target(*_REQUESTS)
+def ensemble(data: bytes) -> None:
+    """A request goes through the three models as Triton hands it on; the last response ends it."""
+    responses = _speculate(_preprocess(data))
+    for response in responses:
+        _postprocess(response["text"], response["stream_id"], cancelled=False)
+    assert [("finish_reason" in response) for response in responses[-2:]].count(True) == 1
+    assert "finish_reason" in responses[-1]
+
+
+def _postprocess(text: Any, stream_id: Any, *, cancelled: bool) -> None:
+    request = ServerRequest({"text": text, "stream_id": stream_id})
+    request.cancelled = cancelled
+    (response,) = _models()["postprocessing"].execute([request])
+    assert _check_response(response)["text_output"].tolist() == text.tolist()
+
+
+@_target({"text": "abc", "stream_id": "0123"})
+def postprocessing(data: bytes) -> None:
+    tensors, values = _request(data, serving.POSTPROCESSING_INPUTS)
+    InferenceRequest.made.clear()
+    request = ServerRequest(tensors)
+    request.cancelled = bool(values.get("cancelled", True))
+    (response,) = _models()["postprocessing"].execute([request])
+    _check_response(response)
+    for call in InferenceRequest.made:
+        _speculate({tensor.name(): tensor.as_numpy() for tensor in call.inputs})
+
+
+def _generation() -> dict[str, Any]:
+    request = serving.Request(request_id="", prompt_token_ids=(70, 71), max_tokens=3)
+    tensors = serving.Generation(request=request, stream=True).to_tensors(Signer(_SECRET))
+    return {"request": json.loads(tensors["request"].item()), "input_ids": [70, 71]}
+
+
+@_target(_generation(), {"cancel": "x"}, {**_generation(), "signature": "0" * 64})
+def speculative(data: bytes) -> None:
+    """What has no signature gets the right one, so that what comes after it is tried as well."""
+    tensors, _ = _request(data, serving.SPECULATIVE_INPUTS)
+    for name, parts in (("cancel", ("cancel",)), ("request", ("request", "input_ids"))):
+        if "signature" not in tensors and all(
+            part in tensors and tensors[part].size for part in parts
+        ):
+            signed = [
+                array.item(0) if array.dtype == np.object_ else array.tobytes()
+                for array in map(tensors.__getitem__, parts)
+            ]
+            made = Signer(_SECRET).sign(name, *signed)
+            tensors["signature"] = serving.as_array(serving.SIGNATURE, [made])
+    _speculate(tensors)
+
+
+# What servers send
+
+
+class _Socket:
+    """A server that answers a POST with these bytes, so many at a time, and a GET by `get`."""
+
+    def __init__(self, get: bytes, post: bytes, most: int) -> None:
+        self._get, self._post, self._most = get, post, most
+
+    def sendall(self, data: bytes) -> None:
+        if data.startswith((b"GET ", b"POST ")):
+            answer = self._get if data.startswith(b"GET ") else self._post
+            self._received = io.BufferedReader(_InPieces(answer, self._most))
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return self._received
+
+    def close(self) -> None: ...
+
+
+class _InPieces(io.BytesIO):
+    def __init__(self, data: bytes, most: int) -> None:
+        super().__init__(data)
+        self._most = most
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[: self._most])
+
+
+def _ask(ask: Callable[[], Iterator[Any]], *, get: bytes = b"", post: bytes = b"") -> None:
+    """What is made of an answer is the same however it is cut on its way."""
+    outcomes: list[list[Any]] = []
+    error: Exception | None = None
+    for most in (MAX_BYTES, 1 if len(post) < 2000 else 7):
+        outcomes.append([])
+
+        def connect(connection: Any, most: int = most) -> None:
+            connection.sock = _Socket(get, post, most)
+
+        with mock.patch.object(http.client.HTTPConnection, "connect", connect):
+            try:
+                outcomes[-1].extend(ask())
+            except (RequestError, ServerError) as exc:
+                error = exc
+                outcomes[-1].append(str(exc))
+    assert repr(outcomes[0]) == repr(outcomes[1])
+    if error is not None:
+        raise error
+
+
+def _texts(pieces: Iterable[Any]) -> Iterator[Any]:
+    for piece in pieces:
+        piece.text.encode()  # as whoever prints it will
+        yield piece
+
+
+def _http(body: str, kind: str = "text/event-stream", status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n\r\n{body}".encode()
+
+
+def _events(*values: Any) -> bytes:
+    return _http("".join(f"data: {json.dumps(value)}\n\n" for value in values))
+
+
+_LAST = {
+    "model_name": "ensemble",
+    "text_output": "é",
+    "finish_reason": "stop",
+    "output_log_probs": [-0.5, -1.0],
+    "acceptance_rate": 0.5,
+    **dict.fromkeys(("num_input_tokens", "num_output_tokens", "num_steps", "seed_used"), 3),
+    **dict.fromkeys(("total_draft_tokens", "total_accepted_draft_tokens"), 2),
+    "is_lossless": True,
+}
+
+
+_OUTPUTS = [{"name": "text_output"}, {"name": "finish_reason"}]
+_CONFIG = _http(
+    json.dumps({"model_transaction_policy": {"decoupled": True}, "output": _OUTPUTS}),
+    "application/json",
+)
+
+
+@_target(
+    _events({"model_name": "ensemble", "text_output": "a"}, _LAST),
+    _events({"error": "in ensemble 'ensemble', max_tokens is missing"}),
+    _events({"model_name": "e", "text_output": "a"}, {"finish_reason": "error", "error": "NaN"}),
+    _http('data: {"error": "no"}', status="400 Bad Request"),
+    max_echo=SENTENCE,
+)
+def triton_stream(data: bytes) -> None:
+    _ask(lambda: _texts(_client().stream("a", max_tokens=3)), get=_CONFIG, post=data)
+
+
+@_target(
+    _http(json.dumps(_LAST), "application/json"),
+    _http('{"error": "no"}', status="400 Bad Request"),
+    max_echo=SENTENCE,
+)
+def triton_answer(data: bytes) -> None:
+    _ask(lambda: _texts([_client().generate("a", max_tokens=3)]), get=_CONFIG, post=data)
+
+
+@_target(_CONFIG, max_echo=SENTENCE)
+def triton_config(data: bytes) -> None:
+    _ask(lambda: iter([_client().is_decoupled]), get=data)
+
+
+def _client() -> Client:
+    return Client("http://127.0.0.1:1")
+
+
+_USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
+_DRAFTED = {"num_spec_steps": 1, "num_draft_tokens": 4, "acceptance_histogram": [0, 1]}
+
+
+@_target(
+    _events(
+        {"choices": [{"text": "é", "token_ids": [5], "finish_reason": None}], "usage": _USAGE},
+        {"choices": [{"delta": {"content": "b", "reasoning": "c"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": _USAGE, "metrics": {"speculative_decoding": _DRAFTED}},
+    ),
+    _events({"error": {"message": "no", "code": 400}}),
+    _http('{"error": {"message": "unknown key"}}', status="422 Unprocessable"),
+    max_echo=SENTENCE,
+)
+def openai_stream(data: bytes) -> None:
+    question = Question(text="a", max_tokens=3)
+    server = OpenAI("openai+http://127.0.0.1:1", model="m")
+    _ask(lambda: _texts(server.stream(question)), post=data)
+
+
+_INPUTS = [{"name": name} for name in ("text_input", "max_tokens", "stream", "temperature")]
+
+
+@_target(*SEEDS["triton_stream"], max_echo=SENTENCE)
+def triton_endpoint(data: bytes) -> None:
+    """NVIDIA's ensemble, which tells its counts otherwise."""
+    metadata = {"inputs": _INPUTS, "outputs": _OUTPUTS}
+    server = Triton("http://127.0.0.1:1")
+    with mock.patch("specpipe.endpoints.triton.fetch", lambda *_, **__: _as_bytes(metadata)):
+        _ask(
+            lambda: _texts(server.stream(Question(text="a", max_tokens=3))), get=_CONFIG, post=data
+        )
