@@ -192,7 +192,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def _build(config: Path) -> None:
     """Builds what is not built yet, as the command does."""
-    command = [sys.executable, "-c", "from specpipe.cli import main; main()", "build"]
+    command = [sys.executable, "-c", "from specpipe.cli.group import main; main()", "build"]
     done = subprocess.run([*command, "--config", str(config)], capture_output=True, text=True)
     if done.returncode:
         raise SpecpipeError(f"specpipe build failed: {done.stderr.strip()}")

@@ -29,7 +29,7 @@ from benchmarks.attack_send import (
 )
 from specpipe.speculative.request import Request
 from specpipe.triton.secret import Signer
-from specpipe.triton.serving import Generation
+from specpipe.triton.serving.requests import Generation
 
 _PROMPT_IDS = Tensor("input_ids", "INT32", b"\7\0\0\0\1\0\0\0", (1, 2))
 

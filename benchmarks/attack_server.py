@@ -20,14 +20,14 @@ from typing import IO
 
 from benchmarks.attack_send import Target
 from specpipe.errors import ServerError
-from specpipe.triton import processes
+from specpipe.triton.server import processes
 
 LAUNCHER, TRITON = "launcher", "tritonserver"
 STUBS = ("preprocessing", "speculative", "postprocessing")
 
 _RESTART = re.compile(r"Triton is restarted")
 _MODEL = re.compile(r"/([a-z]+)/1/model\.py")
-_SPECPIPE = "import sys; from specpipe.cli import main; sys.exit(main())"
+_SPECPIPE = "import sys; from specpipe.cli.group import main; sys.exit(main())"
 _STARTUP_S = 180.0
 _STOP_S = 45.0
 _PROC = Path("/proc")

@@ -20,7 +20,7 @@ from benchmarks.attack_send import (
     stream,
     strings,
 )
-from specpipe.triton.serving import ENSEMBLE_INPUTS, Input
+from specpipe.triton.serving.tensors import ENSEMBLE_INPUTS, Input
 
 _GENERATE = "/v2/models/ensemble/generate"
 _PROMPT = "def read(path):\n"

@@ -35,17 +35,17 @@ from typing import Literal
 import numpy as np
 from measure import ROOT, cpu_name
 
-from specpipe import cache
-from specpipe.checkpoint import RawArray, read_safetensors_header
-from specpipe.family_config import unified_config
-from specpipe.rules import Part
-from specpipe.runtimes.base import load_runtime
+from specpipe.build import cache
+from specpipe.build.stages.convert import Convert
+from specpipe.checkpoints.checkpoint import RawArray, read_safetensors_header
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.rules import Part
+from specpipe.checkpoints.unified import write_unified
+from specpipe.checkpoints.unified_layout import part_shape
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt import library
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
-from specpipe.stages.base import Stage
-from specpipe.stages.convert import Convert
-from specpipe.unified import write_unified
-from specpipe.unified_layout import part_shape
+from specpipe.stage import Stage
 
 LIBRARY = "tensorrt_rtx"
 PAIR = ROOT / "models" / "python-code"

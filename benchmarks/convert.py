@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specpipe import cache
-from specpipe.checkpoint import INDEX_NAME, create_safetensors, num_elements
-from specpipe.family_config import unified_config
-from specpipe.stages.convert import Convert, convert
-from specpipe.unified_layout import part_shape, tensor_rules
+from specpipe.build import cache
+from specpipe.build.stages.convert import Convert, convert
+from specpipe.checkpoints.checkpoint import INDEX_NAME, create_safetensors, num_elements
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.unified_layout import part_shape, tensor_rules
 
 SHARD_BYTES = 2_000_000_000
 COPY = "plain copy"

@@ -37,11 +37,12 @@ from measure import (
     read_prompts,
 )
 
-from specpipe.config import PipelineConfig, load_config
-from specpipe.runtimes.costs import CostTable, Role
-from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.build.load import load_config
+from specpipe.config.sections import PipelineConfig
+from specpipe.runtimes.pair.costs import CostTable, Role
+from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.speculative.adaptive import StepCosts
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 
 TRANSFORMERS, ASSISTED = "transformers generate", "transformers assisted"
 LOOKED_UP = "transformers prompt lookup"

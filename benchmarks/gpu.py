@@ -49,7 +49,7 @@ from benchmarks.gpu_small import small
 from benchmarks.gpu_timing import Clock, bytes_per_second
 from benchmarks.inflate import size_of
 from benchmarks.source_prompts import source_prompts
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 
 _MODELS = Path(__file__).parents[1] / "models" / "python-code"
 _PARTS = (

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_config, inflated_tensors, num_parameters, open_source
-from specpipe.family_config import unified_config
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine, avoid_cudnn_attention
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import Weights, load_weights, unsupported
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model import Model, ModelConfig
-from specpipe.unified_config import UnifiedConfig
 
 _STD = 0.02
 

@@ -23,13 +23,13 @@ from benchmarks.gpu_timing import (
     round_seconds,
     step_seconds,
 )
-from specpipe.runtimes.base import PairOptions
-from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.pair import pair_of
 from specpipe.speculative.request import GREEDY, Sampling
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 
 ONE_K = 4
 """Draft tokens where one number is enough."""

@@ -12,7 +12,7 @@ from benchmarks.gpu_pair import ONE_K, LoadedPair, Settings
 from benchmarks.gpu_timing import answer, compare, request
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 
 _NUM_TOKENS = 64
 

@@ -8,14 +8,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from specpipe.families import EMBEDDING, HEAD
-from specpipe.rules import Part
+from specpipe.checkpoints.families import EMBEDDING, HEAD
+from specpipe.checkpoints.rules import Part
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.checkpoints.unified_layout import part_shape, source_rows, tensor_rules
+from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.runtimes.torch.layout import arranged, engine_rules
 from specpipe.runtimes.torch.model import ModelConfig
 from specpipe.runtimes.torch.quantized_source import QuantizedSource
-from specpipe.unified_config import UnifiedConfig
-from specpipe.unified_layout import part_shape, source_rows, tensor_rules
-from specpipe.unified_sections import Quantization
 
 ReadTensor = Callable[[str], "Tensor | None"]
 

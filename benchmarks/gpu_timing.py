@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_goals import covered
-from specpipe.runtimes.engine_pair import EnginePair
-from specpipe.runtimes.single_stream import MOST_UNDER_WAY
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
-from specpipe.runtimes.torch.fused.sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import ROWS
 from specpipe.speculative.request import GREEDY, Request, Sampling, Statistics
 
 _COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 20}

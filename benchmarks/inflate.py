@@ -35,7 +35,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specpipe.checkpoint import (
+from specpipe.checkpoints.checkpoint import (
     CONFIG_NAME,
     ELEMENT_BYTES,
     INDEX_NAME,
@@ -44,12 +44,12 @@ from specpipe.checkpoint import (
     open_checkpoint,
     raw_dtype,
 )
+from specpipe.checkpoints.families import EMBEDDING, HEAD
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.rules import Part
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.checkpoints.unified_layout import part_shape, source_rows, tensor_rules
 from specpipe.errors import CheckpointError, ConfigError, SpecpipeError
-from specpipe.families import EMBEDDING, HEAD
-from specpipe.family_config import unified_config
-from specpipe.rules import Part
-from specpipe.unified_config import UnifiedConfig
-from specpipe.unified_layout import part_shape, source_rows, tensor_rules
 
 SHARD_BYTES = 2_000_000_000
 _STD = 0.02

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specpipe.config import PipelineConfig
-from specpipe.pipeline import built_repository
-from specpipe.runtimes.base import Pair, load_runtime
+from specpipe.build.pipeline import built_repository
+from specpipe.config.sections import PipelineConfig
+from specpipe.runtimes.pair.pair import Pair
+from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.speculative.request import Request, Statistics
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import repository
-from specpipe.triton.repository import PairFile
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -38,11 +38,11 @@ from typing import Any
 import numpy as np
 from convert import Measured, Raw, cpu_name, measured, write_checkpoint
 
-from specpipe.config import QuantizationConfig
+from specpipe.build.stages.calibrate import Calibrate
+from specpipe.build.stages.export import Export
+from specpipe.build.stages.quantize import Quantize
+from specpipe.config.sections import QuantizationConfig
 from specpipe.quantization.texts import read_texts
-from specpipe.stages.calibrate import Calibrate
-from specpipe.stages.export import Export
-from specpipe.stages.quantize import Quantize
 
 TOKENIZER = Path(__file__).parents[1] / "models" / "python-code" / "target"
 MODELOPT_CONFIGS = {

@@ -28,10 +28,10 @@ from measure import (
     read_prompts,
 )
 
-from specpipe.config import load_config
-from specpipe.pipeline import built_repository
-from specpipe.triton import launcher
+from specpipe.build.load import load_config
+from specpipe.build.pipeline import built_repository
 from specpipe.triton.client import Client
+from specpipe.triton.server import launcher
 
 
 def main() -> None:

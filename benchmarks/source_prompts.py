@@ -15,7 +15,7 @@ import os
 import shutil
 from pathlib import Path
 
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 128
 _STRIDE = 97

@@ -19,12 +19,12 @@ if shutil.which("nvidia-smi") is None:
 
 # What starts servers: each gets ports that were free a moment ago.
 SERVING = (
-    "tests/bench/",
-    "tests/endpoints/",
-    "tests/nightly/",
+    "tests/evaluate/bench/",
+    "tests/evaluate/endpoints/",
+    "tests/evaluate/nightly/",
     "tests/test_examples.py",
     "tests/triton/",
-    "tests/verification/test_triton.py",
+    "tests/evaluate/verification/test_triton.py",
 )
 
 

@@ -20,11 +20,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 _NEEDED = (
-    "specpipe.cli",
-    "specpipe.pipeline",
+    "specpipe.cli.group",
+    "specpipe.build.pipeline",
     "specpipe.runtimes.torch.layout",
-    "specpipe.triton.lint",
-    "specpipe.triton.repository",
+    "specpipe.triton.repository.lint",
+    "specpipe.triton.repository.contents",
 )
 _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate")
 
@@ -125,8 +125,8 @@ def _serve() -> None:
 
 
 def _run(arguments: Sequence[str], fault: Fault, count_end: int) -> None:
-    from specpipe import cache
-    from specpipe.cli import main
+    from specpipe.build import cache
+    from specpipe.cli.group import main
 
     if fault.only_renames:
         cache.exchange = lambda first, second: False

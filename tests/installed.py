@@ -53,8 +53,8 @@ class Environment:
         run([*pip, *FROM_HERE, *arguments])
 
     def ask(self, expression: str, *, cwd: Path, **variables: str) -> str:
-        """What an expression with the names of specpipe.installation is, printed."""
-        code = f"from specpipe.installation import *; print({expression})"
+        """What an expression with the names of specpipe.machine.libraries is, printed."""
+        code = f"from specpipe.machine.libraries import *; print({expression})"
         return run([self.python, "-c", code], cwd=cwd, **variables).rstrip("\n")
 
 

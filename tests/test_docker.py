@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specpipe.runtimes.tensorrt_llm.versions import DEFAULT_VERSION, RELEASES
+from specpipe.config.tensorrt_llm_versions import DEFAULT_VERSION, RELEASES
 from tests.installed import extras_of
 
 DOCKER = Path(__file__).parents[1] / "docker"

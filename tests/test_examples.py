@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from specpipe import Client, pipeline
-from specpipe.cli import main
-from specpipe.config import load_config
-from specpipe.manifest import read_manifest
-from specpipe.triton import launcher
-from specpipe.triton.server import Server
+from specpipe import Client
+from specpipe.build import pipeline
+from specpipe.build.load import load_config
+from specpipe.cli.group import main
+from specpipe.machine.manifest import read_manifest
+from specpipe.triton.server import launcher
+from specpipe.triton.server.server import Server
 from tests.quiet import Quiet
 
 ROOT = Path(__file__).parents[1]

@@ -20,9 +20,9 @@ from benchmarks.gpu_report import main, merged, report, summary
 from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_tensors, open_source
 from benchmarks.source_prompts import main as write_prompts
-from specpipe.family_config import unified_config
+from specpipe.checkpoints.family_config import unified_config
 from specpipe.runtimes.torch.model import ModelConfig
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 from tests.runtimes.torch.engines import build_engine
 from tests.toy import write_toy_checkpoint
 from tests.toy_tokenizers import byte_level

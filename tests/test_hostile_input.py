@@ -19,14 +19,15 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from specpipe import pipeline, source
-from specpipe.checkpoint import open_checkpoint, read_safetensors_header
-from specpipe.config import load_config
+from specpipe.build import pipeline
+from specpipe.build.inspection import inspect
+from specpipe.build.load import load_config
+from specpipe.build.pairing import check_pair
+from specpipe.build.stages.convert import convert
+from specpipe.checkpoints import source
+from specpipe.checkpoints.checkpoint import open_checkpoint, read_safetensors_header
 from specpipe.errors import CheckpointError, ConfigError, SpecpipeError
-from specpipe.inspection import inspect
-from specpipe.pairing import check_pair
-from specpipe.stages.convert import convert
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 from tests.toy import ARCHITECTURES, toy_config, write_toy_checkpoint
 from tests.toy_tokenizers import byte_level, space_mark, word_piece, words, write_tokenizer
 

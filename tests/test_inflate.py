@@ -20,7 +20,7 @@ from benchmarks.inflate import (
     num_parameters,
     write_inflated,
 )
-from specpipe.checkpoint import open_checkpoint
+from specpipe.checkpoints.checkpoint import open_checkpoint
 from specpipe.errors import CheckpointError, ConfigError
 from specpipe.runtimes.torch.engine import TorchEngine
 from tests.runtimes.torch.engines import load_engine

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from specpipe import pipeline  # noqa: E402
-from specpipe.config import load_config  # noqa: E402
+from specpipe.build import pipeline  # noqa: E402
+from specpipe.build.load import load_config  # noqa: E402
 from tests.quiet import Quiet  # noqa: E402
 
 MODELS = Path(__file__).parents[1] / "models" / "python-code"

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from specpipe.runtimes.base import Pair, PairOptions, load_runtime
+from specpipe.build.stages.convert import convert
+from specpipe.runtimes.pair.pair import Pair, PairOptions
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.speculative.request import GREEDY, Request, RequestState, Sampling
-from specpipe.stages.convert import convert
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 
 pytest.importorskip("torch")
 

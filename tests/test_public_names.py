@@ -13,7 +13,7 @@ import pytest
 import specpipe
 from specpipe import errors
 from specpipe.speculative.request import Statistics
-from specpipe.triton import client
+from specpipe.triton.client import client
 
 ROOT = Path(__file__).parents[1]
 

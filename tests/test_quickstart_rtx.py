@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from specpipe import provenance
-from specpipe.checkpoint import read_safetensors_header
-from specpipe.cli import main
-from specpipe.triton import lint
+from specpipe.checkpoints.checkpoint import read_safetensors_header
+from specpipe.cli.group import main
+from specpipe.machine import provenance
+from specpipe.triton.repository import lint
 
 trt = pytest.importorskip("tensorrt_rtx")
 pytest.importorskip("torch")

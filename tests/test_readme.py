@@ -13,8 +13,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from specpipe.cli import main
-from specpipe.config import load_config
+from specpipe.build.load import load_config
+from specpipe.cli.group import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -148,7 +148,7 @@ def test_what_was_run_stands_in_the_readme_as_in_the_documents() -> None:
 
 
 def test_every_input_of_the_ensemble_that_works_is_named() -> None:
-    from specpipe.triton.serving import ENSEMBLE_INPUTS
+    from specpipe.triton.serving.tensors import ENSEMBLE_INPUTS
 
     supported = [tensor.name for tensor in ENSEMBLE_INPUTS if tensor.neutral is None]
     assert [n for n in supported if f"`{n}`" not in MANUAL and n not in QUIET_INPUTS] == []
@@ -156,7 +156,7 @@ def test_every_input_of_the_ensemble_that_works_is_named() -> None:
 
 def test_every_output_that_is_sent_and_every_draft_status_is_named() -> None:
     from specpipe.speculative.draft_status import DraftStatus
-    from specpipe.triton.serving import STATISTICS_OUTPUTS
+    from specpipe.triton.serving.tensors import STATISTICS_OUTPUTS
 
     names = [tensor.name for tensor in STATISTICS_OUTPUTS] + list(get_args(DraftStatus))
     assert [name for name in names if f"`{name}`" not in MANUAL] == []

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from specpipe import manifest as manifests
-from specpipe import pipeline
-from specpipe.checkpoint import read_safetensors_header
-from specpipe.cli import main
-from specpipe.config import PipelineConfig, load_config
+from specpipe.build import pipeline
+from specpipe.build.load import load_config
+from specpipe.checkpoints.checkpoint import read_safetensors_header
+from specpipe.cli.group import main
+from specpipe.config.sections import PipelineConfig
 from specpipe.errors import RepositoryError
-from specpipe.triton import launcher
+from specpipe.machine import manifest as manifests
+from specpipe.triton.server import launcher
 from tests.quiet import Quiet
 
 ROOT = Path(__file__).parents[1]

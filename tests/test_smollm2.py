@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from specpipe import pipeline
-from specpipe.config import load_config
-from specpipe.text import Tokenizer
-from specpipe.triton import launcher
+from specpipe.build import pipeline
+from specpipe.build.load import load_config
+from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton.client import Client, Completion
-from specpipe.triton.server import Server
+from specpipe.triton.server import launcher
+from specpipe.triton.server.server import Server
 from tests.quiet import Quiet
 
 torch = pytest.importorskip("torch")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from specpipe.cli import main
+from specpipe.cli.group import main
 
 for library in (
     "torch",

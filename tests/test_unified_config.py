@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from specpipe.checkpoint import read_config
+from specpipe.build.stages.convert import convert
+from specpipe.checkpoints.checkpoint import read_config
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.unified_config import UnifiedConfig, read_unified_config
 from specpipe.errors import CheckpointError
-from specpipe.family_config import unified_config
-from specpipe.stages.convert import convert
-from specpipe.unified_config import UnifiedConfig, read_unified_config
 from tests.quantization.checkpoints import FORMATS, quantized_checkpoint
 from tests.toy import ARCHITECTURES, spelled_as_4_57, toy_config, write_toy_checkpoint
 

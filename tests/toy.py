@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specpipe.checkpoint import TensorInfo, create_safetensors, read_blocks
+from specpipe.checkpoints.checkpoint import TensorInfo, create_safetensors, read_blocks
 
 Raw = npt.NDArray[Any]
 

@@ -49,6 +49,6 @@ else:
         """Imports the client when it is asked for: `import specpipe` alone takes no time."""
         if name not in ("Client", "Completion", "Statistics"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from specpipe.triton import client
+        from specpipe.triton.client import client
 
         return getattr(client, name)

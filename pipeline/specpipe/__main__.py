@@ -8,7 +8,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
 from typing import NoReturn  # noqa: E402
 
-from specpipe import signals  # noqa: E402
+from specpipe.machine import signals  # noqa: E402
 
 
 def main() -> NoReturn:
@@ -17,7 +17,7 @@ def main() -> NoReturn:
 
 
 def _command() -> None:
-    from specpipe.cli import main
+    from specpipe.cli.group import main
 
     main(prog_name="specpipe")
 

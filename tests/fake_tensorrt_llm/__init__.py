@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.tensorrt_llm.llm_pair import LlmPair
 from specpipe.speculative.request import Detokenizer
 from tests.runtimes.table_engine import HasLogits, make_pair

@@ -25,24 +25,25 @@ from unittest import mock
 import numpy as np
 import yaml
 
-from specpipe import pipeline, source
-from specpipe.chat_template import ChatTemplate
-from specpipe.checkpoint import open_checkpoint, read_safetensors_header
-from specpipe.config import load_config
-from specpipe.endpoints.base import Question
-from specpipe.endpoints.openai import OpenAI
-from specpipe.endpoints.triton import Triton
+from specpipe.build import pipeline
+from specpipe.build.load import load_config
+from specpipe.build.pairing import check_pair
+from specpipe.checkpoints import source
+from specpipe.checkpoints.checkpoint import open_checkpoint, read_safetensors_header
+from specpipe.checkpoints.limits import FileLimits
+from specpipe.checkpoints.plain_weights import open_weights
+from specpipe.config.limits import Limits
 from specpipe.errors import FAULT, CheckpointError, RequestError, ServerError
-from specpipe.file_limits import FileLimits
-from specpipe.limits import Limits
-from specpipe.pairing import check_pair
-from specpipe.plain_weights import open_weights
+from specpipe.evaluate.endpoints.base import Question
+from specpipe.evaluate.endpoints.openai import OpenAI
+from specpipe.evaluate.endpoints.triton import Triton
 from specpipe.quantization.prequantized import read_prequantized
-from specpipe.runtimes.base import PairOptions
-from specpipe.text import Tokenizer
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair_file import PairFile
+from specpipe.text.chat_template import ChatTemplate
+from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import repository, serving
 from specpipe.triton.client import Client
-from specpipe.triton.repository import PairFile
 from specpipe.triton.secret import Signer
 from tests.chat_templates import CONVERSATIONS, TEMPLATES
 from tests.fuzz.trial import MAX_BYTES, SENTENCE, VALUE, Target, Use
@@ -685,7 +686,9 @@ def triton_endpoint(data: bytes) -> None:
     """NVIDIA's ensemble, which tells its counts otherwise."""
     metadata = {"inputs": _INPUTS, "outputs": _OUTPUTS}
     server = Triton("http://127.0.0.1:1")
-    with mock.patch("specpipe.endpoints.triton.fetch", lambda *_, **__: _as_bytes(metadata)):
+    with mock.patch(
+        "specpipe.evaluate.endpoints.triton.fetch", lambda *_, **__: _as_bytes(metadata)
+    ):
         _ask(
             lambda: _texts(server.stream(Question(text="a", max_tokens=3))), get=_CONFIG, post=data
         )

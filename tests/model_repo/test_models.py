@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specpipe.config.limits import Limits
 from specpipe.errors import RequestError
-from specpipe.limits import Limits
-from specpipe.runtimes.base import Occupancy, PairOptions
+from specpipe.runtimes.pair.pair import Occupancy, PairOptions
+from specpipe.runtimes.pair_file import PairFile
 from specpipe.speculative.request import Chunk, Request, Statistics
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import repository, serving
-from specpipe.triton.repository import PairFile
 from specpipe.triton.secret import Signer
 
 TOKENIZER = Path(__file__).parents[2] / "models" / "python-code" / "target"

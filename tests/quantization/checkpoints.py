@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from specpipe.config import QuantizationConfig
-from specpipe.plain_weights import open_weights
+from specpipe.build.stages.quantize import quantize
+from specpipe.checkpoints.formats import OFFERED
+from specpipe.checkpoints.plain_weights import open_weights
+from specpipe.config.sections import QuantizationConfig
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import OFFERED
 from specpipe.quantization.quantized_config import quantized_config, quantized_linears
 from specpipe.quantization.scales import expected_scales
-from specpipe.stages.quantize import quantize
 from tests.toy import Raw, read_tensor, write_tensors, write_toy_checkpoint
 
 FORMATS = OFFERED

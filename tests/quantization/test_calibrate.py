@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from specpipe.checkpoint import read_safetensors_header
-from specpipe.config import CalibrationConfig, QuantizationConfig
+from specpipe.build.stages.calibrate import Calibrate
+from specpipe.checkpoints.checkpoint import read_safetensors_header
+from specpipe.checkpoints.plain_weights import open_weights
+from specpipe.config.sections import CalibrationConfig, QuantizationConfig
 from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable
-from specpipe.installation import with_extras
-from specpipe.plain_weights import open_weights
+from specpipe.machine.libraries import with_extras
 from specpipe.quantization import decoder
 from specpipe.quantization.calibrate import calibrate, modelopt_config
 from specpipe.quantization.decoder import Decoder, _rope_of_4
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import expected_scales, read_scales
-from specpipe.stages.calibrate import Calibrate
 from tests.quantization.checkpoints import scheme
 from tests.toy import (
     read_tensor,

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specpipe.checkpoint import TensorInfo, open_checkpoint, read_safetensors_header
+from specpipe.build.stages.export import Export, export
+from specpipe.checkpoints.checkpoint import TensorInfo, open_checkpoint, read_safetensors_header
+from specpipe.checkpoints.plain_weights import open_weights
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import ConfigError
-from specpipe.plain_weights import open_weights
 from specpipe.quantization import numbers
 from specpipe.quantization.quantized_config import quantized_config, quantized_linears
 from specpipe.quantization.scales import expected_scales
-from specpipe.stages.export import Export, export
-from specpipe.unified_config import UnifiedConfig
 from tests.quantization.checkpoints import as_floats, scheme, write_scales
 from tests.toy import ARCHITECTURES, Raw, read_tensor, write_tensors, write_toy_checkpoint
 

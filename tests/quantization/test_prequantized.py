@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specpipe.checkpoint import create_safetensors, open_checkpoint
+from specpipe.build.stages.convert import Convert, convert
+from specpipe.build.stages.export import export
+from specpipe.build.stages.quantize import quantize
+from specpipe.checkpoints.checkpoint import create_safetensors, open_checkpoint
+from specpipe.checkpoints.unified import UnifiedCheckpoint, load_unified
+from specpipe.checkpoints.unified_layout import tensor_rules
+from specpipe.checkpoints.unified_sections import NEVER_QUANTIZED
 from specpipe.errors import CheckpointError, ConfigError
 from specpipe.quantization import numbers
 from specpipe.quantization.prequantized import read_prequantized
-from specpipe.stages.convert import Convert, convert
-from specpipe.stages.export import export
-from specpipe.stages.quantize import quantize
-from specpipe.unified import UnifiedCheckpoint, load_unified
-from specpipe.unified_layout import tensor_rules
-from specpipe.unified_sections import NEVER_QUANTIZED
 from tests.quantization.checkpoints import as_floats, scheme, write_scales
 from tests.toy import read_tensor, toy_config, toy_tensors, write_toy_checkpoint
 
@@ -439,7 +439,7 @@ def zero_points(plain: Mapping[str, Floats]) -> Iterator[Ints]:
 
 def test_fused_parts_of_phi3_change_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value rows begin inside an int32; jobs and chunks have few rows."""
-    monkeypatch.setattr("specpipe.unified.JOB_BYTES", 200)
+    monkeypatch.setattr("specpipe.checkpoints.unified.JOB_BYTES", 200)
     monkeypatch.setattr("specpipe.quantization.prequantized_linears._CHUNK_BYTES", 1)
     plain = write_quantized(
         tmp_path / "hf",

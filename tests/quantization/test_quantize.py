@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specpipe.checkpoint import read_safetensors_header
+from specpipe.build.stages.convert import convert
+from specpipe.build.stages.quantize import Quantize, quantize
+from specpipe.checkpoints.checkpoint import read_safetensors_header
+from specpipe.checkpoints.unified import UnifiedCheckpoint, load_unified
+from specpipe.checkpoints.unified_sections import PLAIN
 from specpipe.errors import CheckpointError, ConfigError
 from specpipe.quantization import numbers
 from specpipe.quantization.quantized_config import quantized_linears
-from specpipe.stages.convert import convert
-from specpipe.stages.quantize import Quantize, quantize
-from specpipe.unified import UnifiedCheckpoint, load_unified
-from specpipe.unified_sections import PLAIN
 from tests.quantization.checkpoints import (
     FORMATS,
     as_floats,
@@ -269,7 +269,7 @@ def test_weights_are_made_in_chunks_of_whole_pairs(
     """Two rows are read at a time, by jobs of some 500 bytes."""
     whole = quantized_checkpoint(tmp_path / "whole", "phi3", "int4_awq", tp_size=2)
     monkeypatch.setattr("specpipe.quantization.weights._CHUNK_BYTES", 1)
-    monkeypatch.setattr("specpipe.unified.JOB_BYTES", 500)
+    monkeypatch.setattr("specpipe.checkpoints.unified.JOB_BYTES", 500)
     pieces = quantized_checkpoint(tmp_path / "pieces", "phi3", "int4_awq", tp_size=2)
     for rank in ("rank0.safetensors", "rank1.safetensors"):
         assert (pieces / rank).read_bytes() == (whole / rank).read_bytes()

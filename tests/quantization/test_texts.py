@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specpipe.config import CalibrationConfig
+from specpipe.config.sections import CalibrationConfig
 from specpipe.errors import ConfigError, RuntimeUnavailable
-from specpipe.installation import with_library
+from specpipe.machine.libraries import with_library
 from specpipe.quantization.texts import Texts, check_data, read_texts
 from tests.toy_tokenizers import byte_level, words, write_tokenizer
 

@@ -10,10 +10,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from specpipe.runtimes.base import Pair, PairOptions
-from specpipe.runtimes.costs import CostTable
-from specpipe.runtimes.engine_pair import EnginePair
-from specpipe.runtimes.torch.sampling import TorchSampler
+from specpipe.runtimes.pair.costs import CostTable
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import Pair, PairOptions
+from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.speculative.request import Chunk, Request
 from tests.speculative.table import WordDetokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.base import Pair
+from specpipe.runtimes.pair.pair import Pair
 from specpipe.speculative.request import Chunk, Request
 from tests.fake_tensorrt_llm import installed, table_pair
 from tests.runtimes.table_engine import ids, make_pair, run

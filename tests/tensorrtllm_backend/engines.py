@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specpipe.runtimes.base import PairOptions
+from specpipe.build.stages.convert import convert
+from specpipe.build.stages.package import models_folder
+from specpipe.checkpoints.unified import load_unified
+from specpipe.roles import Role
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.repository_layout import link_folder
 from specpipe.runtimes.torch.build import BuildTorchEngine
-from specpipe.stages.base import Role
-from specpipe.stages.convert import convert
-from specpipe.stages.package import models_folder
 from specpipe.triton import repository
-from specpipe.triton.installation import TritonBinary, find_tritonserver
-from specpipe.triton.layout import link_folder
-from specpipe.unified import load_unified
+from specpipe.triton.server.installation import TritonBinary, find_tritonserver
 from tests.runtimes.tensorrt_llm.engines import pair_options, write_engine
 
 CHECKPOINTS = Path(__file__).parents[2] / "models" / "python-code"

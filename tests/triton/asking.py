@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from specpipe.triton.client import Client
-from specpipe.triton.server import Server
+from specpipe.triton.server.server import Server
 
 
 def texts(

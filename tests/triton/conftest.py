@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from specpipe import pipeline
-from specpipe.config import load_config
-from specpipe.runtimes.base import PairOptions
-from specpipe.stages.package import models_folder
-from specpipe.triton import launcher, repository
-from specpipe.triton.server import Server
+from specpipe.build import pipeline
+from specpipe.build.load import load_config
+from specpipe.build.stages.package import models_folder
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.triton import repository
+from specpipe.triton.server import launcher
+from specpipe.triton.server.server import Server
 from tests.quiet import Quiet
 
 ROOT = Path(__file__).parents[2]

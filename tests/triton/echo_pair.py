@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.base import DetokenizerFactory, Occupancy, PairOptions
+from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.speculative.request import Chunk, Limits, Request, RequestState
 from specpipe.triton import repository
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specpipe.runtimes.base import DetokenizerFactory, PairOptions
+from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.triton import repository
 
 

@@ -13,10 +13,10 @@ import pytest
 from tritonclient import grpc
 
 from specpipe.errors import ServerError
-from specpipe.triton import launcher
 from specpipe.triton.client import Client
-from specpipe.triton.command import ADMIN_HEADER
-from specpipe.triton.server import Server
+from specpipe.triton.server import launcher
+from specpipe.triton.server.command import ADMIN_HEADER
+from specpipe.triton.server.server import Server
 
 REGION = {"key": "/x", "offset": 0, "byte_size": 8}
 

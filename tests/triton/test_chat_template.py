@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from specpipe.errors import RequestError
-from specpipe.triton import launcher
 from specpipe.triton.client import Client
-from specpipe.triton.server import Server
+from specpipe.triton.server import launcher
+from specpipe.triton.server.server import Server
 
 ECHO = {"max_tokens": 40, "end_id": -1}
 TEMPLATE = (

@@ -17,9 +17,9 @@ from specpipe.errors import RequestError, ServerError
 from specpipe.speculative.request import Request
 from specpipe.triton import serving
 from specpipe.triton.client import Client
-from specpipe.triton.processes import arguments, session_pids
 from specpipe.triton.secret import Signer
-from specpipe.triton.server import Server
+from specpipe.triton.server.processes import arguments, session_pids
+from specpipe.triton.server.server import Server
 from tests.triton.asking import metrics
 
 PROMPT = "def f(x):"  # five tokens: "def", " f", "(", "x", "):"; the echo pair repeats them

@@ -26,12 +26,14 @@ import pytest
 from tritonclient import grpc
 
 from specpipe.errors import RequestError, ServerError, SpecpipeError
+from specpipe.runtimes.pair_file import PairFile
 from specpipe.speculative.request import Request
-from specpipe.triton import launcher, serving
+from specpipe.triton import serving
 from specpipe.triton.client import Client, Completion
-from specpipe.triton.repository import PairFile
 from specpipe.triton.secret import Signer
-from specpipe.triton.server import ServeOptions, Server
+from specpipe.triton.server import launcher
+from specpipe.triton.server.options import ServeOptions
+from specpipe.triton.server.server import Server
 from tests.triton.asking import metrics
 from tests.triton.faulty_pair import Controls
 
@@ -544,7 +546,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(echo_repository: Callable[..
 
 def start_generate(url: str) -> subprocess.Popen[str]:
     words = ["generate", PROMPT, "--stream", "--max-tokens", "200", "--url", url]
-    command = [sys.executable, "-c", "from specpipe.cli import main; main()", *words]
+    command = [sys.executable, "-c", "from specpipe.cli.group import main; main()", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specpipe import pipeline
-from specpipe.config import load_config
+from specpipe.build import pipeline
+from specpipe.build.load import load_config
 from specpipe.errors import RequestError
-from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.pair import load_pair
 from specpipe.speculative.request import Request
-from specpipe.text import Tokenizer
-from specpipe.triton import launcher
+from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton.client import Client, Completion
-from specpipe.triton.server import Server
+from specpipe.triton.server import launcher
+from specpipe.triton.server.server import Server
 from tests.fake_tensorrt_llm import FOLDER
 from tests.quiet import Quiet
 from tests.runtimes.table_engine import run

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.base import Occupancy
+from specpipe.runtimes.pair.pair import Occupancy
 from specpipe.speculative.request import Chunk, Request
 from specpipe.triton import loop as loop_module
 from specpipe.triton.loop import PairLoop

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.runtimes.base import KVUse, Occupancy
+from specpipe.runtimes.pair.pair import KVUse, Occupancy
 from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.request import Chunk, Statistics
 from specpipe.triton.client import Client
 from specpipe.triton.metrics import FAMILIES, Counters
-from specpipe.triton.server import Server
+from specpipe.triton.server.server import Server
 from tests.triton.asking import metrics
 from tests.triton.metric_family import Metric, MetricFamily
 

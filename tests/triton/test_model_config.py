@@ -9,6 +9,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.errors import RepositoryError
+from specpipe.runtimes import config_pbtxt
 from specpipe.triton import model_config, serving
 
 CONFIGS = {config.name: config for config in model_config.model_configs()}
@@ -35,7 +36,7 @@ def test_postprocessing_is_written_as_triton_reads_it() -> None:
 def test_every_config_parses_back_to_the_same_message() -> None:
     assert list(CONFIGS) == ["ensemble", "preprocessing", "speculative", "postprocessing"]
     for config in CONFIGS.values():
-        assert text_format.Parse(model_config.to_text(config), pb.ModelConfig()) == config
+        assert text_format.Parse(config_pbtxt.to_text(config), pb.ModelConfig()) == config
 
 
 def test_the_ensemble_wires_three_steps() -> None:
@@ -62,7 +63,7 @@ def test_only_the_speculative_model_and_the_ensemble_are_decoupled() -> None:
 def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.pbtxt"
     with pytest.raises(RepositoryError, match=f"^{path} cannot be read: No such file"):
-        model_config.read_config(path)
+        config_pbtxt.read_config(path)
     path.write_bytes(b"\xff")
     with pytest.raises(RepositoryError, match=f"^{path} is not a model configuration: "):
-        model_config.read_config(path)
+        config_pbtxt.read_config(path)

@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 
 from specpipe.errors import ServerError
-from specpipe.runtimes.base import Launch
-from specpipe.triton import processes
+from specpipe.runtimes.launch import Launch
 from specpipe.triton.client import Client
-from specpipe.triton.command import server_command, server_environment
-from specpipe.triton.installation import TritonBinary, find_tritonserver
-from specpipe.triton.server import ServeOptions, Server
-from specpipe.triton.workspace import Workspace
+from specpipe.triton.server import processes
+from specpipe.triton.server.command import server_command, server_environment
+from specpipe.triton.server.installation import TritonBinary, find_tritonserver
+from specpipe.triton.server.options import ServeOptions
+from specpipe.triton.server.server import Server
+from specpipe.triton.server.workspace import Workspace
 
 FAKE_MPIRUN = """#!<python>
 import os, signal, subprocess, sys, time

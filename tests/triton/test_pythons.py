@@ -27,8 +27,8 @@ SERVE = """
 import sys
 from pathlib import Path
 from specpipe.errors import ServerError
-from specpipe.triton.client import Client
-from specpipe.triton.server import running
+from specpipe.triton.client.client import Client
+from specpipe.triton.server.server import running
 
 try:
     with running(Path(sys.argv[1])) as server:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.base import load_runtime
+from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.speculative.request import Request
-from specpipe.text import Tokenizer
-from specpipe.triton import lint
+from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton.client import Client
-from specpipe.triton.repository import PairFile
-from specpipe.triton.server import Server
+from specpipe.triton.repository import lint
+from specpipe.triton.server.server import Server
 from tests.triton.asking import texts
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.triton import processes
+from specpipe.triton.server import processes
 from tests.installed import ROOT, Environment, run
 
 
@@ -83,7 +83,7 @@ def test_a_signal_ends_it_with_its_server(
 
 
 def test_files_of_ones_own_are_left_as_they_are(tmp_path: Path) -> None:
-    from specpipe.quickstart import write_files
+    from specpipe.build.quickstart import write_files
 
     assert write_files(tmp_path) == []
     config = tmp_path / "configs" / "quickstart.yaml"

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specpipe.config.limits import ServedLimits
 from specpipe.errors import RequestError
-from specpipe.limits import ServedLimits
-from specpipe.runtimes.base import load_runtime
-from specpipe.text import Tokenizer
+from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.runtime import load_runtime
+from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import serving
 from specpipe.triton.client import Client, Completion
-from specpipe.triton.repository import PairFile
-from specpipe.triton.server import Server
+from specpipe.triton.server.server import Server
 from tests.triton.asking import metrics
 
 NUM_CLIENTS = 32

@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 
 from specpipe.errors import RequestError, ServerError
-from specpipe.runtimes.base import PairOptions, load_runtime
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.speculative.request import Request
-from specpipe.text import Tokenizer
-from specpipe.triton import launcher, lint
+from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton.client import Client
-from specpipe.triton.installation import TritonBinary
-from specpipe.triton.server import Server
+from specpipe.triton.repository import lint
+from specpipe.triton.server import launcher
+from specpipe.triton.server.installation import TritonBinary
+from specpipe.triton.server.server import Server
 from tests.tensorrtllm_backend.engines import triton_with_stand_in, write_repository
 from tests.triton.asking import metrics, texts
 

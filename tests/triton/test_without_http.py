@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from specpipe.errors import SpecpipeError
-from specpipe.triton import launcher, processes
-from specpipe.triton.addresses import check_ports
 from specpipe.triton.client import Client
-from specpipe.triton.server import ServeOptions, Server
+from specpipe.triton.server import launcher, processes
+from specpipe.triton.server.addresses import check_ports
+from specpipe.triton.server.options import ServeOptions
+from specpipe.triton.server.server import Server
 
 OPTIONS = ServeOptions(http_port=0, grpc_port=0, metrics_port=0, allow_http=False)
 

@@ -23,16 +23,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from specpipe.checkpoints.formats import E4M3_MAX
+from specpipe.checkpoints.plain_weights import PlainWeights
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import CheckpointError, RuntimeUnavailable
-from specpipe.plain_weights import PlainWeights
 from specpipe.quantization.decoder import Batch, Decoder, kv_amax
-from specpipe.quantization.formats import E4M3_MAX
 from specpipe.quantization.quantized_config import quantized_config, quantized_linears
 from specpipe.quantization.scales import MEASURED, Measured
-from specpipe.unified_config import UnifiedConfig
 
 if TYPE_CHECKING:
-    from specpipe.config import QuantizationConfig
+    from specpipe.config.sections import QuantizationConfig
 
 Run = Callable[[nn.Module, Batch], Tensor]
 """Runs a module on a batch."""

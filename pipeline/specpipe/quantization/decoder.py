@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from specpipe.checkpoint import RawArray, read_config
+from specpipe.checkpoints.checkpoint import RawArray, read_config
+from specpipe.checkpoints.families import EMBEDDING, FAMILIES, HEAD
+from specpipe.checkpoints.plain_weights import PlainWeights
 from specpipe.errors import CheckpointError
-from specpipe.families import EMBEDDING, FAMILIES, HEAD
-from specpipe.plain_weights import PlainWeights
 
 TOKENS_AT_ONCE = 1024
 """Tokens of one forward, unless a text is longer. ModelOpt rounds all weights anew in each forward

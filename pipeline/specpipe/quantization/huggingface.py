@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specpipe.checkpoint import (
+from specpipe.checkpoints.checkpoint import (
     CONFIG_NAME,
     ELEMENT_BYTES,
     INDEX_NAME,
@@ -40,13 +40,13 @@ from specpipe.checkpoint import (
     create_safetensors,
     num_elements,
 )
-from specpipe.families import HEAD
-from specpipe.quantization.formats import FORMATS, Content, Format, Scale
+from specpipe.checkpoints.families import HEAD
+from specpipe.checkpoints.formats import FORMATS, Content, Format, Scale
+from specpipe.checkpoints.quantized_rules import is_quantized
+from specpipe.checkpoints.row_jobs import JOB_BYTES, in_threads
+from specpipe.checkpoints.unified_layout import tensor_rules
 from specpipe.quantization.quantized_config import check_export
-from specpipe.quantization.tensors import is_quantized
 from specpipe.quantization.weights import QuantizedWeights, raw
-from specpipe.row_jobs import JOB_BYTES, in_threads
-from specpipe.unified_layout import tensor_rules
 
 SUFFIXES: Mapping[Content, str] = {
     "quantized": "weight",

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specpipe.quantization.formats import E2M1_MAX, E4M3_MAX, FORMATS, Content
+from specpipe.checkpoints.formats import E2M1_MAX, E4M3_MAX, FORMATS, Content
 
 INT8_MAX, INT4_MAX = 127.0, 7.0
 """The greatest numbers that a scale is chosen for; the least is one further from 0."""

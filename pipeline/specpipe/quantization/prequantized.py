@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
-from specpipe.checkpoint_file import is_there, quoted, read_json
+from specpipe.checkpoints.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
+from specpipe.checkpoints.files import is_there, quoted, read_json
+from specpipe.checkpoints.formats import FORMAT_OF_ALGO, FORMATS
+from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
+from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.errors import CheckpointError
-from specpipe.file_limits import FILE_LIMITS, FileLimits
-from specpipe.quantization.formats import FORMAT_OF_ALGO, FORMATS
-from specpipe.unified_sections import Quantization
 
 Layout = Literal["scaled", "awq", "gptq"]
 """How the weight of a linear is stored.

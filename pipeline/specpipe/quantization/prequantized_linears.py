@@ -13,14 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpipe.checkpoint import HFCheckpoint, RawArray, TensorInfo, num_elements, read_blocks
+from specpipe.checkpoints.checkpoint import (
+    HFCheckpoint,
+    RawArray,
+    TensorInfo,
+    num_elements,
+    read_blocks,
+)
+from specpipe.checkpoints.formats import FORMATS, Content
+from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
+from specpipe.checkpoints.weight_values import check_finite, in_tensor
 from specpipe.errors import CheckpointError
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import FORMATS, Content
 from specpipe.quantization.huggingface import SUFFIXES
 from specpipe.quantization.prequantized import CURE, Prequantized
-from specpipe.unified_config import DTYPES, UnifiedConfig
-from specpipe.weight_values import check_finite, in_tensor
 
 _CHUNK_BYTES = 32 << 20  # of int4 numbers that are unpacked at a time
 

@@ -17,12 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specpipe.checkpoint import HFCheckpoint, RawArray, open_checkpoint, some
+from specpipe.checkpoints.checkpoint import HFCheckpoint, RawArray, open_checkpoint, some
+from specpipe.checkpoints.formats import FORMATS, Content, Scale
+from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
+from specpipe.checkpoints.plain_weights import PlainWeights, config_of, match_weights
+from specpipe.checkpoints.quantized_rules import is_linear
+from specpipe.checkpoints.rules import Part
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.checkpoints.unified_layout import part_shape, source_rows, tensor_rules
 from specpipe.errors import CheckpointError
-from specpipe.file_limits import FILE_LIMITS, FileLimits
-from specpipe.plain_weights import PlainWeights, config_of, match_weights
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import FORMATS, Content, Scale
 from specpipe.quantization.huggingface import KV_SCALES, SUFFIXES
 from specpipe.quantization.prequantized import CURE, Prequantized
 from specpipe.quantization.prequantized_linears import (
@@ -37,11 +41,7 @@ from specpipe.quantization.quantized_config import (
     plain_parts,
     quantized_linears,
 )
-from specpipe.quantization.tensors import is_linear
 from specpipe.quantization.weights import raw
-from specpipe.rules import Part
-from specpipe.unified_config import UnifiedConfig
-from specpipe.unified_layout import part_shape, source_rows, tensor_rules
 
 _KV_SCALES = (
     KV_SCALES,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from specpipe.config import QuantizationConfig
+from specpipe.checkpoints.formats import FORMATS, OFFERED
+from specpipe.checkpoints.quantized_rules import is_quantized
+from specpipe.checkpoints.rules import Part, TensorRule
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.checkpoints.unified_layout import part_shape, tensor_rules
+from specpipe.checkpoints.unified_sections import PLAIN, Quantization
+from specpipe.config.sections import QuantizationConfig
 from specpipe.errors import ConfigError
-from specpipe.quantization.formats import FORMATS, OFFERED
-from specpipe.quantization.tensors import is_quantized
-from specpipe.rules import Part, TensorRule
-from specpipe.unified_config import UnifiedConfig
-from specpipe.unified_layout import part_shape, tensor_rules
-from specpipe.unified_sections import PLAIN, Quantization
 
 _CURE = "exclude it, or use fp8"
 

@@ -21,11 +21,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from specpipe.checkpoint import TensorInfo, read_blocks, read_safetensors_header, some
+from specpipe.checkpoints.checkpoint import TensorInfo, read_blocks, read_safetensors_header, some
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.checkpoints.unified_layout import part_shape
 from specpipe.errors import CheckpointError
 from specpipe.quantization.quantized_config import quantized_linears
-from specpipe.unified_config import UnifiedConfig
-from specpipe.unified_layout import part_shape
 
 SCALES_NAME, CALIBRATION_NAME = "scales.safetensors", "calibration.json"
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.chat_messages import check_messages, text_of
-from specpipe.checkpoint_file import read_json
+from specpipe.checkpoints.files import read_json
+from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import ConfigError, RequestError, RuntimeUnavailable
-from specpipe.file_limits import FILE_LIMITS, FileLimits
-from specpipe.installation import with_library
-from specpipe.text import Tokenizer
+from specpipe.machine.libraries import with_library
+from specpipe.text.chat_messages import check_messages, text_of
+from specpipe.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from specpipe.config import CalibrationConfig
+    from specpipe.config.sections import CalibrationConfig
 
 BUILTIN = "builtin"
 

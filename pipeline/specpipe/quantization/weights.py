@@ -15,21 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpipe.checkpoint import RawArray, num_elements
+from specpipe.checkpoints.checkpoint import RawArray, num_elements
+from specpipe.checkpoints.formats import E2M1_MAX, E4M3_MAX, FORMATS, Content
+from specpipe.checkpoints.plain_weights import PlainWeights
+from specpipe.checkpoints.rules import Part
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.checkpoints.unified_layout import part_shape, source_rows
 from specpipe.errors import CheckpointError
-from specpipe.plain_weights import PlainWeights
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import (
-    E2M1_MAX,
-    E4M3_MAX,
-    FORMATS,
-    Content,
-)
 from specpipe.quantization.quantized_config import plain_parts, quantized_linears
 from specpipe.quantization.scales import Measured, Scales
-from specpipe.rules import Part
-from specpipe.unified_config import UnifiedConfig
-from specpipe.unified_layout import part_shape, source_rows
 
 _CHUNK_BYTES = 1 << 20  # of plain weights that are rounded at a time; their floats stay in a cache
 

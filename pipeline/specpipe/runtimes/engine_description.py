@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specpipe.checkpoint_file import read_json
+from specpipe.checkpoints.files import read_json
 from specpipe.errors import CheckpointError, EngineMismatch
 
 CONFIG_NAME = "config.json"

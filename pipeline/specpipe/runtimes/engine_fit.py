@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from specpipe.errors import EngineMismatch
-from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.pair.pair import PairOptions
 
 
 class HasLimits(Protocol):

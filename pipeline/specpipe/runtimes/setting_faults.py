@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from specpipe.quantization.formats import FORMATS, TENSORRT_FORMATS
+from specpipe.checkpoints.formats import FORMATS, TENSORRT_FORMATS
+from specpipe.config.faults import Fault, without_effect
 
 if TYPE_CHECKING:
-    from specpipe.config import CheckpointConfig, PipelineConfig, QuantizationConfig
+    from specpipe.config.sections import CheckpointConfig, PipelineConfig, QuantizationConfig
 
 _READERS = {
     "dtype": ("torch", "tensorrt"),
@@ -23,15 +23,6 @@ _READERS = {
     "tensorrt_llm": ("tensorrt_llm",),
 }
 """The runtimes that read a setting of `engine`; all read what is not listed."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A setting that cannot stay: its key, its value and what is expected of it."""
-
-    key: str
-    value: Any
-    expected: str
 
 
 def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
@@ -183,8 +174,3 @@ def _tensorrt_quantization_faults(
             f"none of {', '.join(too_old)}, which {role}.quantization.format {scheme.format} does "
             "not run on",
         )
-
-
-def without_effect(key: str, value: Any, where: str) -> Fault:
-    """The fault of a setting that nobody reads."""
-    return Fault(key, value, f"nothing here, since it has no effect with {where}")

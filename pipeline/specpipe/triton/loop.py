@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from specpipe.errors import FAULT, RequestError
-from specpipe.runtimes.base import Occupancy, Pair
+from specpipe.runtimes.pair.pair import Occupancy, Pair
 from specpipe.speculative.request import Chunk, Request
 
 _LOGGER = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Literal
 
-from specpipe.runtimes.base import Occupancy
+from specpipe.runtimes.pair.pair import Occupancy
 from specpipe.speculative.request import Chunk
 
 STEPS = "specpipe_loop_steps_total"

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.speculative.request import Chunk, Request, Sampling
 
 from . import engines

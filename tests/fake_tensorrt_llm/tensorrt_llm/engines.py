@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from specpipe.runtimes.base import PairOptions
-from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.pair import load_pair
 from tests.runtimes.torch.engines import build_engine
 

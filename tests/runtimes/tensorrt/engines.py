@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specpipe.build.stages.convert import convert
+from specpipe.checkpoints.unified_config import DTYPES
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine
-from specpipe.stages.convert import convert
-from specpipe.unified_config import DTYPES
 from tests.toy import Raw, toy_config, toy_tensors, write_tensors, write_toy_checkpoint
 
 

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specpipe.checkpoints.unified import load_unified
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.graph import Graph
 from specpipe.runtimes.tensorrt.network import build_decoder
 from specpipe.runtimes.tensorrt.weights import CheckpointWeights, ShapesOnly
 from specpipe.runtimes.torch.engine import TorchEngine
-from specpipe.unified import load_unified
-from specpipe.unified_config import UnifiedConfig
 from tests.runtimes.tensorrt.interpreter import Interpreter
 from tests.runtimes.tensorrt.layers import DTYPES
 from tests.runtimes.torch.engines import load_engine

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from specpipe.family_config import unified_config
-from specpipe.runtimes.base import Pair, PairOptions
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import ENGINE_KIND
 from specpipe.runtimes.tensorrt.cuda import Cuda

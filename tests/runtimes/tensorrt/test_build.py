@@ -17,14 +17,14 @@ import pytest
 import tensorrt_rtx as trt
 
 from specpipe import __version__
-from specpipe.checkpoint import read_safetensors_header
+from specpipe.build.stages.convert import convert
+from specpipe.checkpoints.checkpoint import read_safetensors_header
+from specpipe.checkpoints.unified import load_unified
 from specpipe.errors import CheckpointError, EngineBuildError, RuntimeUnavailable
-from specpipe.installation import with_extras
+from specpipe.machine.libraries import with_extras
 from specpipe.runtimes.tensorrt import build, library
 from specpipe.runtimes.tensorrt.build import PlaceWeights
-from specpipe.stages.base import StageInputs
-from specpipe.stages.convert import convert
-from specpipe.unified import load_unified
+from specpipe.stage import StageInputs
 from tests.runtimes.tensorrt.engines import build_engine, engine_stage, write_unified
 from tests.toy import read_tensor, toy_config, toy_tensors
 

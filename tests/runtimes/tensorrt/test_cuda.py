@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specpipe.checkpoint import create_safetensors
+from specpipe.checkpoints.checkpoint import create_safetensors
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
-from specpipe.installation import with_extras
+from specpipe.machine.libraries import with_extras
 from specpipe.runtimes.tensorrt import cuda as cuda_module
 from specpipe.runtimes.tensorrt.cuda import Cuda
 from specpipe.runtimes.tensorrt.cuda_runner import KERNELS_NAME, CudaRunner

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from specpipe import __version__
+from specpipe.build.stages.convert import convert
 from specpipe.errors import EngineMismatch
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
 from specpipe.runtimes.tensorrt.engine_config import EngineSpec, check_files
 from specpipe.runtimes.tensorrt.shapes import Profile
-from specpipe.stages.convert import convert
 from tests.runtimes.tensorrt.table_library import write_engine
 from tests.toy import write_toy_checkpoint
 

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from specpipe.provenance import gpus
-from specpipe.runtimes.base import PairOptions, load_runtime
-from specpipe.runtimes.engine_pair import Engine, EnginePair
+from specpipe.machine.provenance import gpus
+from specpipe.runtimes.pair.engine import Engine
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine
 from specpipe.runtimes.tensorrt.cuda_runner import KERNELS_NAME
 from specpipe.runtimes.tensorrt.fit import Gpu, buildable
 from specpipe.speculative.request import Request
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 from tests.runtimes.table_engine import ids, run
 from tests.runtimes.torch.engines import build_engine
 

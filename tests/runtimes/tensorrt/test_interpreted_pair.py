@@ -15,8 +15,9 @@ import pytest
 import tensorrt_rtx as trt
 import torch
 
-from specpipe.runtimes.base import PairOptions
-from specpipe.runtimes.engine_pair import Engine, EnginePair
+from specpipe.runtimes.pair.engine import Engine
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
 from specpipe.runtimes.tensorrt.cuda import Cuda
@@ -26,7 +27,7 @@ from specpipe.runtimes.tensorrt.engine_config import EngineSpec
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.pair import pair_of
 from specpipe.speculative.request import GREEDY, Request, Sampling
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 from tests.runtimes.table_engine import ids, run
 from tests.runtimes.tensorrt.gpus import HostGpu
 from tests.runtimes.tensorrt.interpreter import Interpreter

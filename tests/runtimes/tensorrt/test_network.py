@@ -14,12 +14,12 @@ import pytest
 import tensorrt_rtx as trt
 import torch
 
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.errors import EngineBuildError
-from specpipe.family_config import unified_config
 from specpipe.runtimes.tensorrt import network, shapes
 from specpipe.runtimes.tensorrt.graph import Graph, kinds
-from specpipe.unified_config import UnifiedConfig
-from specpipe.unified_sections import Quantization
 from tests.runtimes.tensorrt.networks import (
     InterpretedDecoder,
     Network,

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
-from specpipe.runtimes import costs
-from specpipe.runtimes.base import PairOptions, load_runtime
-from specpipe.runtimes.engine_pair import EnginePair
+from specpipe.runtimes.pair import costs
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt import library
 from specpipe.runtimes.tensorrt.cuda import Cuda
 from specpipe.runtimes.tensorrt.cuda_runner import KERNELS_NAME

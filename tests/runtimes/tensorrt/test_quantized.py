@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specpipe.checkpoints.unified import load_unified
 from specpipe.errors import EngineBuildError
 from specpipe.runtimes.tensorrt.graph import Graph, Tensor
 from specpipe.runtimes.tensorrt.weights import CheckpointWeights
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.runtimes.torch.engine import TorchEngine
-from specpipe.unified import load_unified
 from tests.quantization.checkpoints import quantized_checkpoint
 from tests.runtimes.tensorrt.engines import build_engine
 from tests.runtimes.tensorrt.networks import (

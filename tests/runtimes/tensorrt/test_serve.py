@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from specpipe import provenance
 from specpipe.errors import ConfigError, EngineMismatch, RuntimeUnavailable
-from specpipe.runtimes.base import Launch, PairOptions, load_runtime
+from specpipe.machine import provenance
+from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt import library, serve
-from specpipe.triton.repository import PairFile
 from tests.runtimes.tensorrt.table_library import write_engine
 
 OPTIONS = PairOptions(max_batch_size=4, max_seq_len=500)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.stages.convert import convert
+from specpipe.build.stages.convert import convert
 from tests.runtimes.tensorrt.engines import build_engine
 from tests.runtimes.tensorrt.networks import (
     InterpretedDecoder,

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from specpipe.checkpoint import read_safetensors_header
+from specpipe.checkpoints.checkpoint import read_safetensors_header
+from specpipe.checkpoints.unified import load_unified
 from specpipe.errors import EngineBuildError
 from specpipe.runtimes.tensorrt.weights import CheckpointWeights, ShapesOnly
-from specpipe.unified import load_unified
 from tests.runtimes.tensorrt.engines import write_unified
 from tests.toy import read_tensor, toy_config, toy_tensors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specpipe.runtimes.base import DetokenizerFactory, PairOptions
+from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.runtimes.tensorrt_llm.bls import BlsPair
 from specpipe.runtimes.tensorrt_llm.engine_calls import Acceptance, EngineModel
 from specpipe.speculative.request import Limits

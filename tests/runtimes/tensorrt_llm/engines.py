@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specpipe.runtimes.base import PairOptions
-from specpipe.runtimes.tensorrt_llm.parameters import TritonParameters
-from specpipe.stages.base import Role
-from specpipe.stages.package import models_folder
+from specpipe.build.stages.package import models_folder
+from specpipe.config.tensorrt_llm_parameters import TritonParameters
+from specpipe.roles import Role
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.triton import repository
 
 _TOKENIZER = Path(__file__).parents[3] / "models" / "python-code" / "target"

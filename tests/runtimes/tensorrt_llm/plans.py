@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specpipe.config import CheckpointConfig, EngineConfig
-from specpipe.family_config import unified_config
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.config.sections import CheckpointConfig, EngineConfig
 from specpipe.quantization.quantized_config import quantized_config
-from specpipe.runtimes.base import PairPlan, Side
-from specpipe.stages.base import Role
+from specpipe.roles import Role
+from specpipe.runtimes.plan import PairPlan, Side
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from specpipe.errors import FAULT, EngineMismatch, RequestError, RuntimeUnavailable
-from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.tensorrt_llm.bls import (
     BlsPair,
     CallTimes,

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from specpipe import cache
+from specpipe.build import cache
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
+from specpipe.machine.signals import raised
+from specpipe.roles import Role
 from specpipe.runtimes.tensorrt_llm import TensorRTLLMRuntime, build, refusals
 from specpipe.runtimes.tensorrt_llm.engine_config import check_engines, read_engine
-from specpipe.signals import raised
-from specpipe.stages.base import Role
 from tests.runtimes.tensorrt_llm.tools import Tools, build_stage, install, make, toy_pair
 
 ROLES: tuple[Role, Role] = ("draft", "target")

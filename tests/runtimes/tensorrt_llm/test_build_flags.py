@@ -6,6 +6,8 @@ from typing import get_args
 
 import pytest
 
+from specpipe.config.tensorrt_llm import FIXED_FLAGS, BuildFlags
+from specpipe.roles import Role
 from specpipe.runtimes.tensorrt_llm.build_flags import (
     FLAGS,
     NOT_PASSED,
@@ -14,9 +16,7 @@ from specpipe.runtimes.tensorrt_llm.build_flags import (
     flags,
     values,
 )
-from specpipe.runtimes.tensorrt_llm.settings import FIXED_FLAGS, BuildFlags
 from specpipe.runtimes.tensorrt_llm.toolbox import File
-from specpipe.stages.base import Role
 from tests.runtimes.tensorrt_llm import fake_trtllm_build, plans
 
 

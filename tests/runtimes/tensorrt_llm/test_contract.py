@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from specpipe.config.tensorrt_llm_parameters import FIXED_PARAMETERS, TritonParameters
 from specpipe.errors import RepositoryError
 from specpipe.runtimes.tensorrt_llm import contract
 from specpipe.runtimes.tensorrt_llm.contract import Tensor
-from specpipe.runtimes.tensorrt_llm.parameters import FIXED_PARAMETERS, TritonParameters
 
 
 def test_names_by_release() -> None:

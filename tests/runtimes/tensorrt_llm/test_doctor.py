@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from specpipe.cli import main
+from specpipe.cli.group import main
 from specpipe.errors import RuntimeUnavailable
 from specpipe.runtimes.tensorrt_llm import contract, doctor
 from specpipe.runtimes.tensorrt_llm.doctor import (

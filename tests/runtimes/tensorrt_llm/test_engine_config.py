@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specpipe.errors import EngineBuildError, EngineMismatch
+from specpipe.roles import Role
 from specpipe.runtimes.tensorrt_llm.engine_config import (
     Acceptance,
     Wanted,
@@ -14,7 +15,6 @@ from specpipe.runtimes.tensorrt_llm.engine_config import (
     check_engines,
     read_engine,
 )
-from specpipe.stages.base import Role
 from tests.runtimes.tensorrt_llm.engines import engine_json, write_engine
 
 EXTRA = "remove it from engine.tensorrt_llm.extra_build_args"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from specpipe.checkpoints.family_config import unified_config
 from specpipe.errors import EngineBuildError
-from specpipe.family_config import unified_config
 from specpipe.runtimes.tensorrt_llm import kv_plan
 from tests.runtimes.tensorrt_llm.plans import LLAMA_1B, LLAMA_70B, MISTRAL_7B, plan
 from tests.toy import toy_config

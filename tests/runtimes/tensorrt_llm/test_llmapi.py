@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from specpipe import pipeline
+from specpipe.build import pipeline
 from specpipe.errors import CheckpointError, EngineMismatch, RuntimeUnavailable
-from specpipe.runtimes.base import PairOptions, load_runtime
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt_llm import llmapi
 from specpipe.runtimes.tensorrt_llm.llm_pair import LlmPair
 from specpipe.runtimes.tensorrt_llm.llmapi import CollectCheckpoint
 from specpipe.speculative.request import Request
-from specpipe.triton.repository import PairFile
 from tests.fake_tensorrt_llm import installed, runtime_settings
 from tests.quiet import Quiet
 from tests.runtimes.table_engine import ids, run

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from specpipe import pipeline
-from specpipe.config import PipelineConfig, load_config
+from specpipe.build import pipeline
+from specpipe.build.load import load_config
+from specpipe.build.stages.package import Package
+from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, EngineBuildError
-from specpipe.runtimes.base import PairOptions
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.tensorrt_llm import model_yaml
-from specpipe.stages.package import Package
 from tests.toy import toy_config
 
 ROOT = Path(__file__).parents[3]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from tritonclient.grpc import model_config_pb2 as pb
 
-from specpipe import cache
+from specpipe.build import cache
+from specpipe.build.pairing import check_pair
+from specpipe.build.stages.package import Package
 from specpipe.errors import EngineBuildError, RepositoryError
-from specpipe.pairing import check_pair
-from specpipe.runtimes import base
+from specpipe.runtimes import runtime as base
+from specpipe.runtimes.config_pbtxt import read_config
 from specpipe.runtimes.tensorrt_llm import TensorRTLLMRuntime, models
-from specpipe.stages.package import Package
-from specpipe.triton import lint
-from specpipe.triton.model_config import read_config
+from specpipe.triton.repository import lint
 from tests.runtimes.tensorrt_llm.engines import package, pair_options, write_engine
 from tests.runtimes.tensorrt_llm.plans import LLAMA_1B, MISTRAL_7B, plan
 
@@ -248,7 +248,9 @@ class TemplateRuntime(TensorRTLLMRuntime):
 
 def test_no_unfilled_key_is_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "load_runtime", lambda name: TemplateRuntime())
-    monkeypatch.setattr("specpipe.triton.repository.load_runtime", lambda name: TemplateRuntime())
+    monkeypatch.setattr(
+        "specpipe.triton.repository.contents.load_runtime", lambda name: TemplateRuntime()
+    )
     checkpoints = ROOT / "models" / "python-code"
     contract = tmp_path / "pair.json"
     contract.write_text(check_pair(checkpoints / "draft", checkpoints / "target").to_json())

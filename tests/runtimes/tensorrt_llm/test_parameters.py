@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.config import load_config
+from specpipe.build.load import load_config
 from specpipe.errors import ConfigError
 
 _YAML = """name: pair

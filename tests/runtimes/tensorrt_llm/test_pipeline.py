@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from specpipe.cli import main
+from specpipe.cli.group import main
 from specpipe.runtimes.tensorrt_llm import refusals
 from specpipe.runtimes.tensorrt_llm.engine_config import read_engine
 from tests.runtimes.tensorrt_llm.tools import Tools, install

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from specpipe.checkpoints.formats import OFFERED
+from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.errors import EngineBuildError
-from specpipe.quantization.formats import OFFERED
-from specpipe.runtimes.tensorrt_llm import refusals
-from specpipe.unified_sections import Quantization
+from specpipe.runtimes.tensorrt_llm import capabilities, refusals
 from tests.runtimes.tensorrt_llm import plans
 
 
@@ -20,7 +20,7 @@ def refused(folder: Path, **changes: Any) -> list[str]:
     """The lines that a plan is refused with; [] if it is not."""
     try:
         pair = plans.plan(folder, **changes)
-        refusals.check_plan(pair, refusals.capabilities(pair))
+        refusals.check_plan(pair, capabilities.capabilities(pair))
     except EngineBuildError as exc:
         return str(exc).splitlines()
     return []
@@ -110,11 +110,11 @@ def test_gpus_of_this_machine_decide_where_the_config_says_nothing(
     found = [{"compute_cap": "9.0"}, {"compute_cap": "8.6"}]
     monkeypatch.setattr(refusals, "gpus", lambda: found)
     pair = plans.plan(tmp_path, tensorrt_llm={"target_gpu_ids": [1]})
-    assert refusals.capabilities(pair) == {"draft": "9.0", "target": "8.6"}
+    assert capabilities.capabilities(pair) == {"draft": "9.0", "target": "8.6"}
     both = plans.plan(tmp_path, target_checkpoint={"tp_size": 2})
-    assert refusals.capabilities(both)["target"] == "8.6"
+    assert capabilities.capabilities(both)["target"] == "8.6"
     given = plans.plan(tmp_path, **on("10.0"))
-    assert refusals.capabilities(given) == {"draft": "10.0", "target": "10.0"}
+    assert capabilities.capabilities(given) == {"draft": "10.0", "target": "10.0"}
 
 
 @pytest.mark.parametrize("checkpoint", [{}, {"quantization": {"format": "fp8"}}])
@@ -244,7 +244,7 @@ def carried_over(folder: Path, **quantization: Any) -> list[str]:
     unified = pair.target.unified.quantized(Quantization(**quantization))
     pair = replace(pair, target=replace(pair.target, unified=unified))
     with pytest.raises(EngineBuildError) as caught:
-        refusals.check_plan(pair, refusals.capabilities(pair))
+        refusals.check_plan(pair, capabilities.capabilities(pair))
     return str(caught.value).splitlines()
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from specpipe.errors import ConfigError, EngineMismatch, RepositoryError, RuntimeUnavailable
-from specpipe.runtimes.base import Launch, load_runtime
+from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt_llm import serve
 from specpipe.runtimes.tensorrt_llm.serve import (
     EngineFacts,

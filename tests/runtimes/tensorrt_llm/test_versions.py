@@ -4,14 +4,14 @@ from typing import get_args
 
 import pytest
 
-from specpipe.errors import ConfigError
-from specpipe.runtimes.tensorrt_llm.versions import (
+from specpipe.config.tensorrt_llm_versions import (
     DEFAULT_VERSION,
     RELEASES,
     SupportedVersion,
     release,
     version_number,
 )
+from specpipe.errors import ConfigError
 
 
 def test_default_is_the_last_release_with_engines() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from specpipe.runtimes.base import PairPlan
+from specpipe.roles import Role
+from specpipe.runtimes.plan import PairPlan
 from specpipe.runtimes.tensorrt_llm import build
 from specpipe.runtimes.tensorrt_llm.build import BuildEngine
-from specpipe.stages.base import Role
 from tests.runtimes.tensorrt_llm import plans
 from tests.toy import toy_config, write_toy_checkpoint
 from tests.toy_tokenizers import words, write_tokenizer

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from specpipe.build.stages.convert import convert
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.runtimes.torch.engine import TorchEngine
-from specpipe.stages.convert import convert
 
 
 def build_engine(checkpoint: Path, work: Path, **settings: Any) -> Path:

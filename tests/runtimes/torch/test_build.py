@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from specpipe.build.stages.convert import convert
 from specpipe.errors import EngineBuildError
 from specpipe.runtimes.torch.build import BuildTorchEngine
-from specpipe.stages.convert import convert
 from tests.runtimes.torch.engines import build_engine
 from tests.toy import toy_config, toy_tensors, write_tensors, write_toy_checkpoint
 
@@ -187,7 +187,7 @@ def test_blocks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dty
 
 def test_planning_a_build_does_not_import_torch() -> None:
     code = (
-        "import sys; from specpipe.runtimes.base import load_runtime; load_runtime('torch'); "
+        "import sys; from specpipe.runtimes.runtime import load_runtime; load_runtime('torch'); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

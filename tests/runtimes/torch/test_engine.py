@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
-from specpipe.runtimes.memory import format_bytes
+from specpipe.machine.memory import format_bytes
 from specpipe.runtimes.torch import model
 from specpipe.runtimes.torch.engine import TorchEngine, check_memory
 from tests.runtimes.torch.engines import build_engine, load_engine

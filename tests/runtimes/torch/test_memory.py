@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.family_config import unified_config
-from specpipe.runtimes import memory
-from specpipe.runtimes.memory import MemoryEstimate, available_bytes
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.machine import memory
+from specpipe.machine.memory import MemoryEstimate, available_bytes
 from specpipe.runtimes.torch.memory import estimate_memory
 from tests.toy import toy_config
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.formats import FORMATS, QuantAlgo
+from specpipe.checkpoints.unified import load_unified
+from specpipe.checkpoints.unified_sections import NEVER_QUANTIZED, Quantization
 from specpipe.errors import EngineMismatch
-from specpipe.family_config import unified_config
-from specpipe.quantization.formats import FORMATS, QuantAlgo
-from specpipe.runtimes.memory import MemoryEstimate
+from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.torch.engine import TorchEngine, load_weights
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, kernel_for
 from specpipe.runtimes.torch.layout import write_weights
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.quantized import quantized_linear
-from specpipe.unified import load_unified
-from specpipe.unified_sections import NEVER_QUANTIZED, Quantization
 from tests.quantization.checkpoints import quantized_checkpoint
 from tests.runtimes.torch.engines import build_engine
 from tests.runtimes.torch.quantized_reference import CHUNKS, TEXTS, assert_agree

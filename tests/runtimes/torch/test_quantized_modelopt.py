@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from specpipe.config import QuantizationConfig
+from specpipe.build.stages.quantize import quantize
+from specpipe.config.sections import QuantizationConfig
 from specpipe.runtimes.torch.engine import TorchEngine
-from specpipe.stages.quantize import quantize
 from tests.runtimes.torch.engines import load_engine
 from tests.runtimes.torch.quantized_reference import CHUNKS, TEXTS, assert_agree, logits
 from tests.runtimes.torch.test_engine import run, tokens

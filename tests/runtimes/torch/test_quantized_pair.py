@@ -10,13 +10,14 @@ from itertools import combinations
 import pytest
 import torch
 
-from specpipe.quantization.formats import FORMATS
-from specpipe.runtimes.base import Pair, PairOptions, load_runtime
+from specpipe.build.stages.quantize import quantize
+from specpipe.checkpoints.formats import FORMATS
+from specpipe.runtimes.pair.pair import Pair, PairOptions
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.speculative.request import GREEDY, Request
-from specpipe.stages.quantize import quantize
-from specpipe.text import Tokenizer
+from specpipe.text.tokenizer import Tokenizer
 from tests.quantization.checkpoints import scheme, write_scales
 from tests.runtimes.torch.test_engine import run
 from tests.test_lossless import PROMPTS, ROOT

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specpipe.runtimes.torch.sampling import Row, philox, uniform_at, warp
+from specpipe.runtimes.pair.torch_sampler import Row, philox, uniform_at, warp
 from specpipe.speculative import noise
 from specpipe.speculative import warp as specification
 from specpipe.speculative.noise import Purpose

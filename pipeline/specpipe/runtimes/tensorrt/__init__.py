@@ -9,34 +9,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpipe.build.checkpoint_stages import checkpoint_stages
+from specpipe.checkpoints.formats import FORMATS
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
-from specpipe.installation import with_extras
-from specpipe.quantization.formats import FORMATS
-from specpipe.runtimes.base import (
-    checkpoint_dir,
-    checkpoint_dtype,
-    checkpoint_stages,
-    require_library,
-)
+from specpipe.machine.libraries import with_extras
+from specpipe.runtimes.plan import checkpoint_dir, checkpoint_dtype
+from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
+from specpipe.runtimes.runtime import require_library
 from specpipe.runtimes.tensorrt import library
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
 from specpipe.runtimes.tensorrt.network import check_supported
-from specpipe.stages.base import PlannedStage
-from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
+from specpipe.stage import PlannedStage
 
 if TYPE_CHECKING:
-    from specpipe.config import EngineConfig
-    from specpipe.runtimes.base import (
-        DetokenizerFactory,
-        Launch,
-        LaunchMode,
-        Pair,
-        PairOptions,
-        PairPlan,
-        Side,
-    )
+    from specpipe.config.sections import EngineConfig
+    from specpipe.machine.memory import MemoryEstimate
     from specpipe.runtimes.engine_description import EngineDescription
-    from specpipe.runtimes.memory import MemoryEstimate
+    from specpipe.runtimes.launch import Launch, LaunchMode
+    from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
+    from specpipe.runtimes.plan import PairPlan, Side
 
 
 class TensorRTRuntime:
@@ -50,7 +41,7 @@ class TensorRTRuntime:
             library.require("tensorrt_rtx")
 
     def require_serving(self) -> None:
-        from specpipe import provenance
+        from specpipe.machine import provenance
         from specpipe.runtimes.tensorrt.fit import Gpu, buildable
 
         gpus = [Gpu(gpu["name"], gpu["compute_cap"]) for gpu in provenance.gpus()]

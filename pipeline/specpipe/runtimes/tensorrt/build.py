@@ -14,16 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from specpipe.checkpoints.hf_config import context_length
+from specpipe.checkpoints.unified import load_unified
+from specpipe.checkpoints.unified_config import UnifiedConfig, read_unified_config
 from specpipe.errors import EngineBuildError
-from specpipe.hf_config import context_length
+from specpipe.machine.signals import in_thread
+from specpipe.roles import Role
+from specpipe.runtimes.repository_layout import link_file
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.network import build_decoder, check_supported
-from specpipe.signals import in_thread
-from specpipe.stages.base import Role, StageInputs
-from specpipe.triton.layout import link_file
-from specpipe.unified import load_unified
-from specpipe.unified_config import UnifiedConfig, read_unified_config
+from specpipe.stage import StageInputs
 from specpipe.version import __version__
 
 ENGINE_KIND = {"name": "tensorrt", "format": 1}
@@ -239,6 +240,6 @@ def _tensors(get: Any, count: int) -> list[dict[str, Any]]:
 
 
 def _this_gpu() -> list[str]:
-    from specpipe.provenance import gpus
+    from specpipe.machine.provenance import gpus
 
     return sorted({gpu["compute_cap"] for gpu in gpus()})[:1]

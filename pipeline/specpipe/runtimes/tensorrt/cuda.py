@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specpipe.errors import RuntimeUnavailable
-from specpipe.installation import with_extras
+from specpipe.machine.libraries import with_extras
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt.fit import Gpu
 

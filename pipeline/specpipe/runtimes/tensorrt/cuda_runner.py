@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from specpipe.checkpoint import num_elements, read_blocks, read_safetensors_header
+from specpipe.checkpoints.checkpoint import num_elements, read_blocks, read_safetensors_header
+from specpipe.checkpoints.unified_config import DTYPES
 from specpipe.errors import CheckpointError, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt import shapes
@@ -24,7 +25,6 @@ from specpipe.runtimes.tensorrt.cuda import Cuda, SharedArrays
 from specpipe.runtimes.tensorrt.engine import Int32s, Rows, step_inputs
 from specpipe.runtimes.tensorrt.engine_config import EngineSpec
 from specpipe.runtimes.tensorrt.shapes import Profile
-from specpipe.unified_config import DTYPES
 
 KERNELS_NAME = f".{ENGINE_NAME}.kernels"
 """What TensorRT for RTX compiled on this GPU; hidden, as it is no part of the artifact."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specpipe.checkpoint import ELEMENT_BYTES
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
+from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.runtimes.engine_description import (
     DescribedProfile,
     DescribedTensor,
@@ -20,7 +21,6 @@ from specpipe.runtimes.engine_description import (
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import ENGINE_KIND, ENGINE_NAME, WEIGHTS_NAME
 from specpipe.runtimes.tensorrt.memory import estimate_memory
-from specpipe.unified_config import DTYPES, UnifiedConfig
 
 _LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpipe.checkpoint import ELEMENT_BYTES
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
+from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.errors import EngineMismatch
+from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.engine_description import reading_config
-from specpipe.runtimes.memory import MemoryEstimate
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import CONFIG_NAME, ENGINE_KIND, ENGINE_NAME, WEIGHTS_NAME
 from specpipe.runtimes.tensorrt.memory import estimate_memory
 from specpipe.runtimes.tensorrt.shapes import Profile
-from specpipe.unified_config import DTYPES, UnifiedConfig
 from specpipe.version import __version__
 
 _BUFFER_BYTES = 1 << 20

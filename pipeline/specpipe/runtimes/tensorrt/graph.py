@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specpipe.checkpoint import num_elements
+from specpipe.checkpoints.checkpoint import num_elements
 from specpipe.errors import EngineBuildError
 
 Tensor = Any

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specpipe.errors import RuntimeUnavailable
-from specpipe.runtimes.base import require_library
+from specpipe.runtimes.runtime import require_library
 
 DISTRIBUTIONS = {"tensorrt_rtx": "tensorrt-rtx-cu13", "tensorrt": "tensorrt"}
 """The distribution that each library comes with, whose version an engine is tied to."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
-from specpipe.checkpoint import ELEMENT_BYTES
-from specpipe.quantization.tensors import shares_embedding
-from specpipe.runtimes.memory import MemoryEstimate
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
+from specpipe.checkpoints.quantized_rules import shares_embedding
+from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
+from specpipe.checkpoints.unified_layout import tensor_rules, whole_shape
+from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.tensorrt import shapes
-from specpipe.unified_config import DTYPES, UnifiedConfig
-from specpipe.unified_layout import tensor_rules, whole_shape
 
 
 def estimate_memory(

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specpipe.checkpoints.formats import TENSORRT_FORMATS
+from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import EngineBuildError
-from specpipe.quantization.formats import TENSORRT_FORMATS
-from specpipe.quantization.tensors import is_quantized, shares_embedding
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.graph import Graph, Tensor
-from specpipe.unified_config import UnifiedConfig
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.errors import EngineMismatch
-from specpipe.runtimes.base import DetokenizerFactory, PairOptions
+from specpipe.machine.memory import MemoryEstimate, check_room
 from specpipe.runtimes.engine_fit import check_limits
-from specpipe.runtimes.engine_pair import EnginePair
-from specpipe.runtimes.memory import MemoryEstimate, check_room
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt.cuda import Cuda
 from specpipe.runtimes.tensorrt.cuda_runner import CudaRunner

@@ -9,16 +9,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from specpipe import provenance
 from specpipe.errors import ConfigError, EngineMismatch
-from specpipe.runtimes.base import Launch, LaunchMode
+from specpipe.machine import provenance
+from specpipe.roles import Role
 from specpipe.runtimes.engine_fit import installed, limits, refusal
+from specpipe.runtimes.launch import Launch, LaunchMode
+from specpipe.runtimes.pair_file import read_pair
+from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt.engine_config import EngineSpec, damages
 from specpipe.runtimes.tensorrt.fit import Gpu, buildable, differences
-from specpipe.stages.base import Role
-from specpipe.triton.layout import SPECULATIVE, VERSION
-from specpipe.triton.repository import read_pair
 
 ROLES: tuple[Role, ...] = ("draft", "target")
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specpipe.checkpoint import RawArray, create_safetensors
+from specpipe.checkpoints.checkpoint import RawArray, create_safetensors
+from specpipe.checkpoints.quantized_rules import shares_embedding
+from specpipe.checkpoints.unified import UnifiedCheckpoint
+from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
+from specpipe.checkpoints.unified_layout import unified_tensors, whole_shape
 from specpipe.errors import CheckpointError, EngineBuildError
-from specpipe.quantization.tensors import shares_embedding
-from specpipe.triton.layout import link_file
-from specpipe.unified import UnifiedCheckpoint
-from specpipe.unified_config import DTYPES, UnifiedConfig
-from specpipe.unified_layout import unified_tensors, whole_shape
+from specpipe.runtimes.repository_layout import link_file
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 

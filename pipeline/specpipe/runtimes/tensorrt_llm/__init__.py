@@ -11,19 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specpipe.config import EngineConfig
-    from specpipe.runtimes.base import (
-        DetokenizerFactory,
-        Launch,
-        LaunchMode,
-        Pair,
-        PairOptions,
-        PairPlan,
-        Side,
-    )
+    from specpipe.config.sections import EngineConfig
+    from specpipe.machine.memory import MemoryEstimate
     from specpipe.runtimes.engine_description import EngineDescription
-    from specpipe.runtimes.memory import MemoryEstimate
-    from specpipe.stages.base import PlannedStage
+    from specpipe.runtimes.launch import Launch, LaunchMode
+    from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
+    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.stage import PlannedStage
 
 
 class TensorRTLLMRuntime:
@@ -38,9 +32,9 @@ class TensorRTLLMRuntime:
         build.require()
 
     def require_serving(self) -> None:
+        from specpipe.config.tensorrt_llm_versions import DEFAULT_VERSION, release
         from specpipe.errors import RuntimeUnavailable
         from specpipe.runtimes.engine_fit import installed
-        from specpipe.runtimes.tensorrt_llm.versions import DEFAULT_VERSION, release
 
         if installed("tensorrt_llm") is None:
             raise RuntimeUnavailable(

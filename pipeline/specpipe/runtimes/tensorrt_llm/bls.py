@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.errors import FAULT, EngineMismatch, RuntimeUnavailable
-from specpipe.runtimes.admission import OVERDUE, Waiting, WaitingRequests
-from specpipe.runtimes.base import DetokenizerFactory, Occupancy, PairOptions
-from specpipe.runtimes.costs import CostTable
+from specpipe.runtimes.pair.admission import OVERDUE, Waiting, WaitingRequests
+from specpipe.runtimes.pair.costs import CostTable
+from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.runtimes.tensorrt_llm import contract
 from specpipe.runtimes.tensorrt_llm.engine_calls import (
     Acceptance,

@@ -12,22 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specpipe.build.checkpoint_stages import checkpoint_stages
+from specpipe.checkpoints.unified_config import read_unified_config
+from specpipe.config.tensorrt_llm_versions import release
 from specpipe.errors import CheckpointError, EngineBuildError
-from specpipe.runtimes.base import PairPlan, Side, checkpoint_dir, checkpoint_stages
+from specpipe.runtimes.plan import PairPlan, Side, checkpoint_dir
 from specpipe.runtimes.tensorrt_llm import toolbox
 from specpipe.runtimes.tensorrt_llm.build_flags import EngineSpec, arguments, as_settings
+from specpipe.runtimes.tensorrt_llm.capabilities import capabilities
 from specpipe.runtimes.tensorrt_llm.engine_config import (
     FACTS_NAME,
     BuiltEngine,
     Wanted,
     check_built,
 )
-from specpipe.runtimes.tensorrt_llm.refusals import capabilities, check_plan, dtype_fault
+from specpipe.runtimes.tensorrt_llm.refusals import check_plan, dtype_fault
 from specpipe.runtimes.tensorrt_llm.toolbox import BUILDER, File, Tool, Word
 from specpipe.runtimes.tensorrt_llm.trtllm_build_log import explain
-from specpipe.runtimes.tensorrt_llm.versions import release
-from specpipe.stages.base import PlannedStage, StageInputs
-from specpipe.unified_config import read_unified_config
+from specpipe.stage import PlannedStage, StageInputs
 
 require = toolbox.require
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from specpipe.config.tensorrt_llm_versions import version_number
+from specpipe.roles import Role
 from specpipe.runtimes.tensorrt_llm.toolbox import File, Word
-from specpipe.runtimes.tensorrt_llm.versions import version_number
-from specpipe.stages.base import Role
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
+    from specpipe.config.tensorrt_llm import BuildFlags
 
 Kind = Literal["text", "texts", "number", "choice", "toggle", "switch"]
 """What follows a flag.

@@ -27,9 +27,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from specpipe.config.tensorrt_llm_versions import version_number
 from specpipe.errors import RepositoryError
-from specpipe.runtimes.tensorrt_llm.versions import version_number
-from specpipe.stages.base import Role
+from specpipe.roles import Role
 
 BACKEND = "tensorrtllm"
 """The backend's name in `config.pbtxt`."""

@@ -10,10 +10,16 @@ from typing import Any
 
 import yaml
 
-from specpipe.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, QUANTIZATION_KEYS, open_checkpoint
+from specpipe.checkpoints.checkpoint import (
+    ELEMENT_BYTES,
+    QUANT_CONFIG_NAME,
+    QUANTIZATION_KEYS,
+    open_checkpoint,
+)
+from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.unified_config import DTYPES
 from specpipe.errors import CheckpointError, EngineMismatch
-from specpipe.family_config import unified_config
-from specpipe.manifest import read_manifest
+from specpipe.machine.manifest import read_manifest
 from specpipe.runtimes.engine_description import (
     EngineDescription,
     EngineMemory,
@@ -25,7 +31,6 @@ from specpipe.runtimes.engine_description import (
 from specpipe.runtimes.tensorrt_llm.engine_config import read_engine
 from specpipe.runtimes.tensorrt_llm.model_yaml import MODEL_YAML, SPECULATIVE_CONFIG
 from specpipe.runtimes.tensorrt_llm.serve import EngineFacts
-from specpipe.unified_config import DTYPES
 
 _ENGINE_LIMITS = (
     "max_batch_size",

@@ -20,6 +20,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
+from specpipe.config.tensorrt_llm_versions import DEFAULT_VERSION, RELEASES, Release
 from specpipe.errors import RuntimeUnavailable
 from specpipe.runtimes.engine_fit import installed
 from specpipe.runtimes.tensorrt_llm import build_flags, contract
@@ -27,7 +28,6 @@ from specpipe.runtimes.tensorrt_llm.build_flags import Flag
 from specpipe.runtimes.tensorrt_llm.contract import Tensor
 from specpipe.runtimes.tensorrt_llm.model_yaml import SPELLINGS, release_line
 from specpipe.runtimes.tensorrt_llm.toolbox import BUILDER
-from specpipe.runtimes.tensorrt_llm.versions import DEFAULT_VERSION, RELEASES, Release
 
 BACKEND_DIR = Path("/opt/tritonserver/backends/tensorrtllm")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specpipe.errors import EngineBuildError, EngineMismatch
-from specpipe.stages.base import Role
+from specpipe.roles import Role
 
 CONFIG_NAME = "config.json"
 

@@ -23,20 +23,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specpipe.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, read_config
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, read_config
+from specpipe.checkpoints.family_config import named_dtype
+from specpipe.checkpoints.formats import FORMAT_OF_ALGO
+from specpipe.checkpoints.rules import TensorRule
+from specpipe.checkpoints.sizes import kv_cache_bytes_per_token, tensor_bytes
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.checkpoints.unified_layout import pipeline_layers, tensor_rules
+from specpipe.checkpoints.unified_sections import NEVER_QUANTIZED, Quantization
 from specpipe.errors import EngineBuildError
-from specpipe.family_config import named_dtype
-from specpipe.quantization.formats import FORMAT_OF_ALGO
-from specpipe.quantization.sizes import kv_cache_bytes_per_token, tensor_bytes
-from specpipe.rules import TensorRule
-from specpipe.runtimes.memory import MemoryEstimate, format_bytes
-from specpipe.unified_config import UnifiedConfig
-from specpipe.unified_layout import pipeline_layers, tensor_rules
-from specpipe.unified_sections import NEVER_QUANTIZED, Quantization
+from specpipe.machine.memory import MemoryEstimate, format_bytes
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.base import PairPlan, Side
-    from specpipe.stages.base import Role
+    from specpipe.roles import Role
+    from specpipe.runtimes.plan import PairPlan, Side
 
 DEFAULT_FRACTION = 0.9
 """TensorRT-LLM's own; of the memory that is free when an engine loads."""

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.admission import OVERDUE, Waiting, WaitingRequests
-from specpipe.runtimes.base import DetokenizerFactory, Occupancy, PairOptions
+from specpipe.runtimes.pair.admission import OVERDUE, Waiting, WaitingRequests
+from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.runtimes.tensorrt_llm.model_yaml import spelling
 from specpipe.speculative.request import Chunk, Limits, Request, RequestState, Sampling
 

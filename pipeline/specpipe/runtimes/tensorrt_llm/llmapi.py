@@ -18,27 +18,30 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from specpipe.checkpoint import (
+from specpipe.build.checkpoint_stages import checkpoint_stages
+from specpipe.checkpoints.checkpoint import (
     QUANT_CONFIG_NAME,
     TensorInfo,
     checkpoint_files,
     open_checkpoint,
     read_blocks,
 )
-from specpipe.checkpoint_file import check_file, is_there
+from specpipe.checkpoints.files import check_file, is_there
+from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
+from specpipe.checkpoints.row_jobs import in_threads
+from specpipe.checkpoints.weight_values import check_finite, in_tensor
+from specpipe.config.tensorrt_llm_versions import release
 from specpipe.errors import EngineMismatch, RuntimeUnavailable, SpecpipeError
-from specpipe.file_limits import FILE_LIMITS, FileLimits
-from specpipe.row_jobs import in_threads
-from specpipe.runtimes.base import checkpoint_dir, checkpoint_stages
+from specpipe.roles import Role
+from specpipe.runtimes.plan import checkpoint_dir
+from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_file, link_folder
 from specpipe.runtimes.tensorrt_llm import model_yaml
-from specpipe.runtimes.tensorrt_llm.versions import release
-from specpipe.stages.base import PlannedStage, Role, StageInputs
-from specpipe.tokenizer_files import TOKENIZER_FILES
-from specpipe.triton.layout import SPECULATIVE, VERSION, link_file, link_folder
-from specpipe.weight_values import check_finite, in_tensor
+from specpipe.stage import PlannedStage, StageInputs
+from specpipe.text.files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.base import DetokenizerFactory, PairOptions, PairPlan, Side
+    from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
+    from specpipe.runtimes.plan import PairPlan, Side
     from specpipe.runtimes.tensorrt_llm.llm_pair import LlmPair
 
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from specpipe.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
+from specpipe.checkpoints.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
+from specpipe.checkpoints.formats import FORMATS
+from specpipe.config.faults import Fault, without_effect
+from specpipe.config.tensorrt_llm import BuildFlags
+from specpipe.config.tensorrt_llm_versions import version_number
 from specpipe.errors import EngineBuildError
-from specpipe.quantization.formats import FORMATS
-from specpipe.runtimes.setting_faults import Fault, without_effect
-from specpipe.runtimes.tensorrt_llm.refusals import FP8_SM, capabilities, sm_of
-from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
-from specpipe.runtimes.tensorrt_llm.versions import version_number
+from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities, sm_of
 
 if TYPE_CHECKING:
-    from specpipe.config import PipelineConfig
-    from specpipe.runtimes.base import PairPlan, Side
+    from specpipe.config.sections import PipelineConfig
+    from specpipe.runtimes.plan import PairPlan, Side
 
 MODEL_YAML = "model.yaml"
 SPECULATIVE_CONFIG = "speculative_config"

@@ -18,14 +18,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.tensorrt_llm import kv_plan
 from specpipe.runtimes.tensorrt_llm.contract import DRAFT, ENGINE_DIR, TARGET
 from specpipe.runtimes.tensorrt_llm.engine_config import CONFIG_NAME, read_engine
-from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
-from specpipe.unified_config import UnifiedConfig
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.base import PairOptions, PairPlan
+    from specpipe.runtimes.pair.pair import PairOptions
+    from specpipe.runtimes.plan import PairPlan
 
 _TIMING_CACHE = "model.cache"  # trtllm-build leaves it in the engine's folder; no server reads it
 
@@ -66,8 +67,8 @@ def write_models(
 ) -> None:
     """Puts both engines into the repository `out` by hard links, each in a model of its own."""
     # Protocol buffers come with gRPC, whose import would slow down every plan.
+    from specpipe.runtimes.config_pbtxt import to_text
     from specpipe.runtimes.tensorrt_llm.pbtxt import engine_model
-    from specpipe.triton.model_config import to_text
 
     for role, engine in ((DRAFT, draft_engine), (TARGET, target_engine)):
         built = read_engine(engine)

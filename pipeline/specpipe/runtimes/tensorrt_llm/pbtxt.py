@@ -8,12 +8,12 @@ from typing import Any
 from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.errors import RepositoryError
-from specpipe.runtimes.base import PairOptions
+from specpipe.roles import Role
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.repository_layout import VERSION
 from specpipe.runtimes.tensorrt_llm import contract
 from specpipe.runtimes.tensorrt_llm.contract import Parameter, Tensor
 from specpipe.runtimes.tensorrt_llm.engine_config import BuiltEngine
-from specpipe.stages.base import Role
-from specpipe.triton.layout import VERSION
 
 
 def engine_model(role: Role, engine: BuiltEngine, options: PairOptions) -> pb.ModelConfig:

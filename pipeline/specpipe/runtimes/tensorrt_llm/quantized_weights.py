@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from specpipe.quantization.formats import FORMATS, OFFERED
+from specpipe.checkpoints.formats import FORMATS, OFFERED
+from specpipe.checkpoints.quantized_rules import is_quantized
+from specpipe.checkpoints.unified_layout import pipeline_layers, tensor_rules, whole_shape
 from specpipe.quantization.quantized_config import quantized_linears
-from specpipe.quantization.tensors import is_quantized
-from specpipe.runtimes.tensorrt_llm.refusals import formats_on, instead, what_is_quantized
-from specpipe.unified_layout import pipeline_layers, tensor_rules, whole_shape
+from specpipe.runtimes.tensorrt_llm.capabilities import formats_on, instead, what_is_quantized
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.base import Side
-    from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
-    from specpipe.unified_config import UnifiedConfig
+    from specpipe.checkpoints.unified_config import UnifiedConfig
+    from specpipe.config.tensorrt_llm import BuildFlags
+    from specpipe.runtimes.plan import Side
 
 _MULTIPLES = {"int8_wo": 64, "int4_wo": 64, "int4_awq": 64, "w4a8_awq": 128}
 """What inputs and outputs on each rank are filled up to multiples of, or of a block where that is

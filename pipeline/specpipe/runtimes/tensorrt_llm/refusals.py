@@ -14,19 +14,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from specpipe.checkpoints.formats import FORMATS
+from specpipe.config.faults import Fault
 from specpipe.errors import EngineBuildError
-from specpipe.provenance import gpus
-from specpipe.quantization.formats import FORMATS, OFFERED
-from specpipe.runtimes.setting_faults import Fault
-from specpipe.stages.base import Role
+from specpipe.roles import Role
+from specpipe.runtimes.tensorrt_llm.capabilities import (
+    FP8_SM,
+    MIN_SM,
+    formats_on,
+    instead,
+    sm_of,
+    what_is_quantized,
+)
 
 if TYPE_CHECKING:
-    from specpipe.config import PipelineConfig, QuantizationConfig
-    from specpipe.runtimes.base import PairPlan, Side
-    from specpipe.runtimes.tensorrt_llm.settings import BuildFlags
+    from specpipe.config.sections import PipelineConfig, QuantizationConfig
+    from specpipe.config.tensorrt_llm import BuildFlags
+    from specpipe.runtimes.plan import PairPlan, Side
 
-_MIN_SM = 80  # TensorRT-LLM, examples/draft_target_model/README.md
-FP8_SM = 89
 
 _BLOCK_SIZES = {"int4_awq": (64, 128), "w4a8_awq": (128,)}
 """Weights that may share a scale, by format."""
@@ -66,24 +71,6 @@ def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
         )
 
 
-def capabilities(pair: PairPlan) -> dict[Role, str | None]:
-    """Returns the compute capability of the GPUs that will serve each side, as "9.0".
-
-    That of the config, else the lowest among the side's GPUs of this machine; None where nobody
-    knows.
-    """
-    settings = pair.engine.tensorrt_llm
-    if settings.compute_capability is not None:
-        return {side.role: settings.compute_capability for side in (pair.draft, pair.target)}
-    found = [gpu["compute_cap"] for gpu in gpus()]
-    lowest: dict[Role, str | None] = {}
-    for side in (pair.draft, pair.target):
-        ids = settings.gpu_ids(side.role, side.checkpoint.world_size)
-        used = [found[gpu_id] for gpu_id in ids if gpu_id < len(found)] or found
-        lowest[side.role] = min(used, key=sm_of) if used else None
-    return lowest
-
-
 def check_plan(pair: PairPlan, capabilities: Mapping[Role, str | None]) -> None:
     """Raises EngineBuildError with a line for everything about a pair that cannot be built.
 
@@ -116,31 +103,6 @@ def dtype_fault(role: Role, dtype: str) -> str | None:
         f"{role}: the checkpoint is float32, for which TensorRT-LLM has no paged context FMHA, "
         "which drafting needs: set dtype to bfloat16 or float16 in its config.json"
     )
-
-
-def formats_on(sm: int | None) -> list[str]:
-    """Returns the formats that a GPU runs, or all of them where none is known."""
-    return [name for name in OFFERED if sm is None or FORMATS[name].runs_on(sm)]
-
-
-def what_is_quantized(side: Side, name: str) -> str:
-    """Names the format of a side: that of its config, or the one that its checkpoint came in."""
-    if side.checkpoint.quantization is not None:
-        return f"{side.role}.quantization.format '{name}'"
-    return f"{side.role}: the format of its checkpoint, {name},"
-
-
-def instead(side: Side) -> str:
-    """Says how to go without a side's format."""
-    if side.checkpoint.quantization is not None:
-        return "leave quantization out"
-    return "use the checkpoint that it was quantized from"
-
-
-def sm_of(compute_capability: str) -> int:
-    """Counts as TensorRT-LLM does: 90 for "9.0", 120 for "12.0"."""
-    major, _, minor = compute_capability.partition(".")
-    return int(major) * 10 + int(minor)
 
 
 def _gpu_id_faults(role: str, ids: tuple[int, ...], world_size: int) -> Iterator[Fault]:
@@ -206,7 +168,7 @@ def _gpu_faults(side: Side, flags: BuildFlags, known: str) -> Iterator[str]:
     """Formats and flags that a GPU has no kernels for."""
     sm = sm_of(known)
     gpu = f"a GPU of compute capability {known}"
-    if sm < _MIN_SM:
+    if sm < MIN_SM:
         yield (
             f"{side.role}: TensorRT-LLM does not verify draft tokens on {gpu}; it needs 8.0 or more"
         )
@@ -237,7 +199,7 @@ def _gpu_faults(side: Side, flags: BuildFlags, known: str) -> Iterator[str]:
 
 def _dtype_faults(side: Side) -> Iterator[str]:
     """Where config.json leaves the dtype to the weights, it is looked at after conversion."""
-    from specpipe.checkpoint import read_config
+    from specpipe.checkpoints.checkpoint import read_config
 
     config = read_config(side.folder, allow_quantized=True, limits=side.limits)
     fault = dtype_fault(side.role, str(config.get("dtype") or config.get("torch_dtype")))

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from specpipe.config.tensorrt_llm_versions import RELEASES, SupportedVersion
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
-from specpipe.own_json import read_object, reason
-from specpipe.provenance import gpus
-from specpipe.runtimes.base import Launch, LaunchMode
+from specpipe.machine.own_json import read_object, reason
+from specpipe.machine.provenance import gpus
+from specpipe.roles import Role
 from specpipe.runtimes.engine_fit import installed, refusal, release
+from specpipe.runtimes.launch import Launch, LaunchMode
+from specpipe.runtimes.pair_file import read_pair
+from specpipe.runtimes.repository_layout import VERSION
 from specpipe.runtimes.tensorrt_llm.contract import ENGINE_DIR
 from specpipe.runtimes.tensorrt_llm.engine_config import FACTS_NAME
-from specpipe.runtimes.tensorrt_llm.versions import RELEASES, SupportedVersion
-from specpipe.stages.base import Role
-from specpipe.triton.layout import VERSION
-from specpipe.triton.repository import read_pair
 
 ROLES: tuple[Role, ...] = ("draft", "target")
 

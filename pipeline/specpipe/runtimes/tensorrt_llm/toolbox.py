@@ -23,9 +23,9 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import TypeAlias
 
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
+from specpipe.machine.signals import deferred
+from specpipe.roles import Role
 from specpipe.runtimes.tensorrt_llm.trtllm_build_log import explain
-from specpipe.signals import deferred
-from specpipe.stages.base import Role
 
 BUILDER = "trtllm-build"
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specpipe.stages.base import Role
+from specpipe.roles import Role
 
 NUM_SHOWN_LINES = 15
 

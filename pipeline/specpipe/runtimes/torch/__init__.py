@@ -6,33 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpipe.build.checkpoint_stages import checkpoint_stages
 from specpipe.errors import ConfigError
-from specpipe.provenance import gpus
-from specpipe.runtimes.base import (
-    Launch,
-    checkpoint_dir,
-    checkpoint_dtype,
-    checkpoint_stages,
-    require_library,
-)
-from specpipe.runtimes.memory import MemoryEstimate
+from specpipe.machine.memory import MemoryEstimate
+from specpipe.machine.provenance import gpus
+from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.plan import checkpoint_dir, checkpoint_dtype
+from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
+from specpipe.runtimes.runtime import require_library
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
 from specpipe.runtimes.torch.kernel_choice import kernel_for
 from specpipe.runtimes.torch.memory import estimate_memory
-from specpipe.stages.base import PlannedStage
-from specpipe.triton.layout import SPECULATIVE, VERSION, link_folder
+from specpipe.stage import PlannedStage
 
 if TYPE_CHECKING:
-    from specpipe.config import EngineConfig
-    from specpipe.runtimes.base import (
-        DetokenizerFactory,
-        LaunchMode,
-        Pair,
-        PairOptions,
-        PairPlan,
-        Side,
-    )
+    from specpipe.config.sections import EngineConfig
     from specpipe.runtimes.engine_description import EngineDescription
+    from specpipe.runtimes.launch import LaunchMode
+    from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
+    from specpipe.runtimes.plan import PairPlan, Side
 
 
 class TorchRuntime:

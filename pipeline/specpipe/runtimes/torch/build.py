@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from specpipe.checkpoints.hf_config import context_length
+from specpipe.checkpoints.unified import load_unified
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import CheckpointError, EngineBuildError, RuntimeUnavailable
-from specpipe.hf_config import context_length
-from specpipe.stages.base import Role, StageInputs
-from specpipe.unified import load_unified
-from specpipe.unified_config import UnifiedConfig
+from specpipe.roles import Role
+from specpipe.stage import StageInputs
 from specpipe.version import __version__
 
 ENGINE_KIND = {"name": "torch", "format": 1}

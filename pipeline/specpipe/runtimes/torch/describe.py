@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from specpipe.checkpoint import ELEMENT_BYTES, read_safetensors_header
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES, read_safetensors_header
+from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.errors import CheckpointError, EngineMismatch
 from specpipe.runtimes.engine_description import (
     EngineDescription,
@@ -17,7 +18,6 @@ from specpipe.runtimes.engine_description import (
 )
 from specpipe.runtimes.torch.build import ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.memory import estimate_memory
-from specpipe.unified_config import DTYPES, UnifiedConfig
 
 _LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
 

@@ -12,15 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
+from specpipe.machine.memory import MemoryEstimate, available_bytes, check_room
 from specpipe.runtimes.engine_description import reading_config
-from specpipe.runtimes.memory import MemoryEstimate, available_bytes, check_room
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.kernels import usable_kernel
 from specpipe.runtimes.torch.kv_cache import KVCache, Span
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model import Model, ModelConfig
-from specpipe.unified_config import UnifiedConfig
 from specpipe.version import __version__
 
 SequenceId = int

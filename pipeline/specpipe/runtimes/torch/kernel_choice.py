@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from specpipe.unified_sections import Quantization
+from specpipe.checkpoints.unified_sections import Quantization
 
 Kernel = Literal["fp8", "int8", "int4"]
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from specpipe.checkpoints.formats import E4M3_MAX
+from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import E4M3_MAX
 from specpipe.runtimes.torch.kernel_choice import Kernel, kernel_for
-from specpipe.unified_sections import Quantization
 
 _OPERATORS: Mapping[Kernel, str] = {
     "fp8": "aten::_scaled_mm",

@@ -32,16 +32,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specpipe.checkpoint import SafetensorsWriter, create_safetensors, raw_dtype
+from specpipe.checkpoints.checkpoint import SafetensorsWriter, create_safetensors, raw_dtype
+from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
+from specpipe.checkpoints.unified import UnifiedCheckpoint
+from specpipe.checkpoints.unified_config import DTYPES
+from specpipe.checkpoints.weight_values import check_finite, in_tensor
 from specpipe.errors import CheckpointError
-from specpipe.quantization.tensors import is_quantized, shares_embedding
 from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.model import ModelConfig
 from specpipe.runtimes.torch.quantized_layout import Arrangement, Entry, quantized_entries
 from specpipe.runtimes.torch.quantized_source import QuantizedSource
-from specpipe.unified import UnifiedCheckpoint
-from specpipe.unified_config import DTYPES
-from specpipe.weight_values import check_finite, in_tensor
 
 _DTYPES = {
     "F32": torch.float32,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from specpipe.checkpoint import ELEMENT_BYTES
-from specpipe.quantization.formats import FORMATS
-from specpipe.quantization.tensors import is_quantized, shares_embedding
-from specpipe.runtimes.memory import MemoryEstimate
-from specpipe.runtimes.torch.fused.sizes import (
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
+from specpipe.checkpoints.formats import FORMATS
+from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
+from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
+from specpipe.checkpoints.unified_layout import tensor_rules, whole_shape
+from specpipe.checkpoints.unified_sections import PLAIN
+from specpipe.machine.memory import MemoryEstimate
+from specpipe.runtimes.torch.fused_sizes import (
     LONGEST_RECORDED,
     PAGE,
     ROWS,
@@ -18,9 +21,6 @@ from specpipe.runtimes.torch.fused.sizes import (
     spare_positions,
 )
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
-from specpipe.unified_config import DTYPES, UnifiedConfig
-from specpipe.unified_layout import tensor_rules, whole_shape
-from specpipe.unified_sections import PLAIN
 
 
 def estimate_memory(

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.runtimes.torch.kernel_choice import keeps_input_order
 from specpipe.runtimes.torch.kernels import kernel_of
 from specpipe.runtimes.torch.kv_cache import AttentionGroup, KVCacheStep
@@ -41,7 +42,6 @@ from specpipe.runtimes.torch.quantized import (
     quantized_linear,
 )
 from specpipe.runtimes.torch.rotary import Rotary
-from specpipe.unified_config import UnifiedConfig
 
 _MAX_KEPT_ROWS = 64
 """Buffers of larger forwards (prefill) are not kept; their cost vanishes in the arithmetic."""

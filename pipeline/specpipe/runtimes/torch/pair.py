@@ -12,15 +12,16 @@ from typing import Literal
 
 import torch
 
+from specpipe.checkpoints.formats import FORMATS
 from specpipe.errors import RuntimeUnavailable
-from specpipe.quantization.formats import FORMATS
-from specpipe.runtimes.base import DetokenizerFactory, PairOptions
-from specpipe.runtimes.costs import measure_costs
 from specpipe.runtimes.engine_fit import check_limits
-from specpipe.runtimes.engine_pair import Engine, EnginePair
-from specpipe.runtimes.single_stream import Rounds
+from specpipe.runtimes.pair.costs import measure_costs
+from specpipe.runtimes.pair.engine import Engine
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
+from specpipe.runtimes.pair.single_stream import Rounds
+from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine, check_memory
-from specpipe.runtimes.torch.sampling import TorchSampler
 
 Kernels = Literal["auto", "fused", "plain"]
 

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from specpipe.checkpoints.formats import E4M3_MAX, FORMATS
+from specpipe.checkpoints.quantized_rules import is_quantized
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import E4M3_MAX, FORMATS
-from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.torch.kernels import kernel_linear, kernel_of
-from specpipe.unified_config import UnifiedConfig
 
 Multiply = Callable[[Tensor, Tensor], object]
 """(x [T, in], out [T, out]): writes x · W + b to `out`."""

@@ -33,9 +33,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specpipe.checkpoints.unified_config import DTYPES
 from specpipe.runtimes.torch.kernel_choice import Kernel, keeps_input_order
 from specpipe.runtimes.torch.quantized_source import QuantizedSource
-from specpipe.unified_config import DTYPES
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from specpipe.checkpoints.formats import FORMATS, Content, Format
+from specpipe.checkpoints.quantized_rules import is_quantized
+from specpipe.checkpoints.unified import UnifiedCheckpoint
+from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import FORMATS, Content, Format
-from specpipe.quantization.tensors import is_quantized
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
-from specpipe.unified import UnifiedCheckpoint
-from specpipe.unified_config import UnifiedConfig
 
 _DTYPES = {
     "F32": torch.float32,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specpipe.runtimes.torch.fused.products import KINDS
-from specpipe.runtimes.torch.fused.sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import ROWS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter has no matrix product in bfloat16.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specpipe.runtimes.torch.fused import attention, decoder
-from specpipe.runtimes.torch.fused.sizes import BLOCK, CHUNK, ROWS
+from specpipe.runtimes.torch.fused_sizes import BLOCK, CHUNK, ROWS
 from tests.runtimes.torch.fused.kernel_inputs import (
     DEVICE,
     DTYPES,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specpipe.runtimes.torch.fused.sizes import CHUNK, PAGE
+from specpipe.runtimes.torch.fused_sizes import CHUNK, PAGE
 
 KERNELS = [
     "embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score",

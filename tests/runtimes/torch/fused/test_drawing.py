@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.engine_pair import Drafted, Outcome
+from specpipe.runtimes.pair.engine_pair import Drafted, Outcome
+from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.fused.decoder import Decoder
 from specpipe.runtimes.torch.fused.drawing import Drawing, Settings, Text
-from specpipe.runtimes.torch.fused.sizes import ROWS
-from specpipe.runtimes.torch.sampling import TorchSampler
+from specpipe.runtimes.torch.fused_sizes import ROWS
 from specpipe.speculative.noise import Purpose
 from specpipe.speculative.request import Sampling
 from tests.runtimes.torch.fused.toy import DEVICE, toy_config, toy_engines

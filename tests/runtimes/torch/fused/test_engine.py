@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.engine_pair import Engine
+from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.rotary import Rotary
 from tests.runtimes.torch.fused.toy import toy_config, toy_engines

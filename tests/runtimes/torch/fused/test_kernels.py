@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specpipe.runtimes.torch.fused import kernels
-from specpipe.runtimes.torch.fused.sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import ROWS
 from tests.runtimes.torch.fused.kernel_inputs import (
     DEVICE,
     DTYPES,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specpipe.runtimes.torch.fused import lookup
-from specpipe.runtimes.torch.fused.sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import ROWS
 from specpipe.speculative.lookup import PromptLookup
 from tests.runtimes.torch.fused.kernel_inputs import DEVICE, integers, launch
 

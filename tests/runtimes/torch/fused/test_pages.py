@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
-from specpipe.runtimes.torch.fused.sizes import pages_of
+from specpipe.runtimes.torch.fused_sizes import pages_of
 
 
 def cache(num_slots: int = 2, capacity: int = 150) -> PagedKVCache:

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from specpipe.checkpoints.unified import load_unified
 from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine
 from specpipe.runtimes.torch.engine import load_weights as load_tensors
 from specpipe.runtimes.torch.fused import attention, kernels, scoring
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.linear import Kind, Linear, int4_block, packed, unpacked
 from specpipe.runtimes.torch.fused.products import KINDS
-from specpipe.runtimes.torch.fused.sizes import ROWS
 from specpipe.runtimes.torch.fused.tiles import Tiles, add_tiles, gated_tiles, linear_tiles
 from specpipe.runtimes.torch.fused.weights import load_weights, unsupported
+from specpipe.runtimes.torch.fused_sizes import ROWS
 from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.layout import write_weights
-from specpipe.unified import load_unified
 from tests.quantization.checkpoints import quantized_checkpoint
 from tests.runtimes.torch.engines import build_engine
 from tests.runtimes.torch.fused.kernel_inputs import (

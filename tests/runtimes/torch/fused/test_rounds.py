@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from specpipe.runtimes.base import PairOptions
-from specpipe.runtimes.engine_pair import EnginePair
-from specpipe.runtimes.single_stream import Verified
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.single_stream import Verified
+from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.model import ModelConfig
-from specpipe.runtimes.torch.sampling import TorchSampler
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.request import GREEDY, Chunk, Request, Sampling
 from tests.runtimes.table_engine import ids

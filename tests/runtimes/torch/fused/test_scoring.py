@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specpipe.runtimes.torch.fused import scoring
-from specpipe.runtimes.torch.fused.sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import ROWS
 from tests.runtimes.torch.fused.kernel_inputs import (
     DEVICE,
     DTYPES,

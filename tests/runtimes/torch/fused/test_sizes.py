@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specpipe.family_config import unified_config
+from specpipe.checkpoints.family_config import unified_config
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
-from specpipe.runtimes.torch.fused.sizes import max_parts, spare_positions
 from specpipe.runtimes.torch.fused.weights import load_weights
+from specpipe.runtimes.torch.fused_sizes import max_parts, spare_positions
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model import ModelConfig
 from tests import toy

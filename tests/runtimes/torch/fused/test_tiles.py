@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import pytest
 
-from specpipe.runtimes.torch.fused.sizes import ROWS
 from specpipe.runtimes.torch.fused.tiles import (
     Tiles,
     add_tiles,
@@ -12,6 +11,7 @@ from specpipe.runtimes.torch.fused.tiles import (
     largest_divisor,
     qkv_tiles,
 )
+from specpipe.runtimes.torch.fused_sizes import ROWS
 
 HOPPER, ADA = 200 << 10, 99 << 10
 """Bytes of shared memory that a program may take; Hopper has 227 KB, of which some are left."""

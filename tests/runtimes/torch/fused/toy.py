@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.memory import MemoryEstimate
+from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import load_weights

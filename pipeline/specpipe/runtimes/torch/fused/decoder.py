@@ -22,7 +22,15 @@ from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import Linear
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused.products import KINDS
-from specpipe.runtimes.torch.fused.sizes import (
+from specpipe.runtimes.torch.fused.tiles import (
+    Tiles,
+    add_tiles,
+    gated_tiles,
+    linear_tiles,
+    qkv_tiles,
+)
+from specpipe.runtimes.torch.fused.weights import Layer, Weights
+from specpipe.runtimes.torch.fused_sizes import (
     BLOCK,
     CHUNK,
     MOST_CHUNKS,
@@ -32,14 +40,6 @@ from specpipe.runtimes.torch.fused.sizes import (
     power_of_2_above,
     power_of_2_below,
 )
-from specpipe.runtimes.torch.fused.tiles import (
-    Tiles,
-    add_tiles,
-    gated_tiles,
-    linear_tiles,
-    qkv_tiles,
-)
-from specpipe.runtimes.torch.fused.weights import Layer, Weights
 from specpipe.runtimes.torch.model import ModelConfig
 
 _EMBED_BLOCK = 1024

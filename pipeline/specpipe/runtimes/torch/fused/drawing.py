@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specpipe.runtimes.torch.fused import sampling as kernels
 from specpipe.runtimes.torch.fused.decoder import Decoder
-from specpipe.runtimes.torch.fused.sizes import ROWS, power_of_2_above
+from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above
 from specpipe.speculative.noise import Purpose
 from specpipe.speculative.request import Sampling
 

@@ -12,14 +12,14 @@ from specpipe.runtimes.torch.engine import EngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
-from specpipe.runtimes.torch.fused.sizes import (
+from specpipe.runtimes.torch.fused.weights import Weights
+from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
     LONGEST_RECORDED,
     ROWS,
     power_of_2_above,
     spare_positions,
 )
-from specpipe.runtimes.torch.fused.weights import Weights
 
 SequenceId = int
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specpipe.checkpoints.formats import E4M3_MAX
 from specpipe.quantization import numbers
-from specpipe.quantization.formats import E4M3_MAX
 
 Kind = Literal["plain", "fp8", "fp8_per_token", "int8", "int4"]
 

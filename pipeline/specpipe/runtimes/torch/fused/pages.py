@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.torch.fused.sizes import PAGE, pages_of
+from specpipe.runtimes.torch.fused_sizes import PAGE, pages_of
 
 
 class PagedKVCache:

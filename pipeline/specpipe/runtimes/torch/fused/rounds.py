@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.single_stream import MOST_UNDER_WAY, Verified
+from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY, Verified
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.drawing import Drawing, Mode, Settings, Text
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
-from specpipe.runtimes.torch.fused.sizes import CHUNK, ROWS
+from specpipe.runtimes.torch.fused_sizes import CHUNK, ROWS
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.noise import Purpose
 from specpipe.speculative.request import GREEDY, Sampling

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specpipe.runtimes.torch.fused.linear import ROUNDED, Kind
-from specpipe.runtimes.torch.fused.sizes import ROWS, power_of_2_above, power_of_2_below
+from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, power_of_2_below
 
 MIN_BLOCK = 16
 """Channels that one matrix instruction takes: what every size must be divisible by."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from specpipe.quantization.formats import FORMATS
+from specpipe.checkpoints.formats import FORMATS
 from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import (
     Linear,

@@ -1,0 +1,1 @@
+"""The road from two checkpoints to a Triton repository."""

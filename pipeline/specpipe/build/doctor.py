@@ -1,0 +1,127 @@
+"""What this machine has for specpipe, and what it can therefore do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from specpipe.build.stages.calibrate import require_libraries
+from specpipe.errors import SpecpipeError
+from specpipe.machine import libraries
+from specpipe.machine.provenance import gpus, versions
+from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.runtime import RUNTIMES, load_runtime
+from specpipe.runtimes.tensorrt_llm.toolbox import docker_version
+
+LIBRARIES = (
+    "huggingface_hub",
+    "numpy",
+    "protobuf",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "nvidia-modelopt",
+    "tritonclient",
+    "nvidia-pytriton",
+    "tensorrt-rtx-cu13",
+    "tensorrt",
+    "cuda-bindings",
+    "tensorrt_llm",
+)
+_PROGRAMS = ("trtllm-build", "mpirun")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing, and what there is of it."""
+
+    subject: str
+    found: str
+
+
+def examine() -> tuple[Line, ...]:
+    """Looks at the environment; nothing is started but what says whether it does."""
+    return (
+        Line("python", f"{platform.python_version()} ({sys.executable})"),
+        Line("installed", libraries.describe()),
+        *(Line("conflict", found) for found in libraries.conflicts()),
+        *(Line(library, found) for library, found in versions(LIBRARIES).items()),
+        *_tritonserver(),
+        *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),
+        *_gpus(),
+        Line("docker", _docker()),
+        *(Line(f"runtime {name}", _runtime(name)) for name in RUNTIMES),
+        Line("quantization", _quantization()),
+    )
+
+
+def _tritonserver() -> Iterator[Line]:
+    from specpipe.triton.server import installation, known_holes
+    from specpipe.triton.server.command import server_environment
+    from specpipe.triton.server.workspace import Workspace
+
+    try:
+        binary = installation.find_tritonserver()
+    except SpecpipeError as exc:
+        yield Line("tritonserver", str(exc))
+        return
+    try:
+        with contextlib.closing(Workspace(binary)) as workspace:
+            environment = server_environment(binary, Launch(), os.environ, workspace)
+            installation.check(binary, environment)
+    except SpecpipeError as exc:
+        yield Line("tritonserver", f"{binary.path}, which does not start here: {exc}")
+        return
+    version = known_holes.find_version(binary, os.environ)
+    yield Line("tritonserver", f"{version or 'version unknown'} ({binary.path})")
+    yield Line("known holes", known_holes.describe(version))
+
+
+def _gpus() -> Iterator[Line]:
+    found = gpus()
+    if not found:
+        yield Line("GPU", "none that nvidia-smi tells of")
+    for number, gpu in enumerate(found):
+        yield Line(
+            f"GPU {number}",
+            f"{gpu['name']}, compute capability {gpu['compute_cap']}, driver "
+            f"{gpu['driver_version']}",
+        )
+
+
+def _docker() -> str:
+    docker = shutil.which("docker")
+    if docker is None:
+        return "not on PATH"
+    version = docker_version(docker)
+    return (
+        f"{docker}, but its daemon does not answer" if version is None else f"{version} ({docker})"
+    )
+
+
+def _runtime(name: str) -> str:
+    """Planning needs no library; building and serving say what they miss."""
+    runtime = load_runtime(name)
+    try:
+        runtime.require()
+    except SpecpipeError as exc:
+        return f"plans here (--dry-run); {exc}"
+    try:
+        runtime.require_serving()
+    except SpecpipeError as exc:
+        return f"builds here; not served here: {exc}"
+    return "builds here, and is served here"
+
+
+def _quantization() -> str:
+    """Formats that need no data want torch alone."""
+    try:
+        require_libraries()
+    except SpecpipeError as exc:
+        return f"plans here (--dry-run); {exc}"
+    return "has what calibrating needs"

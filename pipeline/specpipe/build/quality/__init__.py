@@ -1,0 +1,1 @@
+"""What quantization costs: measured on the texts held out, reported and limited."""

@@ -1,0 +1,126 @@
+"""The pair that comes with specpipe: its files for a folder of one's own, and what it gains."""
+
+from __future__ import annotations
+
+import filecmp
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
+from specpipe.machine.libraries import shipped, with_extras
+from specpipe.triton.client import Client
+from specpipe.triton.server.installation import find_tritonserver
+
+CONFIG = "configs/quickstart.yaml"
+PROMPTS = (
+    "def fibonacci(n):\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n",
+    "import os\nimport sys\n\ndef main():\n",
+    "def read_json(path):\n    with open(path) as file:\n",
+)
+MAX_TOKENS = 128
+NUM_ROUNDS = 3
+
+
+@dataclass
+class Total:
+    """What some requests took and gave."""
+
+    seconds: float = 0.0
+    output_tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_statuses: set[str] = field(default_factory=set)
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.seconds
+
+
+def require_libraries() -> None:
+    """Raises before anything is written where building or serving would miss a library."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    try:
+        find_tritonserver()
+    except ServerError:
+        if has_torch or sys.version_info >= (3, 13):  # there no extra brings Triton
+            raise
+        raise RuntimeUnavailable(
+            f"the quickstart needs torch and Triton: {with_extras('torch', 'triton')}"
+        ) from None
+    if not has_torch:
+        raise RuntimeUnavailable(f"the quickstart needs 'torch': {with_extras('torch')}")
+
+
+def write_files(folder: Path) -> list[Path]:
+    """Writes the pair and its YAML, laid out as in a checkout; returns the files that it left.
+
+    A file that is there stays, also where it is not what specpipe brings: those are returned.
+    """
+    kept = []
+    try:
+        for source, name in _files():
+            path = folder / name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                staged = path.with_name(f".{path.name}.{os.getpid()}")
+                try:
+                    shutil.copyfile(source, staged)
+                    staged.replace(path)
+                finally:
+                    staged.unlink(missing_ok=True)
+            elif not filecmp.cmp(source, path, shallow=False):
+                kept.append(path)
+    except OSError as exc:
+        raise ConfigError(
+            f"{exc.filename or folder}: {exc.strerror}; name another folder with --output"
+        ) from exc
+    return kept
+
+
+def _files() -> Iterator[tuple[Path, Path]]:
+    """What comes with specpipe, and where it goes."""
+    yield shipped(CONFIG), Path(CONFIG)
+    models = shipped("models")
+    for source in sorted(models.glob("python-code/*/*")):
+        yield source, Path("models", source.relative_to(models))
+
+
+def compare(client: Client) -> tuple[Total, Total]:
+    """Runs every prompt with and without speculation in turn; returns both, target alone first.
+
+    Raises ServerError where the answers differ.
+    """
+    alone, speculative = Total(), Total()
+    client.generate(PROMPTS[0], max_tokens=8)
+    for _ in range(NUM_ROUNDS):
+        for prompt in PROMPTS:
+            texts = [
+                _measure(client, prompt, total, num_draft_tokens)
+                for total, num_draft_tokens in ((alone, 0), (speculative, None))
+            ]
+            if texts[0] != texts[1]:
+                raise ServerError(f"speculation changed the answer to {prompt!r}")
+    return alone, speculative
+
+
+def _measure(client: Client, prompt: str, total: Total, num_draft_tokens: int | None) -> str:
+    """Adds one request to a total and returns its text."""
+    start = time.perf_counter()
+    answer = client.generate(prompt, max_tokens=MAX_TOKENS, num_draft_tokens=num_draft_tokens)
+    total.seconds += time.perf_counter() - start
+    assert answer.statistics is not None
+    total.output_tokens += answer.statistics.num_output_tokens
+    total.steps += answer.statistics.num_steps
+    total.drafted += answer.statistics.total_draft_tokens
+    total.accepted += answer.statistics.total_accepted_draft_tokens
+    total.draft_statuses.add(answer.statistics.draft_status or "unknown")
+    return answer.text

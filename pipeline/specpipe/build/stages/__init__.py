@@ -1,0 +1,1 @@
+"""The stages of the road, one a file."""

@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face's folders, and the unified checkpoint that is made of them."""

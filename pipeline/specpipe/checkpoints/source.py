@@ -1,0 +1,134 @@
+"""Where a checkpoint comes from: a folder, or a repository of the Hugging Face hub.
+
+Only configs, tokenizer files and safetensors are fetched; pickles and code stay where they are. The
+hub's own settings hold: its cache, its token, and `HF_HUB_OFFLINE` for no network at all.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable, show, to_sentence
+from specpipe.machine.libraries import with_library
+from specpipe.roles import Role
+
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+_WEIGHTS = ["*.safetensors"]
+_COPIES = ["*/*", "consolidated*"]  # other formats of the same weights, and their configs
+_HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_MAX_HUB_ID = 96  # huggingface_hub's validate_repo_id
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint on this machine.
+
+    revision  the commit of a hub repository, None for a folder
+    name      what the config calls it
+    """
+
+    path: Path
+    revision: str | None
+    name: str
+
+
+def resolve(
+    checkpoint: str,
+    *,
+    revision: str | None,
+    base: Path,
+    role: Role,
+    weights: bool = True,
+    small_files: Path | None = None,
+) -> Source:
+    """Finds a checkpoint: a folder, relative to `base`, or else a hub repository.
+
+    A folder wins over a repository of the same name. Without `weights` only the small files of a
+    repository are fetched, which is all that the pair check reads. With `small_files` no hub is
+    asked: that folder holds the small files of `org/name` in `org--name/` or `org/name/`.
+    """
+    if not checkpoint:
+        raise ConfigError(f"{role}.checkpoint is empty; give a folder or a hub id")
+    try:
+        folder = (base / Path(checkpoint).expanduser()).resolve()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as exc:  # a name too long, a loop of links, no such home
+        reason = exc.strerror if isinstance(exc, OSError) else show(exc)
+        raise ConfigError(
+            f"{role}.checkpoint {show(checkpoint)} cannot be looked up: {reason}"
+        ) from exc
+    if is_folder:
+        if revision is not None:
+            raise ConfigError(
+                f"{role}.revision is '{show(revision)}', but {role}.checkpoint is the folder "
+                f"{folder}; "
+                "a revision needs a hub id"
+            )
+        return Source(folder, None, checkpoint)
+    if exists:
+        raise ConfigError(
+            f"{role}.checkpoint {folder} is a file; give the folder that holds config.json"
+        )
+    if not _HUB_ID.fullmatch(checkpoint) or len(checkpoint) > _MAX_HUB_ID:
+        raise ConfigError(
+            f"{role}.checkpoint {show(checkpoint)}: there is no folder {to_sentence(str(folder))}"
+        )
+    if small_files is not None:
+        return Source(_local_copy(checkpoint, small_files, role), None, checkpoint)
+    path = _fetch(checkpoint, revision, folder, role, weights)
+    return Source(path, path.name if _COMMIT.fullmatch(path.name) else None, checkpoint)
+
+
+def _local_copy(repo_id: str, small_files: Path, role: Role) -> Path:
+    flat = small_files / repo_id.replace("/", "--")
+    for folder in (flat, small_files / repo_id):
+        if folder.is_dir():
+            return folder.resolve()
+    raise CheckpointError(
+        f"{role}: the small files of {repo_id} are not in {small_files}: put config.json, "
+        f"generation_config.json and the tokenizer's files into {flat}"
+    )
+
+
+def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights: bool) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as exc:
+        raise RuntimeUnavailable(
+            f"{role}.checkpoint {repo_id} is no folder ({folder}), and fetching it needs "
+            f"'huggingface_hub': {with_library('huggingface_hub')}"
+        ) from exc
+    at = f"{repo_id} at revision {show(revision)}" if revision else repo_id
+    try:
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                allow_patterns=_SMALL_FILES + (_WEIGHTS if weights else []),
+                ignore_patterns=_COPIES,
+            )
+        )
+    except errors.GatedRepoError as exc:
+        raise CheckpointError(
+            f"{role}: {repo_id} is gated; accept its terms on the hub, then `hf auth login`"
+        ) from exc
+    except errors.RepositoryNotFoundError as exc:
+        raise CheckpointError(
+            f"{role}.checkpoint {repo_id} is neither a folder ({folder}) nor a hub repository "
+            "that you can read; check the name, or `hf auth login` if it is private"
+        ) from exc
+    except errors.RevisionNotFoundError as exc:
+        raise CheckpointError(
+            f"{role}: {repo_id} has no revision {show(revision)}; check {role}.revision"
+        ) from exc
+    except errors.LocalEntryNotFoundError as exc:
+        raise CheckpointError(
+            f"{role}.checkpoint {repo_id} is no folder ({folder}), {at} is not complete in the "
+            "local cache, and the hub is out of reach or switched off (HF_HUB_OFFLINE); "
+            f"connect, or fetch it elsewhere with `hf download {repo_id}`"
+        ) from exc
+    except Exception as exc:  # of the hub's HTTP library too, which changes with its version
+        raise CheckpointError(f"{role}: {at} cannot be fetched from the hub: {exc}") from exc

@@ -1,0 +1,91 @@
+"""`specpipe nightly`: every pair rebuilt where it changed, verified, measured and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument(
+    "configs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CONFIG..."
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a setting in every CONFIG; may be given several times.",
+)
+@click.option(
+    "--baseline",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder with the last good runs, as NAME/results/nightly.json; left out: each pair's own.",
+)
+@click.option(
+    "--new-baseline",
+    "is_new_baseline",
+    is_flag=True,
+    help="Compare with no earlier run, after a change that is meant.",
+)
+@click.option(
+    "--in-process", "is_in_process", is_flag=True, help="Run the pairs here instead of in Triton."
+)
+@click.option(
+    "--summary",
+    "summary_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the summary, in Markdown, to this file as well.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the runs as JSON.")
+def nightly(
+    configs: Sequence[Path],
+    overrides: Sequence[str],
+    baseline: Path | None,
+    is_new_baseline: bool,
+    is_in_process: bool,
+    summary_path: Path | None,
+    as_json: bool,
+) -> None:
+    """Rebuild what changed, verify, measure, and compare with the last good run.
+
+    For every CONFIG, a YAML of a pair: its revisions are resolved anew, stages whose inputs changed
+    run, the pair is verified and measured in short form, and a report is written. The section
+    `nightly` of the YAML says what is measured and what a run must not fall below; all of it has
+    defaults (`specpipe schema`). A good run becomes results/nightly.json beside the repository,
+    which the next one is compared with.
+
+    Exit code 1 when a pair is not good, with the reasons; the others run all the same. On GitHub
+    the summary is added to that of the job.
+    """
+    from specpipe.evaluate.nightly.all import reasons, run_all
+    from specpipe.evaluate.nightly.run import Options
+    from specpipe.evaluate.nightly.summary import write_summary
+    from specpipe.machine.signals import deferred
+
+    if baseline is not None and is_new_baseline:
+        raise click.UsageError("--new-baseline compares with nothing: leave out --baseline.")
+    if summary_path is not None:
+        summary_path.parent.mkdir(parents=True, exist_ok=True)
+    options = Options(
+        is_in_process=is_in_process, baseline=baseline, is_new_baseline=is_new_baseline
+    )
+    done = run_all(configs, overrides, options, report=lambda line: click.echo(line, err=True))
+    summary = write_summary(done)
+    if summary_path is not None:
+        with deferred():
+            summary_path.write_text(summary, encoding="utf-8")
+    if job_summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(job_summary, "a", encoding="utf-8") as file:
+            file.write(summary)
+    if as_json:
+        runs = [finished.run.to_json() for finished in done]
+        click.echo(json.dumps({"runs": runs}, indent=2, ensure_ascii=False))
+    else:
+        click.echo(summary, nl=False)
+    if found := reasons(done):
+        raise click.ClickException("\n".join(found))

@@ -1,0 +1,1 @@
+"""The YAML: its sections, and how its faults are told."""

@@ -1,0 +1,240 @@
+"""Any OpenAI-compatible server (vLLM, SGLang, trtllm-serve, …), streamed as server-sent events.
+
+Text and token ids go to `/v1/completions`, messages to `/v1/chat/completions`. Beyond OpenAI's own
+parameters a question may need those of vLLM's and SGLang's: `top_k`, `min_p`, `repetition_penalty`,
+`min_tokens`, `ignore_eos`; a server that lacks one refuses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from specpipe.errors import CutStream, RequestError, ServerError, show, to_sentence
+from specpipe.evaluate.endpoints.base import Piece, Question, Usage, given_settings
+from specpipe.machine.event_stream import parse_data, read_events
+from specpipe.machine.web import answering, receive
+from specpipe.speculative.request import FinishReason
+
+SCHEMES = ("openai+http", "openai+https")
+
+_USAGE_AT_END = {"include_usage": True}
+_USAGE_ALWAYS = {"include_usage": True, "continuous_usage_stats": True}
+"""vLLM and SGLang then count the tokens of each chunk; others may refuse the key."""
+
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    # These end a text as a stop does.
+    "tool_calls": "stop",
+    "function_call": "stop",
+    "content_filter": "stop",
+}
+"""OpenAI's; a server that could not finish says otherwise (vLLM: abort, error)."""
+
+_MAX_ERROR_BYTES = 1 << 16
+
+
+class OpenAI:
+    """One model of one server; `url` is `openai+http://host:port`, with a path if not `/v1`."""
+
+    def __init__(
+        self, url: str, *, model: str, api_key: str | None = None, timeout_s: float = 600.0
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in SCHEMES or not parts.hostname:
+            raise ServerError(f"{url!r} is not openai+http://HOST:PORT or openai+https://HOST")
+        self.name = url
+        self._model, self._timeout_s = model, timeout_s
+        self._is_encrypted = parts.scheme == "openai+https"
+        self._address = parts.netloc.rpartition("@")[2]
+        self._path = parts.path.rstrip("/") or "/v1"
+        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._stream_options = _USAGE_ALWAYS
+
+    def stream(self, question: Question) -> Iterator[Piece]:
+        """Yields one piece for each event with a choice or with usage."""
+        path, body = self._request(question)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(answering(self.name, timeout_s=self._timeout_s))
+            response = self._answer_to(path, body, stack)
+            yield from _pieces(self._events(response), self.name)
+
+    def close(self) -> None:
+        """Nothing to do: each question has a connection of its own, so that it can be cut."""
+
+    def _request(self, question: Question) -> tuple[str, dict[str, Any]]:
+        settings = given_settings(question)
+        if settings.pop("num_draft_tokens", None) is not None:
+            raise RequestError(
+                f"{self.name}: an OpenAI-compatible server takes no num_draft_tokens: its draft "
+                "length is its own"
+            )
+        body = {
+            "model": self._model,
+            "max_tokens": question.max_tokens,
+            "stream": True,
+            "temperature": 0.0,  # which is not OpenAI's default
+            **settings,
+        }
+        if question.stop_strings:
+            body["stop"] = list(question.stop_strings)
+        if question.ignores_end:
+            body["ignore_eos"] = True
+        if question.messages is not None:
+            body["messages"] = [dict(message) for message in question.messages]
+            return f"{self._path}/chat/completions", body
+        body["prompt"] = list(question.token_ids or ()) if question.text is None else question.text
+        return f"{self._path}/completions", body
+
+    def _answer_to(
+        self, path: str, body: Mapping[str, Any], stack: contextlib.ExitStack
+    ) -> http.client.HTTPResponse:
+        """Sends the request; once more and for good without the counts that a server refuses."""
+        options = self._stream_options
+        response = self._post(path, {**body, "stream_options": options}, stack)
+        if response.status in (400, 422) and options is _USAGE_ALWAYS:
+            response = self._post(path, {**body, "stream_options": _USAGE_AT_END}, stack)
+            if response.status == 200:
+                self._stream_options = _USAGE_AT_END
+        if response.status != 200:
+            error = _error_text(response.read(_MAX_ERROR_BYTES))
+            message = f"{self.name} answers {response.status}: {error}"
+            raise (RequestError if response.status < 500 else ServerError)(message)
+        return response
+
+    def _post(
+        self, path: str, body: Mapping[str, Any], stack: contextlib.ExitStack
+    ) -> http.client.HTTPResponse:
+        kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
+        connection = kind(self._address, timeout=self._timeout_s)
+        stack.callback(connection.close)
+        connection.request("POST", path, json.dumps(body), self._headers)
+        return connection.getresponse()
+
+    def _events(self, response: http.client.HTTPResponse) -> Iterator[str]:
+        with answering(self.name, timeout_s=self._timeout_s):
+            yield from read_events(response, self.name)
+
+
+def _pieces(events: Iterator[str], name: str) -> Iterator[Piece]:
+    """Reads chunks of completions; raises ServerError for an error, CutStream for a missing end."""
+    num_received = num_counted = 0
+    is_counted = True  # each chunk so far told how many tokens there were
+    finish_reason: FinishReason | None = None
+    while True:
+        is_whole = finish_reason is not None
+        data = receive(events, num_received, name, is_whole=is_whole)
+        if data is None and not is_whole:
+            raise CutStream.after(num_received, name, "no finish_reason and no [DONE]")
+        if data is None or data == "[DONE]":
+            break
+        chunk = _Chunk.parse(data, name)
+        if chunk.error is not None:
+            raise ServerError(f"{name}: the request failed: {chunk.error}")
+        if is_whole and chunk.text:
+            raise ServerError(f"{name} went on after its finish_reason")
+        num_received += chunk.has_choice
+        num_so_far = chunk.num_tokens_so_far
+        is_counted = is_counted and (num_so_far is not None or not chunk.text)
+        num_tokens = None
+        if is_counted and num_so_far is not None:
+            num_tokens, num_counted = num_so_far - num_counted, num_so_far
+        finish_reason = chunk.finish_reason or finish_reason
+        yield Piece(
+            text=chunk.text,
+            token_ids=chunk.token_ids,
+            num_tokens=num_tokens,
+            finish_reason=chunk.finish_reason,
+            usage=chunk.usage,
+        )
+    if num_received == 0:
+        raise ServerError(f"{name} ended without an answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    text: str = ""
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error: str | None = None
+    has_choice: bool = False
+
+    @property
+    def num_tokens_so_far(self) -> int | None:
+        """What a chunk of the output counts; the chunk without a choice sums up at the end."""
+        return self.usage.num_output_tokens if self.has_choice and self.usage else None
+
+    @classmethod
+    def parse(cls, text: str, name: str) -> _Chunk:
+        """Reads the data of an event; raises ServerError for what is no chunk."""
+        try:
+            return _CHUNKS.validate_python(_fields(parse_data(text)))
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
+            raise ServerError(f"{name} sent what is no chunk: '{show(text)}'") from exc
+
+
+_CHUNKS = TypeAdapter(_Chunk)
+
+
+def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    if data.get("error") is not None:
+        return {"error": _error_text(json.dumps(data).encode())}
+    usage = _usage(data)
+    if not data.get("choices"):
+        return {"usage": usage}
+    choice = data["choices"][0]
+    reason = choice.get("finish_reason")
+    if reason is not None and reason not in _FINISH_REASONS:
+        return {"error": f"finish_reason {show(reason)}"}
+    return {
+        "text": _text(choice),
+        "token_ids": choice.get("token_ids"),
+        "finish_reason": None if reason is None else _FINISH_REASONS[reason],
+        "usage": usage,
+        "has_choice": True,
+    }
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """A chunk's text, with what a model thinks before it answers: those are output tokens too."""
+    delta = choice.get("delta")
+    if delta is None:
+        return choice.get("text") or ""
+    parts = (delta.get(key) for key in ("reasoning_content", "reasoning", "content"))
+    return "".join(part for part in parts if part)
+
+
+def _usage(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The counts of a chunk; vLLM adds acceptance with --per-request-spec-decode-metrics."""
+    counts = data.get("usage") or {}
+    drafting = (data.get("metrics") or {}).get("speculative_decoding") or {}
+    if not counts and not drafting:
+        return None
+    return {
+        "num_input_tokens": counts.get("prompt_tokens"),
+        "num_output_tokens": counts.get("completion_tokens"),
+        "num_steps": drafting.get("num_spec_steps"),
+        "total_draft_tokens": drafting.get("num_draft_tokens"),
+        "total_accepted_draft_tokens": drafting.get("num_accepted_draft_tokens"),
+        "acceptance_histogram": drafting.get("acceptance_histogram"),
+    }
+
+
+def _error_text(body: bytes) -> str:
+    """The message of an error as OpenAI writes it, else the beginning of what came."""
+    try:
+        error = parse_data(body)["error"]
+        return to_sentence(str(error["message"] if isinstance(error, dict) else error))
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return show(body.decode(errors="replace"))

@@ -1,0 +1,46 @@
+"""Nightly runs of many pairs, one after the other; one that fails does not stop the others."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from specpipe.build.load import load_config
+from specpipe.errors import ConfigError, RuntimeUnavailable, SpecpipeError
+from specpipe.evaluate.nightly.run import Finished, Options, Report, failed, run_pair
+from specpipe.machine.libraries import with_extras
+
+_LIBRARIES = ("scipy", "matplotlib", "torch")
+
+
+def run_all(
+    config_paths: Sequence[Path], overrides: Sequence[str], options: Options, *, report: Report
+) -> list[Finished]:
+    """Runs every config and returns what became of each, in their order."""
+    for library in _LIBRARIES:  # hours before the first of them is used
+        if importlib.util.find_spec(library) is None:
+            raise RuntimeUnavailable(f"nightly runs need '{library}': {with_extras('evaluate')}")
+    done: list[Finished] = []
+    seen: dict[Path, Path] = {}
+    for path in config_paths:
+        report(f"--- {path}")
+        try:
+            config = load_config(path, overrides)
+            other = seen.setdefault(config.artifacts_dir, path)
+            if other != path:
+                raise ConfigError(
+                    f"{path} and {other} are both named {config.name}, with one folder for both: "
+                    "give one of them another name"
+                )
+            done.append(run_pair(config, options, report=report))
+        except (SpecpipeError, OSError) as exc:  # no YAML, or no folder that can be written to
+            done.append(Finished(failed(path.stem, path, exc)))
+    return done
+
+
+def reasons(done: Sequence[Finished]) -> list[str]:
+    """Returns why runs are not good, a sentence each that begins with the pair."""
+    return [
+        f"{finished.run.pair}: {reason}" for finished in done for reason in finished.run.reasons
+    ]

@@ -1,0 +1,189 @@
+"""What a nightly run leaves beside the artifact: the last good run, and a line for every run.
+
+results/nightly.json    the last good run; replaced by a good one, and by nothing else
+results/nightly.jsonl   all runs, oldest first, a line each
+results/.nightly.lock   held while a run goes on; a second one waits
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock
+from pydantic import TypeAdapter, ValidationError
+
+from specpipe.build import cache
+from specpipe.errors import RepositoryError
+from specpipe.evaluate.results import read_result, write_result
+from specpipe.machine.signals import deferred
+
+KIND = "nightly"
+
+Outcome = Literal["good", "bad", "unfinished"]
+"""What became of a run: good; under a threshold; or a step of it could not be done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointUsed:
+    """A checkpoint as the engines were made from it.
+
+    revision  the commit of a hub id; None for a folder
+    digest    SHA-256 over the names and contents of the files that were read
+    """
+
+    checkpoint: str
+    revision: str | None
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """A stage of the build; without reasons it was up to date."""
+
+    stage: str
+    reasons: tuple[str, ...]
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What verification came to; reason is a sentence for a fault."""
+
+    verdict: Literal["identical", "tie", "fault"]
+    reason: str | None
+    num_ties: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """Draft tokens of greedy answers at the full draft length, which no clock has a part in."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Accepted over drafted tokens."""
+        return self.num_accepted_tokens / self.num_draft_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """Rate as served / rate of the target alone, with the interval of the ratio.
+
+    ratio       None when no prompt was answered by both
+    num_failed  answers of either side that failed or were cut; error is the most frequent reason
+    """
+
+    concurrency: int
+    ratio: float | None
+    low: float | None
+    high: float | None
+    num_answers: int
+    num_failed: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the numbers depend on beside the artifact: runs with other values are not compared.
+
+    prompts  digest of the prompts, the lengths of their answers included
+    """
+
+    prompts: str
+    num_draft_tokens: int
+    served_by: str
+    machine: str
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One nightly run of one pair, filled in as it goes on; None is what it did not get to.
+
+    reasons  why it is not good, a sentence each
+    notes    what could not be compared, and why
+    """
+
+    pair: str
+    config: str
+    made_at: str
+    outcome: Outcome = "unfinished"
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    compared_with: str | None = None
+    checkpoints: dict[str, CheckpointUsed] = field(default_factory=dict)
+    stages: list[StageRun] = field(default_factory=list)
+    asked: Asked | None = None
+    verification: Verified | None = None
+    acceptance: Accepted | None = None
+    speed_ups: list[SpeedUp] = field(default_factory=list)
+    sizes_bytes: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        made: dict[str, Any] = _RUNS.dump_python(self, mode="json")
+        return made
+
+
+_RUNS = TypeAdapter(Run)
+
+
+def last_good_file(artifacts_dir: Path) -> Path:
+    """Returns where the last good run of a pair is kept."""
+    return artifacts_dir / "results" / "nightly.json"
+
+
+def read_last_good(path: Path) -> Run | None:
+    """Reads a last good run; None where there is none, RepositoryError where it is damaged."""
+    if not path.exists():
+        return None
+    data = read_result(path, KIND)
+    try:
+        run = _RUNS.validate_python(data)  # without what the header says beside, for readers
+        if run.outcome != "good" or run.asked is None:
+            raise ValueError(f"outcome {run.outcome!r} is not that of a good run")
+    except ValueError as exc:
+        fault = exc.errors(include_url=False)[0] if isinstance(exc, ValidationError) else None
+        why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" if fault else exc
+        raise RepositoryError(
+            f"{path} is not what `specpipe nightly` writes ({why}): remove it, and the next good "
+            "run takes its place"
+        ) from exc
+    return run
+
+
+def keep(artifacts_dir: Path, header: dict[str, Any], run: Run) -> None:
+    """Adds a run to the history, and makes a good one the last good run; `held` is to be held."""
+    data = {**header, **run.to_json()}
+    path = last_good_file(artifacts_dir)
+    with deferred():  # both, or neither
+        if run.outcome == "good":
+            write_result(path, data)
+        _add_line(path.with_suffix(".jsonl"), json.dumps(data, ensure_ascii=False, allow_nan=False))
+
+
+def _add_line(path: Path, line: str) -> None:
+    """Adds a line to a file as a whole: an interrupted run leaves no half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        staged.write_text(f"{text}{line}\n", encoding="utf-8")
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+@contextmanager
+def held(artifacts_dir: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Keeps other nightly runs of a pair waiting; on_wait is called when this one has to."""
+    folder = last_good_file(artifacts_dir).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with cache.held(FileLock(folder / ".nightly.lock"), on_wait):
+        yield

@@ -1,0 +1,296 @@
+"""One pair's nightly run: rebuild what changed, verify, bench in short form, compare, report, keep.
+
+A run that a step of it ended is kept in the history as unfinished, with what it had found by then;
+an interrupted one leaves nothing but what the steps themselves keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specpipe.build import pipeline
+from specpipe.errors import RepositoryError
+from specpipe.evaluate import prompts, results
+from specpipe.evaluate.nightly import facts, record
+from specpipe.evaluate.nightly.record import Asked, Run, SpeedUp, StageRun, Verified
+from specpipe.evaluate.nightly.thresholds import is_too_slow, judge
+from specpipe.failures import sentence
+
+if TYPE_CHECKING:
+    from specpipe.config.sections import PipelineConfig
+    from specpipe.evaluate.bench.run import Measurements, Side
+    from specpipe.evaluate.verification.outcome import Findings
+
+Report = Callable[[str], None]
+
+_LIBRARIES = ("torch", "nvidia-pytriton", "tritonclient", "scipy")
+_MOST_MEASUREMENTS = 3
+"""Of speed, all of which cross a threshold in a night that fails for it."""
+
+_WITHOUT, _WITH = "the target alone", "speculation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How runs are made.
+
+    is_in_process    whether pairs run in this process instead of a Triton
+    baseline         folder of last good runs, as `<name>/results/nightly.json`; None: each pair's
+                     own
+    is_new_baseline  whether the last good run is left out of account, after a change that is meant
+    """
+
+    is_in_process: bool = False
+    baseline: Path | None = None
+    is_new_baseline: bool = False
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that is over, and the last good run that it was compared with."""
+
+    run: Run
+    last: Run | None = None
+
+
+def run_pair(config: PipelineConfig, options: Options, *, report: Report) -> Finished:
+    """Makes one run and keeps it; a second run of the pair waits. Failures end up in the run."""
+    with record.held(
+        config.artifacts_dir,
+        on_wait=lambda: report("another nightly run of this pair goes on, waiting"),
+    ):
+        return _PairRun(config, options, report).run()
+
+
+def failed(pair: str, config: Path, exc: Exception) -> Run:
+    """Returns the run of a config that there is no folder to keep a run in for."""
+    return Run(pair=pair, config=str(config), made_at=_now(), reasons=[sentence(exc)])
+
+
+class _PairRun:
+    """The steps of one run, and what they have found so far."""
+
+    def __init__(self, config: PipelineConfig, options: Options, report: Report) -> None:
+        self._config, self._options, self._report = config, options, report
+        self._limits = config.nightly
+        self._found = Run(pair=config.name, config=str(config.source), made_at=_now())
+        self._last: Run | None = None
+        self._prompts: prompts.PromptSet | None = None
+
+    def run(self) -> Finished:
+        found = self._found
+        try:
+            self._make()
+        except Exception as exc:  # the other pairs are to run, whatever it is
+            found.reasons.append(sentence(exc))
+        else:
+            found.outcome = "bad" if found.reasons else "good"
+        record.keep(self._config.artifacts_dir, self._header(), found)
+        return Finished(found, self._last)
+
+    def _make(self) -> None:
+        found = self._found
+        self._prompts = self._load_prompts()
+        self._last = self._read_last()
+        found.compared_with = None if self._last is None else self._last.made_at
+        found.asked = self._asked(self._prompts)
+        stages = pipeline.plan(self._config)
+        pipeline.run(stages, _Build(found, self._report), verify=True)
+        found.checkpoints = facts.checkpoints_used(self._config, stages)
+        found.sizes_bytes = facts.sizes(stages)
+        verified = self._verify()
+        found.verification = Verified(
+            verdict=verified.verdict, reason=verified.reason, num_ties=verified.num_ties
+        )
+        found.acceptance = facts.accepted(verified)
+        if verified.reason is None:  # how fast a wrong answer comes is of no interest
+            self._measure_speed(self._prompts)
+        judged = judge(found, self._last, self._limits)
+        found.reasons += judged.reasons
+        found.notes += judged.notes
+        self._write_report()
+
+    def _load_prompts(self) -> prompts.PromptSet:
+        """The same questions for verification and for the benchmark."""
+        loaded = prompts.load_prompts(self._source(), limit=self._limits.num_prompts)
+        sized = (
+            replace(prompt, max_tokens=prompt.max_tokens or self._limits.max_tokens)
+            for prompt in loaded.prompts
+        )
+        return prompts.PromptSet(loaded.source, tuple(sized))
+
+    def _source(self) -> str:
+        source = self._limits.prompts
+        return source if source in prompts.BUILT_IN else str(self._config.base_dir / source)
+
+    def _read_last(self) -> Run | None:
+        if self._options.is_new_baseline:
+            return None
+        folder = self._options.baseline
+        artifacts_dir = self._config.artifacts_dir
+        return record.read_last_good(
+            record.last_good_file(artifacts_dir if folder is None else folder / artifacts_dir.name)
+        )
+
+    def _asked(self, asked: prompts.PromptSet) -> Asked:
+        found = results.machine()
+        gpus = Counter(gpu["name"] for gpu in found["gpus"])
+        return Asked(
+            prompts=asked.digest,
+            num_draft_tokens=self._config.speculation.num_draft_tokens,
+            served_by="this process" if self._options.is_in_process else "Triton",
+            machine=", ".join(
+                [
+                    f"{found['cpu']} ({found['num_cores']} cores)",
+                    *(f"{number} x {name}" for name, number in gpus.items()),
+                ]
+            ),
+        )
+
+    def _verify(self) -> Findings:
+        from specpipe.evaluate.verification import outcome
+        from specpipe.evaluate.verification.run import verify
+
+        limits = self._limits
+        done = verify(
+            self._config,
+            outcome.Options(
+                prompts=self._source(),
+                limit=limits.num_prompts,
+                max_tokens=limits.max_tokens,
+                is_in_process=self._options.is_in_process,
+                distance=limits.sampling_distance,
+                gate=None if limits.gate is None else self._config.base_dir / limits.gate,
+                gate_pass_rate=limits.min_gate_pass_rate,
+            ),
+            report=self._report,
+        )
+        return done.findings
+
+    def _measure_speed(self, asked: prompts.PromptSet) -> None:
+        """Measures anew while a threshold is crossed: the machine may have been busy."""
+        found = self._found
+        found.speed_ups = facts.speed_ups(self._bench(asked))
+        for number in range(2, _MOST_MEASUREMENTS + 1):
+            has_failures = any(speed_up.num_failed for speed_up in found.speed_ups)
+            if has_failures or not is_too_slow(found, self._last, self._limits):
+                return
+            figures = ", ".join(
+                f"{speed_up.ratio:.2f} at concurrency {speed_up.concurrency}"
+                for speed_up in found.speed_ups
+                if speed_up.ratio is not None
+            )
+            found.notes.append(f"speed was measured again; measurement {number - 1}: {figures}")
+            again = facts.speed_ups(self._bench(asked))
+            found.speed_ups = [
+                _spanning(*both) for both in zip(found.speed_ups, again, strict=True)
+            ]
+
+    def _bench(self, asked: prompts.PromptSet) -> Measurements:
+        from specpipe.evaluate.bench import run as bench
+
+        limits = self._limits
+        settings = bench.Settings(concurrencies=limits.concurrencies, rounds=limits.rounds)
+        with self._served() as served:
+            sides = (replace(served, name=_WITHOUT, num_draft_tokens=0), served)
+            measured = bench.measure(sides, asked, settings, report=self._report)
+        self._check_unchanged()
+        header = results.header(
+            "bench",
+            pair=self._config.name,
+            settings=settings.to_json(),
+            prompts=asked,
+            libraries=_LIBRARIES,
+        )
+        results.write_result(
+            self._config.artifacts_dir / "results" / "nightly-bench.json",
+            {**header, **bench.result(measured, settings, count_tokens=None)},
+        )
+        return measured
+
+    @contextlib.contextmanager
+    def _served(self) -> Iterator[Side]:
+        """The pair as it is served."""
+        from specpipe.evaluate.bench.run import Side
+        from specpipe.evaluate.endpoints.in_process import InProcess
+        from specpipe.evaluate.endpoints.triton import Triton
+        from specpipe.runtimes.runtime import load_runtime
+        from specpipe.triton.server.server import running
+
+        repository = pipeline.repository_dir(self._config)
+        if self._options.is_in_process:
+            with contextlib.closing(InProcess.load(repository)) as pair:
+                yield Side(name=_WITH, endpoint=pair, is_local=True)
+            return
+        self._report("starting Triton, for the benchmark")
+        launch = load_runtime(self._config.engine.runtime).launch(repository)
+        with (
+            running(repository, launch=launch) as server,
+            contextlib.closing(Triton(server.grpc_url)) as ensemble,
+        ):
+            yield Side(name=_WITH, endpoint=ensemble, metrics_url=server.metrics_url, is_local=True)
+
+    def _check_unchanged(self) -> None:
+        """Refuses numbers of a repository that was built again since it was verified."""
+        from specpipe.evaluate.verification.record import changes
+
+        if changed := changes(self._config.artifacts_dir):
+            raise RepositoryError(
+                f"{self._config.artifacts_dir} was changed while it was measured ({changed[0]}): "
+                "run `specpipe nightly` again"
+            )
+
+    def _write_report(self) -> None:
+        from specpipe.evaluate.report.page import write_report
+
+        self._report("writing the report")
+        write_report(self._config.artifacts_dir)
+
+    def _header(self) -> dict[str, Any]:
+        return results.header(
+            record.KIND,
+            pair=self._config.name,
+            settings=self._limits.model_dump(mode="json"),
+            prompts=self._prompts,
+            libraries=_LIBRARIES,
+        )
+
+
+class _Build:
+    """Notes what became of each stage."""
+
+    def __init__(self, run: Run, report: Report) -> None:
+        self._run, self._report = run, report
+
+    def started(self, stage: str, reasons: Sequence[str]) -> None:
+        for line in pipeline.start_lines(stage, reasons):
+            self._report(line)
+
+    def waiting(self, stage: str) -> None:
+        self._report(f"{stage}: another build of it is running, waiting")
+
+    def finished(self, report: pipeline.StageReport) -> None:
+        self._run.stages.append(
+            StageRun(
+                stage=report.stage,
+                reasons=report.reasons,
+                duration_s=round(report.duration_s, 3),
+            )
+        )
+
+
+def _spanning(earlier: SpeedUp, later: SpeedUp) -> SpeedUp:
+    """The later measurement, its interval widened to hold both: each has to cross a threshold."""
+    ends = (earlier.low, earlier.high, later.low, later.high, earlier.ratio, later.ratio)
+    known = [end for end in ends if end is not None]
+    return replace(later, low=min(known, default=None), high=max(known, default=None))
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,264 @@
+"""Sets of prompts: built-in ones and the user's own, at their own lengths, fixed or drawn ones.
+
+A set is a JSON Lines file. A line is `{"prompt": "…"}` or `{"messages": [{"role": …}, …]}`, and may
+have `name`, `kind` (for tables) and `max_tokens` (for the answer). In a text file each line that is
+not blank is a prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from specpipe.checkpoints.files import quoted
+from specpipe.errors import ConfigError, RequestError
+from specpipe.text.chat_messages import check_messages
+
+BUILT_IN = ("chat", "code", "summarization")
+"""The sets that come with specpipe, by name; written for it."""
+
+_SUFFIXES = (".jsonl", ".txt")
+_KEYS = ("name", "kind", "prompt", "messages", "max_tokens")
+_MAX_NUM_TRIES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt: exactly one of text and messages.
+
+    name        unique in its set
+    kind        what tables group by
+    max_tokens  of its answer; None: what the evaluation says
+    """
+
+    name: str
+    kind: str
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    max_tokens: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are set, by name."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts and where they come from: a built-in set's name, or a file."""
+
+    source: str
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over everything that is asked, in its order."""
+        return digest(self.prompts)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Numbers of tokens: one for all, or drawn evenly from a range, its ends included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Reads `128` or `64-256`."""
+        match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text.strip(), re.ASCII)
+        if match:
+            low = int(match[1])
+            high = int(match[2] or low)
+            if 1 <= low <= high:
+                return cls(low, high)
+        raise ConfigError(
+            f"{quoted(text)} is no length: expected tokens as in 128, or 64-256 to draw"
+        )
+
+    def draw(self, count: int, *, seed: int) -> list[int]:
+        """Returns that many lengths; the same ones for the same seed."""
+        generator = random.Random(seed)
+        return [generator.randint(self.low, self.high) for _ in range(count)]
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
+
+class Encoder(Protocol):
+    """What lengths need of a tokenizer; `specpipe.text.tokenizer.Tokenizer` has it."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+def load_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
+    """Reads a built-in set by its name, or a .jsonl or .txt file; the first `limit` prompts of it.
+
+    Raises ConfigError with the file, the line, and what was expected there.
+    """
+    if str(source) in BUILT_IN:
+        folder = importlib.resources.files("specpipe") / "prompt_sets"
+        text = (folder / f"{source}.jsonl").read_text(encoding="utf-8")
+        prompts = _parse(text, name=f"{source}.jsonl", kind=str(source))
+    else:
+        path = Path(source)
+        prompts = _parse(_read(path), name=path.name, kind=path.stem, where=str(path))
+    if limit is not None:
+        prompts = prompts[:limit]
+    return PromptSet(str(source), tuple(prompts))
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields where each object of a JSON Lines file stands, and the object."""
+    yield from _json_lines(_read(path), str(path))
+
+
+def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str) -> Prompt:
+    """Reads one line of a set; `where` begins messages, `name` and `kind` stand in for missing
+    ones.
+    """
+    for key in fields:
+        if key not in _KEYS:
+            raise ConfigError(f"{where}: unknown key {key!r}: expected {', '.join(_KEYS)}")
+    text, messages, max_tokens = (fields.get(k) for k in ("prompt", "messages", "max_tokens"))
+    if (text is None) == (messages is None):
+        raise ConfigError(f"{where}: expected either prompt or messages")
+    if text is not None and not (isinstance(text, str) and text):
+        raise ConfigError(f"{where}: prompt is {text!r}: expected a text that is not empty")
+    if any("\ud800" <= character <= "\udfff" for character in text or ""):
+        raise ConfigError(f"{where}: prompt holds half of a character (a surrogate)")
+    if messages is not None:
+        try:
+            check_messages(messages)
+        except RequestError as exc:
+            raise ConfigError(f"{where}: {exc}") from exc
+    if max_tokens is not None and not (type(max_tokens) is int and max_tokens > 0):
+        raise ConfigError(f"{where}: max_tokens is {max_tokens!r}: expected a positive number")
+    for key in ("name", "kind"):
+        if not isinstance(fields.get(key, ""), str):
+            raise ConfigError(f"{where}: {key} is {fields[key]!r}: expected a text")
+    return Prompt(
+        name=fields.get("name", name),
+        kind=fields.get("kind", kind),
+        text=text,
+        messages=None if messages is None else tuple(messages),
+        max_tokens=max_tokens,
+    )
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """Returns SHA-256 over all that is asked, in its order."""
+    texts = [[p.text, p.messages, p.max_tokens] for p in prompts]
+    return hashlib.sha256(json.dumps(texts, ensure_ascii=False).encode()).hexdigest()
+
+
+def as_messages(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+    """Makes a conversation of each text: one message of a user."""
+    return tuple(
+        prompt
+        if prompt.text is None
+        else replace(prompt, text=None, messages=({"role": "user", "content": prompt.text},))
+        for prompt in prompts
+    )
+
+
+def with_max_tokens(prompts: Sequence[Prompt], lengths: Lengths, *, seed: int) -> list[Prompt]:
+    """Gives each prompt the length of its answer, whatever its file says."""
+    drawn = lengths.draw(len(prompts), seed=seed)
+    return [replace(p, max_tokens=n) for p, n in zip(prompts, drawn, strict=True)]
+
+
+def with_lengths(
+    prompts: Sequence[Prompt], lengths: Lengths, tokenizer: Encoder, *, seed: int
+) -> list[Prompt]:
+    """Cuts or lengthens each text to a number of tokens.
+
+    A text that is too short goes on with the next ones of the set, and with itself in the end. The
+    cut can miss the length by a token or two where the end of the text, cut off, is written with
+    other tokens: what was really read is what the server reports.
+    """
+    texts = [prompt.text for prompt in prompts]
+    if None in texts:
+        name = prompts[texts.index(None)].name
+        raise ConfigError(f"{name} has messages: only the length of a text can be changed")
+    drawn = lengths.draw(len(prompts), seed=seed)
+    resized = []
+    for index, (prompt, num_tokens) in enumerate(zip(prompts, drawn, strict=True)):
+        text = "".join(f"{following}\n\n" for following in [*texts[index:], *texts[:index]])
+        while len(tokenizer.encode(text)) < num_tokens:
+            text += text
+        resized.append(replace(prompt, text=_cut(text, num_tokens, tokenizer)))
+    return resized
+
+
+def _cut(text: str, num_tokens: int, tokenizer: Encoder) -> str:
+    """Cuts a text to about that many tokens as the tokenizer will count them again."""
+    token_ids = tokenizer.encode(text)
+    num_kept = num_tokens
+    closest = text
+    for _ in range(_MAX_NUM_TRIES):
+        cut = tokenizer.decode(token_ids[:num_kept])
+        difference = num_tokens - len(tokenizer.encode(cut))
+        if abs(difference) < abs(num_tokens - len(tokenizer.encode(closest))):
+            closest = cut
+        if difference == 0 or num_kept + difference < 1:
+            break
+        num_kept += difference
+    return closest
+
+
+def _read(path: Path) -> str:
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(
+            f"{path} is no set of prompts: expected one of {', '.join(BUILT_IN)}, or a .jsonl or "
+            ".txt file"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+
+
+def _parse(text: str, *, name: str, kind: str, where: str | None = None) -> list[Prompt]:
+    where = where or name
+    if name.endswith(".txt"):
+        prompts = [
+            Prompt(name=f"{name}:{number}", kind=kind, text=line)
+            for number, line in enumerate(text.split("\n"), start=1)
+            if line.strip()
+        ]
+    else:
+        prompts = [
+            parse_prompt(fields, where=at, name=f"{name}{at.removeprefix(where)}", kind=kind)
+            for at, fields in _json_lines(text, where)
+        ]
+    if not prompts:
+        raise ConfigError(f"{where} has no prompts")
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.name in seen:
+            raise ConfigError(f"{where}: two prompts are named {prompt.name!r}")
+        seen.add(prompt.name)
+    return prompts
+
+
+def _json_lines(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Not splitlines: JSON may hold U+2028 and the like inside a string.
+    for index, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as exc:
+            raise ConfigError(f"{where}:{index}: not JSON: {exc}") from exc
+        if not isinstance(fields, dict):
+            raise ConfigError(f'{where}:{index}: expected an object such as {{"prompt": "…"}}')
+        yield f"{where}:{index}", fields

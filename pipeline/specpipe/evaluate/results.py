@@ -1,0 +1,103 @@
+"""What evaluations leave beside the artifact: JSON files that say where each number comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from specpipe.checkpoints.files import quoted
+from specpipe.errors import RepositoryError
+from specpipe.evaluate.prompts import PromptSet
+from specpipe.machine import provenance
+from specpipe.machine.own_json import read_object, reason
+
+FORMAT = 1
+"""Of the whole family of files; one that is read must have it."""
+
+
+def header(
+    kind: str,
+    *,
+    pair: str,
+    settings: Mapping[str, Any],
+    prompts: PromptSet | None = None,
+    libraries: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Returns what every result begins with; `pair` names what was measured.
+
+    `libraries` are the distributions whose versions matter for it.
+    """
+    made: dict[str, Any] = {
+        "format": FORMAT,
+        "kind": kind,
+        "pair": pair,
+        "made_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **provenance.versions(libraries)},
+        "machine": machine(),
+        "settings": dict(settings),
+    }
+    if prompts is not None:
+        made["prompts"] = {
+            "source": prompts.source,
+            "digest": prompts.digest,
+            "count": len(prompts.prompts),
+        }
+    return made
+
+
+def machine() -> dict[str, Any]:
+    """Returns the processor, the cores that this process may use, and the GPUs."""
+    return {
+        "cpu": cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "gpus": provenance.gpus(),
+    }
+
+
+def cpu_name() -> str:
+    """Returns the processor's name where Linux tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def write_result(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes a result as a whole: whoever reads finds the old one or the new one.
+
+    NaN and infinities are no JSON and refused: a number that is not known is None.
+    """
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def read_result(path: Path, kind: str) -> dict[str, Any]:
+    """Reads a result of one kind; RepositoryError when it is missing, damaged or of another one."""
+    try:
+        data = read_object(path)
+    except FileNotFoundError:
+        raise RepositoryError(f"{path} does not exist: run `specpipe {kind}` first") from None
+    except (OSError, ValueError) as exc:
+        raise RepositoryError(
+            f"{path} cannot be read ({reason(exc)}): remove it and run `specpipe {kind}` again"
+        ) from exc
+    found = (data.get("kind"), data.get("format"))
+    if found != (kind, FORMAT):
+        raise RepositoryError(
+            f"{path} is of kind {quoted(found[0])} and format {quoted(found[1])}, expected "
+            f"{kind!r} and {FORMAT}: run `specpipe {kind}` again"
+        )
+    return data

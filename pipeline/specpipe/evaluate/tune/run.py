@@ -1,0 +1,500 @@
+"""One tuning from beginning to end.
+
+each draft     built → costs → acceptance → predicted speed-up over K × concurrency → ranked
+the pair's own, and the best where that is another one: the best few predictions are measured
+each load      the draft length that measured best → the schedule
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from specpipe.build import pipeline
+from specpipe.build.pipeline import Reporter
+from specpipe.config.sections import PipelineConfig
+from specpipe.errors import ConfigError, RuntimeUnavailable
+from specpipe.evaluate import results
+from specpipe.evaluate.endpoints.base import Endpoint, Question
+from specpipe.evaluate.endpoints.in_process import InProcess
+from specpipe.evaluate.prompts import Prompt, PromptSet, as_messages, load_prompts
+from specpipe.evaluate.tune import costs, measure, model, schedule
+from specpipe.evaluate.tune.acceptance import Acceptance, Rounds, run_requests
+from specpipe.evaluate.tune.candidates import Subject, candidate, own_pair
+from specpipe.evaluate.tune.costs import LoadCosts
+from specpipe.evaluate.tune.measure import Cell, Measurement
+from specpipe.evaluate.tune.model import Prediction
+from specpipe.evaluate.tune.progress import KIND, Progress
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import Pair
+from specpipe.runtimes.pair_file import read_pair
+from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
+from specpipe.runtimes.runtime import load_runtime
+from specpipe.speculative.adaptive import Schedule
+from specpipe.speculative.request import Request, Sampling
+from specpipe.triton.repository.contents import load_tokenizer
+
+_RESULT, _PROGRESS = Path("results/tune.json"), Path("results/tune.unfinished.json")
+_WORK = ".tune"
+_LIBRARIES = ("torch", "numpy")
+_NO_TIME_LIMIT_S = 1e9
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is tuned, and on what.
+
+    prompts        a built-in set's name or a file; the first `limit` of it
+    is_chat        whether each text is asked as a user's message, in the chat template
+    max_tokens     of an answer, where its prompt does not say
+    temperature    0: greedy
+    concurrencies  loads to tune for; none: 1, 2, 4 … up to engine.max_batch_size
+    max_draft_len  the largest K; None: speculation.num_draft_tokens
+    candidates     checkpoints of other drafts
+    num_best       draft lengths that are measured at each load
+    rounds         of every measurement, at least
+    time_limit_s   for more rounds, which are taken until what pays is certain
+    resumes        whether an interrupted run is gone on with
+    """
+
+    prompts: str = "code"
+    limit: int | None = None
+    is_chat: bool = False
+    max_tokens: int = 64
+    temperature: float = 0.0
+    concurrencies: tuple[int, ...] = ()
+    max_draft_len: int | None = None
+    candidates: tuple[str, ...] = ()
+    num_best: int = 2
+    rounds: int = 3
+    time_limit_s: float = 300.0
+    resumes: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """What came of one draft; a refused one has nothing but the reason.
+
+    digest   of the pair that was measured, as verification.json has that of the repository
+    score    geometric mean, over the loads, of the best predicted speed-up
+    best     the draft length for each load, from what was measured; None where nothing was, or
+             where it is not certain
+    doubts   for each load that is not certain, a sentence
+    """
+
+    checkpoint: str
+    is_own: bool
+    reason: str | None = None
+    digest: str | None = None
+    acceptance: Acceptance | None = None
+    kinds: dict[str, Acceptance] = dataclasses.field(default_factory=dict)
+    costs: tuple[LoadCosts, ...] = ()
+    memory_bound: model.MemoryBound | None = None
+    predictions: tuple[Prediction, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    best: dict[int, int] | None = None
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def score(self) -> float:
+        loads = {prediction.concurrency for prediction in self.predictions}
+        if not loads:
+            return 0.0
+        tops = [
+            max(p.speed_up for p in self.predictions if p.concurrency == load) for load in loads
+        ]
+        return math.exp(sum(math.log(top) for top in tops) / len(tops))
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return None if self.best is None else schedule.from_loads(self.best)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self.checkpoint,
+            "is_own": self.is_own,
+            "reason": self.reason,
+            "digest": self.digest,
+            "score": self.score,
+            "acceptance": None if self.acceptance is None else self.acceptance.to_json(),
+            "kinds": {kind: found.to_json() for kind, found in self.kinds.items()},
+            "costs": [load.to_json() for load in self.costs],
+            "memory_bound": None if self.memory_bound is None else asdict(self.memory_bound),
+            "predictions": [asdict(prediction) for prediction in self.predictions],
+            "measurements": [asdict(measurement) for measurement in self.measurements],
+            "best": None if self.best is None else list(self.best.items()),
+            "schedule": self.schedule,
+            "doubts": list(self.doubts),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The whole result; drafts are ranked, the best one first."""
+
+    drafts: tuple[Tuned, ...]
+    forms: tuple[schedule.Form, ...]
+    prompts: PromptSet
+    path: Path
+
+    @property
+    def own(self) -> Tuned:
+        return next(draft for draft in self.drafts if draft.is_own)
+
+
+def tune(config: PipelineConfig, options: Options, *, report: Report, reporter: Reporter) -> Tuning:
+    """Tunes a built pair and writes the result beside it.
+
+    Raises ConfigError for what cannot be tuned. `report` hears how it goes on, `reporter` what is
+    built.
+    """
+    run = _Run(config, options, report)
+    work = config.artifacts_dir / _WORK
+    subjects = [own_pair(config, run.max_draft_len, work, reporter)]
+    for checkpoint in options.candidates:
+        if checkpoint in [subject.checkpoint for subject in subjects]:
+            raise ConfigError(
+                f"--candidate {checkpoint}: there is a draft of that name already; give each once, "
+                "and not the pair's own"
+            )
+        report(f"building {checkpoint}")
+        subjects.append(candidate(checkpoint, config, run.max_draft_len, work, reporter))
+    tuning = run.tune(subjects)
+    shutil.rmtree(work, ignore_errors=True)
+    return tuning
+
+
+@dataclass(frozen=True)
+class _Case:
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+class _Run:
+    """What the steps of one tuning share."""
+
+    def __init__(self, config: PipelineConfig, options: Options, report: Report) -> None:
+        self._config, self._options, self._report = config, options, report
+        _check_runtime(config)
+        self.max_draft_len = _max_draft_len(config, options)
+        self._loads = _loads(config, options)
+        repository = pipeline.built_repository(config)
+        self._prompts = _prompts(options)
+        self._tokenizer = load_tokenizer(repository)
+        self._max_seq_len = read_pair(repository).options.max_seq_len
+        self._cases = [self._case(prompt) for prompt in self._prompts.prompts]
+        self._sampling = Sampling(temperature=options.temperature)
+        self._context = min(
+            int(median(len(case.token_ids) + case.max_tokens // 2 for case in self._cases)),
+            self._max_seq_len - self.max_draft_len - 1,
+        )
+        self._header = results.header(
+            KIND,
+            pair=config.name,
+            settings=self._settings(),
+            prompts=self._prompts,
+            libraries=_LIBRARIES,
+        )
+        self._progress = Progress(config.artifacts_dir / _PROGRESS, self._header)
+        if config.speculation.prompt_lookup:
+            report("speculation.prompt_lookup is off while the draft is measured")
+        for line in pipeline.outdated(config):
+            report(f"warning: not what {config.source} says now: {line}")
+
+    def tune(self, subjects: Sequence[Subject]) -> Tuning:
+        if self._options.resumes:
+            self._progress.resume(self._report)
+        entries = {
+            subject.checkpoint: self._progress.entry(
+                subject.checkpoint, subject.digest, self._report
+            )
+            for subject in subjects
+            if subject.digest is not None
+        }
+        drafts = {s.checkpoint: self._observe(s, entries.get(s.checkpoint)) for s in subjects}
+        winner = max(drafts.values(), key=lambda draft: draft.score)
+        for subject in subjects:
+            if subject.is_own or subject.checkpoint == winner.checkpoint:
+                drafts[subject.checkpoint] = self._measure(
+                    subject, drafts[subject.checkpoint], entries[subject.checkpoint]
+                )
+        return self._conclude(sorted(drafts.values(), key=lambda d: d.score, reverse=True))
+
+    def _conclude(self, ranked: Sequence[Tuned]) -> Tuning:
+        own = next(draft for draft in ranked if draft.is_own)
+        forms = [] if own.best is None else schedule.forms(own.best, self._own_draft())
+        path = self._config.artifacts_dir / _RESULT
+        results.write_result(
+            path,
+            {
+                **self._header,
+                "context": self._context,
+                "drafts": [draft.to_json() for draft in ranked],
+                "forms": [asdict(form) for form in forms],
+            },
+        )
+        self._progress.remove()
+        return Tuning(drafts=tuple(ranked), forms=tuple(forms), prompts=self._prompts, path=path)
+
+    def _own_draft(self) -> str:
+        """What others are to call the pair's draft: its folder, or the hub id."""
+        checkpoint = self._config.draft.checkpoint
+        folder = (self._config.base_dir / Path(checkpoint).expanduser()).resolve()
+        return str(folder) if folder.is_dir() else checkpoint
+
+    def _observe(self, subject: Subject, entry: dict[str, Any] | None) -> Tuned:
+        """Costs, acceptance and what they promise; what the entry has is not measured again."""
+        if entry is None or subject.repository is None:
+            return Tuned(
+                checkpoint=subject.checkpoint, is_own=subject.is_own, reason=subject.reason
+            )
+        if "costs" not in entry or "rounds" not in entry:
+            with closing(self._load(subject.repository)) as pair:
+                if "costs" not in entry:
+                    self._report(f"{subject.checkpoint}: timing steps")
+                    entry["costs"] = [load.to_json() for load in self._time(pair)]
+                    self._progress.save()
+                if "rounds" not in entry:
+                    self._report(f"{subject.checkpoint}: acceptance on {self._prompts.source}")
+                    entry["rounds"] = _rounds_to_json(self._run_prompts(pair))
+                    self._progress.save()
+        rounds = _rounds_from_json(entry["rounds"])
+        found = tuple(LoadCosts.from_json(load) for load in entry["costs"])
+        acceptance = Acceptance.of(list(rounds.values()), self.max_draft_len)
+        return Tuned(
+            checkpoint=subject.checkpoint,
+            is_own=subject.is_own,
+            digest=entry["digest"],
+            acceptance=acceptance,
+            kinds=self._kinds(rounds),
+            costs=found,
+            memory_bound=model.MemoryBound.fit(found),
+            predictions=tuple(
+                model.predict(acceptance.alpha or 0.0, acceptance.rates, found, self.max_draft_len)
+            ),
+        )
+
+    def _time(self, pair: EnginePair) -> list[LoadCosts]:
+        longest = max((case.token_ids for case in self._cases), key=len)
+        return costs.measure(
+            pair,
+            longest,
+            batch_sizes=self._loads,
+            max_draft_len=self.max_draft_len,
+            context=self._context,
+        )
+
+    def _run_prompts(self, pair: Pair) -> dict[str, Rounds]:
+        requests = [
+            Request(
+                request_id=case.prompt.name,
+                prompt_token_ids=case.token_ids,
+                max_tokens=case.max_tokens,
+                sampling=dataclasses.replace(self._sampling, seed=number),
+                end_token_ids=self._tokenizer.end_token_ids,
+            )
+            for number, case in enumerate(self._cases)
+        ]
+        return run_requests(pair, requests, at_once=max(self._loads))
+
+    def _kinds(self, rounds: dict[str, Rounds]) -> dict[str, Acceptance]:
+        by_kind: dict[str, list[Rounds]] = {}
+        for case in self._cases:
+            by_kind.setdefault(case.prompt.kind, []).append(rounds[case.prompt.name])
+        return {kind: Acceptance.of(found, self.max_draft_len) for kind, found in by_kind.items()}
+
+    def _measure(self, subject: Subject, draft: Tuned, entry: dict[str, Any]) -> Tuned:
+        """Measures the best few predictions at each load, and picks what is best there."""
+        assert subject.repository is not None
+        wanted = {load: [0, *self._best_few(draft, load)] for load in self._loads}
+        cells = measure.whole_rounds([Cell(**cell) for cell in entry.get("cells", ())], wanted)
+        assert draft.acceptance is not None
+        most = {e.num_draft_tokens: e.most for e in draft.acceptance.expected}
+        rounds = self._open_rounds(cells, most)
+        first = next(rounds, None)
+        if first is not None:
+            with closing(InProcess(self._load(subject.repository), self._tokenizer)) as endpoint:
+                for load, number in chain([first], rounds):
+                    lengths = wanted[load]
+                    for length in lengths if number % 2 == 0 else reversed(lengths):
+                        cells.append(self._cell(subject, endpoint, load, length, number))
+                        entry["cells"] = [cell.to_json() for cell in cells]
+                        self._progress.save()
+        measurements = measure.compare(cells, most)
+        doubts = [
+            doubt
+            for load in self._loads
+            if (doubt := schedule.doubt([m for m in measurements if m.concurrency == load]))
+        ]
+        best = {
+            load: schedule.pick(
+                {m.num_draft_tokens: m.speed_up for m in measurements if m.concurrency == load}
+            )
+            for load in self._loads
+        }
+        return dataclasses.replace(
+            draft,
+            measurements=tuple(measurements),
+            best=None if doubts else best,
+            doubts=tuple(doubts),
+        )
+
+    def _open_rounds(
+        self, cells: Sequence[Cell], most: dict[int, float]
+    ) -> Iterator[tuple[int, int]]:
+        """Yields load and number of every round that is to be measured, while `cells` grow."""
+        for load in self._loads:
+            for number in range(self._options.rounds):
+                if not any(c.concurrency == load and c.round_number == number for c in cells):
+                    yield load, number
+        deadline = time.monotonic() + self._options.time_limit_s
+        while time.monotonic() < deadline:
+            measurements = measure.compare(cells, most)
+            uncertain = [
+                load
+                for load in self._loads
+                if schedule.doubt([m for m in measurements if m.concurrency == load])
+            ]
+            if not uncertain:
+                return
+            for load in uncertain:
+                yield load, 1 + max(c.round_number for c in cells if c.concurrency == load)
+
+    def _best_few(self, draft: Tuned, load: int) -> list[int]:
+        here = [p for p in draft.predictions if p.concurrency == load]
+        here.sort(key=lambda prediction: prediction.speed_up, reverse=True)
+        return sorted(p.num_draft_tokens for p in here[: self._options.num_best])
+
+    def _cell(
+        self, subject: Subject, endpoint: Endpoint, load: int, length: int, number: int
+    ) -> Cell:
+        self._report(f"{subject.checkpoint}: concurrency {load}, round {number + 1}, K = {length}")
+        return measure.measure_cell(
+            endpoint,
+            [
+                Question(
+                    token_ids=case.token_ids,
+                    max_tokens=case.max_tokens,
+                    num_draft_tokens=length,
+                    sampling=dataclasses.replace(self._sampling, seed=seed),
+                )
+                for seed, case in enumerate(self._cases)
+            ],
+            concurrency=load,
+            num_draft_tokens=length,
+            round_number=number,
+        )
+
+    def _load(self, repository: Path) -> EnginePair:
+        """The pair with K as asked, drafted by the draft, and for as long as it takes."""
+        packaged = read_pair(repository)
+        folder = repository / SPECULATIVE / VERSION
+        pair = load_runtime(packaged.runtime).load_pair(
+            folder / "draft",
+            folder / "target",
+            dataclasses.replace(
+                packaged.options,
+                num_draft_tokens=self.max_draft_len,
+                adaptive=False,
+                schedule=(),
+                prompt_lookup=False,
+                request_timeout_s=_NO_TIME_LIMIT_S,
+            ),
+            self._tokenizer.detokenizer,
+        )
+        assert isinstance(pair, EnginePair)
+        return pair
+
+    def _case(self, prompt: Prompt) -> _Case:
+        if prompt.messages is not None:
+            token_ids = self._tokenizer.encode_messages([dict(m) for m in prompt.messages])
+        else:
+            assert prompt.text is not None
+            token_ids = self._tokenizer.encode(prompt.text)
+        room = self._max_seq_len - len(token_ids)
+        if room < 1:
+            raise ConfigError(
+                f"{self._prompts.source}: prompt {prompt.name} has {len(token_ids)} tokens; prompt "
+                f"and answer together may have {self._max_seq_len} (engine.max_seq_len)"
+            )
+        max_tokens = min(prompt.max_tokens or self._options.max_tokens, room)
+        return _Case(prompt, tuple(token_ids), max_tokens)
+
+    def _settings(self) -> dict[str, Any]:
+        options = self._options
+        return {
+            "concurrencies": list(self._loads),
+            "max_draft_len": self.max_draft_len,
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "num_best": options.num_best,
+            "rounds": options.rounds,
+            "runtime": self._config.engine.runtime,
+            "num_threads": self._config.engine.num_threads,
+        }
+
+
+def _check_runtime(config: PipelineConfig) -> None:
+    if not load_runtime(config.engine.runtime).runs_own_loop:
+        raise RuntimeUnavailable(
+            "`specpipe tune` times both engines in this process, which TensorRT-LLM's do not run "
+            "in: what a draft's acceptance is on your prompts, --set engine.runtime=torch with a "
+            "build of its own tells; the costs of TensorRT-LLM it does not"
+        )
+
+
+def _prompts(options: Options) -> PromptSet:
+    found = load_prompts(options.prompts, limit=options.limit)
+    return PromptSet(found.source, as_messages(found.prompts)) if options.is_chat else found
+
+
+def _max_draft_len(config: PipelineConfig, options: Options) -> int:
+    built = config.speculation.num_draft_tokens
+    wanted = built if options.max_draft_len is None else options.max_draft_len
+    if wanted < 1:
+        raise ConfigError(
+            f"{config.source}: speculation.num_draft_tokens is 0: there is nothing to tune; give "
+            "--max-draft-len"
+        )
+    return wanted
+
+
+def _loads(config: PipelineConfig, options: Options) -> tuple[int, ...]:
+    most = config.engine.max_batch_size
+    if not options.concurrencies:
+        doubled = (2**power for power in range(most.bit_length()))
+        return tuple(sorted({*doubled, most}))
+    for load in options.concurrencies:
+        if not 1 <= load <= most:
+            raise ConfigError(
+                f"--concurrency {load}: expected 1 to {most} (engine.max_batch_size); more "
+                "requests would only wait"
+            )
+    return tuple(sorted(set(options.concurrencies)))
+
+
+def _rounds_to_json(rounds: dict[str, Rounds]) -> dict[str, Any]:
+    """By prompt: draft tokens, accepted ones, number of steps."""
+    return {
+        name: [[drafted, accepted, count] for (drafted, accepted), count in sorted(found.items())]
+        for name, found in rounds.items()
+    }
+
+
+def _rounds_from_json(data: dict[str, Any]) -> dict[str, Rounds]:
+    return {
+        name: {(drafted, accepted): count for drafted, accepted, count in found}
+        for name, found in data.items()
+    }

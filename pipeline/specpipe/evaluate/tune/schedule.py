@@ -1,0 +1,171 @@
+"""The draft length for each load, from what was measured, and the forms that others want it in.
+
+A load is a number of requests that decode at once. What is best at a measured load holds from just
+above the measured one below it: between two loads the higher one decides, at which drafting pays
+less, and above the highest nothing changes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specpipe.speculative.adaptive import Schedule
+
+if TYPE_CHECKING:
+    from specpipe.evaluate.tune.measure import Measurement
+
+_WORTHWHILE = 1.02
+"""A gain below this is not worth a second model: it may be noise, and costs memory."""
+
+_TIE = 0.01  # speed-ups that differ by less are one; fewer draft tokens are then better
+
+VLLM_VERSION = "0.24.0"
+"""Which brought `num_speculative_tokens_per_batch_size` (pull request 32374)."""
+
+
+def pick(speed_ups: Mapping[int, float]) -> int:
+    """The draft length to allow at one load, from measured speed-ups by draft length; 0: none."""
+    best = max(speed_ups.values(), default=0.0)
+    if best < _WORTHWHILE:
+        return 0
+    return min(length for length, speed_up in speed_ups.items() if speed_up >= best - _TIE)
+
+
+def doubt(measurements: Sequence[Measurement]) -> str | None:
+    """Returns why what `pick` chooses at one load may be chance, as a sentence; None: it is not.
+
+    It is certain where the choice pays, or nothing does, with 95% for each measurement, or where
+    every speed-up is known closely. What cannot be is no measurement.
+    """
+    for m in measurements:
+        at = f"concurrency {m.concurrency}, K = {m.num_draft_tokens}: measured {m.speed_up:.2f}"
+        if not m.is_possible:
+            return (
+                f"{at}, which cannot be: a step gives {m.tokens_a_step:.2f} tokens at most, and no "
+                "speed-up is more; other work disturbed the measurement"
+            )
+        if m.low is None or m.high is None:
+            return f"{at} in a single round, which may be chance"
+    picked = pick({m.num_draft_tokens: m.speed_up for m in measurements})
+    pays = any(m.num_draft_tokens == picked and (m.low or 0.0) > 1.0 for m in measurements)
+    never_pays = not picked and all((m.high or math.inf) < _WORTHWHILE for m in measurements)
+    if pays or never_pays or all(m.is_close for m in measurements):
+        return None
+    widest = max(measurements, key=lambda m: (m.high or math.inf) / (m.low or 1.0))
+    return (
+        f"concurrency {widest.concurrency}, K = {widest.num_draft_tokens}: measured "
+        f"{widest.speed_up:.2f}, with 95% between {widest.low:.2f} and {widest.high:.2f}, which "
+        "leaves open what pays"
+    )
+
+
+def from_loads(best: Mapping[int, int]) -> Schedule:
+    """The table that `speculative` uses, from the draft length that is best at each load."""
+    steps: list[tuple[int, int]] = []
+    from_batch_size = 1
+    for load in sorted(best):
+        if not steps or steps[-1][1] != best[load]:
+            steps.append((from_batch_size, best[load]))
+        from_batch_size = load + 1
+    return tuple(steps)
+
+
+def to_yaml(schedule: Schedule) -> str:
+    """The schedule as the YAML of a pair has it, below `speculation:`."""
+    return "schedule:\n" + "".join(
+        f"  - {{from_batch_size: {size}, num_draft_tokens: {length}}}\n"
+        for size, length in schedule
+    )
+
+
+@dataclass(frozen=True)
+class Form:
+    """A setting of another program, and what is to be known about it; no text: it has no form."""
+
+    name: str
+    text: str | None
+    note: str
+
+
+def forms(best: Mapping[int, int], draft: str) -> list[Form]:
+    """The schedule for TensorRT-LLM's LLM API and for vLLM; `draft` names the checkpoint."""
+    return [*_tensorrt_llm(best), _vllm(best, draft)]
+
+
+def _tensorrt_llm(best: Mapping[int, int]) -> list[Form]:
+    """`draft_len_schedule` of `DraftTargetDecodingConfig`, of which there are two.
+
+    1.2: each key is the smallest batch size of its length, and 1 must be among them with
+    max_draft_len (tensorrt_llm/llmapi/llm_args.py, 1.2.1). From 1.3 on (pull request 10860) each
+    key is the largest one, the smallest key must have max_draft_len, and nothing is drafted above
+    the last. Neither drafts more at a higher load than at the lowest.
+    """
+    loads = sorted(best)
+    most = best[loads[0]]
+    lowest, later = "TensorRT-LLM 1.2", "TensorRT-LLM 1.3"
+    if most == 0:
+        note = "drafting does not pay at the lowest load: leave speculative_config out"
+        return [Form(lowest, None, note), Form(later, None, note)]
+    capped = {load: min(best[load], most) for load in loads}
+    note = ""
+    if capped != dict(best):
+        note = f"; it cannot draft more than at the lowest load, so {most} is the most"
+    steps = from_loads(capped)
+    return [
+        Form(
+            lowest,
+            _speculative_config(most, dict(steps)),
+            f"from that batch size on{note}",
+        ),
+        Form(
+            later,
+            _speculative_config(most, _upper_bounds(capped)),
+            f"up to that batch size, and nothing above the last{note}",
+        ),
+    ]
+
+
+def _speculative_config(max_draft_len: int, schedule: Mapping[int, int]) -> str:
+    table = ", ".join(f"{size}: {length}" for size, length in schedule.items())
+    return f"max_draft_len: {max_draft_len}\ndraft_len_schedule: {{{table}}}\n"
+
+
+def _upper_bounds(best: Mapping[int, int]) -> dict[int, int]:
+    """The last load of each run of equal lengths."""
+    loads = sorted(best)
+    return {
+        load: best[load]
+        for load, following in zip(loads, [*loads[1:], None], strict=True)
+        if following is None or best[following] != best[load]
+    }
+
+
+def _vllm(best: Mapping[int, int], draft: str) -> Form:
+    """`--speculative-config`; [first batch size, last one, K] (vLLM,
+    docs/features/speculative_decoding/dynamic_speculative_decoding.md).
+    """
+    name = f"vLLM {VLLM_VERSION}"
+    most = max(best.values())
+    if most == 0:
+        return Form(name, None, "drafting does not pay at any load: leave --speculative-config out")
+    ranges = []
+    first = 1
+    for last, length in _upper_bounds(best).items():
+        ranges.append([first, last, length])
+        first = last + 1
+    config: dict[str, Any] = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": most,
+        "num_speculative_tokens_per_batch_size": ranges,
+    }
+    return Form(
+        name,
+        json.dumps(config),
+        "batch sizes from, to; before this release num_speculative_tokens is all there is; vLLM "
+        "documents the table as tested with EAGLE and DFlash drafts only",
+    )

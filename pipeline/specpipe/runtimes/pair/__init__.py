@@ -1,0 +1,1 @@
+"""A draft and a target that run requests together, whatever computes their logits."""

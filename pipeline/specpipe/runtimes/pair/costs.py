@@ -1,0 +1,134 @@
+"""What a draft step and a draft token to verify cost, measured at start and while serving."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from specpipe.speculative.adaptive import StepCosts
+
+if TYPE_CHECKING:
+    from specpipe.runtimes.pair.engine import Engine
+
+Role = Literal["draft", "target"]
+
+_MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 3, 30, 2.0
+_CONTEXT = 256  # tokens before those that are timed: attention is a part of the costs
+_DRIFT = 0.1  # how far one slower step moves a time; a faster one moves it all the way
+_MAX_SLOWDOWN = 2.0  # more than this is another process at work, not a cost
+_COMMON = 0.8  # of a change is that of all row counts: longer texts, a busier machine
+_OPTIMISM = 0.9995  # what a step without drafting leaves of the draft's time
+
+
+class CostTable:
+    """Seconds of forwards by number of rows, for both engines.
+
+    A row is one token: B rows decode B sequences, B (K + 1) verify K draft tokens of each. What
+    else the machine does only ever adds time, so a time falls to a faster step at once and follows
+    slower ones by little.
+    """
+
+    def __init__(
+        self, num_draft_tokens: int, draft: Mapping[int, float], target: Mapping[int, float]
+    ) -> None:
+        """num_draft_tokens is the largest K that verification was timed with."""
+        self._num_draft_tokens = num_draft_tokens
+        self._rows = {"draft": sorted(draft), "target": sorted(target)}
+        self._seconds = {
+            "draft": [draft[n] for n in self._rows["draft"]],
+            "target": [target[n] for n in self._rows["target"]],
+        }
+
+    def seconds(self, role: Role, num_rows: int) -> float:
+        """The time of a forward; between measurements, interpolated."""
+        return float(np.interp(num_rows, self._rows[role], self._seconds[role]))
+
+    def at(self, batch_size: int) -> StepCosts:
+        """The costs of drafting while batch_size requests decode."""
+        num_rows = batch_size * np.arange(1, self._num_draft_tokens + 2)
+        verified = np.interp(num_rows, self._rows["target"], self._seconds["target"])
+        plain = float(verified[0])
+        return StepCosts(
+            draft_step=self.seconds("draft", batch_size) / plain,
+            verify=[max(seconds / plain - 1.0, 0.0) for seconds in verified.tolist()],
+        )
+
+    def step_seconds(self, draft_lengths: Sequence[int]) -> float:
+        """The time of one step of a batch whose requests draft that many tokens each."""
+        num_rows = len(draft_lengths) * (1 + max(draft_lengths, default=0))
+        still_drafting = (
+            sum(length > depth for length in draft_lengths)
+            for depth in range(max(draft_lengths, default=0))
+        )
+        return self.seconds("target", num_rows) + sum(
+            self.seconds("draft", batch_size) for batch_size in still_drafting
+        )
+
+    def hope(self) -> None:
+        """Takes the draft to be a little faster than it was: no draft step ran that could tell.
+
+        So a draft that seemed too slow, perhaps since the machine was busy, is tried again one day.
+        """
+        self._seconds["draft"] = [seconds * _OPTIMISM for seconds in self._seconds["draft"]]
+
+    def observe(self, role: Role, num_rows: int, seconds: float) -> None:
+        """Learns from one forward: all measurements move, those nearest to num_rows the most."""
+        ratio = seconds / self.seconds(role, num_rows)
+        if ratio > 1.0:
+            ratio = 1.0 + _DRIFT * (min(ratio, _MAX_SLOWDOWN) - 1.0)
+        rows, times = self._rows[role], self._seconds[role]
+        above = min(int(np.searchsorted(rows, num_rows)), len(rows) - 1)
+        below = max(above - 1, 0)
+        gap = rows[above] - rows[below]
+        nearness = [0.0] * len(rows)
+        nearness[above] = min(max((num_rows - rows[below]) / gap, 0.0), 1.0) if gap else 1.0
+        if below != above:
+            nearness[below] = 1.0 - nearness[above]
+        for index, near in enumerate(nearness):
+            times[index] *= ratio ** (_COMMON + (1.0 - _COMMON) * near)
+
+
+def measure_costs(
+    draft: Engine, target: Engine, *, max_batch_size: int, num_draft_tokens: int
+) -> CostTable:
+    """Times both engines on a few tokens, for some two seconds; their caches end empty."""
+    sizes = sorted({1, min(max_batch_size, draft.max_batch_size, target.max_batch_size)})
+    forwards: list[tuple[Role, int, int]] = [("draft", size, 1) for size in sizes]
+    row_counts = sorted({1, 2, num_draft_tokens + 1})
+    forwards += [("target", size, n) for n in row_counts for size in sizes]
+    engines: dict[Role, Engine] = {"draft": draft, "target": target}
+    fastest: dict[Role, dict[int, float]] = {"draft": {}, "target": {}}
+    end = time.perf_counter() + _BUDGET_S
+    # In turn, so that a busy moment of the machine does not fall on one of them alone.
+    for round_number in range(_MAX_ROUNDS):
+        for role, size, num_tokens in forwards:
+            seconds = time_forward(engines[role], size, num_tokens)
+            times = fastest[role]
+            times[size * num_tokens] = min(seconds, times.get(size * num_tokens, seconds))
+        if round_number + 1 >= _MIN_ROUNDS and time.perf_counter() > end:
+            break
+    return CostTable(num_draft_tokens, fastest["draft"], fastest["target"])
+
+
+def time_forward(
+    engine: Engine, batch_size: int, num_tokens: int, *, context: int = _CONTEXT
+) -> float:
+    """Times one forward of num_tokens for each of batch_size sequences that hold context tokens."""
+    context = min(context, engine.max_seq_len - num_tokens)
+    sequences = [
+        engine.allocate(prompt_length=context, max_tokens=context + num_tokens)
+        for _ in range(batch_size)
+    ]
+    for sequence in sequences:
+        engine.skip(sequence, context)
+    batch = [(sequence, [0] * num_tokens) for sequence in sequences]
+    start = time.perf_counter()
+    logits = engine.forward(batch, [num_tokens] * batch_size)
+    float(logits[0, 0])  # a GPU has only been told so far
+    seconds = time.perf_counter() - start
+    for sequence in sequences:
+        engine.free(sequence)
+    return seconds

@@ -1,0 +1,107 @@
+"""What a pair of models is to those who drive it, and how it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specpipe.roles import Role
+from specpipe.speculative.adaptive import Schedule
+from specpipe.speculative.request import Chunk, Detokenizer, Request
+
+DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
+"""Makes the detokenizer of one request from its `text_token_ids`."""
+
+
+@dataclass(frozen=True)
+class KVUse:
+    """Of one model's KV cache: positions that hold a token, and how many there are."""
+
+    num_tokens: int
+    capacity_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupancy:
+    """What a pair holds at a moment.
+
+    num_waiting  requests in its queue
+    kv_caches    empty where the models run elsewhere, which then tells by itself
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_caches: Mapping[Role, KVUse] = field(default_factory=dict)
+
+
+class Pair(Protocol):
+    """A draft and a target that run requests together.
+
+    One thread drives it: `submit`, `cancel`, `step` and `occupancy` are not to be called at the
+    same time. Any other may call `interrupt`.
+    """
+
+    @property
+    def num_steps(self) -> int:
+        """Draft-verify rounds so far: a sign of life while requests are long."""
+
+    def submit(self, request: Request) -> str:
+        """Queues a request and returns its id.
+
+        Raises RequestError when the request can never run (a limit, with the numbers) or when the
+        queue is full.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """Frees the request's KV cache before the next step; its last chunk says "cancelled".
+
+        An id that is not running or queued is ignored: the request may just have finished.
+        """
+
+    def step(self) -> list[Chunk]:
+        """Runs one draft-verify round for every admitted request; returns what each may emit.
+
+        A pair whose models run elsewhere waits for the next round of any request instead.
+        """
+
+    def interrupt(self) -> None:
+        """Makes a `step` that waits return, or the next one if none does: there is news for it."""
+
+    def close(self) -> None:
+        """Gives back what would outlive this process; the pair's last call."""
+
+    def occupancy(self) -> Occupancy:
+        """What it holds now, for its operators; cheap enough to ask some times a second."""
+
+    def has_work(self) -> bool:
+        """True while a request is queued, running, or has a chunk that `step` has yet to return."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions:
+    """How a pair serves; packaging writes it beside the engines, the Triton model reads it."""
+
+    num_draft_tokens: int = 4
+    adaptive: bool = True
+    schedule: Schedule = ()
+    """The most tokens that the draft drafts by load, whatever acceptance says, for requests that
+    name no draft length; none: num_draft_tokens.
+    """
+    prompt_lookup: bool = False
+    """Whether a request that runs alone copies draft tokens from its own text where that repeats
+    itself, instead of asking the draft model.
+    """
+    max_batch_size: int = 8
+    max_seq_len: int = 1024
+    max_num_tokens: int = 256
+    max_queue_size: int = 128
+    request_timeout_s: float = 600.0
+    num_threads: int | None = None
+    unused_token_ids: tuple[tuple[int, int], ...] = ()
+    """Ids that no tokenizer entry uses (padding rows and holes), as half-open ranges.
+
+    They are never proposed and never emitted.
+    """
+    runtime_settings: Mapping[str, Any] = field(default_factory=dict)
+    """What only the pair's runtime knows of; JSON-able."""

@@ -1,0 +1,331 @@
+"""Warping, drawing and the accept test for many requests at once: `speculative/` in batched torch.
+
+R rows (one per position to decide), V vocabulary. Scores are float64, so that a choice differs from
+the NumPy specification only where that would be a tie. Plain greedy requests take none of this:
+they are one argmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specpipe.runtimes.pair.engine_pair import Drafted, Outcome
+from specpipe.speculative import noise
+from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
+from specpipe.speculative.request import Request, Sampling
+from specpipe.speculative.verify import verify_by_matching
+from specpipe.speculative.warp import banned_token_ids
+
+
+@dataclass(frozen=True)
+class Row:
+    """One position to decide: the token after `output` of a request, draft tokens included."""
+
+    request: Request
+    output: list[int]
+
+    @property
+    def position(self) -> int:
+        """The place of the token in prompt and output."""
+        return len(self.request.prompt_token_ids) + len(self.output)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.request.sampling
+
+    @property
+    def is_plain(self) -> bool:
+        """True when the token is the argmax of the raw logits."""
+        return self.sampling.is_greedy and not self.sampling.changes_scores
+
+
+class TorchSampler:
+    """The `Sampler` over torch logits; vocab_size is what draft and target have in common."""
+
+    def __init__(self, vocab_size: int, unused_token_ids: Sequence[tuple[int, int]] = ()) -> None:
+        self._vocab_size = vocab_size
+        self._unused = [(a, min(b, vocab_size)) for a, b in unused_token_ids if a < vocab_size]
+
+    @torch.inference_mode()
+    def draft(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[bool]:
+        rows = [_row(d, d.token_ids) for d in drafted]
+        choices = _Choices(self._usable_columns(logits), rows, Purpose.DRAFT)
+        for index, (draft, row) in enumerate(zip(drafted, rows, strict=True)):
+            if not choices.is_usable[index]:
+                continue
+            draft.token_ids.append(choices.token_ids[index])
+            if not _is_matched(row.sampling):
+                draft.probs.append(choices.probs(index))
+        return choices.is_usable
+
+    @torch.inference_mode()
+    def verify(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[Outcome]:
+        rows = [_row(d, d.token_ids[:i]) for d in drafted for i in range(len(d.token_ids) + 1)]
+        raw = logits.clone() if any(d.state.request.return_log_probs for d in drafted) else logits
+        choices = _Choices(self._usable_columns(logits), rows, Purpose.RECOVERED)
+        outcomes = []
+        first = 0
+        for draft in drafted:
+            end = first + len(draft.token_ids) + 1
+            outcome = _verify(draft, choices, first, end)
+            if draft.state.request.return_log_probs and outcome.token_ids is not None:
+                outcome = _with_log_probs(outcome, raw[first : first + len(outcome.token_ids)])
+            outcomes.append(outcome)
+            first = end
+        return outcomes
+
+    def _usable_columns(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] of ids that both models and the tokenizer have; writes into its
+        argument.
+        """
+        logits = logits[:, : self._vocab_size]
+        for start, stop in self._unused:
+            logits[:, start:stop] = -torch.inf
+        return logits
+
+
+def _row(drafted: Drafted, draft_token_ids: list[int]) -> Row:
+    request = drafted.state.request
+    if request.sampling.is_greedy and not request.sampling.changes_scores:
+        return Row(request, draft_token_ids)  # nothing looks at the output
+    return Row(request, [*drafted.state.output_token_ids, *draft_token_ids])
+
+
+def _is_matched(sampling: Sampling) -> bool:
+    """True when draft tokens are accepted by matching; False for rejection sampling."""
+    return sampling.is_greedy or sampling.is_seeded
+
+
+class _Choices:
+    """The token that each row would choose by itself, and the scores behind it."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[Row], purpose: Purpose) -> None:
+        best, token_ids = logits.max(dim=-1)
+        self.is_usable = [math.isfinite(value) for value in best.tolist()]
+        self.token_ids: list[int] = token_ids.tolist()
+        self.rows = rows
+        warped = [i for i, row in enumerate(rows) if not row.is_plain and self.is_usable[i]]
+        self._place = {index: place for place, index in enumerate(warped)}
+        if not warped:
+            return
+        warped_rows = [rows[i] for i in warped]
+        self._scores = warp(logits[warped], warped_rows)
+        is_usable = self._scores.max(dim=-1).values.isfinite().tolist()
+        for index, token_id, usable in zip(
+            warped, _draw(self._scores, warped_rows, purpose), is_usable, strict=True
+        ):
+            self.token_ids[index] = token_id
+            self.is_usable[index] = usable
+
+    def probs(self, index: int) -> torch.Tensor:
+        """The probabilities [V] that row index draws from."""
+        return self._scores[self._place[index]].softmax(dim=-1)
+
+
+def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> Outcome:
+    """The accept test of one request, on rows first ... end of choices."""
+    usable = choices.is_usable[first:end]
+    num_rows = usable.index(False) if False in usable else len(usable)
+    if num_rows == 0:
+        return Outcome(None)
+    # A later row counts only if the draft tokens before it stand: the next step will tell.
+    token_ids = drafted.token_ids[: num_rows - 1]
+    if _is_matched(drafted.state.request.sampling):
+        verified = verify_by_matching(token_ids, choices.token_ids[first : first + num_rows])
+        return Outcome(verified.token_ids, num_draft_tokens=len(token_ids))
+    accepted: list[int] = []
+    for index, (token_id, draft_probs) in enumerate(
+        zip(token_ids, drafted.probs, strict=False), first
+    ):
+        row = choices.rows[index]
+        target_probs = choices.probs(index)
+        accept = float(noise.uniform(row.sampling.seed, row.position, Purpose.ACCEPT, 1)[0])
+        if accept * draft_probs[token_id] < target_probs[token_id]:
+            accepted.append(token_id)
+            continue
+        residual = (target_probs - draft_probs).clamp_min(0.0)
+        weights = residual if residual.sum() > 0 else target_probs
+        accepted += _draw(weights.log()[None], [row], Purpose.RECOVERED)
+        return Outcome(accepted, num_draft_tokens=len(token_ids))
+    bonus = choices.token_ids[first + len(accepted)]
+    return Outcome([*accepted, bonus], num_draft_tokens=len(token_ids))
+
+
+def _with_log_probs(outcome: Outcome, raw_logits: torch.Tensor) -> Outcome:
+    assert outcome.token_ids is not None
+    log_probs = raw_logits.float().log_softmax(dim=-1)
+    index = torch.tensor(list(outcome.token_ids), device=raw_logits.device)[:, None]
+    return Outcome(
+        outcome.token_ids,
+        log_probs.gather(1, index)[:, 0].tolist(),
+        outcome.num_draft_tokens,
+    )
+
+
+def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Scores [R, V] in float64 from raw logits [R, V], each row as in `speculative/warp.py`."""
+    scores = logits.double()
+    for index, row in enumerate(rows):
+        if row.sampling.changes_scores:
+            _penalize_and_ban(scores[index], row)
+    sampled = [row.sampling for row in rows if not row.sampling.is_greedy]
+    if not sampled:
+        return scores
+    column = _columns(scores.device, rows)
+    raw = scores
+    scores = raw / column([row.sampling.temperature or 1.0 for row in rows], torch.float64)
+    if any(sampling.top_k > 0 or sampling.top_p < 1.0 for sampling in sampled):
+        _truncate(scores, rows)
+    if any(sampling.min_p > 0.0 for sampling in sampled):
+        min_p = column([row.sampling.min_p for row in rows], torch.float64)
+        floor = scores.max(dim=-1, keepdim=True).values + min_p.log()
+        scores.masked_fill_(scores < floor, -torch.inf)
+    if len(sampled) == len(rows):
+        return scores
+    is_greedy = column([row.sampling.is_greedy for row in rows], torch.bool)
+    return raw.where(is_greedy, scores)
+
+
+def _penalize_and_ban(scores: torch.Tensor, row: Row) -> None:
+    """Penalties and bans of one row, in place on its scores [V]."""
+    sampling, prompt, output = row.sampling, row.request.prompt_token_ids, row.output
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*prompt, *output}), device=scores.device)
+        s = scores[seen]
+        scores[seen] = torch.where(
+            s > 0, s / sampling.repetition_penalty, s * sampling.repetition_penalty
+        )
+    if output and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids, counts = torch.unique(torch.tensor(output, device=scores.device), return_counts=True)
+        scores[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.double()
+    banned = banned_token_ids(sampling.bad_words, prompt, output)
+    if len(output) < sampling.min_tokens:
+        banned += [i for i in row.request.end_token_ids if i < len(scores)]
+    if banned:
+        scores[torch.tensor(banned, device=scores.device)] = -torch.inf
+
+
+def _truncate(scores: torch.Tensor, rows: Sequence[Row]) -> None:
+    """top-k, then top-p, in place; equal scores at a cut: the lower ids stay.
+
+    Only the best scores of each row are sorted, as many as it takes to find where all rows are cut.
+    """
+    vocab_size = scores.shape[-1]
+    column = _columns(scores.device, rows)
+    top_k = column([row.sampling.top_k or vocab_size for row in rows], torch.int64)
+    top_p = column([row.sampling.top_p for row in rows], torch.float64)
+    size = _FIRST_SORTED
+    while True:
+        size = min(size, vocab_size)
+        best = scores.topk(size, dim=-1).values
+        rank = torch.arange(size, device=scores.device)
+        best.masked_fill_(rank >= top_k, -torch.inf)
+        has_all_of_top_k = top_k <= size
+        total = torch.where(
+            has_all_of_top_k,
+            best.logsumexp(dim=-1, keepdim=True),
+            scores.logsumexp(dim=-1, keepdim=True),
+        )
+        probs = (best - total).exp()
+        before = probs.cumsum(dim=-1) - probs
+        kept = (rank < top_k) & ((before < top_p) | (top_p >= 1.0))
+        num_kept = kept.sum(dim=-1, keepdim=True)
+        is_off = (top_k >= vocab_size) & (top_p >= 1.0)
+        if size == vocab_size or (has_all_of_top_k | is_off | (num_kept < size)).all():
+            break
+        size *= 8
+    cut = best.gather(-1, num_kept - 1).masked_fill_(is_off, -torch.inf)
+    excluded = scores < cut
+    is_tied = scores == cut
+    num_tied_kept = num_kept - (scores > cut).sum(dim=-1, keepdim=True)
+    if (~is_off & (is_tied.sum(dim=-1, keepdim=True) > num_tied_kept)).any():
+        excluded |= ~is_off & is_tied & (is_tied.cumsum(dim=-1) > num_tied_kept)
+    scores.masked_fill_(excluded, -torch.inf)
+
+
+_FIRST_SORTED = 128
+
+
+def _columns(
+    device: torch.device, rows: Sequence[Row]
+) -> Callable[[Sequence[float], torch.dtype], torch.Tensor]:
+    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+    return column
+
+
+def _draw(scores: torch.Tensor, rows: Sequence[Row], purpose: Purpose) -> list[int]:
+    """One token id for each row of scores [R, V]: the best, for all but greedy rows under noise.
+
+    A seeded row draws with the same noise whatever the purpose, so that draft and target agree.
+    """
+    token_ids: list[int] = scores.argmax(dim=-1).tolist()
+    noisy = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
+    if not noisy:
+        return token_ids
+    scores = scores[noisy]
+    # Noise is only needed where a token is left to draw.
+    num_left = int((scores > -torch.inf).sum(dim=-1).max())
+    best, candidates = scores.topk(max(num_left, 1), dim=-1)
+    for purpose_used, is_seeded in ((Purpose.TOKEN, True), (purpose, False)):
+        places = [n for n, i in enumerate(noisy) if rows[i].sampling.is_seeded == is_seeded]
+        if places:
+            chosen = [rows[noisy[n]] for n in places]
+            u = uniform_at(
+                [row.sampling.seed for row in chosen],
+                [row.position for row in chosen],
+                purpose_used,
+                candidates[places],
+            )
+            best[places] -= (-u.log()).log()
+    drawn = candidates.gather(-1, best.argmax(dim=-1, keepdim=True))[:, 0].tolist()
+    for index, token_id in zip(noisy, drawn, strict=True):
+        token_ids[index] = token_id
+    return token_ids
+
+
+def uniform_at(
+    seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """Uniform numbers at token ids [R, C], with the bits of `speculative/noise.py` everywhere."""
+    if token_ids.device.type == "cpu":
+        return torch.from_numpy(noise.uniform_at(seeds, positions, purpose, token_ids.numpy()))
+    device = token_ids.device
+
+    def words(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)[:, None]
+
+    word = token_ids % 4
+    counters = (
+        token_ids // 4,
+        words([p & MASK_32 for p in positions]),
+        words([p >> 32 for p in positions]),
+        words([int(purpose)] * len(seeds)),
+    )
+    keys = words([s & MASK_32 for s in seeds]), words([s >> 32 for s in seeds])
+    bits = torch.stack(philox(counters, keys), dim=-1).gather(-1, word[..., None])[..., 0]
+    return (bits.double() + 0.5) * 2.0**-32
+
+
+def philox(
+    counters: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Philox4x32-10 on int64 tensors of 32-bit words, which broadcast."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counters)
+    k0, k1 = keys
+    for _ in range(NUM_ROUNDS):
+        # int64 products wrap, but their 64 bits are those of the unsigned ones.
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & MASK_32) ^ c1 ^ k0,
+            p1 & MASK_32,
+            ((p0 >> 32) & MASK_32) ^ c3 ^ k1,
+            p0 & MASK_32,
+        )
+        k0, k1 = (k0 + KEY_INCREMENTS[0]) & MASK_32, (k1 + KEY_INCREMENTS[1]) & MASK_32
+    return c0, c1, c2, c3

@@ -1,0 +1,75 @@
+"""What a runtime knows of a pair before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specpipe.checkpoints.checkpoint import read_config
+from specpipe.checkpoints.family_config import named_dtype
+from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
+from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.roles import Role
+
+if TYPE_CHECKING:
+    from specpipe.config.sections import CheckpointConfig, EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One checkpoint of a pair, as a plan knows it: from its small files.
+
+    folder          the checkpoint; its weights may not be there before `fetch` was called
+    unified         the config of the unified checkpoint that will be written, but for its dtype
+    context_length  tokens that the checkpoint's positions reach
+    base_dir        where relative paths of the YAML start
+    artifacts       the folder of what is made of it, one folder below for each stage
+    limits          what its files may hold
+    """
+
+    role: Role
+    checkpoint: CheckpointConfig
+    folder: Path
+    unified: UnifiedConfig
+    context_length: int
+    base_dir: Path
+    artifacts: Path
+    limits: FileLimits = FILE_LIMITS
+    fetch: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPlan:
+    """What a runtime needs to plan its engines.
+
+    max_seq_len  tokens of prompt and answer together, for the target
+    measures     whether what quantization costs is measured, which reads unified checkpoints
+    """
+
+    draft: Side
+    target: Side
+    engine: EngineConfig
+    max_seq_len: int
+    num_draft_tokens: int
+    measures: bool = False
+
+    def max_seq_len_of(self, side: Side) -> int:
+        """A draft with a shorter context stops drafting there; the request goes on."""
+        return min(self.max_seq_len, side.context_length)
+
+
+def checkpoint_dtype(side: Side) -> str:
+    """Returns the dtype that a side's config.json names; bfloat16 where the weights decide."""
+    return named_dtype(read_config(side.folder, allow_quantized=True, limits=side.limits))
+
+
+def checkpoint_dir(side: Side) -> Path:
+    """Returns the folder of a side's unified checkpoint, plain or quantized."""
+    return side.artifacts / "checkpoint"
+
+
+def huggingface_dir(side: Side) -> Path:
+    """Returns the folder of a side's quantized weights in Hugging Face's layout."""
+    return side.artifacts / "huggingface"

@@ -1,0 +1,130 @@
+"""What a runtime offers to the rest of specpipe: a build stage for each engine, and a pair that
+serves them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from specpipe.errors import RuntimeUnavailable
+from specpipe.machine.libraries import with_extras
+from specpipe.machine.memory import MemoryEstimate
+from specpipe.runtimes.launch import Launch, LaunchMode
+from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
+from specpipe.runtimes.plan import PairPlan, Side
+from specpipe.stage import PlannedStage
+
+if TYPE_CHECKING:
+    from specpipe.config.sections import EngineConfig
+    from specpipe.runtimes.engine_description import EngineDescription
+
+RUNTIMES = {
+    "torch": "specpipe.runtimes.torch:TorchRuntime",
+    "tensorrt": "specpipe.runtimes.tensorrt:TensorRTRuntime",
+    "tensorrt_llm": "specpipe.runtimes.tensorrt_llm:TensorRTLLMRuntime",
+}
+
+
+class Runtime(Protocol):
+    """One library's way of building engines and running a pair of them.
+
+    runs_own_loop
+            whether specpipe's loop runs the engines: any process can then load the pair, and a
+            seeded request draws with one noise for draft and target, whatever K is
+    """
+
+    name: str
+    runs_own_loop: bool
+
+    def require(self) -> None:
+        """Raises RuntimeUnavailable when the library that builds and runs is not installed."""
+
+    def require_serving(self) -> None:
+        """Raises RuntimeUnavailable when no engine of it could be served on this machine."""
+
+    def engine_stages(
+        self, pair: PairPlan
+    ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+        """The stages from the draft's checkpoint to its engine, and those of the target.
+
+        The artifact of the last one is the engine. Imports nothing heavy. Raises EngineBuildError
+        for what can be known not to work.
+        """
+
+    def reads_quantized(self, engine: EngineConfig) -> bool:
+        """True where quantized Hugging Face checkpoints are read as they are.
+
+        `Side.unified` then tells the architecture and not how the weights are stored. Others read
+        a unified checkpoint, into which what is known of them is carried over.
+        """
+
+    def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
+        """The `runtime_settings` of the pair's options."""
+
+    def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
+        """What one engine will take."""
+
+    def memory_by_gpu(
+        self, pair: PairPlan, side: Side, sm: int | None
+    ) -> Mapping[int, MemoryEstimate]:
+        """What each rank of one engine will take, by the number of its GPU; none: no GPU has it.
+
+        sm  the compute capability of the GPUs, times 10; None: unknown
+        """
+
+    def write_models(
+        self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
+    ) -> None:
+        """Puts the engines into the Triton repository `out`, and models of its own.
+
+        The folders `draft` and `target` in the version folder of `speculative` are what `load_pair`
+        gets; each holds the engine's `config.json` at least.
+        """
+
+    def launch(
+        self,
+        repository: Path,
+        *,
+        mode: LaunchMode = "auto",
+        allow_unknown_facts: bool = False,
+        build_command: str = "specpipe build",
+    ) -> Launch:
+        """How the server of a repository is to be started on this machine.
+
+        Raises EngineMismatch when its engines were built for something else than what is here, or
+        when a fact of theirs is unknown and that was not allowed; the message names all of it, and
+        the command that builds them again.
+        """
+
+    def load_pair(
+        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+    ) -> Pair:
+        """Loads two engines; RuntimeUnavailable or EngineMismatch when they cannot run here."""
+
+    def describe(self, engine: Path) -> EngineDescription | None:
+        """What an engine is, by its folder alone: without the library and the GPU that run it.
+
+        None for a folder that is no engine of this runtime; EngineMismatch where it is one, and
+        cannot be read.
+        """
+
+
+def load_runtime(name: str) -> Runtime:
+    """Imports a runtime, without its library: that is for planning."""
+    module_name, _, class_name = RUNTIMES[name].partition(":")
+    return cast(Runtime, getattr(importlib.import_module(module_name), class_name)())
+
+
+def require_library(runtime: str, library: str, *, extra: str) -> None:
+    """Raises RuntimeUnavailable when the library of a runtime is not installed."""
+    require_installed(f"runtime '{runtime}'", library, extra=extra)
+
+
+def require_installed(needed_by: str, library: str, *, extra: str) -> None:
+    """Raises RuntimeUnavailable when a library that comes with an extra is not installed."""
+    if importlib.util.find_spec(library) is None:
+        raise RuntimeUnavailable(f"{needed_by} needs '{library}': {with_extras(extra)}")

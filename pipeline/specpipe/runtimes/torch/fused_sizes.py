@@ -1,0 +1,50 @@
+"""What fused engines are sized by; importing this imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
+
+ROWS = 16
+"""Columns of every tile: rows that one launch takes at most."""
+
+PAGE = 64
+"""Positions of a page of the KV cache."""
+
+CHUNK = 128
+"""Positions whose scores make one softmax."""
+
+BLOCK = 8
+"""Chunks that are joined before they join others: 1024 positions."""
+
+MOST_CHUNKS = 32
+"""That have programs of their own. More would be many programs of few bytes, and long to join."""
+
+
+LONGEST_RECORDED = 512
+"""Tokens of a piece of a prompt. For more, the GPU takes longer than the host to launch it all."""
+
+
+def spare_positions(max_draft_len: int) -> int:
+    """Returns how many positions a sequence has beyond its text: for all rounds under way."""
+    return (max_draft_len + 1) * (1 + MOST_UNDER_WAY)
+
+
+def pages_of(num_positions: int) -> int:
+    """Returns how many pages hold so many positions."""
+    return -(-num_positions // PAGE)
+
+
+def max_parts(capacity: int) -> int:
+    """Returns how many parts attention over so many positions leaves to join: chunks or blocks."""
+    chunks = -(-capacity // CHUNK)
+    return max(min(chunks, MOST_CHUNKS), -(-chunks // BLOCK))
+
+
+def power_of_2_above(size: int) -> int:
+    """Returns the smallest power of 2 that is not below size; kernels count in those."""
+    return 1 << (size - 1).bit_length()
+
+
+def power_of_2_below(size: int) -> int:
+    """Returns the largest power of 2 that is not above size."""
+    return 1 << (size.bit_length() - 1)

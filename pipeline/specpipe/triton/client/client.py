@@ -1,0 +1,177 @@
+"""A client for the served ensemble, over HTTP or gRPC, streamed or whole.
+
+Which call a model takes follows from its policy: a decoupled model needs gRPC's stream, one that is
+not decoupled gRPC's plain call (and Triton answers the wrong one with 501). The client asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from specpipe.errors import CutStream, RequestError, ServerError, show, to_sentence
+from specpipe.machine.web import parse_url, receive
+from specpipe.speculative.request import FinishReason, Statistics
+from specpipe.triton import serving
+from specpipe.triton.client.grpc_transport import GrpcTransport
+from specpipe.triton.client.http_transport import HttpTransport
+from specpipe.triton.client.transport import Responses, Served, Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A response: a whole answer, or one chunk of a streamed one; the last has the statistics."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+    statistics: Statistics | None = None
+    log_probs: tuple[float, ...] = ()
+
+
+_COMPLETIONS = TypeAdapter(Completion)
+
+
+class Client:
+    """Speaks to one model of one server; `url` is `http://host:port` or `grpc://host:port`."""
+
+    def __init__(self, url: str, *, model: str = "ensemble", timeout_s: float = 600.0) -> None:
+        address = parse_url(url, ("http", "grpc"))
+        self._url, self._model = url, model
+        self._transport: Transport = (
+            HttpTransport(address, model, timeout_s)
+            if address.scheme == "http"
+            else GrpcTransport(address, model, timeout_s)
+        )
+        self._served: Served | None = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    @property
+    def is_decoupled(self) -> bool:
+        """The model's `model_transaction_policy.decoupled`, asked once."""
+        return self._asked().is_decoupled
+
+    def _asked(self) -> Served:
+        if self._served is None:
+            self._served = self._transport.ask_served()
+        return self._served
+
+    def generate(self, prompt: str | None = None, **settings: Any) -> Completion:
+        """Returns the whole answer. Settings are the ensemble's inputs by name (serving.py).
+
+        Raises RequestError with what the server says against the request, ServerError when it does
+        not answer, or when a request fails after its first chunk.
+        """
+        completions = list(self._completions(_inputs(prompt, settings, stream=False)))
+        if len(completions) != 1:
+            raise ServerError(f"{self._model} sent {len(completions)} responses, expected one")
+        return completions[0]
+
+    def stream(self, prompt: str | None = None, **settings: Any) -> Iterator[Completion]:
+        """Yields the answer in chunks; closing the iterator early cancels the request.
+
+        Raises what `generate` does, and CutStream where the answer stops before its last chunk.
+        """
+        inputs = _inputs(prompt, settings, stream=True)
+        if not self.is_decoupled:
+            raise RequestError(
+                f"{self._model} cannot stream: model_transaction_policy.decoupled is false in its "
+                "config.pbtxt"
+            )
+        return self._completions(inputs)
+
+    def responses(self, inputs: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Yields the outputs of each response by name, as they come; a model may lack ours.
+
+        Raises RequestError for a refusal, CutStream for an answer that began and has no end, and
+        ServerError for any other failure. The end is `finish_reason`, where the model has that.
+        """
+        served = self._asked()
+        num_received = 0
+        finish_reason = None
+        arriving = self._transport.infer(inputs, is_decoupled=served.is_decoupled)
+        with contextlib.closing(cast("_Closable", arriving)):
+            while True:
+                is_whole = finish_reason is not None
+                try:
+                    values = receive(arriving, num_received, self._url, is_whole=is_whole)
+                except RequestError as exc:
+                    if num_received == 0:
+                        raise
+                    raise ServerError(f"the request failed: {exc}") from exc
+                if values is None:
+                    break
+                if is_whole:
+                    raise ServerError(f"{self._url}: {self._model} went on after its last response")
+                num_received += 1
+                finish_reason = values.get("finish_reason")
+                self._check_reason(finish_reason, values, num_received)
+                yield values
+        if num_received == 0:
+            raise ServerError(f"{self._url}: {self._model} ended without a response")
+        if finish_reason is None and served.has_finish_reason:
+            raise CutStream.after(num_received, self._url, "the last one has no finish_reason")
+
+    def _check_reason(self, reason: Any, values: Mapping[str, Any], num_received: int) -> None:
+        """Raises for a response that ends the answer otherwise than it should."""
+        if reason == "error":
+            raise ServerError(f"the request failed: {to_sentence(str(values.get('error')))}")
+        if reason == "cancelled":
+            raise CutStream.after(num_received, self._url, "the server cancelled the request")
+        if reason not in (None, "stop", "length"):
+            raise ServerError(
+                f"{self._url}: {self._model} ended with finish_reason '{show(reason)}', which "
+                "this version of specpipe does not know"
+            )
+
+    def _completions(self, inputs: Mapping[str, Any]) -> Iterator[Completion]:
+        with contextlib.closing(cast("_Closable", self.responses(inputs))) as responses:
+            for values in responses:
+                try:
+                    completion = _COMPLETIONS.validate_python(
+                        {
+                            "text": values.get("text_output", ""),
+                            "finish_reason": values.get("finish_reason"),
+                            "statistics": serving.parse_statistics(values),
+                            "log_probs": _floats(values.get("output_log_probs", ())),
+                        }
+                    )
+                except (KeyError, OverflowError, TypeError, ValueError) as exc:
+                    raise ServerError(
+                        f"{self._url}: {self._model} sent what is no answer of the ensemble: "
+                        f"{show(dict(values))}"
+                    ) from exc
+                yield completion
+
+
+class _Closable(Protocol):
+    def __iter__(self) -> Responses: ...
+
+    def close(self) -> None: ...
+
+
+def _inputs(prompt: str | None, settings: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
+    serving.refuse_unknown(settings)
+    inputs = {name: value for name, value in settings.items() if value is not None}
+    if prompt is not None:
+        inputs["text_input"] = prompt
+    if "messages" in inputs and not isinstance(inputs["messages"], str):
+        inputs["messages"] = json.dumps(inputs["messages"])
+    return {**inputs, "stream": stream}
+
+
+def _floats(value: Any) -> tuple[float, ...]:
+    return tuple(float(number) for number in np.reshape(value, -1))

@@ -1,0 +1,341 @@
+"""Checks a Triton repository offline: what Triton refuses, and what it loads, then serves wrongly.
+
+Each rule is a function from a `Repository` to sentences, one for each fault. What Triton 2.51 does
+with a fault that it loads:
+
+(1) two instances of a model behind a decoupled one send chunks out of order;
+(2) a missing required input of an ensemble is answered by an empty success;
+(3) a quoted `${placeholder}` parses, and fails at the first request.
+
+An ensemble output with the name of an input, and a second decoupled step, it refuses to load.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tritonclient.grpc import model_config_pb2 as pb
+
+from specpipe.config.limits import ServedLimits
+from specpipe.errors import RepositoryError, to_sentence
+from specpipe.machine.own_json import read_object, reason
+from specpipe.runtimes.config_pbtxt import parameter, read_config
+from specpipe.runtimes.pair_file import PairFile
+from specpipe.triton import serving
+from specpipe.triton.model_config import (
+    CANCELS,
+    DRAFT_ENGINE_DIR,
+    LIMITS_FILE,
+    PAIR_FILE,
+    PATH_SUFFIXES,
+    TARGET_ENGINE_DIR,
+)
+from specpipe.triton.repository import lint_llmapi, lint_tensorrt_llm
+from specpipe.triton.repository.rule import Repository, Rule
+
+# The models that NVIDIA's BLS model calls, by the parameters that name them.
+_CALLED_MODELS = ("tensorrt_llm_model_name", "tensorrt_llm_draft_model_name")
+
+_PLACEHOLDER = re.compile(r"\$\{[^}\n]*\}?")
+_KEY_BEFORE = re.compile(r"(\w+)\s*:\s*\"?[^\":]*$")
+_PARAMETER_KEY = re.compile(r"key\s*:\s*\"([^\"]*)\"")
+
+
+def check(folder: Path) -> None:
+    """Raises RepositoryError with every fault of the repository."""
+    faults = lint(folder)
+    if faults:
+        listed = "".join(f"\n  {fault}" for fault in faults)
+        raise RepositoryError(f"the Triton repository {folder} would not serve:{listed}")
+
+
+def lint(folder: Path) -> list[str]:
+    """Returns every fault of the repository as a sentence that begins with the model's name."""
+    names = (
+        sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    )
+    if not names:
+        return [f"{folder} holds no models"]
+    faults = [fault for name in names for fault in _placeholders(folder / name / "config.pbtxt")]
+    models = {}
+    for name in names:
+        try:
+            models[name] = read_config(folder / name / "config.pbtxt")
+        except RepositoryError as exc:
+            if not any(fault.startswith(f"{name}/config.pbtxt:") for fault in faults):
+                faults.append(f"{name}: {exc}")
+    repository = Repository(folder, models)
+    return faults + [fault for rule in RULES for fault in _apply(rule, repository)]
+
+
+def _apply(rule: Rule, repository: Repository) -> list[str]:
+    """What a rule finds; also where a file of the repository has not the form that it takes."""
+    try:
+        return list(rule(repository))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as exc:
+        return [f"its files are not what this specpipe builds ({reason(exc)}): build again"]
+
+
+def _placeholders(path: Path) -> Iterator[str]:
+    """(3). On the text, since an unquoted placeholder does not even parse."""
+    if not path.is_file():
+        return
+    key = ""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if named := _PARAMETER_KEY.search(line):
+            key = named[1]
+        for found in _PLACEHOLDER.finditer(line):
+            before = _KEY_BEFORE.search(line[: found.start()])
+            field = before[1] if before else "?"
+            where = key if field == "string_value" else field
+            yield f"{path.parent.name}/config.pbtxt: {where} is the placeholder {found[0]}"
+
+
+def _files(repository: Repository) -> Iterator[str]:
+    """What a model needs is there, in its own folder, wherever the repository lies."""
+    for name, config in repository.models.items():
+        version = repository.version_folder(name)
+        if config.name and config.name != name:
+            yield f"{name}: its config.pbtxt names the model '{config.name}'"
+        if not version.is_dir():
+            yield f"{name}: the version folder {version} is missing"
+            continue
+        if config.backend == "python" and not (version / "model.py").is_file():
+            yield f"{name}: {version / 'model.py'} is missing"
+        for key, value in config.parameters.items():
+            if not key.endswith(PATH_SUFFIXES):
+                continue
+            relative = Path(value.string_value)
+            if relative.is_absolute() or ".." in relative.parts:
+                yield f"{name}: {key} '{relative}' leads out of the version folder"
+            elif not (version / relative).exists():
+                yield f"{name}: {key} '{relative}' does not exist in {version}"
+    root = repository.folder.resolve()
+    for path in sorted(repository.folder.rglob("*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            relative = path.relative_to(repository.folder)
+            yield f"{relative.parts[0]}: {relative} is a link out of the repository"
+
+
+@dataclass(frozen=True)
+class _End:
+    """A place where an ensemble tensor is written or read, and how that place declares it."""
+
+    tensor: str
+    place: str
+    dtype: str
+    rank: int
+
+    @classmethod
+    def of(cls, tensor: str, place: str, config: pb.ModelConfig, declared: Any) -> _End:
+        """The rank is a request's: dims, and the batch dimension where there is one."""
+        dtype = pb.DataType.Name(declared.data_type).removeprefix("TYPE_")
+        return cls(tensor, place, dtype, len(declared.dims) + (config.max_batch_size > 0))
+
+
+def _steps(repository: Repository) -> Iterator[str]:
+    """Every step names a model, maps what that model has, and leaves out no required input."""
+    for ensemble in repository.ensembles():
+        for step in ensemble.ensemble_scheduling.step:
+            model = repository.models.get(step.model_name)
+            if model is None:
+                yield (
+                    f"{ensemble.name}: the step '{step.model_name}' is not a model of the "
+                    "repository"
+                )
+                continue
+            outputs = {declared.name for declared in model.output}
+            inputs = {declared.name for declared in model.input}
+            required = {declared.name for declared in model.input if not declared.optional}
+            for kind, unknown in (
+                ("input", set(step.input_map) - inputs),
+                ("output", set(step.output_map) - outputs),
+            ):
+                for name in sorted(unknown):
+                    yield f"{ensemble.name}: {model.name} has no {kind} '{name}'"
+            for name in sorted(required - set(step.input_map)):
+                yield f"{ensemble.name}: {model.name}'s input '{name}' is required, but not mapped"
+
+
+def _tensors(repository: Repository) -> Iterator[str]:
+    """Every ensemble tensor has one producer, a reader, and one type and rank at all its ends."""
+    for ensemble in repository.ensembles():
+        producers: dict[str, _End] = {}
+        for written in _written(repository, ensemble):
+            first = producers.setdefault(written.tensor, written)
+            if first is not written:
+                yield (
+                    f"{ensemble.name}: tensor '{written.tensor}' has two producers: {first.place} "
+                    f"and {written.place}"
+                )
+        readers = list(_read(repository, ensemble))
+        for read in readers:
+            producer = producers.get(read.tensor)
+            named = f"{ensemble.name}: tensor '{read.tensor}'"
+            if producer is None:
+                yield f"{named}, read by {read.place}, has no producer"
+                continue
+            for what, here, there in (
+                ("is", producer.dtype, read.dtype),
+                ("has rank", producer.rank, read.rank),
+            ):
+                if here != there:
+                    yield (
+                        f"{named} {what} {here} from {producer.place}, but {there} at {read.place}"
+                    )
+        unread = {declared.name for declared in ensemble.input} - {read.tensor for read in readers}
+        for name in sorted(unread):
+            yield f"{ensemble.name}: input '{name}' is read by no step"
+
+
+def _written(repository: Repository, ensemble: pb.ModelConfig) -> Iterator[_End]:
+    for declared in ensemble.input:
+        yield _End.of(declared.name, "the ensemble's input", ensemble, declared)
+    for step in ensemble.ensemble_scheduling.step:
+        model = repository.models.get(step.model_name, pb.ModelConfig())
+        for declared in model.output:
+            if declared.name in step.output_map:
+                place = f"{model.name}'s output {declared.name}"
+                yield _End.of(step.output_map[declared.name], place, model, declared)
+
+
+def _read(repository: Repository, ensemble: pb.ModelConfig) -> Iterator[_End]:
+    for step in ensemble.ensemble_scheduling.step:
+        model = repository.models.get(step.model_name, pb.ModelConfig())
+        for declared in model.input:
+            if declared.name in step.input_map:
+                place = f"{model.name}'s input {declared.name}"
+                yield _End.of(step.input_map[declared.name], place, model, declared)
+    for declared in ensemble.output:
+        yield _End.of(declared.name, "the ensemble's output", ensemble, declared)
+
+
+def _face(repository: Repository) -> Iterator[str]:
+    """(2)."""
+    for ensemble in repository.ensembles():
+        inputs = {i.name for i in ensemble.input}
+        for i in ensemble.input:
+            if not i.optional:
+                yield f"{ensemble.name}: input '{i.name}' is required; declare it optional"
+        for output in ensemble.output:
+            if output.name in inputs:
+                yield f"{ensemble.name}: output '{output.name}' bears the name of an input"
+
+
+def _decoupled(repository: Repository) -> Iterator[str]:
+    """A decoupled model may send several responses, or none; other callers take exactly one."""
+    for caller in repository.models.values():
+        called = [step.model_name for step in caller.ensemble_scheduling.step]
+        called += filter(None, (parameter(caller, key) for key in _CALLED_MODELS))
+        decoupled = [name for name in called if _is_decoupled(repository, name)]
+        if decoupled and not caller.model_transaction_policy.decoupled:
+            yield (
+                f"{caller.name}: model_transaction_policy.decoupled is false, but it calls "
+                f"{', '.join(decoupled)}, where it is true"
+            )
+        if caller.platform == "ensemble" and len(decoupled) > 1:
+            yield f"{caller.name}: two steps are decoupled ({', '.join(decoupled)}); one may be"
+
+
+def _order(repository: Repository) -> Iterator[str]:
+    """(1)."""
+    for ensemble in repository.ensembles():
+        is_behind = False
+        for step in ensemble.ensemble_scheduling.step:
+            model = repository.models.get(step.model_name)
+            if model is None:
+                continue
+            num_instances = sum(group.count for group in model.instance_group)
+            if is_behind and num_instances != 1:
+                yield (
+                    f"{model.name}: instance_group has {num_instances} instances; it must have 1, "
+                    "since two would send the chunks of a request out of order"
+                )
+            is_behind = is_behind or model.model_transaction_policy.decoupled
+
+
+def _cancellation(repository: Repository) -> Iterator[str]:
+    for name, config in repository.models.items():
+        target = parameter(config, CANCELS)
+        if target is not None and target not in repository.models:
+            yield f"{name}: {CANCELS} '{target}' is not a model of the repository"
+
+
+def _request_limits(repository: Repository) -> Iterator[str]:
+    """Who writes or reads our requests has limits, which it reads when it is loaded."""
+    for name, config in repository.models.items():
+        if serving.REQUEST.name not in {tensor.name for tensor in (*config.input, *config.output)}:
+            continue
+        file = parameter(config, LIMITS_FILE)
+        if file is None:
+            yield f"{name}: it names no {LIMITS_FILE}, as older releases wrote it; build again"
+            continue
+        path = repository.version_folder(name) / file
+        try:
+            ServedLimits.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            yield f"{name}: {path} holds no limits ({to_sentence(exc)})"
+
+
+def _pair_limits(repository: Repository) -> Iterator[str]:
+    """What `pair.json` promises, the engines were built for."""
+    for name, config in repository.models.items():
+        paths = [parameter(config, k) for k in (PAIR_FILE, DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR)]
+        if None in paths or lint_llmapi.has_model_yaml(repository.version_folder(name)):
+            continue
+        pair, draft, target = (repository.version_folder(name) / str(path) for path in paths)
+        try:
+            options = asdict(PairFile.read(pair).options)
+            for role, engine in (("draft", draft), ("target", target)):
+                built = _read_object(engine / "config.json", "build_config")
+                yield from (f"{name}: {fault}" for fault in _engine_faults(role, options, built))
+        except RepositoryError as exc:
+            yield f"{name}: {exc}"
+
+
+def _read_object(path: Path, key: str) -> dict[str, Any]:
+    try:
+        found = read_object(path)[key]
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, KeyError) as exc:
+        raise RepositoryError(f"{path} has no '{key}' that can be read ({reason(exc)})") from exc
+    return found
+
+
+def _engine_faults(role: str, options: dict[str, Any], built: dict[str, Any]) -> Iterator[str]:
+    limits = {"max_batch_size": "max_batch_size"}
+    if role == "target":
+        limits |= {"num_draft_tokens": "max_draft_len", "max_seq_len": "max_seq_len"}
+    for wanted, limit in limits.items():
+        if not isinstance(built.get(limit), int):
+            yield f"the {role} engine's config.json names no {limit}: build it again"
+        elif options[wanted] > built[limit]:
+            yield (
+                f"{wanted} is {options[wanted]}, but the {role} engine was built with {limit} "
+                f"{built[limit]}: lower it, or build the engine with a higher one"
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    _files,
+    _steps,
+    _tensors,
+    _face,
+    _decoupled,
+    _order,
+    _cancellation,
+    _request_limits,
+    _pair_limits,
+    *lint_tensorrt_llm.RULES,
+    *lint_llmapi.RULES,
+)
+
+
+def _is_decoupled(repository: Repository, name: str) -> bool:
+    config = repository.models.get(name)
+    return config is not None and bool(config.model_transaction_policy.decoupled)

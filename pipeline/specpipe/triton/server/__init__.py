@@ -1,0 +1,1 @@
+"""Triton as a process: found, started, watched and ended."""

@@ -1,0 +1,111 @@
+"""Where a server listens: its host in the form of each door of Triton, and free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specpipe.errors import ServerError
+from specpipe.machine.web import bracketed, local_address
+
+if TYPE_CHECKING:
+    from specpipe.triton.server.options import ServeOptions
+
+_PORTS = ("http_port", "grpc_port", "metrics_port")
+_MAX_SHOWN = 80
+
+
+def settle(options: ServeOptions) -> ServeOptions:
+    """Puts the host's address for its name, and a free port for each 0; raises ServerError."""
+    host = _resolve(options.host)
+    with contextlib.ExitStack() as stack:
+        ports: dict[str, Any] = {}
+        for name in _ports(options):
+            port = getattr(options, name)
+            if not 0 <= port <= 65535:
+                raise ServerError(f"{_option(name)} {port} is no port: choose one up to 65535")
+            if port == 0:
+                # Open until all are chosen, so that no two are the same.
+                listener = stack.enter_context(socket.socket(_family(host)))
+                listener.bind((host, 0))
+                port = listener.getsockname()[1]
+            elif port in ports.values():
+                first = next(other for other in ports if ports[other] == port)
+                raise ServerError(
+                    f"{_option(first)} and {_option(name)} are both {port}: choose two ports"
+                )
+            ports[name] = port
+    return replace(options, host=host, **ports)
+
+
+def check_ports(options: ServeOptions) -> None:
+    """Another server on one of the ports would answer in our place until ours has failed."""
+    for name in _ports(options):
+        port = getattr(options, name)
+        with socket.socket(_family(options.host)) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((options.host, port))
+            except OSError as exc:
+                raise ServerError(
+                    f"{bracketed(options.host)}:{port} cannot be listened on ({exc.strerror}): "
+                    f"choose another port with {_option(name)}"
+                ) from exc
+
+
+def client_host(host: str) -> str:
+    """Where a server of this machine is asked, as a URL writes it."""
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        return "127.0.0.1" if address.version == 4 else "[::1]"
+    return bracketed(host)
+
+
+def http_address(host: str) -> str:
+    """As Triton's doors for HTTP and metrics take it: libevent tells IPv6 by the word before it."""
+    return f"ipv6:{host}" if ":" in host else host
+
+
+def _resolve(host: str) -> str:
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    shown = f"--host {host[:_MAX_SHOWN]!r}"
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        if not bare or ":" in bare or "/" in bare:
+            raise ServerError(
+                f"{shown} is no host: give a name or an address alone (ports have options of their "
+                "own)"
+            ) from None
+    else:
+        if address.version == 6 and address.scope_id is not None:
+            raise ServerError(f"{shown}: Triton takes no scope: give an address without one")
+        if address.version == 6 and address.ipv4_mapped is not None:
+            bare = str(address.ipv4_mapped)
+    try:
+        found = local_address(bare)
+    except (OSError, UnicodeError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else "no valid name"
+        raise ServerError(f"{shown} cannot be resolved ({reason}): give an address") from exc
+    if found is None:
+        raise ServerError(
+            f"{shown} is no address of this machine: 127.0.0.1 serves this machine alone, 0.0.0.0 "
+            "whoever reaches it"
+        )
+    return found
+
+
+def _ports(options: ServeOptions) -> tuple[str, ...]:
+    """The options that name a port that will be listened on."""
+    return _PORTS if options.allow_http else _PORTS[1:]
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,119 @@
+"""What a client can do to a Triton of some version, and who may reach such a one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specpipe.errors import ServerError
+
+if TYPE_CHECKING:
+    from specpipe.triton.server.installation import TritonBinary
+    from specpipe.triton.server.options import ServeOptions
+
+NEWER_IMAGE = "nvcr.io/nvidia/tritonserver:26.07-py3"
+
+Version = tuple[int, ...]
+
+# The wheel says its own version only; Triton's is what /v2 answered.
+_OF_THE_WHEEL = {"0.7.0": "2.51.0"}
+
+
+@dataclass(frozen=True)
+class Hole:
+    """What a request does, in which release of triton-inference-server that ended, and where.
+
+    is_http  whether it comes in by HTTP alone
+    """
+
+    what: str
+    fixed_in: Version
+    source: str
+    is_http: bool = True
+
+
+# The releases are the first tags of triton-inference-server/server with the change. All but the
+# second were seen in 2.51; that one is NVIDIA's and a user's word, and some bodies of 6 MiB pass.
+HOLES = (
+    Hole("a body of a million chunks ends the server", (2, 59, 1), "server#8305, CVE-2025-23310"),
+    Hole("a body of 4 MiB ends the server", (2, 59, 1), "server#8305, CVE-2025-23311"),
+    Hole("a body of a million '[' ends the server", (2, 58, 0), "server#8172"),
+    Hole(
+        "an error tells the name of private memory, which is of use with the admin key alone",
+        (2, 59, 1),
+        "python_backend#403, CVE-2025-23320",
+        is_http=False,
+    ),
+)
+
+
+def find_version(binary: TritonBinary, environment: Mapping[str, str]) -> str | None:
+    """The version of a tritonserver, without starting it; None where nothing tells.
+
+    NVIDIA's images have a file and a variable for it (build.py), a wheel has neither.
+    """
+    if binary.python_stub is not None:
+        return _OF_THE_WHEEL.get(importlib.metadata.version("nvidia-pytriton"))
+    try:
+        return (binary.path.resolve().parents[1] / "TRITON_VERSION").read_text().strip()
+    except OSError:
+        return environment.get("TRITON_SERVER_VERSION") or None
+
+
+def find(version: str | None, *, allow_http: bool = True) -> tuple[Hole, ...]:
+    """The holes of a version that are open; none is known of an unknown one."""
+    number = _parse(version)
+    if number is None:
+        return ()
+    return tuple(
+        hole for hole in HOLES if number < hole.fixed_in and (allow_http or not hole.is_http)
+    )
+
+
+def describe(version: str | None, *, allow_http: bool = True) -> str:
+    """One line on a tritonserver."""
+    if _parse(version) is None:
+        return "unknown, as its version is: TRITON_SERVER_VERSION may tell it"
+    found = find(version, allow_http=allow_http)
+    if not found:
+        return f"none in tritonserver {version}"
+    return f"tritonserver {version}: {'; '.join(hole.what for hole in found)}"
+
+
+def check(version: str | None, options: ServeOptions) -> None:
+    """Raises ServerError for a server that others could reach and end, unless that was allowed."""
+    if options.allow_known_holes or _is_loopback(options.host):
+        return
+    is_known = _parse(version) is not None
+    found = [hole.what for hole in find(version, allow_http=options.allow_http) if hole.is_http]
+    if is_known and not found:
+        return
+    if is_known:
+        reason = f"tritonserver {version} has known holes ({'; '.join(found)})"
+        cure = f"serve without HTTP (--no-http) or with a newer one ({NEWER_IMAGE})"
+    else:
+        reason = "the version of this tritonserver is unknown, and so are its holes"
+        cure = "set TRITON_SERVER_VERSION to it"
+    raise ServerError(
+        f"{options.host} can be reached from elsewhere, and {reason}: {cure}, or add "
+        "--allow-known-holes"
+    )
+
+
+def _parse(version: str | None) -> Version | None:
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version or "")
+    return None if found is None else tuple(map(int, found.groups()))
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether an address, or all that a name stands for, are this machine's own."""
+    try:
+        found = {str(address[4][0]) for address in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):  # UnicodeError: no name that DNS could have
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)

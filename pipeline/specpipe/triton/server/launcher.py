@@ -1,0 +1,142 @@
+"""Keeps a repository served: watches it, restarts a server that died or hangs, drains on a signal.
+
+Triton restarts nothing by itself, and calls itself ready meanwhile (health.py says what is
+watched).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from specpipe.errors import ServerError, SpecpipeError
+from specpipe.runtimes.launch import LaunchMode
+from specpipe.runtimes.pair_file import read_pair
+from specpipe.runtimes.runtime import load_runtime
+from specpipe.triton.repository import lint
+from specpipe.triton.server import known_holes
+from specpipe.triton.server.health import LOOK_INTERVAL_S, Health
+from specpipe.triton.server.installation import find_tritonserver
+from specpipe.triton.server.options import ServeOptions
+from specpipe.triton.server.server import Log, Server, running
+
+__all__ = ["Report", "ServeOptions", "Server", "running", "serve"]
+
+Report = Callable[[str], None]
+
+
+def serve(
+    repository: Path,
+    options: ServeOptions,
+    *,
+    report: Report,
+    mpi_mode: LaunchMode = "auto",
+    allow_unknown_engine_facts: bool = False,
+    build_command: str = "specpipe build",
+    log: Log = lambda line: None,
+    on_ready: Callable[[Server], None] = lambda server: None,
+) -> None:
+    """Serves a repository until SIGTERM or SIGINT; restarts a server that died or hangs.
+
+    The first signal drains, a second one ends the server at once. Returns after SIGTERM, raises
+    KeyboardInterrupt after SIGINT, and ServerError when the server does not come (back) up. To
+    be called from the main thread.
+
+    Nothing is started for engines that do not fit this machine: EngineMismatch says what differs,
+    and `build_command`, what to run.
+    """
+    lint.check(repository)
+    launch = load_runtime(read_pair(repository).runtime).launch(
+        repository,
+        mode=mpi_mode,
+        allow_unknown_facts=allow_unknown_engine_facts,
+        build_command=build_command,
+    )
+    for note in launch.notes:
+        report(f"warning: {note}")
+    binary = find_tritonserver()
+    version = known_holes.find_version(binary, os.environ)
+    known_holes.check(version, options)
+    if known_holes.find(version, allow_http=options.allow_http) or version is None:
+        report(
+            f"warning: known holes: {known_holes.describe(version, allow_http=options.allow_http)}"
+        )
+    server = Server(repository, options, launch=launch, binary=binary, log=log)
+    with _Signals(server) as signals:
+        try:
+            server.start(signals.received)
+            if not signals.received():
+                health = Health(server)  # first, so that whoever hears of it finds it watched
+                on_ready(server)
+                _supervise(server, health, signals, report)
+            if signals.received():
+                report(f"stopping: running requests have {options.drain_timeout_s:g} s to finish")
+        finally:
+            server.stop()
+    if signals.number == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def _supervise(server: Server, health: Health, signals: _Signals, report: Report) -> None:
+    """Watches until a signal comes; restarts, at once, or after pauses that grow while it fails."""
+    while not signals.wait(min(LOOK_INTERVAL_S, server.options.probe_interval_s)):
+        reason = health.look()
+        if reason is None:
+            continue
+        noticed = time.monotonic()
+        num_failed = 0
+        while True:
+            pause_s = min(2.0**num_failed - 1, 30.0)
+            report(f"Triton is restarted in {pause_s:g} s: {reason}")
+            server.kill()  # which no longer says that it is ready
+            if signals.wait(pause_s):
+                return
+            try:
+                server.start(signals.received)
+                break
+            except (SpecpipeError, OSError) as exc:
+                reason = str(exc)
+                num_failed += 1
+                if num_failed == server.options.max_restarts:
+                    raise ServerError(f"Triton fails again and again, last: {reason}") from exc
+        if signals.received():
+            return
+        health = Health(server)
+        report(f"Triton answers again, {time.monotonic() - noticed:.1f} s after that was noticed")
+
+
+class _Signals:
+    """SIGTERM and SIGINT, remembered; the second one kills the server."""
+
+    def __init__(self, server: Server) -> None:
+        self.number: int | None = None
+        self._server = server
+        self._event = threading.Event()
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def received(self) -> bool:
+        return self.number is not None
+
+    def wait(self, seconds: float) -> bool:
+        """Waits, True as soon as a signal came."""
+        return self._event.wait(seconds)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            self._server.signal_all(signal.SIGKILL)
+        self.number = number
+        self._event.set()

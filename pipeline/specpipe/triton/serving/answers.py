@@ -1,0 +1,134 @@
+"""Chunks turned into responses, and cancellations on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specpipe.errors import RequestError, ServerError, to_sentence
+from specpipe.speculative.request import Chunk, Statistics
+from specpipe.triton.secret import Signer
+from specpipe.triton.serving.requests import Generation
+from specpipe.triton.serving.tensors import (
+    CANCEL,
+    LONGEST_ID,
+    SIGNATURE,
+    STREAM_ID,
+    TENSORS_BY_NAME,
+    TEXT,
+    Tensors,
+    array_of,
+    as_array,
+    decode_utf8,
+    signature_of,
+    single_of,
+)
+
+
+@dataclass
+class Answer:
+    """Turns the chunks of one request into responses: one a chunk, or a single one."""
+
+    generation: Generation
+    stream_id: str
+    num_responses: int = 0  # after the first one a failure can no longer be a Triton error
+    _text: list[str] = field(default_factory=list)
+    _token_ids: list[int] = field(default_factory=list)
+    _log_probs: list[float] = field(default_factory=list)
+    _sum_log_probs: float = 0.0
+
+    def add(self, chunk: Chunk) -> dict[str, np.ndarray[Any, Any]] | None:
+        """Returns the next response's tensors, None when this chunk is kept for a later one.
+
+        The response of a chunk with a finish_reason is the last. Raises ServerError when the
+        request failed before its first response, which is the moment for a Triton error.
+        """
+        if chunk.finish_reason == "error" and not self.num_responses:
+            raise ServerError(chunk.error or "the request failed")
+        self._text.append(chunk.text)
+        self._token_ids += chunk.token_ids
+        self._log_probs += chunk.log_probs
+        self._sum_log_probs += sum(chunk.log_probs)
+        is_last = chunk.finish_reason is not None
+        if not is_last and not (self.generation.stream and any(self._text)):
+            return None
+        values: dict[str, Sequence[Any]] = {
+            "text": ["".join(self._text)],
+            "stream_id": [self.stream_id],
+            "batch_index": [0],
+            "sequence_index": [0],
+        }
+        if self.generation.return_token_ids:
+            values["output_ids"] = self._token_ids
+        if self.generation.request.return_log_probs:
+            values["output_log_probs"] = self._log_probs
+            if is_last:
+                values["cum_log_probs"] = [self._sum_log_probs]
+        if is_last:
+            values |= _last_values(chunk)
+        self.num_responses += 1
+        self._text, self._token_ids, self._log_probs = [], [], []
+        return {name: as_array(TENSORS_BY_NAME[name], listed) for name, listed in values.items()}
+
+
+def _last_values(chunk: Chunk) -> dict[str, Sequence[Any]]:
+    values: dict[str, Sequence[Any]] = {"finish_reason": [chunk.finish_reason]}
+    if chunk.error is not None:
+        values["error"] = [to_sentence(chunk.error)]
+    if chunk.statistics is not None:
+        values |= {
+            name: [value]
+            for name, value in chunk.statistics.to_json().items()
+            if name in TENSORS_BY_NAME and value is not None
+        }
+    return values
+
+
+def parse_statistics(values: Mapping[str, Any]) -> Statistics | None:
+    """Returns what a last response reports, None when it reports nothing (a failed request)."""
+    if "num_output_tokens" not in values:
+        return None
+    counts = {
+        name: int(values[name])
+        for name in (
+            "num_input_tokens",
+            "num_output_tokens",
+            "num_steps",
+            "total_draft_tokens",
+            "total_accepted_draft_tokens",
+            "seed_used",
+        )
+    }
+    return Statistics(
+        **counts,
+        # Servers before these two were always sent leave them out.
+        acceptance_rate=float(values.get("acceptance_rate", 0.0)),
+        draft_status=values.get("draft_status"),
+        is_lossless=bool(values.get("is_lossless", True)),
+    )
+
+
+def read_chunk(tensors: Tensors) -> tuple[np.ndarray[Any, Any], bytes]:
+    """Returns the text of a chunk as it came, and the stream id of its request."""
+    stream_id = single_of(STREAM_ID, tensors)
+    if len(stream_id) > LONGEST_ID:
+        raise RequestError(f"stream_id has {len(stream_id)} bytes; it may have {LONGEST_ID}")
+    return array_of(TEXT, tensors), stream_id
+
+
+def write_cancel(stream_id: bytes, signer: Signer) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the tensors that cancel a request."""
+    return {
+        CANCEL.name: as_array(CANCEL, [stream_id]),
+        SIGNATURE.name: as_array(SIGNATURE, [signer.sign(CANCEL.name, stream_id)]),
+    }
+
+
+def read_cancel(tensors: Tensors, signer: Signer) -> str:
+    """Returns the stream id of a request to cancel one."""
+    stream_id = single_of(CANCEL, tensors)
+    signer.check(signature_of(tensors), CANCEL.name, stream_id)
+    return decode_utf8(CANCEL, stream_id)

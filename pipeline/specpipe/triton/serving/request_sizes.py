@@ -1,0 +1,49 @@
+"""How much an input of the ensemble may hold, looked at before its values are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specpipe.config.limits import ServedLimits
+from specpipe.errors import RequestError
+
+if TYPE_CHECKING:
+    from specpipe.triton.serving.tensors import Tensor
+
+
+def check_sizes(tensor: Tensor, array: np.ndarray[Any, Any], limits: ServedLimits) -> None:
+    """Raises RequestError, with both numbers, for too many values or too many bytes of them.
+
+    An input of many values is a list of words.
+    """
+    if tensor.dims == (1,) and array.size != 1:
+        raise RequestError(f"{tensor.name} has {array.size} values: it takes one")
+    if tensor.dtype != "STRING":
+        return
+    if tensor.dims == (1,):
+        limit = "max_messages_bytes" if tensor.name == "messages" else "max_prompt_bytes"
+        check_bytes(f"{tensor.name} has", _num_bytes(array.item()), limit, limits)
+        return
+    if array.size > limits.max_words:
+        raise RequestError(
+            f"{tensor.name} has {array.size} entries; it may have {limits.max_words} "
+            "(serving.limits.max_words)"
+        )
+    sizes = [_num_bytes(value) for value in array.reshape(-1)]
+    check_bytes(f"an entry of {tensor.name} has", max(sizes, default=0), "max_word_bytes", limits)
+    check_bytes(f"{tensor.name} has", sum(sizes), "max_words_bytes", limits)
+
+
+def check_bytes(what: str, num_bytes: int, limit: str, limits: ServedLimits) -> None:
+    """Holds a number of bytes against the setting of that name; what begins the sentence."""
+    most: int = getattr(limits, limit)
+    if num_bytes > most:
+        raise RequestError(
+            f"{what} {num_bytes} bytes; at most {most} are taken (serving.limits.{limit})"
+        )
+
+
+def _num_bytes(value: bytes | str) -> int:
+    return len(value if isinstance(value, bytes) else value.encode())

@@ -1,0 +1,211 @@
+"""Every tensor that enters or leaves a model, by name, and its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specpipe.errors import RequestError
+
+LONGEST_ID = 64  # characters of a stream id, and of a signature
+
+Tensors = Mapping[str, "np.ndarray[Any, Any]"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input or output of a Triton model; -1 in `dims` is any size."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...] = (1,)
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(_NUMPY_DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class Input(Tensor):
+    """An input of the ensemble.
+
+    `neutral` marks one that nothing here implements, and holds the values that ask for nothing:
+    every element must be one of them, so an empty tensor passes.
+    """
+
+    neutral: tuple[Any, ...] | None = None
+
+
+_NUMPY_DTYPES: dict[str, type[Any]] = {
+    "STRING": np.object_,
+    "BOOL": np.bool_,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT64": np.uint64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+}
+
+ENSEMBLE_INPUTS: tuple[Input, ...] = (
+    Input("text_input", "STRING"),
+    Input("messages", "STRING"),
+    Input("max_tokens", "INT32"),
+    Input("num_draft_tokens", "INT32"),
+    Input("stream", "BOOL"),
+    Input("temperature", "FP32"),
+    Input("top_k", "INT32"),
+    Input("top_p", "FP32"),
+    Input("min_p", "FP32"),
+    Input("seed", "UINT64"),
+    Input("repetition_penalty", "FP32"),
+    Input("presence_penalty", "FP32"),
+    Input("frequency_penalty", "FP32"),
+    Input("min_tokens", "INT32"),
+    Input("bad_words", "STRING", (-1,)),
+    Input("stop_words", "STRING", (-1,)),
+    Input("end_id", "INT32"),
+    Input("pad_id", "INT32"),
+    Input("priority", "INT32"),
+    Input("timeout_s", "FP32"),
+    Input("exclude_input_in_output", "BOOL"),
+    Input("return_log_probs", "BOOL"),
+    Input("return_perf_metrics", "BOOL"),
+    Input("return_num_input_tokens", "BOOL"),
+    Input("return_num_output_tokens", "BOOL"),
+    Input("return_context_logits", "BOOL", neutral=(False,)),
+    Input("return_generation_logits", "BOOL", neutral=(False,)),
+    Input("num_return_sequences", "INT32", neutral=(1,)),
+    Input("beam_width", "INT32", neutral=(1,)),
+    Input("length_penalty", "FP32", neutral=(0.0, 1.0)),
+    Input("decoder_text_input", "STRING", neutral=("",)),
+    Input("embedding_bias_words", "STRING", (-1,), neutral=("",)),
+    Input("embedding_bias_weights", "FP32", (-1,), neutral=(0.0,)),
+    Input("prompt_embedding_table", "FP16", (-1, -1), neutral=()),
+    Input("prompt_vocab_size", "INT32", neutral=(0,)),
+    Input("prompt_table_extra_id", "UINT64", neutral=(0,)),
+    Input("lora_task_id", "UINT64", neutral=(0,)),
+    Input("lora_weights", "FP16", (-1, -1), neutral=()),
+    Input("lora_config", "INT32", (-1, 3), neutral=()),
+    Input("guided_decoding_guide_type", "STRING", neutral=("",)),
+    Input("guided_decoding_guide", "STRING", neutral=("",)),
+)
+
+TEXT_OUTPUT = Tensor("text_output", "STRING", (-1,))
+
+STATISTICS_OUTPUTS: tuple[Tensor, ...] = (
+    Tensor("finish_reason", "STRING"),
+    Tensor("error", "STRING"),
+    Tensor("acceptance_rate", "FP32"),
+    Tensor("draft_status", "STRING"),
+    Tensor("total_accepted_draft_tokens", "INT32"),
+    Tensor("total_draft_tokens", "INT32"),
+    Tensor("num_steps", "INT32"),
+    Tensor("num_input_tokens", "INT32"),
+    Tensor("num_output_tokens", "INT32"),
+    Tensor("seed_used", "UINT64"),
+    Tensor("is_lossless", "BOOL"),
+)
+"""In the last data response alone; `error` after a failure."""
+
+UNFILLED_OUTPUTS: tuple[Tensor, ...] = (
+    Tensor("context_logits", "FP32", (-1, -1)),
+    Tensor("generation_logits", "FP32", (-1, -1, -1)),
+    Tensor("kv_cache_alloc_new_blocks", "INT32"),
+    Tensor("kv_cache_reused_blocks", "INT32"),
+    Tensor("kv_cache_alloc_total_blocks", "INT32"),
+    Tensor("arrival_time_ns", "INT64"),
+    Tensor("first_scheduled_time_ns", "INT64"),
+    Tensor("first_token_time_ns", "INT64"),
+    Tensor("last_token_time_ns", "INT64"),
+)
+"""Of NVIDIA's ensemble, and never sent: declared so that a client may name them in its request."""
+
+GENERATION_OUTPUTS: tuple[Tensor, ...] = (
+    Tensor("cum_log_probs", "FP32", (-1,)),
+    Tensor("output_log_probs", "FP32", (-1, -1)),
+    Tensor("batch_index", "INT32"),
+    Tensor("sequence_index", "INT32"),
+    *STATISTICS_OUTPUTS,
+    *UNFILLED_OUTPUTS,
+)
+
+ENSEMBLE_OUTPUTS: tuple[Tensor, ...] = (TEXT_OUTPUT, *GENERATION_OUTPUTS)
+
+# Between the models of the ensemble.
+REQUEST = Tensor("request", "STRING")  # a Generation as JSON
+INPUT_IDS = Tensor("input_ids", "INT32", (-1,))  # the prompt's token ids
+TEXT = Tensor("text", "STRING")  # one chunk's text
+STREAM_ID = Tensor("stream_id", "STRING")  # names the request that a chunk belongs to
+OUTPUT_IDS = Tensor("output_ids", "INT32", (-1,))  # one chunk's token ids, where asked for
+CANCEL = Tensor("cancel", "STRING")  # the stream id to cancel, in a request that has no other
+SIGNATURE = Tensor("signature", "STRING")  # says that a model of the ensemble made the rest
+
+PREPROCESSING_INPUTS: tuple[Tensor, ...] = ENSEMBLE_INPUTS
+PREPROCESSING_OUTPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS, SIGNATURE)
+SPECULATIVE_INPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS, CANCEL, SIGNATURE)
+SPECULATIVE_OUTPUTS: tuple[Tensor, ...] = (TEXT, STREAM_ID, OUTPUT_IDS, *GENERATION_OUTPUTS)
+POSTPROCESSING_INPUTS: tuple[Tensor, ...] = (TEXT, STREAM_ID)
+POSTPROCESSING_OUTPUTS: tuple[Tensor, ...] = (TEXT_OUTPUT,)
+
+INPUTS_BY_NAME = {tensor.name: tensor for tensor in ENSEMBLE_INPUTS}
+
+TENSORS_BY_NAME = {
+    tensor.name: tensor
+    for tensor in (*PREPROCESSING_OUTPUTS, *SPECULATIVE_OUTPUTS, *ENSEMBLE_OUTPUTS, CANCEL)
+}
+
+
+def as_array(tensor: Tensor, values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Returns the values in the tensor's dtype and shape, the batch dimension of 1 included."""
+    shape = (1,) * len(tensor.dims) + (len(values),)
+    return np.array(values, dtype=tensor.numpy_dtype).reshape(shape)
+
+
+def values_of(tensor: Tensor, tensors: Tensors) -> list[Any]:
+    """Returns a tensor's elements as Python values."""
+    array = array_of(tensor, tensors)
+    if tensor.dtype == "STRING":
+        return [decode_utf8(tensor, value) for value in array.reshape(-1)]
+    if array.dtype == np.float32:
+        # The shortest decimal that means this float32: a temperature of 0.7 is 0.7 again, so that a
+        # request draws the same tokens through Triton as in process.
+        return [float(str(value)) for value in array.reshape(-1)]
+    values: list[Any] = array.reshape(-1).tolist()
+    return values
+
+
+def array_of(tensor: Tensor, tensors: Tensors) -> np.ndarray[Any, Any]:
+    """Returns a tensor that must be there, in its dtype."""
+    array = tensors.get(tensor.name)
+    if array is None:
+        raise RequestError(f"{tensor.name} is missing")
+    if array.dtype != tensor.numpy_dtype:
+        raise RequestError(f"{tensor.name} is {array.dtype}; it must be {tensor.dtype}")
+    return array
+
+
+def single_of(tensor: Tensor, tensors: Tensors) -> bytes:
+    """Returns the only element of a tensor of strings."""
+    array = array_of(tensor, tensors)
+    if array.size != 1:
+        raise RequestError(f"{tensor.name} has {array.size} values: it takes one")
+    value = array.reshape(-1)[0]
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def signature_of(tensors: Tensors) -> bytes:
+    """Returns the signature of a request; b"" where there is none, or none that could be one."""
+    signature = single_of(SIGNATURE, tensors) if SIGNATURE.name in tensors else b""
+    return signature if len(signature) <= LONGEST_ID else b""
+
+
+def decode_utf8(tensor: Tensor, value: bytes | str) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise RequestError(f"{tensor.name} is not UTF-8: {exc}") from exc

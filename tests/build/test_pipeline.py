@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from specpipe.build import pipeline
+from specpipe.build.load import load_config
+from specpipe.build.pipeline import Plan, PlannedStage
+from specpipe.checkpoints.source import Source
+from specpipe.config.sections import PipelineConfig
+from specpipe.errors import ConfigError, RepositoryError, SpecpipeError
+from specpipe.roles import Role
+from specpipe.stage import StageInputs
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@dataclass(frozen=True)
+class Upper:
+    """Writes its inputs in capitals, or only their number."""
+
+    name: str
+    files: tuple[Path, ...]
+    counts: bool = False
+
+    def inputs(self) -> StageInputs:
+        return StageInputs(files=self.files, settings={"counts": self.counts})
+
+    def run(self, out: Path) -> None:
+        text = "".join(path.read_text() for path in self.files)
+        if "bad" in text:
+            raise SpecpipeError(f"{self.name}: bad input")
+        (out / "text").write_text(str(len(text)) if self.counts else text.upper())
+
+
+@dataclass
+class Heard:
+    lines: list[str] = field(default_factory=list)
+
+    def started(self, stage: str, reasons: Sequence[str]) -> None:
+        self.lines += [f"{stage}: {reason}" for reason in reasons]
+
+    def waiting(self, stage: str) -> None:
+        self.lines.append(f"{stage} waits")
+
+    def finished(self, report: pipeline.StageReport) -> None:
+        self.lines.append(f"{report.stage} {'built' if report.reasons else 'up to date'}")
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> Plan:
+    """Two roads that meet: draft/count → join ← target/copy."""
+    for name in ("draft", "target"):
+        (tmp_path / name).write_text(f"{name} text ")
+    count, copy, join = (tmp_path / "out" / name for name in ("count", "copy", "join"))
+    return (
+        PlannedStage(Upper("draft/count", (tmp_path / "draft",), counts=True), count),
+        PlannedStage(Upper("target/copy", (tmp_path / "target",)), copy),
+        PlannedStage(Upper("join", (count / "text", copy / "text")), join),
+    )
+
+
+def reasons(reports: Sequence[pipeline.StageReport]) -> dict[str, tuple[str, ...]]:
+    return {report.stage: report.reasons for report in reports}
+
+
+def test_first_run_builds_in_order_and_second_does_nothing(stages: Plan, tmp_path: Path) -> None:
+    heard = Heard()
+    pipeline.run(stages, heard)
+    assert heard.lines == [
+        "draft/count: not built yet",
+        "draft/count built",
+        "target/copy: not built yet",
+        "target/copy built",
+        "join: not built yet",
+        "join built",
+    ]
+    assert (tmp_path / "out" / "join" / "text").read_text() == "11TARGET TEXT "
+    again = Heard()
+    assert reasons(pipeline.run(stages, again)) == {
+        "draft/count": (),
+        "target/copy": (),
+        "join": (),
+    }
+    assert again.lines == ["draft/count up to date", "target/copy up to date", "join up to date"]
+
+
+def test_preview_names_what_runs_and_makes_nothing(stages: Plan, tmp_path: Path) -> None:
+    assert reasons(pipeline.preview(stages)) == {
+        "draft/count": ("not built yet",),
+        "target/copy": ("not built yet",),
+        "join": ("not built yet",),
+    }
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_changed_input_rebuilds_its_road_alone(stages: Plan, tmp_path: Path) -> None:
+    pipeline.run(stages, Heard())
+    (tmp_path / "target").write_text("other text ")
+    changed = f"input {tmp_path}/target changed"
+    assert reasons(pipeline.preview(stages)) == {
+        "draft/count": (),
+        "target/copy": (changed,),
+        "join": ("upstream target/copy runs",),
+    }
+    assert reasons(pipeline.run(stages, Heard())) == {
+        "draft/count": (),
+        "target/copy": (changed,),
+        "join": (f"input {tmp_path}/out/copy/text changed",),
+    }
+
+
+def test_stage_with_equal_output_does_not_run_the_next(stages: Plan, tmp_path: Path) -> None:
+    pipeline.run(stages, Heard())
+    (tmp_path / "draft").write_text("DRAFT TEXT ")
+    assert reasons(pipeline.run(stages, Heard())) == {
+        "draft/count": (f"input {tmp_path}/draft changed",),
+        "target/copy": (),
+        "join": (),
+    }
+
+
+def test_failed_build_resumes_at_its_stage(stages: Plan, tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("bad")
+    with pytest.raises(SpecpipeError, match="^target/copy: bad input$"):
+        pipeline.run(stages, Heard())
+    assert not (tmp_path / "out" / "copy").exists()
+    (tmp_path / "target").write_text("good")
+    assert reasons(pipeline.run(stages, Heard())) == {
+        "draft/count": (),
+        "target/copy": ("not built yet",),
+        "join": ("not built yet",),
+    }
+
+
+def test_fetch_happens_only_before_a_stage_that_runs(tmp_path: Path) -> None:
+    fetched = []
+
+    @dataclass(frozen=True)
+    class Fetch(pipeline.Fetch):
+        def __call__(self) -> None:
+            fetched.append(self.role)
+            (tmp_path / "weights").write_text("weights")
+
+    stage = Upper("draft/convert", (tmp_path / "weights",))
+    planned = PlannedStage(stage, tmp_path / "out", Fetch("a/b", "0" * 40, tmp_path, "draft"))
+    for _ in range(2):
+        pipeline.run((planned,), Heard())
+    assert fetched == ["draft"]
+
+
+def quickstart(*overrides: str) -> PipelineConfig:
+    return load_config(QUICKSTART, overrides)
+
+
+def test_plan_of_the_quickstart() -> None:
+    config = quickstart("output_dir=/built")
+    stages = pipeline.plan(config)
+    assert [(planned.name, str(planned.artifact)) for planned in stages] == [
+        ("check", "/built/python-code/check"),
+        ("draft/convert", "/built/python-code/draft/checkpoint"),
+        ("target/convert", "/built/python-code/target/checkpoint"),
+        ("draft/build_engine", "/built/python-code/draft/engine"),
+        ("target/build_engine", "/built/python-code/target/engine"),
+        ("package", "/built/python-code/model_repo"),
+    ]
+    reads = {
+        planned.name: [other.name for other in stages if planned.reads(other)] for planned in stages
+    }
+    assert reads == {
+        "check": [],
+        "draft/convert": [],
+        "target/convert": [],
+        "draft/build_engine": ["draft/convert"],
+        "target/build_engine": ["target/convert"],
+        "package": ["check", "draft/build_engine", "target/build_engine"],
+    }
+
+
+def settings_of(stages: Plan, name: str) -> dict[str, object]:
+    return dict(next(p for p in stages if p.name == name).stage.inputs().settings)
+
+
+def test_max_seq_len_left_out_is_the_context_of_the_target() -> None:
+    stages = pipeline.plan(quickstart("engine.max_seq_len=null"))
+    assert settings_of(stages, "target/build_engine")["max_seq_len"] == 1024
+    assert settings_of(stages, "draft/build_engine")["max_seq_len"] == 1024
+
+
+def test_max_seq_len_over_the_context_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipeline.plan(quickstart("engine.max_seq_len=2048"))
+    assert str(caught.value) == (
+        f"{QUICKSTART}: engine.max_seq_len is 2048: expected at most 1024,"
+        " the context length of the target ../models/python-code/target"
+    )
+
+
+def test_serving_an_outdated_build_is_told(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [f"output_dir={tmp_path}"])
+    assert pipeline.outdated(config)[0] == "check: not built yet"
+
+
+def test_serving_needs_no_checkpoint(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [f"output_dir={tmp_path}", "draft.checkpoint=gone"])
+    assert pipeline.outdated(config) == []
+
+
+def test_one_draft_setting_changes_the_draft_stages_alone() -> None:
+    before, after = pipeline.plan(quickstart()), pipeline.plan(quickstart("draft.tp_size=2"))
+    changed = [
+        old.name
+        for old, new in zip(before, after, strict=True)
+        if old.stage.inputs() != new.stage.inputs()
+    ]
+    assert changed == ["draft/convert"]
+
+
+def test_how_a_pair_speculates_changes_what_is_packaged_alone() -> None:
+    before, after = (
+        pipeline.plan(quickstart(f"speculation.prompt_lookup={given}"))
+        for given in ("false", "true")
+    )
+    changed = [
+        old.name
+        for old, new in zip(before, after, strict=True)
+        if old.stage.inputs() != new.stage.inputs()
+    ]
+    assert changed == ["package"]
+    found = [settings_of(stages, "package")["prompt_lookup"] for stages in (before, after)]
+    assert found == [False, True]
+
+
+def test_hub_checkpoint_is_planned_from_small_files_and_fetched_at_the_same_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = quickstart("draft.checkpoint=org/draft", "draft.revision=main")
+    folder = (config.base_dir / config.target.checkpoint).with_name("draft")
+    commit = "0123456789" * 4
+    calls = []
+
+    def resolve(
+        checkpoint: str,
+        *,
+        revision: str | None,
+        base: Path,
+        role: Role,
+        weights: bool = True,
+        small_files: Path | None = None,
+    ) -> Source:
+        if role == "target":
+            return Source((base / checkpoint).resolve(), None, checkpoint)
+        calls.append((checkpoint, revision, weights))
+        return Source(folder, commit, checkpoint)
+
+    monkeypatch.setattr("specpipe.checkpoints.source.resolve", resolve)
+    stages = pipeline.plan(config)
+    assert calls == [("org/draft", "main", False)]
+    fetches = {planned.name: planned.fetch for planned in stages if planned.fetch}
+    assert list(fetches) == ["draft/convert"]
+    fetches["draft/convert"]()
+    assert calls[1:] == [("org/draft", commit, True)]
+
+
+def test_repository_that_was_not_built_says_how(tmp_path: Path) -> None:
+    config = quickstart(f"output_dir={tmp_path}")
+    with pytest.raises(RepositoryError) as caught:
+        pipeline.built_repository(config)
+    assert str(caught.value) == (
+        f"{tmp_path}/python-code/model_repo does not exist:"
+        f" run `specpipe build --config {QUICKSTART}` first"
+    )

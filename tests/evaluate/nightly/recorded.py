@@ -1,0 +1,54 @@
+"""Runs as they were recorded, for tests that judge or print them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specpipe.evaluate.nightly.record import (
+    Accepted,
+    Asked,
+    CheckpointUsed,
+    Run,
+    SpeedUp,
+    StageRun,
+    Verified,
+)
+
+ASKED = Asked(
+    prompts="5f0c", num_draft_tokens=4, served_by="Triton", machine="Xeon (8 cores), 1 x H100"
+)
+
+
+def speed_up(concurrency: int, ratio: float, low: float, high: float) -> SpeedUp:
+    return SpeedUp(
+        concurrency=concurrency, ratio=ratio, low=low, high=high, num_answers=32, num_failed=0
+    )
+
+
+def good_run() -> Run:
+    """A good run: 540 of 1000 draft tokens accepted, a target engine of 20 MB."""
+    return Run(
+        pair="code",
+        config="configs/code.yaml",
+        made_at="2026-11-26T02:23:00+00:00",
+        outcome="good",
+        checkpoints={
+            "draft": CheckpointUsed(checkpoint="org/draft", revision="0a1b", digest="d" * 64),
+            "target": CheckpointUsed(checkpoint="../target", revision=None, digest="e" * 64),
+        },
+        stages=[StageRun(stage="check", reasons=(), duration_s=0.0)],
+        asked=ASKED,
+        verification=Verified(verdict="identical", reason=None, num_ties=0),
+        acceptance=Accepted(num_draft_tokens=1000, num_accepted_tokens=540),
+        speed_ups=[speed_up(1, 1.5, 1.4, 1.6), speed_up(8, 1.2, 1.1, 1.3)],
+        sizes_bytes={
+            "draft engine": 4_000_000,
+            "target engine": 20_000_000,
+            "repository": 25_000_000,
+        },
+    )
+
+
+def next_run() -> Run:
+    """The same a night later, not yet judged."""
+    return replace(good_run(), made_at="2026-11-27T02:23:00+00:00", outcome="unfinished")

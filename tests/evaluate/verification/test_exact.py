@@ -1,0 +1,308 @@
+"""Whole sides against each other, over table models."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from specpipe.evaluate.verification.asking import Asked, Case, Side, ask_side  # noqa: E402
+from specpipe.evaluate.verification.block_shapes import Agreement  # noqa: E402
+from specpipe.evaluate.verification.draft_counts import least_own_acceptance  # noqa: E402
+from specpipe.evaluate.verification.exact import SideResult, judge, judge_target, own_agreement  # noqa: E402
+from specpipe.evaluate.verification.verdict import Stream, TieThreshold  # noqa: E402
+from specpipe.speculative.request import GREEDY, Sampling  # noqa: E402
+from tests.evaluate.verification.table import RememberingModel, TableScorer, endpoint  # noqa: E402
+from tests.speculative.table import (  # noqa: E402
+    TableModel,
+    half_rule,
+    target_rule,
+    wrong_rule,
+)
+
+CASES = [Case(name=f"p{i}", token_ids=(4, 5 + i), max_tokens=17) for i in range(3)]
+ALONE = Side(name="target alone", kind="reference", num_draft_tokens=0, at_once=1)
+K3 = Side(name="K = 3, 2 at once", kind="speculation", num_draft_tokens=3, at_once=2)
+THRESHOLD = TieThreshold(dtype="float32")
+SEEDED = Sampling(temperature=0.8, seed=3, is_seeded=True)
+
+
+def judged(reference: Asked, asked: Asked, sampling: Sampling = GREEDY) -> SideResult:
+    return judge(
+        "greedy",
+        reference,
+        asked,
+        CASES,
+        scorer=TableScorer(TableModel(target_rule)),
+        sampling=sampling,
+        threshold=THRESHOLD,
+        end_token_ids=frozenset(),
+    )
+
+
+def test_a_sound_pair_is_identical_and_its_counts_are_right() -> None:
+    """Case A6 with a draft that is right at even lengths, for each of three prompts of 2 tokens.
+
+    Every step accepts one draft token and emits two: 7 steps of 3 draft tokens, one of 2 (3 tokens
+    are left), and one of none.
+    """
+    with endpoint(TableModel(target_rule), TableModel(half_rule)) as pair:
+        reference, asked = (ask_side(pair, CASES, side, GREEDY) for side in (ALONE, K3))
+    result = judged(reference, asked)
+    assert (result.verdict, result.num_identical) == ("identical", 3)
+    assert (result.ties, result.faults, result.notes, result.reason) == ((), (), (), None)
+    assert (reference.num_tokens, reference.num_draft_tokens) == (51, 0)
+    assert result.num_tokens == 51
+    assert (result.num_draft_tokens, result.num_accepted_tokens) == (3 * 23, 3 * 8)
+
+
+def test_a_sound_pair_is_identical_with_a_seed() -> None:
+    with endpoint(RememberingModel(1, blend=0.5), RememberingModel(2, blend=0.5)) as pair:
+        reference, asked = (ask_side(pair, CASES, side, SEEDED) for side in (ALONE, K3))
+    result = judged(reference, asked, SEEDED)
+    assert (result.verdict, result.num_identical) == ("identical", 3)
+    assert 0 < result.num_accepted_tokens < result.num_draft_tokens
+
+
+def test_every_prompt_has_a_seed_of_its_own_and_the_same_on_each_side() -> None:
+    flat = TableModel(lambda context: 4)
+    with endpoint(flat, flat) as pair:
+        first, again = (ask_side(pair, [CASES[0]] * 3, ALONE, SEEDED) for _ in range(2))
+    assert first == again
+    assert len({stream.token_ids for stream in first.streams}) == 3
+
+
+def test_the_own_draft_and_the_wrong_draft_accept_what_they_must() -> None:
+    """17 tokens with K = 3 (case A6): own drafts 12 and accepts 12, wrong accepts 0."""
+    own = dataclasses.replace(K3, is_own_draft=True)
+    wrong = dataclasses.replace(K3, is_wrong_draft=True)
+    target = TableModel(target_rule)
+    with endpoint(target, target) as pair:
+        reference, asked_own = (ask_side(pair, CASES, side, GREEDY) for side in (ALONE, own))
+    with endpoint(target, TableModel(wrong_rule)) as pair:
+        asked_wrong = ask_side(pair, CASES, wrong, GREEDY)
+    assert (asked_own.num_draft_tokens, asked_own.num_accepted_tokens) == (36, 36)
+    assert asked_wrong.num_accepted_tokens == 0
+    assert judged(reference, asked_own).verdict == "identical"
+    assert judged(reference, asked_wrong).verdict == "identical"
+
+
+def counted(
+    side: Side, drafted: int, accepted: int, *, draft_statuses: tuple[str, ...] = ()
+) -> SideResult:
+    streams = tuple(Stream((9, 9), "length") for _ in CASES)
+    return judged(
+        Asked(side=ALONE, streams=streams),
+        Asked(
+            side=side,
+            streams=streams,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            draft_statuses=draft_statuses,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "drafted", "accepted", "reason"),
+    [
+        ({}, 0, 0, "nothing was drafted, so nothing is shown"),
+        ({"num_draft_tokens": 0}, 4, 1, "the target alone drafted"),
+        (
+            {"is_own_draft": True}, 100, 80,
+            "the target accepts 0.80 of its own draft tokens, less than 0.95: what the draft has "
+            "read is not the text",
+        ),
+        (
+            {"is_wrong_draft": True}, 100, 10,
+            "0.10 of draft tokens that are always wrong were accepted",
+        ),
+    ],
+)  # fmt: skip
+def test_counts_that_cannot_be_are_a_fault_though_all_tokens_are_equal(
+    changes: dict[str, object], drafted: int, accepted: int, reason: str
+) -> None:
+    result = counted(dataclasses.replace(K3, **changes), drafted, accepted)  # type: ignore[arg-type]
+    assert (result.verdict, result.num_identical, result.reason) == ("fault", 3, reason)
+
+
+def test_a_target_that_does_not_always_agree_with_itself_may_accept_less() -> None:
+    """It chooses the same in 80 of 100 positions, 0.68 at least. With K = 1 and 100 steps, 0.68
+    less three times sqrt(0.68 * 0.32 / 100) = 0.0466 is 0.540, and 0.95 of that 0.513.
+    """
+    side = dataclasses.replace(K3, num_draft_tokens=1, is_own_draft=True)
+
+    def judged_at(accepted: int) -> SideResult:
+        streams = tuple(Stream((9, 9), "length") for _ in CASES)
+        return judge(
+            "greedy",
+            Asked(side=ALONE, streams=streams),
+            Asked(side=side, streams=streams, num_draft_tokens=100, num_accepted_tokens=accepted),
+            CASES,
+            scorer=TableScorer(TableModel(target_rule)),
+            sampling=GREEDY,
+            threshold=THRESHOLD,
+            end_token_ids=frozenset(),
+            agreement=Agreement(80, 100),
+        )
+
+    assert judged_at(51).reason == (
+        "the target accepts 0.51 of its own draft tokens, less than 0.51: what the draft has read "
+        "is not the text"
+    )
+    right = judged_at(52)
+    assert (right.verdict, right.notes) == (
+        "identical",
+        (
+            "the target accepts 0.52 of its own draft tokens, since it chooses the same token in "
+            "0.80 of all positions only, one token at a time or in blocks",
+        ),
+    )
+
+
+def test_a_long_block_is_accepted_where_all_its_choices_agree() -> None:
+    """K = 3, no chance left: (0.5 + 0.25 + 0.125) / 3 = 0.2917, times 0.95."""
+    asked = Asked(side=K3, streams=(), num_draft_tokens=3 * 10**12)
+    agreement = Agreement(5 * 10**11, 10**12)
+    assert least_own_acceptance(asked, agreement) == pytest.approx(0.95 * 0.875 / 3, abs=1e-4)
+    assert least_own_acceptance(asked, None) == 0.95
+
+
+def test_agreement_is_that_of_the_choices_of_a_request_seeds_included() -> None:
+    """In blocks half of the rows are of another rule; with a flat target the seed decides all."""
+    reference = Asked(side=ALONE, streams=tuple(Stream((9,) * 6, "length") for _ in CASES))
+
+    def found(scorer: TableScorer, sampling: Sampling) -> Agreement:
+        return own_agreement(
+            reference,
+            CASES[:2],
+            scorer=scorer,
+            sampling=sampling,
+            block_size=4,
+            end_token_ids=frozenset(),
+        )
+
+    scorer = TableScorer(TableModel(target_rule), in_blocks=TableModel(half_rule))
+    assert found(scorer, GREEDY) == Agreement(num_same=8, num_compared=14)
+    almost_flat = dataclasses.replace(SEEDED, temperature=1e6)
+    assert found(scorer, almost_flat) == Agreement(num_same=14, num_compared=14)
+
+
+def test_as_served_may_draft_nothing() -> None:
+    as_served = dataclasses.replace(K3, num_draft_tokens=None)
+    result = counted(as_served, 0, 0, draft_statuses=("does_not_pay", "too_short"))
+    assert result.verdict == "identical"
+    assert result.notes == (
+        "as served, nothing was drafted here (draft status: does_not_pay, too_short)",
+    )
+    assert counted(as_served, 0, 0).notes == ("as served, nothing was drafted here",)
+
+
+def changed(asked: Asked, index: int, stream: Stream) -> Asked:
+    streams = list(asked.streams)
+    streams[index] = stream
+    return dataclasses.replace(asked, streams=tuple(streams), num_draft_tokens=9)
+
+
+def test_a_wrong_token_is_a_fault_of_its_prompt() -> None:
+    with endpoint(TableModel(target_rule), TableModel(target_rule)) as pair:
+        reference = ask_side(pair, CASES, ALONE, GREEDY)
+    ids = list(reference.streams[1].token_ids)
+    right, ids[6] = ids[6], 103
+    result = judged(
+        reference, changed(dataclasses.replace(reference, side=K3), 1, Stream(tuple(ids), "length"))
+    )
+    assert (result.verdict, result.num_identical) == ("fault", 2)
+    (fault,) = result.faults
+    assert fault.case == "p1"
+    assert result.reason is not None
+    assert result.reason.startswith(f"prompt p1: position 6: 103 instead of {right}, margin 1 = ")
+    assert result.to_json()["faults"][0] == {
+        "prompt": "p1",
+        "reason": fault.comparison.reason,
+        "position": 6,
+        "expected_id": right,
+        "found_id": 103,
+        "margin": 1.0,
+        "in_ulps": 2.0**23,
+        "threshold": pytest.approx(2.0**-23),
+    }
+
+
+class NearTie(TableModel):
+    """The token 5 is always as good as the rule's, but for the last place."""
+
+    def logits(self, token_ids: object, num_rows: int) -> np.ndarray:
+        rows = super().logits(token_ids, num_rows)  # type: ignore[arg-type]
+        rows[:, 5] = 1.0 - 2.0**-24
+        return rows
+
+
+def test_the_target_alone_is_compared_with_its_checkpoint() -> None:
+    with endpoint(TableModel(target_rule), TableModel(target_rule)) as pair:
+        reference = ask_side(pair, CASES, ALONE, GREEDY)
+
+    def against(model: TableModel) -> SideResult:
+        return judge_target(
+            reference,
+            CASES,
+            scorer=TableScorer(model),
+            threshold=THRESHOLD,
+            end_token_ids=frozenset({2}),
+        )
+
+    assert against(TableModel(target_rule)).verdict == "identical"
+    other = against(TableModel(half_rule))
+    assert other.verdict == "fault"
+    assert other.reason is not None and other.reason.startswith("prompt p0: position ")
+    assert against(NearTie(target_rule)).verdict == "identical"
+
+
+def test_a_checkpoint_that_seldom_chooses_what_is_served_is_another_one() -> None:
+    """A threshold of 16 hides every margin here. The other rule is right at even lengths, 27 of 51.
+
+    One that agrees with itself in 98 of 100 positions has a standard error of 0.014, so it must
+    choose 1 - 4 * (0.02 + 3 * 0.014) = 0.752, less 3 * sqrt(0.752 * 0.248 / 51) = 0.181.
+    """
+    with endpoint(TableModel(target_rule), TableModel(target_rule)) as pair:
+        reference = ask_side(pair, CASES, ALONE, GREEDY)
+
+    def against(model: TableModel, agreement: Agreement | None) -> SideResult:
+        return judge_target(
+            reference,
+            CASES,
+            scorer=TableScorer(model),
+            threshold=TieThreshold(dtype="float32", block_difference=2.0),
+            end_token_ids=frozenset(),
+            agreement=agreement,
+        )
+
+    assert against(TableModel(half_rule), None).verdict == "tie"
+    other = against(TableModel(half_rule), Agreement(98, 100))
+    assert (other.verdict, other.reason) == (
+        "fault",
+        "the checkpoint chooses 0.53 of the tokens that were served, less than 0.57; whatever the "
+        "block shape it chooses the same 0.98",
+    )
+    assert against(TableModel(target_rule), Agreement(98, 100)).verdict == "identical"
+
+
+def test_a_server_that_goes_on_where_its_checkpoint_ends_is_at_fault() -> None:
+    ends = TableModel(lambda context: 2)
+    reference = Asked(side=ALONE, streams=tuple(Stream((9, 9), "length") for _ in CASES))
+    early = Asked(side=ALONE, streams=tuple(Stream((), "stop") for _ in CASES))
+
+    def against(asked: Asked) -> SideResult:
+        return judge_target(
+            asked,
+            CASES,
+            scorer=TableScorer(ends),
+            threshold=THRESHOLD,
+            end_token_ids=frozenset({2}),
+        )
+
+    assert against(reference).verdict == "fault"
+    assert against(early).verdict == "identical"

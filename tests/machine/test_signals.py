@@ -1,0 +1,142 @@
+"""What a signal does to a command, whatever runs then: real processes, real signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+SECONDS = 30.0  # a busy machine's; what waits here, waits for minutes
+
+FOREVER = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)"  # C, which looks at no signals
+
+
+def ended(
+    body: str,
+    *numbers: signal.Signals,
+    pause_s: float = 0.0,
+    module: str = "import hashlib, threading, time\nfrom specpipe.machine import signals\n",
+) -> tuple[int, str, str]:
+    """Runs a command with that body, sends signals once it prints, returns how it ended."""
+    indented = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    code = f"{module}def command():\n{indented}signals.run(command)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        for index, number in enumerate(numbers):
+            time.sleep(pause_s if index else 0.0)
+            process.send_signal(number)
+        try:
+            printed, errors = process.communicate(timeout=SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, printed, errors
+
+
+RUNNING = "print('running', flush=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "errors"),
+    [(signal.SIGINT, 130, "Interrupted.\n"), (signal.SIGTERM, 143, "")],
+)
+def test_a_signal_unwinds_the_stack(number: signal.Signals, code: int, errors: str) -> None:
+    body = (
+        "try:\n    print('running', flush=True)\n    time.sleep(600)\nfinally:\n    print('done')"
+    )
+    assert ended(body, number) == (code, "done\n", errors)
+
+
+SWALLOWING = {
+    "by a library that catches everything": """
+while True:
+    try:
+        while True: time.sleep(0.01)
+    except BaseException:
+        break
+while True: time.sleep(0.01)
+""",
+    "in a __del__": """
+class Dropped:
+    def __del__(self): time.sleep(600)
+Dropped()
+while True: time.sleep(0.01)
+""",
+    "at the end": """
+try: time.sleep(600)
+except BaseException: pass
+""",
+}
+
+
+@pytest.mark.parametrize("body", SWALLOWING.values(), ids=SWALLOWING)
+def test_a_lost_one_is_raised_again(body: str) -> None:
+    code, printed, errors = ended(RUNNING + body.strip(), signal.SIGINT)
+    assert (code, printed) == (130, "")
+    assert errors in ("", "Interrupted.\n")
+
+
+WAITING = {
+    "C that looks at no signals": FOREVER,
+    "that C in a thread": f"signals.in_thread(lambda: {FOREVER})",
+    "a thread that waits": (
+        "with signals.thread_pool(1) as pool: pool.submit(threading.Event().wait).result()"
+    ),
+    "what is to clean up": "try: time.sleep(600)\nfinally: time.sleep(600)",
+    "what defers signals": "with signals.deferred(): time.sleep(600)",
+}
+
+
+@pytest.mark.parametrize("body", WAITING.values(), ids=WAITING)
+def test_nothing_is_waited_for_for_long(body: str) -> None:
+    sooner = "signals._UNWIND_TIME_S = 0.5\n"
+    assert ended(sooner + RUNNING + body, signal.SIGINT)[0] == 130
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    started = time.monotonic()
+    body = f"{RUNNING}try: time.sleep(600)\nfinally: {FOREVER}"
+    assert ended(body, signal.SIGINT, signal.SIGINT, pause_s=0.5) == (130, "", "")
+    assert time.monotonic() - started < 5
+
+
+def test_the_same_signal_sent_twice_is_one() -> None:
+    """As `timeout` of coreutils sends it: to the process, and to its group."""
+    body = f"{RUNNING}try: time.sleep(600)\nfinally: print('done')"
+    assert ended(body, signal.SIGINT, signal.SIGINT) == (130, "done\n", "Interrupted.\n")
+
+
+def test_what_is_deferred_is_done_first() -> None:
+    held = f"    {RUNNING}    time.sleep(0.5)\n    print('done')"
+    body = f"with signals.deferred():\n{held}\nprint('on')"
+    assert ended(body, signal.SIGINT) == (130, "done\n", "Interrupted.\n")
+
+
+def test_what_comes_while_modules_are_imported_is_not_lost() -> None:
+    """Handlers are there before the imports that take long; what comes before them is blocked."""
+    module = (
+        "import sys, time\nimport specpipe.__main__\nfrom specpipe.machine import signals\n"
+        "print('running', flush=True)\ntime.sleep(0.5)\n"
+    )
+    assert ended("print('on')", signal.SIGINT, module=module) == (130, "", "Interrupted.\n")
+
+
+def test_ignored_stays_ignored() -> None:
+    """A shell starts background commands so, that Ctrl-C is not for."""
+    module = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import time\nfrom specpipe.machine import signals\n"
+    )
+    assert ended(f"{RUNNING}time.sleep(0.5)", signal.SIGINT, module=module) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"), [("", 0), ("raise SystemExit(2)", 2), ("raise ValueError('a bug')", 1)]
+)
+def test_without_a_signal_a_command_has_its_own_code(body: str, code: int) -> None:
+    assert ended(RUNNING + body)[0] == code
