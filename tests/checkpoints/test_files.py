@@ -23,6 +23,7 @@ from specpipe.checkpoints.checkpoint import INDEX_NAME, open_checkpoint, read_sa
 from specpipe.checkpoints.limits import FileLimits
 from specpipe.errors import CheckpointError, SpecpipeError
 from specpipe.quantization.prequantized import read_prequantized
+from specpipe.runtimes.pair_file import PairFile
 from specpipe.text.files import TOKENIZER_FILES
 from specpipe.text.tokenizer import Tokenizer
 from tests.toy import toy_config, write_toy_checkpoint
@@ -106,7 +107,7 @@ def test_link_out_of_the_checkpoint_is_packaged_nowhere(tmp_path: Path, whole: P
             draft_engine=whole,
             target_engine=whole,
             tokenizer=whole,
-            pair=repository.PairFile("torch", PairOptions()),
+            pair=PairFile("torch", PairOptions()),
         )
     )
     assert "chat_template.jinja is a link to" in message

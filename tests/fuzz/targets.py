@@ -39,7 +39,8 @@ from specpipe.evaluate.endpoints.openai import OpenAI
 from specpipe.evaluate.endpoints.triton import Triton
 from specpipe.quantization.prequantized import read_prequantized
 from specpipe.runtimes.pair.pair import PairOptions
-from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.pair_file import PairFile, read_pair
+from specpipe.speculative.request import Request
 from specpipe.text.chat_template import ChatTemplate
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import repository, serving
@@ -378,9 +379,9 @@ def pair_file(data: bytes) -> None:
     path.write_bytes(data)
     for name in ("ensemble", "speculative"):
         (path.parents[2] / name).mkdir(exist_ok=True)
-    pair = repository.read_pair(path.parents[2])
+    pair = read_pair(path.parents[2])
     path.write_text(pair.to_json())
-    assert repository.read_pair(path.parents[2]) == pair
+    assert read_pair(path.parents[2]) == pair
 
 
 # Requests
@@ -524,7 +525,7 @@ def postprocessing(data: bytes) -> None:
 
 
 def _generation() -> dict[str, Any]:
-    request = serving.Request(request_id="", prompt_token_ids=(70, 71), max_tokens=3)
+    request = Request(request_id="", prompt_token_ids=(70, 71), max_tokens=3)
     tensors = serving.Generation(request=request, stream=True).to_tensors(Signer(_SECRET))
     return {"request": json.loads(tensors["request"].item()), "input_ids": [70, 71]}
 

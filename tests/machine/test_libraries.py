@@ -105,7 +105,8 @@ def test_the_pair_that_comes_along_is_built_in_an_empty_folder(
     else:
         environment.install(wheel)
     code = (
-        "from pathlib import Path; from specpipe import cli; from specpipe.build import quickstart; "
+        "from pathlib import Path; from specpipe import cli; "
+        "from specpipe.build import quickstart; "
         "assert quickstart.write_files(Path()) == []; cli.main()"
     )
     command = [environment.python, "-c", code, "build", "--config", "configs/quickstart.yaml"]
@@ -156,7 +157,7 @@ def hinted_extras() -> Iterator[tuple[str, str]]:
                 elif isinstance(value, ast.Subscript):  # EXTRAS[library]
                     yield from ((place, extra) for extra in EXTRAS.values())
                 else:  # handed on by require_library and require_installed
-                    assert place.startswith("runtimes/base.py"), place
+                    assert place.startswith("runtimes/runtime.py"), place
                     assert ast.unparse(value) == "extra"
 
 

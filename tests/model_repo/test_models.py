@@ -17,7 +17,8 @@ from specpipe.runtimes.pair.pair import Occupancy, PairOptions
 from specpipe.runtimes.pair_file import PairFile
 from specpipe.speculative.request import Chunk, Request, Statistics
 from specpipe.text.tokenizer import Tokenizer
-from specpipe.triton import repository, serving
+from specpipe.triton import serving
+from specpipe.triton.repository import contents
 from specpipe.triton.secret import Signer
 
 TOKENIZER = Path(__file__).parents[2] / "models" / "python-code" / "target"
@@ -221,7 +222,7 @@ def speculative(load_model: LoadModel, version: Path, monkeypatch: pytest.Monkey
         def load_pair(self, *_: object) -> ScriptedPair:
             return ScriptedPair()
 
-    monkeypatch.setattr(repository, "load_runtime", lambda name: Runtime())
+    monkeypatch.setattr(contents, "load_runtime", lambda name: Runtime())
     (version / "pair.json").write_text(PairFile("torch", PairOptions()).to_json())
     model = load_model("speculative")
     model.initialize(

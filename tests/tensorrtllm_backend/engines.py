@@ -12,6 +12,7 @@ from specpipe.build.stages.package import models_folder
 from specpipe.checkpoints.unified import load_unified
 from specpipe.roles import Role
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair_file import PairFile
 from specpipe.runtimes.repository_layout import link_folder
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.triton import repository
@@ -73,7 +74,7 @@ def write_repository(
         out,
         models=models_folder(),
         tokenizer=CHECKPOINTS / "target",
-        pair=repository.PairFile("tensorrt_llm", pair),
+        pair=PairFile("tensorrt_llm", pair),
         **engines,
     )
     return out

@@ -15,6 +15,7 @@ from specpipe.build import pipeline
 from specpipe.build.load import load_config
 from specpipe.build.stages.package import models_folder
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair_file import PairFile
 from specpipe.triton import repository
 from specpipe.triton.server import launcher
 from specpipe.triton.server.server import Server
@@ -65,7 +66,7 @@ def write_echo_repository(out: Path, **options: int | float) -> Path:
         draft_engine=engine,
         target_engine=engine,
         tokenizer=TOKENIZER,
-        pair=repository.PairFile("torch", PairOptions(**options)),  # type: ignore[arg-type]
+        pair=PairFile("torch", PairOptions(**options)),  # type: ignore[arg-type]
     )
     model = out / "speculative" / "1" / "model.py"
     register = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import echo_pair\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 from specpipe.errors import RequestError
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.speculative.request import Chunk, Limits, Request, RequestState
-from specpipe.triton import repository
+from specpipe.triton.repository import contents
 
 
 class EchoPair:
@@ -94,4 +94,4 @@ class EchoRuntime:
 
 def register() -> None:
     """Makes this process load an EchoPair, whatever runtime pair.json names."""
-    repository.load_runtime = lambda name: EchoRuntime()  # type: ignore[assignment,return-value]
+    contents.load_runtime = lambda name: EchoRuntime()  # type: ignore[assignment,return-value]

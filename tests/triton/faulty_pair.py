@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
-from specpipe.triton import repository
+from specpipe.triton.repository import contents
 
 
 class Controls:
@@ -98,14 +98,14 @@ class FaultyRuntime:
         return pair
 
 
-_load_runtime = repository.load_runtime
+_load_runtime = contents.load_runtime
 
 
 def register(folder: str) -> None:
     """For `speculative`: makes its process load the pair with its faults."""
     controls = Controls(Path(folder))
     controls.note(f"process:{os.getpid()}")
-    repository.load_runtime = lambda name: FaultyRuntime(name, controls)  # type: ignore[assignment,return-value]
+    contents.load_runtime = lambda name: FaultyRuntime(name, controls)  # type: ignore[assignment,return-value]
 
 
 def noting(model: Any, folder: str) -> Any:

@@ -8,23 +8,25 @@ from specpipe.build.stages.export import Export
 from specpipe.build.stages.quantize import Quantize
 from specpipe.errors import ConfigError
 from specpipe.quantization.quantized_config import check_export
-from specpipe.runtimes.plan import Side, checkpoint_dir, huggingface_dir
+from specpipe.runtimes.plan import EngineStages, PairPlan, Side, checkpoint_dir, huggingface_dir
 from specpipe.runtimes.runtime import require_installed
 from specpipe.stage import PlannedStage
 
 
-def checkpoint_stages(
-    side: Side, *, unified: bool = True, huggingface: bool = False
-) -> tuple[PlannedStage, ...]:
-    """The stages from a Hugging Face checkpoint to what is built from it.
+def side_stages(pair: PairPlan, side: Side, engine: EngineStages) -> tuple[PlannedStage, ...]:
+    """Returns all stages from a Hugging Face checkpoint to its engine."""
+    if engine.reads == "folder":
+        return engine.stages
+    return *_checkpoint_stages(pair, side, engine.reads == "huggingface"), *engine.stages
 
-    unified      whether anyone reads the unified checkpoint, in `checkpoint_dir`
-    huggingface  whether the engine needs the quantized weights in Hugging Face's layout, in
-                 `huggingface_dir`; the config may ask for them anyway
+
+def _checkpoint_stages(pair: PairPlan, side: Side, huggingface: bool) -> tuple[PlannedStage, ...]:
+    """The stages to what an engine is made of; the config may ask for an export besides.
 
     A plain checkpoint is converted, and so is one that is quantized already. The last stage of one
     that the config quantizes makes what the engine reads.
     """
+    unified = pair.measures or not huggingface  # what quantization costs is measured on it
     scheme = side.checkpoint.quantization
     if scheme is None:
         convert = Convert(

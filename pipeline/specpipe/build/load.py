@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import InitErrorDetails
 
 from specpipe.config import messages
 from specpipe.config.document import parse_yaml, read_yaml
 from specpipe.config.sections import PipelineConfig, json_schema
 from specpipe.errors import ConfigError
+from specpipe.runtimes.setting_faults import setting_faults
 
 _MAX_SHOWN = 300  # characters of an override, in a message
 _MAX_KEYS = 10  # of the path of one setting
@@ -34,7 +36,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     for override in sets:
         data = override.apply(data)
     try:
-        return PipelineConfig.model_validate(data, context=path)
+        return validate(data, path)
     except ValidationError as exc:
         schema = json_schema()
         # A default that waits for a setting which is at fault itself is no fault of its own.
@@ -52,6 +54,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
         if len(errors) > _MAX_LISTED:
             sentences.append(f"{path}: {len(errors) - _MAX_LISTED} more faults")
         raise ConfigError("\n".join(sentences)) from None
+
+
+def validate(data: Any, source: Path) -> PipelineConfig:
+    """Returns the config of a YAML's values; `source` is where relative paths start.
+
+    Raises ValidationError for what is no setting or cannot be one, and then for the first that
+    the runtime refuses: one without effect, or one that its library cannot do.
+    """
+    config = PipelineConfig.model_validate(data, context=source)
+    for fault in setting_faults(config):
+        error = messages.broken_rule(fault.key, fault.value, fault.expected)
+        raise ValidationError.from_exception_data(
+            PipelineConfig.__name__, [InitErrorDetails(type=error, input=data)]
+        )
+    return config
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from specpipe.build.load import load_config
+from specpipe.build.load import load_config, validate
 from specpipe.config.document import read_yaml, write_new
 from specpipe.config.messages import explain, show
 from specpipe.config.sections import PipelineConfig, json_schema
@@ -73,7 +73,7 @@ def migrate(path: Path, output: Path | None = None) -> Migration:
     data: dict[str, Any] = copy.deepcopy(read_yaml(path).data)
     settings = list(_change(data, config, output))
     try:
-        PipelineConfig.model_validate(data, context=output)
+        validate(data, output)
     except ValidationError as exc:
         schema = json_schema()
         faults = "; ".join(explain(error, schema) for error in exc.errors(include_url=False))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specpipe.build import cache
+from specpipe.build.checkpoint_stages import side_stages
 from specpipe.build.memory_plan import MemoryPlan, plan_memory
 from specpipe.build.pairing import PairContract, check_pair
 from specpipe.build.quality.measure import CheckQuality, Measure, MeasuredSide
@@ -111,7 +112,10 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
         Check(pair.draft.folder, pair.target.folder, config.serving.limits),
         config.artifacts_dir / "check",
     )
-    draft_stages, target_stages = runtime.engine_stages(pair)
+    draft_stages, target_stages = (
+        side_stages(pair, side, engine)
+        for side, engine in zip((pair.draft, pair.target), runtime.engine_stages(pair), strict=True)
+    )
     in_turn = _in_turn(draft_stages, target_stages)
     if pair.measures:
         measuring = _measure_stages(config, pair, check.artifact / "pair.json")

@@ -20,7 +20,6 @@ from specpipe.config.limits import Limits
 from specpipe.config.nightly import NightlyConfig
 from specpipe.config.tensorrt_llm import TensorRTLLMConfig
 from specpipe.errors import ConfigError
-from specpipe.runtimes.setting_faults import setting_faults
 from specpipe.section import Section
 from specpipe.speculative.adaptive import Schedule
 
@@ -340,13 +339,6 @@ class PipelineConfig(Section):
                     level.from_batch_size,
                     f"at most {self.engine.max_batch_size}, which is engine.max_batch_size",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_runtime(self) -> PipelineConfig:
-        """A setting without effect is an error, and so is what TensorRT-LLM cannot do."""
-        for fault in setting_faults(self):
-            raise messages.broken_rule(fault.key, fault.value, fault.expected)
         return self
 
     @property

@@ -105,7 +105,7 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
     Raises ConfigError with the file, the line, and what was expected there.
     """
     if str(source) in BUILT_IN:
-        folder = importlib.resources.files("specpipe") / "prompt_sets"
+        folder = importlib.resources.files("specpipe.evaluate") / "prompt_sets"
         text = (folder / f"{source}.jsonl").read_text(encoding="utf-8")
         prompts = _parse(text, name=f"{source}.jsonl", kind=str(source))
     else:

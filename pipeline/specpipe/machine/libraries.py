@@ -23,7 +23,7 @@ from specpipe.errors import RepositoryError
 
 DISTRIBUTION = "specpipe-llm"
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _CHECKOUT = _PACKAGE.parents[1]
 
 

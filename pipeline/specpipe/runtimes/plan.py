@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from specpipe.checkpoints.checkpoint import read_config
 from specpipe.checkpoints.family_config import named_dtype
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.roles import Role
+from specpipe.stage import PlannedStage
 
 if TYPE_CHECKING:
     from specpipe.config.sections import CheckpointConfig, EngineConfig
@@ -38,6 +39,20 @@ class Side:
     artifacts: Path
     limits: FileLimits = FILE_LIMITS
     fetch: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStages:
+    """How one engine comes to be.
+
+    reads   what it is made of: the unified checkpoint in `checkpoint_dir`; the quantized weights
+            in Hugging Face's layout in `huggingface_dir`; the checkpoint's folder as it is
+    stages  from there to the engine, which is the artifact of the last one; none: what is read is
+            the engine already
+    """
+
+    reads: Literal["unified", "huggingface", "folder"] = "unified"
+    stages: tuple[PlannedStage, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

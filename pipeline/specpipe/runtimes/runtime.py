@@ -15,8 +15,7 @@ from specpipe.machine.libraries import with_extras
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.launch import Launch, LaunchMode
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
-from specpipe.runtimes.plan import PairPlan, Side
-from specpipe.stage import PlannedStage
+from specpipe.runtimes.plan import EngineStages, PairPlan, Side
 
 if TYPE_CHECKING:
     from specpipe.config.sections import EngineConfig
@@ -46,12 +45,10 @@ class Runtime(Protocol):
     def require_serving(self) -> None:
         """Raises RuntimeUnavailable when no engine of it could be served on this machine."""
 
-    def engine_stages(
-        self, pair: PairPlan
-    ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
-        """The stages from the draft's checkpoint to its engine, and those of the target.
+    def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
+        """How the engines of the draft and of the target come to be.
 
-        The artifact of the last one is the engine. Imports nothing heavy. Raises EngineBuildError
+        Imports nothing heavy. Raises EngineBuildError
         for what can be known not to work.
         """
 

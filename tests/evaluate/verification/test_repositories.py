@@ -68,7 +68,7 @@ def test_a_wrong_draft_takes_the_same_requests_and_loads_no_engine(
     assert list(config.output) == list(served.output)
     assert dict(config.parameters).keys() == {"vocab_size"}
     assert (wrong / "draft" / "1" / "model.py").read_text() == (
-        "from specpipe.evaluate.verification.wrong_draft import TritonPythonModel as TritonPythonModel\n"
+        "from specpipe.evaluate.verification.wrong_draft import TritonPythonModel\n"
     )
     assert (wrong / "target" / "config.pbtxt").samefile(repository / "target" / "config.pbtxt")
     assert record.repository_digest(record.record_repository(repository.parent)) == before

@@ -14,7 +14,7 @@ from specpipe.runtimes.pair.pair import Pair
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.draft_status import DraftStatus
 from specpipe.speculative.request import Chunk, Request
-from tests.runtimes import test_single_stream as single_stream
+from tests.runtimes.pair import test_single_stream as single_stream
 from tests.runtimes.table_engine import ids, make_pair, run
 from tests.runtimes.tensorrt_llm.bls import make_bls_pair, stand_ins
 from tests.runtimes.tensorrt_llm.test_bls import Timed

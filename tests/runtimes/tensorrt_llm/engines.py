@@ -10,6 +10,7 @@ from specpipe.build.stages.package import models_folder
 from specpipe.config.tensorrt_llm_parameters import TritonParameters
 from specpipe.roles import Role
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair_file import PairFile
 from specpipe.triton import repository
 
 _TOKENIZER = Path(__file__).parents[3] / "models" / "python-code" / "target"
@@ -103,6 +104,6 @@ def package(folder: Path, options: PairOptions | None = None, **changes: Any) ->
         draft_engine=write_engine(folder / "engines" / "draft", "draft", **changes),
         target_engine=write_engine(folder / "engines" / "target", "target", **changes),
         tokenizer=_TOKENIZER,
-        pair=repository.PairFile("tensorrt_llm", options or pair_options()),
+        pair=PairFile("tensorrt_llm", options or pair_options()),
     )
     return out

@@ -17,9 +17,9 @@ from specpipe.build import cache
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.machine.signals import raised
 from specpipe.roles import Role
-from specpipe.runtimes.tensorrt_llm import TensorRTLLMRuntime, build, refusals
+from specpipe.runtimes.tensorrt_llm import TensorRTLLMRuntime, capabilities
 from specpipe.runtimes.tensorrt_llm.engine_config import check_engines, read_engine
-from tests.runtimes.tensorrt_llm.tools import Tools, build_stage, install, make, toy_pair
+from tests.runtimes.tensorrt_llm.tools import Tools, build_stage, install, make, stages, toy_pair
 
 ROLES: tuple[Role, Role] = ("draft", "target")
 IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
@@ -27,7 +27,7 @@ IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "gpus", list)
+    monkeypatch.setattr(capabilities, "gpus", list)
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_an_engine_of_quantized_weights(
     tmp_path: Path, tools: Tools, scheme: dict[str, str], algo: str
 ) -> None:
     pair = toy_pair(tmp_path, sizes=SIZES, target={"quantization": scheme})
-    draft, target = build.engine_stages(pair)
-    assert [planned.name for planned in (*draft, *target)] == [
+    planned_stages = (*stages(pair, "draft"), *stages(pair, "target"))
+    assert [planned.name for planned in planned_stages] == [
         "draft/convert",
         "draft/build_engine",
         "target/quantize",
@@ -171,7 +171,7 @@ def test_container_gets_its_inputs_read_only_and_runs_as_the_caller(
 
 def test_commands_of_a_dry_run_are_those_of_the_run(tmp_path: Path, docker: Tools) -> None:
     pair = toy_pair(tmp_path)
-    _, (_, planned) = build.engine_stages(pair)
+    _, planned = stages(pair, "target")
     assert planned.commands is not None
     (line,) = planned.commands(planned.artifact)
     make(pair, "target")
@@ -184,7 +184,7 @@ def test_commands_of_a_dry_run_are_those_of_the_run(tmp_path: Path, docker: Tool
 
 def test_commands_name_the_gpus_where_the_builder_is_at_hand(tmp_path: Path, native: Tools) -> None:
     pair = toy_pair(tmp_path, tensorrt_llm={"target_gpu_ids": [3]})
-    _, (_, planned) = build.engine_stages(pair)
+    _, planned = stages(pair, "target")
     assert planned.commands is not None
     (line,) = planned.commands(planned.artifact)
     assert line[:6] == [
@@ -202,7 +202,7 @@ def test_commands_of_a_machine_without_either_are_those_of_docker(
 ) -> None:
     install(tmp_path, monkeypatch)
     pair = toy_pair(tmp_path)
-    _, (_, planned) = build.engine_stages(pair)
+    _, planned = stages(pair, "target")
     assert planned.commands is not None
     assert planned.commands(planned.artifact)[0][:2] == ["docker", "run"]
     assert planned.require is not None
@@ -435,7 +435,7 @@ def test_built_once_and_again_only_for_a_reason(
     assert cache.stale_reasons(stage, tmp_path / "engine") == []
     reasons = {}
     for name, changes in changed(tmp_path):
-        _, (_, planned) = build.engine_stages(toy_pair(tmp_path, **changes))
+        _, planned = stages(toy_pair(tmp_path, **changes), "target")
         reasons[name] = cache.stale_reasons(planned.stage, tmp_path / "engine")
     assert reasons == {
         "batch": [

@@ -28,7 +28,7 @@ def refused(folder: Path, **changes: Any) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "gpus", list)
+    monkeypatch.setattr(capabilities, "gpus", list)
 
 
 AWQ = {"quantization": {"format": "int4_awq"}}
@@ -108,7 +108,7 @@ def test_gpus_of_this_machine_decide_where_the_config_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [{"compute_cap": "9.0"}, {"compute_cap": "8.6"}]
-    monkeypatch.setattr(refusals, "gpus", lambda: found)
+    monkeypatch.setattr(capabilities, "gpus", lambda: found)
     pair = plans.plan(tmp_path, tensorrt_llm={"target_gpu_ids": [1]})
     assert capabilities.capabilities(pair) == {"draft": "9.0", "target": "8.6"}
     both = plans.plan(tmp_path, target_checkpoint={"tp_size": 2})

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from specpipe.build.checkpoint_stages import side_stages
 from specpipe.roles import Role
 from specpipe.runtimes.plan import PairPlan
 from specpipe.runtimes.tensorrt_llm import build
 from specpipe.runtimes.tensorrt_llm.build import BuildEngine
+from specpipe.stage import PlannedStage
 from tests.runtimes.tensorrt_llm import plans
 from tests.toy import toy_config, write_toy_checkpoint
 from tests.toy_tokenizers import words, write_tokenizer
@@ -94,10 +96,17 @@ def toy_pair(
     return pair
 
 
+def stages(pair: PairPlan, role: Role) -> tuple[PlannedStage, ...]:
+    """All stages from a checkpoint to its engine."""
+    draft, target = build.engine_stages(pair)
+    if role == "draft":
+        return side_stages(pair, pair.draft, draft)
+    return side_stages(pair, pair.target, target)
+
+
 def make(pair: PairPlan, role: Role) -> Path:
     """Runs the stages of one engine into the folders that they are planned for; the engine's."""
-    draft, target = build.engine_stages(pair)
-    for planned in draft if role == "draft" else target:
+    for planned in stages(pair, role):
         planned.artifact.mkdir(parents=True)
         planned.stage.run(planned.artifact)
     return planned.artifact
@@ -105,8 +114,7 @@ def make(pair: PairPlan, role: Role) -> Path:
 
 def build_stage(pair: PairPlan, role: Role) -> BuildEngine:
     """The stage that builds an engine, with its checkpoint made."""
-    draft, target = build.engine_stages(pair)
-    *before, engine = draft if role == "draft" else target
+    *before, engine = stages(pair, role)
     for planned in before:
         planned.artifact.mkdir(parents=True)
         planned.stage.run(planned.artifact)

@@ -10,6 +10,7 @@ import yaml
 
 from specpipe.build.stages.package import models_folder
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair_file import PairFile
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.triton import repository
 from specpipe.triton.repository import lint
@@ -40,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
         draft_engine=checkpoint,
         target_engine=checkpoint,
         tokenizer=TOKENIZER,
-        pair=repository.PairFile("tensorrt_llm", PairOptions(runtime_settings=settings)),
+        pair=PairFile("tensorrt_llm", PairOptions(runtime_settings=settings)),
     )
     return tmp_path / "model_repo"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
+from specpipe.build.load import validate
 from specpipe.config.document import parse_yaml, read_yaml
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError
@@ -31,7 +32,7 @@ def write_schedule(path: Path, schedule: Schedule) -> None:
     if data[_SECTION].get(_NUM_DRAFT_TOKENS, _default_num_draft_tokens()) < most:
         text = _with_num_draft_tokens(path, text, most)
     try:
-        PipelineConfig.model_validate(parse_yaml(text, origin=str(path)).data, context=path)
+        validate(parse_yaml(text, origin=str(path)).data, path)
     except (ConfigError, ValidationError) as exc:
         raise _by_hand(path, schedule) from exc
     staged = path.with_name(f".{path.name}.{os.getpid()}")

@@ -26,7 +26,7 @@ VOCAB_SIZE = "vocab_size"
 
 _PAIR = Path(SPECULATIVE, VERSION, "pair.json")
 _DRAFT: Role = "draft"
-_WRONG_DRAFT = "from specpipe.evaluate.verification.wrong_draft import TritonPythonModel as TritonPythonModel\n"
+_WRONG_DRAFT = "from specpipe.evaluate.verification.wrong_draft import TritonPythonModel\n"
 
 
 def as_asked(options: PairOptions) -> PairOptions:

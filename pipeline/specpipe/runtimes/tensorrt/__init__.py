@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.build.checkpoint_stages import checkpoint_stages
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.machine.libraries import with_extras
-from specpipe.runtimes.plan import checkpoint_dir, checkpoint_dtype
+from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.runtime import require_library
 from specpipe.runtimes.tensorrt import library
@@ -53,12 +52,10 @@ class TensorRTRuntime:
                 f"tensorrt, and {with_extras('tensorrt')}"
             )
 
-    def engine_stages(
-        self, pair: PairPlan
-    ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+    def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         return self._stages(pair, pair.draft), self._stages(pair, pair.target)
 
-    def _stages(self, pair: PairPlan, side: Side) -> tuple[PlannedStage, ...]:
+    def _stages(self, pair: PairPlan, side: Side) -> EngineStages:
         engine = pair.engine
         max_seq_len = pair.max_seq_len_of(side)
         check_supported(side.role, side.unified, max_seq_len=max_seq_len)
@@ -84,12 +81,13 @@ class TensorRTRuntime:
         def require() -> None:
             library.require(engine.library)
 
-        stages = checkpoint_stages(side)
         if engine.weights == "inside":
-            return *stages, PlannedStage(build, side.artifacts / "engine", require=require)
+            return EngineStages(
+                stages=(PlannedStage(build, side.artifacts / "engine", require=require),)
+            )
         plan = PlannedStage(build, side.artifacts / "plan", require=require)
         place = PlaceWeights(role=side.role, plan=plan.artifact, checkpoint=checkpoint_dir(side))
-        return *stages, plan, PlannedStage(place, side.artifacts / "engine")
+        return EngineStages(stages=(plan, PlannedStage(place, side.artifacts / "engine")))
 
     def reads_quantized(self, engine: EngineConfig) -> bool:
         return False

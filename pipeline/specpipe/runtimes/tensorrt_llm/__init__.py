@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.engine_description import EngineDescription
     from specpipe.runtimes.launch import Launch, LaunchMode
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
-    from specpipe.runtimes.plan import PairPlan, Side
-    from specpipe.stage import PlannedStage
+    from specpipe.runtimes.plan import EngineStages, PairPlan, Side
 
 
 class TensorRTLLMRuntime:
@@ -42,9 +41,7 @@ class TensorRTLLMRuntime:
                 f"{release(DEFAULT_VERSION).image} (docker/Dockerfile.tensorrt-llm)"
             )
 
-    def engine_stages(
-        self, pair: PairPlan
-    ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+    def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         if pair.engine.tensorrt_llm.backend == "pytorch":
             from specpipe.runtimes.tensorrt_llm import llmapi
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpipe.build.checkpoint_stages import checkpoint_stages
 from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.config.tensorrt_llm_versions import release
 from specpipe.errors import CheckpointError, EngineBuildError
-from specpipe.runtimes.plan import PairPlan, Side, checkpoint_dir
+from specpipe.runtimes.plan import EngineStages, PairPlan, Side, checkpoint_dir
 from specpipe.runtimes.tensorrt_llm import toolbox
 from specpipe.runtimes.tensorrt_llm.build_flags import EngineSpec, arguments, as_settings
 from specpipe.runtimes.tensorrt_llm.capabilities import capabilities
@@ -36,7 +35,7 @@ require = toolbox.require
 
 def engine_stages(
     pair: PairPlan,
-) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+) -> tuple[EngineStages, EngineStages]:
     """Plans both engines; raises EngineBuildError for what TensorRT-LLM cannot do."""
     known = capabilities(pair)
     check_plan(pair, known)
@@ -44,7 +43,7 @@ def engine_stages(
     return _stages(pair, draft, known["draft"]), _stages(pair, target, known["target"])
 
 
-def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> tuple[PlannedStage, ...]:
+def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> EngineStages:
     settings = pair.engine.tensorrt_llm
     build = BuildEngine(
         checkpoint=checkpoint_dir(side),
@@ -69,7 +68,7 @@ def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> tuple
     engine = PlannedStage(
         build, side.artifacts / "engine", require=require, commands=build.commands
     )
-    return *checkpoint_stages(side), engine
+    return EngineStages(stages=(engine,))
 
 
 @dataclass(frozen=True, kw_only=True)

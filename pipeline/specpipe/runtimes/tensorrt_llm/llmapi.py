@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from specpipe.build.checkpoint_stages import checkpoint_stages
 from specpipe.checkpoints.checkpoint import (
     QUANT_CONFIG_NAME,
     TensorInfo,
@@ -33,7 +32,7 @@ from specpipe.checkpoints.weight_values import check_finite, in_tensor
 from specpipe.config.tensorrt_llm_versions import release
 from specpipe.errors import EngineMismatch, RuntimeUnavailable, SpecpipeError
 from specpipe.roles import Role
-from specpipe.runtimes.plan import checkpoint_dir
+from specpipe.runtimes.plan import EngineStages, checkpoint_dir
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_file, link_folder
 from specpipe.runtimes.tensorrt_llm import model_yaml
 from specpipe.stage import PlannedStage, StageInputs
@@ -93,17 +92,19 @@ def _collected_files(folder: Path) -> tuple[Path, ...]:
 
 def engine_stages(
     pair: PairPlan,
-) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+) -> tuple[EngineStages, EngineStages]:
     """Collects or quantizes both checkpoints; raises EngineBuildError for what cannot work."""
     model_yaml.check_plan(pair)
     return _stages(pair, pair.draft), _stages(pair, pair.target)
 
 
-def _stages(pair: PairPlan, side: Side) -> tuple[PlannedStage, ...]:
+def _stages(pair: PairPlan, side: Side) -> EngineStages:
     if side.checkpoint.quantization is not None:
-        return checkpoint_stages(side, unified=pair.measures, huggingface=True)
+        return EngineStages(reads="huggingface")
     stage = CollectCheckpoint(side.role, side.folder, side.limits)
-    return (PlannedStage(stage, checkpoint_dir(side), side.fetch),)
+    return EngineStages(
+        reads="folder", stages=(PlannedStage(stage, checkpoint_dir(side), side.fetch),)
+    )
 
 
 def serving_settings(pair: PairPlan) -> Mapping[str, Any]:

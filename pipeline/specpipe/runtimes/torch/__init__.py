@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.build.checkpoint_stages import checkpoint_stages
 from specpipe.errors import ConfigError
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.machine.provenance import gpus
 from specpipe.runtimes.launch import Launch
-from specpipe.runtimes.plan import checkpoint_dir, checkpoint_dtype
+from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.runtime import require_library
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
@@ -39,12 +38,10 @@ class TorchRuntime:
     def require_serving(self) -> None:
         self.require()  # a CPU will do
 
-    def engine_stages(
-        self, pair: PairPlan
-    ) -> tuple[tuple[PlannedStage, ...], tuple[PlannedStage, ...]]:
+    def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         return self._stages(pair, pair.draft), self._stages(pair, pair.target)
 
-    def _stages(self, pair: PairPlan, side: Side) -> tuple[PlannedStage, ...]:
+    def _stages(self, pair: PairPlan, side: Side) -> EngineStages:
         build = BuildTorchEngine(
             role=side.role,
             checkpoint=checkpoint_dir(side),
@@ -56,7 +53,7 @@ class TorchRuntime:
             device=pair.engine.device,
         )
         engine = PlannedStage(build, side.artifacts / "engine", require=self.require)
-        return *checkpoint_stages(side), engine
+        return EngineStages(stages=(engine,))
 
     def reads_quantized(self, engine: EngineConfig) -> bool:
         return False
