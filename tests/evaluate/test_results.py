@@ -60,7 +60,7 @@ def test_a_failed_write_leaves_the_old_result(tmp_path: Path) -> None:
     [
         (None, "bench.json does not exist: run `specpipe bench` first"),
         ("{", "bench.json cannot be read (Expecting property name"),
-        ("[]", "bench.json is of kind None and format None, expected 'bench' and 1: run"),
+        ("[]", "bench.json cannot be read (it holds no JSON object): remove it and run"),
         ('{"kind": "tune", "format": 1}', "bench.json is of kind 'tune' and format 1, expected"),
         ('{"kind": "bench", "format": 2}', "bench.json is of kind 'bench' and format 2, expected"),
     ],

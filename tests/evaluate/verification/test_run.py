@@ -158,7 +158,7 @@ def test_a_wrong_accept_rule_is_a_fault_and_is_not_served(
     )
     assert serve(config, monkeypatch, "--allow-unverified") == (
         [config.artifacts_dir / "model_repo"],
-        f"warning: {refusal}; allowed by --allow-unverified\n",
+        f"warning: {refusal}; allowed by --allow-unverified\nstarting Triton ...\n",
     )
     assert verified(config).findings.verdict == "identical"
     assert record.refusal(config.artifacts_dir) is None
