@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specpipe.build.pipeline import built_repository
+from specpipe.build.repositories import built_repository
 from specpipe.config.sections import PipelineConfig
 from specpipe.runtimes.pair.pair import Pair
 from specpipe.runtimes.pair_file import PairFile

@@ -29,7 +29,7 @@ from measure import (
 )
 
 from specpipe.build.load import load_config
-from specpipe.build.pipeline import built_repository
+from specpipe.build.repositories import built_repository
 from specpipe.triton.client import Client
 from specpipe.triton.server import launcher
 

@@ -25,7 +25,7 @@ from measure import QUICKSTART, cpu_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specpipe.build.load import load_config
-from specpipe.build.pipeline import built_repository
+from specpipe.build.repositories import built_repository
 from specpipe.runtimes.torch.build import WEIGHTS_NAME
 from specpipe.runtimes.torch.engine import TorchEngine, load_weights
 

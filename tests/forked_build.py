@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 _NEEDED = (
     "specpipe.cli.group",
-    "specpipe.build.pipeline",
+    "specpipe.build.planning",
     "specpipe.runtimes.torch.layout",
     "specpipe.triton.repository.lint",
     "specpipe.triton.repository.contents",

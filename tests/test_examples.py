@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from specpipe import Client
-from specpipe.build import pipeline
+from specpipe.build import execution, planning, repositories
 from specpipe.build.load import load_config
 from specpipe.cli.group import main
 from specpipe.machine.manifest import read_manifest
@@ -37,8 +37,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # K is as asked: the adaptive one is 0 on a machine that is busy.
     overrides = [f"output_dir={tmp_path_factory.mktemp('engines')}", "speculation.adaptive=false"]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
-    pipeline.run(pipeline.plan(config), Quiet())
-    with launcher.running(pipeline.built_repository(config)) as running:
+    execution.run(planning.plan(config), Quiet())
+    with launcher.running(repositories.built_repository(config)) as running:
         yield running
 
 
@@ -122,7 +122,7 @@ def test_calibration_on_own_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", NIGHTLY, ids=lambda path: path.stem)
 def test_a_pair_of_the_nightly_run_can_be_built(path: Path, tmp_path: Path) -> None:
     config = load_config(path, [f"output_dir={tmp_path}"])
-    stages = [report.stage for report in pipeline.preview(pipeline.plan(config)) if report.reasons]
+    stages = [report.stage for report in execution.preview(planning.plan(config)) if report.reasons]
     assert (stages[0], stages[-1]) == ("check", "package")
 
 

@@ -19,7 +19,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning
 from specpipe.build.inspection import inspect
 from specpipe.build.load import load_config
 from specpipe.build.pairing import check_pair
@@ -174,8 +174,8 @@ def use_config(path: Path, text: str) -> None:
     with refused_or_fine(max_bytes=20_000_000 + 200 * len(text)):
         config = load_config(path)
         assert config.artifacts_dir.is_absolute()
-        pipeline.preview(pipeline.plan(config))
-        pipeline.check(config)
+        execution.preview(planning.plan(config))
+        planning.check(config)
 
 
 @hostile(150)
@@ -545,8 +545,8 @@ def test_changed_checkpoint_config(folder: Path, data: st.DataObject) -> None:
     sides = {role: {"checkpoint": "changed-config"} for role in ("draft", "target")}
     path.write_text(json.dumps({"name": "x", **sides, "engine": {"device": "cpu"}}))
     for use in (
-        lambda: pipeline.plan(load_config(path)),
-        lambda: pipeline.check(load_config(path)),
+        lambda: planning.plan(load_config(path)),
+        lambda: planning.check(load_config(path)),
         lambda: check_pair(checkpoint, folder / "toy"),
         lambda: open_checkpoint(checkpoint),
     ):

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from specpipe.build import pipeline  # noqa: E402
+from specpipe.build import execution, planning
 from specpipe.build.load import load_config  # noqa: E402
 from tests.quiet import Quiet  # noqa: E402
 
@@ -58,7 +58,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("interrupts")
     shutil.copytree(MODELS, folder, dirs_exist_ok=True)
     (folder / "pair.yaml").write_text(YAML)
-    pipeline.run(pipeline.plan(load_config(folder / "pair.yaml")), Quiet())
+    execution.run(planning.plan(load_config(folder / "pair.yaml")), Quiet())
     return folder
 
 

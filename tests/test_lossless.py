@@ -14,7 +14,8 @@ from specpipe.build.stages.convert import convert
 from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.torch.build import BuildTorchEngine
-from specpipe.speculative.request import GREEDY, Request, RequestState, Sampling
+from specpipe.speculative.request import GREEDY, Request, Sampling
+from specpipe.speculative.state import RequestState
 from specpipe.text.tokenizer import Tokenizer
 
 pytest.importorskip("torch")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from specpipe.build import pipeline
+from specpipe.build import artifacts, execution, planning, repositories
 from specpipe.build.load import load_config
 from specpipe.checkpoints.checkpoint import read_safetensors_header
 from specpipe.cli.group import main
@@ -38,7 +38,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = text.replace("../models/python-code", "models").replace("../engines", "engines")
     (folder / "x.yaml").write_text(text)
     config = load_config(folder / "x.yaml")
-    pipeline.run(pipeline.plan(config), Quiet())
+    execution.run(planning.plan(config), Quiet())
     return folder
 
 
@@ -49,7 +49,7 @@ def config(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe
     subprocess.run(["cp", "-a", built, folder], check=True)
     monkeypatch.chdir(folder)
     config = load_config(Path("x.yaml"))
-    pipeline.run(pipeline.plan(config), Quiet())
+    execution.run(planning.plan(config), Quiet())
     return config
 
 
@@ -142,7 +142,7 @@ def test_what_is_not_what_was_built_is_neither_served_nor_verified(
     name: str, config: PipelineConfig, launched: list[Path]
 ) -> None:
     change, damage = CHANGES[name]
-    repository = pipeline.repository_dir(config)
+    repository = artifacts.repository_dir(config)
     change(repository)
     refused = run("serve")
     said = f"Error: {repository} is not what was built: {damage}: run `specpipe build"
@@ -179,7 +179,7 @@ def test_what_was_built_is_served_without_reading_it(
 
 def test_verify_files_says_how_much_it_hashed(config: PipelineConfig, launched: list[Path]) -> None:
     served = run("serve", "--verify-files")
-    files = manifests.record_files(pipeline.repository_dir(config))
+    files = manifests.record_files(artifacts.repository_dir(config))
     size = sum(record.size for record in files.values()) / 1e6
     assert re.fullmatch(
         rf"engines/python-code/model_repo: {len(files)} files hashed, {size:,.1f} MB at \d+\.\d\d "
@@ -191,7 +191,7 @@ def test_verify_files_says_how_much_it_hashed(config: PipelineConfig, launched: 
 def test_a_repository_without_its_manifest_is_refused(
     config: PipelineConfig, launched: list[Path]
 ) -> None:
-    repository = pipeline.repository_dir(config)
+    repository = artifacts.repository_dir(config)
     (repository.parent / "model_repo.manifest.json").unlink()
     refused = run("serve")
     assert refused.exit_code == 1
@@ -225,11 +225,11 @@ def test_a_repository_elsewhere_is_hashed_once(
 
 
 def test_a_build_is_checked_back_to_its_checkpoints(config: PipelineConfig) -> None:
-    pipeline.hold_artifacts(config)
+    repositories.hold_artifacts(config)
     weights = Path("models/target/model.safetensors").resolve()
     keeping_time(weights, flip_last)
     with pytest.raises(RepositoryError) as caught:
-        pipeline.hold_artifacts(config)
+        repositories.hold_artifacts(config)
     assert str(caught.value) == (
         f"{config.artifacts_dir}/target/checkpoint was made from other files than those of today: "
         f"{weights} changed since target/convert read it: run `specpipe build --config x.yaml` "

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning, repositories
 from specpipe.build.load import load_config
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton.client import Client, Completion
@@ -109,8 +109,8 @@ def server(checkpoint: Path) -> Iterator[Server]:
     config_file = checkpoint.parent / "smollm2.yaml"
     config_file.write_text(CONFIG)
     config = load_config(config_file)
-    pipeline.run(pipeline.plan(config), Quiet())
-    with launcher.running(pipeline.built_repository(config)) as running:
+    execution.run(planning.plan(config), Quiet())
+    with launcher.running(repositories.built_repository(config)) as running:
         yield running
 
 

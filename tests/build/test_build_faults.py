@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from specpipe.build.load import load_config
-from specpipe.build.pipeline import built_repository
+from specpipe.build.repositories import built_repository
 from specpipe.errors import RepositoryError
 from specpipe.triton.repository import lint
 from tests.forked_build import Ended, Fault, Forks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning
 from specpipe.build.load import load_config
 from specpipe.checkpoints.unified import load_unified
 from specpipe.cli.group import main
@@ -32,17 +32,17 @@ def quickstart(*overrides: str) -> PipelineConfig:
 
 
 def names(*overrides: str) -> list[str]:
-    return [planned.name for planned in pipeline.plan(quickstart(*overrides))]
+    return [planned.name for planned in planning.plan(quickstart(*overrides))]
 
 
 def reasons(config: PipelineConfig) -> dict[str, tuple[str, ...]]:
     """The stages that would run, and why."""
-    reports = pipeline.preview(pipeline.plan(config))
+    reports = execution.preview(planning.plan(config))
     return {report.stage: report.reasons for report in reports if report.reasons}
 
 
 def test_a_quantized_pair_is_measured_before_engines_are_built() -> None:
-    stages = pipeline.plan(
+    stages = planning.plan(
         quickstart(
             "draft.quantization={format: int8_wo}",
             "target.quantization={format: fp8, kv_cache: fp8}",
@@ -113,7 +113,7 @@ def test_backend_pytorch_serves_the_exported_folder() -> None:
         "target/export",
         "package",
     ]
-    package = pipeline.plan(quickstart(*sets))[-1].stage
+    package = planning.plan(quickstart(*sets))[-1].stage
     assert str(package.inputs().files[2]) == "/built/python-code/target/huggingface"
 
 
@@ -136,14 +136,14 @@ def test_what_does_not_fit_the_model_is_refused_while_planning(
     overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        pipeline.plan(quickstart(*overrides))
+        planning.plan(quickstart(*overrides))
     assert str(caught.value) == f"{QUICKSTART}: {message}"
 
 
 def test_an_export_that_cannot_be_is_refused_while_planning() -> None:
     scheme = "{format: fp8, export: true, exclude: ['*.mlp.fc']}"
     with pytest.raises(ConfigError) as caught:
-        pipeline.plan(quickstart(f"target.quantization={scheme}"))
+        planning.plan(quickstart(f"target.quantization={scheme}"))
     assert str(caught.value) == (
         "target: quantization.exclude names only one of transformer.layers.0.mlp.fc and"
         " transformer.layers.0.mlp.gate, which runtimes that read Hugging Face's layout join into"
@@ -154,7 +154,7 @@ def test_an_export_that_cannot_be_is_refused_while_planning() -> None:
 def test_nothing_is_quantized_twice(tmp_path: Path) -> None:
     target = write_toy_checkpoint(tmp_path / "t", quantization_config={"quant_method": "awq"})
     with pytest.raises(CheckpointError) as caught:
-        pipeline.plan(
+        planning.plan(
             quickstart(f"target.checkpoint={target}", "target.quantization={format: fp8}")
         )
     assert str(caught.value) == (
@@ -170,10 +170,10 @@ def test_what_others_quantized_is_carried_over_unless_the_runtime_cannot(tmp_pat
     target = write_toy_checkpoint(tmp_path / "t")
     (target / "hf_quant_config.json").write_text(json.dumps({"quantization": FP8}))
     config = quickstart(f"target.checkpoint={target}", "engine.max_seq_len=512")
-    assert [planned.name for planned in pipeline.plan(config)][2] == "target/convert"
+    assert [planned.name for planned in planning.plan(config)][2] == "target/convert"
     engine = "engine={runtime: tensorrt, max_seq_len: 512}"
     with pytest.raises(EngineBuildError) as caught:
-        pipeline.plan(quickstart(f"target.checkpoint={target}", engine))
+        planning.plan(quickstart(f"target.checkpoint={target}", engine))
     assert str(caught.value) == (
         "target: kv_cache_quant_algo FP8 is not supported by runtime 'tensorrt': the library's KV"
         " cache takes floating-point types only; engine.runtime torch and tensorrt_llm run it"
@@ -181,13 +181,13 @@ def test_what_others_quantized_is_carried_over_unless_the_runtime_cannot(tmp_pat
     plain_cache = FP8 | {"kv_cache_quant_algo": None}
     (target / "hf_quant_config.json").write_text(json.dumps({"quantization": plain_cache}))
     with pytest.raises(EngineBuildError) as caught:
-        pipeline.plan(
+        planning.plan(
             quickstart(f"target.checkpoint={target}", engine.replace("}", ", weights: beside}"))
         )
     assert str(caught.value) == (
         "target: quantized weights cannot be inputs of an engine; set engine.weights to inside"
     )
-    planned = pipeline.plan(quickstart(f"target.checkpoint={target}", engine))
+    planned = planning.plan(quickstart(f"target.checkpoint={target}", engine))
     built = {one.name: one.stage.inputs().settings for one in planned}
     assert built["target/build_engine"]["compute_capabilities"] == ("8.9", "12.0", "12.1")
     assert built["draft/build_engine"]["compute_capabilities"][0] == "8.0"
@@ -266,7 +266,7 @@ engine: {max_seq_len: 64}
 """
     )
     config = load_config(tmp_path / "toys.yaml")
-    pipeline.run(pipeline.plan(config), Quiet())
+    execution.run(planning.plan(config), Quiet())
     assert reasons(config) == {}
     return config
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from specpipe.build import pipeline
+from specpipe.build import planning
 from specpipe.build.load import load_config
 from specpipe.build.pairing import check_pair
 from specpipe.build.stages.convert import convert
@@ -239,7 +239,7 @@ def test_size_in_config_is_bounded_wherever_it_is_read(
     (whole / "config.json").write_text(json.dumps(toy_config(**{key: value})))
     config = load_config(config_of(whole))
     messages = [
-        refusal(lambda: pipeline.check(config)),
+        refusal(lambda: planning.check(config)),
         refusal(lambda: convert(whole, whole / "out")),
     ]
     if key in ("vocab_size", "max_position_embeddings"):  # all that the pair contract reads
@@ -256,7 +256,7 @@ def test_size_in_config_is_bounded_wherever_it_is_read(
 @pytest.mark.parametrize("key", [key for key, _ in SIZES])
 def test_size_that_is_no_whole_number_is_refused(whole: Path, key: str, value: Any) -> None:
     (whole / "config.json").write_text(json.dumps(toy_config(**{key: value})))
-    assert refusal(lambda: pipeline.check(load_config(config_of(whole)))).endswith(
+    assert refusal(lambda: planning.check(load_config(config_of(whole)))).endswith(
         f": config.json: {key} is {value!r}, expected a whole number of at least 1"
     )
 
@@ -265,7 +265,7 @@ def test_rope_may_not_stretch_the_context_without_end(whole: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e29}
     (whole / "config.json").write_text(json.dumps(toy_config(rope_parameters=rope)))
     for work in (
-        lambda: pipeline.check(load_config(config_of(whole))),
+        lambda: planning.check(load_config(config_of(whole))),
         lambda: check_pair(whole, whole),
     ):
         assert "rope stretches the context to" in refusal(work)
@@ -274,7 +274,7 @@ def test_rope_may_not_stretch_the_context_without_end(whole: Path) -> None:
 def test_limits_are_those_of_the_config(whole: Path) -> None:
     """Lower ones refuse what is there, in the plan, the pair check and the build; others let it."""
     num_layers = toy_config()["num_hidden_layers"]
-    pipeline.check(load_config(config_of(whole, max_num_layers=num_layers)))
+    planning.check(load_config(config_of(whole, max_num_layers=num_layers)))
     for limits, message in (
         ({"max_num_layers": num_layers - 1}, "serving.limits.max_num_layers"),
         ({"max_vocab_size": 100}, "serving.limits.max_vocab_size"),
@@ -283,9 +283,9 @@ def test_limits_are_those_of_the_config(whole: Path) -> None:
         ({"max_chat_template_bytes": 10}, "serving.limits.max_chat_template_bytes"),
     ):
         config = load_config(config_of(whole, **limits))
-        assert message in refusal(lambda config=config: pipeline.check(config))
+        assert message in refusal(lambda config=config: planning.check(config))
     config = load_config(config_of(whole, max_safetensors_header_bytes=10))
-    stages = {planned.name: planned.stage for planned in pipeline.plan(config)}
+    stages = {planned.name: planned.stage for planned in planning.plan(config)}
     out = whole.parent / "out"
     out.mkdir()
     assert "serving.limits.max_safetensors_header_bytes" in refusal(
@@ -296,7 +296,7 @@ def test_limits_are_those_of_the_config(whole: Path) -> None:
 def test_more_layers_than_usual_are_a_matter_of_the_setting(whole: Path) -> None:
     many = {"num_hidden_layers": 513}
     (whole / "config.json").write_text(json.dumps(toy_config(**many)))
-    checked = pipeline.check(load_config(config_of(whole, max_num_layers=513)))
+    checked = planning.check(load_config(config_of(whole, max_num_layers=513)))
     assert checked.memory
 
 

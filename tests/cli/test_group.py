@@ -21,16 +21,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specpipe import __version__
-from specpipe.build import pipeline
+from specpipe.build import planning
 from specpipe.build.load import load_config
-from specpipe.build.pipeline import Plan, PlannedStage
+from specpipe.build.planning import Plan
 from specpipe.cli.group import main
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import SpecpipeError
 from specpipe.machine.libraries import with_extras
 from specpipe.machine.manifest import Manifest, manifest_path
 from specpipe.speculative.request import Statistics
-from specpipe.stage import StageInputs
+from specpipe.stage import PlannedStage, StageInputs
 from specpipe.triton.client import Completion
 from specpipe.triton.server import launcher
 
@@ -76,7 +76,7 @@ def plan_of(hook: Callable[[], object] = lambda: None) -> Callable[[PipelineConf
 
 @pytest.fixture
 def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "plan", plan_of())
+    monkeypatch.setattr(planning, "plan", plan_of())
 
 
 def test_help_lists_the_commands() -> None:
@@ -173,7 +173,7 @@ def test_debug_adds_the_traceback() -> None:
 
 
 def test_a_bug_is_one_sentence_that_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "plan", lambda config, **_: 1 / 0)
+    monkeypatch.setattr(planning, "plan", lambda config, **_: 1 / 0)
     result = run("build", "--config", "x.yaml")
     assert result.exit_code == 1
     assert re.fullmatch(
@@ -282,7 +282,7 @@ def test_failed_stage_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monkey
     def fail() -> None:
         raise SpecpipeError("the checkpoint is broken: download it again")
 
-    monkeypatch.setattr(pipeline, "plan", plan_of(fail))
+    monkeypatch.setattr(planning, "plan", plan_of(fail))
     result = run("build", "--config", "x.yaml")
     assert result.exit_code == 1
     assert result.stderr == (
@@ -294,7 +294,7 @@ def test_failed_stage_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monkey
 SLOW_BUILD = """
 import sys, time
 sys.path.insert(0, {tests!r})
-from specpipe.build import pipeline
+from specpipe.build import planning
 from specpipe.cli.group import main
 from tests.cli.test_group import plan_of
 
@@ -302,7 +302,7 @@ def hang():
     print("running", flush=True)
     time.sleep(60)
 
-pipeline.plan = plan_of(hang)
+planning.plan = plan_of(hang)
 main(["build", "--config", "x.yaml"])
 """
 
@@ -464,7 +464,7 @@ def test_serve_passes_its_choices_and_the_command_that_builds_again(
 
 def test_what_a_builder_prints_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logging.getLogger("specpipe.runtimes.some.tool")
-    monkeypatch.setattr(pipeline, "plan", plan_of(lambda: log.info("%s: layer 7", "draft/write")))
+    monkeypatch.setattr(planning, "plan", plan_of(lambda: log.info("%s: layer 7", "draft/write")))
     result = run("build", "--config", "x.yaml")
     assert result.exit_code == 0
     assert result.stderr.splitlines()[:2] == ["draft/write: starts", "draft/write: layer 7"]
@@ -479,7 +479,7 @@ def test_init_writes_a_config_that_loads(tmp_path: Path) -> None:
     assert (tmp_path / config.draft.checkpoint).resolve() == PAIR / "draft"
     assert (tmp_path / config.target.checkpoint).resolve() == PAIR / "target"
     assert config.engine.max_seq_len == 1024
-    pipeline.plan(config)
+    planning.plan(config)
 
 
 def test_init_takes_paths_from_here_and_writes_them_from_the_file(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 import yaml
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning
 from specpipe.build.load import load_config
 from specpipe.build.pairing import check_pair
 from specpipe.checkpoints import source
@@ -193,8 +193,8 @@ def config(data: bytes) -> None:
     settings = _folder() / "config.yaml"
     sides = {role: {"checkpoint": str(path.parent)} for role in ("draft", "target")}
     settings.write_text(json.dumps({"name": "x", **sides, "engine": {"device": "cpu"}}))
-    pipeline.plan(load_config(settings))
-    pipeline.check(load_config(settings))
+    planning.plan(load_config(settings))
+    planning.check(load_config(settings))
 
 
 @_target(
@@ -320,8 +320,8 @@ def configuration(data: bytes) -> None:
     with mock.patch.object(source, "_fetch", lambda *_: _folder() / "hub"):
         settings = load_config(path)
         assert settings.artifacts_dir.is_absolute()
-        pipeline.preview(pipeline.plan(settings))
-        pipeline.check(settings)
+        execution.preview(planning.plan(settings))
+        planning.check(settings)
 
 
 # The files of a repository

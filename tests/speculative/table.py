@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from specpipe.speculative.request import Limits, Request, RequestState
+from specpipe.speculative.request import Limits, Request
+from specpipe.speculative.state import RequestState
 
 VOCAB_SIZE = 104
 

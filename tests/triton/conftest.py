@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning, repositories
 from specpipe.build.load import load_config
 from specpipe.build.stages.package import models_folder
 from specpipe.runtimes.pair.pair import PairOptions
@@ -128,8 +128,8 @@ def quickstart_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "speculation.adaptive=false",
     ]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
-    pipeline.run(pipeline.plan(config), Quiet())
-    return pipeline.built_repository(config).rename(output_dir / "moved")
+    execution.run(planning.plan(config), Quiet())
+    return repositories.built_repository(config).rename(output_dir / "moved")
 
 
 @pytest.fixture(scope="session")

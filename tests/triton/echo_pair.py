@@ -12,7 +12,8 @@ from pathlib import Path
 
 from specpipe.errors import RequestError
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
-from specpipe.speculative.request import Chunk, Limits, Request, RequestState
+from specpipe.speculative.request import Chunk, Limits, Request
+from specpipe.speculative.state import RequestState
 from specpipe.triton.repository import contents
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning, repositories
 from specpipe.build.load import load_config
 from specpipe.errors import RequestError
 from specpipe.runtimes.pair.pair import PairOptions
@@ -59,8 +59,8 @@ def server(folder: Path) -> Iterator[Server]:
     sides = {role: {"checkpoint": str(PAIR / role)} for role in ("draft", "target")}
     path.write_text(yaml.safe_dump({"name": "toy", **sides, "engine": engine}))
     config = load_config(path)
-    pipeline.run(pipeline.plan(config), Quiet())
-    repository = pipeline.built_repository(config).rename(folder / "moved")
+    execution.run(planning.plan(config), Quiet())
+    repository = repositories.built_repository(config).rename(folder / "moved")
     model = repository / "speculative" / "1" / "model.py"
     prefix = _PREFIX.format(fake=str(FOLDER), root=str(ROOT), active=str(folder / "active"))
     model.write_text(prefix + model.read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from specpipe.build.pairing import check_pair
-from specpipe.build.pipeline import check_architecture, check_weights
+from specpipe.build.planning import check_architecture, check_weights
 from specpipe.checkpoints import source
 from specpipe.checkpoints.source import Source
 from specpipe.config.document import write_new

@@ -302,7 +302,7 @@ def _load(path: Path, overrides: Sequence[str]) -> PipelineConfig:
 
 
 def _tokenizer(config: PipelineConfig | None, folder: Path | None) -> Tokenizer | None:
-    from specpipe.build.pipeline import built_repository
+    from specpipe.build.repositories import built_repository
     from specpipe.text.tokenizer import Tokenizer
     from specpipe.triton.repository.contents import load_tokenizer
 
@@ -338,7 +338,7 @@ def _prompts(tokenizer: Tokenizer | None, options: dict[str, Any]) -> PromptSet:
 @contextlib.contextmanager
 def _served(config: PipelineConfig, protocol: Protocol) -> Iterator[tuple[str, str]]:
     """Serves a built pair; its URL and that of its metrics."""
-    from specpipe.build.pipeline import built_repository
+    from specpipe.build.repositories import built_repository
     from specpipe.runtimes.runtime import load_runtime
     from specpipe.triton.repository import lint
     from specpipe.triton.server import launcher

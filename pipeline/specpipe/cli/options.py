@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from specpipe.config.sections import PipelineConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -73,3 +76,18 @@ def prompt_options(command: Command) -> Command:
         show_default=True,
         help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
     )(command)
+
+
+pair_options = config_options("; paths in it are relative to it.", "as in engine.max_batch_size=4")
+small_files_option = click.option(
+    "--small-files",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder with the configs and tokenizers of hub ids, in ORG--NAME/; no hub is asked.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+def load(path: Path, overrides: Sequence[str]) -> PipelineConfig:
+    from specpipe.build.load import load_config
+
+    return load_config(path, overrides)

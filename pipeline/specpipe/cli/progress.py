@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from specpipe.build.pipeline import StageReport
+    from specpipe.build.execution import StageReport
 
 
 def log(line: str) -> None:
@@ -22,7 +22,7 @@ class Progress:
     """Writes to stderr what a build does."""
 
     def started(self, stage: str, reasons: Sequence[str]) -> None:
-        from specpipe.build.pipeline import start_lines
+        from specpipe.build.execution import start_lines
 
         for line in start_lines(stage, reasons):
             log(line)

@@ -23,7 +23,7 @@ def quickstart(output: Path) -> None:
     free ports of 127.0.0.1, asks it as any client would, compares speculation with the target
     alone, and ends the server. A second run builds nothing; files of yours are left as they are.
     """
-    from specpipe.build import pipeline
+    from specpipe.build import execution, planning, repositories
     from specpipe.build import quickstart as pair
     from specpipe.build.load import load_config
     from specpipe.cli.progress import Progress
@@ -38,8 +38,8 @@ def quickstart(output: Path) -> None:
 
     click.echo(f"\n--- specpipe build {option}")
     config = load_config(output / pair.CONFIG)
-    pipeline.run(pipeline.plan(config), Progress())
-    repository = pipeline.built_repository(config)
+    execution.run(planning.plan(config), Progress())
+    repository = repositories.built_repository(config)
 
     click.echo(f"\n--- a Triton on free ports, as specpipe serve {option}")
     click.echo("starting Triton ...")

@@ -18,7 +18,7 @@ _NO_CERTAINTY = (
 )
 
 if TYPE_CHECKING:
-    from specpipe.build.pipeline import StageReport
+    from specpipe.build.execution import StageReport
     from specpipe.evaluate.tune.acceptance import Acceptance
     from specpipe.evaluate.tune.run import Tuned, Tuning
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specpipe.speculative.noise import Purpose, gumbel, uniform
-from specpipe.speculative.request import Chunk, Request, RequestState
+from specpipe.speculative.request import Chunk, Request
+from specpipe.speculative.state import RequestState
 from specpipe.speculative.verify import Verified, verify_by_matching, verify_by_rejection
 from specpipe.speculative.warp import softmax, warp
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning
 from specpipe.build.load import load_config
 from specpipe.config.sections import PipelineConfig
 from tests.quiet import Quiet
@@ -20,5 +20,5 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
     folder = tmp_path_factory.mktemp("engines")
     overrides = [f"output_dir={folder}", "speculation.adaptive=false"]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
-    pipeline.run(pipeline.plan(config), Quiet())
+    execution.run(planning.plan(config), Quiet())
     return config

@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from specpipe.build.pipeline import built_repository
+from specpipe.build.repositories import built_repository
 from specpipe.config.sections import PipelineConfig
 from specpipe.triton.server import launcher
 from tests.evaluate.bench.aiperf import AIPERF, needs_aiperf

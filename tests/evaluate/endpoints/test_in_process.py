@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning, repositories
 from specpipe.build.load import load_config
 from specpipe.evaluate.endpoints.base import Question, ask, record
 from specpipe.evaluate.endpoints.in_process import InProcess
@@ -142,8 +142,8 @@ def test_a_fault_of_the_pair_is_told() -> None:
 
 def test_a_built_pair_is_loaded_with_other_options(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", [f"output_dir={tmp_path}"])
-    pipeline.run(pipeline.plan(config), Quiet())
-    endpoint = InProcess.load(pipeline.built_repository(config), adaptive=False)
+    execution.run(planning.plan(config), Quiet())
+    endpoint = InProcess.load(repositories.built_repository(config), adaptive=False)
     try:
         asked = Question(text="def fibonacci(n):", max_tokens=12)
         drafted = record(endpoint, asked)

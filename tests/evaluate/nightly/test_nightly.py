@@ -23,7 +23,9 @@ import torch  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from specpipe.build import pipeline  # noqa: E402
+from specpipe.build import (
+    planning,
+)
 from specpipe.build.load import load_config  # noqa: E402
 from specpipe.cli.nightly import nightly  # noqa: E402
 from specpipe.evaluate.nightly import facts, record  # noqa: E402
@@ -369,7 +371,7 @@ def test_a_repository_that_changes_while_it_is_measured_gives_no_numbers(
 
 def test_digests_are_of_the_files_that_the_engines_were_made_from(folder: Path) -> None:
     config = load_config(folder / "pair.yaml")
-    used = facts.checkpoints_used(config, pipeline.plan(config))
+    used = facts.checkpoints_used(config, planning.plan(config))
     for role in ("draft", "target"):
         lines = [
             f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n"

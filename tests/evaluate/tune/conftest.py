@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning
 from specpipe.build.load import load_config
 from specpipe.config.sections import PipelineConfig
 from specpipe.text.files import TOKENIZER_FILES
@@ -23,7 +23,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output_dir of the build."""
     output_dir = tmp_path_factory.mktemp("engines")
     config = load_config(QUICKSTART, [f"output_dir={output_dir}"])
-    pipeline.run(pipeline.plan(config), Quiet())
+    execution.run(planning.plan(config), Quiet())
     return output_dir
 
 

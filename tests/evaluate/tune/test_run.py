@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning
 from specpipe.build.load import load_config
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
@@ -389,7 +389,7 @@ def test_the_artifact_is_left_as_it_was(
     config: PipelineConfig, even_costs: object, even_speed: object
 ) -> None:
     tune(config, dataclasses.replace(OPTIONS, max_draft_len=6))
-    assert [r.reasons for r in pipeline.preview(pipeline.plan(config))] == [()] * 6
+    assert [r.reasons for r in execution.preview(planning.plan(config))] == [()] * 6
 
 
 def test_a_schedule_packages_the_pair_again_and_nothing_else(config: PipelineConfig) -> None:
@@ -398,7 +398,7 @@ def test_a_schedule_packages_the_pair_again_and_nothing_else(config: PipelineCon
         QUICKSTART,
         [f"output_dir={config.output_dir}", f"speculation.schedule=[{level}]"],
     )
-    reports = pipeline.preview(pipeline.plan(scheduled))
+    reports = execution.preview(planning.plan(scheduled))
     assert {r.stage: r.reasons for r in reports if r.reasons} == {
         "package": ("schedule was [], is now [[2, 1]]",)
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning
 from specpipe.build.load import load_config
 from specpipe.config.sections import PipelineConfig
 from specpipe.machine.manifest import MANIFEST_SUFFIX, InputRecord, read_manifest, record_files
@@ -41,7 +41,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("torch")
     output_dir = tmp_path_factory.mktemp("engines")
     config = load_config(QUICKSTART, [f"output_dir={output_dir}"])
-    pipeline.run(pipeline.plan(config), Quiet())
+    execution.run(planning.plan(config), Quiet())
     return output_dir
 
 

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from specpipe.build import pipeline  # noqa: E402
+from specpipe.build import execution, planning  # noqa: E402
 from specpipe.build.load import load_config  # noqa: E402
 from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.errors import ConfigError  # noqa: E402
@@ -37,7 +37,7 @@ def build(output_dir: Path, target: str, draft: str = "int8_wo") -> PipelineConf
             "quality.measure=false",
         ],
     )
-    pipeline.run(pipeline.plan(config), Quiet())
+    execution.run(planning.plan(config), Quiet())
     return config
 
 
@@ -49,7 +49,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
 def test_the_target_is_scored_as_it_is_quantized(built: PipelineConfig, tmp_path: Path) -> None:
     """FP8 numbers have 3 bits after the first, so that plain logits are some hundredths away."""
     plain = load_config(QUICKSTART, [f"output_dir={tmp_path}"])
-    pipeline.run(pipeline.plan(plain), Quiet())
+    execution.run(planning.plan(plain), Quiet())
     with open_scorer(built) as scorer:
         rows = rows_of(scorer, TEXTS[0])
         assert (scorer.dtype, scorer.rounding) == ("float32", "activations to FP8")

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-from specpipe.build import pipeline  # noqa: E402
+from specpipe.build import execution, planning, repositories
 from specpipe.build.load import load_config  # noqa: E402
 from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.errors import ConfigError  # noqa: E402
@@ -158,8 +158,8 @@ def test_a_library_that_drafts_in_every_step_is_asked_for_the_target_alone_by_it
             "quality.measure=false",
         ],
     )
-    pipeline.run(pipeline.plan(config), Quiet())
-    model = pipeline.built_repository(config) / "speculative" / "1" / "model.py"
+    execution.run(planning.plan(config), Quiet())
+    model = repositories.built_repository(config) / "speculative" / "1" / "model.py"
     model.write_text(_FAKE_LIBRARY + model.read_text())
     gate = tmp_path / "gate.jsonl"
     gate.write_text(json.dumps({"prompt": "import os\nimport sy", "regex": "."}) + "\n")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning, repositories
 from specpipe.errors import CheckpointError, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair_file import PairFile
@@ -63,10 +63,10 @@ def test_numbers_that_cannot_be_are_refused(raw: int, value: str, tmp_path: Path
 
 def test_the_repository_holds_checkpoints_and_yaml(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    stages = pipeline.plan(config)
+    stages = planning.plan(config)
     assert [s.name for s in stages] == ["check", "draft/collect", "target/collect", "package"]
-    pipeline.run(stages, Quiet())
-    repository = pipeline.built_repository(config)
+    execution.run(stages, Quiet())
+    repository = repositories.built_repository(config)
     assert names(repository) == {"ensemble", "preprocessing", "speculative", "postprocessing"}
     version = repository / "speculative" / "1"
     assert names(version) == {
@@ -87,13 +87,13 @@ def test_the_repository_holds_checkpoints_and_yaml(tmp_path: Path) -> None:
     pair = PairFile.read(version / "pair.json")
     assert pair.runtime == "tensorrt_llm"
     assert pair.options.runtime_settings["backend"] == "pytorch"
-    assert [r.reasons for r in pipeline.preview(pipeline.plan(config))] == [()] * 4
+    assert [r.reasons for r in execution.preview(planning.plan(config))] == [()] * 4
 
 
 def test_another_release_packages_again_and_collects_nothing(tmp_path: Path) -> None:
-    pipeline.run(pipeline.plan(config_of(tmp_path)), Quiet())
+    execution.run(planning.plan(config_of(tmp_path)), Quiet())
     config = config_of(tmp_path, "engine.tensorrt_llm.version=1.1.0")
-    reasons = {r.stage: r.reasons for r in pipeline.preview(pipeline.plan(config))}
+    reasons = {r.stage: r.reasons for r in execution.preview(planning.plan(config))}
     assert [stage for stage, why in reasons.items() if why] == ["package"]
 
 
@@ -163,8 +163,8 @@ def quantized(tmp_path: Path) -> Path:
 
 def test_what_modelopt_quantized_goes_in_as_it_is(tmp_path: Path, quantized: Path) -> None:
     config = config_of(tmp_path, target=quantized)
-    pipeline.run(pipeline.plan(config), Quiet())
-    collected = pipeline.built_repository(config) / "speculative" / "1" / "target"
+    execution.run(planning.plan(config), Quiet())
+    collected = repositories.built_repository(config) / "speculative" / "1" / "target"
     assert json.loads((collected / "hf_quant_config.json").read_text()) == QUANTIZED
     assert json.loads((collected / "config.json").read_text()) == json.loads(
         (quantized / "config.json").read_text()
@@ -173,7 +173,7 @@ def test_what_modelopt_quantized_goes_in_as_it_is(tmp_path: Path, quantized: Pat
 
 def test_engines_carry_over_what_modelopt_quantized(tmp_path: Path, quantized: Path) -> None:
     config = config_of(tmp_path, "engine.tensorrt_llm.backend=tensorrt", target=quantized)
-    stages = {planned.name: planned.stage for planned in pipeline.plan(config)}
+    stages = {planned.name: planned.stage for planned in planning.plan(config)}
     assert list(stages)[1:3] == ["draft/convert", "target/convert"]
     flags = stages["target/build_engine"].inputs().settings["flags"]
     assert (flags["gemm_plugin"], flags["use_fp8_context_fmha"]) == ("disable", True)
@@ -188,7 +188,7 @@ def test_nothing_is_quantized_twice(tmp_path: Path, quantized: Path, backend: st
         target=quantized,
     )
     with pytest.raises(CheckpointError) as caught:
-        pipeline.plan(config)
+        planning.plan(config)
     assert str(caught.value) == (
         f"target {quantized}: it is already quantized: leave target.quantization out, or use the "
         "checkpoint that it was quantized from"
@@ -198,8 +198,8 @@ def test_nothing_is_quantized_twice(tmp_path: Path, quantized: Path, backend: st
 def packaged(folder: Path, **changes: Any) -> tuple[Path, Path, PairOptions]:
     """What `load_pair` gets, of a repository with the quickstart pair."""
     config = config_of(folder)
-    pipeline.run(pipeline.plan(config), Quiet())
-    version = pipeline.built_repository(config) / "speculative" / "1"
+    execution.run(planning.plan(config), Quiet())
+    version = repositories.built_repository(config) / "speculative" / "1"
     options = PairFile.read(version / "pair.json").options
     settings = {**options.runtime_settings, **changes}
     return (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specpipe.build import pipeline
+from specpipe.build import planning
 from specpipe.build.load import load_config
 from specpipe.build.stages.package import Package
 from specpipe.config.sections import PipelineConfig
@@ -43,7 +43,7 @@ def config_of(tmp_path: Path, *overrides: str, **checkpoints: Path) -> PipelineC
 
 
 def options_of(config: PipelineConfig) -> PairOptions:
-    package = pipeline.plan(config)[-1].stage
+    package = planning.plan(config)[-1].stage
     assert isinstance(package, Package)
     return package.options
 
@@ -213,13 +213,13 @@ def test_a_draft_with_a_shorter_context_is_refused(tmp_path: Path) -> None:
     draft = toy(tmp_path / "short", max_position_embeddings=256)
     config = config_of(tmp_path, draft=draft)
     with pytest.raises(EngineBuildError) as caught:
-        pipeline.plan(config)
+        planning.plan(config)
     assert str(caught.value) == (
         "the draft reaches 256 tokens and requests may have 512: TensorRT-LLM's pytorch backend "
         "drafts up to the last one; set engine.max_seq_len to 256 at most"
     )
-    pipeline.plan(config_of(tmp_path, "engine.max_seq_len=256", draft=draft))
-    pipeline.plan(config_of(tmp_path, "speculation.num_draft_tokens=0", draft=draft))
+    planning.plan(config_of(tmp_path, "engine.max_seq_len=256", draft=draft))
+    planning.plan(config_of(tmp_path, "speculation.num_draft_tokens=0", draft=draft))
 
 
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -238,7 +238,7 @@ def test_quantized_checkpoints_that_the_release_reads(
 ) -> None:
     target = toy(tmp_path / "t", quantization_config=quantization)
     config = config_of(tmp_path, f"engine.tensorrt_llm.version={version}", target=target)
-    assert [s.name for s in pipeline.plan(config)] == [
+    assert [s.name for s in planning.plan(config)] == [
         "check",
         "draft/collect",
         "target/collect",
@@ -261,7 +261,7 @@ def test_quantized_checkpoints_that_it_does_not(
     draft = toy(tmp_path / "d", quantization_config=quantization)
     config = config_of(tmp_path, f"engine.tensorrt_llm.version={version}", draft=draft)
     with pytest.raises(EngineBuildError, match=expected) as caught:
-        pipeline.plan(config)
+        planning.plan(config)
     assert str(caught.value).startswith(f"draft {draft} is quantized by")
     assert str(caught.value).endswith(
         "; set draft.quantization on the checkpoint that it was quantized from"

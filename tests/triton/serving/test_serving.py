@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from specpipe.config.limits import Limits
 from specpipe.errors import RequestError, ServerError
 from specpipe.speculative import request as requests
-from specpipe.speculative.request import Chunk, Request, RequestState, Sampling, Statistics
+from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
+from specpipe.speculative.state import RequestState
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import serving
 from specpipe.triton.secret import Signer

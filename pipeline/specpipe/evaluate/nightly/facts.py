@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specpipe.build import pipeline
+from specpipe.build import planning
 from specpipe.build.stages.check import Check
 from specpipe.build.stages.package import Package
 from specpipe.evaluate.nightly.record import Accepted, CheckpointUsed, SpeedUp
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specpipe.evaluate.verification.outcome import Findings
 
 
-def checkpoints_used(config: PipelineConfig, stages: pipeline.Plan) -> dict[str, CheckpointUsed]:
+def checkpoints_used(config: PipelineConfig, stages: planning.Plan) -> dict[str, CheckpointUsed]:
     """Returns commits and digests as the built stages recorded them; no weight is read again."""
     from specpipe.evaluate.verification.record import repository_digest
 
@@ -29,7 +29,7 @@ def checkpoints_used(config: PipelineConfig, stages: pipeline.Plan) -> dict[str,
     commits = {
         planned.fetch.role: planned.fetch.commit
         for planned in stages
-        if isinstance(planned.fetch, pipeline.Fetch)
+        if isinstance(planned.fetch, planning.Fetch)
     }
     return {
         role: CheckpointUsed(
@@ -41,7 +41,7 @@ def checkpoints_used(config: PipelineConfig, stages: pipeline.Plan) -> dict[str,
     }
 
 
-def _files_read(stages: pipeline.Plan, folder: Path) -> dict[str, FileRecord]:
+def _files_read(stages: planning.Plan, folder: Path) -> dict[str, FileRecord]:
     """Returns the files of a checkpoint that any stage was made from."""
     found: dict[str, FileRecord] = {}
     for planned in stages:
@@ -55,7 +55,7 @@ def _files_read(stages: pipeline.Plan, folder: Path) -> dict[str, FileRecord]:
     return found
 
 
-def sizes(stages: pipeline.Plan) -> dict[str, int]:
+def sizes(stages: planning.Plan) -> dict[str, int]:
     """Returns the bytes of both engines and of the repository, which holds them."""
     package = stages[-1].stage
     assert isinstance(package, Package)

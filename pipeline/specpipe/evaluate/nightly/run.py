@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.build import pipeline
+from specpipe.build import artifacts, execution, planning
 from specpipe.errors import RepositoryError
 from specpipe.evaluate import prompts, results
 from specpipe.evaluate.nightly import facts, record
@@ -100,8 +100,8 @@ class _PairRun:
         self._last = self._read_last()
         found.compared_with = None if self._last is None else self._last.made_at
         found.asked = self._asked(self._prompts)
-        stages = pipeline.plan(self._config)
-        pipeline.run(stages, _Build(found, self._report), verify=True)
+        stages = planning.plan(self._config)
+        execution.run(stages, _Build(found, self._report), verify=True)
         found.checkpoints = facts.checkpoints_used(self._config, stages)
         found.sizes_bytes = facts.sizes(stages)
         verified = self._verify()
@@ -223,7 +223,7 @@ class _PairRun:
         from specpipe.runtimes.runtime import load_runtime
         from specpipe.triton.server.server import running
 
-        repository = pipeline.repository_dir(self._config)
+        repository = artifacts.repository_dir(self._config)
         if self._options.is_in_process:
             with contextlib.closing(InProcess.load(repository)) as pair:
                 yield Side(name=_WITH, endpoint=pair, is_local=True)
@@ -269,13 +269,13 @@ class _Build:
         self._run, self._report = run, report
 
     def started(self, stage: str, reasons: Sequence[str]) -> None:
-        for line in pipeline.start_lines(stage, reasons):
+        for line in execution.start_lines(stage, reasons):
             self._report(line)
 
     def waiting(self, stage: str) -> None:
         self._report(f"{stage}: another build of it is running, waiting")
 
-    def finished(self, report: pipeline.StageReport) -> None:
+    def finished(self, report: execution.StageReport) -> None:
         self._run.stages.append(
             StageRun(
                 stage=report.stage,

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specpipe.build import pipeline
+from specpipe.build import artifacts, execution, planning, repositories
+from specpipe.build.execution import Reporter
 from specpipe.build.load import load_config
-from specpipe.build.pipeline import Plan, Reporter
+from specpipe.build.planning import Plan
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import CheckpointError, PairingError
 from specpipe.evaluate.verification.record import repository_digest
@@ -47,7 +48,7 @@ class Subject:
 
 def own_pair(config: PipelineConfig, max_draft_len: int, work: Path, reporter: Reporter) -> Subject:
     """The pair of the config, as it was built; built aside where it must draft more than that."""
-    repository = pipeline.built_repository(config)
+    repository = repositories.built_repository(config)
     if max_draft_len > config.speculation.num_draft_tokens:
         derived = _derive(config, work / "own", [_num_draft_tokens(max_draft_len)])
         repository = _build(derived, config, ("draft/", "target/"), reporter)
@@ -99,10 +100,10 @@ def _build(
     derived: PipelineConfig, config: PipelineConfig, same: tuple[str, ...], reporter: Reporter
 ) -> Path:
     """Builds what differs; stages whose names begin with one of `same` are taken over if equal."""
-    stages = pipeline.plan(derived)
-    _take_over(tuple(s for s in pipeline.plan(config) if s.name.startswith(same)), stages)
-    pipeline.run(stages, reporter)
-    return pipeline.repository_dir(derived)
+    stages = planning.plan(derived)
+    _take_over(tuple(s for s in planning.plan(config) if s.name.startswith(same)), stages)
+    execution.run(stages, reporter)
+    return artifacts.repository_dir(derived)
 
 
 def _take_over(built: Plan, stages: Plan) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specpipe.build import pipeline
-from specpipe.build.pipeline import Reporter
+from specpipe.build import repositories
+from specpipe.build.execution import Reporter
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, RuntimeUnavailable
 from specpipe.evaluate import results
@@ -190,7 +190,7 @@ class _Run:
         _check_runtime(config)
         self.max_draft_len = _max_draft_len(config, options)
         self._loads = _loads(config, options)
-        repository = pipeline.built_repository(config)
+        repository = repositories.built_repository(config)
         self._prompts = _prompts(options)
         self._tokenizer = load_tokenizer(repository)
         self._max_seq_len = read_pair(repository).options.max_seq_len
@@ -210,7 +210,7 @@ class _Run:
         self._progress = Progress(config.artifacts_dir / _PROGRESS, self._header)
         if config.speculation.prompt_lookup:
             report("speculation.prompt_lookup is off while the draft is measured")
-        for line in pipeline.outdated(config):
+        for line in repositories.outdated(config):
             report(f"warning: not what {config.source} says now: {line}")
 
     def tune(self, subjects: Sequence[Subject]) -> Tuning:

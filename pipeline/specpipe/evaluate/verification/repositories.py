@@ -80,12 +80,12 @@ def write_wrong_draft(repository: Path, out: Path) -> Path:
 
 def write_without_draft(config: PipelineConfig, repository: Path, out: Path) -> Path:
     """Writes a repository with the target alone, for pairs that draft in every step."""
-    from specpipe.build import pipeline
+    from specpipe.build import planning
 
     alone = config.speculation.model_copy(
         update={"num_draft_tokens": 0, "adaptive": False, "schedule": (), "prompt_lookup": False}
     )
-    package = pipeline.plan(config.model_copy(update={"speculation": alone}))[-1].stage
+    package = planning.plan(config.model_copy(update={"speculation": alone}))[-1].stage
     settings = package.inputs().settings["runtime_settings"]
     pair = read_pair(repository)
     options = dataclasses.replace(

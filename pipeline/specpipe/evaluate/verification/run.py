@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specpipe.build import cache, pipeline
+from specpipe.build import artifacts, cache, repositories
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable, ServerError
 from specpipe.evaluate import results
@@ -62,8 +62,8 @@ def verify(
         )
     require_library("torch", "torch", extra="torch")  # scores the target, after minutes of asking
     report("hashing the pair and what it was made from")
-    report(f"{pipeline.hold_artifacts(config)}")
-    repository = pipeline.repository_dir(config)
+    report(f"{repositories.hold_artifacts(config)}")
+    repository = artifacts.repository_dir(config)
     prompts = load_prompts(options.prompts, limit=options.limit)
     gate = None if options.gate is None else load_gate(options.gate)
     if options.is_chat:

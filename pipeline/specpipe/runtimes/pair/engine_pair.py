@@ -19,7 +19,8 @@ from specpipe.runtimes.pair.pair import DetokenizerFactory, KVUse, Occupancy, Pa
 from specpipe.runtimes.pair.single_stream import Rounds, SingleStream
 from specpipe.speculative.adaptive import MIN_GAIN, DraftLength, most_draft_tokens
 from specpipe.speculative.decode import UNUSABLE_LOGITS
-from specpipe.speculative.request import Chunk, Limits, Request, RequestState
+from specpipe.speculative.request import Chunk, Limits, Request
+from specpipe.speculative.state import RequestState
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.speculative.adaptive import StepCosts, most_draft_tokens
-from specpipe.speculative.request import RequestState, Sampling
+from specpipe.speculative.request import Sampling
+from specpipe.speculative.state import RequestState
 
 MOST_UNDER_WAY = 2
 """Rounds launched and not yet taken: one that runs, and one for when it ends."""

@@ -46,7 +46,8 @@ from specpipe.runtimes.tensorrt_llm.engine_calls import (
     stop_tensors,
 )
 from specpipe.speculative.adaptive import DraftLength, StepCosts, most_draft_tokens
-from specpipe.speculative.request import Chunk, FinishReason, Limits, Request, RequestState
+from specpipe.speculative.request import Chunk, FinishReason, Limits, Request
+from specpipe.speculative.state import RequestState
 
 _LOGGER = logging.getLogger(__name__)
 

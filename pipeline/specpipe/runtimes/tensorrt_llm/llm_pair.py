@@ -31,7 +31,8 @@ from specpipe.errors import RequestError
 from specpipe.runtimes.pair.admission import OVERDUE, Waiting, WaitingRequests
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.runtimes.tensorrt_llm.model_yaml import spelling
-from specpipe.speculative.request import Chunk, Limits, Request, RequestState, Sampling
+from specpipe.speculative.request import Chunk, Limits, Request, Sampling
+from specpipe.speculative.state import RequestState
 
 _NO_END_ID = -1  # what TensorRT-LLM itself puts in for ignore_eos
 

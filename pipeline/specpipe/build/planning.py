@@ -1,4 +1,4 @@
-"""The road from a config to a Triton repository: which stages, in which order, and running them.
+"""The road from a config to a Triton repository: which stages, in which order.
 
 check ─→ draft/convert ──→ draft/build_engine ───┐
          target/convert ─→ target/build_engine ──┴→ package
@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from specpipe.build import cache
+from specpipe.build.artifacts import repository_dir
 from specpipe.build.checkpoint_stages import side_stages
 from specpipe.build.memory_plan import MemoryPlan, plan_memory
 from specpipe.build.pairing import PairContract, check_pair
@@ -42,9 +42,8 @@ from specpipe.checkpoints.hf_config import context_length
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.config.sections import CheckpointConfig, PipelineConfig
-from specpipe.errors import CheckpointError, ConfigError, RepositoryError
+from specpipe.errors import CheckpointError, ConfigError
 from specpipe.machine.gpus import Gpu
-from specpipe.machine.manifest import MANIFEST_SUFFIX, Hashed, read_anew
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.quantization.prequantized import read_prequantized
 from specpipe.quantization.quantized_config import quantized_config
@@ -56,7 +55,6 @@ from specpipe.stage import PlannedStage
 
 _DEFAULT_MAX_SEQ_LEN = 4096
 """Contexts are long by now, and the KV cache of a whole one for each request seldom fits."""
-_LISTED = 8  # so many files stand in a refusal; the rest is a count
 
 
 @dataclass(frozen=True)
@@ -73,31 +71,6 @@ class Fetch:
 
 
 Plan = tuple[PlannedStage, ...]
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """What became of a stage, or would: no reasons, no run."""
-
-    stage: str
-    artifact: Path
-    reasons: tuple[str, ...]
-    duration_s: float = 0.0
-    commands: tuple[tuple[str, ...], ...] = ()
-    """What a stage that would run calls; known before it runs."""
-    shows: str | None = None
-    """A text in the artifact for people."""
-
-
-class Reporter(Protocol):
-    """Hears how a run goes on."""
-
-    def started(self, stage: str, reasons: Sequence[str]) -> None: ...
-
-    def waiting(self, stage: str) -> None:
-        """Another build of the same artifact has to finish first."""
-
-    def finished(self, report: StageReport) -> None: ...
 
 
 def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
@@ -170,189 +143,6 @@ def check(
         {side.role: runtime.estimate_memory(pair, side) for side in (pair.draft, pair.target)},
         plan_memory(config, pair, runtime, gpus) if gpus else None,
     )
-
-
-def repository_dir(config: PipelineConfig) -> Path:
-    """Returns where the Triton repository of a pair is, or will be."""
-    return config.artifacts_dir / "model_repo"
-
-
-@dataclass(frozen=True)
-class BuiltRepository:
-    """A Triton repository, held against its manifest.
-
-    refusal  why it is not what was built, as a sentence; None: it is
-    """
-
-    folder: Path
-    refusal: str | None
-    hashed: Hashed
-
-
-def hold_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRepository:
-    """Finds the Triton repository of a pair; raises RepositoryError where none was built.
-
-    A file that is untouched since it was packaged is not read, unless `verify` asks for all.
-    """
-    folder = repository_dir(config)
-    if not folder.is_dir():
-        why = "does not exist"
-        if cache.old_artifact(folder).is_dir():
-            why = "is missing, since a build was killed while it replaced it"
-        raise RepositoryError(
-            f"{folder} {why}: run `specpipe build --config {config.source}` first"
-        )
-    if verify:
-        read_anew()
-    held = cache.hold(folder, verify=verify)
-    return BuiltRepository(folder, _refusal(config, folder, held.damage), held.hashed)
-
-
-def _refusal(config: PipelineConfig, folder: Path, damage: Sequence[str]) -> str | None:
-    if not damage:
-        return None
-    listed = "; ".join(damage[:_LISTED])
-    more = f"; and {len(damage) - _LISTED} more" if len(damage) > _LISTED else ""
-    return (
-        f"{folder} is not what was built: {listed}{more}: run "
-        f"`specpipe build --config {config.source}` again"
-    )
-
-
-def built_repository(config: PipelineConfig) -> Path:
-    """Returns the Triton repository of a pair; raises RepositoryError for one that is not whole."""
-    found = hold_repository(config)
-    if found.refusal is not None:
-        raise RepositoryError(found.refusal)
-    return found.folder
-
-
-def hold_artifacts(config: PipelineConfig) -> Hashed:
-    """Hashes a built pair all the way back; RepositoryError where a file is not what it was.
-
-    Every artifact that is there is held against its manifest, and what the manifests say that it
-    was made from against what is there now: engines, checkpoints, tokenizer. Inputs that are gone
-    are nothing to compare with.
-    """
-    found = hold_repository(config, verify=True)
-    if found.refusal is not None:
-        raise RepositoryError(found.refusal)
-    total = found.hashed
-    for manifest in sorted(config.artifacts_dir.glob(f"*/*{MANIFEST_SUFFIX}")):
-        artifact = manifest.with_name(manifest.name.removesuffix(MANIFEST_SUFFIX))
-        if artifact.is_dir():
-            held = cache.hold(artifact, verify=True)
-            total += held.hashed
-            if (refusal := _refusal(config, artifact, held.damage)) is not None:
-                raise RepositoryError(refusal)
-    for planned in _local_plan(config):
-        held = cache.changed_inputs(planned.stage, planned.artifact)
-        total += held.hashed
-        if held.damage:
-            more = f" and {len(held.damage) - 1} more" if len(held.damage) > 1 else ""
-            raise RepositoryError(
-                f"{planned.artifact} was made from other files than those of today: "
-                f"{held.damage[0]}{more}: run `specpipe build --config {config.source}` again"
-            )
-    return total
-
-
-def outdated(config: PipelineConfig) -> list[str]:
-    """Returns what a build would do now, as sentences, where that can be told without the hub.
-
-    Serving needs no checkpoint: where one is gone, there is nothing to compare with.
-    """
-    reports = preview(_local_plan(config))
-    return [f"{report.stage}: {reason}" for report in reports for reason in report.reasons]
-
-
-def _local_plan(config: PipelineConfig) -> Plan:
-    """The stages where both checkpoints are folders that are there; else none."""
-    folders = [config.base_dir / side.checkpoint for side in (config.draft, config.target)]
-    return plan(config) if all(folder.is_dir() for folder in folders) else ()
-
-
-def preview(stages: Plan, *, verify_inputs: bool = False) -> tuple[StageReport, ...]:
-    """Returns why each stage would run; nothing is made. `verify_inputs` as in `run`."""
-    reports: list[StageReport] = []
-    running: list[PlannedStage] = []
-    for planned in stages:
-        reasons = cache.stale_reasons(
-            planned.stage, planned.artifact, verify=verify_inputs, verify_inputs=verify_inputs
-        )
-        if reasons != [cache.NOT_BUILT]:
-            reasons += [f"upstream {other.name} runs" for other in running if planned.reads(other)]
-        commands: tuple[tuple[str, ...], ...] = ()
-        if reasons:
-            running.append(planned)
-            if planned.commands is not None:
-                commands = tuple(tuple(command) for command in planned.commands(planned.artifact))
-        reports.append(
-            StageReport(planned.name, planned.artifact, tuple(reasons), commands=commands)
-        )
-    return tuple(reports)
-
-
-def start_lines(stage: str, reasons: Sequence[str]) -> list[str]:
-    """Returns what a stage is announced with when it runs: why, unless it never ran before."""
-    return [f"{stage}: {'starts' if reason == cache.NOT_BUILT else reason}" for reason in reasons]
-
-
-def run(
-    stages: Plan, reporter: Reporter, *, verify: bool = False, verify_inputs: bool = False
-) -> tuple[StageReport, ...]:
-    """Makes what is stale, in order. A stage whose inputs came out as before does not run.
-
-    Whether there is anything to do is told by sizes, times and inodes; what a stage is made of is
-    verified by digest first, so that damage is mended and never handed on. `verify` asks for the
-    digests of all artifacts, so that damage is found where nothing else has changed, and
-    `verify_inputs` for those of the checkpoints, too.
-    """
-    for planned in stages:
-        if planned.require is not None:
-            planned.require()
-    everything = {planned.artifact for planned in stages}
-    read = everything if verify or verify_inputs else _read_by_what_runs(stages)
-    reports = tuple(
-        _run_stage(planned, planned.artifact in read, verify_inputs, reporter) for planned in stages
-    )
-    if any(report.reasons for report in reports):
-        for planned in stages:
-            cache.stale_reasons(planned.stage, planned.artifact)  # notes what was linked meanwhile
-    return reports
-
-
-def _read_by_what_runs(stages: Plan) -> set[Path]:
-    """Returns the artifacts that stages will read which are stale, or are found damaged here."""
-    running = {report.artifact for report in preview(stages) if report.reasons}
-    read: set[Path] = set()
-    for planned in reversed(stages):
-        if planned.artifact in running or (
-            planned.artifact in read
-            and cache.stale_reasons(planned.stage, planned.artifact, verify=True)
-        ):
-            read |= {other.artifact for other in stages if planned.reads(other)}
-    return read
-
-
-def _run_stage(
-    planned: PlannedStage, verify: bool, verify_inputs: bool, reporter: Reporter
-) -> StageReport:
-    if planned.fetch and cache.stale_reasons(planned.stage, planned.artifact, verify=verify):
-        planned.fetch()
-    built = cache.build(
-        planned.stage,
-        planned.artifact,
-        verify=verify,
-        verify_inputs=verify_inputs,
-        on_start=lambda reasons: reporter.started(planned.name, reasons),
-        on_wait=lambda: reporter.waiting(planned.name),
-    )
-    report = StageReport(
-        planned.name, planned.artifact, built.reasons, built.duration_s, shows=planned.shows
-    )
-    reporter.finished(report)
-    return report
 
 
 def _in_turn(draft: Plan, target: Plan) -> list[PlannedStage]:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.build import pipeline
+from specpipe.build import execution, planning, repositories
 from specpipe.build.load import load_config
-from specpipe.build.pipeline import Plan, PlannedStage
+from specpipe.build.planning import Plan
 from specpipe.checkpoints.source import Source
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, RepositoryError, SpecpipeError
 from specpipe.roles import Role
-from specpipe.stage import StageInputs
+from specpipe.stage import PlannedStage, StageInputs
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -46,7 +46,7 @@ class Heard:
     def waiting(self, stage: str) -> None:
         self.lines.append(f"{stage} waits")
 
-    def finished(self, report: pipeline.StageReport) -> None:
+    def finished(self, report: execution.StageReport) -> None:
         self.lines.append(f"{report.stage} {'built' if report.reasons else 'up to date'}")
 
 
@@ -63,13 +63,13 @@ def stages(tmp_path: Path) -> Plan:
     )
 
 
-def reasons(reports: Sequence[pipeline.StageReport]) -> dict[str, tuple[str, ...]]:
+def reasons(reports: Sequence[execution.StageReport]) -> dict[str, tuple[str, ...]]:
     return {report.stage: report.reasons for report in reports}
 
 
 def test_first_run_builds_in_order_and_second_does_nothing(stages: Plan, tmp_path: Path) -> None:
     heard = Heard()
-    pipeline.run(stages, heard)
+    execution.run(stages, heard)
     assert heard.lines == [
         "draft/count: not built yet",
         "draft/count built",
@@ -80,7 +80,7 @@ def test_first_run_builds_in_order_and_second_does_nothing(stages: Plan, tmp_pat
     ]
     assert (tmp_path / "out" / "join" / "text").read_text() == "11TARGET TEXT "
     again = Heard()
-    assert reasons(pipeline.run(stages, again)) == {
+    assert reasons(execution.run(stages, again)) == {
         "draft/count": (),
         "target/copy": (),
         "join": (),
@@ -89,7 +89,7 @@ def test_first_run_builds_in_order_and_second_does_nothing(stages: Plan, tmp_pat
 
 
 def test_preview_names_what_runs_and_makes_nothing(stages: Plan, tmp_path: Path) -> None:
-    assert reasons(pipeline.preview(stages)) == {
+    assert reasons(execution.preview(stages)) == {
         "draft/count": ("not built yet",),
         "target/copy": ("not built yet",),
         "join": ("not built yet",),
@@ -98,15 +98,15 @@ def test_preview_names_what_runs_and_makes_nothing(stages: Plan, tmp_path: Path)
 
 
 def test_one_changed_input_rebuilds_its_road_alone(stages: Plan, tmp_path: Path) -> None:
-    pipeline.run(stages, Heard())
+    execution.run(stages, Heard())
     (tmp_path / "target").write_text("other text ")
     changed = f"input {tmp_path}/target changed"
-    assert reasons(pipeline.preview(stages)) == {
+    assert reasons(execution.preview(stages)) == {
         "draft/count": (),
         "target/copy": (changed,),
         "join": ("upstream target/copy runs",),
     }
-    assert reasons(pipeline.run(stages, Heard())) == {
+    assert reasons(execution.run(stages, Heard())) == {
         "draft/count": (),
         "target/copy": (changed,),
         "join": (f"input {tmp_path}/out/copy/text changed",),
@@ -114,9 +114,9 @@ def test_one_changed_input_rebuilds_its_road_alone(stages: Plan, tmp_path: Path)
 
 
 def test_stage_with_equal_output_does_not_run_the_next(stages: Plan, tmp_path: Path) -> None:
-    pipeline.run(stages, Heard())
+    execution.run(stages, Heard())
     (tmp_path / "draft").write_text("DRAFT TEXT ")
-    assert reasons(pipeline.run(stages, Heard())) == {
+    assert reasons(execution.run(stages, Heard())) == {
         "draft/count": (f"input {tmp_path}/draft changed",),
         "target/copy": (),
         "join": (),
@@ -126,10 +126,10 @@ def test_stage_with_equal_output_does_not_run_the_next(stages: Plan, tmp_path: P
 def test_failed_build_resumes_at_its_stage(stages: Plan, tmp_path: Path) -> None:
     (tmp_path / "target").write_text("bad")
     with pytest.raises(SpecpipeError, match="^target/copy: bad input$"):
-        pipeline.run(stages, Heard())
+        execution.run(stages, Heard())
     assert not (tmp_path / "out" / "copy").exists()
     (tmp_path / "target").write_text("good")
-    assert reasons(pipeline.run(stages, Heard())) == {
+    assert reasons(execution.run(stages, Heard())) == {
         "draft/count": (),
         "target/copy": ("not built yet",),
         "join": ("not built yet",),
@@ -140,7 +140,7 @@ def test_fetch_happens_only_before_a_stage_that_runs(tmp_path: Path) -> None:
     fetched = []
 
     @dataclass(frozen=True)
-    class Fetch(pipeline.Fetch):
+    class Fetch(planning.Fetch):
         def __call__(self) -> None:
             fetched.append(self.role)
             (tmp_path / "weights").write_text("weights")
@@ -148,7 +148,7 @@ def test_fetch_happens_only_before_a_stage_that_runs(tmp_path: Path) -> None:
     stage = Upper("draft/convert", (tmp_path / "weights",))
     planned = PlannedStage(stage, tmp_path / "out", Fetch("a/b", "0" * 40, tmp_path, "draft"))
     for _ in range(2):
-        pipeline.run((planned,), Heard())
+        execution.run((planned,), Heard())
     assert fetched == ["draft"]
 
 
@@ -158,7 +158,7 @@ def quickstart(*overrides: str) -> PipelineConfig:
 
 def test_plan_of_the_quickstart() -> None:
     config = quickstart("output_dir=/built")
-    stages = pipeline.plan(config)
+    stages = planning.plan(config)
     assert [(planned.name, str(planned.artifact)) for planned in stages] == [
         ("check", "/built/python-code/check"),
         ("draft/convert", "/built/python-code/draft/checkpoint"),
@@ -185,14 +185,14 @@ def settings_of(stages: Plan, name: str) -> dict[str, object]:
 
 
 def test_max_seq_len_left_out_is_the_context_of_the_target() -> None:
-    stages = pipeline.plan(quickstart("engine.max_seq_len=null"))
+    stages = planning.plan(quickstart("engine.max_seq_len=null"))
     assert settings_of(stages, "target/build_engine")["max_seq_len"] == 1024
     assert settings_of(stages, "draft/build_engine")["max_seq_len"] == 1024
 
 
 def test_max_seq_len_over_the_context_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as caught:
-        pipeline.plan(quickstart("engine.max_seq_len=2048"))
+        planning.plan(quickstart("engine.max_seq_len=2048"))
     assert str(caught.value) == (
         f"{QUICKSTART}: engine.max_seq_len is 2048: expected at most 1024,"
         " the context length of the target ../models/python-code/target"
@@ -201,16 +201,16 @@ def test_max_seq_len_over_the_context_is_refused_with_the_numbers() -> None:
 
 def test_serving_an_outdated_build_is_told(tmp_path: Path) -> None:
     config = load_config(QUICKSTART, [f"output_dir={tmp_path}"])
-    assert pipeline.outdated(config)[0] == "check: not built yet"
+    assert repositories.outdated(config)[0] == "check: not built yet"
 
 
 def test_serving_needs_no_checkpoint(tmp_path: Path) -> None:
     config = load_config(QUICKSTART, [f"output_dir={tmp_path}", "draft.checkpoint=gone"])
-    assert pipeline.outdated(config) == []
+    assert repositories.outdated(config) == []
 
 
 def test_one_draft_setting_changes_the_draft_stages_alone() -> None:
-    before, after = pipeline.plan(quickstart()), pipeline.plan(quickstart("draft.tp_size=2"))
+    before, after = planning.plan(quickstart()), planning.plan(quickstart("draft.tp_size=2"))
     changed = [
         old.name
         for old, new in zip(before, after, strict=True)
@@ -221,7 +221,7 @@ def test_one_draft_setting_changes_the_draft_stages_alone() -> None:
 
 def test_how_a_pair_speculates_changes_what_is_packaged_alone() -> None:
     before, after = (
-        pipeline.plan(quickstart(f"speculation.prompt_lookup={given}"))
+        planning.plan(quickstart(f"speculation.prompt_lookup={given}"))
         for given in ("false", "true")
     )
     changed = [
@@ -257,7 +257,7 @@ def test_hub_checkpoint_is_planned_from_small_files_and_fetched_at_the_same_comm
         return Source(folder, commit, checkpoint)
 
     monkeypatch.setattr("specpipe.checkpoints.source.resolve", resolve)
-    stages = pipeline.plan(config)
+    stages = planning.plan(config)
     assert calls == [("org/draft", "main", False)]
     fetches = {planned.name: planned.fetch for planned in stages if planned.fetch}
     assert list(fetches) == ["draft/convert"]
@@ -268,7 +268,7 @@ def test_hub_checkpoint_is_planned_from_small_files_and_fetched_at_the_same_comm
 def test_repository_that_was_not_built_says_how(tmp_path: Path) -> None:
     config = quickstart(f"output_dir={tmp_path}")
     with pytest.raises(RepositoryError) as caught:
-        pipeline.built_repository(config)
+        repositories.built_repository(config)
     assert str(caught.value) == (
         f"{tmp_path}/python-code/model_repo does not exist:"
         f" run `specpipe build --config {QUICKSTART}` first"

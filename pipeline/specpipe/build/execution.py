@@ -1,0 +1,120 @@
+"""Running the stages of a plan: what is stale, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from specpipe.build import cache
+from specpipe.build.planning import Plan
+from specpipe.stage import PlannedStage
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What became of a stage, or would: no reasons, no run."""
+
+    stage: str
+    artifact: Path
+    reasons: tuple[str, ...]
+    duration_s: float = 0.0
+    commands: tuple[tuple[str, ...], ...] = ()
+    """What a stage that would run calls; known before it runs."""
+    shows: str | None = None
+    """A text in the artifact for people."""
+
+
+class Reporter(Protocol):
+    """Hears how a run goes on."""
+
+    def started(self, stage: str, reasons: Sequence[str]) -> None: ...
+
+    def waiting(self, stage: str) -> None:
+        """Another build of the same artifact has to finish first."""
+
+    def finished(self, report: StageReport) -> None: ...
+
+
+def preview(stages: Plan, *, verify_inputs: bool = False) -> tuple[StageReport, ...]:
+    """Returns why each stage would run; nothing is made. `verify_inputs` as in `run`."""
+    reports: list[StageReport] = []
+    running: list[PlannedStage] = []
+    for planned in stages:
+        reasons = cache.stale_reasons(
+            planned.stage, planned.artifact, verify=verify_inputs, verify_inputs=verify_inputs
+        )
+        if reasons != [cache.NOT_BUILT]:
+            reasons += [f"upstream {other.name} runs" for other in running if planned.reads(other)]
+        commands: tuple[tuple[str, ...], ...] = ()
+        if reasons:
+            running.append(planned)
+            if planned.commands is not None:
+                commands = tuple(tuple(command) for command in planned.commands(planned.artifact))
+        reports.append(
+            StageReport(planned.name, planned.artifact, tuple(reasons), commands=commands)
+        )
+    return tuple(reports)
+
+
+def start_lines(stage: str, reasons: Sequence[str]) -> list[str]:
+    """Returns what a stage is announced with when it runs: why, unless it never ran before."""
+    return [f"{stage}: {'starts' if reason == cache.NOT_BUILT else reason}" for reason in reasons]
+
+
+def run(
+    stages: Plan, reporter: Reporter, *, verify: bool = False, verify_inputs: bool = False
+) -> tuple[StageReport, ...]:
+    """Makes what is stale, in order. A stage whose inputs came out as before does not run.
+
+    Whether there is anything to do is told by sizes, times and inodes; what a stage is made of is
+    verified by digest first, so that damage is mended and never handed on. `verify` asks for the
+    digests of all artifacts, so that damage is found where nothing else has changed, and
+    `verify_inputs` for those of the checkpoints, too.
+    """
+    for planned in stages:
+        if planned.require is not None:
+            planned.require()
+    everything = {planned.artifact for planned in stages}
+    read = everything if verify or verify_inputs else _read_by_what_runs(stages)
+    reports = tuple(
+        _run_stage(planned, planned.artifact in read, verify_inputs, reporter) for planned in stages
+    )
+    if any(report.reasons for report in reports):
+        for planned in stages:
+            cache.stale_reasons(planned.stage, planned.artifact)  # notes what was linked meanwhile
+    return reports
+
+
+def _read_by_what_runs(stages: Plan) -> set[Path]:
+    """Returns the artifacts that stages will read which are stale, or are found damaged here."""
+    running = {report.artifact for report in preview(stages) if report.reasons}
+    read: set[Path] = set()
+    for planned in reversed(stages):
+        if planned.artifact in running or (
+            planned.artifact in read
+            and cache.stale_reasons(planned.stage, planned.artifact, verify=True)
+        ):
+            read |= {other.artifact for other in stages if planned.reads(other)}
+    return read
+
+
+def _run_stage(
+    planned: PlannedStage, verify: bool, verify_inputs: bool, reporter: Reporter
+) -> StageReport:
+    if planned.fetch and cache.stale_reasons(planned.stage, planned.artifact, verify=verify):
+        planned.fetch()
+    built = cache.build(
+        planned.stage,
+        planned.artifact,
+        verify=verify,
+        verify_inputs=verify_inputs,
+        on_start=lambda reasons: reporter.started(planned.name, reasons),
+        on_wait=lambda: reporter.waiting(planned.name),
+    )
+    report = StageReport(
+        planned.name, planned.artifact, built.reasons, built.duration_s, shows=planned.shows
+    )
+    reporter.finished(report)
+    return report

@@ -1,0 +1,79 @@
+"""`specpipe build`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specpipe.cli.progress import Progress, log_shown
+
+if TYPE_CHECKING:
+    from specpipe.build.execution import StageReport
+from specpipe.cli.options import json_option, load, pair_options, small_files_option
+from specpipe.cli.output import print_json, shown
+
+
+@click.command()
+@pair_options
+@click.option("--dry-run", is_flag=True, help="Print each stage that would run, and why.")
+@click.option(
+    "--verify-inputs",
+    is_flag=True,
+    help="Hash every checkpoint and artifact, and not only what looks changed.",
+)
+@small_files_option
+@json_option
+def build(
+    config_path: Path,
+    overrides: Sequence[str],
+    dry_run: bool,
+    verify_inputs: bool,
+    small_files: Path | None,
+    as_json: bool,
+) -> None:
+    """Build engines and Triton repository; do only what is not done yet."""
+    from specpipe.build import artifacts, execution, planning
+
+    if small_files is not None and not dry_run:
+        raise click.UsageError("--small-files has no weights to build from: add --dry-run.")
+    config = load(config_path, overrides)
+    stages = planning.plan(config, small_files=small_files)
+    repository = artifacts.repository_dir(config)
+    if dry_run:
+        reports = execution.preview(stages, verify_inputs=verify_inputs)
+        if as_json:
+            print_json({"stages": [_stage_json(report) for report in reports]})
+        else:
+            for report in reports:
+                for reason in report.reasons or ("up to date",):
+                    click.echo(f"{report.stage}: {reason}")
+                for command in report.commands:
+                    click.echo(f"  $ {shlex.join(command)}")
+        return
+    with log_shown():
+        reports = execution.run(stages, Progress(), verify_inputs=verify_inputs)
+    if as_json:
+        print_json(
+            {
+                "repository": str(repository),
+                "stages": [
+                    {**_stage_json(report), "duration_s": round(report.duration_s, 3)}
+                    for report in reports
+                ],
+            }
+        )
+    else:
+        click.echo(shown(repository))
+
+
+def _stage_json(report: StageReport) -> dict[str, Any]:
+    return {
+        "stage": report.stage,
+        "artifact": str(report.artifact),
+        "reasons": list(report.reasons),
+        **({"commands": [list(command) for command in report.commands]} if report.commands else {}),
+    }

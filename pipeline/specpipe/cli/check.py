@@ -1,0 +1,81 @@
+"""`specpipe check`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from specpipe.build.planning import Checked
+from specpipe.cli.options import json_option, load, pair_options, small_files_option
+from specpipe.cli.output import print_json
+
+
+@click.command()
+@pair_options
+@click.option(
+    "--gpu",
+    metavar="NAME_OR_GB",
+    help="Plan memory for this GPU, as H100 or 24; left out: those of this machine.",
+)
+@small_files_option
+@json_option
+def check(
+    config_path: Path,
+    overrides: Sequence[str],
+    gpu: str | None,
+    small_files: Path | None,
+    as_json: bool,
+) -> None:
+    """Check that draft and target can be paired, and that they fit on a GPU.
+
+    Reads small files only.
+    """
+    from specpipe.build import planning
+    from specpipe.machine import gpus
+
+    config = load(config_path, overrides)
+    found = gpus.gpus_here() if gpu is None else (gpus.find_gpu(gpu),)
+    checked = planning.check(config, small_files=small_files, gpus=found)
+    plan = checked.plan
+    if gpu is not None and plan is None:
+        raise click.UsageError("--gpu has no effect: engine.device is cpu.")
+    if as_json:
+        print_json(_checked_json(checked))
+    else:
+        _print_checked(checked)
+    if plan is not None and not plan.fits:
+        number = next(on_gpu.number for on_gpu in plan.gpus if not on_gpu.fits)
+        raise click.ClickException(
+            f"the pair does not fit on GPU {number}: lower engine.max_batch_size or "
+            "engine.max_seq_len" + (", or choose a format that would fit" if plan.changes else "")
+        )
+
+
+def _checked_json(checked: Checked) -> dict[str, Any]:
+    memory = {role: dataclasses.asdict(found) for role, found in checked.memory.items()}
+    plan = None if checked.plan is None else checked.plan.to_json()
+    return {**dataclasses.asdict(checked.contract), "memory": memory, "memory_plan": plan}
+
+
+def _print_checked(checked: Checked) -> None:
+    from specpipe.build import memory_plan
+
+    contract = checked.contract
+    click.echo(
+        f"draft and target fit: {contract.num_used_token_ids} token ids in use; embedding rows: "
+        f"draft {contract.draft_vocab_size}, target {contract.target_vocab_size}"
+    )
+    click.echo(f"context: draft {contract.draft_max_seq_len}, target {contract.target_max_seq_len}")
+    click.echo(f"end ids: {', '.join(map(str, contract.end_token_ids)) or 'none'}")
+    for role, estimate in checked.memory.items():
+        click.echo(f"memory of the {role}: {estimate}")
+    if checked.plan is not None:
+        for line in memory_plan.lines(checked.plan):
+            click.echo(line)
+    for note in contract.notes:
+        click.echo(f"note: {note}")

@@ -1,0 +1,59 @@
+"""`specpipe doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from specpipe.cli.options import json_option
+from specpipe.cli.output import print_json
+
+
+@click.command()
+@click.option(
+    "--tensorrt-llm",
+    "compares_image",
+    is_flag=True,
+    help="Inside NVIDIA's image: compare what specpipe knows of TensorRT-LLM with what is there.",
+)
+@click.option(
+    "--app-dir",
+    type=click.Path(path_type=Path),
+    default=Path("/app"),
+    show_default=True,
+    help="Where the image has NVIDIA's templates, scripts and examples.",
+)
+@json_option
+def doctor(compares_image: bool, app_dir: Path, as_json: bool) -> None:
+    """Say what this machine has for building and serving."""
+    if not compares_image:
+        from specpipe.build.doctor import examine
+
+        lines = examine()
+        if as_json:
+            print_json({line.subject: line.found for line in lines})
+        else:
+            width = max(len(line.subject) for line in lines) + 2
+            for line in lines:
+                click.echo(f"{line.subject:{width}}{line.found}")
+        return
+    from specpipe.runtimes.tensorrt_llm.doctor import compare_image
+
+    release, comparisons = compare_image(app_dir)
+    if as_json:
+        found = [dataclasses.asdict(comparison) for comparison in comparisons]
+        print_json({"release": release.version, "comparisons": found})
+    else:
+        for comparison in comparisons:
+            verdict = "differs" if comparison.differences else "as known"
+            click.echo(f"{comparison.subject} ({comparison.examined}): {verdict}")
+            for difference in comparison.differences:
+                click.echo(f"  {difference}")
+    differing = [comparison.subject for comparison in comparisons if comparison.differences]
+    if differing:
+        raise click.ClickException(
+            f"this is not what specpipe knows of TensorRT-LLM {release.version}: "
+            f"{', '.join(differing)}"
+        )

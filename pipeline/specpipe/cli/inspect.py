@@ -1,0 +1,31 @@
+"""`specpipe inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from specpipe.cli.options import json_option
+from specpipe.cli.output import print_json
+
+
+@click.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Compare the digest of every file, and not its time.")
+@json_option
+def inspect(engine: Path, verify: bool, as_json: bool) -> None:
+    """Say what a built engine is, and whether it is whole.
+
+    ENGINE is its folder, that of a role (engines/NAME/target) or that of a pair (engines/NAME).
+    """
+    from specpipe.build import inspection
+
+    found = inspection.inspect(engine, verify=verify)
+    if as_json:
+        print_json({"engines": [one.as_json() for one in found]})
+    else:
+        click.echo("\n\n".join(map(inspection.as_text, found)))
+    for one in found:
+        if one.damage:
+            raise inspection.damaged(one.engine, one.damage)

@@ -1,0 +1,151 @@
+"""`specpipe serve`."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specpipe.cli.progress import log
+
+if TYPE_CHECKING:
+    from specpipe.runtimes.launch import LaunchMode
+from specpipe.cli.options import load, pair_options
+from specpipe.cli.output import shown
+
+
+@click.command()
+@pair_options
+@click.option(
+    "--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on."
+)
+@click.option(
+    "--http-port",
+    metavar="PORT",
+    default=8000,
+    show_default=True,
+    help="Port for HTTP; 0: any free one.",
+)
+@click.option(
+    "--grpc-port",
+    metavar="PORT",
+    default=8001,
+    show_default=True,
+    help="Port for gRPC; 0: any free one.",
+)
+@click.option(
+    "--metrics-port",
+    metavar="PORT",
+    default=8002,
+    show_default=True,
+    help="Port for metrics, over HTTP; 0: any free one.",
+)
+@click.option(
+    "--no-http",
+    "allow_http",
+    flag_value=False,
+    default=True,
+    help="Listen for gRPC alone: known holes of older tritonservers are in HTTP.",
+)
+@click.option(
+    "--allow-known-holes",
+    is_flag=True,
+    help="Let others than this machine reach a tritonserver that a client can end.",
+)
+@click.option(
+    "--mpi-mode",
+    type=click.Choice(["auto", "leader", "orchestrator"]),
+    default="auto",
+    show_default=True,
+    help="How the ranks of TensorRT-LLM's engines start: mpirun starts them, or the server does.",
+)
+@click.option(
+    "--allow-unknown-engine-facts",
+    is_flag=True,
+    help="Serve engines of which specpipe cannot tell whether they fit this machine.",
+)
+@click.option(
+    "--allow-unverified",
+    is_flag=True,
+    help="Serve a pair that failed its verification, or was changed since it was verified.",
+)
+@click.option(
+    "--verify-files",
+    is_flag=True,
+    help="Hash every file of the repository, and not only what was touched since it was built.",
+)
+@click.option(
+    "--allow-damaged", is_flag=True, help="Serve a repository whose files are not what was built."
+)
+@click.option(
+    "--verbose", is_flag=True, help="Show all that Triton logs, and not its trouble only."
+)
+def serve(
+    config_path: Path,
+    overrides: Sequence[str],
+    mpi_mode: LaunchMode,
+    allow_unknown_engine_facts: bool,
+    allow_unverified: bool,
+    verify_files: bool,
+    allow_damaged: bool,
+    verbose: bool,
+    **listen: Any,
+) -> None:
+    """Serve the built pair with Triton until it is stopped.
+
+    A repository whose files are not what was built is refused. So is a pair that `specpipe verify`
+    found at fault, or that was changed since it was verified; one that never was verified is
+    served.
+    """
+    from specpipe.build import repositories
+    from specpipe.errors import RepositoryError
+    from specpipe.evaluate.verification import record
+    from specpipe.machine.provenance import gpus
+    from specpipe.triton.server import launcher
+    from specpipe.triton.server.log_lines import is_worth_showing
+
+    def announce(server: launcher.Server) -> None:
+        models = ", ".join(sorted(path.parent.name for path in repository.folder.glob("*/1")))
+        log(f"{config.name}: {models}; started in {time.monotonic() - started:.1f} s")
+        click.echo(f"ready: {' '.join(server.urls)} {server.metrics_url}")
+
+    def log_of_triton(line: str) -> None:
+        if verbose or is_worth_showing(line, has_gpu=has_gpu):
+            log(line)
+
+    config = load(config_path, overrides)
+    repository = repositories.hold_repository(config, verify=verify_files)
+    if verify_files:
+        log(f"{shown(repository.folder)}: {repository.hashed}")
+    if repository.refusal is not None:
+        if not allow_damaged:
+            raise RepositoryError(
+                f"{repository.refusal}, or serve it as it is with --allow-damaged"
+            )
+        log(f"warning: {repository.refusal}; allowed by --allow-damaged")
+    for line in repositories.outdated(config):
+        log(f"warning: not what {config.source} says now: {line}")
+    if (refusal := record.refusal(config.artifacts_dir)) is not None:
+        if not allow_unverified:
+            raise RepositoryError(f"{refusal}, or serve it as it is with --allow-unverified")
+        log(f"warning: {refusal}; allowed by --allow-unverified")
+    has_gpu = bool(gpus())
+    log("starting Triton ...")
+    started = time.monotonic()
+    launcher.serve(
+        repository.folder,
+        launcher.ServeOptions(**listen),
+        report=log,
+        mpi_mode=mpi_mode,
+        allow_unknown_engine_facts=allow_unknown_engine_facts,
+        build_command=shlex.join(
+            ["specpipe", "build", "--config", str(config_path)]
+            + [word for override in overrides for word in ("--set", override)]
+        ),
+        log=log_of_triton,
+        on_ready=announce,
+    )

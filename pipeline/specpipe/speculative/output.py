@@ -1,0 +1,131 @@
+"""The text of one request: what may be shown of it, and where a stop string ends it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from specpipe.speculative.request import Request
+from specpipe.speculative.stop_strings import StandIns, StopStrings
+
+
+class Output:
+    """Text, ids and log-probabilities on their way out, held back while a stop string may be under
+    way.
+
+    A token leaves together with the text that it completes, so that a cut takes both. Offsets are
+    those of the whole text, so that what is held back costs nothing while it waits.
+    """
+
+    def __init__(self, request: Request, hidden_tokens: Mapping[int, str]) -> None:
+        self._with_log_probs = request.return_log_probs
+        self._hidden_tokens = hidden_tokens
+        self._stand_ins = StandIns(request.stop_strings, hidden_tokens)
+        self._stop_strings = StopStrings(self._stand_ins.strings)
+        self._text = ""  # decoded, not yet taken
+        self._num_taken_chars = 0
+        self._tokens: deque[Token] = deque()
+        self._num_held_chars = 0
+        self._is_cut = self._is_finished = False
+        self.num_taken_tokens = 0
+
+    def is_searched(self, token_id: int) -> bool:
+        """Says whether a stop string names this special token."""
+        return token_id in self._stand_ins.characters
+
+    def append(
+        self, token_id: int, log_prob: float | None, text: str, *, before: str, can_stop: bool
+    ) -> bool:
+        """Adds one token; True when its text completes a stop string, which is then cut off.
+
+        `before` is text of the tokens before it. Where it cannot stop, the text so far can no
+        longer become part of a stop string.
+        """
+        if before:
+            self._text += before
+            self._tokens[-1] = replace(self._tokens[-1], end=self._num_chars())
+            if self._search(before, can_stop=can_stop):
+                return True
+        text += self._stand_ins.characters.get(token_id, "")
+        start = self._num_chars()
+        self._text += text
+        self._tokens.append(Token(token_id, log_prob, start, self._num_chars()))
+        return self._search(text, can_stop=can_stop)
+
+    def finish(self, text: str, *, can_stop: bool) -> bool:
+        """Adds the last text and holds nothing back; True when a stop string was cut off."""
+        self._is_finished = True
+        if text and not self._is_cut:
+            self._text += text
+            self._search(text, can_stop=can_stop)
+        self._num_held_chars = 0
+        return self._is_cut
+
+    def take(self) -> tuple[str, tuple[int, ...], tuple[float, ...]]:
+        """What may leave now: text, token ids, log-probabilities."""
+        num_chars = len(self._text) - self._num_held_chars
+        text, self._text = self._text[:num_chars], self._text[num_chars:]
+        self._num_taken_chars += num_chars
+        taken = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
+        self.num_taken_tokens += len(taken)
+        log_probs = [t.log_prob for t in taken if t.log_prob is not None]
+        return (
+            self._stand_ins.remove(text),
+            tuple(t.token_id for t in taken),
+            tuple(log_probs) if self._with_log_probs else (),
+        )
+
+    def _num_chars(self) -> int:
+        return self._num_taken_chars + len(self._text)
+
+    def _num_whole_tokens(self) -> int:
+        """How many tokens have all their text taken.
+
+        A token without text of its own (the start of a character) waits for the one that completes
+        it.
+        """
+        if self._is_finished:
+            return len(self._tokens)
+        num_whole = 0
+        for number, token in enumerate(self._tokens, 1):
+            if token.end > self._num_taken_chars:
+                break
+            if token.has_text:
+                num_whole = number
+        return num_whole
+
+    def _search(self, text: str, *, can_stop: bool) -> bool:
+        if not can_stop:
+            self._stop_strings.forget()
+            self._num_held_chars = 0
+            return False
+        end = self._num_chars()
+        at = self._stop_strings.find(text)
+        if at is None:
+            self._num_held_chars = self._stop_strings.num_held_chars
+            return False
+        cut = end - len(text) + at
+        self._text = self._text[: cut - self._num_taken_chars]
+        while self._tokens and not self._is_before(self._tokens[-1], cut):
+            self._tokens.pop()
+        self._is_cut = True
+        return True
+
+    def _is_before(self, token: Token, cut: int) -> bool:
+        """Says whether a token begins before a cut; the start of a character goes with its end."""
+        if token.has_text:
+            return token.start < cut
+        return token.token_id in self._hidden_tokens and token.start <= cut
+
+
+@dataclass(frozen=True)
+class Token:
+    token_id: int
+    log_prob: float | None
+    start: int
+    end: int
+
+    @property
+    def has_text(self) -> bool:
+        return self.end > self.start
