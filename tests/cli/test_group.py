@@ -177,8 +177,8 @@ def test_a_bug_is_one_sentence_that_says_where(monkeypatch: pytest.MonkeyPatch) 
     result = run("build", "--config", "x.yaml")
     assert result.exit_code == 1
     assert re.fullmatch(
-        r"Error: a fault of specpipe itself, in cli/build\.py:\d+: ZeroDivisionError: division by zero; "
-        "`specpipe --debug` before the command shows more, and a report of it is welcome\n",
+        r"Error: a fault of specpipe itself, in cli/build\.py:\d+: ZeroDivisionError: division by "
+        "zero; `specpipe --debug` before the command shows more, and a report of it is welcome\n",
         result.stderr,
     )
     told = run("--debug", "build", "--config", "x.yaml").stderr
