@@ -13,7 +13,7 @@ SpecpipeError
     ├── NoAnswer          a server that cannot be reached, or whose connection broke
     └── CutStream         an answer that began and came to no end
 
-A message says what failed, where, and what to do about it. `cli.py` prints it and exits 1.
+A message says what failed, where, and what to do about it. `cli/group.py` prints it and exits 1.
 What a stranger sent stands in it as `show` writes it.
 """
 

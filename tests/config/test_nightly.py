@@ -1,4 +1,4 @@
-"""nightly/settings.py: defaults, and what is refused."""
+"""config/nightly.py: defaults, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specpipe build`."""
+"""`specpipe build`: what is stale of a pair, made in order."""
 
 from __future__ import annotations
 

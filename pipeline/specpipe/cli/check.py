@@ -1,4 +1,4 @@
-"""`specpipe check`."""
+"""`specpipe check`: whether a pair fits together and on a GPU, before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specpipe doctor`."""
+"""`specpipe doctor`: what this machine has, and what differs in NVIDIA's image."""
 
 from __future__ import annotations
 

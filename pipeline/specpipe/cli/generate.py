@@ -1,4 +1,4 @@
-"""`specpipe generate`."""
+"""`specpipe generate`: one question to a running server."""
 
 from __future__ import annotations
 

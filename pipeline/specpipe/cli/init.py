@@ -1,4 +1,4 @@
-"""`specpipe init`."""
+"""`specpipe init`: a commented YAML for two checkpoints."""
 
 from __future__ import annotations
 

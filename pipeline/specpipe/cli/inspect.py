@@ -1,4 +1,4 @@
-"""`specpipe inspect`."""
+"""`specpipe inspect`: what a built engine is, and whether it is whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specpipe migrate`."""
+"""`specpipe migrate`: a config for TensorRT-LLM's engines, turned into one for its backend pytorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specpipe schema`."""
+"""`specpipe schema`: the JSON Schema of the YAML."""
 
 from __future__ import annotations
 

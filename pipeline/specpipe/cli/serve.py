@@ -1,4 +1,4 @@
-"""`specpipe serve`."""
+"""`specpipe serve`: the built pair behind Triton, until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Holds what specpipe knows of TensorRT-LLM against an image that has it, and says what differs.
 
-The tables (versions.py, build_flags.py, contract.py, model_yaml.py) were read from sources whose
-release is not always certain. In NVIDIA's image the originals lie beside them: the help of
-`trtllm-build`, the templates and scripts under /app, the backend's library, the Python package.
+The tables (config/tensorrt_llm_versions.py, build_flags.py, contract.py, model_yaml.py) were read
+from sources whose release is not always certain. In NVIDIA's image the originals lie beside them:
+the help of `trtllm-build`, the templates and scripts under /app, the backend's library, the Python
+package.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ LAUNCH_WORDS = (
     "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES",
 )
 """What NVIDIA's launch script puts on the command line and into the environment, as serve.py and
-triton/command.py do."""
+triton/server/command.py do."""
 
 DECOUPLED_REFUSAL = b"Streaming is only supported if model is deployed using decoupled mode"
 """What the backend says to a stream of a model that is not decoupled. There is no such sentence for

@@ -1,8 +1,8 @@
 """What a draft-verify round makes of scores where tokens are drawn, in Triton's language.
 
-It does what `runtimes/torch/sampling.py` does, for requests whose scores depend on the model alone.
-Scores and probabilities are float64 here too, so that a choice differs from that sampler's only
-where it would be a tie.
+It does what `runtimes/pair/torch_sampler.py` does, for requests whose scores depend on the model
+alone. Scores and probabilities are float64 here too, so that a choice differs from that sampler's
+only where it would be a tie.
 
 | kernel | does |
 |---|---|
