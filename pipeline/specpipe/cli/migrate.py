@@ -1,4 +1,4 @@
-"""`specpipe migrate`: a config for TensorRT-LLM's engines, turned into one for its backend pytorch."""
+"""`specpipe migrate`: a config for TensorRT-LLM's engines becomes one for its pytorch backend."""
 
 from __future__ import annotations
 

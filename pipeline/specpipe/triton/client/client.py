@@ -70,7 +70,7 @@ class Client:
         return self._served
 
     def generate(self, prompt: str | None = None, **settings: Any) -> Completion:
-        """Returns the whole answer. Settings are inputs of the ensemble by name (serving/tensors.py).
+        """Returns the whole answer. Settings are the inputs by name (serving/tensors.py).
 
         Raises RequestError with what the server says against the request, ServerError when it does
         not answer, or when a request fails after its first chunk.
