@@ -330,9 +330,6 @@ def configuration(data: bytes) -> None:
 @cache
 def _models() -> dict[str, Any]:
     """The hand-written models of one repository, which serves an EchoPair."""
-    os.environ["SPECPIPE_SECRET"] = _SECRET
-    module = stand_in()
-    sys.modules[module.__name__] = module
     version = _folder() / "served" / "1"
     version.mkdir(parents=True)
     template = TEMPLATES["chatml"]
@@ -341,7 +338,12 @@ def _models() -> dict[str, Any]:
     served = limits.resolved(max_seq_len=512, longest_token_bytes=2, is_bytewise=True)
     (version / "limits.json").write_text(served.model_dump_json())
     (version / "pair.json").write_text(PairFile("torch", PairOptions(max_seq_len=512)).to_json())
-    models = {name: load(name) for name in ("preprocessing", "speculative", "postprocessing")}
+    module = stand_in()
+    sys.modules[module.__name__] = module  # only while they are imported: other tests have none
+    try:
+        models = {name: load(name) for name in ("preprocessing", "speculative", "postprocessing")}
+    finally:
+        del sys.modules[module.__name__]
     parameters = {
         "tokenizer_dir": "tokenizer",
         "limits_file": "limits.json",
@@ -361,7 +363,10 @@ def _models() -> dict[str, Any]:
     def load_pair(_: object, pair: PairFile, detokenizer: Any) -> EchoPair:
         return EchoPair(pair.options, detokenizer)
 
-    with mock.patch.object(repository, "load_pair", load_pair):
+    with (
+        mock.patch.object(repository, "load_pair", load_pair),
+        mock.patch.dict(os.environ, SPECPIPE_SECRET=_SECRET),
+    ):
         for model in models.values():
             model.initialize(arguments)
     atexit.register(models["speculative"].finalize)
