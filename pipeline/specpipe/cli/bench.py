@@ -339,15 +339,13 @@ def _prompts(tokenizer: Tokenizer | None, options: dict[str, Any]) -> PromptSet:
 def _served(config: PipelineConfig, protocol: Protocol) -> Iterator[tuple[str, str]]:
     """Serves a built pair; its URL and that of its metrics."""
     from specpipe.build.repositories import built_repository
-    from specpipe.runtimes.runtime import load_runtime
+    from specpipe.evaluate.serving import served
     from specpipe.triton.repository import lint
-    from specpipe.triton.server import launcher
 
     repository = built_repository(config)
     lint.check(repository)
-    launch = load_runtime(config.engine.runtime).launch(repository)
     _log("starting a server")
-    with launcher.running(repository, launch=launch) as server:
+    with served(repository) as server:
         yield server.grpc_url if protocol == "grpc" else server.http_url, server.metrics_url
 
 

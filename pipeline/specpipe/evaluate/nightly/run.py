@@ -220,8 +220,7 @@ class _PairRun:
         from specpipe.evaluate.bench.run import Side
         from specpipe.evaluate.endpoints.in_process import InProcess
         from specpipe.evaluate.endpoints.triton import Triton
-        from specpipe.runtimes.runtime import load_runtime
-        from specpipe.triton.server.server import running
+        from specpipe.evaluate.serving import served
 
         repository = artifacts.repository_dir(self._config)
         if self._options.is_in_process:
@@ -229,9 +228,8 @@ class _PairRun:
                 yield Side(name=_WITH, endpoint=pair, is_local=True)
             return
         self._report("starting Triton, for the benchmark")
-        launch = load_runtime(self._config.engine.runtime).launch(repository)
         with (
-            running(repository, launch=launch) as server,
+            served(repository) as server,
             contextlib.closing(Triton(server.grpc_url)) as ensemble,
         ):
             yield Side(name=_WITH, endpoint=ensemble, metrics_url=server.metrics_url, is_local=True)
