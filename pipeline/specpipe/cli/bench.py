@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,9 @@ from urllib.parse import urlsplit
 
 import click
 
-from specpipe.cli.options import NumberRange
+from specpipe.cli.options import NumberRange, Numbers, json_option, load
+from specpipe.cli.output import print_json
+from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -123,9 +123,9 @@ _WITHOUT, _WITH = "the target alone", "speculation"
 @click.option(
     "--concurrency",
     "concurrencies",
+    type=Numbers(),
     default="1,4,8",
     show_default=True,
-    metavar="N,N,...",
     help="Loads to measure: numbers of streams, each of which asks one question after the other.",
 )
 @click.option(
@@ -192,14 +192,14 @@ _WITHOUT, _WITH = "the target alone", "speculation"
     help="File for the result; aiperf's records go into a folder of its name. Left out: "
     "results/bench.json beside the repository, where there is a --config.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@json_option
 def bench(
     config_path: Path | None,
     overrides: Sequence[str],
     url: str | None,
     against: str | None,
     protocol: Protocol,
-    concurrencies: str,
+    concurrencies: tuple[int, ...],
     num_draft_tokens: int | None,
     output: Path | None,
     as_json: bool,
@@ -227,7 +227,7 @@ def bench(
     if url is None or against is not None:
         require_scipy()  # before a server is started for nothing
     settings = _settings(concurrencies, options)
-    config = None if config_path is None else _load(config_path, overrides)
+    config = None if config_path is None else load(config_path, overrides)
     tokenizer = _tokenizer(config, options["tokenizer_dir"])
     prompts = _prompts(tokenizer, options)
     count_tokens = _counter(tokenizer)
@@ -236,7 +236,7 @@ def bench(
             assert config is not None
             url, options["metrics_url"] = stack.enter_context(_served(config, protocol))
         sides = _sides(stack, url, against, num_draft_tokens, options)
-        measurements = run.measure(sides, prompts, settings, report=_log)
+        measurements = run.measure(sides, prompts, settings, report=log)
     pair = url if config is None else config.name
     found = {
         **header(
@@ -254,33 +254,27 @@ def bench(
         write_result(output, found)
         run.write_records(output.with_suffix(""), measurements, count_tokens=count_tokens)
     if as_json:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found)
     else:
         _print_table(measurements, settings, count_tokens)
         for line in _conclusions(found, is_one_server=against is None):
             click.echo(f"\n{line}")
     if output is not None:
-        _log(f"written: {output}")
+        log(f"written: {output}")
 
 
-def _settings(concurrencies: str, options: dict[str, Any]) -> Settings:
-    from specpipe.checkpoints.files import quoted
+def _settings(concurrencies: tuple[int, ...], options: dict[str, Any]) -> Settings:
     from specpipe.evaluate.bench.metrics import Limits
     from specpipe.evaluate.bench.run import Settings
     from specpipe.speculative.request import Sampling
 
-    numbers = [part.strip() for part in concurrencies.split(",")]
-    if not all(re.fullmatch(r"0*[1-9]\d{0,5}", number, re.ASCII) for number in numbers):
-        raise click.UsageError(
-            f"--concurrency is {quoted(concurrencies)}: expected numbers as in 1,4,8."
-        )
     restricts = options["top_k"] > 1 or options["top_p"] < 1.0
     if restricts and not options["temperature"]:
         raise click.UsageError(
             "--top-k and --top-p need --temperature: greedy has no use for them."
         )
     return Settings(
-        concurrencies=tuple(dict.fromkeys(map(int, numbers))),
+        concurrencies=concurrencies,
         rounds=options["rounds"],
         num_warm_up=options["num_warm_up"],
         sampling=Sampling(
@@ -293,12 +287,6 @@ def _settings(concurrencies: str, options: dict[str, Any]) -> Settings:
             output_token_s=_seconds(options["tpot_limit_ms"]),
         ),
     )
-
-
-def _load(path: Path, overrides: Sequence[str]) -> PipelineConfig:
-    from specpipe.build.load import load_config
-
-    return load_config(path, overrides)
 
 
 def _tokenizer(config: PipelineConfig | None, folder: Path | None) -> Tokenizer | None:
@@ -344,7 +332,7 @@ def _served(config: PipelineConfig, protocol: Protocol) -> Iterator[tuple[str, s
 
     repository = built_repository(config)
     lint.check(repository)
-    _log("starting a server")
+    log("starting a server")
     with served(repository) as server:
         yield server.grpc_url if protocol == "grpc" else server.http_url, server.metrics_url
 
@@ -382,7 +370,7 @@ def _sides(
     if not takes_draft_length(main.endpoint):
         if num_draft_tokens is not None:
             raise click.UsageError(f"{url} takes no draft length: no --num-draft-tokens.")
-        _log(f"{url} takes no draft length: to compare it with another server, give --against")
+        log(f"{url} takes no draft length: to compare it with another server, give --against")
         return [main]
     return [
         replace(main, name=_WITHOUT, num_draft_tokens=0),
@@ -443,13 +431,13 @@ def _conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]
 
 def _by_position(found: dict[str, Any]) -> Iterator[str]:
     """A line for each load and side of which that is known: from its answers, or its counters."""
-    for load in found["loads"]:
-        for name, side in load["sides"].items():
+    for measured in found["loads"]:
+        for name, side in measured["sides"].items():
             sources = (side["acceptance"], side["server_counters"])
             rates = next((s["per_position"] for s in sources if s and s["per_position"]), None)
             if rates:
                 shown = "  ".join(f"{rate:.2f}" for rate in rates)
-                yield f"{load['concurrency']:7}  {name}: {shown}"
+                yield f"{measured['concurrency']:7}  {name}: {shown}"
 
 
 def _cells(summary: Summary) -> list[str]:
@@ -477,7 +465,3 @@ def _number(value: float | None, num_digits: int) -> str:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def _log(line: str) -> None:
-    click.echo(line, err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,26 @@ class NumberRange(click.FloatRange):
         if math.isnan(number):
             self.fail(f"{value} is no number.", param, ctx)
         return number
+
+
+class Numbers(click.ParamType):
+    """Whole numbers above 0 with commas between, as in 1,4,8; each is taken once."""
+
+    name = "N,N,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        from specpipe.checkpoints.files import quoted
+
+        if isinstance(value, tuple):  # click converts a default that is no text, too
+            return value
+        numbers = [part.strip() for part in value.split(",")]
+        if not all(re.fullmatch(r"0*[1-9]\d{0,5}", number, re.ASCII) for number in numbers):
+            self.fail(
+                f"{quoted(value)}: expected numbers with commas between, as in 1,4,8.", param, ctx
+            )
+        return tuple(dict.fromkeys(map(int, numbers)))
 
 
 def config_options(config_help: str, set_help: str) -> Callable[[Command], Command]:

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specpipe.cli.options import NumberRange, built_pair_options, chat_option, prompt_options
+from specpipe.cli.options import (
+    NumberRange,
+    Numbers,
+    built_pair_options,
+    chat_option,
+    json_option,
+    load,
+    prompt_options,
+)
+from specpipe.cli.output import print_json
+from specpipe.cli.progress import Progress, log
 from specpipe.errors import SpecpipeError
 
 _NO_CERTAINTY = (
@@ -44,7 +54,7 @@ if TYPE_CHECKING:
 @click.option(
     "--concurrency",
     "concurrencies",
-    metavar="N,N,...",
+    type=Numbers(),
     help="Loads to tune for; left out: 1, 2, 4 and so on, up to engine.max_batch_size.",
 )
 @click.option(
@@ -88,7 +98,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Write the schedule into the YAML as speculation.schedule; comments stay.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@json_option
 def tune(
     config_path: Path,
     overrides: Sequence[str],
@@ -98,7 +108,7 @@ def tune(
     is_chat: bool,
     temperature: float,
     candidates: Sequence[str],
-    concurrencies: str | None,
+    concurrencies: tuple[int, ...] | None,
     max_draft_len: int | None,
     num_best: int,
     rounds: int,
@@ -116,12 +126,8 @@ def tune(
     vLLM. Runs the pair in this process. The result is written to results/tune.json beside the
     repository.
     """
-    from specpipe.build.load import load_config
     from specpipe.evaluate.tune import run
     from specpipe.evaluate.tune.yaml_edit import write_schedule
-
-    def report(line: str) -> None:
-        click.echo(line, err=True)
 
     options = run.Options(
         prompts=prompts,
@@ -129,7 +135,7 @@ def tune(
         is_chat=is_chat,
         max_tokens=max_tokens,
         temperature=temperature,
-        concurrencies=_numbers(concurrencies),
+        concurrencies=concurrencies or (),
         max_draft_len=max_draft_len,
         candidates=tuple(candidates),
         num_best=num_best,
@@ -137,11 +143,10 @@ def tune(
         time_limit_s=time_limit_s,
         resumes=resumes,
     )
-    config = load_config(config_path, overrides)
-    tuning = run.tune(config, options, report=report, reporter=_Progress())
+    config = load(config_path, overrides)
+    tuning = run.tune(config, options, report=log, reporter=_Progress())
     if as_json:
-        data = json.loads(tuning.path.read_text(encoding="utf-8"))
-        click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+        print_json(json.loads(tuning.path.read_text(encoding="utf-8")))
     else:
         for line in summary(tuning):
             click.echo(line)
@@ -149,20 +154,17 @@ def tune(
         if tuning.own.schedule is None:
             raise SpecpipeError(f"{config_path} stays as it is: {_NO_CERTAINTY}")
         write_schedule(config_path, tuning.own.schedule)
-        report(f"{config_path}: schedule written; build again, and it is served")
+        log(f"{config_path}: schedule written; build again, and it is served")
 
 
-class _Progress:
-    """Writes to stderr what is built."""
+class _Progress(Progress):
+    """Writes to stderr what was built, and not why, nor what was there."""
 
     def started(self, stage: str, reasons: Sequence[str]) -> None: ...
 
-    def waiting(self, stage: str) -> None:
-        click.echo(f"{stage}: another build of it is running, waiting", err=True)
-
     def finished(self, report: StageReport) -> None:
         if report.reasons:
-            click.echo(f"{report.stage}: built in {report.duration_s:.1f} s", err=True)
+            log(f"{report.stage}: built in {report.duration_s:.1f} s")
 
 
 def summary(tuning: Tuning) -> list[str]:
@@ -312,14 +314,3 @@ def _interval(low: float | None, high: float | None) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
-
-
-def _numbers(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise click.UsageError(
-            f"--concurrency {text}: expected numbers with commas between, as in 1,4,8."
-        ) from None

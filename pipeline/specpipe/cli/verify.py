@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specpipe.cli.options import NumberRange, built_pair_options, chat_option, prompt_options
-from specpipe.errors import ConfigError
+from specpipe.cli.options import (
+    NumberRange,
+    Numbers,
+    built_pair_options,
+    chat_option,
+    json_option,
+    load,
+    prompt_options,
+)
+from specpipe.cli.output import print_json
+from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
     from specpipe.evaluate.verification.exact import SideResult
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--num-draft-tokens",
     "num_draft_tokens",
+    type=Numbers(),
     metavar="K,K,...",
     help="Draft tokens per step to try; left out: 1, half of the pair's, all of them.",
 )
@@ -55,7 +65,7 @@ if TYPE_CHECKING:
     type=NumberRange(0, 1),
     help="Share of the gate's answers that must be right.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@json_option
 def verify(
     config_path: Path,
     overrides: Sequence[str],
@@ -63,7 +73,7 @@ def verify(
     limit: int | None,
     max_tokens: int,
     is_chat: bool,
-    num_draft_tokens: str | None,
+    num_draft_tokens: tuple[int, ...] | None,
     is_strict: bool,
     is_float32: bool,
     is_in_process: bool,
@@ -80,7 +90,6 @@ def verify(
     (a numerical one, with its margin) or fault, and is written to verification.json beside the
     repository. Exit code 1 on a fault.
     """
-    from specpipe.build.load import load_config
     from specpipe.evaluate.verification.outcome import Options
     from specpipe.evaluate.verification.run import verify as run
 
@@ -93,7 +102,7 @@ def verify(
         limit=limit,
         max_tokens=max_tokens,
         is_chat=is_chat,
-        num_draft_tokens=_lengths(num_draft_tokens),
+        num_draft_tokens=num_draft_tokens or (),
         is_strict=is_strict,
         is_float32=is_float32,
         is_in_process=is_in_process,
@@ -101,15 +110,11 @@ def verify(
         gate=gate,
         gate_pass_rate=gate_pass_rate,
     )
-    done = run(
-        load_config(config_path, overrides),
-        options,
-        report=lambda line: click.echo(line, err=True),
-    )
+    done = run(load(config_path, overrides), options, report=log)
     if as_json:
         data = json.loads(done.path.read_text(encoding="utf-8"))
         data.get("repository", {}).pop("files", None)
-        click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+        print_json(data)
     else:
         for line in summary(done):
             click.echo(line)
@@ -182,14 +187,3 @@ def _counts(side: SideResult) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _lengths(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--num-draft-tokens {text}: expected numbers with commas between, as in 1,4,8"
-        ) from None

@@ -208,9 +208,3 @@ def test_the_schedule_is_written_only_when_asked(
     invoke(monkeypatch, tmp_path, "--write")
     assert load_config(path).speculation.limits == ((1, 2), (2, 0))
     assert "# end\n" in path.read_text()
-
-
-def test_a_concurrency_that_is_no_number() -> None:
-    done = CliRunner().invoke(tune, ["--config", "x.yaml", "--concurrency", "1;4"])
-    assert done.exit_code == 2
-    assert "--concurrency 1;4: expected numbers with commas between, as in 1,4,8." in done.stderr
