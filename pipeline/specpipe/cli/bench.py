@@ -5,39 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
 import click
 
-from specpipe.cli.options import NumberRange, Numbers, json_option, load
+from specpipe.cli.options import NumberRange, Numbers, chat_option, json_option, load
 from specpipe.cli.output import print_json
 from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
-    from specpipe.evaluate.bench.metrics import CountTokens, Distribution, Summary
-    from specpipe.evaluate.bench.run import Measurements, Settings, Side
-    from specpipe.evaluate.prompts import PromptSet
+    from specpipe.evaluate.bench.metrics import CountTokens
+    from specpipe.evaluate.bench.run import Settings, Side
     from specpipe.text.tokenizer import Tokenizer
 
 Protocol = Literal["grpc", "http"]
-
-_CELL = 10  # characters
-_COLUMNS = (
-    "tokens/s",
-    "TTFT p50",
-    "p99",
-    "TPOT mean",
-    "p99",
-    "gap p99",
-    "good/s",
-    "accepted",
-    "per step",
-)
-_WITHOUT, _WITH = "the target alone", "speculation"
 
 
 @click.command()
@@ -93,9 +76,7 @@ _WITHOUT, _WITH = "the target alone", "speculation"
     help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
 )
 @click.option("--limit", type=click.IntRange(1), help="Take the first prompts only.")
-@click.option(
-    "--chat", is_flag=True, help="Ask each prompt as a user's message, in the chat template."
-)
+@chat_option
 @click.option(
     "--input-tokens",
     metavar="N|LOW-HIGH",
@@ -216,20 +197,32 @@ def bench(
     between two outputs of a stream. Failed and cut answers are counted, and are in no time and no
     rate.
     """
-    from specpipe.evaluate.bench import run
+    from specpipe.evaluate.bench import run, table
     from specpipe.evaluate.bench.compare import require_scipy
+    from specpipe.evaluate.bench.workload import Workload
     from specpipe.evaluate.results import header, write_result
 
     if config_path is None and url is None:
         raise click.UsageError("Give --config, --url or both.")
     if against is None and (options["against_model"] or options["against_metrics_url"]):
         raise click.UsageError("--against-model and --against-metrics-url need --against.")
+    if against is not None and num_draft_tokens is not None:
+        raise click.UsageError("--against compares servers as they are: no --num-draft-tokens.")
     if url is None or against is not None:
         require_scipy()  # before a server is started for nothing
     settings = _settings(concurrencies, options)
     config = None if config_path is None else load(config_path, overrides)
     tokenizer = _tokenizer(config, options["tokenizer_dir"])
-    prompts = _prompts(tokenizer, options)
+    if options["input_tokens"] is not None and tokenizer is None:
+        raise click.UsageError("--input-tokens needs --tokenizer, or --config of a built pair.")
+    workload = Workload(
+        source=options["prompts_source"],
+        limit=options["limit"],
+        input_tokens=options["input_tokens"],
+        max_tokens=options["max_tokens"],
+        is_chat=options["is_chat"],
+    )
+    prompts = workload.load(tokenizer, seed=settings.seed)
     count_tokens = _counter(tokenizer)
     with contextlib.ExitStack() as stack:
         if url is None:
@@ -242,7 +235,7 @@ def bench(
         **header(
             "bench",
             pair=pair,
-            settings={**settings.to_json(), **_asked(options)},
+            settings={**settings.to_json(), **workload.to_json()},
             prompts=prompts,
             libraries=("tritonclient", "scipy", "numpy"),
         ),
@@ -256,9 +249,10 @@ def bench(
     if as_json:
         print_json(found)
     else:
-        _print_table(measurements, settings, count_tokens)
-        for line in _conclusions(found, is_one_server=against is None):
-            click.echo(f"\n{line}")
+        for line in table.lines(measurements.summaries(settings.limits, count_tokens)):
+            click.echo(line)
+        for paragraph in table.conclusions(found, is_one_server=against is None):
+            click.echo(f"\n{paragraph}")
     if output is not None:
         log(f"written: {output}")
 
@@ -305,24 +299,6 @@ def _counter(tokenizer: Tokenizer | None) -> CountTokens | None:
     return lambda text: len(tokenizer.encode_fragment(text))
 
 
-def _prompts(tokenizer: Tokenizer | None, options: dict[str, Any]) -> PromptSet:
-    from specpipe.evaluate import prompts
-
-    found = prompts.load_prompts(options["prompts_source"], limit=options["limit"])
-    chosen: Sequence[prompts.Prompt] = found.prompts
-    if options["input_tokens"] is not None:
-        if tokenizer is None:
-            raise click.UsageError("--input-tokens needs --tokenizer, or --config of a built pair.")
-        lengths = prompts.Lengths.parse(options["input_tokens"])
-        chosen = prompts.with_lengths(chosen, lengths, tokenizer, seed=options["seed"])
-    if options["max_tokens"] is not None:
-        lengths = prompts.Lengths.parse(options["max_tokens"])
-        chosen = prompts.with_max_tokens(chosen, lengths, seed=options["seed"])
-    if options["chat"]:
-        chosen = prompts.as_messages(chosen)
-    return prompts.PromptSet(found.source, tuple(chosen))
-
-
 @contextlib.contextmanager
 def _served(config: PipelineConfig, protocol: Protocol) -> Iterator[tuple[str, str]]:
     """Serves a built pair; its URL and that of its metrics."""
@@ -343,124 +319,31 @@ def _sides(
     against: str | None,
     num_draft_tokens: int | None,
     options: dict[str, Any],
-) -> list[Side]:
+) -> Sequence[Side]:
     """The baseline first: the other server, or the same one without speculation."""
-    from specpipe.evaluate.bench.run import Side
-    from specpipe.evaluate.endpoints import open_endpoint, takes_draft_length
-    from specpipe.machine.web import is_here
+    from specpipe.evaluate.bench.sides import named_apart, open_side, without_and_with
+    from specpipe.evaluate.endpoints import takes_draft_length
 
     variable = options["api_key_variable"]
     if variable is not None and variable not in os.environ:
         raise click.UsageError(f"--api-key-variable: {variable} is not set.")
+    api_key = None if variable is None else os.environ[variable]
 
-    def side(name: str, url: str, model: str | None, metrics_url: str | None) -> Side:
-        endpoint = open_endpoint(
-            url, model=model, api_key=None if variable is None else os.environ[variable]
-        )
-        stack.callback(endpoint.close)
-        is_local = is_here(urlsplit(url).hostname or "")
-        return Side(name=name, endpoint=endpoint, metrics_url=metrics_url, is_local=is_local)
+    def opened(url: str, which: str = "") -> Side:
+        model, metrics_url = options[f"{which}model"], options[f"{which}metrics_url"]
+        side = open_side(url, model=model, metrics_url=metrics_url, api_key=api_key)
+        stack.callback(side.endpoint.close)
+        return side
 
-    main = side(url, url, options["model"], options["metrics_url"])
+    side = opened(url)
     if against is not None:
-        if num_draft_tokens is not None:
-            raise click.UsageError("--against compares servers as they are: no --num-draft-tokens.")
-        other = side(against, against, options["against_model"], options["against_metrics_url"])
-        return _named_apart([other, main])
-    if not takes_draft_length(main.endpoint):
-        if num_draft_tokens is not None:
-            raise click.UsageError(f"{url} takes no draft length: no --num-draft-tokens.")
-        log(f"{url} takes no draft length: to compare it with another server, give --against")
-        return [main]
-    return [
-        replace(main, name=_WITHOUT, num_draft_tokens=0),
-        replace(main, name=_WITH, num_draft_tokens=num_draft_tokens),
-    ]
-
-
-def _named_apart(sides: list[Side]) -> list[Side]:
-    """Two models of one server would have one name."""
-    if sides[0].name != sides[1].name:
-        return sides
-    other, main = sides
-    return [
-        replace(other, name=f"{other.name} (against)"),
-        replace(main, name=f"{main.name} (url)"),
-    ]
-
-
-def _asked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that shape what is asked, as they were given."""
-    return {name: options[name] for name in ("chat", "limit", "input_tokens", "max_tokens")}
-
-
-def _print_table(
-    measurements: Measurements, settings: Settings, count_tokens: CountTokens | None
-) -> None:
-    summaries = measurements.summaries(settings.limits, count_tokens)
-    width = max(len(side.name) for side in measurements.sides)
-    header = "".join(f"{column:>{_CELL}}" for column in _COLUMNS)
-    click.echo(f"{'streams':>7}  {'side':{width}}{header}  failed, cut")
-    for concurrency, by_side in summaries.items():
-        for name, summary in by_side.items():
-            cells = "".join(f"{cell:>{_CELL}}" for cell in _cells(summary))
-            faults = f"{summary.num_failed}, {summary.num_cut} of {summary.num_answers}"
-            click.echo(f"{concurrency:7}  {name:{width}}{cells}  {faults}")
-    click.echo(
-        "times in ms; good/s: complete answers, within the limits if there are any; accepted: of "
-        "the draft tokens; per step: tokens that a step emits"
-    )
-
-
-def _conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
-    if by_position := list(_by_position(found)):
-        yield "\n".join(["accepted by position of the draft token:", *by_position])
-    if found["verdict"]:
-        yield found["verdict"]
-    comparisons = [load["comparison"] for load in found["loads"] if load["comparison"]]
-    differing = [
-        (c["num_differing_prompts"], c["num_prompts"], c["concurrency"]) for c in comparisons
-    ]
-    if is_one_server and any(number for number, _, _ in differing):
-        counts = ", ".join(f"{number} of {of} at {streams}" for number, of, streams in differing)
-        yield (
-            f"Prompts whose text was not always the same, by concurrency: {counts}. "
-            "`specpipe verify` tells numerical ties from faults."
-        )
-
-
-def _by_position(found: dict[str, Any]) -> Iterator[str]:
-    """A line for each load and side of which that is known: from its answers, or its counters."""
-    for measured in found["loads"]:
-        for name, side in measured["sides"].items():
-            sources = (side["acceptance"], side["server_counters"])
-            rates = next((s["per_position"] for s in sources if s and s["per_position"]), None)
-            if rates:
-                shown = "  ".join(f"{rate:.2f}" for rate in rates)
-                yield f"{measured['concurrency']:7}  {name}: {shown}"
-
-
-def _cells(summary: Summary) -> list[str]:
-    acceptance = summary.acceptance
-    return [
-        _number(summary.output_tokens_per_s, 1),
-        _milliseconds(summary.first_output_s, "p50", 1),
-        _milliseconds(summary.first_output_s, "p99", 1),
-        _milliseconds(summary.output_token_s, "mean", 2),
-        _milliseconds(summary.output_token_s, "p99", 2),
-        _milliseconds(summary.gap_s, "p99", 1),
-        _number(summary.good_answers_per_s, 2),
-        _number(None if acceptance is None else acceptance.rate, 2),
-        _number(None if acceptance is None else acceptance.length, 2),
-    ]
-
-
-def _milliseconds(seconds: Distribution | None, name: str, num_digits: int) -> str:
-    return _number(None if seconds is None else 1e3 * getattr(seconds, name), num_digits)
-
-
-def _number(value: float | None, num_digits: int) -> str:
-    return "-" if value is None else f"{value:.{num_digits}f}"
+        return named_apart(opened(against, "against_"), side)
+    if takes_draft_length(side.endpoint):
+        return without_and_with(side, num_draft_tokens)
+    if num_draft_tokens is not None:
+        raise click.UsageError(f"{url} takes no draft length: no --num-draft-tokens.")
+    log(f"{url} takes no draft length: to compare it with another server, give --against")
+    return [side]
 
 
 def _seconds(milliseconds: float | None) -> float | None:
