@@ -5,16 +5,16 @@ import pytest
 from click.testing import CliRunner
 
 from specpipe.cli.bench import bench
-from specpipe.cli.options import Numbers
+from specpipe.cli.options import numbers
 from specpipe.cli.tune import tune
 from specpipe.cli.verify import verify
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("4", (4,)), ("8, 1,4", (8, 1, 4)), ("1,4,1,01", (1, 4))]
+    ("text", "found"), [("4", (4,)), ("8, 1,4", (8, 1, 4)), ("1,4,1,01", (1, 4))]
 )
-def test_numbers_keep_their_order_and_are_taken_once(text: str, numbers: tuple[int, ...]) -> None:
-    assert Numbers().convert(text, None, None) == numbers
+def test_numbers_keep_their_order_and_are_taken_once(text: str, found: tuple[int, ...]) -> None:
+    assert numbers(text) == found
 
 
 @pytest.mark.parametrize("text", ["", "1;4", "1,", "0", "-1", "1,x", "1.5", "1000000", "٣"])

@@ -3,71 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from specpipe.cli.options import NumberRange, Numbers, chat_option, json_option, load
+from specpipe.cli import bench_servers
+from specpipe.cli.bench_servers import server_options
+from specpipe.cli.options import (
+    NumberRange,
+    chat_option,
+    json_option,
+    load,
+    numbers,
+    optional_pair_options,
+)
 from specpipe.cli.output import print_json
 from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
     from specpipe.evaluate.bench.metrics import CountTokens
-    from specpipe.evaluate.bench.run import Settings, Side
+    from specpipe.evaluate.bench.run import Settings
     from specpipe.text.tokenizer import Tokenizer
-
-Protocol = Literal["grpc", "http"]
 
 
 @click.command()
-@click.option(
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    help="The YAML of the pair, which has been built.",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a setting, as for the build; may be given several times.",
-)
-@click.option(
-    "--url",
-    metavar="URL",
-    help="A running server: http://HOST:PORT or grpc://HOST:PORT for Triton (our ensemble or "
-    "NVIDIA's), openai+http://HOST:PORT for vLLM, SGLang, trtllm-serve and the like.",
-)
-@click.option(
-    "--model",
-    metavar="NAME",
-    help="The server's model; an OpenAI-compatible server needs it. Left out: ensemble.",
-)
-@click.option(
-    "--metrics-url",
-    metavar="URL",
-    help="The server's metrics endpoint, for acceptance by position. Left out: of a server that "
-    "this command starts it is known, of others nothing is read.",
-)
-@click.option(
-    "--against",
-    metavar="URL",
-    help="A second server, the baseline: both are compared as they are.",
-)
-@click.option("--against-model", metavar="NAME", help="As --model, for --against.")
-@click.option("--against-metrics-url", metavar="URL", help="As --metrics-url, for --against.")
-@click.option(
-    "--protocol",
-    type=click.Choice(["grpc", "http"]),
-    default="grpc",
-    show_default=True,
-    help="How to ask a server that this command starts.",
-)
+@optional_pair_options
+@server_options
 @click.option(
     "--prompts",
     "prompts_source",
@@ -104,7 +68,8 @@ Protocol = Literal["grpc", "http"]
 @click.option(
     "--concurrency",
     "concurrencies",
-    type=Numbers(),
+    type=numbers,
+    metavar="N,N,...",
     default="1,4,8",
     show_default=True,
     help="Loads to measure: numbers of streams, each of which asks one question after the other.",
@@ -163,11 +128,6 @@ Protocol = Literal["grpc", "http"]
     help="Goodput counts answers that take at most this time for each output token.",
 )
 @click.option(
-    "--api-key-variable",
-    metavar="NAME",
-    help="Environment variable that holds the key for OpenAI-compatible servers.",
-)
-@click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File for the result; aiperf's records go into a folder of its name. Left out: "
@@ -177,11 +137,7 @@ Protocol = Literal["grpc", "http"]
 def bench(
     config_path: Path | None,
     overrides: Sequence[str],
-    url: str | None,
-    against: str | None,
-    protocol: Protocol,
     concurrencies: tuple[int, ...],
-    num_draft_tokens: int | None,
     output: Path | None,
     as_json: bool,
     **options: Any,
@@ -202,13 +158,9 @@ def bench(
     from specpipe.evaluate.bench.workload import Workload
     from specpipe.evaluate.results import header, write_result
 
-    if config_path is None and url is None:
-        raise click.UsageError("Give --config, --url or both.")
-    if against is None and (options["against_model"] or options["against_metrics_url"]):
-        raise click.UsageError("--against-model and --against-metrics-url need --against.")
-    if against is not None and num_draft_tokens is not None:
-        raise click.UsageError("--against compares servers as they are: no --num-draft-tokens.")
-    if url is None or against is not None:
+    bench_servers.check(config_path, options)
+    is_one_server = options["against"] is None
+    if options["url"] is None or not is_one_server:
         require_scipy()  # before a server is started for nothing
     settings = _settings(concurrencies, options)
     config = None if config_path is None else load(config_path, overrides)
@@ -225,16 +177,12 @@ def bench(
     prompts = workload.load(tokenizer, seed=settings.seed)
     count_tokens = _counter(tokenizer)
     with contextlib.ExitStack() as stack:
-        if url is None:
-            assert config is not None
-            url, options["metrics_url"] = stack.enter_context(_served(config, protocol))
-        sides = _sides(stack, url, against, num_draft_tokens, options)
+        sides = bench_servers.open_sides(stack, config, options)
         measurements = run.measure(sides, prompts, settings, report=log)
-    pair = url if config is None else config.name
     found = {
         **header(
             "bench",
-            pair=pair,
+            pair=options["url"] if config is None else config.name,
             settings={**settings.to_json(), **workload.to_json()},
             prompts=prompts,
             libraries=("tritonclient", "scipy", "numpy"),
@@ -251,7 +199,7 @@ def bench(
     else:
         for line in table.lines(measurements.summaries(settings.limits, count_tokens)):
             click.echo(line)
-        for paragraph in table.conclusions(found, is_one_server=against is None):
+        for paragraph in table.conclusions(found, is_one_server=is_one_server):
             click.echo(f"\n{paragraph}")
     if output is not None:
         log(f"written: {output}")
@@ -297,53 +245,6 @@ def _counter(tokenizer: Tokenizer | None) -> CountTokens | None:
     if tokenizer is None:
         return None
     return lambda text: len(tokenizer.encode_fragment(text))
-
-
-@contextlib.contextmanager
-def _served(config: PipelineConfig, protocol: Protocol) -> Iterator[tuple[str, str]]:
-    """Serves a built pair; its URL and that of its metrics."""
-    from specpipe.build.repositories import built_repository
-    from specpipe.evaluate.serving import served
-    from specpipe.triton.repository import lint
-
-    repository = built_repository(config)
-    lint.check(repository)
-    log("starting a server")
-    with served(repository) as server:
-        yield server.grpc_url if protocol == "grpc" else server.http_url, server.metrics_url
-
-
-def _sides(
-    stack: contextlib.ExitStack,
-    url: str,
-    against: str | None,
-    num_draft_tokens: int | None,
-    options: dict[str, Any],
-) -> Sequence[Side]:
-    """The baseline first: the other server, or the same one without speculation."""
-    from specpipe.evaluate.bench.sides import named_apart, open_side, without_and_with
-    from specpipe.evaluate.endpoints import takes_draft_length
-
-    variable = options["api_key_variable"]
-    if variable is not None and variable not in os.environ:
-        raise click.UsageError(f"--api-key-variable: {variable} is not set.")
-    api_key = None if variable is None else os.environ[variable]
-
-    def opened(url: str, which: str = "") -> Side:
-        model, metrics_url = options[f"{which}model"], options[f"{which}metrics_url"]
-        side = open_side(url, model=model, metrics_url=metrics_url, api_key=api_key)
-        stack.callback(side.endpoint.close)
-        return side
-
-    side = opened(url)
-    if against is not None:
-        return named_apart(opened(against, "against_"), side)
-    if takes_draft_length(side.endpoint):
-        return without_and_with(side, num_draft_tokens)
-    if num_draft_tokens is not None:
-        raise click.UsageError(f"{url} takes no draft length: no --num-draft-tokens.")
-    log(f"{url} takes no draft length: to compare it with another server, give --against")
-    return [side]
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -11,11 +11,11 @@ import click
 
 from specpipe.cli.options import (
     NumberRange,
-    Numbers,
     built_pair_options,
     chat_option,
     json_option,
     load,
+    numbers,
     prompt_options,
 )
 from specpipe.cli.output import print_json
@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 @click.option(
     "--concurrency",
     "concurrencies",
-    type=Numbers(),
+    type=numbers,
+    metavar="N,N,...",
     help="Loads to tune for; left out: 1, 2, 4 and so on, up to engine.max_batch_size.",
 )
 @click.option(

@@ -11,11 +11,11 @@ import click
 
 from specpipe.cli.options import (
     NumberRange,
-    Numbers,
     built_pair_options,
     chat_option,
     json_option,
     load,
+    numbers,
     prompt_options,
 )
 from specpipe.cli.output import print_json
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--num-draft-tokens",
     "num_draft_tokens",
-    type=Numbers(),
+    type=numbers,
     metavar="K,K,...",
     help="Draft tokens per step to try; left out: 1, half of the pair's, all of them.",
 )
