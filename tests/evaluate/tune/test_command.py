@@ -11,13 +11,14 @@ from click.testing import CliRunner
 
 from specpipe.build.load import load_config
 from specpipe.cli.group import main
-from specpipe.cli.tune import summary, tune
+from specpipe.cli.tune import tune
 from specpipe.evaluate.prompts import PromptSet
 from specpipe.evaluate.tune import model, run, schedule
 from specpipe.evaluate.tune.acceptance import Acceptance
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Measurement
 from specpipe.evaluate.tune.run import Tuned, Tuning
+from specpipe.evaluate.tune.summary import summary
 
 COSTS = (
     LoadCosts(1, 0.001, {0: 0.010, 1: 0.011, 2: 0.012}, 0.0, 0.0),
