@@ -3,88 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from specpipe.cli.options import NumberRange
+from specpipe.cli import bench_servers
+from specpipe.cli.bench_servers import server_options
+from specpipe.cli.options import (
+    NumberRange,
+    chat_option,
+    json_option,
+    load,
+    numbers,
+    optional_pair_options,
+)
+from specpipe.cli.output import print_json
+from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
-    from specpipe.evaluate.bench.metrics import CountTokens, Distribution, Summary
-    from specpipe.evaluate.bench.run import Measurements, Settings, Side
-    from specpipe.evaluate.prompts import PromptSet
+    from specpipe.evaluate.bench.metrics import CountTokens
+    from specpipe.evaluate.bench.run import Settings
     from specpipe.text.tokenizer import Tokenizer
-
-Protocol = Literal["grpc", "http"]
-
-_CELL = 10  # characters
-_COLUMNS = (
-    "tokens/s",
-    "TTFT p50",
-    "p99",
-    "TPOT mean",
-    "p99",
-    "gap p99",
-    "good/s",
-    "accepted",
-    "per step",
-)
-_WITHOUT, _WITH = "the target alone", "speculation"
 
 
 @click.command()
-@click.option(
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    help="The YAML of the pair, which has been built.",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a setting, as for the build; may be given several times.",
-)
-@click.option(
-    "--url",
-    metavar="URL",
-    help="A running server: http://HOST:PORT or grpc://HOST:PORT for Triton (our ensemble or "
-    "NVIDIA's), openai+http://HOST:PORT for vLLM, SGLang, trtllm-serve and the like.",
-)
-@click.option(
-    "--model",
-    metavar="NAME",
-    help="The server's model; an OpenAI-compatible server needs it. Left out: ensemble.",
-)
-@click.option(
-    "--metrics-url",
-    metavar="URL",
-    help="The server's metrics endpoint, for acceptance by position. Left out: of a server that "
-    "this command starts it is known, of others nothing is read.",
-)
-@click.option(
-    "--against",
-    metavar="URL",
-    help="A second server, the baseline: both are compared as they are.",
-)
-@click.option("--against-model", metavar="NAME", help="As --model, for --against.")
-@click.option("--against-metrics-url", metavar="URL", help="As --metrics-url, for --against.")
-@click.option(
-    "--protocol",
-    type=click.Choice(["grpc", "http"]),
-    default="grpc",
-    show_default=True,
-    help="How to ask a server that this command starts.",
-)
+@optional_pair_options
+@server_options
 @click.option(
     "--prompts",
     "prompts_source",
@@ -93,9 +40,7 @@ _WITHOUT, _WITH = "the target alone", "speculation"
     help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
 )
 @click.option("--limit", type=click.IntRange(1), help="Take the first prompts only.")
-@click.option(
-    "--chat", is_flag=True, help="Ask each prompt as a user's message, in the chat template."
-)
+@chat_option
 @click.option(
     "--input-tokens",
     metavar="N|LOW-HIGH",
@@ -123,9 +68,10 @@ _WITHOUT, _WITH = "the target alone", "speculation"
 @click.option(
     "--concurrency",
     "concurrencies",
+    type=numbers,
+    metavar="N,N,...",
     default="1,4,8",
     show_default=True,
-    metavar="N,N,...",
     help="Loads to measure: numbers of streams, each of which asks one question after the other.",
 )
 @click.option(
@@ -182,25 +128,16 @@ _WITHOUT, _WITH = "the target alone", "speculation"
     help="Goodput counts answers that take at most this time for each output token.",
 )
 @click.option(
-    "--api-key-variable",
-    metavar="NAME",
-    help="Environment variable that holds the key for OpenAI-compatible servers.",
-)
-@click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File for the result; aiperf's records go into a folder of its name. Left out: "
     "results/bench.json beside the repository, where there is a --config.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@json_option
 def bench(
     config_path: Path | None,
     overrides: Sequence[str],
-    url: str | None,
-    against: str | None,
-    protocol: Protocol,
-    concurrencies: str,
-    num_draft_tokens: int | None,
+    concurrencies: tuple[int, ...],
     output: Path | None,
     as_json: bool,
     **options: Any,
@@ -216,33 +153,37 @@ def bench(
     between two outputs of a stream. Failed and cut answers are counted, and are in no time and no
     rate.
     """
-    from specpipe.evaluate.bench import run
+    from specpipe.evaluate.bench import run, table
     from specpipe.evaluate.bench.compare import require_scipy
+    from specpipe.evaluate.bench.workload import Workload
     from specpipe.evaluate.results import header, write_result
 
-    if config_path is None and url is None:
-        raise click.UsageError("Give --config, --url or both.")
-    if against is None and (options["against_model"] or options["against_metrics_url"]):
-        raise click.UsageError("--against-model and --against-metrics-url need --against.")
-    if url is None or against is not None:
+    bench_servers.check(config_path, options)
+    is_one_server = options["against"] is None
+    if options["url"] is None or not is_one_server:
         require_scipy()  # before a server is started for nothing
     settings = _settings(concurrencies, options)
-    config = None if config_path is None else _load(config_path, overrides)
+    config = None if config_path is None else load(config_path, overrides)
     tokenizer = _tokenizer(config, options["tokenizer_dir"])
-    prompts = _prompts(tokenizer, options)
+    if options["input_tokens"] is not None and tokenizer is None:
+        raise click.UsageError("--input-tokens needs --tokenizer, or --config of a built pair.")
+    workload = Workload(
+        source=options["prompts_source"],
+        limit=options["limit"],
+        input_tokens=options["input_tokens"],
+        max_tokens=options["max_tokens"],
+        is_chat=options["is_chat"],
+    )
+    prompts = workload.load(tokenizer, seed=settings.seed)
     count_tokens = _counter(tokenizer)
     with contextlib.ExitStack() as stack:
-        if url is None:
-            assert config is not None
-            url, options["metrics_url"] = stack.enter_context(_served(config, protocol))
-        sides = _sides(stack, url, against, num_draft_tokens, options)
-        measurements = run.measure(sides, prompts, settings, report=_log)
-    pair = url if config is None else config.name
+        sides = bench_servers.open_sides(stack, config, options)
+        measurements = run.measure(sides, prompts, settings, report=log)
     found = {
         **header(
             "bench",
-            pair=pair,
-            settings={**settings.to_json(), **_asked(options)},
+            pair=options["url"] if config is None else config.name,
+            settings={**settings.to_json(), **workload.to_json()},
             prompts=prompts,
             libraries=("tritonclient", "scipy", "numpy"),
         ),
@@ -254,33 +195,28 @@ def bench(
         write_result(output, found)
         run.write_records(output.with_suffix(""), measurements, count_tokens=count_tokens)
     if as_json:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found)
     else:
-        _print_table(measurements, settings, count_tokens)
-        for line in _conclusions(found, is_one_server=against is None):
-            click.echo(f"\n{line}")
+        for line in table.lines(measurements.summaries(settings.limits, count_tokens)):
+            click.echo(line)
+        for paragraph in table.conclusions(found, is_one_server=is_one_server):
+            click.echo(f"\n{paragraph}")
     if output is not None:
-        _log(f"written: {output}")
+        log(f"written: {output}")
 
 
-def _settings(concurrencies: str, options: dict[str, Any]) -> Settings:
-    from specpipe.checkpoints.files import quoted
+def _settings(concurrencies: tuple[int, ...], options: dict[str, Any]) -> Settings:
     from specpipe.evaluate.bench.metrics import Limits
     from specpipe.evaluate.bench.run import Settings
     from specpipe.speculative.request import Sampling
 
-    numbers = [part.strip() for part in concurrencies.split(",")]
-    if not all(re.fullmatch(r"0*[1-9]\d{0,5}", number, re.ASCII) for number in numbers):
-        raise click.UsageError(
-            f"--concurrency is {quoted(concurrencies)}: expected numbers as in 1,4,8."
-        )
     restricts = options["top_k"] > 1 or options["top_p"] < 1.0
     if restricts and not options["temperature"]:
         raise click.UsageError(
             "--top-k and --top-p need --temperature: greedy has no use for them."
         )
     return Settings(
-        concurrencies=tuple(dict.fromkeys(map(int, numbers))),
+        concurrencies=concurrencies,
         rounds=options["rounds"],
         num_warm_up=options["num_warm_up"],
         sampling=Sampling(
@@ -293,12 +229,6 @@ def _settings(concurrencies: str, options: dict[str, Any]) -> Settings:
             output_token_s=_seconds(options["tpot_limit_ms"]),
         ),
     )
-
-
-def _load(path: Path, overrides: Sequence[str]) -> PipelineConfig:
-    from specpipe.build.load import load_config
-
-    return load_config(path, overrides)
 
 
 def _tokenizer(config: PipelineConfig | None, folder: Path | None) -> Tokenizer | None:
@@ -317,169 +247,5 @@ def _counter(tokenizer: Tokenizer | None) -> CountTokens | None:
     return lambda text: len(tokenizer.encode_fragment(text))
 
 
-def _prompts(tokenizer: Tokenizer | None, options: dict[str, Any]) -> PromptSet:
-    from specpipe.evaluate import prompts
-
-    found = prompts.load_prompts(options["prompts_source"], limit=options["limit"])
-    chosen: Sequence[prompts.Prompt] = found.prompts
-    if options["input_tokens"] is not None:
-        if tokenizer is None:
-            raise click.UsageError("--input-tokens needs --tokenizer, or --config of a built pair.")
-        lengths = prompts.Lengths.parse(options["input_tokens"])
-        chosen = prompts.with_lengths(chosen, lengths, tokenizer, seed=options["seed"])
-    if options["max_tokens"] is not None:
-        lengths = prompts.Lengths.parse(options["max_tokens"])
-        chosen = prompts.with_max_tokens(chosen, lengths, seed=options["seed"])
-    if options["chat"]:
-        chosen = prompts.as_messages(chosen)
-    return prompts.PromptSet(found.source, tuple(chosen))
-
-
-@contextlib.contextmanager
-def _served(config: PipelineConfig, protocol: Protocol) -> Iterator[tuple[str, str]]:
-    """Serves a built pair; its URL and that of its metrics."""
-    from specpipe.build.repositories import built_repository
-    from specpipe.runtimes.runtime import load_runtime
-    from specpipe.triton.repository import lint
-    from specpipe.triton.server import launcher
-
-    repository = built_repository(config)
-    lint.check(repository)
-    launch = load_runtime(config.engine.runtime).launch(repository)
-    _log("starting a server")
-    with launcher.running(repository, launch=launch) as server:
-        yield server.grpc_url if protocol == "grpc" else server.http_url, server.metrics_url
-
-
-def _sides(
-    stack: contextlib.ExitStack,
-    url: str,
-    against: str | None,
-    num_draft_tokens: int | None,
-    options: dict[str, Any],
-) -> list[Side]:
-    """The baseline first: the other server, or the same one without speculation."""
-    from specpipe.evaluate.bench.run import Side
-    from specpipe.evaluate.endpoints import open_endpoint, takes_draft_length
-    from specpipe.machine.web import is_here
-
-    variable = options["api_key_variable"]
-    if variable is not None and variable not in os.environ:
-        raise click.UsageError(f"--api-key-variable: {variable} is not set.")
-
-    def side(name: str, url: str, model: str | None, metrics_url: str | None) -> Side:
-        endpoint = open_endpoint(
-            url, model=model, api_key=None if variable is None else os.environ[variable]
-        )
-        stack.callback(endpoint.close)
-        is_local = is_here(urlsplit(url).hostname or "")
-        return Side(name=name, endpoint=endpoint, metrics_url=metrics_url, is_local=is_local)
-
-    main = side(url, url, options["model"], options["metrics_url"])
-    if against is not None:
-        if num_draft_tokens is not None:
-            raise click.UsageError("--against compares servers as they are: no --num-draft-tokens.")
-        other = side(against, against, options["against_model"], options["against_metrics_url"])
-        return _named_apart([other, main])
-    if not takes_draft_length(main.endpoint):
-        if num_draft_tokens is not None:
-            raise click.UsageError(f"{url} takes no draft length: no --num-draft-tokens.")
-        _log(f"{url} takes no draft length: to compare it with another server, give --against")
-        return [main]
-    return [
-        replace(main, name=_WITHOUT, num_draft_tokens=0),
-        replace(main, name=_WITH, num_draft_tokens=num_draft_tokens),
-    ]
-
-
-def _named_apart(sides: list[Side]) -> list[Side]:
-    """Two models of one server would have one name."""
-    if sides[0].name != sides[1].name:
-        return sides
-    other, main = sides
-    return [
-        replace(other, name=f"{other.name} (against)"),
-        replace(main, name=f"{main.name} (url)"),
-    ]
-
-
-def _asked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that shape what is asked, as they were given."""
-    return {name: options[name] for name in ("chat", "limit", "input_tokens", "max_tokens")}
-
-
-def _print_table(
-    measurements: Measurements, settings: Settings, count_tokens: CountTokens | None
-) -> None:
-    summaries = measurements.summaries(settings.limits, count_tokens)
-    width = max(len(side.name) for side in measurements.sides)
-    header = "".join(f"{column:>{_CELL}}" for column in _COLUMNS)
-    click.echo(f"{'streams':>7}  {'side':{width}}{header}  failed, cut")
-    for concurrency, by_side in summaries.items():
-        for name, summary in by_side.items():
-            cells = "".join(f"{cell:>{_CELL}}" for cell in _cells(summary))
-            faults = f"{summary.num_failed}, {summary.num_cut} of {summary.num_answers}"
-            click.echo(f"{concurrency:7}  {name:{width}}{cells}  {faults}")
-    click.echo(
-        "times in ms; good/s: complete answers, within the limits if there are any; accepted: of "
-        "the draft tokens; per step: tokens that a step emits"
-    )
-
-
-def _conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
-    if by_position := list(_by_position(found)):
-        yield "\n".join(["accepted by position of the draft token:", *by_position])
-    if found["verdict"]:
-        yield found["verdict"]
-    comparisons = [load["comparison"] for load in found["loads"] if load["comparison"]]
-    differing = [
-        (c["num_differing_prompts"], c["num_prompts"], c["concurrency"]) for c in comparisons
-    ]
-    if is_one_server and any(number for number, _, _ in differing):
-        counts = ", ".join(f"{number} of {of} at {streams}" for number, of, streams in differing)
-        yield (
-            f"Prompts whose text was not always the same, by concurrency: {counts}. "
-            "`specpipe verify` tells numerical ties from faults."
-        )
-
-
-def _by_position(found: dict[str, Any]) -> Iterator[str]:
-    """A line for each load and side of which that is known: from its answers, or its counters."""
-    for load in found["loads"]:
-        for name, side in load["sides"].items():
-            sources = (side["acceptance"], side["server_counters"])
-            rates = next((s["per_position"] for s in sources if s and s["per_position"]), None)
-            if rates:
-                shown = "  ".join(f"{rate:.2f}" for rate in rates)
-                yield f"{load['concurrency']:7}  {name}: {shown}"
-
-
-def _cells(summary: Summary) -> list[str]:
-    acceptance = summary.acceptance
-    return [
-        _number(summary.output_tokens_per_s, 1),
-        _milliseconds(summary.first_output_s, "p50", 1),
-        _milliseconds(summary.first_output_s, "p99", 1),
-        _milliseconds(summary.output_token_s, "mean", 2),
-        _milliseconds(summary.output_token_s, "p99", 2),
-        _milliseconds(summary.gap_s, "p99", 1),
-        _number(summary.good_answers_per_s, 2),
-        _number(None if acceptance is None else acceptance.rate, 2),
-        _number(None if acceptance is None else acceptance.length, 2),
-    ]
-
-
-def _milliseconds(seconds: Distribution | None, name: str, num_digits: int) -> str:
-    return _number(None if seconds is None else 1e3 * getattr(seconds, name), num_digits)
-
-
-def _number(value: float | None, num_digits: int) -> str:
-    return "-" if value is None else f"{value:.{num_digits}f}"
-
-
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def _log(line: str) -> None:
-    click.echo(line, err=True)

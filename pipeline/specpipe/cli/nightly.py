@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
+
+from specpipe.cli.output import print_json
+from specpipe.cli.progress import log
 
 
 @click.command()
@@ -74,7 +76,7 @@ def nightly(
     options = Options(
         is_in_process=is_in_process, baseline=baseline, is_new_baseline=is_new_baseline
     )
-    done = run_all(configs, overrides, options, report=lambda line: click.echo(line, err=True))
+    done = run_all(configs, overrides, options, report=log)
     summary = write_summary(done)
     if summary_path is not None:
         with deferred():
@@ -84,7 +86,7 @@ def nightly(
             file.write(summary)
     if as_json:
         runs = [finished.run.to_json() for finished in done]
-        click.echo(json.dumps({"runs": runs}, indent=2, ensure_ascii=False))
+        print_json({"runs": runs})
     else:
         click.echo(summary, nl=False)
     if found := reasons(done):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,8 +26,22 @@ class NumberRange(click.FloatRange):
         return number
 
 
-def config_options(config_help: str, set_help: str) -> Callable[[Command], Command]:
-    """--config, which must be given, and --set; their texts say what the command takes them for."""
+def numbers(text: str) -> tuple[int, ...]:
+    """The type of an option that takes numbers above 0, as in 1,4,8; each is taken once."""
+    from specpipe.checkpoints.files import quoted
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"0*[1-9]\d{0,5}", part, re.ASCII) for part in parts):
+        raise click.BadParameter(
+            f"{quoted(text)}: expected numbers with commas between, as in 1,4,8."
+        )
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def config_options(
+    config_help: str, set_help: str, *, is_required: bool = True
+) -> Callable[[Command], Command]:
+    """--config and --set; their texts say what the command takes them for."""
 
     def add(command: Command) -> Command:
         command = click.option(
@@ -39,7 +54,7 @@ def config_options(config_help: str, set_help: str) -> Callable[[Command], Comma
         return click.option(
             "--config",
             "config_path",
-            required=True,
+            required=is_required,
             type=click.Path(path_type=Path),
             help=f"The YAML of the pair{config_help}",
         )(command)
@@ -47,7 +62,9 @@ def config_options(config_help: str, set_help: str) -> Callable[[Command], Comma
     return add
 
 
-built_pair_options = config_options(", which has been built.", "as for the build")
+_BUILT_PAIR = (", which has been built.", "as for the build")
+built_pair_options = config_options(*_BUILT_PAIR)
+optional_pair_options = config_options(*_BUILT_PAIR, is_required=False)
 
 
 chat_option = click.option(

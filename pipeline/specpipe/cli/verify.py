@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from specpipe.cli.options import NumberRange, built_pair_options, chat_option, prompt_options
-from specpipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from specpipe.evaluate.verification.exact import SideResult
-    from specpipe.evaluate.verification.outcome import Verification
+from specpipe.cli.options import (
+    NumberRange,
+    built_pair_options,
+    chat_option,
+    json_option,
+    load,
+    numbers,
+    prompt_options,
+)
+from specpipe.cli.output import print_json
+from specpipe.cli.progress import log
 
 
 @click.command()
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--num-draft-tokens",
     "num_draft_tokens",
+    type=numbers,
     metavar="K,K,...",
     help="Draft tokens per step to try; left out: 1, half of the pair's, all of them.",
 )
@@ -55,7 +60,7 @@ if TYPE_CHECKING:
     type=NumberRange(0, 1),
     help="Share of the gate's answers that must be right.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@json_option
 def verify(
     config_path: Path,
     overrides: Sequence[str],
@@ -63,7 +68,7 @@ def verify(
     limit: int | None,
     max_tokens: int,
     is_chat: bool,
-    num_draft_tokens: str | None,
+    num_draft_tokens: tuple[int, ...] | None,
     is_strict: bool,
     is_float32: bool,
     is_in_process: bool,
@@ -80,9 +85,9 @@ def verify(
     (a numerical one, with its margin) or fault, and is written to verification.json beside the
     repository. Exit code 1 on a fault.
     """
-    from specpipe.build.load import load_config
     from specpipe.evaluate.verification.outcome import Options
     from specpipe.evaluate.verification.run import verify as run
+    from specpipe.evaluate.verification.summary import summary
 
     if gate_pass_rate is not None and gate is None:
         raise click.UsageError("--gate-pass-rate has no effect without --gate.")
@@ -93,7 +98,7 @@ def verify(
         limit=limit,
         max_tokens=max_tokens,
         is_chat=is_chat,
-        num_draft_tokens=_lengths(num_draft_tokens),
+        num_draft_tokens=num_draft_tokens or (),
         is_strict=is_strict,
         is_float32=is_float32,
         is_in_process=is_in_process,
@@ -101,95 +106,13 @@ def verify(
         gate=gate,
         gate_pass_rate=gate_pass_rate,
     )
-    done = run(
-        load_config(config_path, overrides),
-        options,
-        report=lambda line: click.echo(line, err=True),
-    )
+    done = run(load(config_path, overrides), options, report=log)
     if as_json:
         data = json.loads(done.path.read_text(encoding="utf-8"))
         data.get("repository", {}).pop("files", None)
-        click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+        print_json(data)
     else:
         for line in summary(done):
             click.echo(line)
     if done.findings.reason is not None:
         raise click.ClickException(f"verification failed: {done.findings.reason}")
-
-
-def summary(done: Verification) -> list[str]:
-    """What a reader wants to know, line by line."""
-    from specpipe.evaluate.verification import distribution
-
-    findings = done.findings
-    width = max(len(_label(side)) for side in findings.sides) + 2
-    lines = [done.title] if done.title else []
-    lines += [f"{_label(side):{width}}{_counts(side)}" for side in findings.sides]
-    # One near tie shows on many sides.
-    ties: dict[str, int] = {}
-    for side in findings.sides:
-        for found in side.ties:
-            tie = f"tie: {side.check}, {found.case}: {found.comparison.divergence}"
-            ties[tie] = ties.get(tie, 0) + 1
-    lines += [f"{tie}, {_counted(number, 'time')}" for tie, number in ties.items()]
-    for side in findings.sides:
-        for found in side.faults:
-            lines.append(f"fault: {_label(side)}, {found.case}: {found.comparison.reason}")
-        lines += [f"note: {_label(side)}: {note}" for note in side.notes]
-    lines.append(f"a tie is {findings.threshold}")
-    if findings.tests:
-        flagged = sum(test.is_flagged for test in findings.tests)
-        farthest = max(test.distance for test in findings.tests)
-        lines.append(
-            f"sampling: {flagged} of {len(findings.tests)} tests flagged, "
-            f"{findings.tests[0].plan.num_samples} answers each; distances up to {farthest:.3f}, "
-            "chance included"
-        )
-        lines.append(
-            f"  (a distribution at distance {findings.distance:g} from the target's is flagged "
-            f"with a probability of {distribution.POWER:g}, a right one with "
-            f"{distribution.FALSE_ALARM:g} in all tests together)"
-        )
-    if findings.gate is not None:
-        gate = findings.gate
-        lines.append(
-            f"gate: {gate.num_right} of {gate.num_prompts} answers right, without speculation "
-            f"{gate.num_right_target_alone}"
-            + (f"; lost with it: {', '.join(gate.lost)}" if gate.lost else "")
-        )
-    lines += [f"note: {sentence}" for sentence in findings.notes]
-    lines += [f"left out: {sentence}" for sentence in findings.skipped]
-    lines.append(f"verdict: {findings.verdict} ({done.path.name})")
-    return lines
-
-
-def _label(side: SideResult) -> str:
-    return f"{side.check}, {side.side.name}"
-
-
-def _counts(side: SideResult) -> str:
-    num_prompts = side.num_identical + len(side.ties) + len(side.faults)
-    text = f"{side.num_identical} of {num_prompts} identical"
-    if side.ties:
-        text += f", {_counted(len(side.ties), 'tie')}"
-    if side.faults:
-        text += f", {_counted(len(side.faults), 'fault')}"
-    if side.num_draft_tokens:
-        rate = side.num_accepted_tokens / side.num_draft_tokens
-        text += f"; {rate:.2f} of {side.num_draft_tokens} draft tokens accepted"
-    return text
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _lengths(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--num-draft-tokens {text}: expected numbers with commas between, as in 1,4,8"
-        ) from None

@@ -123,8 +123,8 @@ def test_a_built_pair_is_served_and_compared_with_its_target(quickstart: Pipelin
     ("arguments", "message"),
     [
         ((), "Give --config, --url or both."),
-        (("--url", "http://h:1", "--concurrency", "1,x"), "--concurrency is '1,x': expected num"),
-        (("--url", "http://h:1", "--concurrency", "0"), "--concurrency is '0': expected numbers"),
+        (("--url", "http://h:1", "--concurrency", "1,x"), "'--concurrency': '1,x': expected num"),
+        (("--url", "http://h:1", "--concurrency", "0"), "'--concurrency': '0': expected numbers"),
         (("--url", "http://h:1", "--top-k", "4"), "--top-k and --top-p need --temperature"),
         (("--url", "http://h:1", "--input-tokens", "9"), "--input-tokens needs --tokenizer, or"),
         (("--url", "http://h:1", "--against-model", "m"), "need --against."),

@@ -11,13 +11,14 @@ from click.testing import CliRunner
 
 from specpipe.build.load import load_config
 from specpipe.cli.group import main
-from specpipe.cli.tune import summary, tune
+from specpipe.cli.tune import tune
 from specpipe.evaluate.prompts import PromptSet
 from specpipe.evaluate.tune import model, run, schedule
 from specpipe.evaluate.tune.acceptance import Acceptance
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Measurement
 from specpipe.evaluate.tune.run import Tuned, Tuning
+from specpipe.evaluate.tune.summary import summary
 
 COSTS = (
     LoadCosts(1, 0.001, {0: 0.010, 1: 0.011, 2: 0.012}, 0.0, 0.0),
@@ -208,9 +209,3 @@ def test_the_schedule_is_written_only_when_asked(
     invoke(monkeypatch, tmp_path, "--write")
     assert load_config(path).speculation.limits == ((1, 2), (2, 0))
     assert "# end\n" in path.read_text()
-
-
-def test_a_concurrency_that_is_no_number() -> None:
-    done = CliRunner().invoke(tune, ["--config", "x.yaml", "--concurrency", "1;4"])
-    assert done.exit_code == 2
-    assert "--concurrency 1;4: expected numbers with commas between, as in 1,4,8." in done.stderr

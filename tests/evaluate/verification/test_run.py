@@ -16,11 +16,12 @@ pytest.importorskip("scipy")
 from click.testing import CliRunner  # noqa: E402
 
 from specpipe.cli.group import main  # noqa: E402
-from specpipe.cli.verify import summary, verify  # noqa: E402
+from specpipe.cli.verify import verify  # noqa: E402
 from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.errors import ConfigError, RepositoryError  # noqa: E402
 from specpipe.evaluate.verification import judge, record, run  # noqa: E402
 from specpipe.evaluate.verification.outcome import Findings, Options, Verification  # noqa: E402
+from specpipe.evaluate.verification.summary import summary  # noqa: E402
 from specpipe.runtimes.pair import torch_sampler as torch_sampling  # noqa: E402
 from specpipe.runtimes.pair_file import PairFile  # noqa: E402
 from specpipe.speculative.verify import Verified  # noqa: E402

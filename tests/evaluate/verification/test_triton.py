@@ -18,7 +18,8 @@ from specpipe.build import execution, planning, repositories
 from specpipe.build.load import load_config  # noqa: E402
 from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.errors import ConfigError  # noqa: E402
-from specpipe.evaluate.verification import record, run, subject  # noqa: E402
+from specpipe.evaluate import serving  # noqa: E402
+from specpipe.evaluate.verification import record, run  # noqa: E402
 from specpipe.evaluate.verification.outcome import Options  # noqa: E402
 from specpipe.evaluate.verification.repositories import write_as_asked  # noqa: E402
 from specpipe.runtimes.launch import Launch  # noqa: E402
@@ -94,7 +95,7 @@ def test_engines_that_run_in_triton_only_are_scored_by_their_checkpoint(
     (config.artifacts_dir / "target" / "engine.manifest.json").unlink()
     write_repository(config.artifacts_dir / "model_repo")
     record_anew(config)
-    monkeypatch.setattr(subject, "running", partial(launcher.running, binary=binary))
+    monkeypatch.setattr(serving, "running", partial(launcher.running, binary=binary))
     monkeypatch.setattr(TensorRTLLMRuntime, "launch", lambda *_, **__: Launch())
 
     done = run.verify(

@@ -33,8 +33,6 @@ _LIBRARIES = ("torch", "nvidia-pytriton", "tritonclient", "scipy")
 _MOST_MEASUREMENTS = 3
 """Of speed, all of which cross a threshold in a night that fails for it."""
 
-_WITHOUT, _WITH = "the target alone", "speculation"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -194,12 +192,12 @@ class _PairRun:
 
     def _bench(self, asked: prompts.PromptSet) -> Measurements:
         from specpipe.evaluate.bench import run as bench
+        from specpipe.evaluate.bench.sides import without_and_with
 
         limits = self._limits
         settings = bench.Settings(concurrencies=limits.concurrencies, rounds=limits.rounds)
         with self._served() as served:
-            sides = (replace(served, name=_WITHOUT, num_draft_tokens=0), served)
-            measured = bench.measure(sides, asked, settings, report=self._report)
+            measured = bench.measure(without_and_with(served), asked, settings, report=self._report)
         self._check_unchanged()
         header = results.header(
             "bench",
@@ -218,23 +216,22 @@ class _PairRun:
     def _served(self) -> Iterator[Side]:
         """The pair as it is served."""
         from specpipe.evaluate.bench.run import Side
+        from specpipe.evaluate.bench.sides import WITH
         from specpipe.evaluate.endpoints.in_process import InProcess
         from specpipe.evaluate.endpoints.triton import Triton
-        from specpipe.runtimes.runtime import load_runtime
-        from specpipe.triton.server.server import running
+        from specpipe.evaluate.serving import served
 
         repository = artifacts.repository_dir(self._config)
         if self._options.is_in_process:
             with contextlib.closing(InProcess.load(repository)) as pair:
-                yield Side(name=_WITH, endpoint=pair, is_local=True)
+                yield Side(name=WITH, endpoint=pair, is_local=True)
             return
         self._report("starting Triton, for the benchmark")
-        launch = load_runtime(self._config.engine.runtime).launch(repository)
         with (
-            running(repository, launch=launch) as server,
+            served(repository) as server,
             contextlib.closing(Triton(server.grpc_url)) as ensemble,
         ):
-            yield Side(name=_WITH, endpoint=ensemble, metrics_url=server.metrics_url, is_local=True)
+            yield Side(name=WITH, endpoint=ensemble, metrics_url=server.metrics_url, is_local=True)
 
     def _check_unchanged(self) -> None:
         """Refuses numbers of a repository that was built again since it was verified."""

@@ -13,6 +13,7 @@ from specpipe.errors import ConfigError
 from specpipe.evaluate.endpoints.base import Endpoint
 from specpipe.evaluate.endpoints.in_process import InProcess
 from specpipe.evaluate.endpoints.triton import Speculative
+from specpipe.evaluate.serving import served
 from specpipe.evaluate.verification import repositories
 from specpipe.evaluate.verification.controls import Engines
 from specpipe.evaluate.verification.scorer import Scorer, engine_rounding, open_scorer, torch_engine
@@ -20,7 +21,7 @@ from specpipe.machine.web import fetch
 from specpipe.runtimes.pair.pair import Pair
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.runtime import load_runtime
-from specpipe.triton.server.server import Log, running
+from specpipe.triton.server.server import Log
 
 
 class Subject:
@@ -42,10 +43,10 @@ class Subject:
         self.is_in_process = is_in_process or is_float32
         self._is_float32 = is_float32
         self.engines = Engines.of(repository)
-        served = read_pair(repository)
-        self.has_own_k = served.options != repositories.as_asked(served.options) and not is_float32
+        pair = read_pair(repository)
+        self.has_own_k = pair.options != repositories.as_asked(pair.options) and not is_float32
         """Whether the pair, as it is served, chooses by itself how much to draft or to copy."""
-        self.may_copy = served.options.prompt_lookup
+        self.may_copy = pair.options.prompt_lookup
         """Whether it takes draft tokens from the text of a request that runs alone."""
         self.triton_version: str | None = None
         """Of the server that was asked, once one was."""
@@ -54,7 +55,7 @@ class Subject:
         if is_float32:
             self._take_float32(max_num_draft_tokens)
             engines = (self.engines.draft, self.engines.target)
-            self.is_artifact = served.runtime == "torch" and not any(
+            self.is_artifact = pair.runtime == "torch" and not any(
                 engine.is_relative_to(made) for engine in engines
             )
         self.tokenizer = self.engines.tokenizer
@@ -78,8 +79,8 @@ class Subject:
             return
         self._report("starting Triton, with K as asked")
         made = repositories.write_as_asked(self._repository, self._made / "as_asked")
-        with self._open_triton(made) as served:
-            yield served
+        with self._open_triton(made) as endpoint:
+            yield endpoint
 
     @contextmanager
     def open_as_served(self) -> Iterator[Endpoint]:
@@ -89,8 +90,8 @@ class Subject:
                 yield endpoint
             return
         self._report("starting Triton, as served")
-        with self._open_triton(self._repository) as served:
-            yield served
+        with self._open_triton(self._repository) as endpoint:
+            yield endpoint
 
     @contextmanager
     def open_without_draft(self) -> Iterator[Endpoint]:
@@ -99,8 +100,8 @@ class Subject:
         made = repositories.write_without_draft(
             self._config, self._repository, self._made / "without_draft"
         )
-        with self._open_triton(made) as served:
-            yield served
+        with self._open_triton(made) as endpoint:
+            yield endpoint
 
     @contextmanager
     def open_own_draft(self) -> Iterator[Endpoint]:
@@ -111,8 +112,8 @@ class Subject:
             return
         self._report("starting Triton, with the target as its own draft")
         made = repositories.write_own_draft(self._repository, self._made / "own_draft")
-        with self._open_triton(made) as served:
-            yield served
+        with self._open_triton(made) as endpoint:
+            yield endpoint
 
     @contextmanager
     def open_wrong_draft(self) -> Iterator[Endpoint]:
@@ -123,8 +124,8 @@ class Subject:
             return
         made = repositories.write_wrong_draft(self._repository, self._made / "wrong_draft")
         self._report("starting Triton, with a draft that is always wrong")
-        with self._open_triton(made) as served:
-            yield served
+        with self._open_triton(made) as endpoint:
+            yield endpoint
 
     @contextmanager
     def _open_pair(self, pair: Pair) -> Iterator[Endpoint]:
@@ -140,8 +141,7 @@ class Subject:
 
     @contextmanager
     def _open_triton(self, repository: Path) -> Iterator[Endpoint]:
-        launch = load_runtime(self.runtime).launch(repository)
-        with running(repository, launch=launch) as server:
+        with served(repository) as server:
             url, end_token_ids = server.http_url, self.end_token_ids
             self.triton_version = json.loads(fetch(f"{url}/v2", timeout_s=60.0))["version"]
             with closing(

@@ -1,0 +1,89 @@
+"""A benchmark as a reader sees it: a table of its figures, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specpipe.evaluate.bench.metrics import Distribution, Summary
+
+_CELL = 10  # characters
+_COLUMNS = (
+    "tokens/s",
+    "TTFT p50",
+    "p99",
+    "TPOT mean",
+    "p99",
+    "gap p99",
+    "good/s",
+    "accepted",
+    "per step",
+)
+
+
+def lines(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
+    """The summaries of all sides, by concurrency and by the name of the side, line by line."""
+    width = max(len(name) for by_side in summaries.values() for name in by_side)
+    header = "".join(f"{column:>{_CELL}}" for column in _COLUMNS)
+    yield f"{'streams':>7}  {'side':{width}}{header}  failed, cut"
+    for concurrency, by_side in summaries.items():
+        for name, summary in by_side.items():
+            cells = "".join(f"{cell:>{_CELL}}" for cell in _cells(summary))
+            faults = f"{summary.num_failed}, {summary.num_cut} of {summary.num_answers}"
+            yield f"{concurrency:7}  {name:{width}}{cells}  {faults}"
+    yield (
+        "times in ms; good/s: complete answers, within the limits if there are any; accepted: of "
+        "the draft tokens; per step: tokens that a step emits"
+    )
+
+
+def conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
+    """What the result of a benchmark says beside its figures, a paragraph each."""
+    if by_position := list(_by_position(found)):
+        yield "\n".join(["accepted by position of the draft token:", *by_position])
+    if found["verdict"]:
+        yield found["verdict"]
+    comparisons = [load["comparison"] for load in found["loads"] if load["comparison"]]
+    differing = [
+        (c["num_differing_prompts"], c["num_prompts"], c["concurrency"]) for c in comparisons
+    ]
+    if is_one_server and any(number for number, _, _ in differing):
+        counts = ", ".join(f"{number} of {of} at {streams}" for number, of, streams in differing)
+        yield (
+            f"Prompts whose text was not always the same, by concurrency: {counts}. "
+            "`specpipe verify` tells numerical ties from faults."
+        )
+
+
+def _by_position(found: dict[str, Any]) -> Iterator[str]:
+    """A line for each load and side of which that is known: from its answers, or its counters."""
+    for load in found["loads"]:
+        for name, side in load["sides"].items():
+            sources = (side["acceptance"], side["server_counters"])
+            rates = next((s["per_position"] for s in sources if s and s["per_position"]), None)
+            if rates:
+                shown = "  ".join(f"{rate:.2f}" for rate in rates)
+                yield f"{load['concurrency']:7}  {name}: {shown}"
+
+
+def _cells(summary: Summary) -> list[str]:
+    acceptance = summary.acceptance
+    return [
+        _number(summary.output_tokens_per_s, 1),
+        _milliseconds(summary.first_output_s, "p50", 1),
+        _milliseconds(summary.first_output_s, "p99", 1),
+        _milliseconds(summary.output_token_s, "mean", 2),
+        _milliseconds(summary.output_token_s, "p99", 2),
+        _milliseconds(summary.gap_s, "p99", 1),
+        _number(summary.good_answers_per_s, 2),
+        _number(None if acceptance is None else acceptance.rate, 2),
+        _number(None if acceptance is None else acceptance.length, 2),
+    ]
+
+
+def _milliseconds(seconds: Distribution | None, name: str, num_digits: int) -> str:
+    return _number(None if seconds is None else 1e3 * getattr(seconds, name), num_digits)
+
+
+def _number(value: float | None, num_digits: int) -> str:
+    return "-" if value is None else f"{value:.{num_digits}f}"
