@@ -20,7 +20,7 @@ from specpipe.runtimes.pair.sampler import Drafted, Outcome, Sampler
 from specpipe.runtimes.pair.single_stream import Rounds, SingleStream
 from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.decode import UNUSABLE_LOGITS
-from specpipe.speculative.request import Chunk, FinishReason, Limits, Request
+from specpipe.speculative.request import Chunk, Limits, Request
 
 
 class EnginePair(QueuedPair[RunningSequences]):
@@ -263,23 +263,10 @@ class EnginePair(QueuedPair[RunningSequences]):
         """The accepted tokens that the target has not cached yet; one in a running decode."""
         return running.state.token_ids[self._target.length(running.target_sequence) :]
 
-    def _emit(self, running: RunningSequences, chunk: Chunk) -> None:
-        if chunk.finish_reason is not None:
-            self._leave(running, chunk)
-        elif chunk.token_ids or chunk.text:
-            self._chunks.append(chunk)
-
-    def _end(
-        self, running: RunningSequences, reason: FinishReason, error: str | None = None
-    ) -> None:
-        self._leave(running, running.state.finish(reason, error))
-
     def _leave(self, running: RunningSequences, chunk: Chunk) -> None:
-        """Gives back what a request holds that has ended with this chunk."""
         if self._stream is not None and self._stream.runs(running.state):
             self._stream.end()
-        self._running.remove(running)
+        super()._leave(running, chunk)
         self._target.free(running.target_sequence)
         if running.draft_sequence is not None:
             self._draft.free(running.draft_sequence)
-        self._chunks.append(chunk)

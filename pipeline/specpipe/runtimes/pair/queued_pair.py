@@ -79,10 +79,6 @@ class QueuedPair(ABC, Generic[R]):
     def _start(self, waiting: Waiting) -> None:
         """Adds a request to those that run."""
 
-    @abstractmethod
-    def _end(self, running: R, reason: FinishReason, error: str | None = None) -> None:
-        """Ends a request that runs, from outside; its last chunk is added to the others."""
-
     def _refuse_unsupported(self, request: Request) -> None:
         """Raises RequestError for an input that this pair would ignore."""
 
@@ -116,6 +112,22 @@ class QueuedPair(ABC, Generic[R]):
         if of_waiting is not None:
             deadlines.append(of_waiting)
         return max(min(deadlines, default=float("inf")) - self._clock(), 0.0)
+
+    def _end(self, running: R, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a request that runs, from outside."""
+        self._leave(running, running.state.finish(reason, error))
+
+    def _emit(self, running: R, chunk: Chunk) -> None:
+        """Lets out what a round gave a request, which leaves with its last chunk."""
+        if chunk.finish_reason is not None:
+            self._leave(running, chunk)
+        elif chunk.token_ids or chunk.text:
+            self._chunks.append(chunk)
+
+    def _leave(self, running: R, chunk: Chunk) -> None:
+        """Takes out a request that has ended with this chunk."""
+        self._running.remove(running)
+        self._chunks.append(chunk)
 
     def _take_chunks(self) -> list[Chunk]:
         """Takes out what a step returns."""

@@ -144,7 +144,7 @@ class BlsPair(QueuedPair[_Running]):
         ).start()
 
     def _end(self, running: _Running, reason: FinishReason, error: str | None = None) -> None:
-        """Ends a request unless it just ended; its thread leaves when its engine has stopped."""
+        """Ends a request unless it just ended; it leaves with its thread, when its engine stops."""
         with running.lock:
             if running.state.is_finished:
                 return

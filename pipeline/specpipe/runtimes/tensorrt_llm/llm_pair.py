@@ -32,7 +32,7 @@ from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.runtimes.pair.queued_pair import QueuedPair, Running
 from specpipe.runtimes.tensorrt_llm.model_yaml import spelling
-from specpipe.speculative.request import Chunk, FinishReason, Limits, Request, Sampling
+from specpipe.speculative.request import Chunk, Limits, Request, Sampling
 
 _NO_END_ID = -1  # what TensorRT-LLM itself puts in for ignore_eos
 
@@ -284,40 +284,17 @@ class LlmPair(QueuedPair[_Running]):
             if is_plain:
                 state.skip_draft("too_short")
             num_drafted = 0 if is_plain else max(state.next_num_draft_tokens(), len(ids) - 1)
-            self._emit(running, state.accept(ids, probs, num_draft_tokens=num_drafted), part)
+            chunk = state.accept(ids, probs, num_draft_tokens=num_drafted)
+            self._emit(running, _with_counts(chunk, part))
             if state.is_finished:
                 return
         if part.finish_reason == "length":
-            self._emit(running, state.finish("length"), part)
+            self._emit(running, _with_counts(state.finish("length"), part))
         elif part.finish_reason is not None:
             error = f"TensorRT-LLM ended the request: {part.finish_reason}"
             self._end(running, "error", error)
 
-    def _emit(self, running: _Running, chunk: Chunk, part: _Part) -> None:
-        if chunk.finish_reason is not None:
-            self._leave(running, self._with_counts(chunk, part))
-        elif chunk.token_ids or chunk.text:
-            self._chunks.append(chunk)
-
-    def _with_counts(self, chunk: Chunk, part: _Part) -> Chunk:
-        """The last chunk, with TensorRT-LLM's own counts where it has them."""
-        statistics = chunk.statistics
-        if statistics is not None and part.drafted is not None:
-            num_drafted, num_accepted = part.drafted
-            statistics = replace(
-                statistics,
-                total_draft_tokens=num_drafted,
-                total_accepted_draft_tokens=num_accepted,
-                acceptance_rate=num_accepted / num_drafted,
-            )
-            chunk = replace(chunk, counts=None)  # how those fall on steps it does not tell
-        return replace(chunk, statistics=statistics)
-
-    def _end(self, running: _Running, reason: FinishReason, error: str | None = None) -> None:
-        self._leave(running, running.state.finish(reason, error))
-
     def _leave(self, running: _Running, chunk: Chunk) -> None:
-        """Gives back what a request holds that has ended with this chunk."""
         statistics = chunk.statistics
         is_sampled = not running.state.request.sampling.is_greedy
         if statistics is not None and is_sampled and self._options.num_draft_tokens > 0:
@@ -325,9 +302,23 @@ class LlmPair(QueuedPair[_Running]):
         is_inferred = chunk.counts is not None
         if statistics is not None and is_inferred and statistics.draft_status == "drafted":
             statistics = replace(statistics, draft_status="decided_by_engine")
-        self._running.remove(running)
-        self._chunks.append(replace(chunk, statistics=statistics))
+        super()._leave(running, replace(chunk, statistics=statistics))
         self._loop.call_soon_threadsafe(_abandon, running)
+
+
+def _with_counts(chunk: Chunk, part: _Part) -> Chunk:
+    """A last chunk, with TensorRT-LLM's own counts where it has them; others as they are."""
+    if chunk.statistics is None or part.drafted is None:
+        return chunk
+    num_drafted, num_accepted = part.drafted
+    statistics = replace(
+        chunk.statistics,
+        total_draft_tokens=num_drafted,
+        total_accepted_draft_tokens=num_accepted,
+        acceptance_rate=num_accepted / num_drafted,
+    )
+    # How the counts fall on steps it does not tell.
+    return replace(chunk, statistics=statistics, counts=None)
 
 
 def _abandon(running: _Running) -> None:
