@@ -32,7 +32,7 @@ from specpipe.evaluate.verification.distribution import (  # noqa: E402
     sample_size,
 )
 from specpipe.runtimes.pair import torch_sampler as torch_sampling  # noqa: E402
-from specpipe.runtimes.pair.engine_pair import Drafted, Outcome  # noqa: E402
+from specpipe.runtimes.pair.sampler import Drafted, Outcome  # noqa: E402
 from specpipe.speculative import noise  # noqa: E402
 from specpipe.speculative.noise import Purpose  # noqa: E402
 from specpipe.speculative.request import Sampling  # noqa: E402

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from specpipe.runtimes.pair.costs import CostTable
-from specpipe.runtimes.pair.engine_pair import Drafted, EnginePair
+from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.sampler import Drafted
 from specpipe.runtimes.pair.single_stream import Verified
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.speculative.adaptive import StepCosts

@@ -19,11 +19,11 @@ from specpipe.errors import FAULT, EngineMismatch, RequestError, RuntimeUnavaila
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.tensorrt_llm.bls import (
     BlsPair,
-    CallTimes,
     TritonModel,
     load_pair,
     read_limits,
 )
+from specpipe.runtimes.tensorrt_llm.call_times import CallTimes
 from specpipe.runtimes.tensorrt_llm.engine_calls import (
     EngineCallError,
     EngineModel,

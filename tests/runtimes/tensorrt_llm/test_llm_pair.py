@@ -409,7 +409,7 @@ def test_a_request_that_fails_in_tensorrt_llm_fails_alone(make: MakePair) -> Non
         pair.submit(request("a", max_tokens=400))
         pair.submit(request("b"))
         chunks = pair.step()
-        output = pair._running["a"].output
+        output = pair._running[0].output
         output._send(RuntimeError("CUDA error"))
         chunks += steps_until(pair, lambda _: not pair.has_work())
         assert wait_until(lambda: pair._llm.num_aborted == 1)
@@ -425,7 +425,7 @@ def test_an_end_that_nobody_asked_for_is_an_error(make: MakePair, fake: ModuleTy
     with make(SLOW) as pair:
         pair.submit(request(max_tokens=400))
         pair.step()
-        pair._running["r"].output.abort()
+        pair._running[0].output.abort()
         chunks = steps_until(pair, lambda _: not pair.has_work())
     assert chunks[-1].error == "TensorRT-LLM ended the request: cancelled"
 

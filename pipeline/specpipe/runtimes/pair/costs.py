@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -89,6 +90,15 @@ class CostTable:
             nearness[below] = 1.0 - nearness[above]
         for index, near in enumerate(nearness):
             times[index] *= ratio ** (_COMMON + (1.0 - _COMMON) * near)
+
+
+@contextmanager
+def timed(costs: CostTable | None, role: Role, num_rows: int | None) -> Iterator[None]:
+    """Lets the costs learn from a forward of num_rows single tokens; None: not one."""
+    start = time.perf_counter()
+    yield
+    if costs is not None and num_rows is not None:
+        costs.observe(role, num_rows, time.perf_counter() - start)
 
 
 def measure_costs(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specpipe.runtimes.pair.engine_pair import Drafted, Outcome
+from specpipe.runtimes.pair.sampler import Drafted, Outcome
 from specpipe.speculative import noise
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
 from specpipe.speculative.request import Request, Sampling

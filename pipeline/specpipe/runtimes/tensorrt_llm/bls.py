@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.errors import FAULT, EngineMismatch, RuntimeUnavailable
-from specpipe.runtimes.pair.admission import OVERDUE, Waiting, WaitingRequests
-from specpipe.runtimes.pair.costs import CostTable
-from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
+from specpipe.runtimes.pair.admission import Waiting
+from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
+from specpipe.runtimes.pair.queued_pair import QueuedPair, Running
 from specpipe.runtimes.tensorrt_llm import contract
+from specpipe.runtimes.tensorrt_llm.call_times import MIN_TIMED_TOKENS, CallTimes
 from specpipe.runtimes.tensorrt_llm.engine_calls import (
     Acceptance,
     DraftTokens,
@@ -45,87 +46,24 @@ from specpipe.runtimes.tensorrt_llm.engine_calls import (
     refuse_unsupported,
     stop_tensors,
 )
-from specpipe.speculative.adaptive import DraftLength, StepCosts, most_draft_tokens
+from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.request import Chunk, FinishReason, Limits, Request
-from specpipe.speculative.state import RequestState
 
 _LOGGER = logging.getLogger(__name__)
 
 _NUM_PLAIN_TOKENS = 16
 """Tokens of one request without drafting, while drafting may pay again after it."""
 
-_MIN_TIMED_TOKENS = 8
-
 _MAX_WAIT_S = 1.0
 
 _KEEP_S = 1.0
 
 
-class CallTimes:
-    """What drafting and verifying cost at the present load, learned from everybody's rounds.
-
-    Any thread. Times are those of whole requests to a model, so the way there and back is in them.
-    """
-
-    def __init__(self, num_draft_tokens: int) -> None:
-        self._num_draft_tokens = num_draft_tokens
-        self._lock = threading.Lock()
-        self._first: dict[str, float] = {}
-        self._table: CostTable | None = None
-
-    def costs(self) -> StepCosts | None:
-        """Relative to a plain step; None before each kind of request was timed once."""
-        with self._lock:
-            return None if self._table is None else self._table.at(1)
-
-    @property
-    def lacks_plain_step(self) -> bool:
-        """True when a plain step is all that is yet to be timed."""
-        with self._lock:
-            return self._table is None and self._first.keys() == {"draft", "verify"}
-
-    def observe_draft(self, num_draft_tokens: int, seconds: float) -> None:
-        """Learns from a request for draft tokens."""
-        self._observe("draft", seconds / num_draft_tokens, 1)
-
-    def observe_verify(self, num_draft_tokens: int, seconds: float) -> None:
-        """Learns from a verification."""
-        self._observe("verify", seconds, 1 + num_draft_tokens)
-
-    def observe_stream(self, arrivals: Sequence[float]) -> None:
-        """Learns from when the tokens of the target alone came; the first waited for the prompt.
-
-        Not from each by itself: two that were read late seem to come at once.
-        """
-        if len(arrivals) >= _MIN_TIMED_TOKENS and arrivals[-1] > arrivals[0]:
-            self._observe("plain", (arrivals[-1] - arrivals[0]) / (len(arrivals) - 1), 1)
-
-    def _observe(self, kind: str, seconds: float, num_rows: int) -> None:
-        with self._lock:
-            if self._table is not None:
-                self._table.observe("draft" if kind == "draft" else "target", num_rows, seconds)
-                if kind == "plain":
-                    self._table.hope()
-                return
-            self._first[kind] = min(seconds, self._first.get(kind, seconds))
-            if len(self._first) == 3:
-                self._table = CostTable(
-                    self._num_draft_tokens,
-                    draft={1: self._first["draft"]},
-                    target={
-                        1: self._first["plain"],
-                        1 + self._num_draft_tokens: self._first["verify"],
-                    },
-                )
-
-
 @dataclass(eq=False)
-class _Running:
+class _Running(Running):
     """A request with its thread. Whoever ends it, its thread or the pair's, holds the lock."""
 
-    state: RequestState
     calls: EngineCalls
-    deadline: float
     engine_request_id: str
     draft_length_is_fixed: bool
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -136,7 +74,7 @@ class _Running:
     """The engine has read the prompt, so the time of its next request is that of a step."""
 
 
-class BlsPair:
+class BlsPair(QueuedPair[_Running]):
     """A `Pair` of two Triton models. `step` returns when any request has something to emit."""
 
     def __init__(
@@ -151,54 +89,30 @@ class BlsPair:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """limits are those of the engines; a pair that adapts learns from the calls' times."""
+        super().__init__(
+            options, limits, detokenizer, max_batch_size=options.max_batch_size, clock=clock
+        )
         self._draft, self._target = draft, target
-        self._options, self._limits, self._detokenizer = options, limits, detokenizer
         self._acceptance = acceptance
-        self._clock = clock
         self._times: CallTimes | None = None
         if options.adaptive and limits.max_num_draft_tokens > 0:
             self._times = CallTimes(limits.max_num_draft_tokens)
         self._unused = tuple(i for r in options.unused_token_ids for i in range(*r))
-        self._waiting = WaitingRequests(options, clock=clock)
-        self._running: list[_Running] = []
-        self._chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
         self._left: queue.SimpleQueue[_Running] = queue.SimpleQueue()
         self._news = threading.Event()
         self._engine_request_ids = count(1)
         self._steps_lock = threading.Lock()
-        self.num_steps = 0
-
-    def submit(self, request: Request) -> str:
-        self._limits.check(request)
-        refuse_unsupported(request)
-        self._waiting.put(request, num_running=len(self._running))
-        return request.request_id
-
-    def cancel(self, request_id: str) -> None:
-        for running in self._running:
-            if running.state.request.request_id == request_id:
-                self._end(running, "cancelled")
-                return
-        waiting = self._waiting.take(request_id)
-        if waiting is not None:
-            self._chunks.put(self._new_state(waiting).finish("cancelled"))
-
-    def has_work(self) -> bool:
-        return bool(self._running or len(self._waiting) or not self._chunks.empty())
 
     def step(self) -> list[Chunk]:
         self._admit()
-        if self._chunks.empty() and self._left.empty():
-            self._news.wait(self._wait_s())
+        if not self._chunks and self._left.empty():
+            self._news.wait(min(self._time_left_s(), _MAX_WAIT_S))
         self._news.clear()
         while not self._left.empty():
             self._running.remove(self._left.get())
         self._end_overdue()
         self._admit()
-        chunks = []
-        while not self._chunks.empty():
-            chunks.append(self._chunks.get())
-        return chunks
+        return self._take_chunks()
 
     def interrupt(self) -> None:
         self._news.set()
@@ -206,68 +120,35 @@ class BlsPair:
     def close(self) -> None:
         """Nothing to do: the engines are Triton's."""
 
-    def occupancy(self) -> Occupancy:
-        """The KV caches are the engines', whose backend has metrics of its own."""
-        return Occupancy(num_running=len(self._running), num_waiting=len(self._waiting))
+    def _refuse_unsupported(self, request: Request) -> None:
+        refuse_unsupported(request)
 
-    def _wait_s(self) -> float:
-        """How long there is nothing to do unless something happens."""
-        deadlines = [r.deadline for r in self._running if not r.state.is_finished]
-        next_in_queue = self._waiting.next_deadline()
-        if next_in_queue is not None:
-            deadlines.append(next_in_queue)
-        left = min(deadlines, default=float("inf")) - self._clock()
-        return min(max(left, 0.0), _MAX_WAIT_S)
+    def _adapts(self, request: Request) -> bool:
+        return self._times is not None and not _has_one_length(request)
 
-    def _end_overdue(self) -> None:
-        now = self._clock()
-        for running in self._running:
-            if running.deadline <= now:
-                self._end(running, "error", OVERDUE)
-        for waiting in self._waiting.take_overdue(now):
-            state = self._new_state(waiting)
-            self._chunks.put(state.finish("error", waiting.overdue(now)))
-
-    def _admit(self) -> None:
-        while len(self._waiting) and len(self._running) < self._options.max_batch_size:
-            running = self._start(self._waiting.pop())
-            self._running.append(running)
-            threading.Thread(
-                target=self._run, args=(running,), name="specpipe-request", daemon=True
-            ).start()
-
-    def _start(self, waiting: Waiting) -> _Running:
+    def _start(self, waiting: Waiting) -> None:
         request = waiting.request
-        return _Running(
+        running = _Running(
             self._new_state(waiting),
+            waiting.deadline,
             EngineCalls(
                 request=request, acceptance=self._acceptance, unused_token_ids=self._unused
             ),
-            waiting.deadline,
             # A number: TensorRT-LLM reads an id's leading digits as its own (src/utils.cc).
             str(next(self._engine_request_ids)),
-            draft_length_is_fixed=self._is_fixed(request),
+            draft_length_is_fixed=not self._adapts(request),
         )
-
-    def _is_fixed(self, request: Request) -> bool:
-        return self._times is None or _has_one_length(request)
-
-    def _new_state(self, waiting: Waiting) -> RequestState:
-        request = waiting.request
-        return RequestState(
-            request,
-            self._limits,
-            self._detokenizer(request.text_token_ids),
-            draft_length=None if self._is_fixed(request) else DraftLength(),
-            queue_s=waiting.waited_s(self._clock()),
-        )
+        self._running.append(running)
+        threading.Thread(
+            target=self._run, args=(running,), name="specpipe-request", daemon=True
+        ).start()
 
     def _end(self, running: _Running, reason: FinishReason, error: str | None = None) -> None:
-        """Ends a request unless it just ended; its thread leaves when its engine has stopped."""
+        """Ends a request unless it just ended; it leaves with its thread, when its engine stops."""
         with running.lock:
             if running.state.is_finished:
                 return
-            self._chunks.put(running.state.finish(reason, error))
+            self._chunks.append(running.state.finish(reason, error))
             model = running.active
         if model is not None:
             # Not here: a model that hangs would take the pair's thread with it.
@@ -325,7 +206,7 @@ class BlsPair:
         if self._times is None or running.draft_length_is_fixed:
             return running.state.next_num_draft_tokens(most=most)
         num_left = running.state.request.max_tokens - running.state.num_output_tokens
-        if self._times.lacks_plain_step and num_left >= _MIN_TIMED_TOKENS:
+        if self._times.lacks_plain_step and num_left >= MIN_TIMED_TOKENS:
             running.state.skip_draft("not_ready", most=most)
             return 0
         return running.state.next_num_draft_tokens(self._times.costs(), most=most)
@@ -374,7 +255,7 @@ class BlsPair:
                 return
             chunk = running.state.accept(token_ids, num_draft_tokens=num_draft_tokens)
             if chunk.token_ids or chunk.text or chunk.finish_reason is not None:
-                self._chunks.put(chunk)
+                self._chunks.append(chunk)
         with self._steps_lock:
             self.num_steps += 1
         self._news.set()

@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specpipe.errors import RequestError
-from specpipe.runtimes.pair.admission import OVERDUE, Waiting, WaitingRequests
-from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
+from specpipe.runtimes.pair.admission import Waiting
+from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
+from specpipe.runtimes.pair.queued_pair import QueuedPair, Running
 from specpipe.runtimes.tensorrt_llm.model_yaml import spelling
 from specpipe.speculative.request import Chunk, Limits, Request, Sampling
-from specpipe.speculative.state import RequestState
 
 _NO_END_ID = -1  # what TensorRT-LLM itself puts in for ignore_eos
 
@@ -47,9 +47,7 @@ _NEVER_APPLIED = (
 
 
 @dataclass(eq=False)
-class _Running:
-    state: RequestState
-    deadline: float
+class _Running(Running):
     output: Any = None
     """TensorRT-LLM's handle, once it has the request; only the event loop's thread uses it."""
     is_abandoned: bool = False
@@ -77,7 +75,7 @@ class _Failure:
     message: str
 
 
-class LlmPair:
+class LlmPair(QueuedPair[_Running]):
     """A `Pair` over `tensorrt_llm.LLM.generate_async`; its steps wait for what TensorRT-LLM does.
 
     Requests run in an event loop on a thread of its own, as the LLM API wants it, and what they
@@ -101,22 +99,20 @@ class LlmPair:
     ) -> None:
         """llm is a `tensorrt_llm.LLM`, sampling_params the class of that name."""
         settings = options.runtime_settings
-        self._llm, self._sampling_params = llm, sampling_params
-        self._options, self._detokenizer, self._clock = options, detokenizer, clock
-        self._version: str = settings["tensorrt_llm"]
-        self._acceptance: str = settings["acceptance"]
         vocab_sizes = (settings["draft_vocab_size"], settings["target_vocab_size"])
-        self._has_one_vocab_size = len(set(vocab_sizes)) == 1
-        self._limits = Limits(
+        limits = Limits(
             max_num_draft_tokens=options.num_draft_tokens,
             max_seq_len=options.max_seq_len,
             draft_max_seq_len=options.max_seq_len,
             vocab_size=min(vocab_sizes),
         )
-        self.num_steps = 0
-        self._waiting = WaitingRequests(options, clock=clock)
-        self._running: dict[str, _Running] = {}
-        self._ended: list[Chunk] = []
+        super().__init__(
+            options, limits, detokenizer, max_batch_size=options.max_batch_size, clock=clock
+        )
+        self._llm, self._sampling_params = llm, sampling_params
+        self._version: str = settings["tensorrt_llm"]
+        self._acceptance: str = settings["acceptance"]
+        self._has_one_vocab_size = len(set(vocab_sizes)) == 1
         self._events: queue.SimpleQueue[_Part | _Failure | Exception | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -124,29 +120,12 @@ class LlmPair:
         )
         self._thread.start()
 
-    def submit(self, request: Request) -> str:
-        self._limits.check(request)
-        self._refuse_unsupported(request)
-        self._waiting.put(request, num_running=len(self._running))
-        return request.request_id
-
-    def cancel(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None:
-            self._end(running, running.state.finish("cancelled"))
-        elif (waiting := self._waiting.take(request_id)) is not None:
-            self._ended.append(self._new_state(waiting).finish("cancelled"))
-
-    def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._ended)
-
     def step(self) -> list[Chunk]:
         self._end_overdue()
         self._admit()
-        if self._running and not self._ended:
+        if self._running and not self._chunks:
             self._take_events()
-        chunks, self._ended = self._ended, []
-        return chunks
+        return self._take_chunks()
 
     def interrupt(self) -> None:
         self._events.put(None)
@@ -160,10 +139,6 @@ class LlmPair:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def occupancy(self) -> Occupancy:
-        """The KV caches are TensorRT-LLM's own."""
-        return Occupancy(num_running=len(self._running), num_waiting=len(self._waiting))
 
     def _refuse_unsupported(self, request: Request) -> None:
         """Raises RequestError for an input that would be ignored, or change what it should not."""
@@ -215,32 +190,10 @@ class LlmPair:
                 "apply it; leave it out"
             )
 
-    def _new_state(self, waiting: Waiting) -> RequestState:
-        request = waiting.request
-        return RequestState(
-            request,
-            self._limits,
-            self._detokenizer(request.text_token_ids),
-            queue_s=waiting.waited_s(self._clock()),
-        )
-
-    def _end_overdue(self) -> None:
-        now = self._clock()
-        for running in [r for r in self._running.values() if r.deadline <= now]:
-            self._end(running, running.state.finish("error", OVERDUE))
-        for waiting in self._waiting.take_overdue(now):
-            state = self._new_state(waiting)
-            self._ended.append(state.finish("error", waiting.overdue(now)))
-
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._options.max_batch_size:
-            self._start(self._waiting.pop())
-
     def _start(self, waiting: Waiting) -> None:
-        request = waiting.request
         running = _Running(self._new_state(waiting), waiting.deadline)
-        self._running[request.request_id] = running
-        asyncio.run_coroutine_threadsafe(self._generate(running, request), self._loop)
+        self._running.append(running)
+        asyncio.run_coroutine_threadsafe(self._generate(running, waiting.request), self._loop)
 
     def _new_sampling_params(self, request: Request) -> Any:
         """A `SamplingParams`; what it leaves out is greedy. Text is decoded here, not there."""
@@ -293,12 +246,8 @@ class LlmPair:
 
     def _take_events(self) -> None:
         """Waits until something happens or a deadline comes, then takes all that happened."""
-        deadlines = [running.deadline for running in self._running.values()]
-        if (of_waiting := self._waiting.next_deadline()) is not None:
-            deadlines.append(of_waiting)
-        timeout = max(min(deadlines) - self._clock(), 0.0)
         with contextlib.suppress(queue.Empty):
-            self._take_event(self._events.get(timeout=timeout))
+            self._take_event(self._events.get(timeout=self._time_left_s()))
             while True:
                 self._take_event(self._events.get_nowait())
 
@@ -311,7 +260,7 @@ class LlmPair:
         if running.state.is_finished:
             return
         if isinstance(event, _Failure):
-            self._end(running, running.state.finish("error", event.message))
+            self._end(running, "error", event.message)
             return
         self.num_steps += 1
         self._take_part(running, event)
@@ -327,7 +276,7 @@ class LlmPair:
         for token_id in token_ids:
             if any(start <= token_id < stop for start, stop in self._options.unused_token_ids):
                 error = f"the target gave token id {token_id}, which no tokenizer entry uses"
-                self._end(running, state.finish("error", error))
+                self._end(running, "error", error)
                 return
         for ids, probs in _steps(token_ids, log_probs, self._options.num_draft_tokens + 1):
             is_plain = not running.has_prefilled and len(ids) == 1
@@ -335,36 +284,17 @@ class LlmPair:
             if is_plain:
                 state.skip_draft("too_short")
             num_drafted = 0 if is_plain else max(state.next_num_draft_tokens(), len(ids) - 1)
-            self._emit(running, state.accept(ids, probs, num_draft_tokens=num_drafted), part)
+            chunk = state.accept(ids, probs, num_draft_tokens=num_drafted)
+            self._emit(running, _with_counts(chunk, part))
             if state.is_finished:
                 return
         if part.finish_reason == "length":
-            self._emit(running, state.finish("length"), part)
+            self._emit(running, _with_counts(state.finish("length"), part))
         elif part.finish_reason is not None:
             error = f"TensorRT-LLM ended the request: {part.finish_reason}"
-            self._end(running, state.finish("error", error))
+            self._end(running, "error", error)
 
-    def _emit(self, running: _Running, chunk: Chunk, part: _Part) -> None:
-        if chunk.finish_reason is not None:
-            self._end(running, self._with_counts(chunk, part))
-        elif chunk.token_ids or chunk.text:
-            self._ended.append(chunk)
-
-    def _with_counts(self, chunk: Chunk, part: _Part) -> Chunk:
-        """The last chunk, with TensorRT-LLM's own counts where it has them."""
-        statistics = chunk.statistics
-        if statistics is not None and part.drafted is not None:
-            num_drafted, num_accepted = part.drafted
-            statistics = replace(
-                statistics,
-                total_draft_tokens=num_drafted,
-                total_accepted_draft_tokens=num_accepted,
-                acceptance_rate=num_accepted / num_drafted,
-            )
-            chunk = replace(chunk, counts=None)  # how those fall on steps it does not tell
-        return replace(chunk, statistics=statistics)
-
-    def _end(self, running: _Running, chunk: Chunk) -> None:
+    def _leave(self, running: _Running, chunk: Chunk) -> None:
         statistics = chunk.statistics
         is_sampled = not running.state.request.sampling.is_greedy
         if statistics is not None and is_sampled and self._options.num_draft_tokens > 0:
@@ -372,10 +302,23 @@ class LlmPair:
         is_inferred = chunk.counts is not None
         if statistics is not None and is_inferred and statistics.draft_status == "drafted":
             statistics = replace(statistics, draft_status="decided_by_engine")
-        chunk = replace(chunk, statistics=statistics)
-        del self._running[running.state.request.request_id]
-        self._ended.append(chunk)
+        super()._leave(running, replace(chunk, statistics=statistics))
         self._loop.call_soon_threadsafe(_abandon, running)
+
+
+def _with_counts(chunk: Chunk, part: _Part) -> Chunk:
+    """A last chunk, with TensorRT-LLM's own counts where it has them; others as they are."""
+    if chunk.statistics is None or part.drafted is None:
+        return chunk
+    num_drafted, num_accepted = part.drafted
+    statistics = replace(
+        chunk.statistics,
+        total_draft_tokens=num_drafted,
+        total_accepted_draft_tokens=num_accepted,
+        acceptance_rate=num_accepted / num_drafted,
+    )
+    # How the counts fall on steps it does not tell.
+    return replace(chunk, statistics=statistics, counts=None)
 
 
 def _abandon(running: _Running) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.pair.engine_pair import Drafted, Outcome
+from specpipe.runtimes.pair.sampler import Drafted, Outcome
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.fused.decoder import Decoder
 from specpipe.runtimes.torch.fused.drawing import Drawing, Settings, Text

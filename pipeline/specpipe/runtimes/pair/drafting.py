@@ -1,0 +1,214 @@
+"""The draft's part of a step: who drafts, how many tokens, and the forwards that give them.
+
+B requests that decode in a step, K draft tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from specpipe.runtimes.pair.costs import CostTable, timed
+from specpipe.runtimes.pair.engine import Engine, SequenceId
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.queued_pair import Running
+from specpipe.runtimes.pair.sampler import Drafted, Sampler
+from specpipe.speculative.adaptive import MIN_GAIN, StepCosts, most_draft_tokens
+
+
+@dataclass(eq=False)
+class RunningSequences(Running):
+    """A request that runs, with its sequence in each engine."""
+
+    target_sequence: SequenceId
+    draft_sequence: SequenceId | None = None
+    is_draft_suspect: bool = False
+    """The last step gave no usable row; the next shows whether its draft tokens were to blame."""
+
+
+@dataclass(eq=False)
+class _Proposal:
+    """Draft tokens that a request is to get in this step."""
+
+    sequence: SequenceId
+    drafted: Drafted
+    num_draft_tokens: int
+    unread: list[int]
+    """What the draft reads to give the next of them."""
+
+
+class Drafting:
+    """The draft engine of a pair and its sequences.
+
+    Requests get a sequence when they are first to draft, and those that do not draft are told why.
+    """
+
+    def __init__(
+        self, engine: Engine, sampler: Sampler, options: PairOptions, costs: CostTable | None
+    ) -> None:
+        """costs decides the draft length of adaptive requests; None keeps it fixed."""
+        self._engine, self._sampler = engine, sampler
+        self._options, self._costs = options, costs
+
+    def length(self, running: RunningSequences) -> int:
+        """Tokens of a request that the draft has cached."""
+        if running.draft_sequence is None:
+            return 0
+        return self._engine.length(running.draft_sequence)
+
+    def sequence(self, running: RunningSequences) -> SequenceId | None:
+        """A request's sequence, made when it is first wanted; None when there is no room."""
+        if running.draft_sequence is None:
+            request = running.state.request
+            num_prompt = len(request.prompt_token_ids)
+            max_tokens = min(num_prompt + request.max_tokens, self._engine.max_seq_len)
+            if not self._engine.can_admit(max_tokens):
+                return None
+            running.draft_sequence = self._engine.allocate(
+                prompt_length=num_prompt, max_tokens=max_tokens
+            )
+        return running.draft_sequence
+
+    def read_along(self, prefill: Iterable[tuple[RunningSequences, int]]) -> None:
+        """Reads prompts of which the target has cached that many tokens, and a piece of no more
+        than max_num_tokens further.
+        """
+        batch = []
+        for running, num_target_cached in prefill:
+            if not running.state.is_speculative or (sequence := self.sequence(running)) is None:
+                continue
+            token_ids = running.state.token_ids
+            end = num_target_cached + self._options.max_num_tokens
+            # The last token stays for the first draft step, which needs a row to score.
+            end = min(end, self._engine.max_seq_len, len(token_ids) - 1)
+            piece = token_ids[self.length(running) : end]
+            if piece:
+                batch.append((sequence, piece[: self._options.max_num_tokens]))
+        if batch:
+            self._engine.forward(batch, [0] * len(batch))
+
+    def catch_up(self, running: RunningSequences) -> None:
+        """Reads all of a text that the draft lacks, but for the last token."""
+        assert running.draft_sequence is not None
+        token_ids = running.state.token_ids
+        while (start := self.length(running)) < len(token_ids) - 1:
+            piece = token_ids[start : min(start + self._options.max_num_tokens, len(token_ids) - 1)]
+            self._engine.forward([(running.draft_sequence, piece)], [0])
+
+    def draft(self, decoding: Sequence[RunningSequences]) -> list[Drafted]:
+        """The draft tokens of those that decode in this step, in their order."""
+        batch_size = len(decoding)
+        most = most_draft_tokens(self._options.schedule, batch_size)
+        costs = self._costs.at(batch_size) if self._costs is not None and decoding else None
+        if costs is not None and batch_size == 1:
+            copied = self._copy(decoding[0], costs, most)
+            if copied is not None:
+                return [copied]
+        drafted = [Drafted(r.state) for r in decoding]
+        proposals, late = self._propose(decoding, drafted, costs, most)
+        if self._costs is not None and decoding:
+            if batch_size > 1:
+                proposals = _worthwhile(proposals, self._costs, batch_size)
+            if not proposals and most != 0:
+                self._costs.hope()
+        if late:
+            self._engine.forward(late, [0] * len(late))
+        self._run(proposals)
+        return drafted
+
+    def _copy(
+        self, running: RunningSequences, costs: StepCosts, most: int | None
+    ) -> Drafted | None:
+        """Draft tokens from the request's own text; None where there are none that pay more."""
+        if not self._options.prompt_lookup or running.is_draft_suspect:
+            return None
+        state = running.state
+        copying = replace(costs, draft_step=0.0)
+        num_copied = state.next_num_copied_tokens(copying, costs, most=most)
+        return Drafted(state, state.copy(num_copied), is_copied=True) if num_copied else None
+
+    def _propose(
+        self,
+        decoding: Sequence[RunningSequences],
+        drafted: Sequence[Drafted],
+        costs: StepCosts | None,
+        most: int | None,
+    ) -> tuple[list[_Proposal], list[tuple[SequenceId, list[int]]]]:
+        """Who would draft how many tokens, and what those read who lack too much of their text."""
+        proposals = []
+        late = []
+        for running, draft in zip(decoding, drafted, strict=True):
+            state = running.state
+            if running.is_draft_suspect:
+                running.is_draft_suspect = False
+                state.skip_draft("draft_failed", most=most)
+                continue
+            num_draft_tokens = state.next_num_draft_tokens(costs, most=most)
+            if num_draft_tokens == 0:
+                continue
+            sequence = self.sequence(running)
+            if sequence is None:
+                state.skip_draft("no_room")
+                continue
+            unread = state.token_ids[self.length(running) :]
+            if len(unread) > self._options.max_num_tokens:
+                state.skip_draft("not_ready")
+                late.append((sequence, unread[: self._options.max_num_tokens]))
+            else:
+                proposals.append(_Proposal(sequence, draft, num_draft_tokens, unread))
+        return proposals, late
+
+    def _run(self, proposals: list[_Proposal]) -> None:
+        """Up to K forwards, each of those that want one more token."""
+        while proposals:
+            batch = [(p.sequence, p.unread) for p in proposals]
+            is_plain = all(len(p.unread) == 1 for p in proposals)
+            with timed(self._costs, "draft", len(batch) if is_plain else None):
+                logits = self._engine.forward(batch, [1] * len(batch))
+                has_token = self._sampler.draft(logits, [p.drafted for p in proposals])
+            still_drafting = []
+            for proposal, has in zip(proposals, has_token, strict=True):
+                token_ids = proposal.drafted.token_ids
+                if not token_ids:
+                    proposal.drafted.state.skip_draft("draft_failed")
+                if has and len(token_ids) < proposal.num_draft_tokens:
+                    proposal.unread = [token_ids[-1]]
+                    still_drafting.append(proposal)
+            proposals = still_drafting
+
+
+def _worthwhile(
+    proposals: Sequence[_Proposal], costs: CostTable, batch_size: int
+) -> list[_Proposal]:
+    """Proposals cut to the draft length at which the whole batch emits most in a given time.
+
+    Each request proposes what would pay if all did as it does. But a draft step for a few of them
+    costs nearly what it costs for all, and those that do not draft wait for it. Those that name
+    their draft length are not stopped.
+    """
+    num_plain = batch_size - len(proposals)
+
+    def rate(cap: int) -> float:
+        lengths = [_capped(p, cap) for p in proposals]
+        expected = sum(
+            p.drafted.state.expected_tokens(length)
+            for p, length in zip(proposals, lengths, strict=True)
+        )
+        return (num_plain + expected) / costs.step_seconds([*lengths, *[0] * num_plain])
+
+    longest = max((p.num_draft_tokens for p in proposals), default=0)
+    best = max(range(longest + 1), key=rate)
+    cap = best if rate(best) >= MIN_GAIN * rate(0) else 0
+    kept = []
+    for proposal in proposals:
+        proposal.num_draft_tokens = _capped(proposal, cap)
+        if proposal.num_draft_tokens:
+            kept.append(proposal)
+        else:
+            proposal.drafted.state.skip_draft("does_not_pay")
+    return kept
+
+
+def _capped(proposal: _Proposal, cap: int) -> int:
+    names_draft_length = proposal.drafted.state.names_draft_length
+    return proposal.num_draft_tokens if names_draft_length else min(proposal.num_draft_tokens, cap)

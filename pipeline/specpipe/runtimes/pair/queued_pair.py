@@ -1,0 +1,145 @@
+"""What every pair does with requests around its rounds: takes them in, starts them, ends them."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from specpipe.runtimes.pair.admission import OVERDUE, Waiting, WaitingRequests
+from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
+from specpipe.speculative.adaptive import DraftLength
+from specpipe.speculative.request import Chunk, FinishReason, Limits, Request
+from specpipe.speculative.state import RequestState
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that was started; deadline is by its pair's clock."""
+
+    state: RequestState
+    deadline: float
+
+
+R = TypeVar("R", bound=Running)
+
+
+class QueuedPair(ABC, Generic[R]):
+    """The part of a `Pair` that does not depend on who runs the models.
+
+    Requests wait in a queue until there is a slot for them, and end when they are cancelled or
+    overdue. What a request may emit waits in `_chunks` for the end of a step; any thread may add
+    to it.
+    """
+
+    def __init__(
+        self,
+        options: PairOptions,
+        limits: Limits,
+        detokenizer: DetokenizerFactory,
+        *,
+        max_batch_size: int,
+        has_lookup: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """max_batch_size is how many requests may run; has_lookup: they may copy draft tokens."""
+        self._options, self._limits, self._detokenizer = options, limits, detokenizer
+        self._max_batch_size, self._has_lookup, self._clock = max_batch_size, has_lookup, clock
+        self._waiting = WaitingRequests(options, clock=clock)
+        self._running: list[R] = []
+        self._chunks: deque[Chunk] = deque()
+        self.num_steps = 0
+
+    def submit(self, request: Request) -> str:
+        self._limits.check(request)
+        self._refuse_unsupported(request)
+        self._waiting.put(request, num_running=len(self._running))
+        return request.request_id
+
+    def cancel(self, request_id: str) -> None:
+        for running in self._running:
+            if running.state.request.request_id == request_id:
+                self._end(running, "cancelled")
+                return
+        waiting = self._waiting.take(request_id)
+        if waiting is not None:
+            self._chunks.append(self._new_state(waiting).finish("cancelled"))
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting or self._chunks)
+
+    def occupancy(self) -> Occupancy:
+        """Only counts: where the models run elsewhere, so do their KV caches."""
+        return Occupancy(num_running=len(self._running), num_waiting=len(self._waiting))
+
+    @abstractmethod
+    def _start(self, waiting: Waiting) -> None:
+        """Adds a request to those that run."""
+
+    def _refuse_unsupported(self, request: Request) -> None:
+        """Raises RequestError for an input that this pair would ignore."""
+
+    def _has_room(self, request: Request) -> bool:
+        """Says whether a request can run beside those that do, now that there is a slot for it."""
+        return True
+
+    def _adapts(self, request: Request) -> bool:
+        """Says whether the draft length of a request follows its acceptance."""
+        return False
+
+    def _admit(self) -> None:
+        """Starts those that are next, as long as there is room."""
+        while self._waiting and len(self._running) < self._max_batch_size:
+            if not self._has_room(self._waiting.first.request):
+                return
+            self._start(self._waiting.pop())
+
+    def _end_overdue(self) -> None:
+        now = self._clock()
+        for running in [r for r in self._running if r.deadline <= now]:
+            self._end(running, "error", OVERDUE)
+        for waiting in self._waiting.take_overdue(now):
+            state = self._new_state(waiting)
+            self._chunks.append(state.finish("error", waiting.overdue(now)))
+
+    def _time_left_s(self) -> float:
+        """How long until a deadline passes; infinite where nothing runs or waits."""
+        deadlines = [r.deadline for r in self._running if not r.state.is_finished]
+        of_waiting = self._waiting.next_deadline()
+        if of_waiting is not None:
+            deadlines.append(of_waiting)
+        return max(min(deadlines, default=float("inf")) - self._clock(), 0.0)
+
+    def _end(self, running: R, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a request that runs, from outside."""
+        self._leave(running, running.state.finish(reason, error))
+
+    def _emit(self, running: R, chunk: Chunk) -> None:
+        """Lets out what a round gave a request, which leaves with its last chunk."""
+        if chunk.finish_reason is not None:
+            self._leave(running, chunk)
+        elif chunk.token_ids or chunk.text:
+            self._chunks.append(chunk)
+
+    def _leave(self, running: R, chunk: Chunk) -> None:
+        """Takes out a request that has ended with this chunk."""
+        self._running.remove(running)
+        self._chunks.append(chunk)
+
+    def _take_chunks(self) -> list[Chunk]:
+        """Takes out what a step returns."""
+        return [self._chunks.popleft() for _ in range(len(self._chunks))]
+
+    def _new_state(self, waiting: Waiting) -> RequestState:
+        request = waiting.request
+        return RequestState(
+            request,
+            self._limits,
+            self._detokenizer(request.text_token_ids),
+            draft_length=DraftLength() if self._adapts(request) else None,
+            has_lookup=self._has_lookup,
+            queue_s=waiting.waited_s(self._clock()),
+        )

@@ -1,0 +1,49 @@
+"""What a pair asks of a sampler, and what the two tell each other of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specpipe.runtimes.pair.engine import Logits
+from specpipe.speculative.state import RequestState
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The draft tokens of one request in one step, and what the accept test needs of their rows."""
+
+    state: RequestState
+    token_ids: list[int] = field(default_factory=list)
+    probs: list[Any] = field(default_factory=list)
+    """The probabilities [V] that each token was drawn from; empty for requests verified by
+    matching.
+    """
+    is_copied: bool = False
+    """The tokens are the text's own and not the draft's."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the verification of one request lets out; token_ids is None when the first row is
+    unusable.
+    """
+
+    token_ids: Sequence[int] | None
+    log_probs: Sequence[float] = ()
+    num_draft_tokens: int = 0
+    """Those that were judged: fewer than drafted when a later row was unusable."""
+
+
+class Sampler(Protocol):
+    """Chooses tokens from logits, for many requests at once."""
+
+    def draft(self, logits: Logits, drafted: Sequence[Drafted]) -> list[bool]:
+        """Adds one draft token to each request from its row of logits [B, V].
+
+        False where there is none to be had (a NaN): the request drafts no further in this step.
+        """
+
+    def verify(self, logits: Logits, drafted: Sequence[Drafted]) -> list[Outcome]:
+        """Runs the accept test of each request on its K + 1 rows of logits [sum(K + 1), V]."""
