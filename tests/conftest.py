@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ if shutil.which("nvidia-smi") is None:
     # The fused kernels of runtime torch then run in Triton's interpreter, which must be asked for
     # before anything imports Triton: transformers does.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell ignores Ctrl-C for what it runs in the background, and what the tests start would inherit
+# that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What starts servers: each gets ports that were free a moment ago.
 SERVING = (
