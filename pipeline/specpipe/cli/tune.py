@@ -120,11 +120,11 @@ def tune(
     vLLM. Runs the pair in this process. The result is written to results/tune.json beside the
     repository.
     """
-    from specpipe.evaluate.tune import run
+    from specpipe.evaluate.tune import outcome, run
     from specpipe.evaluate.tune.summary import NO_CERTAINTY, summary
     from specpipe.evaluate.tune.yaml_edit import write_schedule
 
-    options = run.Options(
+    options = outcome.Options(
         prompts=prompts,
         limit=limit,
         is_chat=is_chat,

@@ -20,7 +20,7 @@ from specpipe.evaluate.tune.acceptance import Acceptance
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Measurement
 from specpipe.evaluate.tune.model import Prediction
-from specpipe.evaluate.tune.run import Tuned
+from specpipe.evaluate.tune.outcome import Tuned
 from specpipe.evaluate.verification import record
 from specpipe.evaluate.verification.exact import Found, Side, SideResult
 from specpipe.evaluate.verification.verdict import Comparison as Compared

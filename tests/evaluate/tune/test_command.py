@@ -13,11 +13,11 @@ from specpipe.build.load import load_config
 from specpipe.cli.group import main
 from specpipe.cli.tune import tune
 from specpipe.evaluate.prompts import PromptSet
-from specpipe.evaluate.tune import model, run, schedule
+from specpipe.evaluate.tune import model, outcome, run, schedule
 from specpipe.evaluate.tune.acceptance import Acceptance
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Measurement
-from specpipe.evaluate.tune.run import Tuned, Tuning
+from specpipe.evaluate.tune.outcome import Tuned, Tuning
 from specpipe.evaluate.tune.summary import summary
 
 COSTS = (
@@ -151,13 +151,13 @@ def test_what_is_not_certain_is_not_recommended(
 
 def invoke(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str
-) -> tuple[run.Options, str]:
+) -> tuple[outcome.Options, str]:
     """Runs the command on a config of its own; what it asked for, and stdout."""
-    given: list[run.Options] = []
+    given: list[outcome.Options] = []
     result = tmp_path / "tune.json"
     result.write_text('{"kind": "tune"}')
 
-    def fake(config: object, options: run.Options, **_: object) -> Tuning:
+    def fake(config: object, options: outcome.Options, **_: object) -> Tuning:
         given.append(options)
         return made_up(result)
 
@@ -171,7 +171,7 @@ def invoke(
 
 def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options, _ = invoke(monkeypatch, tmp_path)
-    assert options == run.Options()
+    assert options == outcome.Options()
     options, _ = invoke(
         monkeypatch,
         tmp_path,
@@ -180,7 +180,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         *("--candidate", "a", "--candidate", "b", "--concurrency", "1,4,8"),
         *("--max-draft-len", "6", "--best", "3", "--rounds", "5", "--no-resume"),
     )
-    assert options == run.Options(
+    assert options == outcome.Options(
         prompts="chat",
         limit=5,
         is_chat=True,

@@ -19,7 +19,7 @@ from specpipe.evaluate.report.page import write_report
 from specpipe.evaluate.tune import costs, measure, run
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Cell
-from specpipe.evaluate.tune.run import Options, Tuning
+from specpipe.evaluate.tune.outcome import Options, Tuning
 from specpipe.evaluate.verification.record import repository_digest
 from specpipe.machine.manifest import manifest_path, read_manifest, record_files
 from specpipe.runtimes.pair.pair import PairOptions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specpipe.evaluate.tune.acceptance import Acceptance
 from specpipe.evaluate.tune.measure import doubt
-from specpipe.evaluate.tune.run import Tuned, Tuning
+from specpipe.evaluate.tune.outcome import Tuned, Tuning
 from specpipe.evaluate.tune.schedule import to_yaml
 
 NO_CERTAINTY = (
