@@ -28,7 +28,7 @@ from specpipe.checkpoints import source
 from specpipe.checkpoints.checkpoint import open_checkpoint, read_safetensors_header
 from specpipe.errors import CheckpointError, ConfigError, SpecpipeError
 from specpipe.text.tokenizer import Tokenizer
-from tests.toy import ARCHITECTURES, toy_config, write_toy_checkpoint
+from tests.toy import ARCHITECTURES, LLAMA3_SCALING, toy_config, write_toy_checkpoint
 from tests.toy_tokenizers import byte_level, space_mark, word_piece, words, write_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -508,14 +508,7 @@ ROPES = [
     {"rope_type": "default", "rope_theta": 10000.0},
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    {"rope_type": "llama3", "rope_theta": 10000.0, **LLAMA3_SCALING},
 ]
 
 

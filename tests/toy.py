@@ -22,6 +22,13 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
 }
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""What rope type llama3 has of its own, for a model of few positions."""
 _STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 

@@ -10,18 +10,12 @@ from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.unified_config import Gemma2Config, Phi3Config, UnifiedConfig
 from specpipe.checkpoints.unified_layout import pipeline_layers, tensor_rules
 from specpipe.errors import CheckpointError, ConfigError
-from tests.toy import toy_config
+from tests.toy import LLAMA3_SCALING, toy_config
 
 SUPPORTED = (
     "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
     "Phi3ForCausalLM, Gemma2ForCausalLM"
 )
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -43,7 +37,9 @@ def differences(config: UnifiedConfig, other: UnifiedConfig) -> dict[str, Any]:
 
 
 def test_llama_config_in_full() -> None:
-    config = toy_config(rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3})
+    config = toy_config(
+        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3_SCALING}
+    )
     assert unified_config(config, tp_size=2, pp_size=2).plain() == {
         "architecture": "LlamaForCausalLM",
         "dtype": "bfloat16",

@@ -10,14 +10,7 @@ import pytest
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.hf_config import context_length
 from specpipe.errors import CheckpointError
-from tests.toy import ARCHITECTURES, spelled_as_4_57, toy_config
-
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+from tests.toy import ARCHITECTURES, LLAMA3_SCALING, spelled_as_4_57, toy_config
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 LONGROPE = {
@@ -40,7 +33,7 @@ def refusal(config: Mapping[str, Any]) -> str:
         {"rope_type": "default"},
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 4.0},
-        {"rope_type": "llama3", **LLAMA3},
+        {"rope_type": "llama3", **LLAMA3_SCALING},
         {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16},
         {"rope_type": "longrope", **LONGROPE},
     ],
@@ -164,7 +157,7 @@ def test_dynamic_scaling_starts_at_the_context_length() -> None:
         ({"type": "linear", "factor": "2"}, "factor is '2', expected a positive number"),
         ({"type": "linear", "factor": 0.5}, "rope factor 0.5 is below 1"),
         (
-            {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0},
+            {"type": "llama3", **LLAMA3_SCALING, "low_freq_factor": 4.0},
             "rope low_freq_factor 4.0 is not below high_freq_factor 4.0",
         ),
         (
@@ -282,7 +275,7 @@ def test_agrees_with_transformers(tmp_path: Path, family: str, spelling: str) ->
     transformers = pytest.importorskip("transformers")
     if spelling == "5" and transformers.__version__.startswith("4."):
         pytest.skip("this transformers does not read it")
-    scaling = LONGROPE if family == "phi3" else {"rope_type": "llama3", **LLAMA3}
+    scaling = LONGROPE if family == "phi3" else {"rope_type": "llama3", **LLAMA3_SCALING}
     rope = {"rope_theta": 5e5, **scaling}
     config = toy_config(family, rope_parameters=rope, num_key_value_heads=..., head_dim=...)
     config |= {"num_attention_heads": 32, "hidden_size": 256}

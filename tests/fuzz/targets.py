@@ -49,7 +49,7 @@ from specpipe.triton.secret import Signer
 from tests.chat_templates import CONVERSATIONS, TEMPLATES
 from tests.fuzz.trial import MAX_BYTES, SENTENCE, VALUE, Target, Use
 from tests.model_repo.conftest import InferenceRequest, ServerRequest, load, stand_in
-from tests.toy import ARCHITECTURES, toy_config, write_toy_checkpoint
+from tests.toy import ARCHITECTURES, LLAMA3_SCALING, toy_config, write_toy_checkpoint
 from tests.toy_tokenizers import byte_level, space_mark, word_piece, words, write_tokenizer
 from tests.triton.echo_pair import EchoPair
 
@@ -164,14 +164,7 @@ def index(data: bytes) -> None:
 
 _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-    {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    {"rope_type": "llama3", "rope_theta": 10000.0, **LLAMA3_SCALING},
     {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1, "mscale_all_dim": 2},
     {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [2.0]},
 )

@@ -29,20 +29,13 @@ from tests.runtimes.tensorrt.networks import (
     prefill_decode_verify,
 )
 from tests.runtimes.torch.engines import load_engine
-from tests.toy import toy_config
+from tests.toy import LLAMA3_SCALING, toy_config
 
 TOLERANCE = 1e-5  # float32, relative to the largest logit
 ROUNDED = {"float16": 4e-3, "bfloat16": 3e-2}  # either side rounds, and not at the same places
 QUICKSTART = Path(__file__).parents[3] / "models" / "python-code"
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, **LLAMA3_SCALING}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {
     "rope_type": "yarn",

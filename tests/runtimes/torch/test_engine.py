@@ -20,6 +20,7 @@ from specpipe.runtimes.torch import model
 from specpipe.runtimes.torch.engine import TorchEngine, check_memory
 from tests.runtimes.torch.engines import build_engine, load_engine
 from tests.toy import (
+    LLAMA3_SCALING,
     spelled_as_4_57,
     toy_config,
     write_toy_checkpoint,
@@ -29,14 +30,7 @@ NUM_POSITIONS = 301
 TOLERANCE = 2e-4  # float32, relative to the largest logit
 QUICKSTART = Path(__file__).parents[3] / "models" / "python-code"
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, **LLAMA3_SCALING}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
 YARN = {

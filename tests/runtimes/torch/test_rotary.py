@@ -7,14 +7,9 @@ import torch
 
 from specpipe.errors import CheckpointError
 from specpipe.runtimes.torch.rotary import Rotary
+from tests.toy import LLAMA3_SCALING
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", **LLAMA3_SCALING}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64}
 
 YARN = {
