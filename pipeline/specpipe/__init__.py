@@ -3,8 +3,6 @@
 `__all__` is for programs (docs/python-api.md); whatever else there is may move.
 """
 
-from typing import TYPE_CHECKING
-
 from specpipe.errors import (
     CheckpointError,
     ConfigError,
@@ -40,6 +38,7 @@ __all__ = [
     "__version__",
 ]
 
+TYPE_CHECKING = False  # to type checkers it is typing's, whose import would be most of this one's
 if TYPE_CHECKING:
     from specpipe.speculative.request import Statistics
     from specpipe.triton.client import Client, Completion

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specpipe.cli.options import json_option, load, pair_options, small_files_option
+from specpipe.cli.output import print_json, shown
 from specpipe.cli.progress import Progress, log_shown
 
 if TYPE_CHECKING:
     from specpipe.build.execution import StageReport
-from specpipe.cli.options import json_option, load, pair_options, small_files_option
-from specpipe.cli.output import print_json, shown
 
 
 @click.command()

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-if TYPE_CHECKING:
-    from specpipe.build.planning import Checked
 from specpipe.cli.options import json_option, load, pair_options, small_files_option
 from specpipe.cli.output import print_json
+
+if TYPE_CHECKING:
+    from specpipe.build.planning import Checked
 
 
 @click.command()

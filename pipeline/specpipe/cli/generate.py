@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specpipe.cli.options import json_option
+from specpipe.cli.output import print_json
 from specpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from specpipe.triton.client import Completion
-from specpipe.cli.options import json_option
-from specpipe.cli.output import print_json
 
 
 @click.command()

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specpipe.cli.options import load, pair_options
+from specpipe.cli.output import shown
 from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
     from specpipe.runtimes.launch import LaunchMode
-from specpipe.cli.options import load, pair_options
-from specpipe.cli.output import shown
 
 
 @click.command()
