@@ -40,11 +40,7 @@ class Triton:
     def stream(self, question: Question) -> Iterator[Piece]:
         """Yields one piece for each response that has text, and the last one."""
         inputs = self._inputs(question)
-        if not self._client.is_decoupled:
-            raise RequestError(
-                f"{self._model} cannot stream: model_transaction_policy.decoupled is false in its "
-                "config.pbtxt"
-            )
+        self._client.require_streaming()
         for values in self._client.responses(inputs):
             piece = self._piece(values)
             if piece.has_output or piece.usage is not None or piece.finish_reason is not None:
@@ -86,7 +82,7 @@ class Triton:
         return {**inputs, "stream": True}
 
     def _piece(self, values: Mapping[str, Any]) -> Piece:
-        usage = {name: values[name] for name in _USAGE if name in values}
+        usage = _reported(values)
         num_tokens = None
         if self.is_nvidias:
             # In a stream each response of TensorRT-LLM's backend counts its own output tokens
@@ -133,7 +129,7 @@ class Speculative:
                 "token_ids": token_ids,
                 "num_tokens": len(token_ids),
                 "finish_reason": values.get("finish_reason"),
-                "usage": {name: values[name] for name in _USAGE if name in values} or None,
+                "usage": _reported(values) or None,
             }
             yield read_piece(fields, self._url)
 
@@ -162,6 +158,11 @@ class Speculative:
         for tensor in (serving.REQUEST, serving.SIGNATURE):
             (inputs[tensor.name],) = inputs[tensor.name]
         return {**inputs, "stream": True}
+
+
+def _reported(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a response says of its whole answer."""
+    return {name: values[name] for name in _USAGE if name in values}
 
 
 def _listed(value: Any) -> tuple[int, ...]:

@@ -86,12 +86,16 @@ class Client:
         Raises what `generate` does, and CutStream where the answer stops before its last chunk.
         """
         inputs = _inputs(prompt, settings, stream=True)
+        self.require_streaming()
+        return self._completions(inputs)
+
+    def require_streaming(self) -> None:
+        """Raises RequestError where the model answers once a request."""
         if not self.is_decoupled:
             raise RequestError(
                 f"{self._model} cannot stream: model_transaction_policy.decoupled is false in its "
                 "config.pbtxt"
             )
-        return self._completions(inputs)
 
     def responses(self, inputs: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """Yields the outputs of each response by name, as they come; a model may lack ours.
