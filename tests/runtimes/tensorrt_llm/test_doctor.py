@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from specpipe.cli.group import main
 from specpipe.errors import RuntimeUnavailable
-from specpipe.runtimes.tensorrt_llm import contract, doctor
+from specpipe.runtimes.tensorrt_llm import doctor
 from specpipe.runtimes.tensorrt_llm.doctor import (
     HelpFlag,
     flag_differences,
@@ -26,7 +26,8 @@ from specpipe.runtimes.tensorrt_llm.doctor import (
     parse_template,
     template_differences,
 )
-from tests.runtimes.tensorrt_llm import fake_trtllm_build
+from specpipe.runtimes.tensorrt_llm.engines import contract
+from tests.tensorrt_llm_stand_ins import fake_trtllm_build
 
 HELP = """\
 usage: trtllm-build [-h] [--checkpoint_dir CHECKPOINT_DIR]

@@ -14,7 +14,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.runtimes.config_pbtxt import read_config
 from specpipe.triton.repository import lint
-from tests.runtimes.tensorrt_llm.engines import engine_json, package, pair_options
+from tests.runtimes.tensorrt_llm.engines.folders import engine_json, package, pair_options
 
 Edit = Callable[[pb.ModelConfig], object]
 

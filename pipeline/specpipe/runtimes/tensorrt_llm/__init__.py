@@ -26,7 +26,7 @@ class TensorRTLLMRuntime:
     runs_own_loop = False
 
     def require(self) -> None:
-        from specpipe.runtimes.tensorrt_llm import build
+        from specpipe.runtimes.tensorrt_llm.engines import build
 
         build.require()
 
@@ -43,10 +43,10 @@ class TensorRTLLMRuntime:
 
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         if pair.engine.tensorrt_llm.backend == "pytorch":
-            from specpipe.runtimes.tensorrt_llm import llmapi
+            from specpipe.runtimes.tensorrt_llm.llmapi import collect as llmapi
 
             return llmapi.engine_stages(pair)
-        from specpipe.runtimes.tensorrt_llm import build
+        from specpipe.runtimes.tensorrt_llm.engines import build
 
         return build.engine_stages(pair)
 
@@ -55,10 +55,10 @@ class TensorRTLLMRuntime:
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         if pair.engine.tensorrt_llm.backend == "pytorch":
-            from specpipe.runtimes.tensorrt_llm import llmapi
+            from specpipe.runtimes.tensorrt_llm.llmapi import collect as llmapi
 
             return llmapi.serving_settings(pair)
-        from specpipe.runtimes.tensorrt_llm import models
+        from specpipe.runtimes.tensorrt_llm.engines import models
 
         return models.serving_settings(pair)
 
@@ -78,13 +78,13 @@ class TensorRTLLMRuntime:
         self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
     ) -> None:
         if options.runtime_settings["backend"] == "pytorch":
-            from specpipe.runtimes.tensorrt_llm import llmapi
+            from specpipe.runtimes.tensorrt_llm.llmapi import collect as llmapi
 
             llmapi.write_models(
                 out, draft_engine=draft_engine, target_engine=target_engine, options=options
             )
         else:
-            from specpipe.runtimes.tensorrt_llm import models
+            from specpipe.runtimes.tensorrt_llm.engines import models
 
             models.write_models(
                 out, draft_engine=draft_engine, target_engine=target_engine, options=options
@@ -94,10 +94,10 @@ class TensorRTLLMRuntime:
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
     ) -> Pair:
         if options.runtime_settings["backend"] == "pytorch":
-            from specpipe.runtimes.tensorrt_llm import llmapi
+            from specpipe.runtimes.tensorrt_llm.llmapi import collect as llmapi
 
             return llmapi.load_pair(draft, target, options, detokenizer)
-        from specpipe.runtimes.tensorrt_llm import bls
+        from specpipe.runtimes.tensorrt_llm.engines import bls
 
         return bls.load_pair(draft, target, options, detokenizer)
 
@@ -109,7 +109,7 @@ class TensorRTLLMRuntime:
         allow_unknown_facts: bool = False,
         build_command: str = "specpipe build",
     ) -> Launch:
-        from specpipe.runtimes.tensorrt_llm import serve
+        from specpipe.runtimes.tensorrt_llm.engines import serve
 
         return serve.launch(
             repository,
@@ -119,6 +119,6 @@ class TensorRTLLMRuntime:
         )
 
     def describe(self, engine: Path) -> EngineDescription | None:
-        from specpipe.runtimes.tensorrt_llm import describe
+        from specpipe.runtimes.tensorrt_llm.engines import describe
 
         return describe.describe(engine)

@@ -24,11 +24,11 @@ from tritonclient.grpc import model_config_pb2 as pb
 from specpipe.config.tensorrt_llm_versions import DEFAULT_VERSION, RELEASES, Release
 from specpipe.errors import RuntimeUnavailable
 from specpipe.runtimes.engine_fit import installed
-from specpipe.runtimes.tensorrt_llm import build_flags, contract
-from specpipe.runtimes.tensorrt_llm.build_flags import Flag
-from specpipe.runtimes.tensorrt_llm.contract import Tensor
-from specpipe.runtimes.tensorrt_llm.model_yaml import SPELLINGS, release_line
-from specpipe.runtimes.tensorrt_llm.toolbox import BUILDER
+from specpipe.runtimes.tensorrt_llm.engines import build_flags, contract
+from specpipe.runtimes.tensorrt_llm.engines.build_flags import Flag
+from specpipe.runtimes.tensorrt_llm.engines.contract import Tensor
+from specpipe.runtimes.tensorrt_llm.engines.toolbox import BUILDER
+from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import SPELLINGS, release_line
 
 BACKEND_DIR = Path("/opt/tritonserver/backends/tensorrtllm")
 

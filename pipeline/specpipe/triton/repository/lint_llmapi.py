@@ -16,7 +16,7 @@ from specpipe.config.document import read_yaml
 from specpipe.errors import SpecpipeError
 from specpipe.runtimes.config_pbtxt import parameter
 from specpipe.runtimes.pair_file import PairFile
-from specpipe.runtimes.tensorrt_llm.model_yaml import (
+from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import (
     DRAFT_FOLDER,
     MODEL_YAML,
     SPECULATIVE_CONFIG,

@@ -1,6 +1,7 @@
 """Rules for models of the backend `tensorrtllm`: what it ignores without a word, or loads wrongly.
 
-Where the backend's behaviour was read: specpipe.runtimes.tensorrt_llm.contract. Worth knowing here:
+Where the backend's behaviour was read: specpipe.runtimes.tensorrt_llm.engines.contract. Worth
+knowing here:
 
 (1) a parameter with a mistyped key, or a value that does not parse, counts as not given;
 (2) a KV cache for less than one sequence shortens max_seq_len;
@@ -22,8 +23,8 @@ from specpipe.errors import EngineMismatch, RepositoryError
 from specpipe.machine.own_json import read_object
 from specpipe.runtimes.config_pbtxt import parameter
 from specpipe.runtimes.pair_file import PairFile
-from specpipe.runtimes.tensorrt_llm import contract
-from specpipe.runtimes.tensorrt_llm.engine_config import (
+from specpipe.runtimes.tensorrt_llm.engines import contract
+from specpipe.runtimes.tensorrt_llm.engines.engine_config import (
     CONFIG_NAME,
     BuiltEngine,
     pair_faults,
