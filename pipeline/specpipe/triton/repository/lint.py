@@ -25,17 +25,16 @@ from specpipe.errors import RepositoryError, to_sentence
 from specpipe.machine.own_json import read_object, reason
 from specpipe.runtimes.config_pbtxt import parameter, read_config
 from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.repository_layout import DRAFT_ENGINE_DIR, PAIR_FILE, TARGET_ENGINE_DIR
+from specpipe.runtimes.repository_rule import Repository, Rule
+from specpipe.runtimes.tensorrt_llm.engines import lint as lint_tensorrt_llm
+from specpipe.runtimes.tensorrt_llm.llmapi import lint as lint_llmapi
 from specpipe.triton import serving
 from specpipe.triton.model_config import (
     CANCELS,
-    DRAFT_ENGINE_DIR,
     LIMITS_FILE,
-    PAIR_FILE,
     PATH_SUFFIXES,
-    TARGET_ENGINE_DIR,
 )
-from specpipe.triton.repository import lint_llmapi, lint_tensorrt_llm
-from specpipe.triton.repository.rule import Repository, Rule
 
 # The models that NVIDIA's BLS model calls, by the parameters that name them.
 _CALLED_MODELS = ("tensorrt_llm_model_name", "tensorrt_llm_draft_model_name")

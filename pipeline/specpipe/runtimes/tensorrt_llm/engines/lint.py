@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as pb
 
@@ -23,6 +23,8 @@ from specpipe.errors import EngineMismatch, RepositoryError
 from specpipe.machine.own_json import read_object
 from specpipe.runtimes.config_pbtxt import parameter
 from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.repository_layout import PAIR_FILE
+from specpipe.runtimes.repository_rule import Repository, Rule
 from specpipe.runtimes.tensorrt_llm.engines import contract
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import (
     CONFIG_NAME,
@@ -30,10 +32,6 @@ from specpipe.runtimes.tensorrt_llm.engines.engine_config import (
     pair_faults,
     read_engine,
 )
-from specpipe.triton.model_config import PAIR_FILE
-
-if TYPE_CHECKING:
-    from specpipe.triton.repository.rule import Repository
 
 _KNOWN = {known.key: known for known in contract.PARAMETERS}
 
@@ -301,7 +299,7 @@ def _pair_faults(options: Mapping[str, Any], engines: Mapping[str, _EngineModel]
         )
 
 
-RULES: tuple[Callable[[Repository], Iterator[str]], ...] = (
+RULES: tuple[Rule, ...] = (
     parameters,
     engine_files,
     engine_limits,

@@ -6,26 +6,24 @@ where it names a folder outside the repository.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specpipe.checkpoints.checkpoint import open_checkpoint
 from specpipe.config.document import read_yaml
 from specpipe.errors import SpecpipeError
 from specpipe.runtimes.config_pbtxt import parameter
 from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.repository_layout import PAIR_FILE
+from specpipe.runtimes.repository_rule import Repository, Rule
 from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import (
     DRAFT_FOLDER,
     MODEL_YAML,
     SPECULATIVE_CONFIG,
     TARGET_FOLDER,
 )
-from specpipe.triton.model_config import PAIR_FILE
-
-if TYPE_CHECKING:
-    from specpipe.triton.repository.rule import Repository
 
 _CODE_SUFFIXES = {".py", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
@@ -82,4 +80,4 @@ def _checkpoints(version: Path, arguments: dict[str, Any]) -> Iterator[str]:
                 yield f"{path} could run code when the checkpoint is loaded: delete it"
 
 
-RULES: tuple[Callable[[Repository], Iterator[str]], ...] = (_model_yaml,)
+RULES: tuple[Rule, ...] = (_model_yaml,)

@@ -16,7 +16,7 @@ from specpipe.triton import repository
 from specpipe.triton.repository import lint
 from tests.toy import write_toy_checkpoint
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TOKENIZER = ROOT / "models" / "python-code" / "target"
 ARGUMENTS: dict[str, Any] = {
     "model": "target",
