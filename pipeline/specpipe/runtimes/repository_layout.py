@@ -1,4 +1,4 @@
-"""Names in a repository, and how large folders get into it."""
+"""Names of the models in a repository, and how large folders get into it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ ENSEMBLE, PREPROCESSING, SPECULATIVE, POSTPROCESSING = (
     "speculative",
     "postprocessing",
 )
-
-PAIR_FILE = "pair_file"
-DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR = "draft_engine_dir", "target_engine_dir"
-"""Parameters of a model that serves a pair: paths relative to its version's folder."""
 
 VERSION = "1"
 """The folder of a model's only version."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tritonclient.grpc import model_config_pb2 as pb
 
+from specpipe.runtimes.pair.pair import PairOptions
+
 
 @dataclass(frozen=True)
 class Repository:
@@ -25,3 +27,19 @@ class Repository:
 
 
 Rule = Callable[[Repository], Iterator[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedPair:
+    """A model of a repository that runs a pair.
+
+    version        its version folder
+    draft, target  the folders that `Runtime.load_pair` gets
+    options        what `pair.json` says
+    """
+
+    model: str
+    version: Path
+    draft: Path
+    target: Path
+    options: PairOptions

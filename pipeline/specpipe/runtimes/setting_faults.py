@@ -37,7 +37,7 @@ def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
     yield from _quantization_faults(config)
     yield from _quality_faults(config)
     if engine.runtime == "tensorrt_llm":
-        from specpipe.runtimes.tensorrt_llm.engines import refusals
+        from specpipe.runtimes.tensorrt_llm import refusals
 
         yield from refusals.setting_faults(config)
     elif engine.runtime == "tensorrt":

@@ -6,22 +6,15 @@ from collections.abc import Iterable, Mapping
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from specpipe.runtimes.repository_layout import (
-    DRAFT_ENGINE_DIR,
-    ENSEMBLE,
-    PAIR_FILE,
-    POSTPROCESSING,
-    PREPROCESSING,
-    SPECULATIVE,
-    TARGET_ENGINE_DIR,
-)
+from specpipe.runtimes.repository_layout import ENSEMBLE, POSTPROCESSING, PREPROCESSING, SPECULATIVE
 from specpipe.triton import serving
 from specpipe.triton.serving.tensors import Tensor
 
 # Parameters of our models; lint.py reads the same names.
 CANCELS = "cancels"  # the model that is told of a client's cancellation
 PATH_SUFFIXES = ("_dir", "_file")  # such a parameter is a path, relative to the version's folder
-TOKENIZER_DIR, LIMITS_FILE = "tokenizer_dir", "limits_file"
+TOKENIZER_DIR, LIMITS_FILE, PAIR_FILE = "tokenizer_dir", "limits_file", "pair_file"
+DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR = "draft_engine_dir", "target_engine_dir"
 
 _MAX_BATCH_SIZE = 1
 """Requests are batched by the pair, step by step; each Triton request is one prompt."""

@@ -22,20 +22,16 @@ from specpipe.machine.own_json import read_object, reason
 from specpipe.runtimes import config_pbtxt
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair
 from specpipe.runtimes.pair_file import PairFile
-from specpipe.runtimes.repository_layout import (
-    DRAFT_ENGINE_DIR,
-    PAIR_FILE,
-    PREPROCESSING,
-    SPECULATIVE,
-    TARGET_ENGINE_DIR,
-    VERSION,
-)
+from specpipe.runtimes.repository_layout import PREPROCESSING, SPECULATIVE, VERSION
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.text.files import TOKENIZER_FILES
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import model_config
 from specpipe.triton.model_config import (
+    DRAFT_ENGINE_DIR,
     LIMITS_FILE,
+    PAIR_FILE,
+    TARGET_ENGINE_DIR,
     TOKENIZER_DIR,
 )
 

@@ -250,9 +250,9 @@ def test_without_tensorrt_llm_the_image_is_named(
 
 def test_the_pytorch_backend_starts_its_ranks_itself(repository: Callable[..., Path]) -> None:
     folder = repository(settings={"backend": "pytorch"})
-    assert serve.launch(folder) == Launch()
+    assert load_runtime("tensorrt_llm").launch(folder) == Launch()
     with pytest.raises(ConfigError, match="--mpi-mode leader has no effect: backend 'pytorch'"):
-        serve.launch(folder, mode="leader")
+        load_runtime("tensorrt_llm").launch(folder, mode="leader")
 
 
 def test_two_engines_of_one_rank_need_no_mpi() -> None:

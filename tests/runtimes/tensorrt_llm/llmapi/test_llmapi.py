@@ -16,7 +16,7 @@ from specpipe.errors import CheckpointError, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair_file import PairFile
 from specpipe.runtimes.runtime import load_runtime
-from specpipe.runtimes.tensorrt_llm.llmapi import collect as llmapi
+from specpipe.runtimes.tensorrt_llm.llmapi import backend
 from specpipe.runtimes.tensorrt_llm.llmapi.collect import CollectCheckpoint
 from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
 from specpipe.speculative.request import Request
@@ -245,7 +245,7 @@ def test_a_loaded_pair_answers_as_the_target_alone(
 
 def test_without_tensorrt_llm_the_image_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeUnavailable) as caught:
-        llmapi.load_pair(
+        backend.load_pair(
             tmp_path, tmp_path, PairOptions(runtime_settings=runtime_settings()), lambda p: None
         )
     assert str(caught.value) == (
@@ -268,7 +268,7 @@ def test_a_yaml_that_tensorrt_llm_refuses(tmp_path: Path, fake: ModuleType) -> N
     path = target.parent / "model.yaml"
     path.write_text(path.read_text().replace("max_draft_len", "max_draft_length"))
     with pytest.raises(EngineMismatch, match=r"^TensorRT-LLM 1\.2\.1 refuses .*model\.yaml: "):
-        llmapi.load_pair(draft, target, options, lambda p: WordDetokenizer())
+        backend.load_pair(draft, target, options, lambda p: WordDetokenizer())
 
 
 def test_checkpoints_that_tensorrt_llm_cannot_load(tmp_path: Path, fake: ModuleType) -> None:
@@ -278,4 +278,4 @@ def test_checkpoints_that_tensorrt_llm_cannot_load(tmp_path: Path, fake: ModuleT
     with pytest.raises(
         RuntimeUnavailable, match=r"could not load .*model\.yaml: ValueError: 1 validation error"
     ):
-        llmapi.load_pair(draft, target, options, lambda p: WordDetokenizer())
+        backend.load_pair(draft, target, options, lambda p: WordDetokenizer())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from tritonclient.grpc import model_config_pb2 as pb
 from specpipe.errors import EngineMismatch, RepositoryError
 from specpipe.machine.own_json import read_object
 from specpipe.runtimes.config_pbtxt import parameter
-from specpipe.runtimes.pair_file import PairFile
-from specpipe.runtimes.repository_layout import PAIR_FILE
-from specpipe.runtimes.repository_rule import Repository, Rule
+from specpipe.runtimes.engine_limits import limit_faults
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.repository_rule import Repository, ServedPair
 from specpipe.runtimes.tensorrt_llm.engines import contract
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import (
     CONFIG_NAME,
@@ -55,6 +55,14 @@ _NEEDED = {
 """The value that a pair works with, and why; an empty one is the default, which will do."""
 
 _MODEL_TYPES = ("inflight_fused_batching", "inflight_batching")
+
+
+def lint(repository: Repository, pair: ServedPair) -> Iterator[str]:
+    """Yields the faults of a repository of engines, by the models that have them."""
+    yield from limit_faults(pair)
+    for rule in (parameters, engine_files, engine_limits, engine_tensors):
+        yield from rule(repository)
+    yield from pair_of_engines(repository, pair)
 
 
 @dataclass(frozen=True)
@@ -244,34 +252,21 @@ def engine_tensors(repository: Repository) -> Iterator[str]:
                     yield (f"{model.name}: {kind} '{name}' is {declared_type}, but {who} {needed}")
 
 
-def pair_of_engines(repository: Repository) -> Iterator[str]:
+def pair_of_engines(repository: Repository, pair: ServedPair) -> Iterator[str]:
     """What draft and target must be, each and together, and what calls them."""
     engines = {model.name: model for model in _engines(repository)}
-    for caller in repository.models.values():
-        pair_file = parameter(caller, PAIR_FILE)
-        options = _pair_options(repository.version_folder(caller.name) / str(pair_file))
-        if pair_file is None or options is None or contract.TARGET not in engines:
-            continue
-        yield from (f"{caller.name}: {fault}" for fault in _pair_faults(options, engines))
-        target = engines[contract.TARGET].config
-        if target.model_transaction_policy.decoupled and (
-            not caller.model_transaction_policy.decoupled
-        ):
-            yield (
-                f"{caller.name}: model_transaction_policy.decoupled is false, but it calls "
-                f"{contract.TARGET}, where it is true"
-            )
+    if contract.TARGET not in engines:
+        return
+    yield from (f"{pair.model}: {fault}" for fault in _pair_faults(pair.options, engines))
+    target, caller = engines[contract.TARGET].config, repository.models[pair.model]
+    if target.model_transaction_policy.decoupled and not caller.model_transaction_policy.decoupled:
+        yield (
+            f"{pair.model}: model_transaction_policy.decoupled is false, but it calls "
+            f"{contract.TARGET}, where it is true"
+        )
 
 
-def _pair_options(path: Path) -> dict[str, Any] | None:
-    """Returns the options of `pair.json`; None where there are none, which another rule tells."""
-    try:
-        return asdict(PairFile.read(path).options)
-    except RepositoryError:
-        return None
-
-
-def _pair_faults(options: Mapping[str, Any], engines: Mapping[str, _EngineModel]) -> Iterator[str]:
+def _pair_faults(options: PairOptions, engines: Mapping[str, _EngineModel]) -> Iterator[str]:
     draft, target = engines.get(contract.DRAFT), engines[contract.TARGET]
     if draft is None:
         yield f"it calls the model {contract.DRAFT}, which is not there or has no engine"
@@ -279,30 +274,21 @@ def _pair_faults(options: Mapping[str, Any], engines: Mapping[str, _EngineModel]
     yield from pair_faults(
         draft.built,
         target.built,
-        num_draft_tokens=options["num_draft_tokens"],
-        acceptance=options["runtime_settings"]["acceptance"],
+        num_draft_tokens=options.num_draft_tokens,
+        acceptance=options.runtime_settings["acceptance"],
     )
     for model in (draft, target):
-        if model.config.max_batch_size < options["max_batch_size"]:
+        if model.config.max_batch_size < options.max_batch_size:
             yield (
-                f"max_batch_size is {options['max_batch_size']}, but the model {model.name} takes "
+                f"max_batch_size is {options.max_batch_size}, but the model {model.name} takes "
                 f"{model.config.max_batch_size}"
             )
     if draft.config.model_transaction_policy.decoupled:
         yield f"model_transaction_policy.decoupled of {draft.name} is true; its answers come whole"
-    length, wanted = draft.built.max_seq_len, options["max_seq_len"]
+    length, wanted = draft.built.max_seq_len, options.max_seq_len
     context = draft.pretrained.get("max_position_embeddings") or length
     if length < min(wanted, context):
         yield (
             f"max_seq_len is {wanted}, but the draft engine was built with max_seq_len {length}, "
             "so the draft would stop drafting there; build it with a higher one"
         )
-
-
-RULES: tuple[Rule, ...] = (
-    parameters,
-    engine_files,
-    engine_limits,
-    engine_tensors,
-    pair_of_engines,
-)

@@ -23,6 +23,7 @@ from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folde
 from specpipe.runtimes.tensorrt_llm import kv_plan
 from specpipe.runtimes.tensorrt_llm.engines.contract import DRAFT, ENGINE_DIR, TARGET
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import CONFIG_NAME, read_engine
+from specpipe.runtimes.tensorrt_llm.engines.refusals import check_window
 
 if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import PairOptions
@@ -39,7 +40,7 @@ def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
     settings = pair.engine.tensorrt_llm
     planned: dict[str, Any] = {}
     for side in (pair.draft, pair.target):
-        kv_plan.check_windows(pair, side)
+        check_window(pair, side)
         world_size = side.checkpoint.world_size
         planned |= {
             f"{side.role}_world_size": world_size,

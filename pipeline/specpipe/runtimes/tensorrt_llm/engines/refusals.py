@@ -1,4 +1,4 @@
-"""What TensorRT-LLM cannot do for a draft-target pair, found before anything is built.
+"""What engines of TensorRT-LLM cannot do for a pair, found before anything is built.
 
 `setting_faults` needs the YAML alone, `check_plan` the checkpoints' small files and the GPUs too.
 Each fault names the setting to change.
@@ -40,14 +40,9 @@ _BUILD = "engine.tensorrt_llm.build"
 
 
 def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
-    """Yields the settings of this runtime that contradict each other, or cannot be."""
+    """Yields the settings for engines that contradict each other, or cannot be."""
     sides = {"draft": config.draft, "target": config.target}
     settings = config.engine.tensorrt_llm
-    if settings.backend == "pytorch":
-        from specpipe.runtimes.tensorrt_llm.llmapi import model_yaml
-
-        yield from model_yaml.setting_faults(config)
-        return
     for role, ids in (("draft", settings.draft_gpu_ids), ("target", settings.target_gpu_ids)):
         if ids is not None:
             yield from _gpu_id_faults(role, ids, sides[role].world_size)
@@ -90,6 +85,26 @@ def check_plan(pair: PairPlan, capabilities: Mapping[Role, str | None]) -> None:
         faults += _fusion_faults(side, flags)
     if faults:
         raise EngineBuildError("\n".join(dict.fromkeys(faults)))  # both sides may share one
+
+
+def check_window(pair: PairPlan, side: Side) -> None:
+    """Raises EngineBuildError where a sequence could grow past a sliding window.
+
+    Steps of a pair reuse the KV cache, and blocks of a layer whose window has moved on are not
+    stored for that (kvCacheManager.cpp@b35ac1b6, storeContextBlocks; before, the cache was cyclic).
+    Without `max_attention_window_size` the engine would attend past the window instead.
+    """
+    from specpipe.runtimes.tensorrt_llm.kv_plan import engine_max_seq_len
+
+    window = side.unified.sliding_window
+    length = engine_max_seq_len(pair, side)
+    if window is not None and length > window:
+        raise EngineBuildError(
+            f"{side.role}: {side.checkpoint.checkpoint} has a sliding window of {window} tokens, "
+            f"and its sequences may have {length}: TensorRT-LLM does not reuse the KV cache past "
+            "a window, which every step of a pair needs; set engine.max_seq_len to at most "
+            f"{window - (length - pair.max_seq_len_of(side))}"
+        )
 
 
 def dtype_fault(role: Role, dtype: str) -> str | None:

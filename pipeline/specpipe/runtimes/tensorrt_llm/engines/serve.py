@@ -136,12 +136,6 @@ def launch(
     """Compares the engines of a repository with this machine, and plans how to start them."""
     options = read_pair(repository).options
     settings = options.runtime_settings
-    if settings["backend"] == "pytorch":
-        if mode != "auto":
-            raise ConfigError(
-                f"--mpi-mode {mode} has no effect: backend 'pytorch' starts its ranks itself"
-            )
-        return Launch()
     here = facts_here()
     if here.tensorrt_llm is None:
         version = settings["tensorrt_llm"]

@@ -1,22 +1,10 @@
-"""Backend `pytorch`: TensorRT-LLM's LLM API runs the draft-verify loop on two checkpoints.
-
-No engine is built. The checkpoints go into the Triton repository in Hugging Face's layout, as they
-are or quantized by specpipe, beside a `model.yaml` that says how to load them:
-
-speculative/1/  model.yaml  draft/  target/
-"""
+"""The stages of a pair for the LLM API: checkpoints in Hugging Face's layout, as they are."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import TYPE_CHECKING
 
 from specpipe.checkpoints.checkpoint import (
     QUANT_CONFIG_NAME,
@@ -29,19 +17,16 @@ from specpipe.checkpoints.files import check_file, is_there
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.row_jobs import in_threads
 from specpipe.checkpoints.weight_values import check_finite, in_tensor
-from specpipe.config.tensorrt_llm_versions import release
-from specpipe.errors import EngineMismatch, RuntimeUnavailable, SpecpipeError
+from specpipe.errors import SpecpipeError
 from specpipe.roles import Role
 from specpipe.runtimes.plan import EngineStages, checkpoint_dir
-from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_file, link_folder
-from specpipe.runtimes.tensorrt_llm.llmapi import model_yaml
+from specpipe.runtimes.repository_layout import link_file
+from specpipe.runtimes.tensorrt_llm.llmapi import refusals
 from specpipe.stage import PlannedStage, StageInputs
 from specpipe.text.files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
     from specpipe.runtimes.plan import PairPlan, Side
-    from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
 
 
 @dataclass(frozen=True)
@@ -94,7 +79,7 @@ def engine_stages(
     pair: PairPlan,
 ) -> tuple[EngineStages, EngineStages]:
     """Collects or quantizes both checkpoints; raises EngineBuildError for what cannot work."""
-    model_yaml.check_plan(pair)
+    refusals.check_plan(pair)
     return _stages(pair, pair.draft), _stages(pair, pair.target)
 
 
@@ -105,82 +90,3 @@ def _stages(pair: PairPlan, side: Side) -> EngineStages:
     return EngineStages(
         reads="folder", stages=(PlannedStage(stage, checkpoint_dir(side), side.fetch),)
     )
-
-
-def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
-    """What `write_models` and `load_pair` need, and what decides which requests are refused."""
-    settings = pair.engine.tensorrt_llm
-    gpu_ids = settings.target_gpu_ids
-    return {
-        "backend": settings.backend,
-        "tensorrt_llm": settings.version,
-        "acceptance": settings.acceptance,
-        "target_gpu_ids": list(gpu_ids) if gpu_ids else None,
-        "draft_vocab_size": pair.draft.unified.vocab_size,
-        "target_vocab_size": pair.target.unified.vocab_size,
-        "llm": model_yaml.llm_arguments(pair),
-    }
-
-
-def write_models(
-    out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
-) -> None:
-    """Puts the checkpoints and `model.yaml` into the Triton repository."""
-    version = out / SPECULATIVE / VERSION
-    link_folder(draft_engine, version / model_yaml.DRAFT_FOLDER)
-    link_folder(target_engine, version / model_yaml.TARGET_FOLDER)
-    settings = options.runtime_settings
-    (version / model_yaml.MODEL_YAML).write_text(
-        model_yaml.to_text(settings["llm"], settings["tensorrt_llm"]), encoding="utf-8"
-    )
-
-
-def load_pair(
-    draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
-) -> LlmPair:
-    """Starts TensorRT-LLM on the two checkpoints; `model.yaml` lies beside them.
-
-    Raises RuntimeUnavailable where TensorRT-LLM is missing or cannot load them, EngineMismatch
-    where it is of another release line than the YAML was spelled for, or refuses it.
-    """
-    from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
-
-    settings = options.runtime_settings
-    version: str = settings["tensorrt_llm"]
-    if importlib.util.find_spec("tensorrt_llm") is None:
-        raise RuntimeUnavailable(
-            "runtime 'tensorrt_llm' needs 'tensorrt_llm', which comes with NVIDIA's image "
-            f"{release(version).image}"
-        )
-    if settings["target_gpu_ids"] is not None:
-        # TensorRT-LLM opens the devices when it is imported, and its workers inherit that:
-        # NVIDIA's own Triton model for the LLM API sets the variable before, too.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings["target_gpu_ids"]))
-    tensorrt_llm: Any = importlib.import_module("tensorrt_llm")
-    llmapi: Any = importlib.import_module("tensorrt_llm.llmapi")
-    installed = str(tensorrt_llm.__version__)
-    if model_yaml.release_line(installed) != model_yaml.release_line(version):
-        raise EngineMismatch(
-            f"the repository was written for TensorRT-LLM {version}, and {installed} is "
-            "installed; set engine.tensorrt_llm.version to the one that serves, and build again"
-        )
-    path = target.parent / model_yaml.MODEL_YAML
-    arguments = model_yaml.resolve_paths(
-        yaml.safe_load(path.read_text(encoding="utf-8")), draft=draft, target=target
-    )
-    try:
-        if model_yaml.SPECULATIVE_CONFIG in arguments:
-            fields = dict(arguments[model_yaml.SPECULATIVE_CONFIG])
-            del fields[model_yaml.DECODING_TYPE]  # the class says it, whatever its name is
-            arguments[model_yaml.SPECULATIVE_CONFIG] = llmapi.DraftTargetDecodingConfig(**fields)
-        if "kv_cache_config" in arguments:
-            arguments["kv_cache_config"] = llmapi.KvCacheConfig(**arguments["kv_cache_config"])
-    except (TypeError, ValueError) as exc:
-        raise EngineMismatch(f"TensorRT-LLM {installed} refuses {path}: {exc}") from exc
-    try:
-        llm = tensorrt_llm.LLM(**arguments)
-    except Exception as exc:  # of PyTorch, CUDA, MPI or its own: it has no common class for them
-        raise RuntimeUnavailable(
-            f"TensorRT-LLM {installed} could not load {path}: {type(exc).__name__}: {exc}"
-        ) from exc
-    return LlmPair(llm, tensorrt_llm.SamplingParams, options, detokenizer)
