@@ -1,7 +1,7 @@
 """The production repository of TensorRT-LLM's C++ backend in a real Triton, around a stand-in.
 
 `draft` and `target` are as packaged; what Triton loads for `backend: "tensorrtllm"` is
-tests/tensorrtllm_backend, which runs the quickstart pair.
+tests/tensorrt_llm_stand_ins/triton_backend, which runs the quickstart pair.
 """
 
 from __future__ import annotations

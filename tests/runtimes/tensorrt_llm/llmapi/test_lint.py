@@ -90,6 +90,20 @@ def test_a_yaml_that_cannot_be_read(folder: Path) -> None:
     assert fault.startswith(f"speculative: {path}:")
 
 
+def test_a_pair_file_that_cannot_be_read_is_one_fault(folder: Path) -> None:
+    path = folder / "speculative" / "1" / "pair.json"
+    path.write_text("[]")
+    (fault,) = lint.lint(folder)
+    assert fault.startswith(f"speculative: {path} cannot be read (")
+
+
+def test_without_model_yaml_the_pair_is_still_the_llm_apis(folder: Path) -> None:
+    path = folder / "speculative" / "1" / "model.yaml"
+    path.unlink()
+    (fault,) = lint.lint(folder)
+    assert fault.startswith(f"speculative: {path}")
+
+
 def test_a_checkpoint_without_weights(folder: Path) -> None:
     target = folder / "speculative" / "1" / "target"
     (target / "model.safetensors").unlink()

@@ -11,11 +11,11 @@ from specpipe.config.faults import Fault, without_effect
 from specpipe.config.tensorrt_llm import BuildFlags
 from specpipe.errors import EngineBuildError
 from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities, sm_of
+from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import FORMATS_READ, spelling
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
     from specpipe.runtimes.plan import PairPlan, Side
-from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import FORMATS_READ, spelling
 
 _FP8_BLOCK_SIZE = [128, 128]
 
