@@ -68,5 +68,5 @@ def test_what_is_imported_by_name() -> None:
         "runtimes/runtime.py": ["module_name"],
         "runtimes/tensorrt/cuda.py": ["'cuda.bindings.runtime'"],
         "runtimes/tensorrt/library.py": ["library"],
-        "runtimes/tensorrt_llm/llmapi.py": ["'tensorrt_llm'", "'tensorrt_llm.llmapi'"],
+        "runtimes/tensorrt_llm/llmapi/backend.py": ["'tensorrt_llm'", "'tensorrt_llm.llmapi'"],
     }

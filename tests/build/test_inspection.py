@@ -18,9 +18,9 @@ from specpipe.build import cache
 from specpipe.build.stages.convert import Convert
 from specpipe.cli.group import main
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
-from specpipe.runtimes.tensorrt_llm.llmapi import CollectCheckpoint
+from specpipe.runtimes.tensorrt_llm.llmapi.collect import CollectCheckpoint
 from specpipe.runtimes.torch.build import BuildTorchEngine
-from tests.runtimes.tensorrt_llm.engines import write_engine
+from tests.runtimes.tensorrt_llm.engines.folders import write_engine
 from tests.toy import write_toy_checkpoint
 
 LIMITS: dict[str, Any] = {

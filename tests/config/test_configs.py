@@ -19,7 +19,7 @@ from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.unified_layout import part_shape, tensor_rules
 from specpipe.cli.group import main
 from specpipe.machine import provenance
-from specpipe.runtimes.tensorrt_llm import toolbox
+from specpipe.runtimes.tensorrt_llm.engines import toolbox
 
 ROOT = Path(__file__).parents[2]
 SMALL_FILES = ROOT / "tests" / "small_files"

@@ -12,10 +12,9 @@ import pytest
 from specpipe.errors import RequestError
 from specpipe.runtimes.pair.pair import Pair
 from specpipe.speculative.request import Chunk, Request
-from tests.fake_tensorrt_llm import installed, table_pair
 from tests.runtimes.table_engine import ids, make_pair, run
 from tests.runtimes.tensorrt.table_library import tensorrt_pair
-from tests.runtimes.tensorrt_llm.bls import make_bls_pair, stand_ins
+from tests.runtimes.tensorrt_llm.engines.bls import make_bls_pair, stand_ins
 from tests.speculative.table import (
     DRAFT_RULES,
     PieceDetokenizer,
@@ -25,6 +24,7 @@ from tests.speculative.table import (
     request,
     target_rule,
 )
+from tests.tensorrt_llm_stand_ins.llm_api import installed, table_pair
 
 Make = Callable[..., AbstractContextManager[Pair]]
 """Makes a pair from the target's model and the draft's, and PairOptions."""

@@ -22,10 +22,10 @@ from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton.client import Client, Completion
 from specpipe.triton.server import launcher
 from specpipe.triton.server.server import Server
-from tests.fake_tensorrt_llm import FOLDER
 from tests.quiet import Quiet
 from tests.runtimes.table_engine import run
 from tests.runtimes.torch.engines import build_engine
+from tests.tensorrt_llm_stand_ins.llm_api import FOLDER
 from tests.triton.asking import metrics
 
 ROOT = Path(__file__).parents[2]

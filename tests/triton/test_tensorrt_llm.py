@@ -1,7 +1,7 @@
 """The production repository of TensorRT-LLM's C++ backend in a real Triton, around a stand-in.
 
 `draft` and `target` are as packaged; what Triton loads for `backend: "tensorrtllm"` is
-tests/tensorrtllm_backend, which runs the quickstart pair.
+tests/tensorrt_llm_stand_ins/triton_backend, which runs the quickstart pair.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from specpipe.triton.repository import lint
 from specpipe.triton.server import launcher
 from specpipe.triton.server.installation import TritonBinary
 from specpipe.triton.server.server import Server
-from tests.tensorrtllm_backend.engines import triton_with_stand_in, write_repository
+from tests.tensorrt_llm_stand_ins.triton_backend.engines import (
+    triton_with_stand_in,
+    write_repository,
+)
 from tests.triton.asking import metrics, texts
 
 COUNTED = ("specpipe_", "stand_in_")

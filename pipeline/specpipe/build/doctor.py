@@ -16,7 +16,7 @@ from specpipe.machine import libraries
 from specpipe.machine.provenance import gpus, versions
 from specpipe.runtimes.launch import Launch
 from specpipe.runtimes.runtime import RUNTIMES, load_runtime
-from specpipe.runtimes.tensorrt_llm.toolbox import docker_version
+from specpipe.runtimes.tensorrt_llm.engines.toolbox import docker_version
 
 LIBRARIES = (
     "huggingface_hub",

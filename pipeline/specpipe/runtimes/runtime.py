@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -20,6 +20,7 @@ from specpipe.runtimes.plan import EngineStages, PairPlan, Side
 if TYPE_CHECKING:
     from specpipe.config.sections import EngineConfig
     from specpipe.runtimes.engine_description import EngineDescription
+    from specpipe.runtimes.repository_rule import Repository, ServedPair
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
@@ -28,22 +29,8 @@ RUNTIMES = {
 }
 
 
-class Runtime(Protocol):
-    """One library's way of building engines and running a pair of them.
-
-    runs_own_loop
-            whether specpipe's loop runs the engines: any process can then load the pair, and a
-            seeded request draws with one noise for draft and target, whatever K is
-    """
-
-    name: str
-    runs_own_loop: bool
-
-    def require(self) -> None:
-        """Raises RuntimeUnavailable when the library that builds and runs is not installed."""
-
-    def require_serving(self) -> None:
-        """Raises RuntimeUnavailable when no engine of it could be served on this machine."""
+class Backend(Protocol):
+    """What may differ within a runtime: how engines come to be, what they are, how they serve."""
 
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         """How the engines of the draft and of the target come to be.
@@ -65,14 +52,6 @@ class Runtime(Protocol):
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
         """What one engine will take."""
 
-    def memory_by_gpu(
-        self, pair: PairPlan, side: Side, sm: int | None
-    ) -> Mapping[int, MemoryEstimate]:
-        """What each rank of one engine will take, by the number of its GPU; none: no GPU has it.
-
-        sm  the compute capability of the GPUs, times 10; None: unknown
-        """
-
     def write_models(
         self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
     ) -> None:
@@ -80,6 +59,12 @@ class Runtime(Protocol):
 
         The folders `draft` and `target` in the version folder of `speculative` are what `load_pair`
         gets; each holds the engine's `config.json` at least.
+        """
+
+    def lint(self, repository: Repository, pair: ServedPair) -> Iterator[str]:
+        """Yields what keeps a repository from serving a pair, besides what holds for every runtime.
+
+        Each sentence begins with the name of a model.
         """
 
     def launch(
@@ -107,6 +92,32 @@ class Runtime(Protocol):
 
         None for a folder that is no engine of this runtime; EngineMismatch where it is one, and
         cannot be read.
+        """
+
+
+class Runtime(Backend, Protocol):
+    """One library's way of building engines and running a pair of them.
+
+    runs_own_loop
+            whether specpipe's loop runs the engines: any process can then load the pair, and a
+            seeded request draws with one noise for draft and target, whatever K is
+    """
+
+    name: str
+    runs_own_loop: bool
+
+    def require(self) -> None:
+        """Raises RuntimeUnavailable when the library that builds and runs is not installed."""
+
+    def require_serving(self) -> None:
+        """Raises RuntimeUnavailable when no engine of it could be served on this machine."""
+
+    def memory_by_gpu(
+        self, pair: PairPlan, side: Side, sm: int | None
+    ) -> Mapping[int, MemoryEstimate]:
+        """What each rank of one engine will take, by the number of its GPU; none: no GPU has it.
+
+        sm  the compute capability of the GPUs, times 10; None: unknown
         """
 
 

@@ -18,7 +18,7 @@ from specpipe.evaluate.verification.repositories import as_asked, write_own_draf
 from specpipe.runtimes.config_pbtxt import read_config  # noqa: E402
 from specpipe.runtimes.pair.pair import PairOptions  # noqa: E402
 from specpipe.runtimes.pair_file import read_pair  # noqa: E402
-from tests.runtimes.tensorrt_llm.engines import package, pair_options  # noqa: E402
+from tests.runtimes.tensorrt_llm.engines.folders import package, pair_options  # noqa: E402
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from specpipe.runtimes.pair_file import read_pair  # noqa: E402
 from specpipe.runtimes.tensorrt_llm import TensorRTLLMRuntime  # noqa: E402
 from specpipe.triton.server import launcher  # noqa: E402
 from tests.evaluate.verification.conftest import QUICKSTART, record_anew  # noqa: E402
-from tests.fake_tensorrt_llm import FOLDER  # noqa: E402
 from tests.quiet import Quiet  # noqa: E402
-from tests.tensorrtllm_backend.engines import (  # noqa: E402
+from tests.tensorrt_llm_stand_ins.llm_api import FOLDER  # noqa: E402
+from tests.tensorrt_llm_stand_ins.triton_backend.engines import (  # noqa: E402
     triton_with_stand_in,
     write_repository,
 )

@@ -16,8 +16,8 @@ from specpipe.speculative.draft_status import DraftStatus
 from specpipe.speculative.request import Chunk, Request
 from tests.runtimes.pair import test_single_stream as single_stream
 from tests.runtimes.table_engine import ids, make_pair, run
-from tests.runtimes.tensorrt_llm.bls import make_bls_pair, stand_ins
-from tests.runtimes.tensorrt_llm.test_bls import Timed
+from tests.runtimes.tensorrt_llm.engines.bls import make_bls_pair, stand_ins
+from tests.runtimes.tensorrt_llm.engines.test_bls import Timed
 from tests.speculative.table import DRAFT_RULES, TableModel, greedy_reference, request, target_rule
 
 

@@ -17,16 +17,17 @@ from click.testing import CliRunner, Result
 
 from specpipe.cli.group import main
 from specpipe.errors import RuntimeUnavailable
-from specpipe.runtimes.tensorrt_llm import contract, doctor
-from specpipe.runtimes.tensorrt_llm.doctor import (
+from specpipe.runtimes.tensorrt_llm import doctor
+from specpipe.runtimes.tensorrt_llm.engines import contract
+from specpipe.runtimes.tensorrt_llm.engines.doctor import (
     HelpFlag,
     flag_differences,
-    llm_api_differences,
     parse_help,
     parse_template,
     template_differences,
 )
-from tests.runtimes.tensorrt_llm import fake_trtllm_build
+from specpipe.runtimes.tensorrt_llm.llmapi.doctor import llm_api_differences
+from tests.tensorrt_llm_stand_ins import fake_trtllm_build
 
 HELP = """\
 usage: trtllm-build [-h] [--checkpoint_dir CHECKPOINT_DIR]

@@ -9,7 +9,9 @@ import pytest
 
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.errors import EngineBuildError
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt_llm import kv_plan
+from specpipe.runtimes.tensorrt_llm.engines import refusals
 from tests.runtimes.tensorrt_llm.plans import LLAMA_1B, LLAMA_70B, MISTRAL_7B, plan
 from tests.toy import toy_config
 
@@ -135,16 +137,16 @@ def test_a_checkpoint_that_modelopt_quantized(tmp_path: Path) -> None:
 
 def test_backend_pytorch_keeps_sliding_windows(tmp_path: Path) -> None:
     pair = plan(tmp_path, target=MISTRAL_7B, max_seq_len=8192, tensorrt_llm={"backend": "pytorch"})
-    kv_plan.estimate_memory(pair, pair.target)
+    load_runtime("tensorrt_llm").estimate_memory(pair, pair.target)
 
 
 def test_the_whole_length_lies_within_a_sliding_window(tmp_path: Path) -> None:
     pair = plan(tmp_path, draft=MISTRAL_7B, target=MISTRAL_7B, max_seq_len=4092)
-    kv_plan.check_windows(pair, pair.target)
+    refusals.check_window(pair, pair.target)
     longer = plan(tmp_path, draft=MISTRAL_7B, target=MISTRAL_7B, max_seq_len=4096)
-    kv_plan.check_windows(longer, longer.draft)
+    refusals.check_window(longer, longer.draft)
     with pytest.raises(EngineBuildError) as caught:
-        kv_plan.estimate_memory(longer, longer.target)
+        load_runtime("tensorrt_llm").estimate_memory(longer, longer.target)
     assert str(caught.value) == (
         "target: target has a sliding window of 4096 tokens, and its sequences may have 4100: "
         "TensorRT-LLM does not reuse the KV cache past a window, which every step of a pair "

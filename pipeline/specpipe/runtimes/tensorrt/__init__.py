@@ -5,13 +5,14 @@ Importing this imports no TensorRT; building and loading do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.machine.libraries import with_extras
+from specpipe.runtimes.engine_limits import limit_faults
 from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.runtime import require_library
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.launch import Launch, LaunchMode
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
     from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.repository_rule import Repository, ServedPair
 
 
 class TensorRTRuntime:
@@ -118,6 +120,9 @@ class TensorRTRuntime:
         version = out / SPECULATIVE / VERSION
         link_folder(draft_engine, version / "draft")
         link_folder(target_engine, version / "target")
+
+    def lint(self, repository: Repository, pair: ServedPair) -> Iterator[str]:
+        return limit_faults(pair)
 
     def launch(
         self,

@@ -1,12 +1,11 @@
 """The TensorRT-LLM runtime, for both of its backends: `tensorrt` (engines) and `pytorch` (LLM API).
 
-Planning imports neither TensorRT-LLM nor Triton; every part is imported by the method that needs
-it.
+Planning imports neither TensorRT-LLM nor Triton; a backend is imported by the method that needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +16,20 @@ if TYPE_CHECKING:
     from specpipe.runtimes.launch import Launch, LaunchMode
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
     from specpipe.runtimes.plan import EngineStages, PairPlan, Side
+    from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.runtime import Backend
 
 
 class TensorRTLLMRuntime:
-    """Chooses by `engine.tensorrt_llm.backend`; the work is done in the modules of this package."""
+    """Chooses the backend: for a plan by its config, for a built pair by what packaging wrote."""
 
     name = "tensorrt_llm"
     runs_own_loop = False
 
     def require(self) -> None:
-        from specpipe.runtimes.tensorrt_llm import build
+        from specpipe.runtimes.tensorrt_llm.engines import toolbox
 
-        build.require()
+        toolbox.require()
 
     def require_serving(self) -> None:
         from specpipe.config.tensorrt_llm_versions import DEFAULT_VERSION, release
@@ -42,30 +43,16 @@ class TensorRTLLMRuntime:
             )
 
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
-        if pair.engine.tensorrt_llm.backend == "pytorch":
-            from specpipe.runtimes.tensorrt_llm import llmapi
-
-            return llmapi.engine_stages(pair)
-        from specpipe.runtimes.tensorrt_llm import build
-
-        return build.engine_stages(pair)
+        return _planned(pair.engine).engine_stages(pair)
 
     def reads_quantized(self, engine: EngineConfig) -> bool:
-        return engine.tensorrt_llm.backend == "pytorch"
+        return _planned(engine).reads_quantized(engine)
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
-        if pair.engine.tensorrt_llm.backend == "pytorch":
-            from specpipe.runtimes.tensorrt_llm import llmapi
-
-            return llmapi.serving_settings(pair)
-        from specpipe.runtimes.tensorrt_llm import models
-
-        return models.serving_settings(pair)
+        return _planned(pair.engine).serving_settings(pair)
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
-        from specpipe.runtimes.tensorrt_llm import kv_plan
-
-        return kv_plan.estimate_memory(pair, side)
+        return _planned(pair.engine).estimate_memory(pair, side)
 
     def memory_by_gpu(
         self, pair: PairPlan, side: Side, sm: int | None
@@ -77,29 +64,17 @@ class TensorRTLLMRuntime:
     def write_models(
         self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
     ) -> None:
-        if options.runtime_settings["backend"] == "pytorch":
-            from specpipe.runtimes.tensorrt_llm import llmapi
+        _built(options).write_models(
+            out, draft_engine=draft_engine, target_engine=target_engine, options=options
+        )
 
-            llmapi.write_models(
-                out, draft_engine=draft_engine, target_engine=target_engine, options=options
-            )
-        else:
-            from specpipe.runtimes.tensorrt_llm import models
-
-            models.write_models(
-                out, draft_engine=draft_engine, target_engine=target_engine, options=options
-            )
+    def lint(self, repository: Repository, pair: ServedPair) -> Iterator[str]:
+        return _built(pair.options).lint(repository, pair)
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
     ) -> Pair:
-        if options.runtime_settings["backend"] == "pytorch":
-            from specpipe.runtimes.tensorrt_llm import llmapi
-
-            return llmapi.load_pair(draft, target, options, detokenizer)
-        from specpipe.runtimes.tensorrt_llm import bls
-
-        return bls.load_pair(draft, target, options, detokenizer)
+        return _built(options).load_pair(draft, target, options, detokenizer)
 
     def launch(
         self,
@@ -109,9 +84,9 @@ class TensorRTLLMRuntime:
         allow_unknown_facts: bool = False,
         build_command: str = "specpipe build",
     ) -> Launch:
-        from specpipe.runtimes.tensorrt_llm import serve
+        from specpipe.runtimes.pair_file import read_pair
 
-        return serve.launch(
+        return _built(read_pair(repository).options).launch(
             repository,
             mode=mode,
             allow_unknown_facts=allow_unknown_facts,
@@ -119,6 +94,24 @@ class TensorRTLLMRuntime:
         )
 
     def describe(self, engine: Path) -> EngineDescription | None:
-        from specpipe.runtimes.tensorrt_llm import describe
+        described = (_backend(name).describe(engine) for name in ("tensorrt", "pytorch"))
+        return next((one for one in described if one is not None), None)
 
-        return describe.describe(engine)
+
+def _planned(engine: EngineConfig) -> Backend:
+    return _backend(engine.tensorrt_llm.backend)
+
+
+def _built(options: PairOptions) -> Backend:
+    return _backend(options.runtime_settings["backend"])
+
+
+def _backend(name: str) -> Backend:
+    """Each backend is a module."""
+    if name == "pytorch":
+        from specpipe.runtimes.tensorrt_llm.llmapi import backend as llmapi
+
+        return llmapi
+    from specpipe.runtimes.tensorrt_llm.engines import backend as engines
+
+    return engines

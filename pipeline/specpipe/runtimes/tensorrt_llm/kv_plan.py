@@ -21,18 +21,19 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specpipe.checkpoints.checkpoint import ELEMENT_BYTES, QUANT_CONFIG_NAME, read_config
 from specpipe.checkpoints.family_config import named_dtype
 from specpipe.checkpoints.formats import FORMAT_OF_ALGO
 from specpipe.checkpoints.rules import TensorRule
 from specpipe.checkpoints.sizes import kv_cache_bytes_per_token, tensor_bytes
-from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.checkpoints.unified_layout import pipeline_layers, tensor_rules
 from specpipe.checkpoints.unified_sections import NEVER_QUANTIZED, Quantization
 from specpipe.errors import EngineBuildError
 from specpipe.machine.memory import MemoryEstimate, format_bytes
+from specpipe.runtimes.engine_description import quantization_of
 
 if TYPE_CHECKING:
     from specpipe.roles import Role
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 DEFAULT_FRACTION = 0.9
 """TensorRT-LLM's own; of the memory that is free when an engine loads."""
+
+_KV_ALGORITHM_BYTES = {"FP8": 1, "INT8": 1}
 
 _RUNTIME_BYTES = 750 * 10**6
 """A rank's CUDA context, kernels, libraries and communication buffers. A guess, not measured."""
@@ -99,32 +102,12 @@ def cache_fraction(pair: PairPlan) -> float:
     return DEFAULT_FRACTION if fraction is None else fraction
 
 
-def check_windows(pair: PairPlan, side: Side) -> None:
-    """Raises EngineBuildError where a sequence could grow past a sliding window.
-
-    Steps of a pair reuse the KV cache, and blocks of a layer whose window has moved on are not
-    stored for that (kvCacheManager.cpp@b35ac1b6, storeContextBlocks; before, the cache was cyclic).
-    Without `max_attention_window_size` the engine would attend past the window instead.
-    """
-    window = side.unified.sliding_window
-    length = engine_max_seq_len(pair, side)
-    if window is not None and length > window:
-        raise EngineBuildError(
-            f"{side.role}: {side.checkpoint.checkpoint} has a sliding window of {window} tokens, "
-            f"and its sequences may have {length}: TensorRT-LLM does not reuse the KV cache past "
-            "a window, which every step of a pair needs; set engine.max_seq_len to at most "
-            f"{window - (length - pair.max_seq_len_of(side))}"
-        )
-
-
 def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
     """Estimates what an engine takes on all of its GPUs together; an even split over the ranks.
 
     Raises EngineBuildError where the pair cannot be served as configured. With backend `pytorch`
     the KV caches are those that the same number of requests needs: that backend takes what is free.
     """
-    if pair.engine.tensorrt_llm.backend == "tensorrt":
-        check_windows(pair, side)
     rank = rank_memory(pair, side)
     world_size = side.checkpoint.world_size
     return MemoryEstimate(
@@ -259,3 +242,21 @@ def _workspace_bytes(pair: PairPlan, side: Side, config: UnifiedConfig) -> int:
     rows = pair.engine.max_batch_size * (pair.num_draft_tokens + 1 if side.role == "target" else 1)
     logits = 3 * 4 * rows * config.vocab_size
     return activations + logits + _RUNTIME_BYTES
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], *, tp_size: int = 1) -> int | None:
+    """Returns the bytes that a built engine's config tells, None where it does not tell all.
+
+    Bytes on all GPUs together: ranks that outnumber the heads hold copies.
+    """
+    algorithm = quantization_of(config).get("kv_cache_quant_algo")
+    element = (
+        ELEMENT_BYTES.get(DTYPES.get(str(config.get("dtype")), ""))
+        if algorithm is None
+        else _KV_ALGORITHM_BYTES.get(algorithm)
+    )
+    sizes = [config.get(k) for k in ("num_hidden_layers", "num_key_value_heads", "head_size")]
+    if element is None or None in sizes:
+        return None
+    num_layers, num_kv_heads, head_size = map(int, sizes)  # type: ignore[arg-type]
+    return 2 * element * num_layers * -(-num_kv_heads // tp_size) * tp_size * head_size

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import ConfigError
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.machine.provenance import gpus
+from specpipe.runtimes.engine_limits import limit_faults
 from specpipe.runtimes.launch import Launch
 from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.launch import LaunchMode
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
     from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.repository_rule import Repository, ServedPair
 
 
 class TorchRuntime:
@@ -94,6 +96,9 @@ class TorchRuntime:
         version = out / SPECULATIVE / VERSION
         link_folder(draft_engine, version / "draft")
         link_folder(target_engine, version / "target")
+
+    def lint(self, repository: Repository, pair: ServedPair) -> Iterator[str]:
+        return limit_faults(pair)
 
     def launch(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.config.limits import ServedLimits
 from specpipe.errors import RepositoryError, to_sentence
-from specpipe.machine.own_json import read_object, reason
+from specpipe.machine.own_json import reason
 from specpipe.runtimes.config_pbtxt import parameter, read_config
 from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.repository_rule import Repository, Rule, ServedPair
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.triton import serving
 from specpipe.triton.model_config import (
     CANCELS,
@@ -34,11 +36,9 @@ from specpipe.triton.model_config import (
     PATH_SUFFIXES,
     TARGET_ENGINE_DIR,
 )
-from specpipe.triton.repository import lint_llmapi, lint_tensorrt_llm
-from specpipe.triton.repository.rule import Repository, Rule
 
-# The models that NVIDIA's BLS model calls, by the parameters that name them.
-_CALLED_MODELS = ("tensorrt_llm_model_name", "tensorrt_llm_draft_model_name")
+# Ends the parameters of NVIDIA's models that name the models which they call.
+_CALLS_SUFFIX = "_model_name"
 
 _PLACEHOLDER = re.compile(r"\$\{[^}\n]*\}?")
 _KEY_BEFORE = re.compile(r"(\w+)\s*:\s*\"?[^\":]*$")
@@ -72,12 +72,12 @@ def lint(folder: Path) -> list[str]:
     return faults + [fault for rule in RULES for fault in _apply(rule, repository)]
 
 
-def _apply(rule: Rule, repository: Repository) -> list[str]:
+def _apply(rule: Rule, repository: Repository) -> Iterator[str]:
     """What a rule finds; also where a file of the repository has not the form that it takes."""
     try:
-        return list(rule(repository))
+        yield from rule(repository)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as exc:
-        return [f"its files are not what this specpipe builds ({reason(exc)}): build again"]
+        yield f"its files are not what this specpipe builds ({reason(exc)}): build again"
 
 
 def _placeholders(path: Path) -> Iterator[str]:
@@ -230,7 +230,11 @@ def _decoupled(repository: Repository) -> Iterator[str]:
     """A decoupled model may send several responses, or none; other callers take exactly one."""
     for caller in repository.models.values():
         called = [step.model_name for step in caller.ensemble_scheduling.step]
-        called += filter(None, (parameter(caller, key) for key in _CALLED_MODELS))
+        called += [
+            value.string_value
+            for key, value in sorted(caller.parameters.items())
+            if key.endswith(_CALLS_SUFFIX)
+        ]
         decoupled = [name for name in called if _is_decoupled(repository, name)]
         if decoupled and not caller.model_transaction_policy.decoupled:
             yield (
@@ -281,44 +285,23 @@ def _request_limits(repository: Repository) -> Iterator[str]:
             yield f"{name}: {path} holds no limits ({to_sentence(exc)})"
 
 
-def _pair_limits(repository: Repository) -> Iterator[str]:
-    """What `pair.json` promises, the engines were built for."""
+def _pairs(repository: Repository) -> Iterator[str]:
+    """What the runtime of a pair asks of the repository."""
     for name, config in repository.models.items():
         paths = [parameter(config, k) for k in (PAIR_FILE, DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR)]
-        if None in paths or lint_llmapi.has_model_yaml(repository.version_folder(name)):
+        if None in paths:
             continue
-        pair, draft, target = (repository.version_folder(name) / str(path) for path in paths)
+        version = repository.version_folder(name)
+        file, draft, target = (version / str(path) for path in paths)
         try:
-            options = asdict(PairFile.read(pair).options)
-            for role, engine in (("draft", draft), ("target", target)):
-                built = _read_object(engine / "config.json", "build_config")
-                yield from (f"{name}: {fault}" for fault in _engine_faults(role, options, built))
+            pair = PairFile.read(file)
         except RepositoryError as exc:
             yield f"{name}: {exc}"
-
-
-def _read_object(path: Path, key: str) -> dict[str, Any]:
-    try:
-        found = read_object(path)[key]
-        if not isinstance(found, dict):
-            raise ValueError("it is no JSON object")
-    except (OSError, ValueError, KeyError) as exc:
-        raise RepositoryError(f"{path} has no '{key}' that can be read ({reason(exc)})") from exc
-    return found
-
-
-def _engine_faults(role: str, options: dict[str, Any], built: dict[str, Any]) -> Iterator[str]:
-    limits = {"max_batch_size": "max_batch_size"}
-    if role == "target":
-        limits |= {"num_draft_tokens": "max_draft_len", "max_seq_len": "max_seq_len"}
-    for wanted, limit in limits.items():
-        if not isinstance(built.get(limit), int):
-            yield f"the {role} engine's config.json names no {limit}: build it again"
-        elif options[wanted] > built[limit]:
-            yield (
-                f"{wanted} is {options[wanted]}, but the {role} engine was built with {limit} "
-                f"{built[limit]}: lower it, or build the engine with a higher one"
-            )
+            continue
+        served = ServedPair(
+            model=name, version=version, draft=draft, target=target, options=pair.options
+        )
+        yield from load_runtime(pair.runtime).lint(repository, served)
 
 
 RULES: tuple[Rule, ...] = (
@@ -330,9 +313,7 @@ RULES: tuple[Rule, ...] = (
     _order,
     _cancellation,
     _request_limits,
-    _pair_limits,
-    *lint_tensorrt_llm.RULES,
-    *lint_llmapi.RULES,
+    _pairs,
 )
 
 

@@ -1,0 +1,134 @@
+"""Backend `pytorch`: TensorRT-LLM's LLM API runs the draft-verify loop on two checkpoints.
+
+No engine is built. The checkpoints go into the Triton repository in Hugging Face's layout, as they
+are or quantized by specpipe, beside a `model.yaml` that says how to load them:
+
+speculative/1/  model.yaml  draft/  target/
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from specpipe.config.tensorrt_llm_versions import release
+from specpipe.errors import ConfigError, EngineMismatch, RuntimeUnavailable
+from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
+from specpipe.runtimes.tensorrt_llm.kv_plan import estimate_memory as estimate_memory
+from specpipe.runtimes.tensorrt_llm.llmapi import model_yaml
+from specpipe.runtimes.tensorrt_llm.llmapi.collect import engine_stages as engine_stages
+from specpipe.runtimes.tensorrt_llm.llmapi.describe import describe as describe
+from specpipe.runtimes.tensorrt_llm.llmapi.lint import lint as lint
+
+if TYPE_CHECKING:
+    from specpipe.config.sections import EngineConfig
+    from specpipe.runtimes.launch import LaunchMode
+    from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
+    from specpipe.runtimes.plan import PairPlan
+    from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
+
+
+def reads_quantized(engine: EngineConfig) -> bool:
+    """Hugging Face's layout is all that the LLM API reads."""
+    return True
+
+
+def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
+    """What `write_models` and `load_pair` need, and what decides which requests are refused."""
+    settings = pair.engine.tensorrt_llm
+    gpu_ids = settings.target_gpu_ids
+    return {
+        "backend": settings.backend,
+        "tensorrt_llm": settings.version,
+        "acceptance": settings.acceptance,
+        "target_gpu_ids": list(gpu_ids) if gpu_ids else None,
+        "draft_vocab_size": pair.draft.unified.vocab_size,
+        "target_vocab_size": pair.target.unified.vocab_size,
+        "llm": model_yaml.llm_arguments(pair),
+    }
+
+
+def write_models(
+    out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions
+) -> None:
+    """Puts the checkpoints and `model.yaml` into the Triton repository."""
+    version = out / SPECULATIVE / VERSION
+    link_folder(draft_engine, version / model_yaml.DRAFT_FOLDER)
+    link_folder(target_engine, version / model_yaml.TARGET_FOLDER)
+    settings = options.runtime_settings
+    (version / model_yaml.MODEL_YAML).write_text(
+        model_yaml.to_text(settings["llm"], settings["tensorrt_llm"]), encoding="utf-8"
+    )
+
+
+def launch(
+    repository: Path,
+    *,
+    mode: LaunchMode = "auto",
+    allow_unknown_facts: bool = False,
+    build_command: str = "specpipe build",
+) -> Launch:
+    """Nothing to compare: no engine was built for a GPU, and TensorRT-LLM starts its ranks."""
+    if mode != "auto":
+        raise ConfigError(
+            f"--mpi-mode {mode} has no effect: backend 'pytorch' starts its ranks itself"
+        )
+    return Launch()
+
+
+def load_pair(
+    draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+) -> LlmPair:
+    """Starts TensorRT-LLM on the two checkpoints; `model.yaml` lies beside them.
+
+    Raises RuntimeUnavailable where TensorRT-LLM is missing or cannot load them, EngineMismatch
+    where it is of another release line than the YAML was spelled for, or refuses it.
+    """
+    from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
+
+    settings = options.runtime_settings
+    version: str = settings["tensorrt_llm"]
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        raise RuntimeUnavailable(
+            "runtime 'tensorrt_llm' needs 'tensorrt_llm', which comes with NVIDIA's image "
+            f"{release(version).image}"
+        )
+    if settings["target_gpu_ids"] is not None:
+        # TensorRT-LLM opens the devices when it is imported, and its workers inherit that:
+        # NVIDIA's own Triton model for the LLM API sets the variable before, too.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings["target_gpu_ids"]))
+    tensorrt_llm: Any = importlib.import_module("tensorrt_llm")
+    llmapi: Any = importlib.import_module("tensorrt_llm.llmapi")
+    installed = str(tensorrt_llm.__version__)
+    if model_yaml.release_line(installed) != model_yaml.release_line(version):
+        raise EngineMismatch(
+            f"the repository was written for TensorRT-LLM {version}, and {installed} is "
+            "installed; set engine.tensorrt_llm.version to the one that serves, and build again"
+        )
+    path = target.parent / model_yaml.MODEL_YAML
+    arguments = model_yaml.resolve_paths(
+        yaml.safe_load(path.read_text(encoding="utf-8")), draft=draft, target=target
+    )
+    try:
+        if model_yaml.SPECULATIVE_CONFIG in arguments:
+            fields = dict(arguments[model_yaml.SPECULATIVE_CONFIG])
+            del fields[model_yaml.DECODING_TYPE]  # the class says it, whatever its name is
+            arguments[model_yaml.SPECULATIVE_CONFIG] = llmapi.DraftTargetDecodingConfig(**fields)
+        if "kv_cache_config" in arguments:
+            arguments["kv_cache_config"] = llmapi.KvCacheConfig(**arguments["kv_cache_config"])
+    except (TypeError, ValueError) as exc:
+        raise EngineMismatch(f"TensorRT-LLM {installed} refuses {path}: {exc}") from exc
+    try:
+        llm = tensorrt_llm.LLM(**arguments)
+    except Exception as exc:  # of PyTorch, CUDA, MPI or its own: it has no common class for them
+        raise RuntimeUnavailable(
+            f"TensorRT-LLM {installed} could not load {path}: {type(exc).__name__}: {exc}"
+        ) from exc
+    return LlmPair(llm, tensorrt_llm.SamplingParams, options, detokenizer)

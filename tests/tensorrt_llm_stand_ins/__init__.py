@@ -1,0 +1,9 @@
+"""Stand-ins for what NVIDIA's image has, for machines without it.
+
+llm_api               the package `tensorrt_llm`: its LLM API, over the torch runtime
+triton_backend        the backend `tensorrtllm` of Triton, in Python, over the torch runtime
+fake_trtllm_build.py  the program `trtllm-build`
+fake_docker.py        `docker run` with the image, and `docker kill`
+
+Each is written from NVIDIA's sources, which it names; what was not seen there, none of them shows.
+"""
