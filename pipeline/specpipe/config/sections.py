@@ -10,24 +10,18 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.config import messages
+from specpipe.config.engine import EngineConfig, TorchEngineConfig
 from specpipe.config.limits import Limits
 from specpipe.config.nightly import NightlyConfig
-from specpipe.config.tensorrt_llm import TensorRTLLMConfig
 from specpipe.errors import ConfigError
 from specpipe.section import Section
 from specpipe.speculative.adaptive import Schedule
-
-_MAX_NUM_TOKENS = {"torch": 256, "tensorrt": 1024, "tensorrt_llm": 8192}
-"""A CPU is better off with short forwards; 8192 is the default of trtllm-build."""
-
-ComputeCapability = Literal["8.0", "8.6", "8.9", "12.0", "12.1"]
-"""What TensorRT for RTX builds for; 7.5 has no bfloat16."""
 
 _AWQ_SAMPLES = 32
 """As many as TensorRT-LLM's quantization script takes at most."""
@@ -213,58 +207,6 @@ class SpeculationConfig(Section):
         return self
 
 
-class EngineConfig(Section):
-    """What is built, and what it must hold at once."""
-
-    runtime: Literal["torch", "tensorrt", "tensorrt_llm"] = "torch"
-    """The library that builds and runs the engines."""
-
-    max_batch_size: int = Field(default=8, ge=1)
-    """Requests that run at once; more wait in the queue."""
-
-    max_seq_len: int | None = Field(default=None, ge=2)
-    """Tokens of prompt and answer together; none: the target's context length, up to 4096."""
-
-    max_num_tokens: int = Field(
-        default_factory=lambda settings: _MAX_NUM_TOKENS.get(settings.get("runtime"), 1), ge=1
-    )
-    """Tokens of all requests in one forward, longer prompts come in chunks; 256, with tensorrt
-    1024, with tensorrt_llm 8192."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the engines compute in; auto: the checkpoint's own, but float32 on a CPU."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the engines run; auto: the GPU where there is one."""
-
-    kernels: Literal["auto", "fused", "plain"] = "auto"
-    """For runtime torch on a GPU: fused kernels with CUDA graphs, or torch's own operations; auto:
-    fused where they run the pair."""
-
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engines; none: all cores but one, which is left to Triton."""
-
-    library: Literal["tensorrt_rtx", "tensorrt"] = "tensorrt_rtx"
-    """For runtime tensorrt: TensorRT for RTX, which builds without a GPU, or TensorRT, which builds
-    for the GPU that it finds."""
-
-    compute_capabilities: tuple[ComputeCapability, ...] = Field(
-        default=get_args(ComputeCapability), min_length=1, strict=False
-    )
-    """Of the GPUs that engines of library tensorrt_rtx are to run on, as ["8.9", "12.0"]."""
-
-    weights: Literal["inside", "beside"] = "inside"
-    """For runtime tensorrt: whether weights are in the engine, or in a file beside it, so that
-    other weights of the same shape need no new engine."""
-
-    weight_streaming: bool = False
-    """For runtime tensorrt: whether weights may stay in host memory, for a model that the GPU
-    cannot hold."""
-
-    tensorrt_llm: TensorRTLLMConfig = TensorRTLLMConfig()
-    """How TensorRT-LLM builds and serves the pair, for runtime tensorrt_llm."""
-
-
 class ServingConfig(Section):
     """What the server refuses or gives up."""
 
@@ -296,7 +238,7 @@ class PipelineConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     """How the draft model speculates."""
 
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = TorchEngineConfig()
     """What is built, and what it must hold at once."""
 
     quality: QualityConfig = QualityConfig()

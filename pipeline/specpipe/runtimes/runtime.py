@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from specpipe.errors import RuntimeUnavailable
 from specpipe.machine.libraries import with_extras
-from specpipe.machine.memory import MemoryEstimate
-from specpipe.runtimes.launch import Launch, LaunchMode
-from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
-from specpipe.runtimes.plan import EngineStages, PairPlan, Side
 
 if TYPE_CHECKING:
-    from specpipe.config.sections import EngineConfig
+    from specpipe.config.faults import Fault
+    from specpipe.config.sections import PipelineConfig
+    from specpipe.machine.memory import MemoryEstimate
     from specpipe.runtimes.engine_description import EngineDescription
+    from specpipe.runtimes.launch import Launch, LaunchMode
+    from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
+    from specpipe.runtimes.plan import EngineStages, PairPlan, Side
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
@@ -31,6 +32,8 @@ RUNTIMES = {
 class Runtime(Protocol):
     """One library's way of building engines and running a pair of them.
 
+    `engine` is the YAML's section as this runtime has it, and so is that of a plan.
+
     runs_own_loop
             whether specpipe's loop runs the engines: any process can then load the pair, and a
             seeded request draws with one noise for draft and target, whatever K is
@@ -38,6 +41,12 @@ class Runtime(Protocol):
 
     name: str
     runs_own_loop: bool
+
+    def setting_faults(self, config: PipelineConfig, engine: Any) -> Iterable[Fault]:
+        """The settings that this runtime cannot follow, or that have no effect with it.
+
+        Imports nothing heavy, NumPy included: whoever reads a YAML waits for it.
+        """
 
     def require(self) -> None:
         """Raises RuntimeUnavailable when the library that builds and runs is not installed."""
@@ -52,7 +61,7 @@ class Runtime(Protocol):
         for what can be known not to work.
         """
 
-    def reads_quantized(self, engine: EngineConfig) -> bool:
+    def reads_quantized(self, engine: Any) -> bool:
         """True where quantized Hugging Face checkpoints are read as they are.
 
         `Side.unified` then tells the architecture and not how the weights are stored. Others read
@@ -111,7 +120,7 @@ class Runtime(Protocol):
 
 
 def load_runtime(name: str) -> Runtime:
-    """Imports a runtime, without its library: that is for planning."""
+    """Imports a runtime, without its library and NumPy: reading a YAML and planning need it."""
     module_name, _, class_name = RUNTIMES[name].partition(":")
     return cast(Runtime, getattr(importlib.import_module(module_name), class_name)())
 

@@ -6,17 +6,20 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specpipe.config.sections import EngineConfig
+    from specpipe.config.engine import TensorRTLLMEngineConfig
+    from specpipe.config.faults import Fault
+    from specpipe.config.sections import PipelineConfig
     from specpipe.machine.memory import MemoryEstimate
     from specpipe.runtimes.engine_description import EngineDescription
     from specpipe.runtimes.launch import Launch, LaunchMode
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
-    from specpipe.runtimes.plan import EngineStages, PairPlan, Side
+    from specpipe.runtimes.plan import EngineStages, Side
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 
 class TensorRTLLMRuntime:
@@ -24,6 +27,13 @@ class TensorRTLLMRuntime:
 
     name = "tensorrt_llm"
     runs_own_loop = False
+
+    def setting_faults(
+        self, config: PipelineConfig, engine: TensorRTLLMEngineConfig
+    ) -> Iterator[Fault]:
+        from specpipe.runtimes.tensorrt_llm import refusals
+
+        return refusals.setting_faults(config, engine.tensorrt_llm)
 
     def require(self) -> None:
         from specpipe.runtimes.tensorrt_llm import build
@@ -50,7 +60,7 @@ class TensorRTLLMRuntime:
 
         return build.engine_stages(pair)
 
-    def reads_quantized(self, engine: EngineConfig) -> bool:
+    def reads_quantized(self, engine: TensorRTLLMEngineConfig) -> bool:
         return engine.tensorrt_llm.backend == "pytorch"
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:

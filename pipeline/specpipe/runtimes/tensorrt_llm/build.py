@@ -15,7 +15,7 @@ from typing import Any
 from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.config.tensorrt_llm_versions import release
 from specpipe.errors import CheckpointError, EngineBuildError
-from specpipe.runtimes.plan import EngineStages, PairPlan, Side, checkpoint_dir
+from specpipe.runtimes.plan import EngineStages, Side, checkpoint_dir
 from specpipe.runtimes.tensorrt_llm import toolbox
 from specpipe.runtimes.tensorrt_llm.build_flags import EngineSpec, arguments, as_settings
 from specpipe.runtimes.tensorrt_llm.capabilities import capabilities
@@ -25,6 +25,7 @@ from specpipe.runtimes.tensorrt_llm.engine_config import (
     Wanted,
     check_built,
 )
+from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 from specpipe.runtimes.tensorrt_llm.refusals import check_plan, dtype_fault
 from specpipe.runtimes.tensorrt_llm.toolbox import BUILDER, File, Tool, Word
 from specpipe.runtimes.tensorrt_llm.trtllm_build_log import explain

@@ -36,7 +36,8 @@ from specpipe.machine.memory import MemoryEstimate, format_bytes
 
 if TYPE_CHECKING:
     from specpipe.roles import Role
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import Side
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 DEFAULT_FRACTION = 0.9
 """TensorRT-LLM's own; of the memory that is free when an engine loads."""

@@ -40,8 +40,9 @@ from specpipe.text.files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import Side
     from specpipe.runtimes.tensorrt_llm.llm_pair import LlmPair
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 
 @dataclass(frozen=True)

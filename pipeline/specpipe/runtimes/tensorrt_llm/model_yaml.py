@@ -18,14 +18,15 @@ import yaml
 from specpipe.checkpoints.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.config.faults import Fault, without_effect
-from specpipe.config.tensorrt_llm import BuildFlags
+from specpipe.config.tensorrt_llm import BuildFlags, TensorRTLLMConfig
 from specpipe.config.tensorrt_llm_versions import version_number
 from specpipe.errors import EngineBuildError
 from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities, sm_of
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import Side
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 MODEL_YAML = "model.yaml"
 SPECULATIVE_CONFIG = "speculative_config"
@@ -138,7 +139,7 @@ def to_text(arguments: dict[str, Any], version: str) -> str:
     return _HEADER.format(version=version) + yaml.safe_dump(arguments, sort_keys=False)
 
 
-def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
+def setting_faults(config: PipelineConfig, settings: TensorRTLLMConfig) -> Iterator[Fault]:
     """Yields the settings of a config for backend pytorch that would have no effect there."""
     for role, checkpoint in (("draft", config.draft), ("target", config.target)):
         scheme = checkpoint.quantization
@@ -176,7 +177,6 @@ def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
             "nothing: backend pytorch does not tell how much it drafted in a step, so with its "
             "draft_len_schedule the counts would be wrong",
         )
-    settings = config.engine.tensorrt_llm
     if settings.draft_gpu_ids not in (None, settings.target_gpu_ids):
         yield Fault(
             "engine.tensorrt_llm.draft_gpu_ids",

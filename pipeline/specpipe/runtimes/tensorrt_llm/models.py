@@ -26,7 +26,7 @@ from specpipe.runtimes.tensorrt_llm.engine_config import CONFIG_NAME, read_engin
 
 if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import PairOptions
-    from specpipe.runtimes.plan import PairPlan
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 _TIMING_CACHE = "model.cache"  # trtllm-build leaves it in the engine's folder; no server reads it
 
