@@ -40,21 +40,21 @@ def _check_path(path: PathLike) -> PathLike:
 
 
 class CalibrationConfig(Section):
-    """The texts that activations are measured on, and on which the cost of it is."""
+    """The texts that activations, and what quantization costs, are measured on."""
 
     data: Annotated[str, AfterValidator(_check_path)] = Field(default="builtin", min_length=1)
     """`builtin`, a small set of texts; or a file, relative to this one, of your own: .jsonl,
     .parquet, or .txt with a text on every line."""
 
     column: str | None = None
-    """Of .jsonl and .parquet: texts, or lists of chat messages, which go through the chat template;
-    none: `text` or `messages`, whichever is there."""
+    """The column of a .jsonl or .parquet that has the texts, or lists of chat messages, which go
+    through the chat template; none: `text` or `messages`, whichever is there."""
 
     num_samples: int = Field(default=128, ge=2)
-    """Texts that are read; every eighth of them is held out and only measured on."""
+    """Texts that are read; every eighth of them is held out, and the cost is measured on it."""
 
     max_seq_len: int = Field(default=512, ge=16)
-    """Tokens of each text that are read."""
+    """Tokens that are read of each text, at most."""
 
 
 class QuantizationConfig(Section):
@@ -69,7 +69,8 @@ class QuantizationConfig(Section):
     """Format of the KV cache; none: the model's dtype."""
 
     awq_block_size: int = Field(default=128, ge=16)
-    """Weights that share a scale, for int4_awq and w4a8_awq; divides every matrix's inputs."""
+    """Weights that share a scale, for int4_awq and w4a8_awq; the number of inputs of every matrix
+    is a multiple of it."""
 
     quantize_lm_head: bool = False
     """Whether the head is quantized too."""
@@ -106,19 +107,22 @@ class QualityConfig(Section):
     """What quantization may cost, measured on the texts held out; a build that costs more fails."""
 
     measure: bool = True
-    """Whether the cost is measured; it runs both models in both forms."""
+    """Whether the cost is measured, for which both models run in both forms."""
 
     max_mean_kl: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Of a model's next-token distribution to that of its unquantized form, in nats."""
+    """The greatest mean Kullback-Leibler divergence, in nats, of a model's next-token distribution
+    from that of its unquantized form; none: any."""
 
     min_top1_agreement: float | None = Field(default=None, ge=0, le=1)
-    """Positions at which both forms of a model find the same token likeliest."""
+    """The least share of positions at which both forms of a model find the same token likeliest;
+    none: any."""
 
     max_perplexity_ratio: float | None = Field(default=None, ge=1, allow_inf_nan=False)
-    """Of a model's perplexity to that of its unquantized form."""
+    """The greatest ratio of a model's perplexity to that of its unquantized form; none: any."""
 
     min_acceptance_ratio: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Of the acceptance rate with both models as configured to that with both unquantized."""
+    """The least ratio of the acceptance rate of the pair as configured to that of both models
+    unquantized; none: any."""
 
     @property
     def has_limits(self) -> bool:
@@ -152,10 +156,10 @@ class CheckpointConfig(Section):
 
 
 class LoadLevel(Section):
-    """What a load allows; it holds up to the next level."""
+    """What is drafted at a load and above it, up to the next level."""
 
     from_batch_size: int = Field(ge=1)
-    """Requests that decode at once, at least."""
+    """The least number of requests that decode at once for this level to hold."""
 
     num_draft_tokens: int = Field(ge=0, le=32)
     """The most draft tokens per step; 0: the target model alone."""
@@ -211,7 +215,7 @@ class ServingConfig(Section):
     """What the server refuses or gives up."""
 
     max_queue_size: int = Field(default=128, ge=1)
-    """Requests that may wait; one more is refused."""
+    """Requests that may wait in the queue; one more is refused."""
 
     request_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds from arrival to the last token; then the request ends with what it has."""
@@ -242,7 +246,7 @@ class PipelineConfig(Section):
     """What is built, and what it must hold at once."""
 
     quality: QualityConfig = QualityConfig()
-    """What quantization may cost."""
+    """What quantization may cost, and whether that is measured."""
 
     serving: ServingConfig = ServingConfig()
     """What the server refuses or gives up."""
