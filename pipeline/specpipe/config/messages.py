@@ -22,7 +22,7 @@ _shortened = reprlib.Repr()
 _shortened.maxlevel = 2
 _RULE = "rule_across_settings"
 _UNION = "engine"
-"""The section whose settings depend on one of them, `runtime`."""
+"""The section that is one of several models, by its `runtime`."""
 
 
 def broken_rule(key: str, value: Any, expected: str) -> PydanticCustomError:
@@ -37,19 +37,17 @@ def broken_rule(key: str, value: Any, expected: str) -> PydanticCustomError:
 
 def key_path(error: ErrorDetails) -> KeyPath:
     """Returns the setting that an error is about."""
-    if error["type"] == _RULE:
-        keys: KeyPath = error["ctx"]["keys"]
-        return keys
-    section, *below = error["loc"]
-    # Below a section that is one of several, pydantic puts the name of the one that was chosen.
-    return (section, *(below[1:] if section == _UNION else below))
+    keys: KeyPath = error["ctx"]["keys"] if error["type"] == _RULE else error["loc"]
+    if error["type"] != _RULE and keys[:1] == (_UNION,):
+        return keys[:1] + keys[2:]  # pydantic names the chosen model there
+    return keys
 
 
 def explain(error: ErrorDetails, schema: Schema) -> str:
     """Writes an error as: key path, value, what was expected; or the key that was meant."""
     keys = key_path(error)
     name = _dotted(keys)
-    if error["type"] == "extra_forbidden" and _schema_at(keys, schema):
+    if error["type"] == "extra_forbidden" and _schema_at(keys, schema):  # another runtime's
         fault = without_effect(name, error["input"], f"engine.runtime '{error['loc'][1]}'")
         return f"{name} is {show(fault.value)}: expected {fault.expected}"
     if error["type"] == "extra_forbidden":
@@ -113,7 +111,7 @@ def _schema_at(keys: Sequence[str | int], schema: Schema) -> Schema:
             schema = schema.get("properties", {}).get(key, {})
         if "anyOf" in schema:  # a section that may be left out
             schema = next((choice for choice in schema["anyOf"] if "$ref" in choice), schema)
-        if "oneOf" in schema:  # the settings of all, of which each may know some alone
+        if "oneOf" in schema:  # models of one section: all that any of them knows
             properties: dict[str, Any] = {}
             for choice in schema["oneOf"]:
                 properties |= _resolved(choice, definitions)["properties"]
