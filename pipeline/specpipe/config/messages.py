@@ -37,28 +37,28 @@ def broken_rule(key: str, value: Any, expected: str) -> PydanticCustomError:
 
 def key_path(error: ErrorDetails) -> KeyPath:
     """Returns the setting that an error is about."""
-    keys: KeyPath = error["ctx"]["keys"] if error["type"] == _RULE else error["loc"]
-    if error["type"] != _RULE and keys[:1] == (_UNION,):
-        return keys[:1] + keys[2:]  # pydantic names the chosen model there
-    return keys
+    if error["type"] == _RULE:
+        return tuple(error["ctx"]["keys"])
+    section, below = error["loc"][:1], error["loc"][1:]
+    return section + (below[1:] if section == (_UNION,) else below)  # after the model's name
 
 
 def explain(error: ErrorDetails, schema: Schema) -> str:
     """Writes an error as: key path, value, what was expected; or the key that was meant."""
     keys = key_path(error)
     name = _dotted(keys)
-    if error["type"] == "extra_forbidden" and _schema_at(keys, schema):  # another runtime's
-        fault = without_effect(name, error["input"], f"engine.runtime '{error['loc'][1]}'")
-        return f"{name} is {show(fault.value)}: expected {fault.expected}"
-    if error["type"] == "extra_forbidden":
-        return f"{name} is not a setting: {_nearest(keys, schema)}"
     if error["type"] == _RULE:
         context = error["ctx"]
         return f"{name} is {show(context['value'])}: expected {context['expected']}"
-    expected = _expected(_schema_at(keys, schema))
+    known, value = _schema_at(keys, schema), error["input"]
     if error["type"] == "missing":
-        return f"{name} is missing: expected {expected}"
-    return f"{name} is {show(error['input'])}: expected {expected}"
+        return f"{name} is missing: expected {_expected(known)}"
+    if error["type"] != "extra_forbidden":
+        return f"{name} is {show(value)}: expected {_expected(known)}"
+    if not known:
+        return f"{name} is not a setting: {_nearest(keys, schema)}"
+    others = without_effect(name, value, f"engine.runtime '{error['loc'][1]}'")
+    return f"{name} is {show(value)}: expected {others.expected}"
 
 
 def show(value: Any) -> str:

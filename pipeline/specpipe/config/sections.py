@@ -110,8 +110,8 @@ class QualityConfig(Section):
     """Whether the cost is measured, for which both models run in both forms."""
 
     max_mean_kl: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """The greatest mean KL divergence D(plain ‖ quantized), in nats, of the next-token distributions
-    of a model's two forms; none: any."""
+    """The greatest mean KL divergence D(plain ‖ quantized), in nats, of the next-token
+    distributions of a model's two forms; none: any."""
 
     min_top1_agreement: float | None = Field(default=None, ge=0, le=1)
     """The least share of positions at which both forms of a model find the same token likeliest;
