@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from specpipe.build.memory_plan import Change, MemoryPlan, lines, plan_memory
 from specpipe.checkpoints.family_config import unified_config
-from specpipe.config.sections import CheckpointConfig, EngineConfig, PipelineConfig
+from specpipe.config.engine import EngineConfig
+from specpipe.config.sections import CheckpointConfig, PipelineConfig
 from specpipe.errors import EngineBuildError
 from specpipe.machine.gpus import Gpu, find_gpu
 from specpipe.machine.memory import MemoryEstimate
@@ -87,7 +89,7 @@ def pair(
     target: dict[str, Any] | None = None,
     **engine: Any,
 ) -> tuple[PipelineConfig, PairPlan]:
-    section = EngineConfig.model_validate({"max_batch_size": 2, **engine})
+    section = TypeAdapter(EngineConfig).validate_python({"max_batch_size": 2, **engine})
     sides = side(folder, "draft", draft), side(folder, "target", target)
     config = PipelineConfig(
         name="x", draft=sides[0].checkpoint, target=sides[1].checkpoint, engine=section
@@ -263,7 +265,7 @@ def test_ranks_of_tensorrt_llm_stand_on_their_gpus(tmp_path: Path) -> None:
     target = side(tmp_path, "target", num_hidden_layers=3)
     split = target.checkpoint.model_copy(update={"tp_size": 2, "pp_size": 2})
     target = replace(target, checkpoint=split)
-    plan = replace(plan, target=target, engine=EngineConfig.model_validate(gpus))
+    plan = replace(plan, target=target, engine=TypeAdapter(EngineConfig).validate_python(gpus))
     found = load_runtime("tensorrt_llm").memory_by_gpu(plan, target, None)
     assert sorted(found) == [1, 2, 3, 5]
     assert found[1] == found[2]  # two layers

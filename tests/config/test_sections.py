@@ -54,7 +54,6 @@ def test_quickstart_names_the_committed_pair() -> None:
 
 def test_defaults() -> None:
     values = load(MINIMAL).model_dump(mode="json")
-    tensorrt_llm = values["engine"].pop("tensorrt_llm")
     whole = {"revision": None, "tp_size": 1, "pp_size": 1, "quantization": None}
     assert values == {
         "name": "toy",
@@ -75,10 +74,6 @@ def test_defaults() -> None:
             "device": "auto",
             "kernels": "auto",
             "num_threads": None,
-            "library": "tensorrt_rtx",
-            "compute_capabilities": ["8.0", "8.6", "8.9", "12.0", "12.1"],
-            "weights": "inside",
-            "weight_streaming": False,
         },
         "quality": {
             "measure": True,
@@ -111,6 +106,31 @@ def test_defaults() -> None:
         },
         "output_dir": "engines",
     }
+
+
+def test_defaults_of_runtime_tensorrt() -> None:
+    assert load(TENSORRT).engine.model_dump(mode="json") == {
+        "runtime": "tensorrt",
+        "max_batch_size": 8,
+        "max_seq_len": None,
+        "max_num_tokens": 1024,
+        "dtype": "auto",
+        "library": "tensorrt_rtx",
+        "compute_capabilities": ["8.0", "8.6", "8.9", "12.0", "12.1"],
+        "weights": "inside",
+        "weight_streaming": False,
+    }
+
+
+def test_defaults_of_runtime_tensorrt_llm() -> None:
+    values = load(TENSORRT_LLM).engine.model_dump(mode="json")
+    tensorrt_llm = values.pop("tensorrt_llm")
+    assert values == {
+        "runtime": "tensorrt_llm",
+        "max_batch_size": 8,
+        "max_seq_len": None,
+        "max_num_tokens": 8192,
+    }
     del tensorrt_llm["build"], tensorrt_llm["parameters"]
     assert tensorrt_llm == {
         "backend": "tensorrt",
@@ -123,13 +143,6 @@ def test_defaults() -> None:
         "kv_cache_free_gpu_mem_fraction": None,
         "acceptance": "exact",
     }
-
-
-def test_each_runtime_has_its_own_default_of_max_num_tokens() -> None:
-    assert load(MINIMAL).engine.max_num_tokens == 256
-    assert load(TENSORRT).engine.max_num_tokens == 1024
-    assert load(TENSORRT_LLM).engine.max_num_tokens == 8192
-    assert load(TENSORRT_LLM, "engine.max_num_tokens=64").engine.max_num_tokens == 64
 
 
 def test_gpu_ids_default_to_the_first_ones() -> None:

@@ -39,12 +39,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
         return validate(data, path)
     except ValidationError as exc:
         schema = json_schema()
-        # A default that waits for a setting which is at fault itself is no fault of its own.
-        errors = [
-            error
-            for error in exc.errors(include_url=False)
-            if error["type"] != "default_factory_not_called"
-        ]
+        errors = exc.errors(include_url=False)
         sentences = []
         for error in errors[:_MAX_LISTED]:
             keys = messages.key_path(error)

@@ -34,7 +34,7 @@ class Limits(FileLimits):
     may be shorter than what they stand for), and 2 MiB at most."""
 
     max_messages_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of `messages`, which is JSON; none: three times those of a prompt, and 64 KiB."""
+    """Bytes of `messages`, which is JSON; none: three times those of a prompt, and 64 KiB more."""
 
     max_messages: int = Field(default=1024, ge=1)
     """Messages of one conversation."""
@@ -49,7 +49,7 @@ class Limits(FileLimits):
     """Entries of `stop_words`, and of `bad_words`."""
 
     max_word_bytes: int = Field(default=1024, ge=1)
-    """Bytes of one of those entries."""
+    """Bytes of one entry of `stop_words` or `bad_words`."""
 
     max_words_bytes: int = Field(default=16384, ge=1)
     """Bytes of all entries of `stop_words`, and of `bad_words`."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import PydanticCustomError
 
 from specpipe import errors
+from specpipe.config.faults import without_effect
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -20,6 +21,8 @@ Schema = Mapping[str, Any]
 _shortened = reprlib.Repr()
 _shortened.maxlevel = 2
 _RULE = "rule_across_settings"
+_UNION = "engine"
+"""The section that is one of several models, by its `runtime`."""
 
 
 def broken_rule(key: str, value: Any, expected: str) -> PydanticCustomError:
@@ -34,23 +37,28 @@ def broken_rule(key: str, value: Any, expected: str) -> PydanticCustomError:
 
 def key_path(error: ErrorDetails) -> KeyPath:
     """Returns the setting that an error is about."""
-    keys: KeyPath = error["ctx"]["keys"] if error["type"] == _RULE else error["loc"]
-    return keys
+    if error["type"] == _RULE:
+        return tuple(error["ctx"]["keys"])
+    section, below = error["loc"][:1], error["loc"][1:]
+    return section + (below[1:] if section == (_UNION,) else below)  # after the model's name
 
 
 def explain(error: ErrorDetails, schema: Schema) -> str:
     """Writes an error as: key path, value, what was expected; or the key that was meant."""
     keys = key_path(error)
     name = _dotted(keys)
-    if error["type"] == "extra_forbidden":
-        return f"{name} is not a setting: {_nearest(keys, schema)}"
     if error["type"] == _RULE:
         context = error["ctx"]
         return f"{name} is {show(context['value'])}: expected {context['expected']}"
-    expected = _expected(_schema_at(keys, schema))
+    known, value = _schema_at(keys, schema), error["input"]
     if error["type"] == "missing":
-        return f"{name} is missing: expected {expected}"
-    return f"{name} is {show(error['input'])}: expected {expected}"
+        return f"{name} is missing: expected {_expected(known)}"
+    if error["type"] != "extra_forbidden":
+        return f"{name} is {show(value)}: expected {_expected(known)}"
+    if not known:
+        return f"{name} is not a setting: {_nearest(keys, schema)}"
+    others = without_effect(name, value, f"engine.runtime '{error['loc'][1]}'")
+    return f"{name} is {show(value)}: expected {others.expected}"
 
 
 def show(value: Any) -> str:
@@ -95,7 +103,7 @@ def _all_keys(section: KeyPath, schema: Schema) -> Iterator[KeyPath]:
 
 
 def _schema_at(keys: Sequence[str | int], schema: Schema) -> Schema:
-    definitions: Schema = schema["$defs"]
+    definitions = schema["$defs"]
     for key in keys:
         if isinstance(key, int):
             schema = schema.get("items", {})
@@ -103,9 +111,17 @@ def _schema_at(keys: Sequence[str | int], schema: Schema) -> Schema:
             schema = schema.get("properties", {}).get(key, {})
         if "anyOf" in schema:  # a section that may be left out
             schema = next((choice for choice in schema["anyOf"] if "$ref" in choice), schema)
-        if "$ref" in schema:
-            schema = definitions[schema["$ref"].rpartition("/")[2]]
+        if "oneOf" in schema:  # models of one section: all that any of them knows
+            properties: dict[str, Any] = {}
+            for choice in schema["oneOf"]:
+                properties |= _resolved(choice, definitions)["properties"]
+            schema = {"type": "object", "properties": properties}
+        schema = _resolved(schema, definitions)
     return schema
+
+
+def _resolved(schema: Schema, definitions: Mapping[str, Schema]) -> Schema:
+    return definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
 def _expected(schema: Schema) -> str:

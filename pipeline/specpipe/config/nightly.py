@@ -19,13 +19,14 @@ class NightlyConfig(Section):
     """What a nightly run measures, and when it fails."""
 
     prompts: str = Field(default="code", min_length=1)
-    """`chat`, `code`, `summarization`, or a .jsonl or .txt file, relative to this one."""
+    """The prompts that are run: `chat`, `code`, `summarization`, or a .jsonl or .txt file, relative
+    to this one."""
 
     num_prompts: int = Field(default=16, ge=2)
-    """The first so many of them; the interval of a speed-up needs two."""
+    """How many prompts are run, from the first on; the interval of a speed-up needs two."""
 
     max_tokens: int = Field(default=64, ge=1)
-    """Tokens of an answer."""
+    """Tokens of an answer, at most."""
 
     concurrencies: tuple[Concurrency, ...] = Field(default=(1, 8), min_length=1, strict=False)
     """Numbers of streams that speed is measured with."""
@@ -34,37 +35,41 @@ class NightlyConfig(Section):
     """How often each prompt is timed with speculation and without it, in turns."""
 
     sampling_distance: float | None = Field(default=None, gt=0, lt=1)
-    """Total-variation distance that unseeded sampling is tested for, as `specpipe verify` does with
-    0.1; none: it is not tested, since that takes thousands of answers."""
+    """The total-variation distance that unseeded sampling is tested for, as `specpipe verify` does
+    with 0.1; none: it is not tested, since that takes thousands of answers."""
 
     gate: str | None = Field(default=None, min_length=1)
     """A .jsonl of prompts with expected answers, relative to this file; none: no gate."""
 
     min_gate_pass_rate: float | None = Field(default=None, ge=0, le=1)
-    """Share of the gate's answers that must be right; none: no fewer than without speculation."""
+    """The least share of the gate's answers that must be right; none: no fewer are right than
+    without speculation."""
 
     allow_ties: bool = True
     """Whether an answer may differ from the target's own by a numerical tie."""
 
     min_acceptance_ratio: float = Field(default=0.95, ge=0, le=1)
-    """Acceptance rate / that of the last good run; 0.95 is the floor of TensorRT-LLM's own tests
-    (PR 17474). Each good run is the measure of the next one, so a decline in small steps passes:
-    `min_acceptance_rate` stops it."""
+    """The least ratio of the acceptance rate to that of the last good run; 0.95 is the floor of
+    TensorRT-LLM's own tests (PR 17474). Each good run is the measure of the next one, so a decline
+    in small steps passes: `min_acceptance_rate` stops it."""
 
     min_acceptance_rate: float | None = Field(default=None, ge=0, le=1)
-    """Accepted / drafted tokens of greedy answers at the full draft length; none: no floor."""
+    """The least share of drafted tokens that is accepted, in greedy answers at the full draft
+    length; none: no floor."""
 
     min_speed_up: float | None = Field(default=0.9, gt=0, allow_inf_nan=False)
-    """Rate with speculation / without it, at each concurrency; none: no floor. So that a noisy
-    machine raises no alarm, it is crossed where the whole 95 % interval lies below, in each of
-    three measurements."""
+    """The least ratio of the rate with speculation to that without it, at each concurrency; none:
+    no floor. So that a noisy machine raises no alarm, it is crossed where the whole 95 % interval
+    lies below, in each of three measurements."""
 
     min_speed_up_ratio: float | None = Field(default=0.8, gt=0, le=1)
-    """Speed-up / that of the last good run on the same machine; crossed where the upper end of the
-    one interval / the lower end of the other lies below, in each of three measurements."""
+    """The least ratio of the speed-up to that of the last good run on the same machine; none: no
+    floor. It is crossed where the upper end of the one interval divided by the lower end of the
+    other lies below, in each of three measurements."""
 
     max_size_ratio: float = Field(default=1.1, ge=1, allow_inf_nan=False)
-    """Bytes of an engine, or of the repository / those of the last good run."""
+    """The greatest ratio of the bytes of an engine, or of the repository, to those of the last good
+    run."""
 
     @model_validator(mode="after")
     def _check_gate(self) -> NightlyConfig:

@@ -10,24 +10,18 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.config import messages
+from specpipe.config.engine import EngineConfig, TorchEngineConfig
 from specpipe.config.limits import Limits
 from specpipe.config.nightly import NightlyConfig
-from specpipe.config.tensorrt_llm import TensorRTLLMConfig
 from specpipe.errors import ConfigError
 from specpipe.section import Section
 from specpipe.speculative.adaptive import Schedule
-
-_MAX_NUM_TOKENS = {"torch": 256, "tensorrt": 1024, "tensorrt_llm": 8192}
-"""A CPU is better off with short forwards; 8192 is the default of trtllm-build."""
-
-ComputeCapability = Literal["8.0", "8.6", "8.9", "12.0", "12.1"]
-"""What TensorRT for RTX builds for; 7.5 has no bfloat16."""
 
 _AWQ_SAMPLES = 32
 """As many as TensorRT-LLM's quantization script takes at most."""
@@ -46,21 +40,21 @@ def _check_path(path: PathLike) -> PathLike:
 
 
 class CalibrationConfig(Section):
-    """The texts that activations are measured on, and on which the cost of it is."""
+    """The texts that activations, and what quantization costs, are measured on."""
 
     data: Annotated[str, AfterValidator(_check_path)] = Field(default="builtin", min_length=1)
     """`builtin`, a small set of texts; or a file, relative to this one, of your own: .jsonl,
     .parquet, or .txt with a text on every line."""
 
     column: str | None = None
-    """Of .jsonl and .parquet: texts, or lists of chat messages, which go through the chat template;
-    none: `text` or `messages`, whichever is there."""
+    """The column of a .jsonl or .parquet that has the texts, or lists of chat messages, which go
+    through the chat template; none: `text` or `messages`, whichever is there."""
 
     num_samples: int = Field(default=128, ge=2)
-    """Texts that are read; every eighth of them is held out and only measured on."""
+    """Texts that are read; every eighth of them is held out, and the cost is measured on it."""
 
     max_seq_len: int = Field(default=512, ge=16)
-    """Tokens of each text that are read."""
+    """Tokens that are read of each text, at most."""
 
 
 class QuantizationConfig(Section):
@@ -75,7 +69,8 @@ class QuantizationConfig(Section):
     """Format of the KV cache; none: the model's dtype."""
 
     awq_block_size: int = Field(default=128, ge=16)
-    """Weights that share a scale, for int4_awq and w4a8_awq; divides every matrix's inputs."""
+    """Weights that share a scale, for int4_awq and w4a8_awq; the number of inputs of every matrix
+    is a multiple of it."""
 
     quantize_lm_head: bool = False
     """Whether the head is quantized too."""
@@ -112,19 +107,22 @@ class QualityConfig(Section):
     """What quantization may cost, measured on the texts held out; a build that costs more fails."""
 
     measure: bool = True
-    """Whether the cost is measured; it runs both models in both forms."""
+    """Whether the cost is measured, for which both models run in both forms."""
 
     max_mean_kl: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Of a model's next-token distribution to that of its unquantized form, in nats."""
+    """The greatest mean KL divergence D(plain ‖ quantized), in nats, of the next-token
+    distributions of a model's two forms; none: any."""
 
     min_top1_agreement: float | None = Field(default=None, ge=0, le=1)
-    """Positions at which both forms of a model find the same token likeliest."""
+    """The least share of positions at which both forms of a model find the same token likeliest;
+    none: any."""
 
     max_perplexity_ratio: float | None = Field(default=None, ge=1, allow_inf_nan=False)
-    """Of a model's perplexity to that of its unquantized form."""
+    """The greatest ratio of a model's perplexity to that of its unquantized form; none: any."""
 
     min_acceptance_ratio: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Of the acceptance rate with both models as configured to that with both unquantized."""
+    """The least ratio of the acceptance rate of the pair as configured to that of both models
+    unquantized; none: any."""
 
     @property
     def has_limits(self) -> bool:
@@ -158,10 +156,10 @@ class CheckpointConfig(Section):
 
 
 class LoadLevel(Section):
-    """What a load allows; it holds up to the next level."""
+    """What is drafted at a load and above it, up to the next level."""
 
     from_batch_size: int = Field(ge=1)
-    """Requests that decode at once, at least."""
+    """The least number of requests that decode at once for this level to hold."""
 
     num_draft_tokens: int = Field(ge=0, le=32)
     """The most draft tokens per step; 0: the target model alone."""
@@ -213,63 +211,11 @@ class SpeculationConfig(Section):
         return self
 
 
-class EngineConfig(Section):
-    """What is built, and what it must hold at once."""
-
-    runtime: Literal["torch", "tensorrt", "tensorrt_llm"] = "torch"
-    """The library that builds and runs the engines."""
-
-    max_batch_size: int = Field(default=8, ge=1)
-    """Requests that run at once; more wait in the queue."""
-
-    max_seq_len: int | None = Field(default=None, ge=2)
-    """Tokens of prompt and answer together; none: the target's context length, up to 4096."""
-
-    max_num_tokens: int = Field(
-        default_factory=lambda settings: _MAX_NUM_TOKENS.get(settings.get("runtime"), 1), ge=1
-    )
-    """Tokens of all requests in one forward, longer prompts come in chunks; 256, with tensorrt
-    1024, with tensorrt_llm 8192."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the engines compute in; auto: the checkpoint's own, but float32 on a CPU."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the engines run; auto: the GPU where there is one."""
-
-    kernels: Literal["auto", "fused", "plain"] = "auto"
-    """For runtime torch on a GPU: fused kernels with CUDA graphs, or torch's own operations; auto:
-    fused where they run the pair."""
-
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engines; none: all cores but one, which is left to Triton."""
-
-    library: Literal["tensorrt_rtx", "tensorrt"] = "tensorrt_rtx"
-    """For runtime tensorrt: TensorRT for RTX, which builds without a GPU, or TensorRT, which builds
-    for the GPU that it finds."""
-
-    compute_capabilities: tuple[ComputeCapability, ...] = Field(
-        default=get_args(ComputeCapability), min_length=1, strict=False
-    )
-    """Of the GPUs that engines of library tensorrt_rtx are to run on, as ["8.9", "12.0"]."""
-
-    weights: Literal["inside", "beside"] = "inside"
-    """For runtime tensorrt: whether weights are in the engine, or in a file beside it, so that
-    other weights of the same shape need no new engine."""
-
-    weight_streaming: bool = False
-    """For runtime tensorrt: whether weights may stay in host memory, for a model that the GPU
-    cannot hold."""
-
-    tensorrt_llm: TensorRTLLMConfig = TensorRTLLMConfig()
-    """How TensorRT-LLM builds and serves the pair, for runtime tensorrt_llm."""
-
-
 class ServingConfig(Section):
     """What the server refuses or gives up."""
 
     max_queue_size: int = Field(default=128, ge=1)
-    """Requests that may wait; one more is refused."""
+    """Requests that may wait in the queue; one more is refused."""
 
     request_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds from arrival to the last token; then the request ends with what it has."""
@@ -296,11 +242,11 @@ class PipelineConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     """How the draft model speculates."""
 
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = TorchEngineConfig()
     """What is built, and what it must hold at once."""
 
     quality: QualityConfig = QualityConfig()
-    """What quantization may cost."""
+    """What quantization may cost, and whether that is measured."""
 
     serving: ServingConfig = ServingConfig()
     """What the server refuses or gives up."""

@@ -70,7 +70,7 @@ class BuildFlags(Section):
     """Flags of `trtllm-build` for both engines; none: specpipe decides, or the flag's default."""
 
     logits_dtype: Literal["float16", "float32"] = "float32"
-    """What the engines give their logits in."""
+    """The number format of the logits that the engines give."""
 
     opt_num_tokens: int | None = Field(default=None, ge=1)
     """Tokens per iteration that kernels are tuned for; none: what trtllm-build takes by itself."""
@@ -105,28 +105,30 @@ class BuildFlags(Section):
     """Whether to log the memory that building takes."""
 
     gemm_plugin: Plugin | Literal["fp8", "nvfp4"] | None = None
-    """Matrix products; none: off for FP8 weights, nvfp4 for NVFP4 weights, else auto."""
+    """The plugin for matrix products; none: off for FP8 weights, nvfp4 for NVFP4 weights, else
+    auto."""
 
     gemm_swiglu_plugin: Literal["fp8", "disable"] = "disable"
-    """A fused gated MLP in FP8; compute capability 9.0 only."""
+    """The plugin for a fused gated MLP in FP8, on GPUs of compute capability 9.0 only."""
 
     fp8_rowwise_gemm_plugin: Plugin | None = None
-    """Matrix products of fp8_pc_pt weights; none: auto for these, else off."""
+    """The plugin for matrix products of fp8_pc_pt weights; none: auto for these, else off."""
 
     low_latency_gemm_plugin: Literal["fp8", "disable"] = "disable"
-    """FP8 matrix products for few tokens."""
+    """The plugin for FP8 matrix products of few tokens."""
 
     low_latency_gemm_swiglu_plugin: Literal["fp8", "disable"] = "disable"
-    """An FP8 gated MLP for few tokens."""
+    """The plugin for an FP8 gated MLP of few tokens."""
 
     gemm_allreduce_plugin: Literal["float16", "bfloat16", "disable"] = "disable"
-    """Matrix product and all-reduce in one kernel."""
+    """The plugin for matrix product and all-reduce in one kernel."""
 
     nccl_plugin: Plugin = "auto"
-    """Collectives of tensor and pipeline parallelism."""
+    """The plugin for the collectives of tensor and pipeline parallelism."""
 
     use_fp8_context_fmha: bool | None = None
-    """FP8 attention over prompts; none: on where weights and KV cache are both FP8."""
+    """Whether attention over prompts is computed in FP8; none: where weights and KV cache are both
+    FP8."""
 
     fuse_fp4_quant: bool = False
     """Whether to fuse the quantization of activations to FP4."""
@@ -138,7 +140,8 @@ class BuildFlags(Section):
     """Whether kernels are tuned for several numbers of tokens: faster, less repeatable."""
 
     reduce_fusion: bool = False
-    """Whether all-reduce, residual and norm are one kernel; Llama and Gemma 2 with tp_size > 1."""
+    """Whether all-reduce, residual and norm are one kernel, for Llama and Gemma 2 with tp_size
+    above 1."""
 
     norm_quant_fusion: bool = False
     """Whether norm and quantization are one kernel."""
@@ -165,7 +168,8 @@ class TensorRTLLMConfig(Section):
     """How TensorRT-LLM builds and serves the pair."""
 
     backend: Literal["tensorrt", "pytorch"] = "tensorrt"
-    """Engines that `trtllm-build` makes, or TensorRT-LLM's LLM API on PyTorch."""
+    """What serves the pair: engines that `trtllm-build` makes, or TensorRT-LLM's LLM API on
+    PyTorch."""
 
     version: SupportedVersion = DEFAULT_VERSION
     """The TensorRT-LLM that builds and serves; an engine runs under no other."""
@@ -174,13 +178,14 @@ class TensorRTLLMConfig(Section):
     """The container image to build in, by tag or digest; none: NVIDIA's Triton for `version`."""
 
     compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
-    """Of the GPUs that build and serve, as "9.0"; none: as nvidia-smi tells, where there is one."""
+    """The compute capability of the GPUs that build and serve, as "9.0"; none: as nvidia-smi tells,
+    where there is one."""
 
     draft_gpu_ids: GpuIds | None = None
-    """GPUs of the draft, one for each rank; none: the first ones."""
+    """Numbers of the GPUs of the draft, one for each rank; none: the first ones."""
 
     target_gpu_ids: GpuIds | None = None
-    """GPUs of the target, one for each rank; none: the first ones."""
+    """Numbers of the GPUs of the target, one for each rank; none: the first ones."""
 
     build: BuildFlags = BuildFlags()
     """Flags of `trtllm-build` for both engines."""
@@ -194,10 +199,11 @@ class TensorRTLLMConfig(Section):
     """The most of the free GPU memory that a KV cache may take as its engine loads; none: 0.9."""
 
     acceptance: Literal["exact", "logits"] = "exact"
-    """Draft tokens count if the target samples the same, or by comparing both models' logits."""
+    """What a draft token is accepted by: that the target samples the same, or a comparison of both
+    models' logits."""
 
     parameters: TritonParameters = TritonParameters()
-    """Parameters of TensorRT-LLM's Triton backend."""
+    """Parameters of TensorRT-LLM's Triton backend, for both engines."""
 
     def gpu_ids(self, role: Role, world_size: int) -> tuple[int, ...]:
         """The GPUs of one engine, by rank."""

@@ -55,13 +55,14 @@ class TritonParameters(Section):
     """Tokens that each KV cache holds; none: what engine.max_batch_size requests need."""
 
     kv_cache_host_memory_bytes: int = Field(default=0, ge=0)
-    """Host memory for blocks that leave the GPU, for each engine."""
+    """Bytes of host memory for blocks of the KV cache that leave the GPU, for each engine."""
 
     kv_cache_onboard_blocks: bool = True
-    """Whether such blocks return to the GPU before they are read; engines here need it."""
+    """Whether blocks that left the GPU return to it before they are read; engines here need it."""
 
     enable_kv_cache_reuse: bool = True
-    """Whether a request finds the blocks of its beginning; each step of a pair does."""
+    """Whether a request finds the KV cache of a text that begins alike; each step of a pair needs
+    it."""
 
     batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = (
         "guaranteed_no_evict"
@@ -77,13 +78,13 @@ class TritonParameters(Section):
     """Whether prompts longer than engine.max_num_tokens are prefilled in chunks."""
 
     max_queue_delay_microseconds: int = Field(default=0, ge=0)
-    """How long Triton waits for more requests to hand over together."""
+    """Microseconds that Triton waits for more requests to hand over together."""
 
     max_queue_size: int = Field(default=0, ge=0)
-    """Requests that may wait for an engine, 0: any number; the pair limits its own."""
+    """Requests that may wait for an engine; 0: any number, since the pair limits its own."""
 
     max_beam_width: int = Field(default=1, ge=1)
-    """Beams of a request; drafting works with one."""
+    """Beams of a request, at most; drafting works with one."""
 
     decoding_mode: Literal[
         "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter", "lookahead", "eagle"
@@ -97,10 +98,10 @@ class TritonParameters(Section):
     """Whether log probabilities are divided by the length."""
 
     cancellation_check_period_ms: int = Field(default=100, ge=1)
-    """How often the backend looks for cancelled requests."""
+    """Milliseconds after which the backend looks for cancelled requests again."""
 
     stats_check_period_ms: int = Field(default=100, ge=1)
-    """How often the backend updates its metrics."""
+    """Milliseconds after which the backend updates its metrics again."""
 
     iter_stats_max_iterations: int | None = Field(default=None, ge=0)
     """Iterations whose statistics are kept; none: TensorRT-LLM's default."""
@@ -109,7 +110,7 @@ class TritonParameters(Section):
     """Iterations whose request statistics are kept; none: TensorRT-LLM's default."""
 
     gpu_weights_percent: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
-    """Part of the weights that stays on the GPU; below 1 needs build.weight_streaming."""
+    """The part of the weights that stays on the GPU; below 1 needs build.weight_streaming."""
 
     enable_context_fmha_fp32_acc: bool = False
     """Whether attention over prompts is summed in float32."""
@@ -121,13 +122,14 @@ class TritonParameters(Section):
     """Whether decode steps run as CUDA graphs."""
 
     cuda_graph_cache_size: int = Field(default=0, ge=0)
-    """CUDA graphs that are kept."""
+    """CUDA graphs that are kept, at most."""
 
     recv_poll_period_ms: int = Field(default=0, ge=0)
-    """How long the orchestrator sleeps between looks for requests; 0: it does not."""
+    """Milliseconds that the orchestrator sleeps before it looks for requests again; 0: it does not
+    sleep."""
 
     speculative_decoding_fast_logits: bool = False
-    """Whether draft logits go from process to process."""
+    """Whether draft logits go from process to process; a pair needs it off."""
 
     @model_validator(mode="before")
     @classmethod

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from specpipe.checkpoints.checkpoint import read_config
 from specpipe.checkpoints.family_config import named_dtype
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.config.engine import EngineConfig
 from specpipe.roles import Role
 from specpipe.stage import PlannedStage
 
 if TYPE_CHECKING:
-    from specpipe.config.sections import CheckpointConfig, EngineConfig
+    from specpipe.config.sections import CheckpointConfig
+
+EngineT = TypeVar("EngineT", bound=EngineConfig, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +59,17 @@ class EngineStages:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairPlan:
+class PlanFor(Generic[EngineT]):
     """What a runtime needs to plan its engines.
 
+    engine       the YAML's section, which is that of the runtime it names
     max_seq_len  tokens of prompt and answer together, for the target
     measures     whether what quantization costs is measured, which reads unified checkpoints
     """
 
     draft: Side
     target: Side
-    engine: EngineConfig
+    engine: EngineT
     max_seq_len: int
     num_draft_tokens: int
     measures: bool = False
@@ -73,6 +77,10 @@ class PairPlan:
     def max_seq_len_of(self, side: Side) -> int:
         """A draft with a shorter context stops drafting there; the request goes on."""
         return min(self.max_seq_len, side.context_length)
+
+
+PairPlan = PlanFor[EngineConfig]
+"""The plan of a pair for whichever runtime its YAML names."""
 
 
 def checkpoint_dtype(side: Side) -> str:

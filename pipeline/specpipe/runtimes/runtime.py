@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from specpipe.errors import RuntimeUnavailable
 from specpipe.machine.libraries import with_extras
-from specpipe.machine.memory import MemoryEstimate
-from specpipe.runtimes.launch import Launch, LaunchMode
-from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
-from specpipe.runtimes.plan import EngineStages, PairPlan, Side
 
 if TYPE_CHECKING:
-    from specpipe.config.sections import EngineConfig
+    from specpipe.config.faults import Fault
+    from specpipe.config.sections import PipelineConfig
+    from specpipe.machine.memory import MemoryEstimate
     from specpipe.runtimes.engine_description import EngineDescription
+    from specpipe.runtimes.launch import Launch, LaunchMode
+    from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
+    from specpipe.runtimes.plan import EngineStages, PairPlan, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
 
 RUNTIMES = {
@@ -29,27 +30,30 @@ RUNTIMES = {
 }
 
 
-class Backend(Protocol):
+Plan = TypeVar("Plan", contravariant=True)
+
+
+class Backend(Protocol[Plan]):
     """What may differ within a runtime: how engines come to be, what they are, how they serve."""
 
-    def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
+    def engine_stages(self, pair: Plan) -> tuple[EngineStages, EngineStages]:
         """How the engines of the draft and of the target come to be.
 
         Imports nothing heavy. Raises EngineBuildError
         for what can be known not to work.
         """
 
-    def reads_quantized(self, engine: EngineConfig) -> bool:
+    def reads_quantized(self, engine: Any) -> bool:
         """True where quantized Hugging Face checkpoints are read as they are.
 
         `Side.unified` then tells the architecture and not how the weights are stored. Others read
         a unified checkpoint, into which what is known of them is carried over.
         """
 
-    def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
+    def serving_settings(self, pair: Plan) -> Mapping[str, Any]:
         """The `runtime_settings` of the pair's options."""
 
-    def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
+    def estimate_memory(self, pair: Plan, side: Side) -> MemoryEstimate:
         """What one engine will take."""
 
     def write_models(
@@ -95,8 +99,10 @@ class Backend(Protocol):
         """
 
 
-class Runtime(Backend, Protocol):
+class Runtime(Backend["PairPlan"], Protocol):
     """One library's way of building engines and running a pair of them.
+
+    `engine` is the YAML's section as this runtime has it, and so is that of a plan.
 
     runs_own_loop
             whether specpipe's loop runs the engines: any process can then load the pair, and a
@@ -105,6 +111,12 @@ class Runtime(Backend, Protocol):
 
     name: str
     runs_own_loop: bool
+
+    def setting_faults(self, config: PipelineConfig, engine: Any) -> Iterable[Fault]:
+        """The settings that this runtime cannot follow, or that have no effect with it.
+
+        Imports nothing heavy, NumPy included: whoever reads a YAML waits for it.
+        """
 
     def require(self) -> None:
         """Raises RuntimeUnavailable when the library that builds and runs is not installed."""
@@ -122,7 +134,7 @@ class Runtime(Backend, Protocol):
 
 
 def load_runtime(name: str) -> Runtime:
-    """Imports a runtime, without its library: that is for planning."""
+    """Imports a runtime, without its library and NumPy: reading a YAML and planning need it."""
     module_name, _, class_name = RUNTIMES[name].partition(":")
     return cast(Runtime, getattr(importlib.import_module(module_name), class_name)())
 

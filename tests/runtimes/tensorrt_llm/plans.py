@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.checkpoints.family_config import unified_config
-from specpipe.config.sections import CheckpointConfig, EngineConfig
+from specpipe.config.engine import TensorRTLLMEngineConfig
+from specpipe.config.sections import CheckpointConfig
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.roles import Role
 from specpipe.runtimes.plan import PairPlan, Side
@@ -88,7 +89,7 @@ def plan(
     return PairPlan(
         draft=side(folder, "draft", draft, **(draft_checkpoint or {})),
         target=side(folder, "target", target, **(target_checkpoint or {})),
-        engine=EngineConfig.model_validate(section),
+        engine=TensorRTLLMEngineConfig.model_validate(section),
         max_seq_len=max_seq_len,
         num_draft_tokens=num_draft_tokens,
     )

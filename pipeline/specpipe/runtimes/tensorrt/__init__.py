@@ -1,6 +1,6 @@
 """The TensorRT runtime: engines from the network API, built from the unified checkpoint.
 
-Importing this imports no TensorRT; building and loading do.
+Importing this imports neither TensorRT nor NumPy; building, loading and planning do.
 """
 
 from __future__ import annotations
@@ -9,26 +9,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.checkpoints.formats import FORMATS
-from specpipe.errors import EngineBuildError, RuntimeUnavailable
+from specpipe.errors import RuntimeUnavailable
 from specpipe.machine.libraries import with_extras
 from specpipe.runtimes.engine_limits import limit_faults
-from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.runtime import require_library
 from specpipe.runtimes.tensorrt import library
-from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
-from specpipe.runtimes.tensorrt.network import check_supported
-from specpipe.stage import PlannedStage
 
 if TYPE_CHECKING:
-    from specpipe.config.sections import EngineConfig
+    from specpipe.config.engine import TensorRTEngineConfig
+    from specpipe.config.faults import Fault
+    from specpipe.config.sections import PipelineConfig
     from specpipe.machine.memory import MemoryEstimate
     from specpipe.runtimes.engine_description import EngineDescription
     from specpipe.runtimes.launch import Launch, LaunchMode
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import EngineStages, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.tensorrt.plan import PairPlan
 
 
 class TensorRTRuntime:
@@ -36,6 +34,13 @@ class TensorRTRuntime:
 
     name = "tensorrt"
     runs_own_loop = True
+
+    def setting_faults(
+        self, config: PipelineConfig, engine: TensorRTEngineConfig
+    ) -> Iterator[Fault]:
+        from specpipe.runtimes.tensorrt import setting_faults
+
+        return setting_faults.setting_faults(config, engine)
 
     def require(self) -> None:
         if not library.is_installed("tensorrt"):  # either will do
@@ -55,59 +60,20 @@ class TensorRTRuntime:
             )
 
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
-        return self._stages(pair, pair.draft), self._stages(pair, pair.target)
+        from specpipe.runtimes.tensorrt import plan
 
-    def _stages(self, pair: PairPlan, side: Side) -> EngineStages:
-        engine = pair.engine
-        max_seq_len = pair.max_seq_len_of(side)
-        check_supported(side.role, side.unified, max_seq_len=max_seq_len)
-        if engine.weights == "beside" and side.unified.format is not None:
-            raise EngineBuildError(
-                f"{side.role}: quantized weights cannot be inputs of an engine; set engine.weights "
-                "to inside"
-            )
-        build = BuildTensorRTEngine(
-            role=side.role,
-            checkpoint=checkpoint_dir(side),
-            max_batch_size=engine.max_batch_size,
-            max_seq_len=max_seq_len,
-            max_draft_len=pair.num_draft_tokens,
-            max_num_tokens=engine.max_num_tokens,
-            dtype=engine.dtype,
-            library=engine.library,
-            compute_capabilities=_capabilities(side, engine),
-            weights=engine.weights,
-            weight_streaming=engine.weight_streaming,
-        )
+        return plan.engine_stages(pair, pair.draft), plan.engine_stages(pair, pair.target)
 
-        def require() -> None:
-            library.require(engine.library)
-
-        if engine.weights == "inside":
-            return EngineStages(
-                stages=(PlannedStage(build, side.artifacts / "engine", require=require),)
-            )
-        plan = PlannedStage(build, side.artifacts / "plan", require=require)
-        place = PlaceWeights(role=side.role, plan=plan.artifact, checkpoint=checkpoint_dir(side))
-        return EngineStages(stages=(plan, PlannedStage(place, side.artifacts / "engine")))
-
-    def reads_quantized(self, engine: EngineConfig) -> bool:
+    def reads_quantized(self, engine: TensorRTEngineConfig) -> bool:
         return False
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         return {}
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
-        from specpipe.runtimes.tensorrt.memory import estimate_memory
+        from specpipe.runtimes.tensorrt import plan
 
-        return estimate_memory(
-            side.unified,
-            dtype=checkpoint_dtype(side) if pair.engine.dtype == "auto" else pair.engine.dtype,
-            max_batch_size=pair.engine.max_batch_size,
-            max_seq_len=pair.max_seq_len_of(side),
-            max_draft_len=pair.num_draft_tokens,
-            max_num_tokens=pair.engine.max_num_tokens,
-        )
+        return plan.estimate_memory(pair, side)
 
     def memory_by_gpu(
         self, pair: PairPlan, side: Side, sm: int | None
@@ -153,17 +119,3 @@ class TensorRTRuntime:
         from specpipe.runtimes.tensorrt import describe
 
         return describe.describe(engine)
-
-
-def _capabilities(side: Side, engine: EngineConfig) -> tuple[str, ...]:
-    """Those that an engine is built for; a format that some lack the arithmetic for leaves these
-    out.
-    """
-    if engine.library != "tensorrt_rtx":
-        return ()
-    name = side.unified.format
-    return tuple(
-        capability
-        for capability in engine.compute_capabilities
-        if name is None or FORMATS[name].runs_on(int(capability.replace(".", "")))
-    )

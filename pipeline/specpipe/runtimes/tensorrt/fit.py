@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from specpipe.config.sections import ComputeCapability
+from specpipe.config.engine import ComputeCapability
 from specpipe.errors import EngineMismatch
 from specpipe.runtimes.engine_fit import release
 from specpipe.runtimes.tensorrt.engine_config import EngineSpec

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specpipe.config.sections import EngineConfig
+    from specpipe.config.engine import TensorRTLLMEngineConfig
+    from specpipe.config.faults import Fault
+    from specpipe.config.sections import PipelineConfig
     from specpipe.machine.memory import MemoryEstimate
     from specpipe.runtimes.engine_description import EngineDescription
     from specpipe.runtimes.launch import Launch, LaunchMode
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
-    from specpipe.runtimes.plan import EngineStages, PairPlan, Side
+    from specpipe.runtimes.plan import EngineStages, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
     from specpipe.runtimes.runtime import Backend
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 
 class TensorRTLLMRuntime:
@@ -25,6 +28,13 @@ class TensorRTLLMRuntime:
 
     name = "tensorrt_llm"
     runs_own_loop = False
+
+    def setting_faults(
+        self, config: PipelineConfig, engine: TensorRTLLMEngineConfig
+    ) -> Iterator[Fault]:
+        from specpipe.runtimes.tensorrt_llm import refusals
+
+        return refusals.setting_faults(config, engine.tensorrt_llm)
 
     def require(self) -> None:
         from specpipe.runtimes.tensorrt_llm.engines import toolbox
@@ -45,7 +55,7 @@ class TensorRTLLMRuntime:
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         return _planned(pair.engine).engine_stages(pair)
 
-    def reads_quantized(self, engine: EngineConfig) -> bool:
+    def reads_quantized(self, engine: TensorRTLLMEngineConfig) -> bool:
         return _planned(engine).reads_quantized(engine)
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
@@ -98,15 +108,15 @@ class TensorRTLLMRuntime:
         return next((one for one in described if one is not None), None)
 
 
-def _planned(engine: EngineConfig) -> Backend:
+def _planned(engine: TensorRTLLMEngineConfig) -> Backend[PairPlan]:
     return _backend(engine.tensorrt_llm.backend)
 
 
-def _built(options: PairOptions) -> Backend:
+def _built(options: PairOptions) -> Backend[PairPlan]:
     return _backend(options.runtime_settings["backend"])
 
 
-def _backend(name: str) -> Backend:
+def _backend(name: str) -> Backend[PairPlan]:
     """Each backend is a module."""
     if name == "pytorch":
         from specpipe.runtimes.tensorrt_llm.llmapi import backend as llmapi

@@ -9,7 +9,8 @@ from specpipe.machine.provenance import gpus
 from specpipe.roles import Role
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import Side
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 
 MIN_SM = 80  # TensorRT-LLM, examples/draft_target_model/README.md

@@ -37,7 +37,8 @@ from specpipe.runtimes.engine_description import quantization_of
 
 if TYPE_CHECKING:
     from specpipe.roles import Role
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import Side
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 DEFAULT_FRACTION = 0.9
 """TensorRT-LLM's own; of the memory that is free when an engine loads."""

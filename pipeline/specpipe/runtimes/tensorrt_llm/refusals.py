@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from specpipe.config.faults import Fault
     from specpipe.config.sections import PipelineConfig
+    from specpipe.config.tensorrt_llm import TensorRTLLMConfig
 
 
-def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
+def setting_faults(config: PipelineConfig, settings: TensorRTLLMConfig) -> Iterator[Fault]:
     """Yields the settings of this runtime that contradict each other, or cannot be."""
     # Reading a YAML must not take the time to import a whole backend, which needs NumPy.
-    if config.engine.tensorrt_llm.backend == "pytorch":
+    if settings.backend == "pytorch":
         from specpipe.runtimes.tensorrt_llm.llmapi import refusals as llmapi
 
-        return llmapi.setting_faults(config)
+        return llmapi.setting_faults(config, settings)
     from specpipe.runtimes.tensorrt_llm.engines import refusals as engines
 
-    return engines.setting_faults(config)
+    return engines.setting_faults(config, settings)

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import ConfigError
-from specpipe.machine.memory import MemoryEstimate
-from specpipe.machine.provenance import gpus
 from specpipe.runtimes.engine_limits import limit_faults
 from specpipe.runtimes.launch import Launch
-from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.runtime import require_library
-from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
-from specpipe.runtimes.torch.kernel_choice import kernel_for
-from specpipe.runtimes.torch.memory import estimate_memory
-from specpipe.stage import PlannedStage
 
 if TYPE_CHECKING:
-    from specpipe.config.sections import EngineConfig
+    from specpipe.config.engine import TorchEngineConfig
+    from specpipe.config.faults import Fault
+    from specpipe.config.sections import PipelineConfig
+    from specpipe.machine.memory import MemoryEstimate
     from specpipe.runtimes.engine_description import EngineDescription
     from specpipe.runtimes.launch import LaunchMode
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import EngineStages, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.torch.plan import PairPlan
 
 
 class TorchRuntime:
-    """Importing this imports no torch; building and loading do."""
+    """Importing this imports neither torch nor NumPy; building, loading and planning do."""
 
     name = "torch"
     runs_own_loop = True
+
+    def setting_faults(self, config: PipelineConfig, engine: TorchEngineConfig) -> Iterable[Fault]:
+        return ()  # it runs every format, and ranks as one
 
     def require(self) -> None:
         require_library(self.name, "torch", extra="torch")
@@ -41,23 +41,12 @@ class TorchRuntime:
         self.require()  # a CPU will do
 
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
-        return self._stages(pair, pair.draft), self._stages(pair, pair.target)
+        from specpipe.runtimes.torch import plan
 
-    def _stages(self, pair: PairPlan, side: Side) -> EngineStages:
-        build = BuildTorchEngine(
-            role=side.role,
-            checkpoint=checkpoint_dir(side),
-            max_batch_size=pair.engine.max_batch_size,
-            max_seq_len=pair.max_seq_len_of(side),
-            max_draft_len=pair.num_draft_tokens,
-            max_num_tokens=pair.engine.max_num_tokens,
-            dtype=pair.engine.dtype,
-            device=pair.engine.device,
-        )
-        engine = PlannedStage(build, side.artifacts / "engine", require=self.require)
-        return EngineStages(stages=(engine,))
+        draft = plan.engine_stages(pair, pair.draft, self.require)
+        return draft, plan.engine_stages(pair, pair.target, self.require)
 
-    def reads_quantized(self, engine: EngineConfig) -> bool:
+    def reads_quantized(self, engine: TorchEngineConfig) -> bool:
         return False
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
@@ -65,30 +54,16 @@ class TorchRuntime:
         return {} if kernels == "auto" else {"kernels": kernels}
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
-        found = [] if pair.engine.device == "cpu" else gpus()
-        has_gpu = pair.engine.device == "cuda" or bool(found)
-        sm = int(found[0]["compute_cap"].replace(".", "")) if found else None
-        return self._estimate(pair, side, "cuda" if has_gpu else "cpu", sm)
+        from specpipe.runtimes.torch import plan
+
+        return plan.estimate_memory(pair, side)
 
     def memory_by_gpu(
         self, pair: PairPlan, side: Side, sm: int | None
     ) -> Mapping[int, MemoryEstimate]:
-        if pair.engine.device == "cpu":
-            return {}
-        return {0: self._estimate(pair, side, "cuda", sm)}
+        from specpipe.runtimes.torch import plan
 
-    def _estimate(self, pair: PairPlan, side: Side, device: str, sm: int | None) -> MemoryEstimate:
-        engine = pair.engine
-        return estimate_memory(
-            side.unified,
-            dtype=compute_dtype(engine.dtype, device, checkpoint_dtype(side)),
-            on_gpu=device == "cuda",
-            kernel=kernel_for(side.unified.quantization, sm),
-            max_batch_size=engine.max_batch_size,
-            max_seq_len=pair.max_seq_len_of(side),
-            max_draft_len=pair.num_draft_tokens,
-            max_num_tokens=engine.max_num_tokens,
-        )
+        return plan.memory_by_gpu(pair, side, sm)
 
     def write_models(
         self, out: Path, *, draft_engine: Path, target_engine: Path, options: PairOptions

@@ -15,13 +15,14 @@ from specpipe.runtimes.tensorrt_llm.engines.refusals import check_window
 from specpipe.runtimes.tensorrt_llm.engines.serve import launch as launch
 
 if TYPE_CHECKING:
-    from specpipe.config.sections import EngineConfig
+    from specpipe.config.engine import TensorRTLLMEngineConfig
     from specpipe.machine.memory import MemoryEstimate
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 
-def reads_quantized(engine: EngineConfig) -> bool:
+def reads_quantized(engine: TensorRTLLMEngineConfig) -> bool:
     """`trtllm-build` reads the unified checkpoint."""
     return False
 

@@ -15,7 +15,7 @@ from typing import Any
 from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.config.tensorrt_llm_versions import release
 from specpipe.errors import CheckpointError, EngineBuildError
-from specpipe.runtimes.plan import EngineStages, PairPlan, Side, checkpoint_dir
+from specpipe.runtimes.plan import EngineStages, Side, checkpoint_dir
 from specpipe.runtimes.tensorrt_llm.capabilities import capabilities
 from specpipe.runtimes.tensorrt_llm.engines import toolbox
 from specpipe.runtimes.tensorrt_llm.engines.build_flags import EngineSpec, arguments, as_settings
@@ -28,6 +28,7 @@ from specpipe.runtimes.tensorrt_llm.engines.engine_config import (
 from specpipe.runtimes.tensorrt_llm.engines.refusals import check_plan, dtype_fault
 from specpipe.runtimes.tensorrt_llm.engines.toolbox import BUILDER, File, Tool, Word
 from specpipe.runtimes.tensorrt_llm.engines.trtllm_build_log import explain
+from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 from specpipe.stage import PlannedStage, StageInputs
 
 require = toolbox.require

@@ -27,7 +27,7 @@ from specpipe.runtimes.tensorrt_llm.engines.refusals import check_window
 
 if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import PairOptions
-    from specpipe.runtimes.plan import PairPlan
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 _TIMING_CACHE = "model.cache"  # trtllm-build leaves it in the engine's folder; no server reads it
 

@@ -29,8 +29,9 @@ from specpipe.runtimes.tensorrt_llm.capabilities import (
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig, QuantizationConfig
-    from specpipe.config.tensorrt_llm import BuildFlags
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.config.tensorrt_llm import BuildFlags, TensorRTLLMConfig
+    from specpipe.runtimes.plan import Side
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 
 _BLOCK_SIZES = {"int4_awq": (64, 128), "w4a8_awq": (128,)}
@@ -39,10 +40,9 @@ _BLOCK_SIZES = {"int4_awq": (64, 128), "w4a8_awq": (128,)}
 _BUILD = "engine.tensorrt_llm.build"
 
 
-def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
+def setting_faults(config: PipelineConfig, settings: TensorRTLLMConfig) -> Iterator[Fault]:
     """Yields the settings for engines that contradict each other, or cannot be."""
     sides = {"draft": config.draft, "target": config.target}
-    settings = config.engine.tensorrt_llm
     for role, ids in (("draft", settings.draft_gpu_ids), ("target", settings.target_gpu_ids)):
         if ids is not None:
             yield from _gpu_id_faults(role, ids, sides[role].world_size)

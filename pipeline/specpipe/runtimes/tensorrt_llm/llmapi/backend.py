@@ -28,14 +28,14 @@ from specpipe.runtimes.tensorrt_llm.llmapi.describe import describe as describe
 from specpipe.runtimes.tensorrt_llm.llmapi.lint import lint as lint
 
 if TYPE_CHECKING:
-    from specpipe.config.sections import EngineConfig
+    from specpipe.config.engine import TensorRTLLMEngineConfig
     from specpipe.runtimes.launch import LaunchMode
     from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
-    from specpipe.runtimes.plan import PairPlan
     from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 
-def reads_quantized(engine: EngineConfig) -> bool:
+def reads_quantized(engine: TensorRTLLMEngineConfig) -> bool:
     """Hugging Face's layout is all that the LLM API reads."""
     return True
 

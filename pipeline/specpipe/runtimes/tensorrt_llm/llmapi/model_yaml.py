@@ -17,7 +17,7 @@ import yaml
 from specpipe.config.tensorrt_llm_versions import version_number
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.plan import PairPlan
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 MODEL_YAML = "model.yaml"
 SPECULATIVE_CONFIG = "speculative_config"

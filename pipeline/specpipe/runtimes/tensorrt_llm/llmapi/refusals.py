@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 from specpipe.checkpoints.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS, read_config
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.config.faults import Fault, without_effect
-from specpipe.config.tensorrt_llm import BuildFlags
+from specpipe.config.tensorrt_llm import BuildFlags, TensorRTLLMConfig
 from specpipe.errors import EngineBuildError
 from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities, sm_of
 from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import FORMATS_READ, spelling
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import Side
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 _FP8_BLOCK_SIZE = [128, 128]
 
 
-def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
+def setting_faults(config: PipelineConfig, settings: TensorRTLLMConfig) -> Iterator[Fault]:
     """Yields the settings of a config for backend pytorch that would have no effect there."""
     for role, checkpoint in (("draft", config.draft), ("target", config.target)):
         scheme = checkpoint.quantization
@@ -58,7 +59,6 @@ def setting_faults(config: PipelineConfig) -> Iterator[Fault]:
             "nothing: backend pytorch does not tell how much it drafted in a step, so with its "
             "draft_len_schedule the counts would be wrong",
         )
-    settings = config.engine.tensorrt_llm
     if settings.draft_gpu_ids not in (None, settings.target_gpu_ids):
         yield Fault(
             "engine.tensorrt_llm.draft_gpu_ids",
