@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
+from specpipe.machine.gpus import gpus_here, sm_of
 from specpipe.machine.libraries import with_extras
 from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
@@ -40,15 +41,14 @@ class TensorRTRuntime:
             library.require("tensorrt_rtx")
 
     def require_serving(self) -> None:
-        from specpipe.machine import provenance
-        from specpipe.runtimes.tensorrt.fit import Gpu, buildable
+        from specpipe.runtimes.tensorrt.fit import buildable, named
 
-        gpus = [Gpu(gpu["name"], gpu["compute_cap"]) for gpu in provenance.gpus()]
+        gpus = gpus_here()
         if not gpus:
-            raise RuntimeUnavailable("engines run on a GPU, and nvidia-smi names none")
+            raise RuntimeUnavailable("engines run on a GPU, and NVIDIA's driver shows none")
         if not library.is_installed("tensorrt") and not buildable(gpus):
             raise RuntimeUnavailable(
-                f"tensorrt_rtx runs on none of {', '.join(map(str, gpus))}: set engine.library to "
+                f"tensorrt_rtx runs on none of {', '.join(named(gpus))}: set engine.library to "
                 f"tensorrt, and {with_extras('tensorrt')}"
             )
 
@@ -160,5 +160,5 @@ def _capabilities(side: Side, engine: EngineConfig) -> tuple[str, ...]:
     return tuple(
         capability
         for capability in engine.compute_capabilities
-        if name is None or FORMATS[name].runs_on(int(capability.replace(".", "")))
+        if name is None or FORMATS[name].runs_on(sm_of(capability))
     )

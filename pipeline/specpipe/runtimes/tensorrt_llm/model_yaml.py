@@ -21,7 +21,8 @@ from specpipe.config.faults import Fault, without_effect
 from specpipe.config.tensorrt_llm import BuildFlags
 from specpipe.config.tensorrt_llm_versions import version_number
 from specpipe.errors import EngineBuildError
-from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities, sm_of
+from specpipe.machine.gpus import sm_of
+from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig

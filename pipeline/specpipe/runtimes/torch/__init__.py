@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import ConfigError
+from specpipe.machine.gpus import gpus_here
 from specpipe.machine.memory import MemoryEstimate
-from specpipe.machine.provenance import gpus
 from specpipe.runtimes.launch import Launch
 from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
@@ -63,9 +63,9 @@ class TorchRuntime:
         return {} if kernels == "auto" else {"kernels": kernels}
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
-        found = [] if pair.engine.device == "cpu" else gpus()
+        found = () if pair.engine.device == "cpu" else gpus_here()
         has_gpu = pair.engine.device == "cuda" or bool(found)
-        sm = int(found[0]["compute_cap"].replace(".", "")) if found else None
+        sm = found[0].sm if found else None
         return self._estimate(pair, side, "cuda" if has_gpu else "cpu", sm)
 
     def memory_by_gpu(
