@@ -14,6 +14,7 @@ from specpipe.build.memory_plan import Change, MemoryPlan, lines, plan_memory
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.config.sections import CheckpointConfig, EngineConfig, PipelineConfig
 from specpipe.errors import EngineBuildError
+from specpipe.machine.artifacts import SideArtifacts
 from specpipe.machine.gpus import Gpu, find_gpu
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.quantization.quantized_config import quantized_config
@@ -75,7 +76,7 @@ def side(
         unified=unified,
         context_length=context,
         base_dir=folder,
-        artifacts=folder,
+        artifacts=SideArtifacts(folder),
     )
 
 

@@ -44,19 +44,6 @@ class Gpu:
         return "unknown" if self.sm is None else capability_of(self.sm)
 
 
-@dataclass(frozen=True)
-class GpuLoad:
-    """A GPU of this machine at one moment; None: not told.
-
-    used_bytes           of its memory, by anyone
-    utilization_percent  of the time before, in which a kernel ran
-    """
-
-    index: int
-    used_bytes: int | None
-    utilization_percent: int | None
-
-
 def sm_of(compute_capability: str) -> int:
     """Returns 90 for "9.0", 120 for "12.0"."""
     major, _, minor = compute_capability.partition(".")
@@ -117,10 +104,10 @@ def gpus_here() -> tuple[Gpu, ...]:
             name = _told("nvmlDeviceGetName", handle)
             capability = _told("nvmlDeviceGetCudaComputeCapability", handle)
             driver = _told("nvmlSystemGetDriverVersion")
-            if name is not None and capability is not None and driver is not None:
+            if None not in (name, capability, driver):
                 major, minor = capability
                 memory = _memory(handle)
-                size = 0 if memory is None else int(memory.total)
+                size = 0 if memory is None else memory.total
                 found.append(Gpu(name, size, 10 * major + minor, driver))
     return tuple(found)
 
@@ -130,22 +117,22 @@ def gpus_with_memory() -> tuple[Gpu, ...]:
     return tuple(gpu for gpu in gpus_here() if gpu.memory_bytes)
 
 
-def watch_loads(
-    interval_s: float, is_over: threading.Event, report: Callable[[GpuLoad], None]
+def watch_use(
+    interval_s: float,
+    is_over: threading.Event,
+    report: Callable[[int, int | None, int | None], None],
 ) -> None:
-    """Reports the load of each GPU here at once and then every so often, until it is over."""
+    """Reports on each GPU here, at once and then every so often, until it is over.
+
+    report  takes a GPU's number, the bytes of its memory that anyone uses, and the percent of the
+            time before in which a kernel ran; None: not told
+    """
     with _nvml() as handles:
         while handles:
             for index, handle in handles.items():
                 memory = _memory(handle)
                 rates = _told("nvmlDeviceGetUtilizationRates", handle)
-                report(
-                    GpuLoad(
-                        index,
-                        None if memory is None else int(memory.used),
-                        None if rates is None else int(rates.gpu),
-                    )
-                )
+                report(index, memory and memory.used, rates and rates.gpu)
             if is_over.wait(interval_s):
                 return
 

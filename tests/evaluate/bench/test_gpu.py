@@ -8,7 +8,6 @@ import pytest
 
 from specpipe.evaluate.bench import gpu
 from specpipe.evaluate.bench.gpu import GpuUse, watched
-from specpipe.machine.gpus import GpuLoad
 from tests.fake_nvml import Device, be
 
 MIG = Device(
@@ -44,7 +43,7 @@ def test_memory_and_utilisation_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 def test_utilisation_is_a_mean() -> None:
     use = GpuUse()
     for used_bytes, percent in ((None, 50), (1 << 30, 100), (1 << 31, None)):
-        use.add(GpuLoad(3, used_bytes, percent))
+        use.add(3, used_bytes, percent)
     assert use.to_json() == [{"gpu": 3, "max_memory_mib": 2048.0, "mean_utilization_percent": 75.0}]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from specpipe.machine.gpus import GpuLoad, watch_loads
+from specpipe.machine.gpus import watch_use
 
 _INTERVAL_S = 0.5
 
@@ -20,14 +20,14 @@ class GpuUse:
     memory_mib: dict[int, list[float]] = field(default_factory=dict)
     utilization: dict[int, list[float]] = field(default_factory=dict)
 
-    def add(self, load: GpuLoad) -> None:
+    def add(self, index: int, used_bytes: int | None, percent: int | None) -> None:
         """Takes in a sample; what a GPU does not tell is left out."""
-        memory = self.memory_mib.setdefault(load.index, [])
-        utilization = self.utilization.setdefault(load.index, [])
-        if load.used_bytes is not None:
-            memory.append(float(load.used_bytes // 2**20))
-        if load.utilization_percent is not None:
-            utilization.append(float(load.utilization_percent))
+        memory = self.memory_mib.setdefault(index, [])
+        utilization = self.utilization.setdefault(index, [])
+        if used_bytes is not None:
+            memory.append(float(used_bytes // 2**20))
+        if percent is not None:
+            utilization.append(float(percent))
 
     def to_json(self) -> list[dict[str, Any]]:
         """The most memory and the mean utilisation of each GPU that was seen."""
@@ -48,9 +48,7 @@ def watched(use: GpuUse, *, where: bool = True) -> Iterator[None]:
         yield
         return
     is_over = threading.Event()
-    sampler = threading.Thread(
-        target=watch_loads, args=(_INTERVAL_S, is_over, use.add), daemon=True
-    )
+    sampler = threading.Thread(target=watch_use, args=(_INTERVAL_S, is_over, use.add), daemon=True)
     sampler.start()
     try:
         yield

@@ -13,7 +13,7 @@ from specpipe.checkpoints.formats import FORMATS
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.machine.gpus import gpus_here, sm_of
 from specpipe.machine.libraries import with_extras
-from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
+from specpipe.runtimes.plan import EngineStages, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.runtime import require_library
 from specpipe.runtimes.tensorrt import library
@@ -66,7 +66,7 @@ class TensorRTRuntime:
             )
         build = BuildTensorRTEngine(
             role=side.role,
-            checkpoint=checkpoint_dir(side),
+            checkpoint=side.artifacts.checkpoint,
             max_batch_size=engine.max_batch_size,
             max_seq_len=max_seq_len,
             max_draft_len=pair.num_draft_tokens,
@@ -83,11 +83,12 @@ class TensorRTRuntime:
 
         if engine.weights == "inside":
             return EngineStages(
-                stages=(PlannedStage(build, side.artifacts / "engine", require=require),)
+                stages=(PlannedStage(build, side.artifacts.engine, require=require),)
             )
-        plan = PlannedStage(build, side.artifacts / "plan", require=require)
-        place = PlaceWeights(role=side.role, plan=plan.artifact, checkpoint=checkpoint_dir(side))
-        return EngineStages(stages=(plan, PlannedStage(place, side.artifacts / "engine")))
+        plan = PlannedStage(build, side.artifacts.plan, require=require)
+        checkpoint = side.artifacts.checkpoint
+        place = PlaceWeights(role=side.role, plan=plan.artifact, checkpoint=checkpoint)
+        return EngineStages(stages=(plan, PlannedStage(place, side.artifacts.engine)))
 
     def reads_quantized(self, engine: EngineConfig) -> bool:
         return False

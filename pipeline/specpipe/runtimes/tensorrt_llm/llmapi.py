@@ -32,7 +32,7 @@ from specpipe.checkpoints.weight_values import check_finite, in_tensor
 from specpipe.config.tensorrt_llm_versions import release
 from specpipe.errors import EngineMismatch, RuntimeUnavailable, SpecpipeError
 from specpipe.roles import Role
-from specpipe.runtimes.plan import EngineStages, checkpoint_dir
+from specpipe.runtimes.plan import EngineStages
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_file, link_folder
 from specpipe.runtimes.tensorrt_llm import model_yaml
 from specpipe.stage import PlannedStage, StageInputs
@@ -103,7 +103,7 @@ def _stages(pair: PairPlan, side: Side) -> EngineStages:
         return EngineStages(reads="huggingface")
     stage = CollectCheckpoint(side.role, side.folder, side.limits)
     return EngineStages(
-        reads="folder", stages=(PlannedStage(stage, checkpoint_dir(side), side.fetch),)
+        reads="folder", stages=(PlannedStage(stage, side.artifacts.checkpoint, side.fetch),)
     )
 
 

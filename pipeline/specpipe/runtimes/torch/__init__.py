@@ -10,7 +10,7 @@ from specpipe.errors import ConfigError
 from specpipe.machine.gpus import gpus_here
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.launch import Launch
-from specpipe.runtimes.plan import EngineStages, checkpoint_dir, checkpoint_dtype
+from specpipe.runtimes.plan import EngineStages, checkpoint_dtype
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.runtime import require_library
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
@@ -44,7 +44,7 @@ class TorchRuntime:
     def _stages(self, pair: PairPlan, side: Side) -> EngineStages:
         build = BuildTorchEngine(
             role=side.role,
-            checkpoint=checkpoint_dir(side),
+            checkpoint=side.artifacts.checkpoint,
             max_batch_size=pair.engine.max_batch_size,
             max_seq_len=pair.max_seq_len_of(side),
             max_draft_len=pair.num_draft_tokens,
@@ -52,7 +52,7 @@ class TorchRuntime:
             dtype=pair.engine.dtype,
             device=pair.engine.device,
         )
-        engine = PlannedStage(build, side.artifacts / "engine", require=self.require)
+        engine = PlannedStage(build, side.artifacts.engine, require=self.require)
         return EngineStages(stages=(engine,))
 
     def reads_quantized(self, engine: EngineConfig) -> bool:
