@@ -1,4 +1,4 @@
-"""Prompts for gpu.py and peers.py: pieces of sources of the standard library, as token ids.
+"""Prompts for benchmarks.gpu and peers.py: pieces of sources of the standard library, as token ids.
 
     python -m benchmarks.source_prompts models/python-code/target --number 5 > prompts.json
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specpipe.machine.gpus import gpus_here
 from tests.installed import build, copy_checkout
 
-if shutil.which("nvidia-smi") is None:
+HAS_GPU = bool(gpus_here())
+if not HAS_GPU:
     # The fused kernels of runtime torch then run in Triton's interpreter, which must be asked for
     # before anything imports Triton: transformers does.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -36,7 +37,7 @@ SERVING = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {}
-    if shutil.which("nvidia-smi") is None:
+    if not HAS_GPU:
         missing["gpu"] = "no NVIDIA GPU here"
     if importlib.util.find_spec("tensorrt_llm") is None:
         missing["tensorrt_llm"] = "TensorRT-LLM is not installed"

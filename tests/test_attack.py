@@ -1,4 +1,4 @@
-"""benchmarks/attack.py: what it sends in which order, how it judges, and what it does to goals."""
+"""benchmarks/attack/: what it sends in which order, how it judges, and what it does to goals."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import attack, attack_faults, attack_load
-from benchmarks.attack_faults import Fault, dishonest_s
-from benchmarks.attack_goals import Goal, Phase, Run, goals, telltale
-from benchmarks.attack_kinds import KINDS, Hostile, default_names, schedule
-from benchmarks.attack_load import Answered, judge
-from benchmarks.attack_report import percentile, report, table, wait_beside_s
-from benchmarks.attack_send import number, strings
-from benchmarks.attack_server import STUBS, TRITON, descendants
+from benchmarks.attack import __main__ as attack
+from benchmarks.attack import faults
+from benchmarks.attack.faults import Fault, dishonest_s
+from benchmarks.attack.goals import Goal, Phase, Run, goals, telltale
+from benchmarks.attack.kinds import KINDS, Hostile, default_names, schedule
+from benchmarks.attack.load import Answered, judge, questions
+from benchmarks.attack.report import percentile, report, table, wait_beside_s
+from benchmarks.attack.send import number, strings
+from benchmarks.attack.server import STUBS, TRITON, descendants
 
 ROOT = Path(__file__).parents[1]
 HOLES = {"body-of-6-mib", "million-chunks", "brackets-body"}
@@ -78,19 +79,19 @@ def test_a_seed_decides_kinds_and_order() -> None:
 
 
 def test_a_seed_decides_questions() -> None:
-    assert attack_load.questions(7) == attack_load.questions(7)
-    assert attack_load.questions(7) != attack_load.questions(8)
+    assert questions(7) == questions(7)
+    assert questions(7) != questions(8)
     # Each has one right answer: it is greedy, or its seed is given.
     assert all(
         "seed" in question.settings
-        for question in attack_load.questions(7)
+        for question in questions(7)
         if question.settings.keys() & {"temperature", "top_k"}
     )
 
 
 def test_a_seed_decides_faults_and_each_process_comes_before_one_comes_again() -> None:
-    order = list(attack_faults.order(7))
-    assert order == list(attack_faults.order(7))
+    order = list(faults.order(7))
+    assert order == list(faults.order(7))
     assert {name for name, _ in order[:4]} == {TRITON, *STUBS}
     assert len(set(order)) == len(order) == 8
 

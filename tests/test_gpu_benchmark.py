@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: what it makes of the times, and the weights that it times."""
+"""benchmarks/gpu/: what it makes of the times, and the weights that it times."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.gpu_goals import covered, goals, kv_bytes, steps_speedup
-from benchmarks.gpu_report import main, merged, report, summary
-from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
+from benchmarks.gpu.goals import covered, goals, kv_bytes, steps_speedup
+from benchmarks.gpu.report import main, merged, report, summary
+from benchmarks.gpu.tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_tensors, open_source
 from benchmarks.source_prompts import main as write_prompts
 from specpipe.checkpoints.family_config import unified_config

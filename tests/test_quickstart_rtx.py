@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 from specpipe.checkpoints.checkpoint import read_safetensors_header
 from specpipe.cli.group import main
-from specpipe.machine import provenance
 from specpipe.triton.repository import lint
+from tests.fake_nvml import be
 
 trt = pytest.importorskip("tensorrt_rtx")
 pytest.importorskip("torch")
@@ -25,7 +25,7 @@ DISTRIBUTION = "tensorrt-rtx-cu13"
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "gpus", list)
+    be(monkeypatch)
 
 
 def run(command: str, output_dir: Path, *options: str, config: Path = CONFIG) -> Result:
@@ -227,7 +227,7 @@ def refusal(result: Result, repository: Path) -> list[str]:
 def test_nothing_is_served_without_a_gpu(output_dir: Path) -> None:
     result = run("serve", output_dir)
     assert result.exit_code == 1
-    assert "the GPU here is unknown: nvidia-smi names none" in result.stderr
+    assert "the GPU here is unknown: NVIDIA's driver shows none" in result.stderr
     assert result.stderr.splitlines()[-2:] == [
         f"build them again here: specpipe build --config {CONFIG} --set output_dir={output_dir}"
         " --set engine.runtime=torch",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from specpipe.build import artifacts, execution, planning, repositories
+from specpipe.build import execution, planning, repositories
 from specpipe.build.load import load_config
 from specpipe.checkpoints.checkpoint import read_safetensors_header
 from specpipe.cli.group import main
@@ -142,7 +142,7 @@ def test_what_is_not_what_was_built_is_neither_served_nor_verified(
     name: str, config: PipelineConfig, launched: list[Path]
 ) -> None:
     change, damage = CHANGES[name]
-    repository = artifacts.repository_dir(config)
+    repository = config.artifacts.repository
     change(repository)
     refused = run("serve")
     said = f"Error: {repository} is not what was built: {damage}: run `specpipe build"
@@ -179,7 +179,7 @@ def test_what_was_built_is_served_without_reading_it(
 
 def test_verify_files_says_how_much_it_hashed(config: PipelineConfig, launched: list[Path]) -> None:
     served = run("serve", "--verify-files")
-    files = manifests.record_files(artifacts.repository_dir(config))
+    files = manifests.record_files(config.artifacts.repository)
     size = sum(record.size for record in files.values()) / 1e6
     assert re.fullmatch(
         rf"engines/python-code/model_repo: {len(files)} files hashed, {size:,.1f} MB at \d+\.\d\d "
@@ -191,7 +191,7 @@ def test_verify_files_says_how_much_it_hashed(config: PipelineConfig, launched: 
 def test_a_repository_without_its_manifest_is_refused(
     config: PipelineConfig, launched: list[Path]
 ) -> None:
-    repository = artifacts.repository_dir(config)
+    repository = config.artifacts.repository
     (repository.parent / "model_repo.manifest.json").unlink()
     refused = run("serve")
     assert refused.exit_code == 1

@@ -13,15 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from specpipe import __version__
-from specpipe.build import doctor
 from specpipe.build.stages import calibrate
 from specpipe.cli.group import main
-from specpipe.machine import provenance
 from specpipe.machine.libraries import with_extras, with_library
 from specpipe.runtimes.tensorrt import library
 from specpipe.triton.server import installation
-
-GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "590.44.01"}
+from tests.fake_nvml import Device, be
 
 
 def examined() -> dict[str, str]:
@@ -39,12 +36,13 @@ def docker_that(folder: Path, script: str) -> None:
 
 def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    be(monkeypatch)
     found = examined()
     assert found["python"] == f"{platform.python_version()} ({sys.executable})"
     assert found["specpipe"] == __version__
     assert found["tensorrt_llm"] == "not installed"
     assert found["trtllm-build"] == found["mpirun"] == found["docker"] == "not on PATH"
-    assert found["GPU"] == "none that nvidia-smi tells of"
+    assert found["GPU"] == "none that NVIDIA's driver shows"
     assert found["runtime torch"] == "builds here, and is served here"
     assert found["quantization"] == "has what calibrating needs"
     assert found["runtime tensorrt_llm"].startswith(
@@ -72,7 +70,7 @@ def test_tritonserver_and_its_known_holes(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_gpus_and_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "gpus", lambda: [GPU, GPU])
+    be(monkeypatch, Device(), Device())
     docker_that(tmp_path, "print('28.2.2')")
     found = examined()
     assert found["GPU 1"] == "NVIDIA H100, compute capability 9.0, driver 590.44.01"
@@ -88,24 +86,24 @@ def test_runtime_tensorrt_builds_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trt = pytest.importorskip("tensorrt_rtx")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    be(monkeypatch)
     found = examined()
     assert found["tensorrt-rtx-cu13"] == trt.__version__
     assert found["cuda-bindings"].startswith("13.")
     assert found["runtime tensorrt"] == (
-        "builds here; not served here: engines run on a GPU, and nvidia-smi names none"
+        "builds here; not served here: engines run on a GPU, and NVIDIA's driver shows none"
     )
 
 
 def test_runtime_tensorrt_and_the_gpus_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "is_installed", lambda name: name == "tensorrt_rtx")
     pytest.importorskip("tensorrt_rtx")
-    monkeypatch.setattr(provenance, "gpus", lambda: [GPU])
+    be(monkeypatch, Device())
     assert examined()["runtime tensorrt"] == (
         "builds here; not served here: tensorrt_rtx runs on none of NVIDIA H100 (9.0): "
         f"set engine.library to tensorrt, and {with_extras('tensorrt')}"
     )
-    monkeypatch.setattr(provenance, "gpus", lambda: [GPU, GPU | {"compute_cap": "8.9"}])
+    be(monkeypatch, Device(), Device("NVIDIA L4", (8, 9)))
     assert examined()["runtime tensorrt"] == "builds here, and is served here"
 
 

@@ -16,6 +16,7 @@ from specpipe.checkpoints.family_config import unified_config
 from specpipe.config.engine import EngineConfig
 from specpipe.config.sections import CheckpointConfig, PipelineConfig
 from specpipe.errors import EngineBuildError
+from specpipe.machine.artifacts import SideArtifacts
 from specpipe.machine.gpus import Gpu, find_gpu
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.quantization.quantized_config import quantized_config
@@ -77,7 +78,7 @@ def side(
         unified=unified,
         context_length=context,
         base_dir=folder,
-        artifacts=folder,
+        artifacts=SideArtifacts(folder),
     )
 
 

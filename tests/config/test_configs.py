@@ -18,7 +18,7 @@ from specpipe.checkpoints.families import HEAD
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.unified_layout import part_shape, tensor_rules
 from specpipe.cli.group import main
-from specpipe.machine import provenance
+from specpipe.machine.gpus import gpus_here
 from specpipe.runtimes.tensorrt_llm.engines import toolbox
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +160,7 @@ def test_the_gpu_that_is_not_here_is_the_config_s(tmp_path: Path) -> None:
     result = run("build", "llama-70b-fp8", "--dry-run", "--set", f'{key}="8.0"')
     assert result.exit_code == 1
     assert "'fp8' does not run on a GPU of compute capability 8.0" in result.stderr
-    assert provenance.gpus() == []
+    assert gpus_here() == ()
     plan("llama-70b-fp8", tmp_path, "--set", f"{key}=null")
 
 

@@ -1,13 +1,21 @@
-"""GPUs by name, by size and as nvidia-smi tells of them."""
+"""GPUs by name, by size and as NVML tells of them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import pynvml
 import pytest
 
 from specpipe.errors import ConfigError
-from specpipe.machine.gpus import Gpu, find_gpu, gpus_here
+from specpipe.machine import provenance
+from specpipe.machine.gpus import (
+    Gpu,
+    capability_of,
+    find_gpu,
+    gpus_here,
+    gpus_with_memory,
+    sm_of,
+)
+from tests.fake_nvml import DRIVER, Device, be
 
 
 @pytest.mark.parametrize(
@@ -59,34 +67,83 @@ def test_a_gpu_names_its_compute_capability() -> None:
     assert str(find_gpu("24")) == "24 GB"
 
 
-def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    command = folder / "nvidia-smi"
-    command.write_text(f"#!/bin/sh\n{script}\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+H100 = Gpu("NVIDIA H100", 81559 << 20, 90, DRIVER)
 
 
-def test_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (
-        "NVIDIA H100 80GB HBM3, 9.0, 81559",
-        "NVIDIA L4, 8.9, 23034",
-        "NVIDIA Thor, 11.0, [N/A]",
+def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = {"nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_NOT_SUPPORTED}
+    mig = {"nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_NO_PERMISSION}
+    library = be(
+        monkeypatch,
+        Device("NVIDIA RTX PRO 6000", (12, 0), 97887),
+        Device("NVIDIA Thor", (11, 0), failing=shared),
+        Device("NVIDIA A100", (8, 0), failing=mig),
+        Device(),
     )
-    nvidia_smi(tmp_path, monkeypatch, "\n".join(f"echo '{row}'" for row in rows))
-    assert gpus_here() == (
-        Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 90),
-        Gpu("NVIDIA L4", 23034 * 2**20, 89),
-    )
+    pro = Gpu("NVIDIA RTX PRO 6000", 97887 << 20, 120, DRIVER)
+    unsized = (Gpu("NVIDIA Thor", 0, 110, DRIVER), Gpu("NVIDIA A100", 0, 80, DRIVER))
+    assert gpus_here() == (pro, *unsized, H100)
+    assert gpus_with_memory() == (pro, H100)
+    assert library.num_open == 0
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo Failed to initialize NVML"])
-def test_a_driver_that_does_not_answer(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "status"),
+    [
+        ("nvmlDeviceGetHandleByIndex_v2", pynvml.NVML_ERROR_NO_PERMISSION),
+        ("nvmlDeviceGetHandleByIndex_v2", pynvml.NVML_ERROR_GPU_IS_LOST),
+        ("nvmlDeviceGetName", pynvml.NVML_ERROR_GPU_IS_LOST),
+        ("nvmlDeviceGetCudaComputeCapability", pynvml.NVML_ERROR_UNKNOWN),
+    ],
+)
+def test_a_gpu_that_does_not_answer_is_left_out(
+    function: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nvidia_smi(tmp_path, monkeypatch, script)
+    be(monkeypatch, Device("NVIDIA L4", failing={function: status}), Device())
+    assert gpus_here() == (H100,)
+
+
+@pytest.mark.parametrize(
+    ("function", "status"),
+    [
+        ("nvmlInitWithFlags", pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
+        ("nvmlInitWithFlags", pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH),
+        ("nvmlInitWithFlags", 12345),  # of a driver that is newer than the module
+        ("nvmlDeviceGetCount_v2", pynvml.NVML_ERROR_UNKNOWN),
+        ("nvmlSystemGetDriverVersion", pynvml.NVML_ERROR_UNKNOWN),
+    ],
+)
+def test_a_driver_that_does_not_answer(
+    function: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be(monkeypatch, Device(), **{function: status})
     assert gpus_here() == ()
 
 
-def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+    be(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "CDLL", missing)
     assert gpus_here() == ()
+
+
+def test_a_driver_that_fails_at_the_end_has_told_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    be(monkeypatch, Device(), nvmlShutdown=pynvml.NVML_ERROR_UNKNOWN)
+    assert gpus_here() == (H100,)
+
+
+def test_manifests_name_gpus_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    be(monkeypatch, Device())
+    assert provenance.gpus() == [
+        {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": DRIVER}
+    ]
+
+
+@pytest.mark.parametrize(("text", "sm"), [("7.5", 75), ("9.0", 90), ("12.1", 121)])
+def test_compute_capabilities_as_text_and_number(text: str, sm: int) -> None:
+    assert (sm_of(text), capability_of(sm)) == (sm, text)

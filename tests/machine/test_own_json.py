@@ -120,7 +120,7 @@ def test_a_verification_of_another_form_is_refused(
 ) -> None:
     whole = {"format": 1, "kind": "verify", "reason": None, "verdict": "tie"}
     data = {**whole, "repository": {"files": {}}, **change}
-    (tmp_path / record.FILE_NAME).write_text(json.dumps(data))
+    (tmp_path / "verification.json").write_text(json.dumps(data))
     with pytest.raises(RepositoryError) as caught:
         record.read(tmp_path)
     assert reason in str(caught.value)

@@ -8,7 +8,7 @@ from specpipe.build.stages.export import Export
 from specpipe.build.stages.quantize import Quantize
 from specpipe.errors import ConfigError
 from specpipe.quantization.quantized_config import check_export
-from specpipe.runtimes.plan import EngineStages, PairPlan, Side, checkpoint_dir, huggingface_dir
+from specpipe.runtimes.plan import EngineStages, PairPlan, Side
 from specpipe.runtimes.runtime import require_installed
 from specpipe.stage import PlannedStage
 
@@ -38,14 +38,14 @@ def _checkpoint_stages(pair: PairPlan, side: Side, huggingface: bool) -> tuple[P
         )
         # Plain weights are raw bytes; those of others are taken apart in torch.
         require = None if side.unified.format is None else _require_torch
-        return (PlannedStage(convert, checkpoint_dir(side), side.fetch, require),)
+        return (PlannedStage(convert, side.artifacts.checkpoint, side.fetch, require),)
     if scheme.export or huggingface:
         try:
             check_export(side.unified)
         except ConfigError as exc:
             raise ConfigError(f"{side.role}: {exc}") from exc
     stages = []
-    scales = side.artifacts / "scales" if scheme.needs_data else None
+    scales = side.artifacts.scales if scheme.needs_data else None
     if scales is not None:
         calibrate = Calibrate(
             role=side.role,
@@ -62,7 +62,7 @@ def _checkpoint_stages(pair: PairPlan, side: Side, huggingface: bool) -> tuple[P
         scheme=scheme,
         limits=side.limits,
     )
-    exported = PlannedStage(export, huggingface_dir(side), side.fetch, _require_torch)
+    exported = PlannedStage(export, side.artifacts.huggingface, side.fetch, _require_torch)
     if scheme.export and not huggingface:
         stages.append(exported)
     if unified:
@@ -75,7 +75,7 @@ def _checkpoint_stages(pair: PairPlan, side: Side, huggingface: bool) -> tuple[P
             pp_size=side.checkpoint.pp_size,
             limits=side.limits,
         )
-        stages.append(PlannedStage(quantize, checkpoint_dir(side), side.fetch, _require_torch))
+        stages.append(PlannedStage(quantize, side.artifacts.checkpoint, side.fetch, _require_torch))
     if huggingface:
         stages.append(exported)
     return tuple(stages)

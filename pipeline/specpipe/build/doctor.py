@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from specpipe.build.stages.calibrate import require_libraries
 from specpipe.errors import SpecpipeError
 from specpipe.machine import libraries
-from specpipe.machine.provenance import gpus, versions
+from specpipe.machine.gpus import gpus_here
+from specpipe.machine.provenance import versions
 from specpipe.runtimes.launch import Launch
 from specpipe.runtimes.runtime import RUNTIMES, load_runtime
 from specpipe.runtimes.tensorrt_llm.engines.toolbox import docker_version
@@ -83,14 +84,13 @@ def _tritonserver() -> Iterator[Line]:
 
 
 def _gpus() -> Iterator[Line]:
-    found = gpus()
+    found = gpus_here()
     if not found:
-        yield Line("GPU", "none that nvidia-smi tells of")
+        yield Line("GPU", "none that NVIDIA's driver shows")
     for number, gpu in enumerate(found):
         yield Line(
             f"GPU {number}",
-            f"{gpu['name']}, compute capability {gpu['compute_cap']}, driver "
-            f"{gpu['driver_version']}",
+            f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}",
         )
 
 

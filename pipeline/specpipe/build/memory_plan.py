@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from specpipe.checkpoints.formats import FORMATS, OFFERED
 from specpipe.config.sections import PipelineConfig, QuantizationConfig
 from specpipe.errors import ConfigError, SpecpipeError
-from specpipe.machine.gpus import Gpu
+from specpipe.machine.gpus import Gpu, capability_of
 from specpipe.machine.memory import MemoryEstimate, format_bytes
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.roles import Role
@@ -92,7 +92,9 @@ class MemoryPlan:
             "gpus": [
                 {
                     "number": plan.number,
-                    **dataclasses.asdict(plan.gpu),
+                    "name": plan.gpu.name,
+                    "memory_bytes": plan.gpu.memory_bytes,
+                    "sm": plan.gpu.sm,
                     "usable_bytes": plan.usable_bytes,
                     "needed_bytes": plan.needed_bytes,
                     "engines": {r: dataclasses.asdict(e) for r, e in plan.engines.items()},
@@ -164,7 +166,7 @@ def _named(changes: Sequence[Change], gpu: Gpu) -> Iterator[str]:
     grouped: dict[tuple[tuple[Role, ...], str | None], list[str]] = defaultdict(list)
     for change in changes:
         min_sm = FORMATS[change.format].min_sm
-        needs = f" (from {min_sm // 10}.{min_sm % 10})" if gpu.sm is None else ""
+        needs = f" (from {capability_of(min_sm)})" if gpu.sm is None else ""
         grouped[change.roles, change.kv_cache].append(change.format + needs)
     for (roles, kv_cache), formats in grouped.items():
         with_cache = f" with kv_cache {kv_cache}" if kv_cache else ""

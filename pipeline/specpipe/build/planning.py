@@ -21,7 +21,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from specpipe.build.artifacts import repository_dir
 from specpipe.build.checkpoint_stages import side_stages
 from specpipe.build.memory_plan import MemoryPlan, plan_memory
 from specpipe.build.pairing import PairContract, check_pair
@@ -49,7 +48,7 @@ from specpipe.quantization.prequantized import read_prequantized
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.roles import Role
 from specpipe.runtimes.pair.pair import PairOptions
-from specpipe.runtimes.plan import PairPlan, Side, checkpoint_dir
+from specpipe.runtimes.plan import PairPlan, Side
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.stage import PlannedStage
 
@@ -83,7 +82,7 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
     runtime = load_runtime(config.engine.runtime)
     check = PlannedStage(
         Check(pair.draft.folder, pair.target.folder, config.serving.limits),
-        config.artifacts_dir / "check",
+        config.artifacts.check,
     )
     draft_stages, target_stages = (
         side_stages(pair, side, engine)
@@ -91,7 +90,7 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
     )
     in_turn = _in_turn(draft_stages, target_stages)
     if pair.measures:
-        measuring = _measure_stages(config, pair, check.artifact / "pair.json")
+        measuring = _measure_stages(config, pair, config.artifacts.contract)
         # Before the engines, so that what costs too much fails before hours of building them.
         last_read = max(n for n, planned in enumerate(in_turn) if measuring[0].reads(planned))
         in_turn[last_read + 1 : last_read + 1] = measuring
@@ -99,7 +98,7 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
         draft_engine=draft_stages[-1].artifact,
         target_engine=target_stages[-1].artifact,
         tokenizer=pair.target.folder,
-        contract=check.artifact / "pair.json",
+        contract=config.artifacts.contract,
         runtime=config.engine.runtime,
         options=PairOptions(
             num_draft_tokens=config.speculation.num_draft_tokens,
@@ -117,7 +116,7 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
         limits=config.serving.limits,
         num_preprocessing=config.serving.preprocessing_instances,
     )
-    return (check, *in_turn, PlannedStage(package, repository_dir(config)))
+    return (check, *in_turn, PlannedStage(package, config.artifacts.repository))
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def _resolve(
             config.serving.limits,
         ),
         base_dir=config.base_dir,
-        artifacts=config.artifacts_dir / role,
+        artifacts=config.artifacts.side(role),
         limits=config.serving.limits,
         fetch=Fetch(found.name, found.revision, config.base_dir, role) if found.revision else None,
     )
@@ -274,7 +273,7 @@ def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> P
         return MeasuredSide(
             role=side.role,
             folder=side.folder,
-            checkpoint=None if scheme is None else checkpoint_dir(side),
+            checkpoint=None if scheme is None else side.artifacts.checkpoint,
             calibration=None if scheme is None else scheme.calibration,
             base_dir=side.base_dir,
             limits=side.limits,
@@ -293,13 +292,11 @@ def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> P
         dtype=pair.engine.dtype,
         device=pair.engine.device,
     )
-    measure = PlannedStage(
-        stage, config.artifacts_dir / "quality", fetch, stage.require, shows=REPORT_TEXT
-    )
+    measure = PlannedStage(stage, config.artifacts.quality, fetch, stage.require, shows=REPORT_TEXT)
     if not config.quality.has_limits:
         return (measure,)
     limits = CheckQuality(measure.artifact / REPORT_JSON, config.quality)
-    return measure, PlannedStage(limits, config.artifacts_dir / "quality_limits")
+    return measure, PlannedStage(limits, config.artifacts.quality_limits)
 
 
 def _max_seq_len(config: PipelineConfig, target: Side) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specpipe.build import cache
-from specpipe.build.artifacts import repository_dir
 from specpipe.build.execution import preview
 from specpipe.build.planning import Plan, plan
 from specpipe.config.sections import PipelineConfig
@@ -34,7 +33,7 @@ def hold_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRep
 
     A file that is untouched since it was packaged is not read, unless `verify` asks for all.
     """
-    folder = repository_dir(config)
+    folder = config.artifacts.repository
     if not folder.is_dir():
         why = "does not exist"
         if cache.old_artifact(folder).is_dir():

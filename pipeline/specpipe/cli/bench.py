@@ -190,7 +190,7 @@ def bench(
         **run.result(measurements, settings, count_tokens=count_tokens),
     }
     if output is None and config is not None:
-        output = config.artifacts_dir / "results" / "bench.json"
+        output = config.artifacts.result("bench")
     if output is not None:
         write_result(output, found)
         run.write_records(output.with_suffix(""), measurements, count_tokens=count_tokens)

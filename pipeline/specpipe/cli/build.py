@@ -36,13 +36,13 @@ def build(
     as_json: bool,
 ) -> None:
     """Build engines and Triton repository; do only what is not done yet."""
-    from specpipe.build import artifacts, execution, planning
+    from specpipe.build import execution, planning
 
     if small_files is not None and not dry_run:
         raise click.UsageError("--small-files has no weights to build from: add --dry-run.")
     config = load(config_path, overrides)
     stages = planning.plan(config, small_files=small_files)
-    repository = artifacts.repository_dir(config)
+    repository = config.artifacts.repository
     if dry_run:
         reports = execution.preview(stages, verify_inputs=verify_inputs)
         if as_json:

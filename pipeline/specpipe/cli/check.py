@@ -40,7 +40,7 @@ def check(
     from specpipe.machine import gpus
 
     config = load(config_path, overrides)
-    found = gpus.gpus_here() if gpu is None else (gpus.find_gpu(gpu),)
+    found = gpus.gpus_with_memory() if gpu is None else (gpus.find_gpu(gpu),)
     checked = planning.check(config, small_files=small_files, gpus=found)
     plan = checked.plan
     if gpu is not None and plan is None:

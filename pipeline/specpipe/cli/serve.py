@@ -104,7 +104,7 @@ def serve(
     from specpipe.build import repositories
     from specpipe.errors import RepositoryError
     from specpipe.evaluate.verification import record
-    from specpipe.machine.provenance import gpus
+    from specpipe.machine.gpus import gpus_here
     from specpipe.triton.server import launcher
     from specpipe.triton.server.log_lines import is_worth_showing
 
@@ -133,7 +133,7 @@ def serve(
         if not allow_unverified:
             raise RepositoryError(f"{refusal}, or serve it as it is with --allow-unverified")
         log(f"warning: {refusal}; allowed by --allow-unverified")
-    has_gpu = bool(gpus())
+    has_gpu = bool(gpus_here())
     log("starting Triton ...")
     started = time.monotonic()
     launcher.serve(

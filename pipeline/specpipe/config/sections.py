@@ -20,6 +20,7 @@ from specpipe.config.engine import EngineConfig, TorchEngineConfig
 from specpipe.config.limits import Limits
 from specpipe.config.nightly import NightlyConfig
 from specpipe.errors import ConfigError
+from specpipe.machine.artifacts import Artifacts
 from specpipe.section import Section
 from specpipe.speculative.adaptive import Schedule
 
@@ -304,6 +305,11 @@ class PipelineConfig(Section):
             return (self.base_dir / self.output_dir / self.name).resolve()
         except (OSError, RuntimeError) as exc:  # a loop of links
             raise ConfigError(f"{self.source}: output_dir {self.output_dir}: {exc}") from exc
+
+    @property
+    def artifacts(self) -> Artifacts:
+        """The paths in that folder."""
+        return Artifacts(self.artifacts_dir)
 
 
 @functools.cache

@@ -178,8 +178,8 @@ class TensorRTLLMConfig(Section):
     """The container image to build in, by tag or digest; none: NVIDIA's Triton for `version`."""
 
     compute_capability: str | None = Field(default=None, pattern=r"^[0-9]{1,2}\.[0-9]$")
-    """The compute capability of the GPUs that build and serve, as "9.0"; none: as nvidia-smi tells,
-    where there is one."""
+    """The compute capability of the GPUs that build and serve, as "9.0"; none: that of those here,
+    where there are any."""
 
     draft_gpu_ids: GpuIds | None = None
     """Numbers of the GPUs of the draft, one for each rank; none: the first ones."""

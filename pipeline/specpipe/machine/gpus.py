@@ -1,11 +1,19 @@
-"""GPUs to plan for: those of this machine, or one that is named."""
+"""GPUs: those of this machine, as NVML tells, and those to plan for, by name.
+
+NVML is the library of NVIDIA's driver that nvidia-smi asks, too: it counts the GPUs as nvidia-smi
+does, whatever CUDA_VISIBLE_DEVICES says. Of a GPU in MIG mode it tells the whole GPU, with no
+utilisation, and with its memory only to those who may manage it (NVML API reference,
+nvmlDeviceGetUtilizationRates and nvmlDeviceGetMemoryInfo).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
-import shutil
-import subprocess
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from specpipe.errors import ConfigError
 
@@ -14,18 +22,37 @@ from specpipe.errors import ConfigError
 class Gpu:
     """A GPU.
 
-    memory_bytes  10^9 for each GB that it is sold with; its driver tells of a little more
+    memory_bytes  by name, 10^9 for each GB that it is sold with; of one here what its driver
+                  tells, a little more, or 0 where that tells nothing (it shares the host's memory)
     sm            compute capability, times 10; None: unknown
+    driver        the version that runs it; empty: it is not of this machine
     """
 
     name: str
     memory_bytes: int
     sm: int | None
+    driver: str = ""
 
     def __str__(self) -> str:
         if self.sm is None:
             return self.name
-        return f"{self.name} (compute capability {self.sm // 10}.{self.sm % 10})"
+        return f"{self.name} (compute capability {self.compute_capability})"
+
+    @property
+    def compute_capability(self) -> str:
+        """As in configs and manifests: "9.0"; or "unknown"."""
+        return "unknown" if self.sm is None else capability_of(self.sm)
+
+
+def sm_of(compute_capability: str) -> int:
+    """Returns 90 for "9.0", 120 for "12.0"."""
+    major, _, minor = compute_capability.partition(".")
+    return int(major) * 10 + int(minor)
+
+
+def capability_of(sm: int) -> str:
+    """Returns "9.0" for 90, "12.0" for 120."""
+    return f"{sm // 10}.{sm % 10}"
 
 
 KNOWN_GPUS = tuple(
@@ -67,26 +94,84 @@ def find_gpu(text: str) -> Gpu:
 
 
 def gpus_here() -> tuple[Gpu, ...]:
-    """Returns this machine's GPUs as nvidia-smi tells them; none that share the host's memory."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ()
-    query = [
-        command,
-        "--query-gpu=name,compute_cap,memory.total",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        printed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
+    """Returns this machine's GPUs; none without a driver.
+
+    One that does not answer is left out: it is lost, or this process may not use it.
+    """
     found = []
-    for line in printed.stdout.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 3 and re.fullmatch(r"\d+\.\d", fields[1]) and fields[2].isdigit():
-            sm = int(fields[1].replace(".", ""))
-            found.append(Gpu(fields[0], int(fields[2]) * 2**20, sm))
+    with _nvml() as handles:
+        for handle in handles.values():
+            name = _told("nvmlDeviceGetName", handle)
+            capability = _told("nvmlDeviceGetCudaComputeCapability", handle)
+            driver = _told("nvmlSystemGetDriverVersion")
+            if None not in (name, capability, driver):
+                major, minor = capability
+                memory = _memory(handle)
+                size = 0 if memory is None else memory.total
+                found.append(Gpu(name, size, 10 * major + minor, driver))
     return tuple(found)
+
+
+def gpus_with_memory() -> tuple[Gpu, ...]:
+    """Returns this machine's GPUs whose memory is known, for plans of what fits."""
+    return tuple(gpu for gpu in gpus_here() if gpu.memory_bytes)
+
+
+def watch_use(
+    interval_s: float,
+    is_over: threading.Event,
+    report: Callable[[int, int | None, int | None], None],
+) -> None:
+    """Reports on each GPU here, at once and then every so often, until it is over.
+
+    report  takes a GPU's number, the bytes of its memory that anyone uses, and the percent of the
+            time before in which a kernel ran; None: not told
+    """
+    with _nvml() as handles:
+        while handles:
+            for index, handle in handles.items():
+                memory = _memory(handle)
+                rates = _told("nvmlDeviceGetUtilizationRates", handle)
+                report(index, memory and memory.used, rates and rates.gpu)
+            if is_over.wait(interval_s):
+                return
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[dict[int, Any]]:
+    """Opens NVML for a block; yields NVML's handles of the GPUs, by number."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver, or one that does not answer: the CPU can still build
+        yield {}
+        return
+    try:
+        handles = {
+            index: _told("nvmlDeviceGetHandleByIndex", index)
+            for index in range(_told("nvmlDeviceGetCount") or 0)
+        }
+        yield {index: handle for index, handle in handles.items() if handle is not None}
+    finally:
+        _told("nvmlShutdown")
+
+
+def _memory(handle: Any) -> Any:
+    """Total and used bytes; version 2 counts as nvidia-smi does, without the driver's own."""
+    import pynvml
+
+    return _told("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2)
+
+
+def _told(function: str, *arguments: Any) -> Any:
+    """Calls a function of NVML; None where the GPU, its driver or our rights do not give that."""
+    import pynvml
+
+    try:
+        return getattr(pynvml, function)(*arguments)
+    except pynvml.NVMLError:
+        return None
 
 
 def _letters(name: str) -> str:

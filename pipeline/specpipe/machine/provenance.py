@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from specpipe.machine.gpus import gpus_here
 from specpipe.version import __version__
 
 
@@ -38,15 +37,12 @@ def describe_build(*, duration_s: float) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """Returns name, compute capability and driver of every NVIDIA GPU, as nvidia-smi tells them."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    fields = ("name", "compute_cap", "driver_version")
-    query = [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        printed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []  # a driver that does not answer: the CPU can still build
-    rows = [line.split(",") for line in printed.stdout.splitlines() if line.strip()]
-    return [dict(zip(fields, map(str.strip, row), strict=True)) for row in rows]
+    """Returns name, compute capability and driver of every GPU here, by the names of nvidia-smi."""
+    return [
+        {
+            "name": gpu.name,
+            "compute_cap": gpu.compute_capability,
+            "driver_version": gpu.driver,
+        }
+        for gpu in gpus_here()
+    ]

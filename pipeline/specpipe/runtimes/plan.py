@@ -12,6 +12,7 @@ from specpipe.checkpoints.family_config import named_dtype
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.config.engine import EngineConfig
+from specpipe.machine.artifacts import SideArtifacts
 from specpipe.roles import Role
 from specpipe.stage import PlannedStage
 
@@ -29,7 +30,7 @@ class Side:
     unified         the config of the unified checkpoint that will be written, but for its dtype
     context_length  tokens that the checkpoint's positions reach
     base_dir        where relative paths of the YAML start
-    artifacts       the folder of what is made of it, one folder below for each stage
+    artifacts       where what is made of it lies
     limits          what its files may hold
     """
 
@@ -39,7 +40,7 @@ class Side:
     unified: UnifiedConfig
     context_length: int
     base_dir: Path
-    artifacts: Path
+    artifacts: SideArtifacts
     limits: FileLimits = FILE_LIMITS
     fetch: Callable[[], None] | None = None
 
@@ -48,8 +49,9 @@ class Side:
 class EngineStages:
     """How one engine comes to be.
 
-    reads   what it is made of: the unified checkpoint in `checkpoint_dir`; the quantized weights
-            in Hugging Face's layout in `huggingface_dir`; the checkpoint's folder as it is
+    reads   what it is made of: the unified checkpoint in `artifacts.checkpoint`; the quantized
+            weights in Hugging Face's layout in `artifacts.huggingface`; the checkpoint's folder as
+            it is
     stages  from there to the engine, which is the artifact of the last one; none: what is read is
             the engine already
     """
@@ -86,13 +88,3 @@ PairPlan = PlanFor[EngineConfig]
 def checkpoint_dtype(side: Side) -> str:
     """Returns the dtype that a side's config.json names; bfloat16 where the weights decide."""
     return named_dtype(read_config(side.folder, allow_quantized=True, limits=side.limits))
-
-
-def checkpoint_dir(side: Side) -> Path:
-    """Returns the folder of a side's unified checkpoint, plain or quantized."""
-    return side.artifacts / "checkpoint"
-
-
-def huggingface_dir(side: Side) -> Path:
-    """Returns the folder of a side's quantized weights in Hugging Face's layout."""
-    return side.artifacts / "huggingface"

@@ -25,11 +25,11 @@ from specpipe.checkpoints.checkpoint import read_blocks, read_safetensors_header
 from specpipe.cli import group as cli
 from specpipe.config.sections import QualityConfig, QuantizationConfig
 from specpipe.errors import EngineBuildError, RuntimeUnavailable, SpecpipeError
-from specpipe.machine.gpus import Gpu
 from specpipe.roles import Role
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.text.tokenizer import Tokenizer
+from tests.fake_nvml import Device, be
 from tests.quantization.checkpoints import write_scales
 from tests.toy import write_tensors
 
@@ -264,11 +264,10 @@ def test_a_pair_larger_than_memory_is_refused_before_anything_runs(
         "to measure what quantization costs, both models have to run unquantized, too: 25.5 MB of "
         "weights, where this machine has 25.0 MB; set quality.measure to false to build without"
     )
-    small = Gpu("small", 12_000_000, 90)
-    monkeypatch.setattr("specpipe.build.quality.measure.gpus_here", lambda: (small,))
+    be(monkeypatch, Device(total_mib=12))
     monkeypatch.setattr("specpipe.build.quality.measure.total_bytes", lambda: None)
     made.stage.require()  # it is to run on the CPU, of which nothing is known
-    with pytest.raises(RuntimeUnavailable, match="12.7 MB of weights, where the GPU has 12.0 MB"):
+    with pytest.raises(RuntimeUnavailable, match="12.7 MB of weights, where the GPU has 12.6 MB"):
         replace(made.stage, device="auto").require()
 
 

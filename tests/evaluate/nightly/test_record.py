@@ -11,6 +11,7 @@ import pytest
 
 from specpipe.errors import RepositoryError
 from specpipe.evaluate.nightly import record
+from specpipe.machine.artifacts import Artifacts
 from tests.evaluate.nightly.recorded import good_run, next_run
 
 HEADER = {"format": 1, "kind": "nightly", "versions": {"specpipe": "0.1.0"}}
@@ -22,7 +23,7 @@ def history(artifacts_dir: Path) -> list[str]:
 
 
 def test_a_good_run_comes_back_as_it_was(tmp_path: Path) -> None:
-    path = record.last_good_file(tmp_path)
+    path = Artifacts(tmp_path).result("nightly")
     assert path == tmp_path / "results" / "nightly.json"
     assert record.read_last_good(path) is None
     record.keep(tmp_path, HEADER, good_run())
@@ -36,7 +37,7 @@ def test_only_a_good_run_takes_the_place_of_a_good_one(
 ) -> None:
     record.keep(tmp_path, HEADER, good_run())
     record.keep(tmp_path, HEADER, replace(next_run(), outcome=outcome, reasons=["worse"]))
-    path = record.last_good_file(tmp_path)
+    path = Artifacts(tmp_path).result("nightly")
     assert record.read_last_good(path) == good_run()
     assert history(tmp_path) == ["good", outcome]
     better = replace(next_run(), outcome="good")

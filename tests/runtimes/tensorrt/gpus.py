@@ -62,7 +62,9 @@ class HostGpu:
 
     def cudaGetDeviceProperties(self, device: int) -> tuple[Status, Any]:
         name, major, minor = self.gpus[device]
-        return 0, SimpleNamespace(name=name.encode(), major=major, minor=minor)
+        return 0, SimpleNamespace(
+            name=name.encode(), major=major, minor=minor, totalGlobalMem=self.free_bytes
+        )
 
     def cudaSetDevice(self, device: int) -> tuple[Status]:
         self.device = device

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from specpipe.machine.provenance import gpus
+from specpipe.machine.gpus import gpus_here
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine
 from specpipe.runtimes.tensorrt.cuda_runner import KERNELS_NAME
-from specpipe.runtimes.tensorrt.fit import Gpu, buildable
+from specpipe.runtimes.tensorrt.fit import buildable, named
 from specpipe.speculative.request import Request
 from specpipe.text.tokenizer import Tokenizer
 from tests.runtimes.table_engine import ids, run
@@ -39,9 +39,9 @@ def capability() -> str:
     """The compute capability of the first GPU that an engine can be built for."""
     pytest.importorskip("tensorrt_rtx")
     pytest.importorskip("cuda.bindings.runtime")
-    found = [Gpu(gpu["name"], gpu["compute_cap"]) for gpu in gpus()]
+    found = gpus_here()
     if not (capabilities := buildable(found)):
-        pytest.skip(f"TensorRT for RTX does not run on {', '.join(map(str, found)) or 'this GPU'}")
+        pytest.skip(f"TensorRT for RTX does not run on {', '.join(named(found)) or 'this GPU'}")
     return capabilities[0]
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from specpipe.errors import ConfigError, EngineMismatch, RuntimeUnavailable
-from specpipe.machine import provenance
 from specpipe.runtimes.launch import Launch
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair_file import PairFile
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt import library, serve
+from tests import fake_nvml
+from tests.fake_nvml import Device
 from tests.runtimes.tensorrt.table_library import write_engine
 
 OPTIONS = PairOptions(max_batch_size=4, max_seq_len=500)
@@ -44,10 +45,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes this machine one with the library and an L4, or what is given."""
 
     def be(
-        *gpus: tuple[str, str], version: str | None = "1.7.1.116", is_installed: bool = True
+        *gpus: tuple[str, tuple[int, int]],
+        version: str | None = "1.7.1.116",
+        is_installed: bool = True,
     ) -> None:
-        found = [{"name": name, "compute_cap": cap, "driver_version": "580"} for name, cap in gpus]
-        monkeypatch.setattr(provenance, "gpus", lambda: found)
+        fake_nvml.be(monkeypatch, *(Device(name, capability) for name, capability in gpus))
         monkeypatch.setattr(serve, "installed", lambda distribution: version)
 
         def require(name: str) -> None:
@@ -56,7 +58,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr(library, "require", require)
 
-    be(("NVIDIA L4", "8.9"))
+    be(("NVIDIA L4", (8, 9)))
     return be
 
 
@@ -71,7 +73,7 @@ def test_engines_that_fit_are_launched(
 ) -> None:
     folder = repository()
     assert load_runtime("tensorrt").launch(folder) == Launch()
-    here(("NVIDIA H100", "9.0"), ("NVIDIA L4", "8.9"), version="1.7.1.116.post1")
+    here(("NVIDIA H100", (9, 0)), ("NVIDIA L4", (8, 9)), version="1.7.1.116.post1")
     assert serve.launch(folder) == Launch()
 
 
@@ -85,7 +87,7 @@ def test_one_message_lists_all_that_differs_and_the_rebuild_command(
     engine = folder / "speculative/1/target/rank0.engine"
     size = engine.stat().st_size
     engine.write_bytes(b"?" * size)
-    here(("NVIDIA L4", "8.9"), ("NVIDIA L4", "8.9"))
+    here(("NVIDIA L4", (8, 9)), ("NVIDIA L4", (8, 9)))
     assert refusal(folder, build_command="specpipe build --config pair.yaml") == (
         f"the engines of {folder} do not fit what would run them:\n"
         "  draft: built with tensorrt_rtx 1.7.1.115, here is 1.7.1.116\n"
@@ -104,7 +106,7 @@ def test_a_gpu_that_tensorrt_rtx_does_not_run_on(
     repository: Callable[..., Path], here: Callable[..., None]
 ) -> None:
     folder = repository()
-    here(("NVIDIA H100 80GB HBM3", "9.0"))
+    here(("NVIDIA H100 80GB HBM3", (9, 0)))
     sentence = (
         "built for compute capability 8.0, 8.6, 8.9, 12.0 and 12.1, here is NVIDIA H100 80GB HBM3 "
         "(9.0), which tensorrt_rtx does not run on: set engine.library to tensorrt, or "
@@ -123,9 +125,9 @@ def test_engines_of_library_tensorrt_are_built_where_they_run(
 ) -> None:
     built = {"library": "tensorrt", "compute_capabilities": ["9.0"], "library_version": "11.4.0.1"}
     folder = repository(draft=built, target=built)
-    here(("NVIDIA H100 80GB HBM3", "9.0"), version="11.4.0.1")
+    here(("NVIDIA H100 80GB HBM3", (9, 0)), version="11.4.0.1")
     assert serve.launch(folder) == Launch()
-    here(("NVIDIA B200", "10.0"), version="11.4.0.1")
+    here(("NVIDIA B200", (10, 0)), version="11.4.0.1")
     assert refusal(folder) == (
         f"the engines of {folder} do not fit what would run them:\n"
         "  draft: built for compute capability 9.0, here is NVIDIA B200 (10.0)\n"
@@ -140,7 +142,7 @@ def test_what_is_unknown_is_refused_unless_that_is_allowed(
     folder = repository()
     here(version=None)
     version = "the version of tensorrt_rtx here is unknown"
-    gpu = "the GPU here is unknown: nvidia-smi names none"
+    gpu = "the GPU here is unknown: NVIDIA's driver shows none"
     assert refusal(folder) == (
         f"facts about {folder} are unknown:\n"
         f"  {version}\n"
@@ -157,7 +159,7 @@ def test_what_is_unknown_is_refused_unless_that_is_allowed(
 
 
 def test_without_the_library(repository: Callable[..., Path], here: Callable[..., None]) -> None:
-    here(("NVIDIA L4", "8.9"), is_installed=False)
+    here(("NVIDIA L4", (8, 9)), is_installed=False)
     with pytest.raises(RuntimeUnavailable, match="^runtime 'tensorrt' needs 'tensorrt_rtx'"):
         serve.launch(repository())
 

@@ -10,6 +10,7 @@ from typing import Any
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.config.engine import TensorRTLLMEngineConfig
 from specpipe.config.sections import CheckpointConfig
+from specpipe.machine.artifacts import SideArtifacts
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.roles import Role
 from specpipe.runtimes.plan import PairPlan, Side
@@ -68,7 +69,7 @@ def side(folder: Path, role: Role, config: Mapping[str, Any], **checkpoint: Any)
         unified=unified,
         context_length=config["max_position_embeddings"],
         base_dir=folder,
-        artifacts=folder / "engines" / role,
+        artifacts=SideArtifacts(folder / "engines" / role),
     )
 
 

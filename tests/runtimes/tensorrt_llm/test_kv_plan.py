@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from specpipe.checkpoints.family_config import unified_config
@@ -12,17 +13,9 @@ from specpipe.errors import EngineBuildError
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt_llm import kv_plan
 from specpipe.runtimes.tensorrt_llm.engines import refusals
+from tests.fake_nvml import Device, be
 from tests.runtimes.tensorrt_llm.plans import LLAMA_1B, LLAMA_70B, MISTRAL_7B, plan
 from tests.toy import toy_config
-
-
-def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
-    command = folder / "bin" / "nvidia-smi"
-    command.parent.mkdir()
-    lines = "\n".join(map(str, mebibytes))
-    command.write_text(f"#!/bin/sh\ncat <<END\n{lines}\nEND\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{command.parent}:/usr/bin:/bin")
 
 
 def test_a_cache_holds_all_sequences_at_once(tmp_path: Path) -> None:
@@ -163,7 +156,7 @@ def test_windows_layer_by_layer() -> None:
 
 
 def test_too_much_for_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvidia_smi(tmp_path, monkeypatch, 81559, 81559)
+    be(monkeypatch, Device(), Device())
     halves = {"tp_size": 2}
     kv_plan.check_gpus(
         plan(tmp_path, target_checkpoint=halves)
@@ -179,7 +172,7 @@ def test_too_much_for_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_each_gpu_is_counted_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvidia_smi(tmp_path, monkeypatch, 81559, 81559, 4096)
+    be(monkeypatch, Device(), Device(), Device(total_mib=4096))
     with pytest.raises(EngineBuildError, match="^GPU 2 has 4.3 GB, .* take 4.3"):
         kv_plan.check_gpus(
             plan(
@@ -194,7 +187,10 @@ def test_each_gpu_is_counted_for_itself(tmp_path: Path, monkeypatch: pytest.Monk
 def test_where_no_gpu_is_known_none_is_too_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    be(monkeypatch)
+    kv_plan.check_gpus(plan(tmp_path))
+    shared = {"nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_NOT_SUPPORTED}
+    be(monkeypatch, Device("NVIDIA Thor", failing=shared))
     kv_plan.check_gpus(plan(tmp_path))
 
 

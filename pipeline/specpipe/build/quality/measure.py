@@ -37,7 +37,7 @@ from specpipe.checkpoints.sizes import kv_cache_bytes_per_token, weights_bytes
 from specpipe.checkpoints.unified import load_unified
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import EngineBuildError, RuntimeUnavailable, SpecpipeError
-from specpipe.machine.gpus import gpus_here
+from specpipe.machine.gpus import gpus_with_memory
 from specpipe.machine.memory import format_bytes, total_bytes
 from specpipe.quantization.texts import TokenIds, data_file, read_texts
 from specpipe.roles import Role
@@ -121,7 +121,7 @@ class Measure:
         Later it would be found only after hours: what comes before holds one layer at a time.
         """
         load_runtime("torch").require()
-        gpus = () if self.device == "cpu" else gpus_here()
+        gpus = () if self.device == "cpu" else gpus_with_memory()
         memory = gpus[0].memory_bytes if gpus else total_bytes()
         needed = sum(
             _plain_bytes(side, self.dtype, "cuda" if gpus else "cpu")

@@ -8,6 +8,7 @@ from pathlib import Path
 from specpipe.build.pairing import check_pair
 from specpipe.checkpoints.files import is_there
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
+from specpipe.machine.artifacts import CONTRACT_NAME
 from specpipe.stage import StageInputs
 from specpipe.text.files import TOKENIZER_FILES
 
@@ -36,4 +37,4 @@ class Check:
 
     def run(self, out: Path) -> None:
         contract = check_pair(self.draft, self.target, self.limits)
-        (out / "pair.json").write_text(contract.to_json(), encoding="utf-8")
+        (out / CONTRACT_NAME).write_text(contract.to_json(), encoding="utf-8")

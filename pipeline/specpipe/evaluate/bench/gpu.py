@@ -1,17 +1,16 @@
-"""Memory and utilisation of the GPUs of this machine while something runs, from nvidia-smi."""
+"""Memory and utilisation of the GPUs of this machine while something runs."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
-import subprocess
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-_FIELDS = ("index", "memory.used", "utilization.gpu")
-_INTERVAL_MS = 500
+from specpipe.machine.gpus import watch_use
+
+_INTERVAL_S = 0.5
 
 
 @dataclass
@@ -21,58 +20,41 @@ class GpuUse:
     memory_mib: dict[int, list[float]] = field(default_factory=dict)
     utilization: dict[int, list[float]] = field(default_factory=dict)
 
-    def add(self, line: str) -> None:
-        """Takes in a line of nvidia-smi; what a GPU does not support it writes in brackets."""
-        index, *values = (part.strip() for part in line.split(","))
-        if not index.isdecimal() or len(values) != len(_FIELDS) - 1:
-            return
-        for samples, value in zip((self.memory_mib, self.utilization), values, strict=True):
-            with contextlib.suppress(ValueError):
-                samples.setdefault(int(index), []).append(float(value))
+    def add(self, index: int, used_bytes: int | None, percent: int | None) -> None:
+        """Takes in a sample; what a GPU does not tell is left out."""
+        memory = self.memory_mib.setdefault(index, [])
+        utilization = self.utilization.setdefault(index, [])
+        if used_bytes is not None:
+            memory.append(float(used_bytes // 2**20))
+        if percent is not None:
+            utilization.append(float(percent))
 
     def to_json(self) -> list[dict[str, Any]]:
         """The most memory and the mean utilisation of each GPU that was seen."""
         return [
             {
                 "gpu": index,
-                "max_memory_mib": max(self.memory_mib.get(index, []), default=None),
-                "mean_utilization_percent": _mean(self.utilization.get(index, [])),
+                "max_memory_mib": max(self.memory_mib[index], default=None),
+                "mean_utilization_percent": _mean(self.utilization[index]),
             }
-            for index in sorted({*self.memory_mib, *self.utilization})
+            for index in sorted(self.memory_mib)
         ]
 
 
 @contextlib.contextmanager
 def watched(use: GpuUse, *, where: bool = True) -> Iterator[None]:
     """Samples all GPUs twice a second for the time of a `with` block, where there are any."""
-    command = shutil.which("nvidia-smi") if where else None
-    if command is None:
+    if not where:
         yield
         return
-    query = [
-        command,
-        f"--query-gpu={','.join(_FIELDS)}",
-        "--format=csv,noheader,nounits",
-        f"--loop-ms={_INTERVAL_MS}",
-    ]
-    process = subprocess.Popen(
-        query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
-    )
-    assert process.stdout is not None
-    reader = threading.Thread(target=_read, args=(process.stdout, use), daemon=True)
-    reader.start()
+    is_over = threading.Event()
+    sampler = threading.Thread(target=watch_use, args=(_INTERVAL_S, is_over, use.add), daemon=True)
+    sampler.start()
     try:
         yield
     finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        process.stdout.close()
-
-
-def _read(lines: Iterable[str], use: GpuUse) -> None:
-    for line in lines:
-        use.add(line)
+        is_over.set()
+        sampler.join()
 
 
 def _mean(values: list[float]) -> float | None:

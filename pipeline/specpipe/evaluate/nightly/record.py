@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from specpipe.build import cache
 from specpipe.errors import RepositoryError
 from specpipe.evaluate.results import read_result, write_result
+from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.signals import deferred
 
 KIND = "nightly"
@@ -134,11 +135,6 @@ class Run:
 _RUNS = TypeAdapter(Run)
 
 
-def last_good_file(artifacts_dir: Path) -> Path:
-    """Returns where the last good run of a pair is kept."""
-    return artifacts_dir / "results" / "nightly.json"
-
-
 def read_last_good(path: Path) -> Run | None:
     """Reads a last good run; None where there is none, RepositoryError where it is damaged."""
     if not path.exists():
@@ -161,7 +157,7 @@ def read_last_good(path: Path) -> Run | None:
 def keep(artifacts_dir: Path, header: dict[str, Any], run: Run) -> None:
     """Adds a run to the history, and makes a good one the last good run; `held` is to be held."""
     data = {**header, **run.to_json()}
-    path = last_good_file(artifacts_dir)
+    path = Artifacts(artifacts_dir).result("nightly")
     with deferred():  # both, or neither
         if run.outcome == "good":
             write_result(path, data)
@@ -183,7 +179,7 @@ def _add_line(path: Path, line: str) -> None:
 @contextmanager
 def held(artifacts_dir: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Keeps other nightly runs of a pair waiting; on_wait is called when this one has to."""
-    folder = last_good_file(artifacts_dir).parent
+    folder = Artifacts(artifacts_dir).result("nightly").parent
     folder.mkdir(parents=True, exist_ok=True)
     with cache.held(FileLock(folder / ".nightly.lock"), on_wait):
         yield

@@ -14,13 +14,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.build import artifacts, execution, planning
+from specpipe.build import execution, planning
 from specpipe.errors import RepositoryError
 from specpipe.evaluate import prompts, results
 from specpipe.evaluate.nightly import facts, record
 from specpipe.evaluate.nightly.record import Asked, Run, SpeedUp, StageRun, Verified
 from specpipe.evaluate.nightly.thresholds import is_too_slow, judge
 from specpipe.failures import sentence
+from specpipe.machine.artifacts import Artifacts
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -131,10 +132,10 @@ class _PairRun:
         if self._options.is_new_baseline:
             return None
         folder = self._options.baseline
-        artifacts_dir = self._config.artifacts_dir
-        return record.read_last_good(
-            record.last_good_file(artifacts_dir if folder is None else folder / artifacts_dir.name)
-        )
+        artifacts = self._config.artifacts
+        if folder is not None:
+            artifacts = Artifacts(folder / artifacts.folder.name)
+        return record.read_last_good(artifacts.result("nightly"))
 
     def _asked(self, asked: prompts.PromptSet) -> Asked:
         found = results.machine()
@@ -207,7 +208,7 @@ class _PairRun:
             libraries=_LIBRARIES,
         )
         results.write_result(
-            self._config.artifacts_dir / "results" / "nightly-bench.json",
+            self._config.artifacts.result("nightly-bench"),
             {**header, **bench.result(measured, settings, count_tokens=None)},
         )
         return measured
@@ -221,7 +222,7 @@ class _PairRun:
         from specpipe.evaluate.endpoints.triton import Triton
         from specpipe.evaluate.serving import served
 
-        repository = artifacts.repository_dir(self._config)
+        repository = self._config.artifacts.repository
         if self._options.is_in_process:
             with contextlib.closing(InProcess.load(repository)) as pair:
                 yield Side(name=WITH, endpoint=pair, is_local=True)

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specpipe.build.quality.report import REPORT_JSON
 from specpipe.errors import RepositoryError
 from specpipe.evaluate.results import read_result
 from specpipe.evaluate.verification import record
-from specpipe.machine.manifest import Manifest, read_manifest
+from specpipe.machine.artifacts import Artifacts
+from specpipe.machine.manifest import MANIFEST_SUFFIX, Manifest, read_manifest
 from specpipe.machine.own_json import read_object, reason
 from specpipe.roles import Role
 from specpipe.runtimes.pair_file import read_pair
@@ -22,10 +24,6 @@ Json = Mapping[str, Any]
 
 ROLES: tuple[Role, Role] = ("draft", "target")
 
-QUALITY = Path("quality") / "report.json"
-"""Written by the build of a quantized pair."""
-
-_MANIFEST = ".manifest.json"
 _YAML = (".yaml", ".yml")
 _HUB_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 
@@ -88,7 +86,7 @@ class Artifact:
     def packaged_at(self) -> str | None:
         """When the repository was built, in ISO 8601."""
         for built in self.built:
-            if built.path == record.REPOSITORY_DIR:
+            if built.path == Artifacts(self.folder).repository.name:
                 return str(built.manifest.build.get("built_at"))
         return None
 
@@ -126,7 +124,8 @@ def own_draft(tune: Json) -> Json:
 
 def read_artifact(folder: Path) -> Artifact:
     """Reads a folder; RepositoryError where it holds no built pair, or a damaged result."""
-    repository = folder / record.REPOSITORY_DIR
+    artifacts = Artifacts(folder)
+    repository = artifacts.repository
     try:
         pair = read_pair(repository)
     except RepositoryError as exc:
@@ -144,9 +143,9 @@ def read_artifact(folder: Path) -> Artifact:
         engines={role: _read_engine(repository, role) for role in ROLES},
         verification=record.read(folder),
         changed=tuple(record.changes(folder)),
-        bench=_read_bench(folder / "results"),
-        tune=_read_if_there(folder / "results" / "tune.json", "tune"),
-        quality=_read_quality(folder / QUALITY),
+        bench=_read_bench(artifacts),
+        tune=_read_if_there(artifacts.result("tune"), "tune"),
+        quality=_read_quality(artifacts.quality / REPORT_JSON),
         sources=_sources(built),
     )
 
@@ -155,10 +154,11 @@ def _read_if_there(path: Path, kind: str) -> Json | None:
     return read_result(path, kind) if path.exists() else None
 
 
-def _read_bench(folder: Path) -> Json | None:
+def _read_bench(artifacts: Artifacts) -> Json | None:
     """The newer one of `specpipe bench` and of the last nightly run."""
     found = [
-        _read_if_there(folder / f"{name}.json", "bench") for name in ("bench", "nightly-bench")
+        _read_if_there(artifacts.result("bench"), "bench"),
+        _read_if_there(artifacts.result("nightly-bench"), "bench"),
     ]
     there = [result for result in found if result is not None]
     return max(there, key=lambda result: str(result.get("made_at")), default=None)
@@ -184,8 +184,9 @@ def _read_engine(repository: Path, role: Role) -> Json:
 def _read_manifests(folder: Path) -> tuple[Built, ...]:
     """All manifests that can be read, each after those that it was made from."""
     found = {}
-    for path in sorted(folder.glob(f"*{_MANIFEST}")) + sorted(folder.glob(f"*/*{_MANIFEST}")):
-        artifact = path.with_name(path.name.removesuffix(_MANIFEST))
+    name = f"*{MANIFEST_SUFFIX}"
+    for path in sorted(folder.glob(name)) + sorted(folder.glob(f"*/{name}")):
+        artifact = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX))
         manifest = read_manifest(artifact)
         if manifest is not None and artifact.is_dir():
             found[artifact.relative_to(folder).as_posix()] = manifest

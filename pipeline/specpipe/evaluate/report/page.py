@@ -19,6 +19,7 @@ from specpipe.evaluate.report import drawing
 from specpipe.evaluate.report.artifact import read_artifact
 from specpipe.evaluate.report.blocks import Page
 from specpipe.evaluate.report.sections import make_page
+from specpipe.machine.artifacts import Artifacts
 
 PAGE = "report.html"
 
@@ -63,7 +64,7 @@ def write_report(
         page = make_page(artifact, made_at or datetime.now(timezone.utc))
         html = render(page)
         pictures = {f"{figure.slug}.png": drawing.to_png(figure.chart) for figure in page.figures}
-    folder = artifacts_dir / "report" if output is None else output
+    folder = Artifacts(artifacts_dir).report if output is None else output
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         _write(folder / name, picture)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specpipe.build import artifacts, execution, planning, repositories
+from specpipe.build import execution, planning, repositories
 from specpipe.build.execution import Reporter
 from specpipe.build.load import load_config
 from specpipe.build.planning import Plan
@@ -103,7 +103,7 @@ def _build(
     stages = planning.plan(derived)
     _take_over(tuple(s for s in planning.plan(config) if s.name.startswith(same)), stages)
     execution.run(stages, reporter)
-    return artifacts.repository_dir(derived)
+    return derived.artifacts.repository
 
 
 def _take_over(built: Plan, stages: Plan) -> None:

@@ -41,7 +41,6 @@ from specpipe.runtimes.runtime import load_runtime
 from specpipe.speculative.request import Request, Sampling
 from specpipe.triton.repository.contents import load_tokenizer
 
-_RESULT, _PROGRESS = Path("results/tune.json"), Path("results/tune.unfinished.json")
 _WORK = ".tune"
 _LIBRARIES = ("torch", "numpy")
 _NO_TIME_LIMIT_S = 1e9
@@ -103,7 +102,7 @@ class _Run:
             prompts=self._prompts,
             libraries=_LIBRARIES,
         )
-        self._progress = Progress(config.artifacts_dir / _PROGRESS, self._header)
+        self._progress = Progress(config.artifacts.result("tune.unfinished"), self._header)
         if config.speculation.prompt_lookup:
             report("speculation.prompt_lookup is off while the draft is measured")
         for line in repositories.outdated(config):
@@ -131,7 +130,7 @@ class _Run:
     def _conclude(self, ranked: Sequence[Tuned]) -> Tuning:
         own = next(draft for draft in ranked if draft.is_own)
         forms = [] if own.best is None else schedule.forms(own.best, self._own_draft())
-        path = self._config.artifacts_dir / _RESULT
+        path = self._config.artifacts.result("tune")
         results.write_result(
             path,
             {

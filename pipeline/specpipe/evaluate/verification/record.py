@@ -18,19 +18,18 @@ from pydantic import TypeAdapter
 from specpipe.checkpoints.files import quoted
 from specpipe.errors import RepositoryError
 from specpipe.evaluate.results import read_result, write_result
+from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.manifest import FileRecord, Files, compare_files, read_manifest, record_files
 from specpipe.machine.own_json import reason
 
-FILE_NAME = "verification.json"
 KIND = "verify"
-REPOSITORY_DIR = "model_repo"
 
 _FILES = TypeAdapter(dict[str, FileRecord])
 
 
 def write(artifacts_dir: Path, data: Mapping[str, Any], files: Files) -> Path:
     """Writes the result of a verification beside the repository, whose files it is about."""
-    path = artifacts_dir / FILE_NAME
+    path = Artifacts(artifacts_dir).verification
     repository = {
         "digest": repository_digest(files),
         "files": {name: asdict(record) for name, record in files.items()},
@@ -41,7 +40,7 @@ def write(artifacts_dir: Path, data: Mapping[str, Any], files: Files) -> Path:
 
 def record_repository(artifacts_dir: Path) -> Files:
     """Hashes every file of the repository; to be done before it is verified."""
-    return record_files(artifacts_dir / REPOSITORY_DIR)
+    return record_files(Artifacts(artifacts_dir).repository)
 
 
 def repository_digest(files: Files) -> str:
@@ -54,7 +53,7 @@ def repository_digest(files: Files) -> str:
 
 def read(artifacts_dir: Path) -> dict[str, Any] | None:
     """Reads the result; None where nothing was verified, RepositoryError where it is damaged."""
-    path = artifacts_dir / FILE_NAME
+    path = Artifacts(artifacts_dir).verification
     if not path.exists():
         return None
     data = read_result(path, KIND)
@@ -77,7 +76,7 @@ def changes(artifacts_dir: Path) -> list[str]:
     data = read(artifacts_dir)
     if data is None:
         return []
-    repository = artifacts_dir / REPOSITORY_DIR
+    repository = Artifacts(artifacts_dir).repository
     recorded = _recorded_files(data)
     manifest = read_manifest(repository)
     for name, built in ({} if manifest is None else manifest.outputs).items():

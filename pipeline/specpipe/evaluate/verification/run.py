@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specpipe.build import artifacts, cache, repositories
+from specpipe.build import cache, repositories
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable, ServerError
 from specpipe.evaluate import results
@@ -63,7 +63,7 @@ def verify(
     require_library("torch", "torch", extra="torch")  # scores the target, after minutes of asking
     report("hashing the pair and what it was made from")
     report(f"{repositories.hold_artifacts(config)}")
-    repository = artifacts.repository_dir(config)
+    repository = config.artifacts.repository
     prompts = load_prompts(options.prompts, limit=options.limit)
     gate = None if options.gate is None else load_gate(options.gate)
     if options.is_chat:
@@ -135,7 +135,7 @@ def _write(
         data["versions"]["triton"] = subject.triton_version
     if subject.is_artifact:
         return record.write(config.artifacts_dir, data, files)
-    path = config.artifacts_dir / "results" / "verify-float32.json"
+    path = config.artifacts.result("verify-float32")
     results.write_result(path, data)
     return path
 

@@ -26,6 +26,7 @@ from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.errors import SpecpipeError
 from specpipe.evaluate.verification.verdict import Floats
+from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.manifest import compare_files, read_manifest
 from specpipe.machine.signals import deferred
 from specpipe.roles import Role
@@ -145,7 +146,7 @@ def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterat
         engine = torch_engine(config, "target", made, dtype=dtype)
         from specpipe.runtimes.torch.engine import TorchEngine
 
-        contract = config.artifacts_dir / "check" / "pair.json"
+        contract = config.artifacts.contract
         unused = PairContract.from_json(contract.read_text(encoding="utf-8")).unused_token_ids
         yield TorchScorer(
             TorchEngine.load(engine),
@@ -200,7 +201,7 @@ def torch_engine(
     dtype None is what the artifact's engine computes in.
     """
     require_library("torch", "torch", extra="torch")
-    built = config.artifacts_dir / role / "engine"
+    built = config.artifacts.side(role).engine
     # One of an earlier build may lie there still, where the pair needs none by now.
     is_served = bool(_engine_config(_served(config, role)))
     own = _engine_config(built).get("build_config") if is_served else None
@@ -211,7 +212,7 @@ def torch_engine(
         and _is_as_built(built)
     ):
         return built
-    out = made / role / "engine"
+    out = Artifacts(made).side(role).engine
     out.mkdir(parents=True)
     checkpoint = _unified_checkpoint(config, role, made)
     engine = config.engine
@@ -234,7 +235,7 @@ def torch_engine(
 
 def _served(config: PipelineConfig, role: Role) -> Path:
     """What `speculative` has of one side: its engine, its description, or its checkpoint."""
-    return config.artifacts_dir / "model_repo" / SPECULATIVE / VERSION / role
+    return config.artifacts.repository / SPECULATIVE / VERSION / role
 
 
 def _engine_config(engine: Path) -> Mapping[str, Any]:
@@ -268,18 +269,18 @@ def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:
 
 def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:
     """The artifact's, else what is served in Hugging Face's layout, converted."""
-    checkpoint = config.artifacts_dir / role / "checkpoint"
+    checkpoint = config.artifacts.side(role).checkpoint
     is_unified = "mapping" in _read_json(checkpoint / CONFIG_NAME)
     if is_unified and "architectures" not in _read_json(_served(config, role) / CONFIG_NAME):
         return checkpoint
     side = config.draft if role == "draft" else config.target
     if side.quantization is not None:
-        folder = config.artifacts_dir / role / "huggingface"
+        folder = config.artifacts.side(role).huggingface
     else:
         folder = source.resolve(
             side.checkpoint, revision=side.revision, base=config.base_dir, role=role
         ).path
-    out = made / role / "checkpoint"
+    out = Artifacts(made).side(role).checkpoint
     out.mkdir(parents=True)
     convert(folder, out)
     return out
@@ -289,8 +290,8 @@ def _max_seq_len(config: PipelineConfig, role: Role) -> int:
     """As the pair serves it, within the side's context."""
     from specpipe.runtimes.pair_file import read_pair
 
-    contract = config.artifacts_dir / "check" / "pair.json"
+    contract = config.artifacts.contract
     limits = PairContract.from_json(contract.read_text(encoding="utf-8"))
     context = limits.draft_max_seq_len if role == "draft" else limits.target_max_seq_len
-    served = read_pair(config.artifacts_dir / "model_repo").options.max_seq_len
+    served = read_pair(config.artifacts.repository).options.max_seq_len
     return min(served, context)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import RuntimeUnavailable
+from specpipe.machine.gpus import gpus_here
 from specpipe.machine.libraries import with_extras
 from specpipe.runtimes.engine_limits import limit_faults
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
@@ -47,15 +48,14 @@ class TensorRTRuntime:
             library.require("tensorrt_rtx")
 
     def require_serving(self) -> None:
-        from specpipe.machine import provenance
-        from specpipe.runtimes.tensorrt.fit import Gpu, buildable
+        from specpipe.runtimes.tensorrt.fit import buildable, named
 
-        gpus = [Gpu(gpu["name"], gpu["compute_cap"]) for gpu in provenance.gpus()]
+        gpus = gpus_here()
         if not gpus:
-            raise RuntimeUnavailable("engines run on a GPU, and nvidia-smi names none")
+            raise RuntimeUnavailable("engines run on a GPU, and NVIDIA's driver shows none")
         if not library.is_installed("tensorrt") and not buildable(gpus):
             raise RuntimeUnavailable(
-                f"tensorrt_rtx runs on none of {', '.join(map(str, gpus))}: set engine.library to "
+                f"tensorrt_rtx runs on none of {', '.join(named(gpus))}: set engine.library to "
                 f"tensorrt, and {with_extras('tensorrt')}"
             )
 

@@ -18,6 +18,7 @@ from specpipe.checkpoints.hf_config import context_length
 from specpipe.checkpoints.unified import load_unified
 from specpipe.checkpoints.unified_config import UnifiedConfig, read_unified_config
 from specpipe.errors import EngineBuildError
+from specpipe.machine.gpus import gpus_here
 from specpipe.machine.signals import in_thread
 from specpipe.roles import Role
 from specpipe.runtimes.repository_layout import link_file
@@ -240,6 +241,4 @@ def _tensors(get: Any, count: int) -> list[dict[str, Any]]:
 
 
 def _this_gpu() -> list[str]:
-    from specpipe.machine.provenance import gpus
-
-    return sorted({gpu["compute_cap"] for gpu in gpus()})[:1]
+    return sorted({gpu.compute_capability for gpu in gpus_here()})[:1]

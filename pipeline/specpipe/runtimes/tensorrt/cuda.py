@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specpipe.errors import RuntimeUnavailable
+from specpipe.machine.gpus import Gpu
 from specpipe.machine.libraries import with_extras
 from specpipe.runtimes.tensorrt import library as libraries
-from specpipe.runtimes.tensorrt.fit import Gpu
 
 Direction = Literal["HostToDevice", "DeviceToHost"]
 
@@ -52,8 +52,8 @@ class Cuda:
         found = []
         for index in range(self("cudaGetDeviceCount")):
             properties = self("cudaGetDeviceProperties", index)
-            capability = f"{properties.major}.{properties.minor}"
-            found.append(Gpu(properties.name.decode(), capability))
+            sm = 10 * properties.major + properties.minor
+            found.append(Gpu(properties.name.decode(), properties.totalGlobalMem, sm))
         return found
 
     def free_bytes(self, device: int) -> int:

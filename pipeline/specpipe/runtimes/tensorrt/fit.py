@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 from specpipe.config.engine import ComputeCapability
 from specpipe.errors import EngineMismatch
+from specpipe.machine.gpus import Gpu
 from specpipe.runtimes.engine_fit import release
 from specpipe.runtimes.tensorrt.engine_config import EngineSpec
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    compute_capability: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.compute_capability})"
 
 
 def differences(spec: EngineSpec, gpus: Sequence[Gpu], library_version: str | None) -> list[str]:
@@ -57,8 +48,13 @@ def find_device(specs: Sequence[EngineSpec], gpus: Sequence[Gpu]) -> int:
 
 
 def _here(gpus: Sequence[Gpu]) -> str:
-    kinds = list(dict.fromkeys(map(str, gpus)))
+    kinds = list(dict.fromkeys(named(gpus)))
     return f"here {'is' if len(kinds) == 1 else 'are'} {listed(kinds)}"
+
+
+def named(gpus: Sequence[Gpu]) -> list[str]:
+    """Returns GPUs as messages name them: NVIDIA L4 (8.9)."""
+    return [f"{gpu.name} ({gpu.compute_capability})" for gpu in gpus]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.config.engine import TensorRTEngineConfig
 from specpipe.errors import EngineBuildError
+from specpipe.machine.gpus import sm_of
 from specpipe.machine.memory import MemoryEstimate
-from specpipe.runtimes.plan import EngineStages, PlanFor, Side, checkpoint_dir, checkpoint_dtype
+from specpipe.runtimes.plan import EngineStages, PlanFor, Side, checkpoint_dtype
 from specpipe.runtimes.tensorrt import library, memory
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
 from specpipe.runtimes.tensorrt.network import check_supported
@@ -27,7 +28,7 @@ def engine_stages(pair: PairPlan, side: Side) -> EngineStages:
         )
     build = BuildTensorRTEngine(
         role=side.role,
-        checkpoint=checkpoint_dir(side),
+        checkpoint=side.artifacts.checkpoint,
         max_batch_size=engine.max_batch_size,
         max_seq_len=max_seq_len,
         max_draft_len=pair.num_draft_tokens,
@@ -43,12 +44,10 @@ def engine_stages(pair: PairPlan, side: Side) -> EngineStages:
         library.require(engine.library)
 
     if engine.weights == "inside":
-        return EngineStages(
-            stages=(PlannedStage(build, side.artifacts / "engine", require=require),)
-        )
-    plan = PlannedStage(build, side.artifacts / "plan", require=require)
-    place = PlaceWeights(role=side.role, plan=plan.artifact, checkpoint=checkpoint_dir(side))
-    return EngineStages(stages=(plan, PlannedStage(place, side.artifacts / "engine")))
+        return EngineStages(stages=(PlannedStage(build, side.artifacts.engine, require=require),))
+    plan = PlannedStage(build, side.artifacts.plan, require=require)
+    place = PlaceWeights(role=side.role, plan=plan.artifact, checkpoint=side.artifacts.checkpoint)
+    return EngineStages(stages=(plan, PlannedStage(place, side.artifacts.engine)))
 
 
 def _capabilities(side: Side, engine: TensorRTEngineConfig) -> tuple[str, ...]:
@@ -61,7 +60,7 @@ def _capabilities(side: Side, engine: TensorRTEngineConfig) -> tuple[str, ...]:
     return tuple(
         capability
         for capability in engine.compute_capabilities
-        if name is None or FORMATS[name].runs_on(int(capability.replace(".", "")))
+        if name is None or FORMATS[name].runs_on(sm_of(capability))
     )
 
 

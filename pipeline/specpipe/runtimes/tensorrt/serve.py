@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specpipe.errors import ConfigError, EngineMismatch
-from specpipe.machine import provenance
+from specpipe.machine.gpus import Gpu, gpus_here
 from specpipe.roles import Role
 from specpipe.runtimes.engine_fit import installed, limits, refusal
 from specpipe.runtimes.launch import Launch, LaunchMode
@@ -18,7 +18,7 @@ from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt.engine_config import EngineSpec, damages
-from specpipe.runtimes.tensorrt.fit import Gpu, buildable, differences
+from specpipe.runtimes.tensorrt.fit import buildable, differences
 
 ROLES: tuple[Role, ...] = ("draft", "target")
 
@@ -35,7 +35,7 @@ def launch(
         raise ConfigError(f"--mpi-mode {mode} has no effect: runtime 'tensorrt' has no ranks")
     version = repository / SPECULATIVE / VERSION
     options = read_pair(repository).options
-    gpus = [Gpu(gpu["name"], gpu["compute_cap"]) for gpu in provenance.gpus()]
+    gpus = gpus_here()
     faults: list[str] = []
     unknown: dict[str, None] = {}
     library = None
@@ -56,7 +56,7 @@ def launch(
         if here is None:
             unknown[f"the version of {library} here is unknown"] = None
     if not gpus:
-        unknown["the GPU here is unknown: nvidia-smi names none"] = None
+        unknown["the GPU here is unknown: NVIDIA's driver shows none"] = None
     if faults or (unknown and not allow_unknown_facts):
         raise refusal(repository, faults, list(unknown), _rebuild(build_command, library, gpus))
     return Launch(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from specpipe.checkpoints.formats import FORMATS, TENSORRT_FORMATS
 from specpipe.config.faults import Fault, without_effect
+from specpipe.machine.gpus import sm_of
 
 if TYPE_CHECKING:
     from specpipe.config.engine import TensorRTEngineConfig
@@ -68,7 +69,7 @@ def _quantization_faults(
     too_old = [
         capability
         for capability in engine.compute_capabilities
-        if not FORMATS[scheme.format].runs_on(int(capability.replace(".", "")))
+        if not FORMATS[scheme.format].runs_on(sm_of(capability))
     ]
     if too_old and "compute_capabilities" in engine.model_fields_set:
         yield Fault(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specpipe.checkpoints.formats import FORMATS, OFFERED
-from specpipe.machine.provenance import gpus
+from specpipe.machine.gpus import gpus_here, sm_of
 from specpipe.roles import Role
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def capabilities(pair: PairPlan) -> dict[Role, str | None]:
     settings = pair.engine.tensorrt_llm
     if settings.compute_capability is not None:
         return {side.role: settings.compute_capability for side in (pair.draft, pair.target)}
-    found = [gpu["compute_cap"] for gpu in gpus()]
+    found = [gpu.compute_capability for gpu in gpus_here()]
     lowest: dict[Role, str | None] = {}
     for side in (pair.draft, pair.target):
         ids = settings.gpu_ids(side.role, side.checkpoint.world_size)
@@ -52,9 +52,3 @@ def instead(side: Side) -> str:
     if side.checkpoint.quantization is not None:
         return "leave quantization out"
     return "use the checkpoint that it was quantized from"
-
-
-def sm_of(compute_capability: str) -> int:
-    """Counts as TensorRT-LLM does: 90 for "9.0", 120 for "12.0"."""
-    major, _, minor = compute_capability.partition(".")
-    return int(major) * 10 + int(minor)

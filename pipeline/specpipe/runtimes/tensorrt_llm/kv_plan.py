@@ -17,8 +17,6 @@ sequence shortens max_seq_len with only a warning). Bytes were computed, and com
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +30,7 @@ from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.checkpoints.unified_layout import pipeline_layers, tensor_rules
 from specpipe.checkpoints.unified_sections import NEVER_QUANTIZED, Quantization
 from specpipe.errors import EngineBuildError
+from specpipe.machine.gpus import gpus_here
 from specpipe.machine.memory import MemoryEstimate, format_bytes
 from specpipe.runtimes.engine_description import quantization_of
 
@@ -150,14 +149,13 @@ def memory_by_gpu(pair: PairPlan, side: Side) -> dict[int, MemoryEstimate]:
 def check_gpus(pair: PairPlan) -> None:
     """Raises EngineBuildError where weights and KV caches alone are more than a GPU here has.
 
-    Where nvidia-smi tells nothing, nothing is known of the GPUs, and nothing is refused.
+    Where the driver tells nothing, nothing is known of the GPUs, and nothing is refused.
     """
-    sizes = _gpu_bytes()
     memory = {side.role: rank_memory(pair, side) for side in (pair.draft, pair.target)}
-    for gpu, size in enumerate(sizes):
+    for gpu, size in enumerate(found.memory_bytes for found in gpus_here()):
         roles = [side.role for side in (pair.draft, pair.target) if gpu in _gpu_ids(pair, side)]
         needed = sum(memory[role].weights_bytes + memory[role].kv_cache_bytes for role in roles)
-        if needed > size:
+        if 0 < size < needed:
             raise EngineBuildError(
                 f"GPU {gpu} has {format_bytes(size)}, but weights and KV caches alone take "
                 f"{format_bytes(needed)} there ({', '.join(_shares(memory, roles))}): lower "
@@ -174,19 +172,6 @@ def _shares(memory: Mapping[Role, MemoryEstimate], roles: list[Role]) -> Iterato
 
 def _gpu_ids(pair: PairPlan, side: Side) -> tuple[int, ...]:
     return pair.engine.tensorrt_llm.gpu_ids(side.role, side.checkpoint.world_size)
-
-
-def _gpu_bytes() -> list[int]:
-    """Returns the memory of every GPU here, by its number."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        printed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        return [int(line) * 2**20 for line in printed.stdout.split()]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []  # a driver that does not answer, or a GPU that shares the host's memory
 
 
 def _stored_config(side: Side) -> UnifiedConfig:

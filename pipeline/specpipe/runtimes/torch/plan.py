@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from specpipe.config.engine import TorchEngineConfig
+from specpipe.machine.gpus import gpus_here
 from specpipe.machine.memory import MemoryEstimate
-from specpipe.machine.provenance import gpus
-from specpipe.runtimes.plan import EngineStages, PlanFor, Side, checkpoint_dir, checkpoint_dtype
+from specpipe.runtimes.plan import EngineStages, PlanFor, Side, checkpoint_dtype
 from specpipe.runtimes.torch import memory
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
 from specpipe.runtimes.torch.kernel_choice import kernel_for
@@ -20,7 +20,7 @@ def engine_stages(pair: PairPlan, side: Side, require: Callable[[], None]) -> En
     """Returns the stages from the unified checkpoint to the engine: one."""
     build = BuildTorchEngine(
         role=side.role,
-        checkpoint=checkpoint_dir(side),
+        checkpoint=side.artifacts.checkpoint,
         max_batch_size=pair.engine.max_batch_size,
         max_seq_len=pair.max_seq_len_of(side),
         max_draft_len=pair.num_draft_tokens,
@@ -28,14 +28,14 @@ def engine_stages(pair: PairPlan, side: Side, require: Callable[[], None]) -> En
         dtype=pair.engine.dtype,
         device=pair.engine.device,
     )
-    return EngineStages(stages=(PlannedStage(build, side.artifacts / "engine", require=require),))
+    return EngineStages(stages=(PlannedStage(build, side.artifacts.engine, require=require),))
 
 
 def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
     """Returns what an engine takes on this machine."""
-    found = [] if pair.engine.device == "cpu" else gpus()
-    has_gpu = pair.engine.device == "cuda" or bool(found)
-    sm = int(found[0]["compute_cap"].replace(".", "")) if found else None
+    gpus = () if pair.engine.device == "cpu" else gpus_here()
+    has_gpu = pair.engine.device == "cuda" or bool(gpus)
+    sm = gpus[0].sm if gpus else None
     return _estimate(pair, side, "cuda" if has_gpu else "cpu", sm)
 
 

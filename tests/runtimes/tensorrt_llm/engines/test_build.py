@@ -17,8 +17,9 @@ from specpipe.build import cache
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.machine.signals import raised
 from specpipe.roles import Role
-from specpipe.runtimes.tensorrt_llm import TensorRTLLMRuntime, capabilities
+from specpipe.runtimes.tensorrt_llm import TensorRTLLMRuntime
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import check_engines, read_engine
+from tests.fake_nvml import be
 from tests.runtimes.tensorrt_llm.engines.tools import (
     Tools,
     build_stage,
@@ -34,7 +35,7 @@ IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "gpus", list)
+    be(monkeypatch)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specpipe.cli.group import main
-from specpipe.runtimes.tensorrt_llm import capabilities
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import read_engine
+from tests.fake_nvml import be
 from tests.runtimes.tensorrt_llm.engines.tools import Tools, install
 from tests.toy import write_toy_checkpoint
 from tests.toy_tokenizers import words, write_tokenizer
@@ -41,7 +41,7 @@ engine:
 
 @pytest.fixture(autouse=True)
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "gpus", list)
+    be(monkeypatch)
     monkeypatch.chdir(tmp_path)
     for role in ("draft", "target"):
         write_tokenizer(write_toy_checkpoint(tmp_path / role), words())

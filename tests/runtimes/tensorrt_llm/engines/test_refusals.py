@@ -14,6 +14,7 @@ from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.errors import EngineBuildError
 from specpipe.runtimes.tensorrt_llm import capabilities
 from specpipe.runtimes.tensorrt_llm.engines import refusals
+from tests.fake_nvml import Device, be
 from tests.runtimes.tensorrt_llm import plans
 
 
@@ -29,7 +30,7 @@ def refused(folder: Path, **changes: Any) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "gpus", list)
+    be(monkeypatch)
 
 
 AWQ = {"quantization": {"format": "int4_awq"}}
@@ -108,8 +109,7 @@ def test_plugins_by_gpu(tmp_path: Path, sm: str, flags: Mapping[str, str], line:
 def test_gpus_of_this_machine_decide_where_the_config_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [{"compute_cap": "9.0"}, {"compute_cap": "8.6"}]
-    monkeypatch.setattr(capabilities, "gpus", lambda: found)
+    be(monkeypatch, Device(), Device("NVIDIA A10", (8, 6)))
     pair = plans.plan(tmp_path, tensorrt_llm={"target_gpu_ids": [1]})
     assert capabilities.capabilities(pair) == {"draft": "9.0", "target": "8.6"}
     both = plans.plan(tmp_path, target_checkpoint={"tp_size": 2})

@@ -15,7 +15,7 @@ from typing import Any
 from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.config.tensorrt_llm_versions import release
 from specpipe.errors import CheckpointError, EngineBuildError
-from specpipe.runtimes.plan import EngineStages, Side, checkpoint_dir
+from specpipe.runtimes.plan import EngineStages, Side
 from specpipe.runtimes.tensorrt_llm.capabilities import capabilities
 from specpipe.runtimes.tensorrt_llm.engines import toolbox
 from specpipe.runtimes.tensorrt_llm.engines.build_flags import EngineSpec, arguments, as_settings
@@ -47,7 +47,7 @@ def engine_stages(
 def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> EngineStages:
     settings = pair.engine.tensorrt_llm
     build = BuildEngine(
-        checkpoint=checkpoint_dir(side),
+        checkpoint=side.artifacts.checkpoint,
         spec=EngineSpec(
             role=side.role,
             version=settings.version,
@@ -66,9 +66,7 @@ def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> Engin
         gpu_ids=settings.gpu_ids(side.role, side.checkpoint.world_size),
         compute_capability=compute_capability,
     )
-    engine = PlannedStage(
-        build, side.artifacts / "engine", require=require, commands=build.commands
-    )
+    engine = PlannedStage(build, side.artifacts.engine, require=require, commands=build.commands)
     return EngineStages(stages=(engine,))
 
 

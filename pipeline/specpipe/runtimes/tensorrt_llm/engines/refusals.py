@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.config.faults import Fault
 from specpipe.errors import EngineBuildError
+from specpipe.machine.gpus import sm_of
 from specpipe.roles import Role
 from specpipe.runtimes.tensorrt_llm.capabilities import (
     FP8_SM,
     MIN_SM,
     formats_on,
     instead,
-    sm_of,
     what_is_quantized,
 )
 

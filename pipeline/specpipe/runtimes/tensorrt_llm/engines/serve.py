@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 from specpipe.config.tensorrt_llm_versions import RELEASES, SupportedVersion
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
+from specpipe.machine.gpus import gpus_here
 from specpipe.machine.own_json import read_object, reason
-from specpipe.machine.provenance import gpus
 from specpipe.roles import Role
 from specpipe.runtimes.engine_fit import installed, refusal, release
 from specpipe.runtimes.launch import Launch, LaunchMode
@@ -57,7 +57,7 @@ class EngineFacts:
 class Here:
     """What would run the engines; None where this machine does not say.
 
-    compute_capabilities  of each GPU, in the order of nvidia-smi
+    compute_capabilities  of each GPU, as nvidia-smi counts them
     """
 
     tensorrt_llm: str | None
@@ -75,11 +75,11 @@ class Use:
 
 
 def facts_here() -> Here:
-    """Asks the installed distributions and nvidia-smi."""
+    """Asks the installed distributions and the driver."""
     return Here(
         tensorrt_llm=installed("tensorrt_llm"),
         tensorrt=installed("tensorrt"),
-        compute_capabilities=tuple(gpu["compute_cap"] for gpu in gpus()),
+        compute_capabilities=tuple(gpu.compute_capability for gpu in gpus_here()),
     )
 
 

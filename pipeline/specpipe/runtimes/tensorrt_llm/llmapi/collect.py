@@ -19,14 +19,15 @@ from specpipe.checkpoints.row_jobs import in_threads
 from specpipe.checkpoints.weight_values import check_finite, in_tensor
 from specpipe.errors import SpecpipeError
 from specpipe.roles import Role
-from specpipe.runtimes.plan import EngineStages, checkpoint_dir
+from specpipe.runtimes.plan import EngineStages
 from specpipe.runtimes.repository_layout import link_file
 from specpipe.runtimes.tensorrt_llm.llmapi import refusals
 from specpipe.stage import PlannedStage, StageInputs
 from specpipe.text.files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
-    from specpipe.runtimes.plan import PairPlan, Side
+    from specpipe.runtimes.plan import Side
+    from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 
 @dataclass(frozen=True)
@@ -88,5 +89,5 @@ def _stages(pair: PairPlan, side: Side) -> EngineStages:
         return EngineStages(reads="huggingface")
     stage = CollectCheckpoint(side.role, side.folder, side.limits)
     return EngineStages(
-        reads="folder", stages=(PlannedStage(stage, checkpoint_dir(side), side.fetch),)
+        reads="folder", stages=(PlannedStage(stage, side.artifacts.checkpoint, side.fetch),)
     )

@@ -10,7 +10,8 @@ from specpipe.checkpoints.formats import FORMATS
 from specpipe.config.faults import Fault, without_effect
 from specpipe.config.tensorrt_llm import BuildFlags, TensorRTLLMConfig
 from specpipe.errors import EngineBuildError
-from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities, sm_of
+from specpipe.machine.gpus import sm_of
+from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities
 from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import FORMATS_READ, spelling
 
 if TYPE_CHECKING:

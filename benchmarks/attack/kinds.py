@@ -1,4 +1,4 @@
-"""The hostile kinds of benchmarks/attack.py by name, in which order they come, and who sends them.
+"""The hostile kinds of benchmarks.attack by name, in which order they come, and who sends them.
 
 A process of its own sends them, so that the time that it takes to write 5 MB is no wait of a
 well-behaved client.
@@ -14,15 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from benchmarks import attack_admin, attack_inner, attack_sizes, attack_values, attack_wire
-from benchmarks.attack_kind import Kind
-from benchmarks.attack_send import TIMEOUT_S, Outcome, Reply, Target
+from benchmarks.attack import admin, inner, sizes, values, wire
+from benchmarks.attack.kind import Kind
+from benchmarks.attack.send import TIMEOUT_S, Outcome, Reply, Target
 from specpipe.errors import ServerError
 
 KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for module in (attack_sizes, attack_values, attack_inner, attack_wire, attack_admin)
-    for kind in module.KINDS
+    kind.name: kind for module in (sizes, values, inner, wire, admin) for kind in module.KINDS
 }
 """By name; those with `is_hole` are known to kill tritonserver 2.51 itself."""
 
@@ -82,7 +80,7 @@ class Attack:
         sent, faults = self._ours.recv()
         self._process.join(TIMEOUT_S)
         if faults:
-            raise ServerError(f"benchmarks/attack.py itself failed: {faults[0]}")
+            raise ServerError(f"benchmarks.attack itself failed: {faults[0]}")
         return list(sent)
 
     def kill(self) -> None:

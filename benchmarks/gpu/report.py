@@ -1,6 +1,6 @@
-"""The tables and the drawing of what gpu.py measured.
+"""The tables and the drawing of what benchmarks.gpu measured.
 
-    python -m benchmarks.gpu_report gpu-7b.json gpu-32b.json --peers peers.jsonl --plot gpu.png
+    python -m benchmarks.gpu.report gpu-7b.json gpu-32b.json --peers peers.jsonl --plot gpu.png
 
 It needs neither a GPU nor torch. Several runs must be of one machine, and have different pairs.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_goals import SMALL, UNMEASURED, Goal, Run, goals, measured, target_of
+from benchmarks.gpu.goals import SMALL, UNMEASURED, Goal, Run, goals, measured, target_of
 
 
 def report(run: Run) -> str:
@@ -232,9 +232,11 @@ def merged(runs: Sequence[Run]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="what gpu.py wrote to --out")
+    parser.add_argument("runs", nargs="+", type=Path, help="what benchmarks.gpu wrote to --out")
     parser.add_argument("--peers", type=Path, help="what peers.py printed")
     parser.add_argument("--plot", type=Path, help="a PNG file for a drawing of the steps")
     arguments = parser.parse_args(argv)

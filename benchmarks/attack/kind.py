@@ -1,4 +1,4 @@
-"""What a hostile kind of benchmarks/attack.py is."""
+"""What a hostile kind of benchmarks.attack is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.attack_send import Reply, Target
+from benchmarks.attack.send import Reply, Target
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What benchmarks/attack.py measured, and its goals beside the figures."""
+"""What benchmarks.attack measured, and its goals beside the figures."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.attack_faults import Fault
-from benchmarks.attack_kinds import KINDS, Hostile
-from benchmarks.attack_load import Answered
+from benchmarks.attack.faults import Fault
+from benchmarks.attack.kinds import KINDS, Hostile
+from benchmarks.attack.load import Answered
 
 MAX_NOTICED_S = 10.0
 MAX_DISHONEST_S = 10.0
 MAX_DELAY_S = 2.0
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _TELLTALE = {
     "a traceback": re.compile(r"Traceback|\.py\", line|File \"|\.py\(\d+\)|/\d/model\.py"),
     "a path": re.compile(rf"{re.escape(str(ROOT))}|/site-packages|/dev/shm|/tmp/|/usr/lib|/opt/"),

@@ -1,12 +1,12 @@
-"""The tables of what benchmarks/attack.py measured, the goals last."""
+"""The tables of what benchmarks.attack measured, the goals last."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from benchmarks.attack_faults import Fault
-from benchmarks.attack_goals import (
+from benchmarks.attack.faults import Fault
+from benchmarks.attack.goals import (
     MAX_DELAY_S,
     Goal,
     Phase,
@@ -14,9 +14,9 @@ from benchmarks.attack_goals import (
     goals,
     is_let_through,
 )
-from benchmarks.attack_kinds import Hostile
-from benchmarks.attack_load import Answered
-from benchmarks.attack_send import Outcome
+from benchmarks.attack.kinds import Hostile
+from benchmarks.attack.load import Answered
+from benchmarks.attack.send import Outcome
 
 _SHARES = {"median": 0.5, "p99": 0.99, "longest": 1.0}
 

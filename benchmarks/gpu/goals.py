@@ -1,6 +1,6 @@
-"""What follows from the times that gpu.py measures: floors, predictions, and the goals.
+"""What follows from the times that benchmarks.gpu measures: floors, predictions, and the goals.
 
-Times are seconds; a run is the JSON that gpu.py writes.
+Times are seconds; a run is the JSON that benchmarks.gpu writes.
 """
 
 from __future__ import annotations

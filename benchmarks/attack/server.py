@@ -1,4 +1,4 @@
-"""The served pair that benchmarks/attack.py attacks: `specpipe serve` as a user starts it.
+"""The served pair that benchmarks.attack attacks: `specpipe serve` as a user starts it.
 
 It runs as a child, launcher included, so that its restarts are part of what is measured.
 """
@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import IO
 
-from benchmarks.attack_send import Target
+from benchmarks.attack.send import Target
 from specpipe.errors import ServerError
 from specpipe.triton.server import processes
 

@@ -35,13 +35,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks import attack_faults, attack_load
-from benchmarks.attack_faults import Fault
-from benchmarks.attack_goals import Phase, Run, goals
-from benchmarks.attack_kinds import KINDS, Attack, Hostile, default_names
-from benchmarks.attack_load import Load, Question
-from benchmarks.attack_report import report
-from benchmarks.attack_server import Served
+from benchmarks.attack.faults import Fault, commit, order
+from benchmarks.attack.goals import Phase, Run, goals
+from benchmarks.attack.kinds import KINDS, Attack, Hostile, default_names
+from benchmarks.attack.load import Load, Question, questions, right_answers
+from benchmarks.attack.report import report
+from benchmarks.attack.server import Served
 from benchmarks.measure import QUICKSTART
 from specpipe.errors import SpecpipeError
 
@@ -65,8 +64,8 @@ class Session:
         try:
             start_s = self._served.start()
             _say(f"ready after {start_s:.1f} s; asking each question alone")
-            self._asked = attack_load.questions(arguments.seed)
-            self._expected = attack_load.right_answers(self._served, self._asked)
+            self._asked = questions(arguments.seed)
+            self._expected = right_answers(self._served, self._asked)
             phases = [self._phase("load"), self._phase("attack", hostile=True)]
             if not arguments.kinds:
                 phases.append(self._phase("faults", faults=True, start_s=start_s))
@@ -118,12 +117,12 @@ class Session:
 
     def _commit_faults(self, deadline: float, start_s: float) -> list[Fault]:
         committed: list[Fault] = []
-        for process, how in attack_faults.order(self._arguments.seed):
+        for process, how in order(self._arguments.seed):
             if committed and time.monotonic() > deadline:
                 break
             time.sleep(2.0)  # so that the load is back at work
             _say(f"{process} is {how}")
-            fault = attack_faults.commit(self._served, process, how, _MAX_FAULT_S + start_s)
+            fault = commit(self._served, process, how, _MAX_FAULT_S + start_s)
             if fault.served_s is None:
                 _say(f"no service again after {fault.ended_s - fault.started_s:.0f} s")
                 self._revive(is_broken=True)
@@ -163,7 +162,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.attack",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, default=QUICKSTART)
     parser.add_argument("--minutes", type=float, default=4.0, help="of all phases; default: 4")

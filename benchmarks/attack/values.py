@@ -1,4 +1,4 @@
-"""Hostile kinds of benchmarks/attack.py: wrong values, types, shapes, texts and ids."""
+"""Hostile kinds of benchmarks.attack: wrong values, types, shapes, texts and ids."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.attack_kind import Kind
-from benchmarks.attack_send import (
+from benchmarks.attack.kind import Kind
+from benchmarks.attack.send import (
     Reply,
     Target,
     Tensor,

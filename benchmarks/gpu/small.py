@@ -1,4 +1,4 @@
-"""The small pair of gpu.py as it is: fused engines and their rounds against plain engines."""
+"""The small pair of benchmarks.gpu as it is: fused engines and rounds against plain ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_models import FusedModel, Source, plain_engine
-from benchmarks.gpu_pair import ONE_K, LoadedPair, Settings
-from benchmarks.gpu_timing import answer, compare, request
+from benchmarks.gpu.models import FusedModel, Source, plain_engine
+from benchmarks.gpu.pair import ONE_K, LoadedPair, Settings
+from benchmarks.gpu.timing import answer, compare, request
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.text.tokenizer import Tokenizer

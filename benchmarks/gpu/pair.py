@@ -1,4 +1,4 @@
-"""What gpu.py measures on one inflated pair, part by part."""
+"""What benchmarks.gpu measures on one inflated pair, part by part."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_goals import kv_bytes, steps_speedup
-from benchmarks.gpu_models import FusedModel, Source
-from benchmarks.gpu_timing import (
+from benchmarks.gpu.goals import kv_bytes, steps_speedup
+from benchmarks.gpu.models import FusedModel, Source
+from benchmarks.gpu.timing import (
     Answer,
     Clock,
     answer,

@@ -1,4 +1,4 @@
-"""How gpu.py takes times: of copies, steps, rounds and answers, and how busy the GPU is."""
+"""How benchmarks.gpu takes times: of copies, steps, rounds and answers, and how busy the GPU is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_goals import covered
+from benchmarks.gpu.goals import covered
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.fused.decoder import Rows

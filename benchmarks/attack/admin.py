@@ -1,4 +1,4 @@
-"""Hostile kinds of benchmarks/attack.py: what only the operator of a Triton may call.
+"""Hostile kinds of benchmarks.attack: what only the operator of a Triton may call.
 
 Each is sent without the key of this start. A call counts as refused when the door itself refuses
 it: 403 over HTTP, `This protocol is restricted` over gRPC. Whatever else comes back, an error
@@ -16,8 +16,8 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from benchmarks.attack_kind import Kind
-from benchmarks.attack_send import Reply, Target, call, post
+from benchmarks.attack.kind import Kind
+from benchmarks.attack.send import Reply, Target, call, post
 
 _HTTP: dict[str, tuple[str, str, Any]] = {
     "memory-status": ("GET", "/v2/systemsharedmemory/status", None),

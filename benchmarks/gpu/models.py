@@ -1,4 +1,4 @@
-"""Models for gpu.py: a small checkpoint, inflated in a GPU's memory, as engines that run it."""
+"""Models for benchmarks.gpu: a small checkpoint, inflated in a GPU's memory, as its engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_tensors import FP8, engine_tensors, fp8_tensors
+from benchmarks.gpu.tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_config, inflated_tensors, num_parameters, open_source
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.unified_config import UnifiedConfig

@@ -22,7 +22,7 @@ fp8       a step of the target with its linears in FP8, against bfloat16
 Answers go through the pair that Triton serves, and their times have the prefill in them. Where
 peers.py reads the same --prompts (source_prompts.py), --peers takes its lines in. A part that fails
 is told and does not stop the others; the exit status is 1 then. Tables go to stdout, progress to
-stderr, all figures to --out after each part; gpu_report.py makes the tables again, also of several
+stderr, all figures to --out after each part; report.py makes the tables again, also of several
 runs, where one pair is to be measured otherwise than another.
 """
 
@@ -42,16 +42,16 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.gpu_models import Source
-from benchmarks.gpu_pair import PairBenchmark, Settings, free_memory
-from benchmarks.gpu_report import draw, report
-from benchmarks.gpu_small import small
-from benchmarks.gpu_timing import Clock, bytes_per_second
+from benchmarks.gpu.models import Source
+from benchmarks.gpu.pair import PairBenchmark, Settings, free_memory
+from benchmarks.gpu.report import draw, report
+from benchmarks.gpu.small import small
+from benchmarks.gpu.timing import Clock, bytes_per_second
 from benchmarks.inflate import size_of
 from benchmarks.source_prompts import source_prompts
 from specpipe.text.tokenizer import Tokenizer
 
-_MODELS = Path(__file__).parents[1] / "models" / "python-code"
+_MODELS = Path(__file__).parents[2] / "models" / "python-code"
 _PARTS = (
     "small",
     "steps",
@@ -102,7 +102,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         return [int(number) for number in text.split(",")]
 
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--draft", type=Path, default=_MODELS / "draft", help="the small one")
     parser.add_argument("--target", type=Path, default=_MODELS / "target", help="the small one")

@@ -1,4 +1,4 @@
-"""The well-behaved streams of benchmarks/attack.py, and what becomes of each of their requests.
+"""The well-behaved streams of benchmarks.attack, and what becomes of each of their requests.
 
 Every answer is compared with the one that the idle server gave beforehand to the same question,
 asked alone and without draft tokens. An answer that its client broke off must be the beginning of
@@ -21,8 +21,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks.attack_send import infer_request, number, strings, stub
-from benchmarks.attack_server import Served
+from benchmarks.attack.send import infer_request, number, strings, stub
+from benchmarks.attack.server import Served
 from benchmarks.measure import PROMPTS, read_prompts
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.triton.client import Client

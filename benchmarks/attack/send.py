@@ -1,4 +1,4 @@
-"""How benchmarks/attack.py sends what no honest client would: raw HTTP, raw gRPC, raw sockets.
+"""How benchmarks.attack sends what no honest client would: raw HTTP, raw gRPC, raw sockets.
 
 Nothing here checks what it sends. Every call ends within TIMEOUT_S and says what came of it.
 """

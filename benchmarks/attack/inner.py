@@ -1,4 +1,4 @@
-"""Hostile kinds of benchmarks/attack.py: requests to the models behind the ensemble.
+"""Hostile kinds of benchmarks.attack: requests to the models behind the ensemble.
 
 Nobody but the ensemble has business with them. An answer that gave a client what another client's
 request is run with would be a door; `preprocessing` is called directly for that reason too.
@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
-from benchmarks.attack_kind import Kind
-from benchmarks.attack_send import (
+from benchmarks.attack.kind import Kind
+from benchmarks.attack.send import (
     TIMEOUT_S,
     Reply,
     Target,

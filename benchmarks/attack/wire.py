@@ -1,4 +1,4 @@
-"""Hostile kinds of benchmarks/attack.py: connections and bytes that are no whole request.
+"""Hostile kinds of benchmarks.attack: connections and bytes that are no whole request.
 
 The last three kinds kill tritonserver 2.51 by itself, in its own HTTP server (fixed upstream in
 25.07), and are sent only with --holes.
@@ -17,8 +17,8 @@ from typing import Any
 
 import grpc
 
-from benchmarks.attack_kind import Kind
-from benchmarks.attack_send import (
+from benchmarks.attack.kind import Kind
+from benchmarks.attack.send import (
     TIMEOUT_S,
     Reply,
     Target,

@@ -1,4 +1,4 @@
-"""Process faults of benchmarks/attack.py: one process killed or stopped, and what is seen of it.
+"""Process faults of benchmarks.attack: one process killed or stopped, and what is seen of it.
 
 A fault lasts from the signal until a request that was sent after it was noticed has its answer:
 where a model has several processes, others may go on answering before that. Meanwhile the server's
@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.attack_load import TIMEOUT_S
-from benchmarks.attack_send import Target
-from benchmarks.attack_server import STUBS, TRITON, Served
+from benchmarks.attack.load import TIMEOUT_S
+from benchmarks.attack.send import Target
+from benchmarks.attack.server import STUBS, TRITON, Served
 
 _POLL_S = 0.25
 _PROBE_S = 0.5

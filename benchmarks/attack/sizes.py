@@ -1,4 +1,4 @@
-"""Hostile kinds of benchmarks/attack.py: more bytes, words, messages or names than anybody needs.
+"""Hostile kinds of benchmarks.attack: more bytes, words, messages or names than anybody needs.
 
 Bodies stay below the 6 MiB that kill tritonserver 2.51's own HTTP server.
 """
@@ -9,8 +9,8 @@ import json
 import random
 from typing import Any
 
-from benchmarks.attack_kind import Kind
-from benchmarks.attack_send import (
+from benchmarks.attack.kind import Kind
+from benchmarks.attack.send import (
     Reply,
     Target,
     generate,
