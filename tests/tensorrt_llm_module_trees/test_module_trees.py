@@ -157,26 +157,7 @@ def in_spite_of_refusal(case: Case, checkpoint: Path) -> Convert | Quantize:
     return Quantize("target", checkpoint, None, scheme, **split)
 
 
-def is_built_although_it_does_not_fit(case: Case) -> bool:
-    """What the table found: norms of Gemma 2, and what was not refused or not excluded."""
-    is_weight_only = case.format in ("int8_wo", "int4_wo")
-    if case.format == "fp8_pc_pt" and {"exclude", "quantize_lm_head"} & case.scheme.keys():
-        return False
-    is_excluded_by_module = case.scheme.get("exclude") == ["*.mlp.proj"]
-    return (
-        "gemma2" in case.model
-        or case.is_known_to_misfit
-        or (is_weight_only and is_excluded_by_module)
-    )
-
-
-def marked(case: Case) -> Any:
-    if not is_built_although_it_does_not_fit(case):
-        return case
-    return pytest.param(case, marks=pytest.mark.xfail(strict=True))
-
-
-@pytest.mark.parametrize("case", [marked(case) for case in cases()], ids=str)
+@pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_a_checkpoint_fits_or_is_refused(case: Case, toys: Toys, tmp_path: Path) -> None:
     model = toys.model(case)
     try:
