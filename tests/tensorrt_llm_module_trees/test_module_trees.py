@@ -16,6 +16,7 @@ import yaml
 from specpipe.build.load import load_config
 from specpipe.build.planning import plan
 from specpipe.build.stages.convert import Convert
+from specpipe.build.stages.export import export
 from specpipe.build.stages.quantize import Quantize
 from specpipe.config.sections import QuantizationConfig
 from specpipe.errors import SpecpipeError
@@ -143,10 +144,9 @@ def planned(case: Case, checkpoint: Path, folder: Path) -> Convert | Quantize:
     }
     path = folder / "pair.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    stages = {made.name: made.stage for made in plan(load_config(path))}
-    stage = stages["target/quantize" if case.scheme else "target/convert"]
-    assert isinstance(stage, Convert | Quantize)
-    return stage
+    stages = [made.stage for made in plan(load_config(path))]
+    made = [stage for stage in stages if isinstance(stage, Convert | Quantize)]
+    return next(stage for stage in made if stage.role == "target")
 
 
 def in_spite_of_refusal(case: Case, checkpoint: Path) -> Convert | Quantize:
@@ -174,6 +174,27 @@ def test_a_checkpoint_fits_or_is_refused(case: Case, toys: Toys, tmp_path: Path)
     found = faults(out)
     assert bool(found) == is_refused, found
     assert is_refused == case.is_known_to_misfit
+
+
+@pytest.mark.parametrize("model", ["llama with biases", "phi3", "gemma2"])
+@pytest.mark.parametrize("format", ["fp8", "fp8_pc_pt", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4"])
+def test_a_checkpoint_that_others_quantized_fits_or_is_refused(
+    model: str, format: str, toys: Toys, tmp_path: Path
+) -> None:
+    ours = Case(model, {"format": format})
+    scheme = QuantizationConfig.model_validate(ours.scheme)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    export(toys.model(ours), toys.scales(ours), theirs, scheme)
+    case = replace(ours, scheme={}, tp_size=2)
+    if ours.is_known_to_misfit:
+        with pytest.raises(SpecpipeError, match="does not go with"):
+            planned(case, theirs, tmp_path)
+        return
+    out = tmp_path / "checkpoint"
+    out.mkdir()
+    planned(case, theirs, tmp_path).run(out)
+    assert faults(out) == []
 
 
 def test_every_row_of_the_table_has_its_source() -> None:
