@@ -324,6 +324,11 @@ LLM = "engine.tensorrt_llm"
             " of which TensorRT-LLM has no head; format 'fp8' has one",
         ),
         (
+            ["draft.quantization={format: int4_wo, quantize_lm_head: true}"],
+            "draft.quantization.quantize_lm_head is true: expected false with format 'int4_wo',"
+            " of which TensorRT-LLM has no head; format 'fp8' has one",
+        ),
+        (
             ["target.tp_size=2", f"{LLM}.target_gpu_ids=[0]"],
             f"{LLM}.target_gpu_ids is [0]: expected 2 GPUs, one for each rank of target.tp_size"
             " times target.pp_size",
@@ -525,7 +530,7 @@ FORMAT_SETTINGS = (
     "{format: int8_sq, kv_cache: fp8}",
     "{format: int4_awq, awq_block_size: 32}",
     "{format: w4a8_awq, awq_block_size: 64, kv_cache: fp8}",
-    "{format: int8_wo}",
+    "{format: int8_wo, quantize_lm_head: true}",
     "{format: int4_wo, calibration: {num_samples: 16}}",  # on them the cost is measured
     "{format: nvfp4, export: true}",
 )

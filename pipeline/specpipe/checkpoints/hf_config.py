@@ -70,25 +70,32 @@ def context_length(
     rotary_scaling: Mapping[str, Any] | None,
     limits: FileLimits = FILE_LIMITS,
 ) -> int:
-    """Positions that a model is made for, from what `rope` returns.
-
-    Linear and dynamic scaling stretch `max_position_embeddings`, as trtllm-build counts it. With
-    llama3 and longrope that number is the stretched one already; with yarn it may be either, and
-    what tells is the original length.
-    """
-    length: float = max_position_embeddings
-    kind = rotary_scaling["rope_type"] if rotary_scaling else None
-    if rotary_scaling and kind in ("linear", "dynamic"):
-        length = max_position_embeddings * rotary_scaling["factor"]
-    elif rotary_scaling and kind == "yarn":
-        stretched = rotary_scaling["original_max_position_embeddings"] * rotary_scaling["factor"]
-        length = max(max_position_embeddings, stretched)
+    """Positions that a model is made for, from what `rope` returns."""
+    length = stretched_length(max_position_embeddings, rotary_scaling)
     if length > limits.max_context_length:
         raise CheckpointError(
             f"config.json: rope stretches the context to {length:.6g} positions, expected at most "
             f"{limits.max_context_length} (serving.limits.max_context_length)"
         )
     return int(length)
+
+
+def stretched_length(
+    max_position_embeddings: int, rotary_scaling: Mapping[str, Any] | None
+) -> float:
+    """Returns the positions that rope reaches, however many that are.
+
+    Linear and dynamic scaling stretch `max_position_embeddings`, as trtllm-build counts it. With
+    llama3 and longrope that number is the stretched one already; with yarn it may be either, and
+    what tells is the original length.
+    """
+    kind = rotary_scaling["rope_type"] if rotary_scaling else None
+    if rotary_scaling and kind in ("linear", "dynamic"):
+        return float(max_position_embeddings * rotary_scaling["factor"])
+    if rotary_scaling and kind == "yarn":
+        stretched = rotary_scaling["original_max_position_embeddings"] * rotary_scaling["factor"]
+        return float(max(max_position_embeddings, stretched))
+    return max_position_embeddings
 
 
 def positions(config: Mapping[str, Any], limits: FileLimits) -> int:

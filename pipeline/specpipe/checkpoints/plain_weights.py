@@ -24,9 +24,10 @@ from specpipe.checkpoints.families import EMBEDDING, HEAD, IGNORED_SUFFIXES
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.rules import Part
+from specpipe.checkpoints.trtllm_build import fit_trtllm_build
 from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.checkpoints.unified_layout import part_shape, source_rows, tensor_rules
-from specpipe.checkpoints.weight_values import in_tensor, rounded, to_float32
+from specpipe.checkpoints.weight_values import from_float32, in_tensor, rounded, to_float32
 from specpipe.errors import CheckpointError
 
 
@@ -45,9 +46,8 @@ class PlainWeights:
     def rows(self, part: Part, layer: int | None, start: int, stop: int) -> Iterator[RawArray]:
         """Yields rows of a plain part in `stored_dtype`, as `write_unified` asks for them."""
         first = source_rows(self.config, part)[1] + start
-        dtype = self.config.plain_dtype
         for block in self.blocks(part.source.format(n=layer), first, stop - start):
-            yield _one_plus(block, dtype) if part.one_plus else block
+            yield self._one_plus(block) if part.one_plus else block
 
     def blocks(self, name: str, start: int, count: int) -> Iterator[RawArray]:
         """Yields rows of a Hugging Face tensor in the dtype of config.json.
@@ -65,9 +65,22 @@ class PlainWeights:
             yield rounded(block, info.dtype, dtype, place, cure=cure)
             row += len(block)
 
+    def _one_plus(self, block: RawArray) -> RawArray:
+        """Returns 1 + a tensor as transformers computes it, in float32; rounds that once, if ever.
+
+        What a dtype holds, it holds with 1 added.
+        """
+        total = np.float32(1) + to_float32(block, self.config.plain_dtype)
+        return from_float32(total, self.config.one_plus_dtype)
+
 
 def open_weights(
-    checkpoint: Path, *, tp_size: int = 1, pp_size: int = 1, limits: FileLimits = FILE_LIMITS
+    checkpoint: Path,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    limits: FileLimits = FILE_LIMITS,
+    for_trtllm_build: bool = False,
 ) -> PlainWeights:
     """Opens a plain Hugging Face folder; refuses all that can be refused without its weights.
 
@@ -75,7 +88,7 @@ def open_weights(
     """
     source = open_checkpoint(checkpoint, limits=limits)
     config = config_of(source, source.config, tp_size=tp_size, pp_size=pp_size, limits=limits)
-    return match_weights(source, config)
+    return match_weights(source, fit_trtllm_build(config) if for_trtllm_build else config)
 
 
 def config_of(
@@ -187,8 +200,3 @@ def _check_tied(source: HFCheckpoint, tensors: Mapping[str, TensorInfo]) -> None
             f"{source.folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from "
             f"{EMBEDDING}; set it to false if the head was trained, else delete the tensor"
         )
-
-
-def _one_plus(raw: RawArray, dtype: str) -> RawArray:
-    """Returns 1 + a tensor in float32, as transformers computes it."""
-    return (np.float32(1) + to_float32(raw, dtype)).view(np.uint32)

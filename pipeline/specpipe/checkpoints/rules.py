@@ -30,7 +30,8 @@ class Part:
     source    the name of the Hugging Face tensor, with `{n}` for the layer
     shape     the unified config's sizes by name; "1", or one divided: "hidden/2", "hidden/block"
     before    sizes of the rows that the source has before those of the part, `after` likewise
-    one_plus  1 + the source, in float32: bfloat16 would lose the last bits of the source
+    one_plus  1 + the source, in float32: bfloat16 would lose the last bits of the source, which
+              only trtllm-build asks for
     content   what of a linear it is; all of one linear have its weight's source
     """
 

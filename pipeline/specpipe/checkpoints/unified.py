@@ -187,7 +187,7 @@ class UnifiedCheckpoint:
         return self._tensors[name].rule.dtype
 
     def keeps_float32(self, name: str) -> bool:
-        """Says whether a tensor is stored in float32 whatever the checkpoint's dtype is."""
+        """Says whether a tensor is computed with in float32 whatever an engine's dtype is."""
         return self._tensors[name].rule.parts[0].one_plus
 
     def tensor(self, name: str) -> RawTensor:

@@ -4,7 +4,8 @@ It is what `trtllm-build` reads, plain or quantized; every part of the pipeline 
 type. Fields have the names of the file and stand in its order, so that `plain` gives it back. Keys
 that TensorRT-LLM does not know become attributes of its config and do no harm, but not inside
 `quantization`, where late versions refuse them. Beside TensorRT-LLM's own there are
-`attn_dense_bias`, `sliding_window`, `layer_types` and Gemma's `embedding_multiplier`.
+`attn_dense_bias`, `sliding_window`, `layer_types` and Gemma's `embedding_multiplier` and
+`rounds_norms`.
 
 Sources: TensorRT-LLM, docs/source/architecture/checkpoint.md, models/modeling_utils.py
 (PretrainedConfig, QuantConfig, QuantAlgo), models/{llama,qwen,phi3,gemma}/config.py,
@@ -106,6 +107,11 @@ class UnifiedConfig(Section):
     def plain_dtype(self) -> str:
         """The dtype of weights that are not quantized, as safetensors spells it."""
         return DTYPES[self.dtype]
+
+    @property
+    def one_plus_dtype(self) -> str:
+        """The dtype of norms that are stored as 1 + a weight, likewise."""
+        return "F32"
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -225,6 +231,11 @@ class Gemma2Config(UnifiedConfig):
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
     embedding_multiplier: float
+    rounds_norms: bool = False  # for trtllm-build (trtllm_build.py)
+
+    @property
+    def one_plus_dtype(self) -> str:
+        return self.plain_dtype if self.rounds_norms else "F32"
 
     @property
     def has_branch_norms(self) -> bool:

@@ -95,7 +95,7 @@ def source_rows(config: UnifiedConfig, part: Part) -> tuple[int, int]:
 def stored_dtype(config: UnifiedConfig, rule: TensorRule) -> str:
     """Returns the dtype of a unified tensor, as safetensors spells it."""
     if rule.parts[0].one_plus:
-        return "F32"
+        return config.one_plus_dtype
     return rule.dtype or config.plain_dtype
 
 

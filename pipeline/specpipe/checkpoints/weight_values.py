@@ -57,7 +57,7 @@ def rounded(block: RawArray, dtype: str, wanted: str, name: Name, *, cure: str) 
     if dtype == wanted:
         return block
     values = to_float32(block, dtype)
-    made = _from_float32(values, wanted)
+    made = from_float32(values, wanted)
     index = _first_not_finite(made, wanted)
     if index is not None:
         raise CheckpointError(
@@ -78,7 +78,7 @@ def to_float32(raw: RawArray, dtype: str) -> npt.NDArray[np.float32]:
     return (raw.astype(np.uint32) << 16).view(np.float32)
 
 
-def _from_float32(values: npt.NDArray[np.float32], dtype: str) -> RawArray:
+def from_float32(values: npt.NDArray[np.float32], dtype: str) -> RawArray:
     """Rounds finite numbers; what is beyond the dtype becomes infinite."""
     if dtype == "F32":
         return values.view(np.uint32)

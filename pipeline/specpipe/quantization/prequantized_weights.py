@@ -23,6 +23,7 @@ from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import PlainWeights, config_of, match_weights
 from specpipe.checkpoints.quantized_rules import is_linear
 from specpipe.checkpoints.rules import Part
+from specpipe.checkpoints.trtllm_build import fit_trtllm_build
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.checkpoints.unified_layout import part_shape, source_rows, tensor_rules
 from specpipe.errors import CheckpointError
@@ -134,6 +135,7 @@ def open_prequantized(
     tp_size: int = 1,
     pp_size: int = 1,
     limits: FileLimits = FILE_LIMITS,
+    for_trtllm_build: bool = False,
 ) -> PrequantizedWeights:
     """Opens a quantized folder; refuses all that can be refused before its weights are read.
 
@@ -143,6 +145,8 @@ def open_prequantized(
     plain = config_of(source, found.hf_config, tp_size=tp_size, pp_size=pp_size, limits=limits)
     excluded = _plain_linears(source, plain, found)
     config = plain.quantized(found.quantization(excluded))
+    if for_trtllm_build:
+        config = fit_trtllm_build(config)
     check_sizes(config, cure=f"lower tp_size, or {CURE}")
     make = ScaledLinear if found.layout == "scaled" else PackedLinear
     linears: dict[str, StoredLinear] = {}

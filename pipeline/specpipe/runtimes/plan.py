@@ -49,14 +49,16 @@ class Side:
 class EngineStages:
     """How one engine comes to be.
 
-    reads   what it is made of: the unified checkpoint in `artifacts.checkpoint`; the quantized
-            weights in Hugging Face's layout in `artifacts.huggingface`; the checkpoint's folder as
-            it is
-    stages  from there to the engine, which is the artifact of the last one; none: what is read is
-            the engine already
+    reads               what it is made of: the unified checkpoint in `artifacts.checkpoint`; the
+                        quantized weights in Hugging Face's layout in `artifacts.huggingface`; the
+                        checkpoint's folder as it is
+    is_by_trtllm_build  whether the unified checkpoint is for `trtllm-build` to read
+    stages              from there to the engine, which is the artifact of the last one; none: what
+                        is read is the engine already
     """
 
     reads: Literal["unified", "huggingface", "folder"] = "unified"
+    is_by_trtllm_build: bool = False
     stages: tuple[PlannedStage, ...] = ()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from specpipe.build.stages.convert import convert
@@ -159,6 +160,21 @@ def test_norms_that_are_one_plus_a_weight_stay_in_float32(dtype: str, tmp_path: 
     stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
     assert {name for name in dtypes if "norm" in name} == norms | {"norm.weight"}
     assert dtypes == {name: "F32" if "norm" in name else stored for name in dtypes}
+
+
+def test_norms_that_trtllm_build_has_rounded_are_computed_with_as_they_are(tmp_path: Path) -> None:
+    folder = write_toy_checkpoint(tmp_path / "hf", "gemma2", tie_word_embeddings=True)
+    norms = {}
+    for name in ("exact", "rounded"):
+        checkpoint = tmp_path / name / "checkpoint"
+        checkpoint.mkdir(parents=True)
+        convert(folder, checkpoint, for_trtllm_build=name == "rounded")
+        engine = build_engine(folder, tmp_path / name, dtype="bfloat16")
+        with safe_open(engine / "model.safetensors", framework="pt") as file:
+            assert file.get_slice("norm.weight").get_dtype() == "F32"
+            norms[name] = file.get_tensor("norm.weight")
+    assert torch.equal(norms["rounded"], norms["exact"].bfloat16().float())
+    assert not torch.equal(norms["rounded"], norms["exact"])
 
 
 def test_linear_scaling_stretches_the_context(tmp_path: Path) -> None:

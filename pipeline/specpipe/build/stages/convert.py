@@ -17,13 +17,17 @@ from specpipe.stage import StageInputs
 
 @dataclass(frozen=True)
 class Convert:
-    """Converts one Hugging Face folder to TensorRT-LLM's checkpoint format, split for TP and PP."""
+    """Converts one Hugging Face folder to TensorRT-LLM's checkpoint format, split for TP and PP.
+
+    for_trtllm_build  whether its builder needs something in the checkpoint to be otherwise
+    """
 
     role: Role  # for messages only
     checkpoint: Path
     tp_size: int = 1
     pp_size: int = 1
     limits: FileLimits = FILE_LIMITS
+    for_trtllm_build: bool = False
 
     @property
     def name(self) -> str:
@@ -32,7 +36,11 @@ class Convert:
     def inputs(self) -> StageInputs:
         return StageInputs(
             files=checkpoint_files(self.checkpoint),
-            settings={"tp_size": self.tp_size, "pp_size": self.pp_size},
+            settings={
+                "tp_size": self.tp_size,
+                "pp_size": self.pp_size,
+                **({"for_trtllm_build": True} if self.for_trtllm_build else {}),
+            },
         )
 
     def run(self, out: Path) -> None:
@@ -43,6 +51,7 @@ class Convert:
                 tp_size=self.tp_size,
                 pp_size=self.pp_size,
                 limits=self.limits,
+                for_trtllm_build=self.for_trtllm_build,
             )
         except SpecpipeError as exc:
             raise type(exc)(f"{self.role}: {exc}") from exc
@@ -55,6 +64,7 @@ def convert(
     tp_size: int = 1,
     pp_size: int = 1,
     limits: FileLimits = FILE_LIMITS,
+    for_trtllm_build: bool = False,
 ) -> None:
     """Writes the unified checkpoint of a Hugging Face folder into the empty folder `out`.
 
@@ -63,10 +73,23 @@ def convert(
     """
     found = read_prequantized(checkpoint, limits)
     if found is None:
-        plain = open_weights(checkpoint, tp_size=tp_size, pp_size=pp_size, limits=limits)
+        plain = open_weights(
+            checkpoint,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            limits=limits,
+            for_trtllm_build=for_trtllm_build,
+        )
         write_unified(out, plain.config, plain.rows)
         return
     from specpipe.quantization.prequantized_weights import open_prequantized  # imports torch
 
-    weights = open_prequantized(checkpoint, found, tp_size=tp_size, pp_size=pp_size, limits=limits)
+    weights = open_prequantized(
+        checkpoint,
+        found,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        limits=limits,
+        for_trtllm_build=for_trtllm_build,
+    )
     write_unified(out, weights.config, weights.rows)

@@ -8,6 +8,7 @@ from pathlib import Path
 from specpipe.checkpoints.checkpoint import checkpoint_files
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
+from specpipe.checkpoints.trtllm_build import fit_trtllm_build
 from specpipe.checkpoints.unified import write_unified
 from specpipe.config.sections import QuantizationConfig
 from specpipe.errors import SpecpipeError
@@ -21,7 +22,8 @@ from specpipe.stage import StageInputs
 class Quantize:
     """Quantizes the linears of one checkpoint; embeddings, norms and biases keep their dtype.
 
-    scales  the folder that calibration made; None for a format that needs no data
+    scales            the folder that calibration made; None for a format that needs no data
+    for_trtllm_build  whether its builder needs something in the checkpoint to be otherwise
     """
 
     role: Role  # for messages only
@@ -31,6 +33,7 @@ class Quantize:
     tp_size: int = 1
     pp_size: int = 1
     limits: FileLimits = FILE_LIMITS
+    for_trtllm_build: bool = False
 
     @property
     def name(self) -> str:
@@ -44,6 +47,7 @@ class Quantize:
                 "tp_size": self.tp_size,
                 "pp_size": self.pp_size,
                 **self.scheme.model_dump(mode="json", exclude={"calibration", "export"}),
+                **({"for_trtllm_build": True} if self.for_trtllm_build else {}),
             },
             libraries=("torch",),
         )
@@ -58,6 +62,7 @@ class Quantize:
                 tp_size=self.tp_size,
                 pp_size=self.pp_size,
                 limits=self.limits,
+                for_trtllm_build=self.for_trtllm_build,
             )
         except SpecpipeError as exc:
             raise type(exc)(f"{self.role}: {exc}") from exc
@@ -72,6 +77,7 @@ def quantize(
     tp_size: int = 1,
     pp_size: int = 1,
     limits: FileLimits = FILE_LIMITS,
+    for_trtllm_build: bool = False,
 ) -> None:
     """Writes the quantized unified checkpoint of a Hugging Face folder into the empty `out`.
 
@@ -80,7 +86,15 @@ def quantize(
     """
     from specpipe.quantization.weights import QuantizedWeights  # imports torch
 
-    plain = open_weights(checkpoint, tp_size=tp_size, pp_size=pp_size, limits=limits)
+    plain = open_weights(
+        checkpoint,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        limits=limits,
+        for_trtllm_build=for_trtllm_build,
+    )
     config = quantized_config(plain.config, scheme)
+    if for_trtllm_build:
+        config = fit_trtllm_build(config)
     weights = QuantizedWeights(plain, config, read_scales(scales, config))
     write_unified(out, config, weights.rows)

@@ -16,6 +16,7 @@ from specpipe.runtimes.tensorrt_llm import capabilities
 from specpipe.runtimes.tensorrt_llm.engines import refusals
 from tests.fake_nvml import Device, be
 from tests.runtimes.tensorrt_llm import plans
+from tests.toy import toy_config
 
 
 def refused(folder: Path, **changes: Any) -> list[str]:
@@ -141,6 +142,75 @@ def test_fusion_that_the_builder_would_switch_off(tmp_path: Path) -> None:
         "engine.tensorrt_llm.build.reduce_fusion has no effect with MistralForCausalLM; set it to"
         " false"
     ]
+
+
+def test_norms_are_fused_with_quantization_in_one_model_and_format(tmp_path: Path) -> None:
+    flags = {"build": {"norm_quant_fusion": True}}
+
+    def lines(format: str | None, target: dict[str, Any] = plans.LLAMA_70B) -> list[str]:
+        scheme = {} if format is None else {"quantization": {"format": format}}
+        return refused(tmp_path, tensorrt_llm=flags, target=target, target_checkpoint=scheme)
+
+    begin = "engine.tensorrt_llm.build.norm_quant_fusion has no effect with"
+    assert lines("nvfp4") == []
+    assert lines("fp8") == [f"{begin} format 'fp8', only with 'nvfp4'; set it to false"]
+    assert lines(None) == [f"{begin} plain weights, only with 'nvfp4'; set it to false"]
+    assert lines("nvfp4", plans.MISTRAL_7B) == [f"{begin} MistralForCausalLM; set it to false"]
+
+
+def toy(family: str, **overrides: Any) -> dict[str, Any]:
+    """A toy of one vocabulary with the plan's drafts, and no window."""
+    if family == "gemma2":
+        overrides["sliding_window"] = None
+    return toy_config(family, vocab_size=128256, **overrides)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "lost"),
+    [
+        (toy("qwen3"), "the norms of queries and keys"),
+        (toy("gemma2"), "the scale and cap of attention scores"),
+        (
+            toy("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=128),
+            "longrope",
+        ),
+        (toy("phi3"), None),
+        (toy("qwen2"), None),
+        (toy("mistral"), None),
+    ],
+)
+def test_attention_of_fp8_pc_pt_leaves_out_what_some_models_need(
+    tmp_path: Path, model: dict[str, Any], lost: str | None
+) -> None:
+    scheme = {"quantization": {"format": "fp8_pc_pt"}}
+    lines = refused(tmp_path, target=model, target_checkpoint=scheme, **on("9.0"))
+    assert lines == (
+        []
+        if lost is None
+        else [
+            f"target.quantization.format 'fp8_pc_pt' does not go with {model['architectures'][0]}:"
+            f" TensorRT-LLM's attention of this format leaves out {lost}; formats that go with it:"
+            " fp8, int8_sq, int4_awq, w4a8_awq, int8_wo, int4_wo; or leave quantization out"
+        ]
+    )
+
+
+def test_a_format_that_does_not_go_either_is_not_offered(tmp_path: Path) -> None:
+    scheme = {"quantization": {"format": "int8_wo"}}
+    (line,) = refused(tmp_path, target=toy("qwen3"), target_checkpoint=scheme, **on("9.0"))
+    assert line.endswith("formats that need none: fp8, int8_sq; or leave quantization out")
+
+
+def test_phi3_has_no_pipeline_stages(tmp_path: Path) -> None:
+    assert refused(tmp_path, target=toy("phi3"), target_checkpoint={"pp_size": 2}) == [
+        "target.pp_size 2 does not go with Phi3ForCausalLM, which TensorRT-LLM does not divide into"
+        " pipeline stages: set it to 1, and split by target.tp_size"
+    ]
+    assert refused(tmp_path, target=toy("phi3"), target_checkpoint={"tp_size": 2}) == []
 
 
 NARROW = plans.LLAMA_1B | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}

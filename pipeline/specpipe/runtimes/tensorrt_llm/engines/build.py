@@ -67,7 +67,7 @@ def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> Engin
         compute_capability=compute_capability,
     )
     engine = PlannedStage(build, side.artifacts.engine, require=require, commands=build.commands)
-    return EngineStages(stages=(engine,))
+    return EngineStages(is_by_trtllm_build=True, stages=(engine,))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ config.json. Where it comes to another answer than the checkpoint, the build fai
 or does not and computes nonsense.
 
 Sources: TensorRT-LLM, quantization/quantize.py (quantize_layers: names are those within a pipeline
-stage), quantization/layers.py (sizes that are filled up), models/modeling_utils.py (fuse_gate_mlp);
-read as of 1.x, and not run.
+stage), quantization/layers.py (sizes that are filled up; Fp8RowwiseAttention),
+models/modeling_utils.py (fuse_gate_mlp); read as of 1.x, and not run. What these make of every
+family and format is a table in tests/tensorrt_llm_module_trees.
 """
 
 from __future__ import annotations
@@ -53,10 +54,36 @@ def weight_faults(side: Side, flags: BuildFlags, sm: int | None) -> Iterator[str
             f"{side.role}: its checkpoint has {name} weights and an FP8 KV cache, with which the "
             f"builder switches off paged context FMHA, which drafting needs; {instead(side)}"
         )
+    yield from _attention_faults(side, name, sm)
     yield from _size_faults(side, name, sm)
     yield from _layer_faults(side)
     if flags.use_fused_mlp:
         yield from _fused_mlp_faults(side, name)
+
+
+def _attention_faults(side: Side, name: str, sm: int | None) -> Iterator[str]:
+    lost = _lost_in_rowwise(side.unified)
+    if name == "fp8_pc_pt" and lost is not None:
+        yield (
+            f"{what_is_quantized(side, name)} does not go with {side.unified.architecture}: "
+            f"TensorRT-LLM's attention of this format leaves out {lost}; formats that go with it: "
+            f"{', '.join(_formats_for(side, sm))}; or {instead(side)}"
+        )
+
+
+def _lost_in_rowwise(config: UnifiedConfig) -> str | None:
+    """Names what the attention of fp8_pc_pt, a class of its own, leaves out of a model."""
+    if config.qk_layernorm:
+        return "the norms of queries and keys"
+    if config.attention_scale is not None:
+        return "the scale and cap of attention scores"
+    return "longrope" if config.position_embedding_type == "long_rope" else None
+
+
+def _formats_for(side: Side, sm: int | None) -> list[str]:
+    """Returns the formats that run on a GPU and leave nothing out of a side's model."""
+    loses = _lost_in_rowwise(side.unified) is not None
+    return [other for other in formats_on(sm) if not (loses and other == "fp8_pc_pt")]
 
 
 def _size_faults(side: Side, name: str, sm: int | None) -> Iterator[str]:
@@ -74,7 +101,7 @@ def _size_faults(side: Side, name: str, sm: int | None) -> Iterator[str]:
                 unfit.append(f"{module} has {size} {what}")
     if unfit:
         more = f", and {len(unfit) - 1} more do not fit either" if len(unfit) > 1 else ""
-        others = [other for other in formats_on(sm) if other not in _MULTIPLES]
+        others = [other for other in _formats_for(side, sm) if other not in _MULTIPLES]
         yield (
             f"{what_is_quantized(side, name)} needs multiples of {multiple} in TensorRT-LLM, but "
             f"{unfit[0]}{more}; formats that need none: {', '.join(others)}; or {instead(side)}"

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _BLOCK_SIZES = {"int4_awq": (64, 128), "w4a8_awq": (128,)}
 """Weights that may share a scale, by format."""
 
+_WITHOUT_HEAD = ("fp8_pc_pt", "int8_wo", "int4_wo")
+"""Formats of which TensorRT-LLM has no head: in weight-only ones the module would be replaced, but
+its tensor stays plain (models/convert_utils.py, weight_only_quantize_dict)."""
+
 _BUILD = "engine.tensorrt_llm.build"
 
 
@@ -81,6 +85,7 @@ def check_plan(pair: PairPlan, capabilities: Mapping[Role, str | None]) -> None:
         if known is not None:
             faults += _gpu_faults(side, flags, known)
         faults += _dtype_faults(side)
+        faults += _stage_faults(side)
         faults += weight_faults(side, flags, None if known is None else sm_of(known))
         faults += _fusion_faults(side, flags)
     if faults:
@@ -158,7 +163,7 @@ def _scheme_faults(key: str, scheme: QuantizationConfig) -> Iterator[Fault]:
             f"nothing with format '{name}', which TensorRT-LLM gives to whole attention and MLP "
             "modules; format 'fp8' leaves out single linears",
         )
-    if name == "fp8_pc_pt" and scheme.quantize_lm_head:
+    if name in _WITHOUT_HEAD and scheme.quantize_lm_head:
         yield Fault(
             f"{key}.quantize_lm_head",
             True,
@@ -222,6 +227,16 @@ def _dtype_faults(side: Side) -> Iterator[str]:
         yield fault
 
 
+def _stage_faults(side: Side) -> Iterator[str]:
+    """Phi-3 has its embedding, last norm and head on every rank (models/phi3/model.py)."""
+    architecture, pp_size = side.unified.architecture, side.checkpoint.pp_size
+    if architecture == "Phi3ForCausalLM" and pp_size > 1:
+        yield (
+            f"{side.role}.pp_size {pp_size} does not go with {architecture}, which TensorRT-LLM "
+            f"does not divide into pipeline stages: set it to 1, and split by {side.role}.tp_size"
+        )
+
+
 def _fusion_faults(side: Side, flags: BuildFlags) -> Iterator[str]:
     """What the builder would switch off in the target with only a warning.
 
@@ -233,6 +248,16 @@ def _fusion_faults(side: Side, flags: BuildFlags) -> Iterator[str]:
             yield f"{_BUILD}.reduce_fusion has no effect with target.tp_size 1; set it to false"
         elif architecture not in ("LlamaForCausalLM", "Gemma2ForCausalLM"):
             yield f"{_BUILD}.reduce_fusion has no effect with {architecture}; set it to false"
+    if side.role == "target" and flags.norm_quant_fusion:
+        name = side.unified.format
+        if architecture != "LlamaForCausalLM":
+            yield f"{_BUILD}.norm_quant_fusion has no effect with {architecture}; set it to false"
+        elif name != "nvfp4":
+            what = "plain weights" if name is None else f"format '{name}'"
+            yield (
+                f"{_BUILD}.norm_quant_fusion has no effect with {what}, only with 'nvfp4'; set it "
+                "to false"
+            )
 
 
 def _vocab_faults(pair: PairPlan) -> Iterator[str]:
