@@ -15,9 +15,6 @@ from specpipe.checkpoints.unified_layout import (
 )
 from specpipe.checkpoints.unified_sections import ParallelMapping
 
-_BUILT_BITS = {"int8_wo": 8, "int4_wo": 4}
-"""Of the formats that are stored plain and quantized while an engine is built."""
-
 
 def weights_bytes(config: UnifiedConfig) -> int:
     """Returns the bytes of a whole model's weights, scales included.
@@ -38,12 +35,12 @@ def tensor_bytes(
 ) -> int:
     """Returns the bytes of a unified tensor on one of `tp_size` ranks."""
     elements = sum(_elements(config, part, tp_size) for part in rule.parts)
-    name = config.format
+    row = config.quantization.row
     module, _, kind = rule.name.format(n=layer).rpartition(".")
-    if name in _BUILT_BITS and kind == "weight" and is_quantized(config, module):
+    if row is not None and not row.is_stored and kind == "weight" and is_quantized(config, module):
         outputs = elements // _rank_inputs(config, rule.parts[0], tp_size)
         scales = outputs * ELEMENT_BYTES[config.plain_dtype]
-        return elements * _BUILT_BITS[name] // 8 + scales
+        return elements * row.bits // 8 + scales
     return elements * ELEMENT_BYTES[stored_dtype(config, rule)]
 
 

@@ -41,7 +41,7 @@ from specpipe.checkpoints.checkpoint import (
     num_elements,
 )
 from specpipe.checkpoints.families import HEAD
-from specpipe.checkpoints.formats import FORMATS, Content, Format, Scale
+from specpipe.checkpoints.formats import Content, Format, Scale
 from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.row_jobs import JOB_BYTES, in_threads
 from specpipe.checkpoints.unified_layout import tensor_rules
@@ -65,8 +65,6 @@ _SHARD_BYTES = 5_000_000_000  # as transformers cuts
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 """Whose layout it is; SGLang looks for the name."""
-
-_FUSES_PREQUANT = ("int4_awq", "w4a8_awq")
 
 
 def write_huggingface(out: Path, weights: QuantizedWeights, hf_config: Mapping[str, Any]) -> None:
@@ -193,7 +191,6 @@ def _linear(
     without_prequant  linears that have it in the norm before them
     """
     module = weights.modules[name]
-    made = FORMATS[weights.format]
     rows, columns = weights.plain.tensors[name].shape
     prefix = name.removesuffix("weight")
 
@@ -201,11 +198,11 @@ def _linear(
         for block in weights.of_rows(name, content, start * rows_each, stop * rows_each):
             yield raw(block)
 
-    dtype, shape, rows_each = _quantized(made, rows, columns)
+    dtype, shape, rows_each = _quantized(weights.format, rows, columns)
     yield _Tensor(name, dtype, shape, partial(of_rows, "quantized", rows_each))
-    for scale in made.scales:
+    for scale in weights.format.scales:
         full_name = prefix + SUFFIXES[scale.content]
-        if not weights.is_shared(scale.content):
+        if not scale.is_shared:
             of_row = () if scale.axes == "out" else (columns // weights.block_size,)
             dtype = _scale_dtype(weights, scale)
             yield _Tensor(full_name, dtype, (rows, *of_row), partial(of_rows, scale.content, 1))
@@ -256,7 +253,7 @@ class _FusedNorm:
 
 def _fused_norms(weights: QuantizedWeights) -> Iterator[_FusedNorm]:
     """Yields the norms whose linears are quantized and have one prequant."""
-    if weights.format not in _FUSES_PREQUANT:
+    if not weights.format.is_awq:
         return
     config = weights.config
     quantized = set(weights.modules.values())
@@ -293,7 +290,7 @@ def _quantization(weights: QuantizedWeights) -> dict[str, Any]:
     }
     if ours.block_size is not None:
         quantization["group_size"] = ours.block_size
-    if weights.format in _FUSES_PREQUANT:
+    if weights.format.is_awq:
         quantization |= {"has_zero_point": False, "pre_quant_scale": True}
     linears = {
         part.source.format(n=layer)

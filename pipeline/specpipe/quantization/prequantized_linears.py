@@ -117,7 +117,8 @@ class ScaledLinear:
                 yield _tensor(block, info.dtype)
                 first += len(block)
             return
-        scale = next(scale for scale in self._made.scales if scale.content == content)
+        scale = self._made.scale(content)
+        assert scale is not None, content
         if num_elements(info.shape) == 1:  # per_channel_scale of a weight that has one for all
             yield one_number(self._source, name).expand(stop - start)
             return
@@ -178,7 +179,7 @@ class PackedLinear:
         elif content == "zero":
             yield (8 - self._zeros(start, stop)) * self._scales(start, stop).float()
         else:
-            if self._found.format == "int4_awq":
+            if FORMATS[self._found.format].scale("zero") is None:
                 self._check_zeros(start, stop)
             step = max(8, _CHUNK_BYTES // self._num_columns // 8 * 8)
             for row in range(start, stop, step):

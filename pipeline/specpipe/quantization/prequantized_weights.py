@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specpipe.checkpoints.checkpoint import HFCheckpoint, RawArray, open_checkpoint, some
-from specpipe.checkpoints.formats import FORMATS, Content, Scale
+from specpipe.checkpoints.formats import FORMATS, Scale
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import PlainWeights, config_of, match_weights
 from specpipe.checkpoints.quantized_rules import is_linear
@@ -91,8 +91,8 @@ class PrequantizedWeights:
             yield raw(self.kv_scales[layer])
             return
         source = part.source.format(n=layer)
-        scale = next((s for s in FORMATS[self.format].scales if s.content == part.content), None)
-        if scale is not None and scale.axes in ("one", "in"):
+        scale = FORMATS[self.format].scale(part.content)
+        if scale is not None and scale.is_shared:
             yield raw(self._shared(self._modules[source], scale)[start:stop])
             return
         plain = self._plain_parts[part.source, part.before]
@@ -117,14 +117,14 @@ class PrequantizedWeights:
 
     def _rounds_again(self, source: str) -> Callable[[Tensor], Tensor] | None:
         """Returns what brings fp8 numbers to the scale of all parts; None where they have it."""
-        if self.format != "fp8":
+        scale = FORMATS[self.format].scale("weights_scaling_factor")
+        if scale is None or not scale.is_shared:
             return None
-        content: Content = "weights_scaling_factor"
-        mine = self.linears[source].shared(content)
-        common = self._shared(self._modules[source], Scale(content, "one"))
+        mine = self.linears[source].shared(scale.content)
+        common = self._shared(self._modules[source], scale)
         if torch.equal(mine, common):
             return None
-        return lambda rows: numbers.quantize_fp8(numbers.dequantize_fp8(rows, mine), common)
+        return lambda rows: numbers.quantize_fp8(numbers.dequantize_rows(rows, mine), common)
 
 
 def open_prequantized(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specpipe.checkpoints.checkpoint import RawArray, num_elements
-from specpipe.checkpoints.formats import E2M1_MAX, E4M3_MAX, FORMATS, Content
+from specpipe.checkpoints.formats import E4M3_MAX, INT8_MAX, Content, Format
 from specpipe.checkpoints.plain_weights import PlainWeights
 from specpipe.checkpoints.rules import Part
 from specpipe.checkpoints.unified_config import UnifiedConfig
@@ -24,20 +24,12 @@ from specpipe.checkpoints.unified_layout import part_shape, source_rows
 from specpipe.errors import CheckpointError
 from specpipe.quantization import numbers
 from specpipe.quantization.quantized_config import plain_parts, quantized_linears
-from specpipe.quantization.scales import Measured, Scales
+from specpipe.quantization.scales import Scales
 
 _CHUNK_BYTES = 1 << 20  # of plain weights that are rounded at a time; their floats stay in a cache
 
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-_GREATEST_ACTIVATION = {
-    "fp8": E4M3_MAX,
-    "w4a8_awq": E4M3_MAX,
-    "int8_sq": numbers.INT8_MAX,
-    "nvfp4": E2M1_MAX * E4M3_MAX,
-}
-"""What the greatest activation becomes when it is divided by activation_scaling_factor."""
 
 _TOLERANCE = 1.01
 """Weights may exceed what calibration measured by this; it may have read them in another dtype."""
@@ -55,10 +47,10 @@ class QuantizedWeights:
     scales: Scales
 
     @cached_property
-    def format(self) -> str:
-        name = self.config.format
-        assert name is not None
-        return name
+    def format(self) -> Format:
+        row = self.config.quantization.row
+        assert row is not None
+        return row
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -112,31 +104,23 @@ class QuantizedWeights:
 
     def is_shared(self, content: Content) -> bool:
         """Says whether all rows of a linear share a scale: it is [1] or [in]."""
-        return any(
-            scale.content == content and scale.axes in ("one", "in")
-            for scale in FORMATS[self.format].scales
-        )
+        scale = self.format.scale(content)
+        return scale is not None and scale.is_shared
 
     def shared(self, module: str, content: Content) -> Tensor:
         """Returns a scale that all rows of a linear share, in the dtype that it is stored in."""
-        if content == "prequant_scaling_factor":
-            stored = torch.from_numpy(self.scales(module, "prequant")).to(self.dtype)
-            if not bool((stored.isfinite() & (stored > 0)).all()):
-                raise CheckpointError(
-                    f"{module} has a prequant_scaling_factor that {self.config.dtype} cannot "
-                    "hold; set dtype to bfloat16 in config.json"
-                )
-            return stored
-        measured: Measured
-        if content == "activation_scaling_factor":
-            measured, greatest = "input_amax", _GREATEST_ACTIVATION[self.format]
-        elif content == "weights_scaling_factor":  # fp8
-            measured, greatest = "weight_amax", E4M3_MAX
-        elif self.format == "nvfp4":
-            measured, greatest = "weight_amax", E2M1_MAX * E4M3_MAX
-        else:  # w4a8_awq
-            measured, greatest = "weight_amax_2", E4M3_MAX
-        return torch.from_numpy(self.scales(module, measured) / np.float32(greatest))
+        scale = self.format.scale(content)
+        assert scale is not None and scale.measured is not None, content
+        values = torch.from_numpy(self.scales(module, scale.measured) / np.float32(scale.greatest))
+        if scale.dtype is not None:
+            return values
+        stored = values.to(self.dtype)
+        if not bool((stored.isfinite() & (stored > 0)).all()):
+            raise CheckpointError(
+                f"{module} has a {content} that {self.config.dtype} cannot hold; set dtype to "
+                "bfloat16 in config.json"
+            )
+        return stored
 
     def of_rows(self, source: str, content: Content, start: int, stop: int) -> Iterator[Tensor]:
         """Yields what is made of some rows of a Hugging Face weight, an even number at a time.
@@ -147,7 +131,7 @@ class QuantizedWeights:
         num_columns = self.plain.tensors[source].shape[1]
         step = max(2, _CHUNK_BYTES // (num_columns * self.dtype.itemsize) // 2 * 2)
         prequant = None
-        if any(scale.axes == "in" for scale in FORMATS[self.format].scales):
+        if self.format.has_prequant:
             prequant = self.shared(module, "prequant_scaling_factor").float()
         for row in range(start, stop, step):
             values = self.read(source, row, min(step, stop - row))
@@ -181,15 +165,16 @@ class QuantizedWeights:
     def _round(self, module: str, content: Content, rows: Tensor) -> Tensor:
         """Returns the quantized rows, or their scales; prequant has been divided out."""
         is_scale = content != "quantized"
-        if self.format == "fp8":
+        kind = self.format.weights
+        if kind == "e4m3" and self.is_shared("weights_scaling_factor"):
             return numbers.quantize_fp8(rows, self.shared(module, "weights_scaling_factor"))
-        if self.format == "fp8_pc_pt":
+        if kind == "e4m3":
             scales = numbers.row_scales(rows, E4M3_MAX)
             return scales if is_scale else numbers.quantize_fp8(rows, scales)
-        if self.format == "int8_sq":
-            scales = numbers.row_scales(rows, numbers.INT8_MAX)
+        if kind == "int8":
+            scales = numbers.row_scales(rows, INT8_MAX)
             return scales if is_scale else numbers.quantize_int8(rows, scales)
-        if self.format == "nvfp4":
+        if kind == "e2m1":
             scale_2 = self.shared(module, "weights_scaling_factor_2")
             scales = numbers.nvfp4_block_scales(rows, scale_2)
             return scales if is_scale else numbers.quantize_nvfp4(rows, scales, scale_2)

@@ -22,6 +22,7 @@ from specpipe.config.tensorrt_llm import BuildFlags
 from specpipe.config.tensorrt_llm_versions import version_number
 from specpipe.errors import EngineBuildError
 from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities, sm_of
+from specpipe.runtimes.tensorrt_llm.formats import FORMATS_READ
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -56,11 +57,6 @@ class Spelling:
 
 
 _TEMPERATURE_TOP_K_TOP_P = frozenset({"temperature", "top_k", "top_p"})
-
-FORMATS_READ = ("fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "nvfp4")
-"""What is read of the formats that specpipe writes in Hugging Face's layout. Source: TensorRT-LLM,
-tensorrt_llm/_torch/modules/linear.py (get_quant_method), of 1.1 or later; for 1.0 it was not
-seen."""
 
 SPELLINGS = {
     # tensorrt_llm/llmapi/llm_args.py: DecodingBaseConfig.from_dict looks `DraftTarget` up, fields

@@ -96,7 +96,8 @@ class BuildTorchEngine:
                 f"{self.role}: kv_cache_quant_algo {kv_cache} is not supported by runtime 'torch'; "
                 "supported: FP8, or none"
             )
-        if quantization.has_zero_point and config.format != "int4_gptq":
+        row = quantization.row
+        if quantization.has_zero_point and (row is None or row.scale("zero") is None):
             raise EngineBuildError(
                 f"{self.role}: has_zero_point true is not supported with quant_algo "
                 f"{quantization.quant_algo}; such weights are W4A16_GPTQ in a unified checkpoint"
