@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from specpipe.checkpoints.checkpoint import ELEMENT_BYTES, num_elements
+import math
+
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
 from specpipe.checkpoints.families import HEAD
 from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
 from specpipe.checkpoints.rules import Part, TensorRule
@@ -58,7 +60,7 @@ def kv_cache_bytes_per_token(
 
 def _elements(config: UnifiedConfig, part: Part, tp_size: int) -> int:
     """Numbers of a part that one rank holds."""
-    elements = num_elements(part_shape(config, part))
+    elements = math.prod(part_shape(config, part))
     if part.split == "none":
         return elements
     ranks = min(tp_size, config.num_key_value_heads) if part.split == "kv_heads" else tp_size

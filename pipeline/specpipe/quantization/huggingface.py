@@ -21,6 +21,7 @@ it nowhere else (TensorRT-LLM, _torch/modules/linear.py); here the fused linears
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,7 +39,6 @@ from specpipe.checkpoints.checkpoint import (
     QUANT_CONFIG_NAME,
     RawArray,
     create_safetensors,
-    num_elements,
 )
 from specpipe.checkpoints.families import HEAD
 from specpipe.checkpoints.formats import Content, Format, Scale
@@ -46,7 +46,8 @@ from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.row_jobs import JOB_BYTES, in_threads
 from specpipe.checkpoints.unified_layout import tensor_rules
 from specpipe.quantization.quantized_config import check_export
-from specpipe.quantization.weights import QuantizedWeights, raw
+from specpipe.quantization.tensors import as_raw
+from specpipe.quantization.weights import QuantizedWeights
 
 SUFFIXES: Mapping[Content, str] = {
     "quantized": "weight",
@@ -127,7 +128,7 @@ class _Tensor:
 
     @property
     def num_bytes(self) -> int:
-        return num_elements(self.shape) * ELEMENT_BYTES[self.dtype]
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class _Job:
 
 def _jobs(tensor: _Tensor) -> Iterator[_Job]:
     rows, *columns = tensor.shape or (1,)
-    step = max(1, JOB_BYTES // (num_elements(columns) * ELEMENT_BYTES[tensor.dtype]))
+    step = max(1, JOB_BYTES // (math.prod(columns) * ELEMENT_BYTES[tensor.dtype]))
     for start in range(0, rows, step):
         yield _Job(tensor, start, min(start + step, rows))
 
@@ -196,7 +197,7 @@ def _linear(
 
     def of_rows(content: Content, rows_each: int, start: int, stop: int) -> Iterator[RawArray]:
         for block in weights.of_rows(name, content, start * rows_each, stop * rows_each):
-            yield raw(block)
+            yield as_raw(block)
 
     dtype, shape, rows_each = _quantized(weights.format, rows, columns)
     yield _Tensor(name, dtype, shape, partial(of_rows, "quantized", rows_each))
@@ -232,7 +233,7 @@ def _whole(name: str, dtype: str, shape: tuple[int, ...], tensor: Tensor) -> _Te
     """Returns a tensor that is small enough to be there before it is asked for."""
 
     def rows(start: int, stop: int) -> Iterator[RawArray]:
-        yield raw(tensor[start:stop])
+        yield as_raw(tensor[start:stop])
 
     return _Tensor(name, dtype, shape, rows)
 
@@ -278,7 +279,7 @@ def _fused_rows(
     weight = weights.read(norm.name, start, stop - start)
     factor = norm.prequant[start:stop].float()
     product = (weight + 1) * factor - 1 if norm.one_plus else weight * factor
-    yield raw(product.to(weights.dtype))
+    yield as_raw(product.to(weights.dtype))
 
 
 def _quantization(weights: QuantizedWeights) -> dict[str, Any]:

@@ -34,14 +34,13 @@ from specpipe.quantization.prequantized_linears import (
     ScaledLinear,
     StoredLinear,
     one_number,
-    read_small,
 )
 from specpipe.quantization.quantized_config import (
     check_sizes,
     plain_parts,
     quantized_linears,
 )
-from specpipe.quantization.weights import raw
+from specpipe.quantization.tensors import as_raw, read_small
 
 _KV_SCALES = (
     KV_SCALES,
@@ -88,12 +87,12 @@ class PrequantizedWeights:
             return
         if part.content == "kv_cache_scaling_factor":
             assert layer is not None
-            yield raw(self.kv_scales[layer])
+            yield as_raw(self.kv_scales[layer])
             return
         source = part.source.format(n=layer)
         scale = FORMATS[self.format].scale(part.content)
         if scale is not None and scale.is_shared:
-            yield raw(self._shared(self._modules[source], scale)[start:stop])
+            yield as_raw(self._shared(self._modules[source], scale)[start:stop])
             return
         plain = self._plain_parts[part.source, part.before]
         rows_each = part_shape(self.config, plain)[0] // part_shape(self.config, part)[0]
@@ -101,7 +100,7 @@ class PrequantizedWeights:
         start, stop = first + start * rows_each, first + stop * rows_each
         again = self._rounds_again(source) if part.content == "quantized" else None
         for made in self.linears[source].rows(part.content, start, stop):
-            yield raw(made if again is None else again(made))
+            yield as_raw(made if again is None else again(made))
 
     def _shared(self, module: str, scale: Scale) -> Tensor:
         """Returns a scale that the parts of a fused linear share: the greatest, or the only one."""

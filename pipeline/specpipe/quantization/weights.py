@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.checkpoint import RawArray, num_elements
+from specpipe.checkpoints.checkpoint import RawArray
 from specpipe.checkpoints.formats import E4M3_MAX, INT8_MAX, Content, Format
 from specpipe.checkpoints.plain_weights import PlainWeights
 from specpipe.checkpoints.rules import Part
@@ -25,11 +25,9 @@ from specpipe.errors import CheckpointError
 from specpipe.quantization import numbers
 from specpipe.quantization.quantized_config import plain_parts, quantized_linears
 from specpipe.quantization.scales import Scales
+from specpipe.quantization.tensors import TORCH_DTYPES, as_raw, as_tensor
 
 _CHUNK_BYTES = 1 << 20  # of plain weights that are rounded at a time; their floats stay in a cache
-
-_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 _TOLERANCE = 1.01
 """Weights may exceed what calibration measured by this; it may have read them in another dtype."""
@@ -55,7 +53,7 @@ class QuantizedWeights:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The checkpoint's own, of the scales that have no other."""
-        return _TORCH[self.config.dtype]
+        return TORCH_DTYPES[self.config.plain_dtype]
 
     @cached_property
     def block_size(self) -> int:
@@ -84,11 +82,11 @@ class QuantizedWeights:
             return
         source = part.source.format(n=layer)
         if part.content == "kv_cache_scaling_factor":
-            yield raw(self.kv_cache_scale(source))
+            yield as_raw(self.kv_cache_scale(source))
             return
         module = self.modules[source]
         if self.is_shared(part.content):
-            yield raw(self.shared(module, part.content)[start:stop])
+            yield as_raw(self.shared(module, part.content)[start:stop])
             return
         plain = self._plain_parts[part.source, part.before]
         rows_each = part_shape(self.config, plain)[0] // part_shape(self.config, part)[0]
@@ -96,7 +94,7 @@ class QuantizedWeights:
         for made in self.of_rows(
             source, part.content, first + start * rows_each, first + stop * rows_each
         ):
-            yield raw(made)
+            yield as_raw(made)
 
     def kv_cache_scale(self, attention: str) -> Tensor:
         """Returns the scale [1] of a layer's keys and values."""
@@ -145,8 +143,7 @@ class QuantizedWeights:
         values = torch.empty((count, *self.plain.tensors[source].shape[1:]), dtype=torch.float32)
         row = 0
         for block in self.plain.blocks(source, start, count):
-            signed = block.view(block.dtype.str.replace("u", "i"))
-            values[row : row + len(block)] = torch.from_numpy(signed).view(self.dtype)
+            values[row : row + len(block)] = as_tensor(block, self.config.plain_dtype)
             row += len(block)
         return values
 
@@ -185,12 +182,3 @@ class QuantizedWeights:
                 "to bfloat16 in config.json"
             )
         return scales if is_scale else numbers.quantize_int4(rows, scales)
-
-
-def raw(tensor: Tensor) -> RawArray:
-    """Returns a tensor's elements as unsigned integers of their width."""
-    itemsize = tensor.dtype.itemsize
-    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[itemsize]
-    array: RawArray = tensor.contiguous().view(signed).numpy().view(_UNSIGNED[itemsize])
-    assert array.size == num_elements(tensor.shape)
-    return array

@@ -18,16 +18,9 @@ from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.unified import UnifiedCheckpoint
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.quantization import numbers
+from specpipe.quantization.tensors import as_tensor
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
 
-_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
 _ROWS = 1024  # that are dequantized at a time; an even number, as two of int4 share their bytes
 
 Tensors = Mapping[Content, Tensor]
@@ -135,8 +128,7 @@ class QuantizedSource:
     def read(self, name: str) -> Tensor:
         """Reads a tensor as it is."""
         raw = self.checkpoint.tensor(name)
-        bits = torch.from_numpy(raw.data.view(raw.data.dtype.str.replace("u", "i")))
-        return bits.view(_DTYPES[raw.dtype])
+        return as_tensor(raw.data, raw.dtype)
 
     def _size(self, module: str) -> tuple[int, int]:
         rows, columns = self.checkpoint.shape(f"{module}.weight")
