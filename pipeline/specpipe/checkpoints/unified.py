@@ -7,7 +7,6 @@ them whole tensors again, whatever the split was. Which tensors: unified_layout.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +45,7 @@ from specpipe.checkpoints.unified_layout import (
 )
 from specpipe.checkpoints.weight_values import rounded
 from specpipe.errors import CheckpointError, SpecpipeError
+from specpipe.machine.own_json import write_object
 
 Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
 """Yields the rows of a part and a layer, from one row up to another, in blocks."""
@@ -88,7 +88,7 @@ def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
         ]
         in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
     # Last, so that a folder with a config.json has all its weights.
-    (out / CONFIG_NAME).write_text(json.dumps(config.plain(), indent=2) + "\n", encoding="utf-8")
+    write_object(out / CONFIG_NAME, config.plain())
 
 
 def _rank_tensors(config: UnifiedConfig) -> list[dict[str, tuple[str, tuple[int, ...]]]]:

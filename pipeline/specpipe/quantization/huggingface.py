@@ -20,7 +20,6 @@ it nowhere else (TensorRT-LLM, _torch/modules/linear.py); here the fused linears
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -45,6 +44,7 @@ from specpipe.checkpoints.formats import Content, Format, Scale
 from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.row_jobs import JOB_BYTES, in_threads
 from specpipe.checkpoints.unified_layout import tensor_rules
+from specpipe.machine.own_json import write_object
 from specpipe.quantization.quantized_config import check_export
 from specpipe.quantization.tensors import as_raw
 from specpipe.quantization.weights import QuantizedWeights
@@ -106,15 +106,17 @@ def write_huggingface(out: Path, weights: QuantizedWeights, hf_config: Mapping[s
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
         }
         total = sum(tensor.num_bytes for shard in shards for tensor in shard)
-        _write_json(out / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_object(
+            out / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
     quantization = _quantization(weights)
-    _write_json(out / QUANT_CONFIG_NAME, {"producer": _PRODUCER, "quantization": quantization})
+    write_object(out / QUANT_CONFIG_NAME, {"producer": _PRODUCER, "quantization": quantization})
     config = dict(hf_config)
     if not (config.get("dtype") or config.get("torch_dtype")):
         config["dtype"] = weights.config.dtype
     if is_quantized(weights.config, "lm_head"):
         config["tie_word_embeddings"] = False  # the embedding stays plain
-    _write_json(out / CONFIG_NAME, {**config, "quantization_config": _as_section(quantization)})
+    write_object(out / CONFIG_NAME, {**config, "quantization_config": _as_section(quantization)})
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def _tensors(weights: QuantizedWeights) -> Iterator[_Tensor]:
             yield _Tensor(name, dtype, info.shape, partial(_plain_rows, weights, name))
     if weights.config.quantization.kv_cache_quant_algo is not None:
         for layer in range(weights.config.num_hidden_layers):
-            scale = weights.kv_cache_scale(f"transformer.layers.{layer}.attention")
+            scale = weights.kv_cache_scale(layer)
             for name in KV_SCALES:
                 yield _whole(f"model.layers.{layer}.{name}", "F32", (), scale)
 
@@ -317,7 +319,3 @@ def _as_section(quantization: Mapping[str, Any]) -> dict[str, Any]:
     if quantization["kv_cache_quant_algo"] is not None:
         section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     return {**section, "producer": _PRODUCER, "quant_method": "modelopt"}
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

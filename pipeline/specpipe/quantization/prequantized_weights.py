@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.checkpoint import HFCheckpoint, RawArray, open_checkpoint, some
-from specpipe.checkpoints.formats import FORMATS, Scale
+from specpipe.checkpoints.checkpoint import HFCheckpoint, open_checkpoint, some
+from specpipe.checkpoints.formats import Content
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
-from specpipe.checkpoints.plain_weights import PlainWeights, config_of, match_weights
+from specpipe.checkpoints.plain_weights import config_of, match_weights
 from specpipe.checkpoints.quantized_rules import is_linear
-from specpipe.checkpoints.rules import Part
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.checkpoints.unified_layout import part_shape, source_rows, tensor_rules
 from specpipe.errors import CheckpointError
@@ -37,10 +36,10 @@ from specpipe.quantization.prequantized_linears import (
 )
 from specpipe.quantization.quantized_config import (
     check_sizes,
-    plain_parts,
     quantized_linears,
 )
-from specpipe.quantization.tensors import as_raw, read_small
+from specpipe.quantization.tensors import read_small
+from specpipe.quantization.unified_rows import UnifiedRows
 
 _KV_SCALES = (
     KV_SCALES,
@@ -51,16 +50,13 @@ _KV_SCALES = (
 
 
 @dataclass(frozen=True)
-class PrequantizedWeights:
-    """A folder that others quantized, as `write_unified` reads it.
+class PrequantizedWeights(UnifiedRows):
+    """A folder that others quantized.
 
-    config   the unified config, with its quantization
-    linears  the quantized ones, by Hugging Face's names of the weights that they stand for
+    linears    the quantized ones, by Hugging Face's names of the weights that they stand for
+    kv_scales  [1] by layer
     """
 
-    plain: PlainWeights
-    config: UnifiedConfig
-    format: str
     linears: Mapping[str, StoredLinear]
     kv_scales: Mapping[int, Tensor]
 
@@ -72,55 +68,33 @@ class PrequantizedWeights:
             for module, rule, layer in quantized_linears(self.config)
         }
 
-    @cached_property
-    def _modules(self) -> dict[str, str]:
-        return {source: module for module, sources in self._sources.items() for source in sources}
+    def kv_cache_scale(self, layer: int) -> Tensor:
+        return self.kv_scales[layer]
 
-    @cached_property
-    def _plain_parts(self) -> dict[tuple[str, tuple[str, ...]], Part]:
-        return plain_parts(self.config)
-
-    def rows(self, part: Part, layer: int | None, start: int, stop: int) -> Iterator[RawArray]:
-        """Yields rows of a part in `stored_dtype`, as `write_unified` asks for them."""
-        if part.content == "plain":
-            yield from self.plain.rows(part, layer, start, stop)
-            return
-        if part.content == "kv_cache_scaling_factor":
-            assert layer is not None
-            yield as_raw(self.kv_scales[layer])
-            return
-        source = part.source.format(n=layer)
-        scale = FORMATS[self.format].scale(part.content)
-        if scale is not None and scale.is_shared:
-            yield as_raw(self._shared(self._modules[source], scale)[start:stop])
-            return
-        plain = self._plain_parts[part.source, part.before]
-        rows_each = part_shape(self.config, plain)[0] // part_shape(self.config, part)[0]
-        first = source_rows(self.config, plain)[1]
-        start, stop = first + start * rows_each, first + stop * rows_each
-        again = self._rounds_again(source) if part.content == "quantized" else None
-        for made in self.linears[source].rows(part.content, start, stop):
-            yield as_raw(made if again is None else again(made))
-
-    def _shared(self, module: str, scale: Scale) -> Tensor:
-        """Returns a scale that the parts of a fused linear share: the greatest, or the only one."""
-        found = [self.linears[source].shared(scale.content) for source in self._sources[module]]
-        if scale.content in ("activation_scaling_factor", "weights_scaling_factor"):
+    def shared(self, module: str, content: Content) -> Tensor:
+        """Of the parts of a fused linear the greatest, or the only one."""
+        found = [self.linears[source].shared(content) for source in self._sources[module]]
+        if content in ("activation_scaling_factor", "weights_scaling_factor"):
             return torch.stack(found).amax(0)
         if not all(torch.equal(other, found[0]) for other in found):
             raise CheckpointError(
                 f"{self.plain.folder}: {some(self._sources[module])} have different "
-                f"{SUFFIXES[scale.content]}s, but are one linear in the engine; {CURE}"
+                f"{SUFFIXES[content]}s, but are one linear in the engine; {CURE}"
             )
         return found[0]
 
+    def of_rows(self, source: str, content: Content, start: int, stop: int) -> Iterator[Tensor]:
+        again = self._rounds_again(source) if content == "quantized" else None
+        for block in self.linears[source].rows(content, start, stop):
+            yield block if again is None else again(block)
+
     def _rounds_again(self, source: str) -> Callable[[Tensor], Tensor] | None:
         """Returns what brings fp8 numbers to the scale of all parts; None where they have it."""
-        scale = FORMATS[self.format].scale("weights_scaling_factor")
+        scale = self.format.scale("weights_scaling_factor")
         if scale is None or not scale.is_shared:
             return None
         mine = self.linears[source].shared(scale.content)
-        common = self._shared(self._modules[source], scale)
+        common = self.shared(self.modules[source], scale.content)
         if torch.equal(mine, common):
             return None
         return lambda rows: numbers.quantize_fp8(numbers.dequantize_rows(rows, mine), common)
@@ -155,7 +129,7 @@ def open_prequantized(
     others = {name for linear in linears.values() for name in linear.names}
     others |= kv_names | set(_empty_biases(source, config, linears))
     weights = match_weights(source, config, others)
-    return PrequantizedWeights(weights, config, found.format, linears, kv_scales)
+    return PrequantizedWeights(weights, config, linears, kv_scales)
 
 
 def _plain_linears(

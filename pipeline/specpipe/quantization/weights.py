@@ -15,17 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.checkpoint import RawArray
-from specpipe.checkpoints.formats import E4M3_MAX, INT8_MAX, Content, Format
-from specpipe.checkpoints.plain_weights import PlainWeights
-from specpipe.checkpoints.rules import Part
-from specpipe.checkpoints.unified_config import UnifiedConfig
-from specpipe.checkpoints.unified_layout import part_shape, source_rows
+from specpipe.checkpoints.formats import E4M3_MAX, INT8_MAX, Content
 from specpipe.errors import CheckpointError
 from specpipe.quantization import numbers
-from specpipe.quantization.quantized_config import plain_parts, quantized_linears
 from specpipe.quantization.scales import Scales
-from specpipe.quantization.tensors import TORCH_DTYPES, as_raw, as_tensor
+from specpipe.quantization.tensors import TORCH_DTYPES, as_tensor
+from specpipe.quantization.unified_rows import UnifiedRows
 
 _CHUNK_BYTES = 1 << 20  # of plain weights that are rounded at a time; their floats stay in a cache
 
@@ -34,21 +29,10 @@ _TOLERANCE = 1.01
 
 
 @dataclass(frozen=True)
-class QuantizedWeights:
-    """Gives the tensors of a quantized config, from plain weights and what was measured on them.
+class QuantizedWeights(UnifiedRows):
+    """Makes the tensors of a quantized config, from plain weights and what was measured on them."""
 
-    config  the unified config, with its quantization
-    """
-
-    plain: PlainWeights
-    config: UnifiedConfig
     scales: Scales
-
-    @cached_property
-    def format(self) -> Format:
-        row = self.config.quantization.row
-        assert row is not None
-        return row
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -62,51 +46,11 @@ class QuantizedWeights:
         assert size is not None, self.format
         return size
 
-    @cached_property
-    def modules(self) -> dict[str, str]:
-        """The unified linear that each quantized Hugging Face weight belongs to."""
-        return {
-            part.source.format(n=layer): module
-            for module, rule, layer in quantized_linears(self.config)
-            for part in rule.parts
-        }
-
-    @cached_property
-    def _plain_parts(self) -> dict[tuple[str, tuple[str, ...]], Part]:
-        return plain_parts(self.config)
-
-    def rows(self, part: Part, layer: int | None, start: int, stop: int) -> Iterator[RawArray]:
-        """Yields rows of a part in `stored_dtype`, as `write_unified` asks for them."""
-        if part.content == "plain":
-            yield from self.plain.rows(part, layer, start, stop)
-            return
-        source = part.source.format(n=layer)
-        if part.content == "kv_cache_scaling_factor":
-            yield as_raw(self.kv_cache_scale(source))
-            return
-        module = self.modules[source]
-        if self.is_shared(part.content):
-            yield as_raw(self.shared(module, part.content)[start:stop])
-            return
-        plain = self._plain_parts[part.source, part.before]
-        rows_each = part_shape(self.config, plain)[0] // part_shape(self.config, part)[0]
-        first = source_rows(self.config, plain)[1]
-        for made in self.of_rows(
-            source, part.content, first + start * rows_each, first + stop * rows_each
-        ):
-            yield as_raw(made)
-
-    def kv_cache_scale(self, attention: str) -> Tensor:
-        """Returns the scale [1] of a layer's keys and values."""
-        return torch.from_numpy(self.scales(attention, "kv_amax") / np.float32(E4M3_MAX))
-
-    def is_shared(self, content: Content) -> bool:
-        """Says whether all rows of a linear share a scale: it is [1] or [in]."""
-        scale = self.format.scale(content)
-        return scale is not None and scale.is_shared
+    def kv_cache_scale(self, layer: int) -> Tensor:
+        measured = self.scales(f"transformer.layers.{layer}.attention", "kv_amax")
+        return torch.from_numpy(measured / np.float32(E4M3_MAX))
 
     def shared(self, module: str, content: Content) -> Tensor:
-        """Returns a scale that all rows of a linear share, in the dtype that it is stored in."""
         scale = self.format.scale(content)
         assert scale is not None and scale.measured is not None, content
         values = torch.from_numpy(self.scales(module, scale.measured) / np.float32(scale.greatest))
@@ -121,10 +65,6 @@ class QuantizedWeights:
         return stored
 
     def of_rows(self, source: str, content: Content, start: int, stop: int) -> Iterator[Tensor]:
-        """Yields what is made of some rows of a Hugging Face weight, an even number at a time.
-
-        content  `quantized`, or a scale that is not shared
-        """
         module = self.modules[source]
         num_columns = self.plain.tensors[source].shape[1]
         step = max(2, _CHUNK_BYTES // (num_columns * self.dtype.itemsize) // 2 * 2)
@@ -163,7 +103,7 @@ class QuantizedWeights:
         """Returns the quantized rows, or their scales; prequant has been divided out."""
         is_scale = content != "quantized"
         kind = self.format.weights
-        if kind == "e4m3" and self.is_shared("weights_scaling_factor"):
+        if kind == "e4m3" and self.format.scale("weights_scaling_factor") is not None:
             return numbers.quantize_fp8(rows, self.shared(module, "weights_scaling_factor"))
         if kind == "e4m3":
             scales = numbers.row_scales(rows, E4M3_MAX)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from specpipe.checkpoints.checkpoint import read_config
 from specpipe.checkpoints.family_config import named_dtype
+from specpipe.checkpoints.hf_config import context_length
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.errors import EngineBuildError
 from specpipe.roles import Role
 from specpipe.stage import PlannedStage
 
@@ -88,3 +90,13 @@ def checkpoint_dir(side: Side) -> Path:
 def huggingface_dir(side: Side) -> Path:
     """Returns the folder of a side's quantized weights in Hugging Face's layout."""
     return side.artifacts / "huggingface"
+
+
+def check_context(role: Role, config: UnifiedConfig, max_seq_len: int) -> None:
+    """Raises EngineBuildError where an engine is to have more positions than its model."""
+    context = context_length(config.max_position_embeddings, config.rotary_scaling)
+    if max_seq_len > context:
+        raise EngineBuildError(
+            f"{role}: engine.max_seq_len {max_seq_len} is more than the model's context of "
+            f"{context} tokens; lower it"
+        )

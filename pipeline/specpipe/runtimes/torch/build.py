@@ -8,16 +8,16 @@ one of torch's multiplies by quantized weights; else they are emulated, which an
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specpipe.checkpoints.hf_config import context_length
 from specpipe.checkpoints.unified import load_unified
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import CheckpointError, EngineBuildError, RuntimeUnavailable
+from specpipe.machine.own_json import write_object
 from specpipe.roles import Role
+from specpipe.runtimes.plan import check_context
 from specpipe.stage import StageInputs
 from specpipe.version import __version__
 
@@ -84,8 +84,7 @@ class BuildTorchEngine:
             "pretrained_config": checkpoint.config.plain(),
             "build_config": build_config,
         }
-        text = json.dumps(config, indent=2) + "\n"
-        (out / CONFIG_NAME).write_text(text, encoding="utf-8")
+        write_object(out / CONFIG_NAME, config)
 
     def _check(self, config: UnifiedConfig) -> None:
         """Refuses what the engine would compute otherwise than the checkpoint means it."""
@@ -102,12 +101,7 @@ class BuildTorchEngine:
                 f"{self.role}: has_zero_point true is not supported with quant_algo "
                 f"{quantization.quant_algo}; such weights are W4A16_GPTQ in a unified checkpoint"
             )
-        context = context_length(config.max_position_embeddings, config.rotary_scaling)
-        if self.max_seq_len > context:
-            raise EngineBuildError(
-                f"{self.role}: engine.max_seq_len {self.max_seq_len} is more than the model's "
-                f"context of {context} tokens; lower it"
-            )
+        check_context(self.role, config, self.max_seq_len)
 
     def _device(self) -> str:
         import torch
