@@ -168,12 +168,8 @@ def read_safetensors_header(path: Path, limits: FileLimits = FILE_LIMITS) -> dic
                 f"{path} is truncated: its header has {header_bytes} bytes, the whole file "
                 f"{file_bytes}; download it again"
             )
-        if header_bytes > limits.max_safetensors_header_bytes:
-            raise CheckpointError(
-                f"{path}: its header has {header_bytes} bytes, expected at most "
-                f"{limits.max_safetensors_header_bytes} "
-                "(serving.limits.max_safetensors_header_bytes)"
-            )
+        fact = f"{path}: its header has {header_bytes} bytes"
+        limits.check("max_safetensors_header_bytes", header_bytes, fact)
         file.seek(8)
         header = parse_json(file.read(header_bytes), f"{path} is not a safetensors file")
     header.pop("__metadata__", None)

@@ -16,7 +16,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from specpipe.checkpoints.formats import E4M3_MAX, FORMATS, Measured
 from specpipe.checkpoints.plain_weights import PlainWeights
 from specpipe.checkpoints.unified_config import UnifiedConfig
-from specpipe.errors import CheckpointError, RuntimeUnavailable
+from specpipe.errors import CheckpointError
 from specpipe.quantization.decoder import Batch, Decoder, kv_amax
 from specpipe.quantization.quantized_config import quantized_config, quantized_linears
 
@@ -104,16 +104,6 @@ def calibrate(
             for kind in measured:
                 keep("lm_head", kind, _measured(root.get_submodule("head"), kind))
     return Calibrated(scales, tuple(_doubts(scales)))
-
-
-def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
-    """Returns where to calibrate; RuntimeUnavailable where a GPU that is asked for is missing."""
-    has_gpu = torch.cuda.is_available()
-    if wanted == "cuda" and not has_gpu:
-        raise RuntimeUnavailable(
-            "engine.device is cuda, but torch sees no GPU here; set engine.device to cpu or auto"
-        )
-    return ("cuda" if has_gpu else "cpu") if wanted == "auto" else wanted
 
 
 @dataclass(frozen=True)

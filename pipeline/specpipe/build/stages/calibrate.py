@@ -91,7 +91,8 @@ class Calibrate:
         quantized_config(weights.config, self.scheme)  # refuses sizes that do not fit the format
         texts = read_texts(self.scheme.calibration, self.base_dir, self.checkpoint, self.limits)
         # Deciding whether to calibrate must not take the time that importing torch does.
-        from specpipe.quantization.calibrate import calibrate, choose_device
+        from specpipe.quantization.calibrate import calibrate
+        from specpipe.quantization.device import choose_device
 
         device = choose_device(self.device)
         made = calibrate(weights, self.scheme, texts.calibration, device=device)

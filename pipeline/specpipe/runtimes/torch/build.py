@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from specpipe.checkpoints.unified import load_unified
 from specpipe.checkpoints.unified_config import UnifiedConfig
-from specpipe.errors import CheckpointError, EngineBuildError, RuntimeUnavailable
+from specpipe.errors import CheckpointError, EngineBuildError
 from specpipe.machine.own_json import write_object
 from specpipe.roles import Role
 from specpipe.runtimes.plan import check_context
@@ -54,12 +54,13 @@ class BuildTorchEngine:
 
     def run(self, out: Path) -> None:
         # Deciding whether to build must not take the seconds that importing torch does.
+        from specpipe.quantization.device import choose_device
         from specpipe.runtimes.torch.kernels import usable_kernel
         from specpipe.runtimes.torch.layout import write_weights
 
         checkpoint = load_unified(self.checkpoint)
         self._check(checkpoint.config)
-        device = self._device()
+        device = choose_device(self.device)
         dtype = compute_dtype(self.dtype, device, checkpoint.config.dtype)
         build_config: dict[str, Any] = {
             "max_batch_size": self.max_batch_size,
@@ -102,17 +103,6 @@ class BuildTorchEngine:
                 f"{quantization.quant_algo}; such weights are W4A16_GPTQ in a unified checkpoint"
             )
         check_context(self.role, config, self.max_seq_len)
-
-    def _device(self) -> str:
-        import torch
-
-        has_gpu = torch.cuda.is_available()
-        if self.device == "cuda" and not has_gpu:
-            raise RuntimeUnavailable(
-                "engine.device is cuda, but torch sees no GPU here; "
-                "set engine.device to cpu or auto"
-            )
-        return ("cuda" if has_gpu else "cpu") if self.device == "auto" else self.device
 
 
 def compute_dtype(wanted: str, device: str, checkpoint_dtype: str) -> str:
