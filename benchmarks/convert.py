@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -32,7 +33,7 @@ import numpy.typing as npt
 
 from specpipe.build import cache
 from specpipe.build.stages.convert import Convert, convert
-from specpipe.checkpoints.checkpoint import INDEX_NAME, create_safetensors, num_elements
+from specpipe.checkpoints.checkpoint import INDEX_NAME, create_safetensors
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.unified_layout import part_shape, tensor_rules
 
@@ -82,7 +83,7 @@ def _proc_number(file: str, key: str) -> int:
 
 def random_bits(generator: np.random.Generator, shape: tuple[int, ...]) -> Raw:
     """Any bfloat16 below 2, since none that is infinite or no number is converted."""
-    bits = np.frombuffer(generator.bytes(2 * num_elements(shape)), np.uint16).reshape(shape)
+    bits = np.frombuffer(generator.bytes(2 * math.prod(shape)), np.uint16).reshape(shape)
     return bits & np.uint16(0xBFFF)
 
 
@@ -133,7 +134,7 @@ def write_checkpoint(
         header = {name: ("BF16", shape) for name, shape in shard.items()}
         with create_safetensors(folder / file, header) as writer:
             for name, shape in shard.items():
-                rows = max(1, (4 << 20) // num_elements(shape[1:]))
+                rows = max(1, (4 << 20) // math.prod(shape[1:]))
                 for row in range(0, shape[0], rows):
                     block = (min(rows, shape[0] - row), *shape[1:])
                     writer.write_rows(name, row, make(generator, block))
@@ -152,7 +153,7 @@ def _shapes(hf_config: dict[str, Any]) -> Shapes:
 
 
 def _bytes_of(shapes: Shapes) -> int:
-    return sum(2 * num_elements(shape) for shape in shapes.values())
+    return sum(2 * math.prod(shape) for shape in shapes.values())
 
 
 def copy_files(source: Path, out: Path) -> None:
@@ -229,7 +230,7 @@ def run(work: Path, arguments: argparse.Namespace) -> None:
 def print_report(source: Path, shapes: Shapes, results: dict[str, list[Measured]]) -> None:
     shards = list(source.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in shards)
-    largest = max(2 * num_elements(shape) for shape in shapes.values())
+    largest = max(2 * math.prod(shape) for shape in shapes.values())
     print(f"machine: {cpu_name()}, {len(os.sched_getaffinity(0))} cores")
     print(
         f"checkpoint: Llama, {size / 1e9:.2f} GB of bfloat16 in {len(shards)} shards, "

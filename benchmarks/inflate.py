@@ -40,7 +40,6 @@ from specpipe.checkpoints.checkpoint import (
     ELEMENT_BYTES,
     INDEX_NAME,
     create_safetensors,
-    num_elements,
     open_checkpoint,
     raw_dtype,
 )
@@ -157,7 +156,7 @@ def inflated_tensors(
 def num_parameters(config: Mapping[str, Any]) -> int:
     """Counts the weights of a model by its `config.json`; a tied head is the embedding."""
     unified = unified_config(config)
-    return sum(num_elements(_shape(unified, parts)) for parts in _hf_tensors(unified).values())
+    return sum(math.prod(_shape(unified, parts)) for parts in _hf_tensors(unified).values())
 
 
 def open_source(folder: Path) -> tuple[Mapping[str, Any], Callable[[str], Tensor]]:
@@ -194,7 +193,7 @@ def write_inflated(
     stored = unified.plain_dtype
     shapes = {name: _shape(unified, parts) for name, parts in _hf_tensors(unified).items()}
     tensor_bytes = {
-        name: num_elements(shape) * ELEMENT_BYTES[stored] for name, shape in shapes.items()
+        name: math.prod(shape) * ELEMENT_BYTES[stored] for name, shape in shapes.items()
     }
     num_bytes = sum(tensor_bytes.values())
     unfinished = out.with_name(f"{out.name}.unfinished")

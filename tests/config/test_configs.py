@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specpipe.build.pairing import check_pair
-from specpipe.checkpoints.checkpoint import num_elements, read_config
+from specpipe.checkpoints.checkpoint import read_config
 from specpipe.checkpoints.families import HEAD
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.unified_layout import part_shape, tensor_rules
@@ -190,7 +191,7 @@ def test_the_shapes_are_the_published_ones(name: str, num_parameters: int) -> No
     """By the number of parameters that the models' pages on the hub name."""
     config = unified_config(read_config(SMALL_FILES / name))
     total = sum(
-        num_elements(part_shape(config, part))
+        math.prod(part_shape(config, part))
         for rule, _ in tensor_rules(config)
         if not (rule.name == HEAD and config.tie_word_embeddings)
         for part in rule.parts

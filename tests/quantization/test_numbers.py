@@ -91,7 +91,7 @@ def test_fp8_by_hand() -> None:
     scale = torch.tensor([0.01])
     quantized = numbers.quantize_fp8(weight, scale)
     assert quantized.float().tolist() == [[448.0, -192.0, 1.25], [0.0, 96.0, 104.0]]
-    dequantized = numbers.dequantize_fp8(quantized, scale)
+    dequantized = numbers.dequantize_rows(quantized, scale)
     assert dequantized.flatten().tolist() == pytest.approx([4.48, -1.92, 0.0125, 0, 0.96, 1.04])
 
 
@@ -212,6 +212,6 @@ def test_numbers_survive_a_second_rounding(bits: int) -> None:
         twice = numbers.dequantize_int4(numbers.quantize_int4(once, scales), scales)
     else:
         scales = numbers.row_scales(weight, 127.0)
-        once = numbers.dequantize_int8(numbers.quantize_int8(weight, scales), scales)
-        twice = numbers.dequantize_int8(numbers.quantize_int8(once, scales), scales)
+        once = numbers.dequantize_rows(numbers.quantize_int8(weight, scales), scales)
+        twice = numbers.dequantize_rows(numbers.quantize_int8(once, scales), scales)
     assert torch.equal(once, twice)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specpipe.checkpoints.formats import FORMATS, OFFERED
+from specpipe.checkpoints.formats import AWQ_BLOCK_SIZES, FORMATS, OFFERED
 from specpipe.config.sections import PipelineConfig, QuantizationConfig
 from specpipe.errors import ConfigError, SpecpipeError
 from specpipe.machine.gpus import Gpu, capability_of
@@ -31,7 +31,6 @@ USABLE = 0.95
 _MAX_BATCH_SIZE = 4096
 """No larger one is tried: one that fits says \"at least\"."""
 _MIN_LENGTH = 1024
-_BLOCK_SIZES = (128, 64, 32, 16)
 _TO_CHANGE: tuple[tuple[Role, ...], ...] = (("target",), ("draft",), ("draft", "target"))
 
 
@@ -282,7 +281,7 @@ def _scheme(side: Side, change: Change) -> QuantizationConfig | None:
     settings.pop("awq_block_size", None)
     blocks: list[dict[str, Any]] = [{}]
     if FORMATS[change.format].block_size == "set":
-        blocks = [{"awq_block_size": size} for size in _BLOCK_SIZES]
+        blocks = [{"awq_block_size": size} for size in AWQ_BLOCK_SIZES]
     for block in blocks:
         scheme = QuantizationConfig.model_validate({**settings, **block})
         try:

@@ -20,7 +20,7 @@ from specpipe.config.document import read_yaml, write_new
 from specpipe.config.messages import explain, show
 from specpipe.config.sections import PipelineConfig, json_schema
 from specpipe.errors import ConfigError
-from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import FORMATS_READ
+from specpipe.runtimes.tensorrt_llm.formats import FORMATS_READ
 
 _SUFFIX = "-pytorch"
 

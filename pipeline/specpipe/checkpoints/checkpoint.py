@@ -10,6 +10,7 @@ Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON hea
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -83,11 +84,11 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        return num_elements(self.shape) * ELEMENT_BYTES[self.dtype]
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def rows(self, start: int, count: int) -> TensorInfo:
         """Returns where some of the tensor's rows lie, which follow one another in the file."""
-        row_bytes = num_elements(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
+        row_bytes = math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
         return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + start * row_bytes)
 
 
@@ -98,14 +99,6 @@ class HFCheckpoint:
     folder: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
-
-
-def num_elements(shape: Sequence[int]) -> int:
-    """Returns the number of elements of a shape, 1 for a scalar, without overflow."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def some(names: Sequence[str]) -> str:
@@ -126,7 +119,7 @@ def read_blocks(info: TensorInfo) -> Iterator[RawArray]:
     grows with the file.
     """
     num_rows, *columns = info.shape
-    row_bytes = num_elements(columns) * ELEMENT_BYTES[info.dtype]
+    row_bytes = math.prod(columns) * ELEMENT_BYTES[info.dtype]
     step = min(max(1, _BLOCK_BYTES // max(row_bytes, 1)), num_rows)
     buffer = np.empty((step, *columns), raw_dtype(info.dtype))
     with info.file.open("rb", buffering=0) as file:
@@ -175,12 +168,8 @@ def read_safetensors_header(path: Path, limits: FileLimits = FILE_LIMITS) -> dic
                 f"{path} is truncated: its header has {header_bytes} bytes, the whole file "
                 f"{file_bytes}; download it again"
             )
-        if header_bytes > limits.max_safetensors_header_bytes:
-            raise CheckpointError(
-                f"{path}: its header has {header_bytes} bytes, expected at most "
-                f"{limits.max_safetensors_header_bytes} "
-                "(serving.limits.max_safetensors_header_bytes)"
-            )
+        fact = f"{path}: its header has {header_bytes} bytes"
+        limits.check("max_safetensors_header_bytes", header_bytes, fact)
         file.seek(8)
         header = parse_json(file.read(header_bytes), f"{path} is not a safetensors file")
     header.pop("__metadata__", None)
@@ -217,7 +206,7 @@ class SafetensorsWriter:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, (dtype, shape) in tensors.items():
             start = self._missing_bytes
-            self._missing_bytes += num_elements(shape) * ELEMENT_BYTES[dtype]
+            self._missing_bytes += math.prod(shape) * ELEMENT_BYTES[dtype]
             offsets = [start, self._missing_bytes]
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()

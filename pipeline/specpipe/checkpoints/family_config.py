@@ -74,13 +74,9 @@ def unified_config(
     config = {**family.defaults, **hf_config}
 
     def size_of(key: str, default: int | None = None) -> int:
-        return count(
-            config, key, default=default, maximum=limits.max_layer_size, setting="max_layer_size"
-        )
+        return count(config, key, default=default, limit=(limits, "max_layer_size"))
 
-    num_layers = count(
-        config, "num_hidden_layers", maximum=limits.max_num_layers, setting="max_num_layers"
-    )
+    num_layers = count(config, "num_hidden_layers", limit=(limits, "max_num_layers"))
     hidden_size = size_of("hidden_size")
     num_heads = size_of("num_attention_heads")
     num_kv_heads = size_of("num_key_value_heads", default=num_heads)

@@ -83,22 +83,19 @@ def copy_file(path: Path, destination: Path) -> None:
         shutil.copyfileobj(source, copy)
 
 
-def read_text(path: Path, *, max_bytes: int, setting: str) -> str:
-    """Reads a file in UTF-8; `setting` names in `serving.limits` how large it may be."""
-    data = _read_bytes(path, max_bytes, setting)
+def read_text(path: Path, limits: FileLimits, limit: str) -> str:
+    """Reads a file in UTF-8; `limit` names the one that says how large it may be."""
+    data = _read_bytes(path, limits, limit)
     try:
         return data.decode()
     except UnicodeDecodeError as exc:
         raise CheckpointError(f"{path} cannot be read: byte {exc.start} is not UTF-8") from exc
 
 
-def _read_bytes(path: Path, max_bytes: int, setting: str) -> bytes:
+def _read_bytes(path: Path, limits: FileLimits, limit: str) -> bytes:
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise CheckpointError(
-                f"{path} has {size} bytes, expected at most {max_bytes} (serving.limits.{setting})"
-            )
+        limits.check(limit, size, f"{path} has {size} bytes")
         data = file.read(size)
     if data.startswith(LFS_POINTER):
         raise CheckpointError(
@@ -113,7 +110,7 @@ def read_json(
     """Reads a JSON object; a missing file is the default, and an error where there is none."""
     if default is not None and not is_there(path):
         return default
-    data = _read_bytes(path, limits.max_json_bytes, "max_json_bytes")
+    data = _read_bytes(path, limits, "max_json_bytes")
     return parse_json(data, f"{path} cannot be read")
 
 

@@ -38,6 +38,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """The numbers that each supported rope scaling needs."""
 
+_MOST = 2**53  # beyond it floats have gaps
 _SLIDING, _FULL = "sliding_attention", "full_attention"  # what stands in `layer_types`
 
 
@@ -72,11 +73,8 @@ def context_length(
 ) -> int:
     """Positions that a model is made for, from what `rope` returns."""
     length = stretched_length(max_position_embeddings, rotary_scaling)
-    if length > limits.max_context_length:
-        raise CheckpointError(
-            f"config.json: rope stretches the context to {length:.6g} positions, expected at most "
-            f"{limits.max_context_length} (serving.limits.max_context_length)"
-        )
+    fact = f"config.json: rope stretches the context to {length:.6g} positions"
+    limits.check("max_context_length", length, fact)
     return int(length)
 
 
@@ -100,17 +98,12 @@ def stretched_length(
 
 def positions(config: Mapping[str, Any], limits: FileLimits) -> int:
     """Reads how many positions the model was made for, before any scaling."""
-    return count(
-        config,
-        "max_position_embeddings",
-        maximum=limits.max_context_length,
-        setting="max_context_length",
-    )
+    return count(config, "max_position_embeddings", limit=(limits, "max_context_length"))
 
 
 def vocab_size(config: Mapping[str, Any], limits: FileLimits) -> int:
     """Reads how many embedding rows the model has."""
-    return count(config, "vocab_size", maximum=limits.max_vocab_size, setting="max_vocab_size")
+    return count(config, "vocab_size", limit=(limits, "max_vocab_size"))
 
 
 def rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
@@ -199,12 +192,11 @@ def count(
     *,
     default: int | None = None,
     minimum: int = 1,
-    maximum: int = 2**53,
-    setting: str | None = None,
+    limit: tuple[FileLimits, str] | None = None,
 ) -> int:
     """Reads a whole number; null counts as left out.
 
-    setting  the one of `serving.limits` that is the maximum
+    limit  the limits, and the name of the one that is the maximum; None: 2^53
     """
     value = config.get(key)
     if value is None:
@@ -213,11 +205,12 @@ def count(
         raise CheckpointError(
             f"config.json: {key} is {quoted(value)}, expected a whole number of at least {minimum}"
         )
-    if value > maximum:
-        why = "" if setting is None else f" (serving.limits.{setting})"
-        raise CheckpointError(
-            f"config.json: {key} is {show(value)}, expected at most {maximum}{why}"
-        )
+    fact = f"config.json: {key} is {show(value)}"
+    if limit is not None:
+        limits, name = limit
+        limits.check(name, value, fact)
+    elif value > _MOST:
+        raise CheckpointError(f"{fact}, expected at most {_MOST}")
     return value
 
 

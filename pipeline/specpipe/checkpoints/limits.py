@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from specpipe.errors import CheckpointError
 from specpipe.section import Section
 
 
@@ -42,6 +43,12 @@ class FileLimits(Section):
 
     chat_template_memory_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Bytes of memory that the process which renders may add to those that it starts with."""
+
+    def check(self, name: str, number: float, fact: str) -> None:
+        """Raises CheckpointError for a number above the limit; `fact` begins the message."""
+        most = getattr(self, name)
+        if number > most:
+            raise CheckpointError(f"{fact}, expected at most {most} (serving.limits.{name})")
 
 
 FILE_LIMITS = FileLimits()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from specpipe.checkpoints.formats import FORMATS, Axes, Format, Scale
+from specpipe.checkpoints.formats import Axes, Format, Scale
 from specpipe.checkpoints.rules import Part, Split, TensorRule
 from specpipe.checkpoints.unified_config import UnifiedConfig
 
@@ -44,19 +44,20 @@ def quantized_rules(
 ) -> Iterator[TensorRule]:
     """Yields what stands for a plain tensor in a checkpoint of this config: mostly itself."""
     module, _, kind = rule.name.rpartition(".")
-    name = config.format
-    if name is None or kind != "weight" or not is_quantized(config, module.format(n=layer)):
+    row = config.quantization.row
+    if (
+        row is None
+        or not row.is_stored
+        or kind != "weight"
+        or not is_quantized(config, module.format(n=layer))
+    ):
         yield rule
         return
-    made = FORMATS[name]
-    if made.weight_dtype is None:
-        yield rule
-        return
-    parts = tuple(_quantized_part(made, part) for part in rule.parts)
-    yield replace(rule, parts=parts, dtype=made.weight_dtype)
-    for scale in made.scales:
+    parts = tuple(_quantized_part(row, part) for part in rule.parts)
+    yield replace(rule, parts=parts, dtype=row.weight_dtype)
+    for scale in row.scales:
         parts = tuple(_scale_part(scale, part) for part in rule.parts)
-        if scale.axes in ("one", "in"):  # the parts of a fused linear share it
+        if scale.is_shared:
             parts = parts[:1]
         yield replace(rule, name=f"{module}.{scale.content}", parts=parts, dtype=scale.dtype)
 
@@ -69,11 +70,11 @@ def kv_cache_rule(config: UnifiedConfig) -> TensorRule | None:
     return TensorRule(f"{_ATTENTION}.kv_cache_scaling_factor", (part,), dtype="F32")
 
 
-def _quantized_part(made: Format, part: Part) -> Part:
+def _quantized_part(row: Format, part: Part) -> Part:
     rows, columns = part.shape
-    if made.packs == "out":
+    if row.packs == "out":
         rows = f"{rows}/2"
-    elif made.packs == "in":
+    elif row.packs == "in":
         columns = f"{columns}/2"
     return replace(part, shape=(rows, columns), content="quantized")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from specpipe.checkpoints.checkpoint import ELEMENT_BYTES, num_elements
+import math
+
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
 from specpipe.checkpoints.families import HEAD
 from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
 from specpipe.checkpoints.rules import Part, TensorRule
@@ -14,9 +16,6 @@ from specpipe.checkpoints.unified_layout import (
     tensor_rules,
 )
 from specpipe.checkpoints.unified_sections import ParallelMapping
-
-_BUILT_BITS = {"int8_wo": 8, "int4_wo": 4}
-"""Of the formats that are stored plain and quantized while an engine is built."""
 
 
 def weights_bytes(config: UnifiedConfig) -> int:
@@ -38,12 +37,12 @@ def tensor_bytes(
 ) -> int:
     """Returns the bytes of a unified tensor on one of `tp_size` ranks."""
     elements = sum(_elements(config, part, tp_size) for part in rule.parts)
-    name = config.format
+    row = config.quantization.row
     module, _, kind = rule.name.format(n=layer).rpartition(".")
-    if name in _BUILT_BITS and kind == "weight" and is_quantized(config, module):
+    if row is not None and not row.is_stored and kind == "weight" and is_quantized(config, module):
         outputs = elements // _rank_inputs(config, rule.parts[0], tp_size)
         scales = outputs * ELEMENT_BYTES[config.plain_dtype]
-        return elements * _BUILT_BITS[name] // 8 + scales
+        return elements * row.bits // 8 + scales
     return elements * ELEMENT_BYTES[stored_dtype(config, rule)]
 
 
@@ -61,7 +60,7 @@ def kv_cache_bytes_per_token(
 
 def _elements(config: UnifiedConfig, part: Part, tp_size: int) -> int:
     """Numbers of a part that one rank holds."""
-    elements = num_elements(part_shape(config, part))
+    elements = math.prod(part_shape(config, part))
     if part.split == "none":
         return elements
     ranks = min(tp_size, config.num_key_value_heads) if part.split == "kv_heads" else tp_size

@@ -7,7 +7,7 @@ them whole tensors again, whatever the split was. Which tensors: unified_layout.
 
 from __future__ import annotations
 
-import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -24,7 +24,6 @@ from specpipe.checkpoints.checkpoint import (
     SafetensorsWriter,
     TensorInfo,
     create_safetensors,
-    num_elements,
     raw_dtype,
     read_blocks,
     read_safetensors_header,
@@ -46,6 +45,7 @@ from specpipe.checkpoints.unified_layout import (
 )
 from specpipe.checkpoints.weight_values import rounded
 from specpipe.errors import CheckpointError, SpecpipeError
+from specpipe.machine.own_json import write_object
 
 Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
 """Yields the rows of a part and a layer, from one row up to another, in blocks."""
@@ -70,16 +70,9 @@ def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
     from several threads; each row is asked for once and written to every rank that holds it, so
     that no more is in memory than a block for each thread.
     """
-    tp_size = config.mapping.tp_size
-    ranks: list[dict[str, tuple[str, tuple[int, ...]]]] = [
-        {} for _ in range(config.mapping.world_size)
-    ]
-    for tensor in unified_tensors(config):
-        stored = stored_dtype(config, tensor.rule), rank_shape(config, tensor.rule)
-        for tp_rank in range(tp_size):
-            ranks[tensor.pp_rank * tp_size + tp_rank][tensor.local_name] = stored
+    ranks = _rank_tensors(config)
     needed = sum(
-        num_elements(shape) * ELEMENT_BYTES[dtype]
+        math.prod(shape) * ELEMENT_BYTES[dtype]
         for tensors in ranks
         for dtype, shape in tensors.values()
     )
@@ -95,7 +88,20 @@ def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
         ]
         in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
     # Last, so that a folder with a config.json has all its weights.
-    (out / CONFIG_NAME).write_text(json.dumps(config.plain(), indent=2) + "\n", encoding="utf-8")
+    write_object(out / CONFIG_NAME, config.plain())
+
+
+def _rank_tensors(config: UnifiedConfig) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+    """Returns dtype and shape of what each rank's file holds, by name."""
+    tp_size = config.mapping.tp_size
+    ranks: list[dict[str, tuple[str, tuple[int, ...]]]] = [
+        {} for _ in range(config.mapping.world_size)
+    ]
+    for tensor in unified_tensors(config):
+        stored = stored_dtype(config, tensor.rule), rank_shape(config, tensor.rule)
+        for tp_rank in range(tp_size):
+            ranks[tensor.pp_rank * tp_size + tp_rank][tensor.local_name] = stored
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ def _jobs(config: UnifiedConfig) -> Iterator[_Job]:
         rank_row = 0
         for part in tensor.rule.parts:
             rows, *columns = part_shape(config, part)
-            step = max(1, JOB_BYTES // (num_elements(columns) * element_bytes))
+            step = max(1, JOB_BYTES // (math.prod(columns) * element_bytes))
             for start in range(0, rows, step):
                 yield _Job(tensor, part, rank_row, start, min(start + step, rows))
             rank_row += piece_shape(config, part)[0]
@@ -252,24 +258,16 @@ class UnifiedCheckpoint:
         return True
 
     def _check_names(self) -> None:
-        expected: list[dict[str, tuple[str, tuple[int, ...]]]] = [{} for _ in self._ranks]
-        for tensor in self._tensors.values():
-            stored = stored_dtype(self.config, tensor.rule), rank_shape(self.config, tensor.rule)
-            for tp_rank in range(self._tp_size):
-                expected[tensor.pp_rank * self._tp_size + tp_rank][tensor.local_name] = stored
+        expected = _rank_tensors(self.config)
         for rank, tensors in enumerate(self._ranks):
             held = {name: (info.dtype, info.shape) for name, info in tensors.items()}
-            wrong = sorted(
-                name
-                for name in held.keys() | expected[rank].keys()
-                if held.get(name) != expected[rank].get(name)
-            )
-            if wrong:
-                raise CheckpointError(
-                    f"{_rank_file(self.folder, rank)} does not fit its config.json: {wrong[0]} is "
-                    f"{held.get(wrong[0], 'missing')}, expected "
-                    f"{expected[rank].get(wrong[0], 'nothing')}; convert again"
-                )
+            for name in sorted(held.keys() | expected[rank].keys()):
+                if held.get(name) != expected[rank].get(name):
+                    raise CheckpointError(
+                        f"{_rank_file(self.folder, rank)} does not fit its config.json: {name} is "
+                        f"{held.get(name, 'missing')}, expected "
+                        f"{expected[rank].get(name, 'nothing')}; convert again"
+                    )
 
 
 def load_unified(folder: Path) -> UnifiedCheckpoint:

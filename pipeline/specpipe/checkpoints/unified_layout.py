@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specpipe.checkpoints.checkpoint import RawArray
 from specpipe.checkpoints.families import FAMILIES
 from specpipe.checkpoints.quantized_rules import kv_cache_rule, quantized_rules
-from specpipe.checkpoints.rules import Part, TensorRule
+from specpipe.checkpoints.rules import Part, Stage, TensorRule
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import CheckpointError, show
 
@@ -61,18 +61,18 @@ def tensor_rules(config: UnifiedConfig) -> Iterator[tuple[TensorRule, int | None
         if rule.when is None or getattr(config, rule.when)
     ]
     kv_cache = kv_cache_rule(config)
-    for rule in rules:
-        if rule.stage == "first":
-            yield from ((made, None) for made in quantized_rules(config, rule, None))
-    for layer in range(config.num_hidden_layers):
+
+    def of_stage(stage: Stage, layer: int | None) -> Iterator[tuple[TensorRule, int | None]]:
         for rule in rules:
-            if rule.stage == "layer":
+            if rule.stage == stage:
                 yield from ((made, layer) for made in quantized_rules(config, rule, layer))
+
+    yield from of_stage("first", None)
+    for layer in range(config.num_hidden_layers):
+        yield from of_stage("layer", layer)
         if kv_cache is not None:
             yield kv_cache, layer
-    for rule in rules:
-        if rule.stage == "last":
-            yield from ((made, None) for made in quantized_rules(config, rule, None))
+    yield from of_stage("last", None)
 
 
 def part_shape(config: UnifiedConfig, part: Part) -> tuple[int, ...]:

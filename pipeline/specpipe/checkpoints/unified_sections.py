@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from specpipe.checkpoints.formats import FORMAT_OF_ALGO, FORMATS, QuantAlgo
+from specpipe.checkpoints.formats import FORMAT_OF_ALGO, FORMATS, Activations, Format, QuantAlgo
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -16,13 +16,6 @@ NEVER_QUANTIZED = ("*vocab_embedding", "*ln_f")
 """What stands in every `exclude_modules` besides linears. Without them TensorRT-LLM would quantize
 the embedding in weight-only formats and the last norm in fp8_pc_pt; and an empty list means to it
 that nothing is said (quantization/quantize.py, quantize_layers and fp8_rowwise_quantize)."""
-
-_HAS_NO_SCALES: dict[QuantAlgo | None, str] = {
-    "W8A16": "transformer.vocab_embedding",
-    "W4A16": "transformer.vocab_embedding",
-    "FP8_PER_CHANNEL_PER_TOKEN": "transformer.ln_f",
-}
-"""Which of them an algorithm would quantize; no checkpoint has scales for it."""
 
 
 class Section(BaseModel):
@@ -74,15 +67,15 @@ class Quantization(Section):
         group_size  how many numbers share a scale, of a format where the config says so
         excluded    patterns of linears that stay plain
         """
-        made = FORMATS[format]
+        row = FORMATS[format]
         keys: dict[str, Any] = {}
-        if made.block_size is not None:
-            size = group_size if made.block_size == "set" else made.block_size
-            keys = {"group_size": size, "has_zero_point": format == "int4_gptq"}
-        if made.has_prequant:
+        if row.block_size is not None:
+            size = group_size if row.block_size == "set" else row.block_size
+            keys = {"group_size": size, "has_zero_point": row.scale("zero") is not None}
+        if row.has_prequant:
             keys["pre_quant_scale"] = True
         return cls(
-            quant_algo=made.quant_algo,
+            quant_algo=row.quant_algo,
             kv_cache_quant_algo="FP8" if fp8_kv_cache else None,
             **keys,
             exclude_modules=[*excluded, *NEVER_QUANTIZED],
@@ -94,20 +87,33 @@ class Quantization(Section):
         return None if self.quant_algo is None else FORMAT_OF_ALGO[self.quant_algo]
 
     @property
+    def row(self) -> Format | None:
+        """What FORMATS says of it; None for plain linears."""
+        return None if self.format is None else FORMATS[self.format]
+
+    @property
     def block_size(self) -> int | None:
         """How many numbers of a weight share a scale; None where no blocks do."""
-        size = None if self.format is None else FORMATS[self.format].block_size
+        size = None if self.row is None else self.row.block_size
         return self.group_size if size == "set" else size
+
+    @property
+    def activations(self) -> Activations | None:
+        """What activations are rounded to; None where they stay as they are."""
+        return None if self.row is None else self.row.activations
 
     @model_validator(mode="after")
     def _check_excluded(self) -> Quantization:
         """A list takes the place of TensorRT-LLM's own, in which these are."""
-        module, excluded = _HAS_NO_SCALES.get(self.quant_algo), self.exclude_modules
-        if module is None or excluded is None:
+        module = None if self.row is None else self.row.also_means
+        excluded = self.exclude_modules
+        if (
+            module is None
+            or excluded is None
+            or any(fnmatchcase(module, name) for name in excluded)
+        ):
             return self
-        if not any(fnmatchcase(module, name) for name in excluded):
-            raise ValueError(f"exclude_modules lacks {module}")
-        return self
+        raise ValueError(f"exclude_modules lacks {module}")
 
 
 PLAIN = Quantization(quant_algo=None, kv_cache_quant_algo=None)

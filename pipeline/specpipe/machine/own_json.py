@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it holds no JSON object")
     return value
+
+
+def write_object(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON object, a key a line."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def reason(exc: Exception) -> str:

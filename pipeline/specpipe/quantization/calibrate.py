@@ -16,20 +16,19 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from specpipe.checkpoints.formats import E4M3_MAX
+from specpipe.checkpoints.formats import E4M3_MAX, FORMATS, Measured
 from specpipe.checkpoints.plain_weights import PlainWeights
 from specpipe.checkpoints.unified_config import UnifiedConfig
-from specpipe.errors import CheckpointError, RuntimeUnavailable
+from specpipe.errors import CheckpointError
 from specpipe.quantization.decoder import Batch, Decoder, kv_amax
 from specpipe.quantization.quantized_config import quantized_config, quantized_linears
-from specpipe.quantization.scales import MEASURED, Measured
 
 if TYPE_CHECKING:
     from specpipe.config.sections import QuantizationConfig
@@ -73,7 +72,8 @@ def calibrate(
     The same inputs give the same scales on one machine. Raises CheckpointError, naming the module,
     for a scale that is 0, infinite or no number.
     """
-    linears = _linears(weights.config, scheme)
+    measured = FORMATS[scheme.format].measured
+    linears = _linears(weights.config, scheme) if measured else {}
     scales: dict[tuple[str, Measured], npt.NDArray[np.float32]] = {}
 
     def keep(module: str, kind: Measured, value: Tensor) -> None:
@@ -86,7 +86,7 @@ def calibrate(
             of_layer = {m: linear.names for m, linear in linears.items() if linear.layer == n}
             outputs = _calibrate_module(layer, scheme, of_layer, decoder.batches, _run_layer(n))
             for module, names in of_layer.items():
-                for kind in MEASURED[scheme.format]:
+                for kind in measured:
                     keep(module, kind, _measured(layer.get_submodule(names[0]), kind))
             if scheme.kv_cache is not None:
                 keep(f"transformer.layers.{n}.attention", "kv_amax", kv_amax(layer))
@@ -101,19 +101,9 @@ def calibrate(
                 return batch.hidden
 
             _calibrate_module(root, scheme, {"lm_head": ("head",)}, decoder.batches, run_head)
-            for kind in MEASURED[scheme.format]:
+            for kind in measured:
                 keep("lm_head", kind, _measured(root.get_submodule("head"), kind))
     return Calibrated(scales, tuple(_doubts(scales)))
-
-
-def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
-    """Returns where to calibrate; RuntimeUnavailable where a GPU that is asked for is missing."""
-    has_gpu = torch.cuda.is_available()
-    if wanted == "cuda" and not has_gpu:
-        raise RuntimeUnavailable(
-            "engine.device is cuda, but torch sees no GPU here; set engine.device to cpu or auto"
-        )
-    return ("cuda" if has_gpu else "cpu") if wanted == "auto" else wanted
 
 
 @dataclass(frozen=True)
@@ -126,8 +116,6 @@ class _Linear:
 
 def _linears(config: UnifiedConfig, scheme: QuantizationConfig) -> dict[str, _Linear]:
     """Returns the linears that a scheme measures scales of, by unified name."""
-    if not MEASURED[scheme.format]:
-        return {}
     found = {}
     for module, rule, layer in quantized_linears(quantized_config(config, scheme)):
         names = dict.fromkeys(

@@ -25,13 +25,13 @@ from specpipe.checkpoints.checkpoint import RawArray, read_config
 from specpipe.checkpoints.families import EMBEDDING, FAMILIES, HEAD
 from specpipe.checkpoints.plain_weights import PlainWeights
 from specpipe.errors import CheckpointError
+from specpipe.quantization.tensors import as_tensor
 
 TOKENS_AT_ONCE = 1024
 """Tokens of one forward, unless a text is longer. ModelOpt rounds all weights anew in each forward
 of its AWQ search; beside multiplying so many tokens by them, that is little."""
 
 _ATTENTION = "specpipe"  # its name among the attention functions of transformers
-_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -126,8 +126,7 @@ class Decoder:
         return rows.to(self._device)
 
     def _as_float32(self, block: RawArray) -> Tensor:
-        signed = torch.from_numpy(block.view(block.dtype.str.replace("u", "i")))
-        return signed.view(_TORCH[self._weights.config.dtype]).float()
+        return as_tensor(block, self._weights.config.plain_dtype).float()
 
 
 def kv_amax(layer: nn.Module) -> Tensor:

@@ -20,7 +20,7 @@ it nowhere else (TensorRT-LLM, _torch/modules/linear.py); here the fused linears
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,15 +38,16 @@ from specpipe.checkpoints.checkpoint import (
     QUANT_CONFIG_NAME,
     RawArray,
     create_safetensors,
-    num_elements,
 )
 from specpipe.checkpoints.families import HEAD
-from specpipe.checkpoints.formats import FORMATS, Content, Format, Scale
+from specpipe.checkpoints.formats import Content, Format, Scale
 from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.row_jobs import JOB_BYTES, in_threads
 from specpipe.checkpoints.unified_layout import tensor_rules
+from specpipe.machine.own_json import write_object
 from specpipe.quantization.quantized_config import check_export
-from specpipe.quantization.weights import QuantizedWeights, raw
+from specpipe.quantization.tensors import as_raw
+from specpipe.quantization.weights import QuantizedWeights
 
 SUFFIXES: Mapping[Content, str] = {
     "quantized": "weight",
@@ -65,8 +66,6 @@ _SHARD_BYTES = 5_000_000_000  # as transformers cuts
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 """Whose layout it is; SGLang looks for the name."""
-
-_FUSES_PREQUANT = ("int4_awq", "w4a8_awq")
 
 
 def write_huggingface(out: Path, weights: QuantizedWeights, hf_config: Mapping[str, Any]) -> None:
@@ -107,15 +106,17 @@ def write_huggingface(out: Path, weights: QuantizedWeights, hf_config: Mapping[s
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
         }
         total = sum(tensor.num_bytes for shard in shards for tensor in shard)
-        _write_json(out / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_object(
+            out / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
     quantization = _quantization(weights)
-    _write_json(out / QUANT_CONFIG_NAME, {"producer": _PRODUCER, "quantization": quantization})
+    write_object(out / QUANT_CONFIG_NAME, {"producer": _PRODUCER, "quantization": quantization})
     config = dict(hf_config)
     if not (config.get("dtype") or config.get("torch_dtype")):
         config["dtype"] = weights.config.dtype
     if is_quantized(weights.config, "lm_head"):
         config["tie_word_embeddings"] = False  # the embedding stays plain
-    _write_json(out / CONFIG_NAME, {**config, "quantization_config": _as_section(quantization)})
+    write_object(out / CONFIG_NAME, {**config, "quantization_config": _as_section(quantization)})
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class _Tensor:
 
     @property
     def num_bytes(self) -> int:
-        return num_elements(self.shape) * ELEMENT_BYTES[self.dtype]
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class _Job:
 
 def _jobs(tensor: _Tensor) -> Iterator[_Job]:
     rows, *columns = tensor.shape or (1,)
-    step = max(1, JOB_BYTES // (num_elements(columns) * ELEMENT_BYTES[tensor.dtype]))
+    step = max(1, JOB_BYTES // (math.prod(columns) * ELEMENT_BYTES[tensor.dtype]))
     for start in range(0, rows, step):
         yield _Job(tensor, start, min(start + step, rows))
 
@@ -176,7 +177,7 @@ def _tensors(weights: QuantizedWeights) -> Iterator[_Tensor]:
             yield _Tensor(name, dtype, info.shape, partial(_plain_rows, weights, name))
     if weights.config.quantization.kv_cache_quant_algo is not None:
         for layer in range(weights.config.num_hidden_layers):
-            scale = weights.kv_cache_scale(f"transformer.layers.{layer}.attention")
+            scale = weights.kv_cache_scale(layer)
             for name in KV_SCALES:
                 yield _whole(f"model.layers.{layer}.{name}", "F32", (), scale)
 
@@ -193,19 +194,18 @@ def _linear(
     without_prequant  linears that have it in the norm before them
     """
     module = weights.modules[name]
-    made = FORMATS[weights.format]
     rows, columns = weights.plain.tensors[name].shape
     prefix = name.removesuffix("weight")
 
     def of_rows(content: Content, rows_each: int, start: int, stop: int) -> Iterator[RawArray]:
         for block in weights.of_rows(name, content, start * rows_each, stop * rows_each):
-            yield raw(block)
+            yield as_raw(block)
 
-    dtype, shape, rows_each = _quantized(made, rows, columns)
+    dtype, shape, rows_each = _quantized(weights.format, rows, columns)
     yield _Tensor(name, dtype, shape, partial(of_rows, "quantized", rows_each))
-    for scale in made.scales:
+    for scale in weights.format.scales:
         full_name = prefix + SUFFIXES[scale.content]
-        if not weights.is_shared(scale.content):
+        if not scale.is_shared:
             of_row = () if scale.axes == "out" else (columns // weights.block_size,)
             dtype = _scale_dtype(weights, scale)
             yield _Tensor(full_name, dtype, (rows, *of_row), partial(of_rows, scale.content, 1))
@@ -235,7 +235,7 @@ def _whole(name: str, dtype: str, shape: tuple[int, ...], tensor: Tensor) -> _Te
     """Returns a tensor that is small enough to be there before it is asked for."""
 
     def rows(start: int, stop: int) -> Iterator[RawArray]:
-        yield raw(tensor[start:stop])
+        yield as_raw(tensor[start:stop])
 
     return _Tensor(name, dtype, shape, rows)
 
@@ -256,7 +256,7 @@ class _FusedNorm:
 
 def _fused_norms(weights: QuantizedWeights) -> Iterator[_FusedNorm]:
     """Yields the norms whose linears are quantized and have one prequant."""
-    if weights.format not in _FUSES_PREQUANT:
+    if not weights.format.is_awq:
         return
     config = weights.config
     quantized = set(weights.modules.values())
@@ -281,7 +281,7 @@ def _fused_rows(
     weight = weights.read(norm.name, start, stop - start)
     factor = norm.prequant[start:stop].float()
     product = (weight + 1) * factor - 1 if norm.one_plus else weight * factor
-    yield raw(product.to(weights.dtype))
+    yield as_raw(product.to(weights.dtype))
 
 
 def _quantization(weights: QuantizedWeights) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def _quantization(weights: QuantizedWeights) -> dict[str, Any]:
     }
     if ours.block_size is not None:
         quantization["group_size"] = ours.block_size
-    if weights.format in _FUSES_PREQUANT:
+    if weights.format.is_awq:
         quantization |= {"has_zero_point": False, "pre_quant_scale": True}
     linears = {
         part.source.format(n=layer)
@@ -319,7 +319,3 @@ def _as_section(quantization: Mapping[str, Any]) -> dict[str, Any]:
     if quantization["kv_cache_quant_algo"] is not None:
         section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     return {**section, "producer": _PRODUCER, "quant_method": "modelopt"}
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from specpipe.checkpoints.formats import E2M1_MAX, E4M3_MAX, FORMATS, Content
 
-INT8_MAX, INT4_MAX = 127.0, 7.0
-"""The greatest numbers that a scale is chosen for; the least is one further from 0."""
+INT4_MAX = 7.0
+"""The greatest number that a scale is chosen for; the least is one further from 0."""
 
 E4M3_MIN = 2.0**-9
 """The least positive number of e4m3."""
@@ -108,19 +108,14 @@ def quantize_fp8(rows: Tensor, scale: Tensor) -> Tensor:
     return to_e4m3(rows.float() / _for_rows(scale))
 
 
-def dequantize_fp8(weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns what `quantize_fp8` rounded to, in float32."""
-    return weight.float() * _for_rows(scale)
-
-
 def quantize_int8(rows: Tensor, scales: Tensor) -> Tensor:
     """Rounds rows / scales to int8; scales [rows]."""
     return to_int(rows.float() / _for_rows(scales), 8)
 
 
-def dequantize_int8(weight: Tensor, scales: Tensor) -> Tensor:
-    """Returns what `quantize_int8` rounded to, in float32."""
-    return weight.float() * _for_rows(scales)
+def dequantize_rows(weight: Tensor, scale: Tensor) -> Tensor:
+    """Returns what `quantize_fp8` or `quantize_int8` rounded to, in float32."""
+    return weight.float() * _for_rows(scale)
 
 
 def quantize_int4(rows: Tensor, scales: Tensor) -> Tensor:
@@ -166,26 +161,26 @@ def weight_only(rows: Tensor, bits: Literal[4, 8], dtype: torch.dtype) -> Tensor
 def dequantize(name: str, tensors: Mapping[Content, Tensor]) -> Tensor:
     """Returns the weight [out, in] that a kernel of the format multiplies with, in float32.
 
-    tensors  the linear's quantized weight and its scales; what is multiplied are the activations
-             after prequant_scaling_factor, which is not divided out
+    tensors  the linear's weight, quantized or for a builder to quantize, and its scales; what is
+             multiplied are the activations after prequant_scaling_factor, which is not divided out
     """
-    weight = tensors["quantized"]
-    if name == "fp8":
-        return dequantize_fp8(weight, tensors["weights_scaling_factor"])
-    if name == "fp8_pc_pt":
-        return dequantize_fp8(weight, tensors["per_channel_scale"])
-    if name == "int8_sq":
-        return dequantize_int8(weight, tensors["weights_scaling_factor"])
-    if name == "nvfp4":
-        scales = tensors["weights_scaling_factor"], tensors["weights_scaling_factor_2"]
-        return dequantize_nvfp4(weight, *scales)
-    assert FORMATS[name].packs == "out", name
-    values = dequantize_int4(weight, tensors["weights_scaling_factor"])
-    if name == "int4_gptq":
+    made, weight = FORMATS[name], tensors["quantized"]
+    if not made.is_stored:  # in the checkpoint's dtype, in which TensorRT-LLM builds
+        return weight_only(weight, made.bits, weight.dtype)
+    scale = tensors[
+        "per_channel_scale" if made.scale("per_channel_scale") else "weights_scaling_factor"
+    ]
+    scale_2 = tensors.get("weights_scaling_factor_2")
+    if made.bits == 8:
+        return dequantize_rows(weight, scale)
+    if made.weights == "e2m1":
+        assert scale_2 is not None
+        return dequantize_nvfp4(weight, scale, scale_2)
+    values = dequantize_int4(weight, scale)
+    if "zero" in tensors:
         return values + _for_blocks(values.shape[-1], tensors["zero"])
-    if name == "w4a8_awq":
-        scale_2 = tensors["weights_scaling_factor_2"]
-        return dequantize_fp8(quantize_fp8(values, scale_2), scale_2)
+    if scale_2 is not None:
+        return dequantize_rows(quantize_fp8(values, scale_2), scale_2)
     return values
 
 

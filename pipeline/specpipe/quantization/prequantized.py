@@ -130,7 +130,7 @@ class _Section:
 def _modelopt(section: _Section, hf_config: Mapping[str, Any]) -> Prequantized:
     algo = section.values.get("quant_algo")
     name = FORMAT_OF_ALGO.get(algo) if isinstance(algo, str) else None
-    if name is None or not FORMATS[name].is_offered or FORMATS[name].weight_dtype is None:
+    if name is None or not FORMATS[name].is_offered or not FORMATS[name].is_stored:
         raise section.refused(f"quant_algo {quoted(algo)} is not read")
     if section.values.get("has_zero_point"):
         raise section.refused("has_zero_point true is not read with quant_algo " + repr(algo))

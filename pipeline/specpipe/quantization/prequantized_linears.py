@@ -6,18 +6,16 @@ outputs, of which so many are taken at a time that little is in memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specpipe.checkpoints.checkpoint import (
     HFCheckpoint,
-    RawArray,
     TensorInfo,
-    num_elements,
     read_blocks,
 )
 from specpipe.checkpoints.formats import FORMATS, Content
@@ -27,18 +25,9 @@ from specpipe.errors import CheckpointError
 from specpipe.quantization import numbers
 from specpipe.quantization.huggingface import SUFFIXES
 from specpipe.quantization.prequantized import CURE, Prequantized
+from specpipe.quantization.tensors import TORCH_DTYPES, as_tensor, read_small
 
 _CHUNK_BYTES = 32 << 20  # of int4 numbers that are unpacked at a time
-
-_TORCH = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-}
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight numbers stands in each half byte of AWQ's int32, from the lowest on."""
@@ -72,7 +61,7 @@ class ScaledLinear:
         self._prefix = prefix
         self._made = FORMATS[found.format]
         self._size = rows, columns = size
-        self._dtype = _TORCH[config.plain_dtype]
+        self._dtype = TORCH_DTYPES[config.plain_dtype]
         self._rows_each = 2 if self._made.packs == "out" else 1
         packed_columns = columns // (2 if self._made.packs == "in" else 1)
         dtypes = {"I8", "U8"} if self._made.packs else {self._made.weight_dtype or ""}
@@ -114,15 +103,16 @@ class ScaledLinear:
             first, count = start // self._rows_each, (stop - start) // self._rows_each
             for block in read_blocks(info.rows(first, count)):
                 check_finite(block, info.dtype, in_tensor(f"{info.file}: {name}", first))
-                yield _tensor(block, info.dtype)
+                yield as_tensor(block, info.dtype)
                 first += len(block)
             return
-        scale = next(scale for scale in self._made.scales if scale.content == content)
-        if num_elements(info.shape) == 1:  # per_channel_scale of a weight that has one for all
+        scale = self._made.scale(content)
+        assert scale is not None, content
+        if math.prod(info.shape) == 1:  # per_channel_scale of a weight that has one for all
             yield one_number(self._source, name).expand(stop - start)
             return
         for block in read_blocks(info.rows(start, stop - start)):
-            values = _tensor(block, info.dtype)
+            values = as_tensor(block, info.dtype)
             if scale.axes == "out":
                 values = values.float().reshape(-1)
             elif scale.dtype != "F8_E4M3":
@@ -147,7 +137,7 @@ class PackedLinear:
         self._source = source
         self._found = found
         self._num_columns = columns
-        self._dtype = _TORCH[config.plain_dtype]
+        self._dtype = TORCH_DTYPES[config.plain_dtype]
         if rows % 8 or columns % 8 or columns % found.group_size:
             raise CheckpointError(
                 f"{source.folder}: {prefix}qweight has {columns} inputs and {rows} outputs, which "
@@ -178,7 +168,7 @@ class PackedLinear:
         elif content == "zero":
             yield (8 - self._zeros(start, stop)) * self._scales(start, stop).float()
         else:
-            if self._found.format == "int4_awq":
+            if FORMATS[self._found.format].scale("zero") is None:
                 self._check_zeros(start, stop)
             step = max(8, _CHUNK_BYTES // self._num_columns // 8 * 8)
             for row in range(start, stop, step):
@@ -221,10 +211,10 @@ class PackedLinear:
     def _columns(self, suffix: str, start: int, stop: int) -> Tensor:
         """Reads some columns of a tensor; it passes by in blocks."""
         info = self._infos[suffix]
-        columns = torch.empty((info.shape[0], stop - start), dtype=_TORCH[info.dtype])
+        columns = torch.empty((info.shape[0], stop - start), dtype=TORCH_DTYPES[info.dtype])
         row = 0
         for block in read_blocks(info):
-            columns[row : row + len(block)] = _tensor(block[:, start:stop], info.dtype)
+            columns[row : row + len(block)] = as_tensor(block[:, start:stop], info.dtype)
             row += len(block)
         return columns
 
@@ -263,7 +253,7 @@ def _check_order(source: HFCheckpoint, name: str, num_columns: int, group_size: 
 def one_number(source: HFCheckpoint, name: str) -> Tensor:
     """Reads a single number as [1], in float32."""
     info = source.tensors[name]
-    if num_elements(info.shape) != 1 or info.dtype not in DTYPES.values():
+    if math.prod(info.shape) != 1 or info.dtype not in DTYPES.values():
         raise CheckpointError(
             f"{source.folder}: {name} is {info.dtype} {list(info.shape)}, expected one number; "
             + CURE
@@ -283,19 +273,3 @@ def _checked(source: HFCheckpoint, name: str, scales: Tensor, first_row: int = 0
             "scale is above 0 and finite"
         )
     return scales
-
-
-def read_small(info: TensorInfo) -> Tensor:
-    """Reads a small tensor whole."""
-    if not info.shape:
-        info = TensorInfo(info.dtype, (1,), info.file, info.offset)
-    blocks = [_tensor(block, info.dtype).clone() for block in read_blocks(info)]
-    return torch.cat(blocks)
-
-
-def _tensor(block: RawArray, dtype: str) -> Tensor:
-    """Returns raw elements as a tensor of their dtype."""
-    signed = np.ascontiguousarray(block).view(
-        block.dtype.str.replace("u4", "i4").replace("u2", "i2")
-    )
-    return torch.from_numpy(signed).view(_TORCH[dtype])

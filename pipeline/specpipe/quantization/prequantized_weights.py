@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.checkpoint import HFCheckpoint, RawArray, open_checkpoint, some
-from specpipe.checkpoints.formats import FORMATS, Content, Scale
+from specpipe.checkpoints.checkpoint import HFCheckpoint, open_checkpoint, some
+from specpipe.checkpoints.formats import Content
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
-from specpipe.checkpoints.plain_weights import PlainWeights, config_of, match_weights
+from specpipe.checkpoints.plain_weights import config_of, match_weights
 from specpipe.checkpoints.quantized_rules import is_linear
-from specpipe.checkpoints.rules import Part
 from specpipe.checkpoints.trtllm_build import fit_trtllm_build
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.checkpoints.unified_layout import part_shape, source_rows, tensor_rules
@@ -35,14 +34,13 @@ from specpipe.quantization.prequantized_linears import (
     ScaledLinear,
     StoredLinear,
     one_number,
-    read_small,
 )
 from specpipe.quantization.quantized_config import (
     check_sizes,
-    plain_parts,
     quantized_linears,
 )
-from specpipe.quantization.weights import raw
+from specpipe.quantization.tensors import read_small
+from specpipe.quantization.unified_rows import UnifiedRows
 
 _KV_SCALES = (
     KV_SCALES,
@@ -53,16 +51,13 @@ _KV_SCALES = (
 
 
 @dataclass(frozen=True)
-class PrequantizedWeights:
-    """A folder that others quantized, as `write_unified` reads it.
+class PrequantizedWeights(UnifiedRows):
+    """A folder that others quantized.
 
-    config   the unified config, with its quantization
-    linears  the quantized ones, by Hugging Face's names of the weights that they stand for
+    linears    the quantized ones, by Hugging Face's names of the weights that they stand for
+    kv_scales  [1] by layer
     """
 
-    plain: PlainWeights
-    config: UnifiedConfig
-    format: str
     linears: Mapping[str, StoredLinear]
     kv_scales: Mapping[int, Tensor]
 
@@ -74,58 +69,36 @@ class PrequantizedWeights:
             for module, rule, layer in quantized_linears(self.config)
         }
 
-    @cached_property
-    def _modules(self) -> dict[str, str]:
-        return {source: module for module, sources in self._sources.items() for source in sources}
+    def kv_cache_scale(self, layer: int) -> Tensor:
+        return self.kv_scales[layer]
 
-    @cached_property
-    def _plain_parts(self) -> dict[tuple[str, tuple[str, ...]], Part]:
-        return plain_parts(self.config)
-
-    def rows(self, part: Part, layer: int | None, start: int, stop: int) -> Iterator[RawArray]:
-        """Yields rows of a part in `stored_dtype`, as `write_unified` asks for them."""
-        if part.content == "plain":
-            yield from self.plain.rows(part, layer, start, stop)
-            return
-        if part.content == "kv_cache_scaling_factor":
-            assert layer is not None
-            yield raw(self.kv_scales[layer])
-            return
-        source = part.source.format(n=layer)
-        scale = next((s for s in FORMATS[self.format].scales if s.content == part.content), None)
-        if scale is not None and scale.axes in ("one", "in"):
-            yield raw(self._shared(self._modules[source], scale)[start:stop])
-            return
-        plain = self._plain_parts[part.source, part.before]
-        rows_each = part_shape(self.config, plain)[0] // part_shape(self.config, part)[0]
-        first = source_rows(self.config, plain)[1]
-        start, stop = first + start * rows_each, first + stop * rows_each
-        again = self._rounds_again(source) if part.content == "quantized" else None
-        for made in self.linears[source].rows(part.content, start, stop):
-            yield raw(made if again is None else again(made))
-
-    def _shared(self, module: str, scale: Scale) -> Tensor:
-        """Returns a scale that the parts of a fused linear share: the greatest, or the only one."""
-        found = [self.linears[source].shared(scale.content) for source in self._sources[module]]
-        if scale.content in ("activation_scaling_factor", "weights_scaling_factor"):
+    def shared(self, module: str, content: Content) -> Tensor:
+        """Of the parts of a fused linear the greatest, or the only one."""
+        found = [self.linears[source].shared(content) for source in self._sources[module]]
+        if content in ("activation_scaling_factor", "weights_scaling_factor"):
             return torch.stack(found).amax(0)
         if not all(torch.equal(other, found[0]) for other in found):
             raise CheckpointError(
                 f"{self.plain.folder}: {some(self._sources[module])} have different "
-                f"{SUFFIXES[scale.content]}s, but are one linear in the engine; {CURE}"
+                f"{SUFFIXES[content]}s, but are one linear in the engine; {CURE}"
             )
         return found[0]
 
+    def of_rows(self, source: str, content: Content, start: int, stop: int) -> Iterator[Tensor]:
+        again = self._rounds_again(source) if content == "quantized" else None
+        for block in self.linears[source].rows(content, start, stop):
+            yield block if again is None else again(block)
+
     def _rounds_again(self, source: str) -> Callable[[Tensor], Tensor] | None:
         """Returns what brings fp8 numbers to the scale of all parts; None where they have it."""
-        if self.format != "fp8":
+        scale = self.format.scale("weights_scaling_factor")
+        if scale is None or not scale.is_shared:
             return None
-        content: Content = "weights_scaling_factor"
-        mine = self.linears[source].shared(content)
-        common = self._shared(self._modules[source], Scale(content, "one"))
+        mine = self.linears[source].shared(scale.content)
+        common = self.shared(self.modules[source], scale.content)
         if torch.equal(mine, common):
             return None
-        return lambda rows: numbers.quantize_fp8(numbers.dequantize_fp8(rows, mine), common)
+        return lambda rows: numbers.quantize_fp8(numbers.dequantize_rows(rows, mine), common)
 
 
 def open_prequantized(
@@ -160,7 +133,7 @@ def open_prequantized(
     others = {name for linear in linears.values() for name in linear.names}
     others |= kv_names | set(_empty_biases(source, config, linears))
     weights = match_weights(source, config, others)
-    return PrequantizedWeights(weights, config, found.format, linears, kv_scales)
+    return PrequantizedWeights(weights, config, linears, kv_scales)
 
 
 def _plain_linears(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from specpipe.checkpoints.formats import FORMATS, OFFERED
+from specpipe.checkpoints.formats import AWQ_BLOCK_SIZES, FORMATS, OFFERED
 from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.rules import Part, TensorRule
 from specpipe.checkpoints.unified_config import UnifiedConfig
@@ -41,13 +41,13 @@ def quantized_config(config: UnifiedConfig, scheme: QuantizationConfig) -> Unifi
 
 def check_export(config: UnifiedConfig) -> None:
     """Refuses a quantized config that Hugging Face's layout has no place for."""
-    name = config.format
-    assert name is not None
-    if FORMATS[name].weight_dtype is None:
-        able = [other for other in OFFERED if FORMATS[other].weight_dtype is not None]
+    row = config.quantization.row
+    assert row is not None
+    if not row.is_stored:
+        able = [other for other in OFFERED if FORMATS[other].is_stored]
         raise ConfigError(
-            f"{name} has no Hugging Face layout, because TensorRT-LLM quantizes plain weights "
-            f"while it builds an engine; formats that have one: {', '.join(able)}"
+            f"{config.format} has no Hugging Face layout, because TensorRT-LLM quantizes plain "
+            f"weights while it builds an engine; formats that have one: {', '.join(able)}"
         )
     for layer in range(config.num_hidden_layers):
         fc, gate = (f"transformer.layers.{layer}.mlp.{part}" for part in ("fc", "gate"))
@@ -96,26 +96,25 @@ def check_sizes(config: UnifiedConfig, *, cure: str | None = None) -> None:
 
 def _fault(config: UnifiedConfig, part: Part, cure: str | None) -> str | None:
     """Says what of a part's size does not fit; `{}` stands for the ranks that share it."""
-    name = config.format
-    assert name is not None
-    made = FORMATS[name]
+    row = config.quantization.row
+    assert row is not None
     rows, columns = part_shape(config, part)
     tp_size = config.mapping.tp_size
     block = config.quantization.block_size
     if part.split == "columns":
         columns //= tp_size
     if block is not None and columns % block:
-        fitting = [size for size in (128, 64, 32, 16) if columns % size == 0 and size < block]
-        if cure is None and fitting and made.block_size == "set":
+        fitting = [size for size in AWQ_BLOCK_SIZES if columns % size == 0 and size < block]
+        if cure is None and fitting and row.block_size == "set":
             cure = f"an awq_block_size of {fitting[0]} divides them"
         return f"{columns} inputs{{}}, which blocks of {block} do not divide; {cure or _CURE}"
-    if made.packs == "out":
+    if row.packs == "out":
         if part.split == "rows":
             rows //= tp_size
         elif part.split == "vocab" and rows % 2 == 0:
             rows = -(-rows // tp_size)
         if rows % 2:
-            return f"{rows} outputs{{}}, and {name} packs them in pairs; {cure or _CURE}"
+            return f"{rows} outputs{{}}, and {config.format} packs them in pairs; {cure or _CURE}"
     return None
 
 

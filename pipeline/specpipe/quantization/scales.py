@@ -16,32 +16,18 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from specpipe.checkpoints.checkpoint import TensorInfo, read_blocks, read_safetensors_header, some
+from specpipe.checkpoints.formats import Measured
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.checkpoints.unified_layout import part_shape
 from specpipe.errors import CheckpointError
 from specpipe.quantization.quantized_config import quantized_linears
 
 SCALES_NAME, CALIBRATION_NAME = "scales.safetensors", "calibration.json"
-
-Measured = Literal["input_amax", "weight_amax", "weight_amax_2", "prequant", "kv_amax"]
-
-MEASURED: dict[str, tuple[Measured, ...]] = {
-    "fp8": ("input_amax", "weight_amax"),
-    "fp8_pc_pt": (),
-    "int8_sq": ("input_amax", "prequant"),
-    "int4_awq": ("prequant",),
-    "w4a8_awq": ("input_amax", "weight_amax_2", "prequant"),
-    "int8_wo": (),
-    "int4_wo": (),
-    "nvfp4": ("input_amax", "weight_amax"),
-}
-"""What each format needs of every linear."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +42,10 @@ class Scales:
 
 def expected_scales(config: UnifiedConfig) -> Iterator[tuple[str, Measured, int]]:
     """Yields module, kind and size of everything that a quantized config needs measured."""
-    name = config.format
-    assert name is not None
+    row = config.quantization.row
+    assert row is not None
     for module, rule, _ in quantized_linears(config):
-        for kind in MEASURED[name]:
+        for kind in row.measured:
             num_inputs = part_shape(config, rule.parts[0])[1]
             yield module, kind, num_inputs if kind == "prequant" else 1
     if config.quantization.kv_cache_quant_algo is not None:

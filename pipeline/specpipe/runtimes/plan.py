@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from specpipe.checkpoints.checkpoint import read_config
 from specpipe.checkpoints.family_config import named_dtype
+from specpipe.checkpoints.hf_config import context_length
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.config.engine import EngineConfig
+from specpipe.errors import EngineBuildError
 from specpipe.machine.artifacts import SideArtifacts
 from specpipe.roles import Role
 from specpipe.stage import PlannedStage
@@ -90,3 +92,13 @@ PairPlan = PlanFor[EngineConfig]
 def checkpoint_dtype(side: Side) -> str:
     """Returns the dtype that a side's config.json names; bfloat16 where the weights decide."""
     return named_dtype(read_config(side.folder, allow_quantized=True, limits=side.limits))
+
+
+def check_context(role: Role, config: UnifiedConfig, max_seq_len: int) -> None:
+    """Raises EngineBuildError where an engine is to have more positions than its model."""
+    context = context_length(config.max_position_embeddings, config.rotary_scaling)
+    if max_seq_len > context:
+        raise EngineBuildError(
+            f"{role}: engine.max_seq_len {max_seq_len} is more than the model's context of "
+            f"{context} tokens; lower it"
+        )

@@ -33,11 +33,8 @@ class ChatTemplate:
     ) -> None:
         """special_tokens are the variables `bos_token`, `eos_token`, … that templates read."""
         num_bytes = len(source.encode(errors="surrogatepass"))
-        if num_bytes > limits.max_chat_template_bytes:
-            raise CheckpointError(
-                f"{file}: the chat template has {num_bytes} bytes, expected at most "
-                f"{limits.max_chat_template_bytes} (serving.limits.max_chat_template_bytes)"
-            )
+        fact = f"{file}: the chat template has {num_bytes} bytes"
+        limits.check("max_chat_template_bytes", num_bytes, fact)
         self.source = source
         self._file = file
         self._worker = ChatWorker(

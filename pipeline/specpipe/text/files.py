@@ -100,7 +100,8 @@ def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts
             f"{folder / 'tokenizer_config.json'} is not as transformers writes it "
             f"({quoted(exc)}); download it again"
         ) from exc
-    _check_count(declaring, "tokens", len(declared) + len(extra), limits)
+    num_tokens = len(declared) + len(extra)
+    limits.check("max_vocab_size", num_tokens, f"{declaring} has {num_tokens} tokens")
     with _naming_faults(declaring):
         _add_tokens(backend, declaring, declared, special)
     if "eos_token" in named and backend.token_to_id(named["eos_token"]) is None:
@@ -144,14 +145,6 @@ def added_ends(
     return adds_bos, len(added) > adds_bos and added[-1] == eos
 
 
-def _check_count(path: Path, what: str, number: int, limits: FileLimits) -> None:
-    if number > limits.max_vocab_size:
-        raise CheckpointError(
-            f"{path} has {number} {what}, expected at most {limits.max_vocab_size} "
-            "(serving.limits.max_vocab_size)"
-        )
-
-
 def _load_backend(folder: Path, limits: FileLimits) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not folder.is_dir():
@@ -169,13 +162,14 @@ def _load_backend(folder: Path, limits: FileLimits) -> tokenizers.Tokenizer:
             "transformers, sentencepiece and tiktoken installed: "
             f"{_CONVERT.format(folder=folder)}"
         )
-    text = read_text(path, max_bytes=limits.max_tokenizer_bytes, setting="max_tokenizer_bytes")
+    text = read_text(path, limits, "max_tokenizer_bytes")
     with _naming_faults(path):
         backend = tokenizers.Tokenizer.from_str(text)
         backend.no_truncation()  # the file keeps what its last user had set
         backend.no_padding()
         backend.encode("")  # what adds special tokens to a text is first tried by doing so
-    _check_count(path, "ids", backend.get_vocab_size(), limits)
+    num_ids = backend.get_vocab_size()
+    limits.check("max_vocab_size", num_ids, f"{path} has {num_ids} ids")
     return backend
 
 
@@ -286,11 +280,7 @@ def _token_ids(config: Mapping[str, Any], key: str, path: Path, limits: FileLimi
     """Returns the ids under a key that may hold none, one or several; −1 means none."""
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if len(ids) > limits.max_end_token_ids:
-        raise CheckpointError(
-            f"{path}: {show(key)} has {len(ids)} ids, expected at most {limits.max_end_token_ids} "
-            "(serving.limits.max_end_token_ids)"
-        )
+    limits.check("max_end_token_ids", len(ids), f"{path}: {show(key)} has {len(ids)} ids")
     for token_id in ids:
         if type(token_id) is not int or not -1 <= token_id <= _MAX_TOKEN_ID:
             raise CheckpointError(
@@ -329,9 +319,7 @@ def _chat_template(
     """The template named `default` where there are several."""
     path = folder / "chat_template.jinja"
     if is_there(path):
-        source: Any = read_text(
-            path, max_bytes=limits.max_chat_template_bytes, setting="max_chat_template_bytes"
-        )
+        source: Any = read_text(path, limits, "max_chat_template_bytes")
     else:
         path = folder / "tokenizer_config.json"
         source = settings.get("chat_template")

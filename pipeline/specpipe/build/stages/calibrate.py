@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +17,7 @@ from specpipe.config.sections import QuantizationConfig
 from specpipe.errors import RuntimeUnavailable, SpecpipeError
 from specpipe.machine import provenance
 from specpipe.machine.libraries import with_extras
+from specpipe.machine.own_json import write_object
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import CALIBRATION_NAME, SCALES_NAME
 from specpipe.quantization.texts import check_data, data_file, read_texts
@@ -91,7 +91,8 @@ class Calibrate:
         quantized_config(weights.config, self.scheme)  # refuses sizes that do not fit the format
         texts = read_texts(self.scheme.calibration, self.base_dir, self.checkpoint, self.limits)
         # Deciding whether to calibrate must not take the time that importing torch does.
-        from specpipe.quantization.calibrate import calibrate, choose_device
+        from specpipe.quantization.calibrate import calibrate
+        from specpipe.quantization.device import choose_device
 
         device = choose_device(self.device)
         made = calibrate(weights, self.scheme, texts.calibration, device=device)
@@ -116,7 +117,7 @@ class Calibrate:
             "versions": provenance.versions(_LIBRARIES),
             "warnings": list(made.warnings),
         }
-        (out / CALIBRATION_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_object(out / CALIBRATION_NAME, record)
 
 
 def require_libraries() -> None:

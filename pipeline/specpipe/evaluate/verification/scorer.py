@@ -21,7 +21,6 @@ import numpy as np
 from specpipe.build.pairing import PairContract
 from specpipe.build.stages.convert import convert
 from specpipe.checkpoints import source
-from specpipe.checkpoints.formats import FORMATS
 from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.errors import SpecpipeError
@@ -180,9 +179,8 @@ def engine_rounding(engine: Path) -> str | None:
     words = []
     described = _engine_config(engine)["pretrained_config"]["quantization"]
     quantization = Quantization.model_validate(described)
-    name = quantization.format
-    if name is not None and (activations := FORMATS[name].activations) is not None:
-        words.append(f"activations to {_STEPS[activations]}")
+    if quantization.activations is not None:
+        words.append(f"activations to {_STEPS[quantization.activations]}")
     if (kv_cache := quantization.kv_cache_quant_algo) is not None:
         words.append(f"its KV cache to {kv_cache}")
     return " and ".join(words) or None

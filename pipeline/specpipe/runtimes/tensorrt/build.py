@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specpipe.checkpoints.hf_config import context_length
 from specpipe.checkpoints.unified import load_unified
 from specpipe.checkpoints.unified_config import UnifiedConfig, read_unified_config
 from specpipe.errors import EngineBuildError
 from specpipe.machine.gpus import gpus_here
+from specpipe.machine.own_json import write_object
 from specpipe.machine.signals import in_thread
 from specpipe.roles import Role
+from specpipe.runtimes.plan import check_context
 from specpipe.runtimes.repository_layout import link_file
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt import shapes
@@ -82,7 +83,7 @@ class BuildTensorRTEngine:
 
         config = read_unified_config(self.checkpoint)
         check_supported(self.role, config, max_seq_len=self.max_seq_len)
-        self._check_context(config)
+        check_context(self.role, config, self.max_seq_len)
         dtype = config.dtype if self.dtype == "auto" else self.dtype
         weights = (
             CheckpointWeights(self.role, load_unified(self.checkpoint), dtype)
@@ -107,16 +108,7 @@ class BuildTensorRTEngine:
             },
             "builder": builder,
         }
-        text = json.dumps(document, indent=2) + "\n"
-        (out / CONFIG_NAME).write_text(text, encoding="utf-8")
-
-    def _check_context(self, config: UnifiedConfig) -> None:
-        context = context_length(config.max_position_embeddings, config.rotary_scaling)
-        if self.max_seq_len > context:
-            raise EngineBuildError(
-                f"{self.role}: engine.max_seq_len {self.max_seq_len} is more than the model's "
-                f"context of {context} tokens; lower it"
-            )
+        write_object(out / CONFIG_NAME, document)
 
     def _build(self, path: Path, config: UnifiedConfig, weights: Any) -> dict[str, Any]:
         """Writes the engine and returns what config.json is to say about it."""
@@ -209,8 +201,7 @@ class PlaceWeights:
         weights.place(out / WEIGHTS_NAME)
         link_file(self.plan / ENGINE_NAME, out / ENGINE_NAME)
         document["builder"]["weights_bytes"] = (out / WEIGHTS_NAME).stat().st_size
-        text = json.dumps(document, indent=2) + "\n"
-        (out / CONFIG_NAME).write_text(text, encoding="utf-8")
+        write_object(out / CONFIG_NAME, document)
 
 
 def _write_plan(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> str | None:

@@ -6,6 +6,7 @@ address of its input; a context runs one profile, and keeps shapes and addresses
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from specpipe.checkpoints.checkpoint import num_elements, read_blocks, read_safetensors_header
+from specpipe.checkpoints.checkpoint import read_blocks, read_safetensors_header
 from specpipe.checkpoints.unified_config import DTYPES
 from specpipe.errors import CheckpointError, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.tensorrt import library as libraries
@@ -131,8 +132,8 @@ class CudaRunner:
         addresses = {}
         for name in self._spec.weight_names:
             found = tensors.get(name)
-            wanted = num_elements(self._spec.inputs[name]), DTYPES[self._spec.dtype]
-            if found is None or (num_elements(found.shape), found.dtype) != wanted:
+            wanted = math.prod(self._spec.inputs[name]), DTYPES[self._spec.dtype]
+            if found is None or (math.prod(found.shape), found.dtype) != wanted:
                 raise EngineMismatch(f"{path} has no {name} as the engine takes it: build it again")
             addresses[name] = address = self._cuda.allocate(resources, found.num_bytes)
             for block in read_blocks(found):

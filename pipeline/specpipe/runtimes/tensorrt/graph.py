@@ -6,6 +6,7 @@ of the network, or inputs that are bound when the engine runs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specpipe.checkpoints.checkpoint import num_elements
 from specpipe.errors import EngineBuildError
 
 Tensor = Any
@@ -109,7 +109,7 @@ class Graph:
     ) -> Tensor:
         shape = array.shape if shape is None else shape
         self._alive.append(array)
-        weights = self.trt.Weights(dtype, array.ctypes.data, num_elements(shape))
+        weights = self.trt.Weights(dtype, array.ctypes.data, math.prod(shape))
         return self._added(self.network.add_constant(shape, weights), name)
 
     def round_fp8(self, x: Tensor, scale: Tensor) -> Tensor:

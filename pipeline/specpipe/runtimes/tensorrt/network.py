@@ -209,7 +209,7 @@ def _quantized(
 ) -> tuple[Tensor, Tensor]:
     """The factors of a quantized linear; what is done to them, TensorRT fuses with the product."""
     rank = len(x.shape)
-    if config.format == "fp8":
+    if config.quantization.activations == "fp8":
         x = graph.round_fp8(x, graph.weight(f"{name}.activation_scaling_factor", rank=1))
         scale = graph.weight(f"{name}.weights_scaling_factor", rank=1)
         return x, graph.dequantize(weight, scale)

@@ -8,16 +8,16 @@ one of torch's multiplies by quantized weights; else they are emulated, which an
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specpipe.checkpoints.hf_config import context_length
 from specpipe.checkpoints.unified import load_unified
 from specpipe.checkpoints.unified_config import UnifiedConfig
-from specpipe.errors import CheckpointError, EngineBuildError, RuntimeUnavailable
+from specpipe.errors import CheckpointError, EngineBuildError
+from specpipe.machine.own_json import write_object
 from specpipe.roles import Role
+from specpipe.runtimes.plan import check_context
 from specpipe.stage import StageInputs
 from specpipe.version import __version__
 
@@ -54,12 +54,13 @@ class BuildTorchEngine:
 
     def run(self, out: Path) -> None:
         # Deciding whether to build must not take the seconds that importing torch does.
+        from specpipe.quantization.device import choose_device
         from specpipe.runtimes.torch.kernels import usable_kernel
         from specpipe.runtimes.torch.layout import write_weights
 
         checkpoint = load_unified(self.checkpoint)
         self._check(checkpoint.config)
-        device = self._device()
+        device = choose_device(self.device)
         dtype = compute_dtype(self.dtype, device, checkpoint.config.dtype)
         build_config: dict[str, Any] = {
             "max_batch_size": self.max_batch_size,
@@ -84,8 +85,7 @@ class BuildTorchEngine:
             "pretrained_config": checkpoint.config.plain(),
             "build_config": build_config,
         }
-        text = json.dumps(config, indent=2) + "\n"
-        (out / CONFIG_NAME).write_text(text, encoding="utf-8")
+        write_object(out / CONFIG_NAME, config)
 
     def _check(self, config: UnifiedConfig) -> None:
         """Refuses what the engine would compute otherwise than the checkpoint means it."""
@@ -96,28 +96,13 @@ class BuildTorchEngine:
                 f"{self.role}: kv_cache_quant_algo {kv_cache} is not supported by runtime 'torch'; "
                 "supported: FP8, or none"
             )
-        if quantization.has_zero_point and config.format != "int4_gptq":
+        row = quantization.row
+        if quantization.has_zero_point and (row is None or row.scale("zero") is None):
             raise EngineBuildError(
                 f"{self.role}: has_zero_point true is not supported with quant_algo "
                 f"{quantization.quant_algo}; such weights are W4A16_GPTQ in a unified checkpoint"
             )
-        context = context_length(config.max_position_embeddings, config.rotary_scaling)
-        if self.max_seq_len > context:
-            raise EngineBuildError(
-                f"{self.role}: engine.max_seq_len {self.max_seq_len} is more than the model's "
-                f"context of {context} tokens; lower it"
-            )
-
-    def _device(self) -> str:
-        import torch
-
-        has_gpu = torch.cuda.is_available()
-        if self.device == "cuda" and not has_gpu:
-            raise RuntimeUnavailable(
-                "engine.device is cuda, but torch sees no GPU here; "
-                "set engine.device to cpu or auto"
-            )
-        return ("cuda" if has_gpu else "cpu") if self.device == "auto" else self.device
+        check_context(self.role, config, self.max_seq_len)
 
 
 def compute_dtype(wanted: str, device: str, checkpoint_dtype: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from specpipe.checkpoints.formats import FORMATS
 from specpipe.checkpoints.unified_sections import Quantization
 
 Kernel = Literal["fp8", "int8", "int4"]
@@ -29,6 +30,7 @@ _KERNELS: Mapping[str, Kernel] = {
     "int4_awq": "int4",
     "int4_gptq": "int4",
 }
+"""Those of formats; a format that is not here is emulated."""
 _MIN_SM: Mapping[Kernel, int] = {"fp8": 89, "int8": 80, "int4": 80}
 
 GROUP_SIZES = (256, 128, 64, 32)
@@ -54,7 +56,7 @@ def fits(
     if kernel == "int8":
         return dtype in half
     if kernel == "fp8":  # per output, torch's fallback for older cuBLAS writes bfloat16 alone
-        dtypes = half[:1] if quantization.format == "fp8_pc_pt" else half
+        dtypes = half[:1] if quantization.activations == "fp8_per_token" else half
         return dtype in dtypes and rows % 16 == columns % 16 == 0
     size = int4_group_size(quantization, columns)
     return dtype == "bfloat16" and rows % 8 == 0 and size in GROUP_SIZES
@@ -75,4 +77,4 @@ def keeps_input_order(name: str | None, kernel: Kernel | None) -> bool:
 
     Where blocks of inputs share a scale when they are multiplied.
     """
-    return name == "nvfp4" or kernel == "int4"
+    return kernel == "int4" or (name is not None and FORMATS[name].activations == "nvfp4")

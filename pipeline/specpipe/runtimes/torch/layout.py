@@ -32,26 +32,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.checkpoint import SafetensorsWriter, create_safetensors, raw_dtype
+from specpipe.checkpoints.checkpoint import SafetensorsWriter, create_safetensors
 from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
 from specpipe.checkpoints.unified import UnifiedCheckpoint
 from specpipe.checkpoints.unified_config import DTYPES
 from specpipe.checkpoints.weight_values import check_finite, in_tensor
 from specpipe.errors import CheckpointError
+from specpipe.quantization.tensors import TORCH_DTYPES, as_raw
 from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.model import ModelConfig
 from specpipe.runtimes.torch.quantized_layout import Arrangement, Entry, quantized_entries
 from specpipe.runtimes.torch.quantized_source import QuantizedSource
 
-_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.uint8,  # made and written as its bits
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-_BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _BLOCK_BYTES = 16 << 20  # of float32; rows enough to read whole cache lines where it transposes
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
@@ -205,8 +197,9 @@ def _write(writer: SafetensorsWriter, entry: Entry) -> None:
     tensor = entry.make()
     row = 0
     for rows in tensor.split(max(1, _BLOCK_BYTES // (4 * tensor[0].numel()))):
-        block = torch.empty(rows.shape, dtype=_DTYPES[entry.dtype]).copy_(rows)
-        bits = block.view(_BITS[block.element_size()]).numpy().view(raw_dtype(entry.dtype))
+        # FP8 comes as its bits.
+        dtype = torch.uint8 if entry.dtype == "F8_E4M3" else TORCH_DTYPES[entry.dtype]
+        bits = as_raw(torch.empty(rows.shape, dtype=dtype).copy_(rows))
         check_finite(bits, entry.dtype, in_tensor(entry.name, row))
         writer.write_rows(entry.name, row, bits)
         row += len(rows)

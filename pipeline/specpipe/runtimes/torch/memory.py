@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import prod
 
 from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
-from specpipe.checkpoints.formats import FORMATS
 from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
 from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.checkpoints.unified_layout import tensor_rules, whole_shape
@@ -87,20 +86,20 @@ def _linear_bytes(
     """Returns the bytes of a quantized weight and of the scales that are not one for all."""
     element = ELEMENT_BYTES[DTYPES[dtype]]
     if not fits(kernel, config.quantization, dtype, rows, columns):
-        is_rounded = _activations(config) is not None
+        is_rounded = config.quantization.activations is not None
         return rows * columns * (ELEMENT_BYTES["F32"] if is_rounded else element)
     if kernel == "int4":  # a scale and a zero point for each group
         groups = columns // int4_group_size(config.quantization, columns)
         return rows * (columns // 2 + 2 * groups * element)
     if kernel == "int8":
         return rows * (columns + element)
-    scales_bytes = 4 if config.format == "fp8_pc_pt" else 0
+    scales_bytes = 4 if config.quantization.activations == "fp8_per_token" else 0
     return rows * (columns + scales_bytes)
 
 
 def _rounding_bytes(config: UnifiedConfig, max_num_tokens: int) -> int:
     """Returns what rounding the activations of a linear takes at most, its result included."""
-    kind = _activations(config)
+    kind = config.quantization.activations
     if kind is None:
         return 0
     copies = 12 if kind == "nvfp4" else 4  # in float32
@@ -115,8 +114,3 @@ def _fused_bytes(config: UnifiedConfig, capacity: int, max_draft_len: int) -> in
     floats = num_parts * part + ROWS * config.vocab_size
     drawn = 16 * config.vocab_size  # of each row a key and a mass of every token
     return ELEMENT_BYTES["F32"] * floats + (max_draft_len + 1) * drawn
-
-
-def _activations(config: UnifiedConfig) -> str | None:
-    name = config.format
-    return None if name is None else FORMATS[name].activations

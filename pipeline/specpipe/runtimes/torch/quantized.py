@@ -76,7 +76,7 @@ def in_checkpoint_order(multiply: Multiply, group_size: int, head_size: int) -> 
 
 def round_to_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Returns float32: the FP8 numbers nearest to x / scale, times the scale."""
-    return numbers.dequantize_fp8(numbers.quantize_fp8(x, scale), scale)
+    return numbers.dequantize_rows(numbers.quantize_fp8(x, scale), scale)
 
 
 def _rounding(name: str, input_scale: Tensor | None) -> Round | None:
@@ -93,7 +93,7 @@ def _rounding(name: str, input_scale: Tensor | None) -> Round | None:
 
 
 def _round_to_int8(x: Tensor, scale: Tensor) -> Tensor:
-    return numbers.dequantize_int8(numbers.quantize_int8(x, scale), scale)
+    return numbers.dequantize_rows(numbers.quantize_int8(x, scale), scale)
 
 
 def _round_to_nvfp4(x: Tensor, scale: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def quantized_entries(
     rows, columns = source.size(modules)
     dtype = DTYPES[source.dtype]
     kernel = source.kernel_of(modules)
-    if linear.endswith(".dense") and keeps_input_order(source.format, kernel):
+    if linear.endswith(".dense") and keeps_input_order(source.config.format, kernel):
         arrangement = _AS_IT_IS
     if kernel is None:
         yield Entry(

@@ -8,27 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.formats import FORMATS, Content, Format
+from specpipe.checkpoints.formats import Content, Format
 from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.unified import UnifiedCheckpoint
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.quantization import numbers
+from specpipe.quantization.tensors import as_tensor
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
 
-_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-_WEIGHT_ONLY_BITS: Mapping[str, Literal[4, 8]] = {"int8_wo": 8, "int4_wo": 4}
 _ROWS = 1024  # that are dequantized at a time; an even number, as two of int4 share their bytes
 
 Tensors = Mapping[Content, Tensor]
@@ -55,13 +47,22 @@ class QuantizedSource:
         return self.checkpoint.config
 
     @cached_property
-    def format(self) -> str | None:
-        return self.config.format
+    def _made(self) -> Format:
+        assert self.config.quantization.row is not None
+        return self.config.quantization.row
 
     @cached_property
-    def _made(self) -> Format:
-        assert self.format is not None
-        return FORMATS[self.format]
+    def _shared_scale(self) -> Content | None:
+        """The one scale of all numbers of a weight as kernels multiply by it; None: rows have
+        theirs."""
+        return next(
+            (
+                scale.content
+                for scale in self._made.scales
+                if scale.axes == "one" and scale.content.startswith("weights_")
+            ),
+            None,
+        )
 
     @property
     def rounds_activations(self) -> bool:
@@ -88,29 +89,26 @@ class QuantizedSource:
     def dequantized(self, modules: tuple[str, ...]) -> Tensor:
         """Returns the weight [out, in] with which the target kernels multiply."""
         dtype = torch.float32 if self.rounds_activations else getattr(torch, self.dtype)
-        return _joined([self._by_rows(module, _dequantize, dtype) for module in modules])
+        return _joined([self._by_rows(module, self._dequantized, dtype) for module in modules])
 
     def codes(self, modules: tuple[str, ...]) -> Tensor:
         """Returns the weight [out, in] as kernels multiply by it: bits of FP8, or integers."""
+        make, dtype = self._integers, torch.int8
         if self.kernel == "fp8":
-            parts = [self._by_rows(module, _fp8_bits, torch.uint8) for module in modules]
-        else:
-            parts = [self._by_rows(module, _integers, torch.int8) for module in modules]
-        return _joined(parts)
+            make, dtype = self._fp8_bits, torch.uint8
+        return _joined([self._by_rows(module, make, dtype) for module in modules])
 
     def scale_shape(self, modules: tuple[str, ...]) -> tuple[int, ...]:
         """Returns the shape of `scales`."""
         rows, columns = self.size(modules)
         if self.kernel == "int4":
             return rows, columns // int4_group_size(self.config.quantization, columns)
-        return (1,) if self.format in ("fp8", "w4a8_awq") else (rows,)
+        return (rows,) if self._shared_scale is None else (1,)
 
     def scales(self, modules: tuple[str, ...]) -> Tensor:
         """Returns what `codes` are multiplied by: [1], [out] or [out, groups]."""
-        if self.format == "fp8":
-            return self.shared(modules, "weights_scaling_factor")
-        if self.format == "w4a8_awq":
-            return self.shared(modules, "weights_scaling_factor_2")
+        if self._shared_scale is not None:
+            return self.shared(modules, self._shared_scale)
         scales = _joined([self._scales(module) for module in modules])
         shape = self.scale_shape(modules)
         return scales.reshape(len(scales), -1).expand(-1, shape[1]) if len(shape) > 1 else scales
@@ -121,8 +119,7 @@ class QuantizedSource:
 
     def has_scale(self, modules: tuple[str, ...], content: Content) -> bool:
         """Says whether these have such a scale."""
-        held = any(scale.content == content for scale in self._made.scales)
-        return held and is_quantized(self.config, modules[0])
+        return self._made.scale(content) is not None and is_quantized(self.config, modules[0])
 
     def shared(self, modules: tuple[str, ...], content: Content) -> Tensor:
         """Returns a scale that these have alike."""
@@ -131,8 +128,7 @@ class QuantizedSource:
     def read(self, name: str) -> Tensor:
         """Reads a tensor as it is."""
         raw = self.checkpoint.tensor(name)
-        bits = torch.from_numpy(raw.data.view(raw.data.dtype.str.replace("u", "i")))
-        return bits.view(_DTYPES[raw.dtype])
+        return as_tensor(raw.data, raw.dtype)
 
     def _size(self, module: str) -> tuple[int, int]:
         rows, columns = self.checkpoint.shape(f"{module}.weight")
@@ -149,26 +145,25 @@ class QuantizedSource:
         if kernel is None and not self.rounds_activations and not self._made.has_prequant:
             return ()
         contents = ["activation_scaling_factor", "prequant_scaling_factor"]
-        if kernel == "fp8":  # one scale for all of a weight
-            contents += ["weights_scaling_factor", "weights_scaling_factor_2"]
+        if kernel == "fp8" and self._shared_scale is not None:
+            contents.append(self._shared_scale)
         scales = [
             self.checkpoint.tensor(f"{module}.{scale.content}").data.tobytes()
             for scale in self._made.scales
-            if scale.content in contents and scale.axes in ("one", "in")
+            if scale.content in contents
         ]
         return (kernel, *scales)
 
     def _by_rows(
-        self, module: str, make: Callable[[str, Tensors], Tensor], dtype: torch.dtype
+        self, module: str, make: Callable[[Tensors], Tensor], dtype: torch.dtype
     ) -> Tensor:
         """Returns what `make` gives for the rows of a linear, block by block, as `dtype`."""
         weight = self.read(f"{module}.weight")
         if not is_quantized(self.config, module):
             return weight.to(dtype)
-        assert self.format is not None
         made = torch.empty(self._size(module), dtype=dtype)
         for start, tensors in self._blocks(module, weight):
-            rows = make(self.format, tensors)
+            rows = make(tensors)
             made[start : start + len(rows)] = rows
         return made
 
@@ -177,11 +172,11 @@ class QuantizedSource:
         scales = {
             scale.content: self.read(f"{module}.{scale.content}") for scale in self._made.scales
         }
-        by_row = {scale.content for scale in self._made.scales if scale.axes in ("out", "blocks")}
+        shared = {scale.content for scale in self._made.scales if scale.is_shared}
         for start in range(0, self._size(module)[0], _ROWS):
             rows = slice(start, start + _ROWS)
             tensors: dict[Content, Tensor] = {
-                content: scale[rows] if content in by_row else scale
+                content: scale if content in shared else scale[rows]
                 for content, scale in scales.items()
             }
             tensors["quantized"] = weight[start // packed : (start + _ROWS) // packed]
@@ -189,40 +184,32 @@ class QuantizedSource:
 
     def _scales(self, module: str) -> Tensor:
         """Returns the scales of one linear's `codes`, as they are stored or the builder's own."""
-        if self.format == "fp8_pc_pt":
-            return self.read(f"{module}.per_channel_scale")
-        if self.format in ("int4_awq", "int4_gptq"):
-            return self.read(f"{module}.weights_scaling_factor")
-        assert self.format is not None
-        return _weight_only_scales(self.format, self.read(f"{module}.weight"))
+        if not self._made.is_stored:
+            return self._built_scales(self.read(f"{module}.weight"))
+        content = next(scale.content for scale in self._made.scales if not scale.is_shared)
+        return self.read(f"{module}.{content}")
+
+    def _built_scales(self, weight: Tensor) -> Tensor:
+        return numbers.row_scales(weight, 2.0 ** (self._made.bits - 1)).to(weight.dtype)
+
+    def _dequantized(self, tensors: Tensors) -> Tensor:
+        assert self.config.format is not None
+        return numbers.dequantize(self.config.format, tensors)
+
+    def _fp8_bits(self, tensors: Tensors) -> Tensor:
+        weight = tensors["quantized"]
+        if self._made.weights == "int4":
+            values = numbers.dequantize_int4(weight, tensors["weights_scaling_factor"])
+            weight = numbers.quantize_fp8(values, tensors["weights_scaling_factor_2"])
+        return weight.view(torch.uint8)
+
+    def _integers(self, tensors: Tensors) -> Tensor:
+        weight = tensors["quantized"]
+        if self._made.is_stored:
+            return numbers.unpack_rows(weight)
+        quotients = self._dequantized(tensors) / self._built_scales(weight).float().unsqueeze(-1)
+        return numbers.to_int(quotients, self._made.bits)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
-
-
-def _dequantize(name: str, tensors: Tensors) -> Tensor:
-    if name in _WEIGHT_ONLY_BITS:
-        weight = tensors["quantized"]  # in the checkpoint's dtype, in which TensorRT-LLM builds
-        return numbers.weight_only(weight, _WEIGHT_ONLY_BITS[name], weight.dtype)
-    return numbers.dequantize(name, tensors)
-
-
-def _fp8_bits(name: str, tensors: Tensors) -> Tensor:
-    weight = tensors["quantized"]
-    if name == "w4a8_awq":
-        values = numbers.dequantize_int4(weight, tensors["weights_scaling_factor"])
-        weight = numbers.quantize_fp8(values, tensors["weights_scaling_factor_2"])
-    return weight.view(torch.uint8)
-
-
-def _integers(name: str, tensors: Tensors) -> Tensor:
-    weight = tensors["quantized"]
-    if name in ("int4_awq", "int4_gptq"):
-        return numbers.unpack_rows(weight)
-    quotients = _dequantize(name, tensors) / _weight_only_scales(name, weight).float().unsqueeze(-1)
-    return numbers.to_int(quotients, _WEIGHT_ONLY_BITS[name])
-
-
-def _weight_only_scales(name: str, weight: Tensor) -> Tensor:
-    return numbers.row_scales(weight, 2.0 ** (_WEIGHT_ONLY_BITS[name] - 1)).to(weight.dtype)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from specpipe.checkpoints.formats import FORMAT_OF_ALGO, FORMATS
 from specpipe.config.tensorrt_llm_versions import version_number
 from specpipe.roles import Role
 from specpipe.runtimes.tensorrt_llm.engines.toolbox import File, Word
+from specpipe.runtimes.tensorrt_llm.formats import SUPPORT
 
 if TYPE_CHECKING:
     from specpipe.config.tensorrt_llm import BuildFlags
@@ -256,13 +258,13 @@ def _by_format(spec: EngineSpec) -> dict[str, Value]:
     NVIDIA advises the GEMM plugin for float16 and bfloat16 weights and against it for FP8
     (useful-build-time-flags.md); for NVFP4 the builder would turn it on by itself.
     """
-    settings, algo = spec.flags, spec.quant_algo
-    gemm_plugin = {"FP8": "disable", "FP8_PER_CHANNEL_PER_TOKEN": "disable", "NVFP4": "nvfp4"}
+    settings = spec.flags
+    name = None if spec.quant_algo is None else FORMAT_OF_ALGO[spec.quant_algo]
     decided: dict[str, Value] = {}
     if settings.gemm_plugin is None:
-        decided["gemm_plugin"] = "auto" if algo is None else gemm_plugin.get(algo, "auto")
+        decided["gemm_plugin"] = "auto" if name is None else SUPPORT[name].gemm_plugin
     if settings.fp8_rowwise_gemm_plugin is None:
-        is_rowwise = algo == "FP8_PER_CHANNEL_PER_TOKEN"
+        is_rowwise = name is not None and FORMATS[name].activations == "fp8_per_token"
         decided["fp8_rowwise_gemm_plugin"] = "auto" if is_rowwise else "disable"
     if settings.use_fp8_context_fmha is None:
         # With paged context FMHA it is the KV cache that decides, not the weights alone.

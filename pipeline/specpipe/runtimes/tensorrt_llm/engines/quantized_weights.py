@@ -5,9 +5,9 @@ config.json. Where it comes to another answer than the checkpoint, the build fai
 or does not and computes nonsense.
 
 Sources: TensorRT-LLM, quantization/quantize.py (quantize_layers: names are those within a pipeline
-stage), quantization/layers.py (sizes that are filled up; Fp8RowwiseAttention),
-models/modeling_utils.py (fuse_gate_mlp); read as of 1.x, and not run. What these make of every
-family and format is a table in tests/tensorrt_llm_module_trees.
+stage), quantization/layers.py (Fp8RowwiseAttention), models/modeling_utils.py (fuse_gate_mlp); read
+as of 1.x, and not run. What these make of every family and format is a table in
+tests/tensorrt_llm_module_trees.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.unified_layout import pipeline_layers, tensor_rules, whole_shape
 from specpipe.quantization.quantized_config import quantized_linears
 from specpipe.runtimes.tensorrt_llm.capabilities import formats_on, instead, what_is_quantized
+from specpipe.runtimes.tensorrt_llm.formats import SUPPORT
 
 if TYPE_CHECKING:
     from specpipe.checkpoints.unified_config import UnifiedConfig
     from specpipe.config.tensorrt_llm import BuildFlags
     from specpipe.runtimes.plan import Side
-
-_MULTIPLES = {"int8_wo": 64, "int4_wo": 64, "int4_awq": 64, "w4a8_awq": 128}
-"""What inputs and outputs on each rank are filled up to multiples of, or of a block where that is
-more, while the checkpoint has as many as its model."""
 
 _LINEARS = ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj")
 
@@ -87,7 +84,7 @@ def _formats_for(side: Side, sm: int | None) -> list[str]:
 
 
 def _size_faults(side: Side, name: str, sm: int | None) -> Iterator[str]:
-    multiple = _MULTIPLES.get(name)
+    multiple = SUPPORT[name].multiple
     if multiple is None:
         return
     config = side.unified
@@ -101,7 +98,7 @@ def _size_faults(side: Side, name: str, sm: int | None) -> Iterator[str]:
                 unfit.append(f"{module} has {size} {what}")
     if unfit:
         more = f", and {len(unfit) - 1} more do not fit either" if len(unfit) > 1 else ""
-        others = [other for other in _formats_for(side, sm) if other not in _MULTIPLES]
+        others = [other for other in _formats_for(side, sm) if SUPPORT[other].multiple is None]
         yield (
             f"{what_is_quantized(side, name)} needs multiples of {multiple} in TensorRT-LLM, but "
             f"{unfit[0]}{more}; formats that need none: {', '.join(others)}; or {instead(side)}"

@@ -5,8 +5,6 @@ Each fault names the setting to change.
 
 Sources: TensorRT-LLM, builder.py (what it switches off with a warning, and what it raises for),
 plugin/plugin.py (PluginConfig.validate), commands/build.py; releases 0.16 to 1.2.
-quantization/quantize.py (which modules a format replaces); kernels/cutlass_kernels/fpA_intB_gemm
-(blocks of 64 and 128).
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from specpipe.runtimes.tensorrt_llm.capabilities import (
     instead,
     what_is_quantized,
 )
+from specpipe.runtimes.tensorrt_llm.formats import SUPPORT
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig, QuantizationConfig
@@ -33,13 +32,6 @@ if TYPE_CHECKING:
     from specpipe.runtimes.plan import Side
     from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
-
-_BLOCK_SIZES = {"int4_awq": (64, 128), "w4a8_awq": (128,)}
-"""Weights that may share a scale, by format."""
-
-_WITHOUT_HEAD = ("fp8_pc_pt", "int8_wo", "int4_wo")
-"""Formats of which TensorRT-LLM has no head: in weight-only ones the module would be replaced, but
-its tensor stays plain (models/convert_utils.py, weight_only_quantize_dict)."""
 
 _BUILD = "engine.tensorrt_llm.build"
 
@@ -149,21 +141,21 @@ def _scheme_faults(key: str, scheme: QuantizationConfig) -> Iterator[Fault]:
             f"null with format '{name}': with it the builder switches off paged context FMHA, "
             f"which drafting needs; formats that go with it: {', '.join(formats)}",
         )
-    sizes = _BLOCK_SIZES.get(name)
-    if sizes is not None and scheme.awq_block_size not in sizes:
+    sizes = SUPPORT[name].block_sizes
+    if sizes and scheme.awq_block_size not in sizes:
         yield Fault(
             f"{key}.awq_block_size",
             scheme.awq_block_size,
             f"{' or '.join(map(str, sizes))}: TensorRT-LLM has no other kernels of {name}",
         )
-    if name == "fp8_pc_pt" and scheme.exclude:
+    if SUPPORT[name].whole_modules and scheme.exclude:
         yield Fault(
             f"{key}.exclude",
             list(scheme.exclude),
             f"nothing with format '{name}', which TensorRT-LLM gives to whole attention and MLP "
             "modules; format 'fp8' leaves out single linears",
         )
-    if name in _WITHOUT_HEAD and scheme.quantize_lm_head:
+    if not SUPPORT[name].has_head and scheme.quantize_lm_head:
         yield Fault(
             f"{key}.quantize_lm_head",
             True,

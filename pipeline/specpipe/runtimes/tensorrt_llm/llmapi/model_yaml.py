@@ -48,11 +48,6 @@ class Spelling:
 
 _TEMPERATURE_TOP_K_TOP_P = frozenset({"temperature", "top_k", "top_p"})
 
-FORMATS_READ = ("fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "nvfp4")
-"""What is read of the formats that specpipe writes in Hugging Face's layout. Source: TensorRT-LLM,
-tensorrt_llm/_torch/modules/linear.py (get_quant_method), of 1.1 or later; for 1.0 it was not
-seen."""
-
 SPELLINGS = {
     # tensorrt_llm/llmapi/llm_args.py: DecodingBaseConfig.from_dict looks `DraftTarget` up, fields
     # max_draft_len and speculative_model_dir. _torch/pyexecutor/sampler.py: request_strategy takes

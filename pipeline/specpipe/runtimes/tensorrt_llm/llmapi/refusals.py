@@ -12,7 +12,8 @@ from specpipe.config.tensorrt_llm import BuildFlags, TensorRTLLMConfig
 from specpipe.errors import EngineBuildError
 from specpipe.machine.gpus import sm_of
 from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities
-from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import FORMATS_READ, spelling
+from specpipe.runtimes.tensorrt_llm.formats import FORMATS_READ
+from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import spelling
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
