@@ -22,7 +22,7 @@ from __future__ import annotations
 FAULT = "the request failed inside the server, whose log says how"
 """What a client is told of an exception that nobody expected."""
 
-_MOST_SHOWN = 80
+MOST_SHOWN = 80
 """Characters of a value that somebody else wrote."""
 
 _LONGEST_SENTENCE = 1000
@@ -32,7 +32,7 @@ def show(value: object) -> str:
     """Writes a stranger's value into a message: on one line, printable, and cut."""
     if isinstance(value, int):  # Python writes out no whole number of more than 4300 digits
         return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
-    return _printable(str(value), _MOST_SHOWN)
+    return _printable(str(value), MOST_SHOWN)
 
 
 def to_sentence(error: BaseException | str) -> str:

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from specpipe.errors import CutStream, NoAnswer, ServerError
+from specpipe.errors import MOST_SHOWN, CutStream, NoAnswer, ServerError
 
 T = TypeVar("T")
 
-_MAX_SHOWN = 80
 _BLOCK_BYTES = 1 << 16
 
 
@@ -45,7 +44,7 @@ def parse_url(url: str, schemes: tuple[str, ...]) -> Address:
     except ValueError:  # a port beyond 65535, or brackets around what is no IPv6 address
         pass
     expected = " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
-    raise ServerError(f"{url[:_MAX_SHOWN]!r} is not {expected}")
+    raise ServerError(f"{url[:MOST_SHOWN]!r} is not {expected}")
 
 
 def bracketed(host: str) -> str:

@@ -1,4 +1,4 @@
-"""What requests and the pair report, on Triton's metrics endpoint; docs/metrics.md tells its use.
+"""What requests and the pair report, on Triton's metrics endpoint (docs/metrics.md).
 
 Names and units follow Prometheus: counters end with `_total`, times are in seconds. A position is
 that of a draft token in its step, the first of which is 1.
@@ -216,18 +216,18 @@ class Counters:
             self._gauges[key] = value
 
     def _metric(self, key: Key) -> Any:
-        """Makes a metric when it first occurs."""
+        """Returns a metric, which is made when it first occurs."""
         if key not in self._metrics:
             name, value = key
-            family, made = self._families[name]
+            family, metric_family = self._families[name]
             labels = {family.label: value} if family.label else {}
             options = {"buckets": list(family.buckets)} if family.buckets else {}
-            self._metrics[key] = made.Metric(labels=labels, **options)
+            self._metrics[key] = metric_family.Metric(labels=labels, **options)
         return self._metrics[key]
 
 
 def _counted(last: Chunk) -> Counter[Key]:
-    """What a request adds to the counters of tokens and steps."""
+    """Returns what a request adds to the counters of tokens and steps."""
     counted: Counter[Key] = Counter()
     if last.statistics is not None:
         for name, field in _STATISTICS.items():

@@ -46,10 +46,11 @@ def server_command(
     backends: Path | None,
     admin_key: str,
 ) -> list[str]:
-    """Composes the command; raises ServerError where mpirun is needed and not there.
+    """Returns the command line; raises ServerError where mpirun is needed and not there.
 
-    For several ranks, as in TensorRT-LLM 1.2, triton_backend/scripts/launch_triton_server.py. Those
-    after the first stay in the initialization of their models, and never open the ports.
+    Several ranks are started as TensorRT-LLM 1.2 starts them, in
+    triton_backend/scripts/launch_triton_server.py. Those after the first stay in the initialization
+    of their models, and never open the ports.
     """
     restricted = f"{','.join(ADMIN_CALLS)}:{ADMIN_HEADER}={admin_key}"
     http = ["--allow-http=false"]
@@ -97,19 +98,26 @@ def server_command(
 
 
 def shared_memory_argument(prefix: str, rank: int) -> str:
-    """Keeps the Python models of two servers apart; also tells a rank's process by."""
+    """Returns the option that keeps the Python models of two servers apart.
+
+    A rank's process is also recognized by it.
+    """
     return f"--backend-config=python,shm-region-prefix-name={prefix}{rank}_"
 
 
 def server_environment(
     binary: TritonBinary, launch: Launch, inherited: Mapping[str, str], workspace: Workspace
 ) -> dict[str, str]:
-    """The variables of the server and, since mpirun hands its own on, of every rank."""
+    """Returns the variables of the server and, since mpirun hands its own on, of every rank."""
     environment = {**inherited, **launch.environment, "PYTHONUNBUFFERED": "1"}
     # The stub finds its packages through the `python3` that comes first on PATH, and is started by
     # bash, which a PATH may lack.
-    found = [str(workspace.python_dir), str(Path(sys.executable).parent), inherited.get("PATH", "")]
-    environment["PATH"] = ":".join(filter(None, [*found, os.defpath]))
+    program_dirs = [
+        str(workspace.python_dir),
+        str(Path(sys.executable).parent),
+        inherited.get("PATH", ""),
+    ]
+    environment["PATH"] = ":".join(filter(None, [*program_dirs, os.defpath]))
     # After what the user has there, and with nothing else in it, so that no library is shadowed.
     libraries = [
         str(binary.libraries_dir or ""),

@@ -23,14 +23,14 @@ from specpipe.triton.server import processes
 if TYPE_CHECKING:
     from specpipe.triton.server.options import ServeOptions
 
-LOOK_INTERVAL_S = 1.0
+LOOK_INTERVAL_S = 1.0  # a guess: a look reads a few files of /proc
 
 # A break may be the prober's own, as when this machine has no port or no descriptor left for a
 # moment, and a restart costs every stream.
 _RETRY_S = 1.0
 
 _MIN_BUSY_SHARE = 0.05  # of one core; a model's process that waits takes none
-_RECENT_S = 10.0
+_RECENT_S = 10.0  # a model that computed within this time is at work: a guess
 _MAX_BUSY = 10  # time-outs that a model may compute and finish nothing: it may turn in a circle
 _MPI_DAEMONS = ("prted", "orted")  # Open MPI 5 and 4: what starts ranks that a rank asks for
 
@@ -43,12 +43,12 @@ class Probed(Protocol):
     options: ServeOptions
 
     def probe(self) -> None:
-        """Has one request answered; raises what went wrong, after the time-out at the latest."""
+        """Sends one request; raises what went wrong, after the time-out at the latest."""
 
     def needed_processes(self) -> NeededProcesses: ...
 
     def read_metrics(self) -> str | None:
-        """The metrics endpoint's page; None where there is none to be had."""
+        """Returns the metrics endpoint's page; None where it cannot be read."""
 
 
 class NeededProcesses:
@@ -61,17 +61,17 @@ class NeededProcesses:
     def __init__(self, leader: int, *, uses_mpi: bool = False) -> None:
         """leader is tritonserver, or the mpirun that started it; it leads their session."""
         self._leader = leader
-        found = processes.of_session(leader)
-        needed = _with_children({leader}, found)
+        session = processes.of_session(leader)
+        needed = _with_children({leader}, session)
         if uses_mpi:
-            daemons = {process.pid for process in found if process.name in _MPI_DAEMONS}
-            needed = _with_children(needed | daemons, found)
-        self._needed = [process for process in found if process.pid in needed]
+            daemons = {process.pid for process in session if process.name in _MPI_DAEMONS}
+            needed = _with_children(needed | daemons, session)
+        self._needed = [process for process in session if process.pid in needed]
         self._names = {process.pid: processes.model_name(process) for process in self._needed}
         self._was_stopped: set[int] = set()
 
     def trouble(self) -> str | None:
-        """What befell one of them; None while all are well.
+        """Returns what befell one of the processes; None while all are well.
 
         Stopped counts the second time in a row: a debugger stops a process for moments.
         """
@@ -91,20 +91,20 @@ class NeededProcesses:
         return None
 
     def cpu_s(self) -> dict[str, float]:
-        """The time that each model has computed, with the processes that it started."""
-        found = {process.pid: process for process in processes.of_session(self._leader)}
-        spent: dict[str, float] = {}
-        for process in found.values():
+        """Returns the time that each model has computed, with the processes that it started."""
+        by_pid = {process.pid: process for process in processes.of_session(self._leader)}
+        computed_s: dict[str, float] = {}
+        for process in by_pid.values():
             owner = process
-            while owner.pid not in self._names and owner.parent in found:
-                owner = found[owner.parent]
+            while owner.pid not in self._names and owner.parent in by_pid:
+                owner = by_pid[owner.parent]
             name = self._names.get(owner.pid, owner.name)
-            spent[name] = spent.get(name, 0.0) + process.cpu_s
-        return spent
+            computed_s[name] = computed_s.get(name, 0.0) + process.cpu_s
+        return computed_s
 
 
-def _with_children(pids: set[int], found: Iterable[processes.Process]) -> set[int]:
-    return pids | {process.pid for process in found if process.parent in pids}
+def _with_children(pids: set[int], session: Iterable[processes.Process]) -> set[int]:
+    return pids | {process.pid for process in session if process.parent in pids}
 
 
 class Progress:
@@ -144,7 +144,7 @@ class Progress:
         self._counts, self._read_s = counts, now
 
     def hung(self, timeout_s: float) -> str | None:
-        """Which model does nothing about work that it has since timeout_s; None for none.
+        """Returns which model has had work for timeout_s and does nothing; None where all do.
 
         One that computes is at work, up to a limit.
         """
@@ -161,13 +161,13 @@ class Progress:
 
 
 def _answered(page: str, model: str) -> float | None:
-    """The requests that a model has answered, by Triton's own counters; those that failed too."""
+    """Returns how many requests a model has answered, failed ones included, as Triton counts."""
     return _total(page, "nv_inference_request_(?:success|failure)", rf'.*\bmodel="{model}".*')
 
 
 def _total(page: str, name: str, labels: str = ".*") -> float | None:
-    found = re.findall(rf"^{name}(?:{{{labels}}})? ([\d.e+]+)$", page, re.MULTILINE)
-    return sum(map(float, found)) if found else None
+    values = re.findall(rf"^{name}(?:{{{labels}}})? ([\d.e+]+)$", page, re.MULTILINE)
+    return sum(map(float, values)) if values else None
 
 
 _ANSWERED_PREPROCESSING, _ANSWERED_POSTPROCESSING = "preprocessed", "postprocessed"
@@ -184,13 +184,14 @@ _FLOW: Mapping[str, tuple[str | None, str]] = {
     SPECULATIVE: (_ANSWERED_PREPROCESSING, metrics.STEPS),
     POSTPROCESSING: (metrics.RESPONSES, _ANSWERED_POSTPROCESSING),
 }
-"""What of the counts is work for a model, and what it has finished."""
+"""By model: the count of what it is fed, and of what it has finished."""
 
 
 def _are_all_delivered(counts: Mapping[str, float | None]) -> bool:
-    """Whether postprocessing has answered whatever was handed to it.
+    """Returns whether postprocessing has answered whatever was handed to it.
 
-    What was handed on is told up to half a second later (loop.py): when the last has been answered.
+    What was handed on is reported up to half a second later (loop.py), so the last answer may come
+    first.
     """
     handed_on, answered = counts[metrics.RESPONSES], counts[_ANSWERED_POSTPROCESSING]
     return handed_on is not None and answered is not None and handed_on <= answered

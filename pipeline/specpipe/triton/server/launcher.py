@@ -132,7 +132,7 @@ class _Signals:
         return self.number is not None
 
     def wait(self, seconds: float) -> bool:
-        """Waits, True as soon as a signal came."""
+        """Waits at most that long for a signal; returns whether one came."""
         return self._event.wait(seconds)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
