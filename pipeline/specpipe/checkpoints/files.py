@@ -36,7 +36,7 @@ def quoted(value: object) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Says whether a name leads anywhere; whether it may be opened is for `check_file` to say."""
+    """Returns whether a name leads anywhere; `check_file` decides whether it may be opened."""
     return os.path.exists(path)  # False also for a name that no file can have
 
 

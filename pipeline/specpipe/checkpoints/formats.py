@@ -101,11 +101,11 @@ class Format:
 
     @property
     def has_prequant(self) -> bool:
-        """True if activations are multiplied, channel by channel, before all else."""
+        """Whether activations are multiplied, channel by channel, before all else."""
         return _PREQUANT in self.scales
 
     def runs_on(self, sm: int) -> bool:
-        """True if a GPU of this compute capability, times 10, builds and runs it."""
+        """Returns whether a GPU of this compute capability, times 10, builds and runs it."""
         return sm >= self.min_sm and (self.datacenter_blackwell or not 100 <= sm < 120)
 
 
@@ -190,12 +190,16 @@ FORMATS = {
     ),
 }
 
-OFFERED = tuple(name for name, made in FORMATS.items() if made.is_offered)
+OFFERED = tuple(name for name, weight_format in FORMATS.items() if weight_format.is_offered)
 """The values of `quantization.format`."""
 
-TENSORRT_FORMATS = tuple(name for name, made in FORMATS.items() if made.tensorrt_layers)
+TENSORRT_FORMATS = tuple(
+    name for name, weight_format in FORMATS.items() if weight_format.tensorrt_layers
+)
 
-FORMAT_OF_ALGO: dict[str, str] = {made.quant_algo: name for name, made in FORMATS.items()}
+FORMAT_OF_ALGO: dict[str, str] = {
+    weight_format.quant_algo: name for name, weight_format in FORMATS.items()
+}
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 """The greatest numbers of FP8 (E4M3) and of FP4 (E2M1)."""

@@ -38,7 +38,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """The numbers that each supported rope scaling needs."""
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"  # what stands in `layer_types`
+_SLIDING, _FULL = "sliding_attention", "full_attention"  # the values of `layer_types`
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ def context_length(
     rotary_scaling: Mapping[str, Any] | None,
     limits: FileLimits = FILE_LIMITS,
 ) -> int:
-    """Positions that a model is made for, from what `rope` returns.
+    """Returns how many positions a model is made for, from what `rope` returns.
 
     Linear and dynamic scaling stretch `max_position_embeddings`, as trtllm-build counts it. With
     llama3 and longrope that number is the stretched one already; with yarn it may be either, and
-    what tells is the original length.
+    the original length decides.
     """
     length: float = max_position_embeddings
     kind = rotary_scaling["rope_type"] if rotary_scaling else None
@@ -265,24 +265,26 @@ def _read_rope(values: Mapping[str, Any], max_position_embeddings: int) -> Rope:
         scaling["original_max_position_embeddings"] = count(
             values, "original_max_position_embeddings", default=max_position_embeddings, minimum=2
         )
-        read = _read_yarn if kind == "yarn" else _read_longrope
-        scaling |= read(values, base, max_position_embeddings, scaling)
+        read_rest = _read_yarn if kind == "yarn" else _read_longrope
+        scaling |= read_rest(values, base, max_position_embeddings, scaling)
     return Rope(base, scaling, partial)
 
 
 def _rope_type(values: Mapping[str, Any]) -> str:
     kind = values.get("rope_type") or values.get("type") or "default"
-    other = values.get("type") or kind
+    older_name = values.get("type") or kind
     if "short_factor" in values:  # names that Phi-3 had for longrope first
-        kind, other = ("longrope" if name in ("su", "yarn") else name for name in (kind, other))
+        kind, older_name = (
+            "longrope" if name in ("su", "yarn") else name for name in (kind, older_name)
+        )
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise CheckpointError(
             f"config.json: rope type '{show(kind)}' is not supported; supported: "
             + ", ".join(_ROPE_KEYS)
         )
-    if other != kind:
+    if older_name != kind:
         raise CheckpointError(
-            f"config.json: rope type is '{kind}' by rope_type and '{show(other)}' by type"
+            f"config.json: rope type is '{kind}' by rope_type and '{show(older_name)}' by type"
         )
     return kind
 
@@ -290,7 +292,7 @@ def _rope_type(values: Mapping[str, Any]) -> str:
 def _read_yarn(
     values: Mapping[str, Any], base: float, max_position_embeddings: int, scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Peng et al. 2023, arXiv:2309.00071; what is left out as transformers 5 fills it in."""
+    """Reads yarn (Peng et al. 2023, arXiv:2309.00071), with the defaults of transformers 5."""
     factor: float = scaling["factor"]
     beta_fast = optional_number(values, "beta_fast") or 32.0
     beta_slow = optional_number(values, "beta_slow") or 1.0
@@ -328,7 +330,7 @@ def _read_yarn(
 def _read_longrope(
     values: Mapping[str, Any], base: float, max_position_embeddings: int, scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Ding et al. 2024, arXiv:2402.13753; what is left out as transformers 5 fills it in."""
+    """Reads longrope (Ding et al. 2024, arXiv:2402.13753), with the defaults of transformers 5."""
     original: int = scaling["original_max_position_embeddings"]
     attention_factor = optional_number(values, "attention_factor")
     if attention_factor is None:

@@ -16,9 +16,9 @@ from specpipe.checkpoints.checkpoint import (
     HFCheckpoint,
     RawArray,
     TensorInfo,
+    abridged,
     open_checkpoint,
     read_blocks,
-    some,
 )
 from specpipe.checkpoints.families import EMBEDDING, HEAD, IGNORED_SUFFIXES
 from specpipe.checkpoints.family_config import unified_config
@@ -86,7 +86,7 @@ def config_of(
     pp_size: int,
     limits: FileLimits,
 ) -> UnifiedConfig:
-    """Returns the unified config of an open folder; its embedding tells a dtype that is left out.
+    """Returns the unified config of an open folder; its embedding decides a dtype that is left out.
 
     hf_config  that of the folder, without what says how it is quantized
     """
@@ -128,7 +128,7 @@ def _match(
             f"{source.folder} has {len(source.tensors)} tensors, too few for the "
             f"{config.num_hidden_layers} layers of its config.json"
         )
-    found: dict[str, TensorInfo] = {}
+    matched: dict[str, TensorInfo] = {}
     missing: list[str] = []
     for rule, layer in tensor_rules(config):
         for part in rule.parts:
@@ -153,7 +153,7 @@ def _match(
                     f"{source.folder}: {name} has dtype {info.dtype}, which no plain checkpoint "
                     "has; use the checkpoint that it was quantized from"
                 )
-            found[name] = info
+            matched[name] = info
     if missing == [HEAD]:
         raise CheckpointError(
             f"{source.folder} has no {HEAD}, but tie_word_embeddings is false in config.json; "
@@ -161,19 +161,19 @@ def _match(
         )
     if missing:
         raise CheckpointError(
-            f"{source.folder} lacks {len(missing)} tensors of its config.json: {some(missing)}"
+            f"{source.folder} lacks {len(missing)} tensors of its config.json: {abridged(missing)}"
         )
     surplus = sorted(
         name
-        for name in source.tensors.keys() - found.keys() - set(others)
+        for name in source.tensors.keys() - matched.keys() - set(others)
         if not name.endswith(IGNORED_SUFFIXES)
     )
     if surplus:
         raise CheckpointError(
             f"{source.folder} holds {len(surplus)} tensors for which {config.architecture} "
-            f"with this config.json has no use: {some(surplus)}"
+            f"with this config.json has no use: {abridged(surplus)}"
         )
-    return found
+    return matched
 
 
 def _check_tied(source: HFCheckpoint, tensors: Mapping[str, TensorInfo]) -> None:
@@ -189,6 +189,6 @@ def _check_tied(source: HFCheckpoint, tensors: Mapping[str, TensorInfo]) -> None
         )
 
 
-def _one_plus(raw: RawArray, dtype: str) -> RawArray:
+def _one_plus(elements: RawArray, dtype: str) -> RawArray:
     """Returns 1 + a tensor in float32, as transformers computes it."""
-    return (np.float32(1) + to_float32(raw, dtype)).view(np.uint32)
+    return (np.float32(1) + to_float32(elements, dtype)).view(np.uint32)

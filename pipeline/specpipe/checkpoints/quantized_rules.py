@@ -19,12 +19,13 @@ _ATTENTION = "transformer.layers.{n}.attention"
 
 
 def is_linear(module: str) -> bool:
-    """Says whether a module of the unified checkpoint is one that a format may quantize."""
+    """Returns whether a module of the unified checkpoint is one that a format may quantize."""
     return module.endswith(_LINEARS)
 
 
 def is_quantized(config: UnifiedConfig, module: str) -> bool:
-    """Says whether a unified config has a linear quantized, named as `transformer.layers.0.mlp.fc`.
+    """Returns whether a unified config has a linear quantized, named as
+    `transformer.layers.0.mlp.fc`.
 
     `exclude_modules` of its `quantization` are patterns of names, as TensorRT-LLM matches them.
     """
@@ -35,26 +36,26 @@ def is_quantized(config: UnifiedConfig, module: str) -> bool:
 
 
 def shares_embedding(config: UnifiedConfig) -> bool:
-    """Says whether the head is the embedding; a quantized one no longer is."""
+    """Returns whether the head is the embedding; a quantized one no longer is."""
     return config.tie_word_embeddings and not is_quantized(config, "lm_head")
 
 
 def quantized_rules(
     config: UnifiedConfig, rule: TensorRule, layer: int | None
 ) -> Iterator[TensorRule]:
-    """Yields what stands for a plain tensor in a checkpoint of this config: mostly itself."""
+    """Yields the rules that replace a plain tensor's in a checkpoint of this config."""
     module, _, kind = rule.name.rpartition(".")
     name = config.format
     if name is None or kind != "weight" or not is_quantized(config, module.format(n=layer)):
         yield rule
         return
-    made = FORMATS[name]
-    if made.weight_dtype is None:
+    weight_format = FORMATS[name]
+    if weight_format.weight_dtype is None:
         yield rule
         return
-    parts = tuple(_quantized_part(made, part) for part in rule.parts)
-    yield replace(rule, parts=parts, dtype=made.weight_dtype)
-    for scale in made.scales:
+    parts = tuple(_quantized_part(weight_format, part) for part in rule.parts)
+    yield replace(rule, parts=parts, dtype=weight_format.weight_dtype)
+    for scale in weight_format.scales:
         parts = tuple(_scale_part(scale, part) for part in rule.parts)
         if scale.axes in ("one", "in"):  # the parts of a fused linear share it
             parts = parts[:1]
@@ -69,11 +70,11 @@ def kv_cache_rule(config: UnifiedConfig) -> TensorRule | None:
     return TensorRule(f"{_ATTENTION}.kv_cache_scaling_factor", (part,), dtype="F32")
 
 
-def _quantized_part(made: Format, part: Part) -> Part:
+def _quantized_part(weight_format: Format, part: Part) -> Part:
     rows, columns = part.shape
-    if made.packs == "out":
+    if weight_format.packs == "out":
         rows = f"{rows}/2"
-    elif made.packs == "in":
+    elif weight_format.packs == "in":
         columns = f"{columns}/2"
     return replace(part, shape=(rows, columns), content="quantized")
 
@@ -92,7 +93,7 @@ def _scale_part(scale: Scale, part: Part) -> Part:
 
 
 def _scale_split(axes: Axes, part: Part) -> Split:
-    """How a scale is divided over the ranks of its weight."""
+    """Returns how a scale is divided over the ranks of its weight."""
     if axes == "blocks":
         return part.split
     if axes == "out":

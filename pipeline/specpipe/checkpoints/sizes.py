@@ -16,7 +16,7 @@ from specpipe.checkpoints.unified_layout import (
 from specpipe.checkpoints.unified_sections import ParallelMapping
 
 _BUILT_BITS = {"int8_wo": 8, "int4_wo": 4}
-"""Of the formats that are stored plain and quantized while an engine is built."""
+"""Bits of a weight in formats that are stored plain and quantized while an engine is built."""
 
 
 def weights_bytes(config: UnifiedConfig) -> int:
@@ -60,7 +60,7 @@ def kv_cache_bytes_per_token(
 
 
 def _elements(config: UnifiedConfig, part: Part, tp_size: int) -> int:
-    """Numbers of a part that one rank holds."""
+    """Returns how many numbers of a part one rank holds."""
     elements = num_elements(part_shape(config, part))
     if part.split == "none":
         return elements

@@ -63,10 +63,10 @@ class RawTensor:
     data: RawArray
 
 
-def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
+def write_unified(out: Path, config: UnifiedConfig, read_rows: Read) -> None:
     """Writes a unified checkpoint into the empty folder `out`.
 
-    `read` gives what it is made of, in blocks of whole rows in `stored_dtype`. It is called
+    `read_rows` gives what it is made of, in blocks of whole rows in `stored_dtype`. It is called
     from several threads; each row is asked for once and written to every rank that holds it, so
     that no more is in memory than a block for each thread.
     """
@@ -93,7 +93,7 @@ def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
             stack.enter_context(create_safetensors(_rank_file(out, rank), tensors))
             for rank, tensors in enumerate(ranks)
         ]
-        in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
+        in_threads(lambda job: _copy(config, job, read_rows, writers), _jobs(config))
     # Last, so that a folder with a config.json has all its weights.
     (out / CONFIG_NAME).write_text(json.dumps(config.plain(), indent=2) + "\n", encoding="utf-8")
 
@@ -124,12 +124,14 @@ def _jobs(config: UnifiedConfig) -> Iterator[_Job]:
             rank_row += piece_shape(config, part)[0]
 
 
-def _copy(config: UnifiedConfig, job: _Job, read: Read, writers: list[SafetensorsWriter]) -> None:
+def _copy(
+    config: UnifiedConfig, job: _Job, read_rows: Read, writers: list[SafetensorsWriter]
+) -> None:
     tp_size = config.mapping.tp_size
     first = job.tensor.pp_rank * tp_size
     name, part = job.tensor.local_name, job.part
     row = job.start
-    for block in read(part, job.tensor.layer, job.start, job.stop):
+    for block in read_rows(part, job.tensor.layer, job.start, job.stop):
         for tp_rank, writer in enumerate(writers[first : first + tp_size]):
             rank_row, piece = piece_of(config, part, row, block, tp_rank)
             if len(piece):
@@ -181,13 +183,11 @@ class UnifiedCheckpoint:
         return whole_shape(self.config, self._tensors[name].rule)
 
     def fixed_dtype(self, name: str) -> str | None:
-        """Returns what a tensor is stored in whatever the checkpoint's dtype is: quantized weights
-        and some scales; None for all others.
-        """
+        """Returns the dtype of a quantized weight or scale that has its own; else None."""
         return self._tensors[name].rule.dtype
 
     def keeps_float32(self, name: str) -> bool:
-        """Says whether a tensor is stored in float32 whatever the checkpoint's dtype is."""
+        """Returns whether a tensor is stored in float32 whatever the checkpoint's dtype is."""
         return self._tensors[name].rule.parts[0].one_plus
 
     def tensor(self, name: str) -> RawTensor:
@@ -202,14 +202,14 @@ class UnifiedCheckpoint:
             raise CheckpointError(f"{self.folder}: the ranks disagree about {name}; convert again")
         return RawTensor(dtype, merged)
 
-    def rounded(self, name: str, raw: RawTensor, wanted: str) -> RawArray:
+    def rounded(self, name: str, tensor: RawTensor, dtype: str) -> RawArray:
         """Returns what `tensor` read in another dtype, an engine's.
 
         CheckpointError names the Hugging Face weight that is NaN or infinite, there or in it.
         """
-        wider = "bfloat16" if wanted == "F16" else "float32"
+        wider = "bfloat16" if dtype == "F16" else "float32"
         cure = f"set engine.dtype to {wider}"
-        return rounded(raw.data, raw.dtype, wanted, partial(self._source, name), cure=cure)
+        return rounded(tensor.data, tensor.dtype, dtype, partial(self._source, name), cure=cure)
 
     def _source(self, name: str, index: tuple[int, ...]) -> str:
         """Names the element of a Hugging Face weight that one of a merged tensor was made from."""
@@ -232,7 +232,7 @@ class UnifiedCheckpoint:
     def _merge(self, name: str, whole: RawArray, *, is_whole: bool = False) -> bool:
         """Joins the pieces of all ranks in `whole`, or only compares where it is whole already.
 
-        False if two of the pieces, or one and `whole`, contradict each other.
+        Returns whether the pieces agree with one another and with `whole`.
         """
         tensor = self._tensors[name]
         first = tensor.pp_rank * self._tp_size
@@ -258,16 +258,16 @@ class UnifiedCheckpoint:
             for tp_rank in range(self._tp_size):
                 expected[tensor.pp_rank * self._tp_size + tp_rank][tensor.local_name] = stored
         for rank, tensors in enumerate(self._ranks):
-            held = {name: (info.dtype, info.shape) for name, info in tensors.items()}
+            stored_tensors = {name: (info.dtype, info.shape) for name, info in tensors.items()}
             wrong = sorted(
                 name
-                for name in held.keys() | expected[rank].keys()
-                if held.get(name) != expected[rank].get(name)
+                for name in stored_tensors.keys() | expected[rank].keys()
+                if stored_tensors.get(name) != expected[rank].get(name)
             )
             if wrong:
                 raise CheckpointError(
                     f"{_rank_file(self.folder, rank)} does not fit its config.json: {wrong[0]} is "
-                    f"{held.get(wrong[0], 'missing')}, expected "
+                    f"{stored_tensors.get(wrong[0], 'missing')}, expected "
                     f"{expected[rank].get(wrong[0], 'nothing')}; convert again"
                 )
 
@@ -293,7 +293,7 @@ class _Place:
         self._num_known_rows = num_known_rows
 
     def put(self, tp_rank: int, row: int, block: RawArray) -> bool:
-        """Puts in rows of a rank's piece; False if they differ from those that are known."""
+        """Puts in rows of a rank's piece; returns whether they equal those that are known."""
         if self._part.split == "columns":
             columns = block.shape[1]
             place = self._whole[:, tp_rank * columns : (tp_rank + 1) * columns]
@@ -310,6 +310,6 @@ class _Place:
 
 
 def _fill(place: RawArray, rows: RawArray, num_known_rows: int) -> bool:
-    """Copies rows to their place but for the first, which are there; False if those differ."""
+    """Copies all rows but the first ones, which are there; returns whether those are equal."""
     place[num_known_rows:] = rows[num_known_rows:]
     return np.array_equal(place[:num_known_rows], rows[:num_known_rows])

@@ -74,15 +74,15 @@ class Quantization(Section):
         group_size  how many numbers share a scale, of a format where the config says so
         excluded    patterns of linears that stay plain
         """
-        made = FORMATS[format]
+        weight_format = FORMATS[format]
         keys: dict[str, Any] = {}
-        if made.block_size is not None:
-            size = group_size if made.block_size == "set" else made.block_size
+        if weight_format.block_size is not None:
+            size = group_size if weight_format.block_size == "set" else weight_format.block_size
             keys = {"group_size": size, "has_zero_point": format == "int4_gptq"}
-        if made.has_prequant:
+        if weight_format.has_prequant:
             keys["pre_quant_scale"] = True
         return cls(
-            quant_algo=made.quant_algo,
+            quant_algo=weight_format.quant_algo,
             kv_cache_quant_algo="FP8" if fp8_kv_cache else None,
             **keys,
             exclude_modules=[*excluded, *NEVER_QUANTIZED],
@@ -101,7 +101,7 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def _check_excluded(self) -> Quantization:
-        """A list takes the place of TensorRT-LLM's own, in which these are."""
+        """Refuses a list without what TensorRT-LLM excludes by itself where there is none."""
         module, excluded = _HAS_NO_SCALES.get(self.quant_algo), self.exclude_modules
         if module is None or excluded is None:
             return self

@@ -84,7 +84,7 @@ class Decoder:
 
     def head(self) -> nn.Linear:
         """Returns the head, which may be the embedding."""
-        weight = self._read(HEAD)
+        weight = self._tensor(HEAD)
         head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         head.weight = _constant(weight)
         return head
@@ -95,11 +95,11 @@ class Decoder:
         return normed
 
     def _load(self, module: nn.Module, prefix: str) -> None:
-        state = {name: self._read(f"{prefix}.{name}") for name, _ in module.named_parameters()}
+        state = {name: self._tensor(f"{prefix}.{name}") for name, _ in module.named_parameters()}
         module.load_state_dict(state, assign=True)
         module.requires_grad_(False)
 
-    def _read(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
         tensor = torch.empty(self._weights.tensors[name].shape)
         row = 0
         for block in self._weights.blocks(name, 0, len(tensor)):
@@ -197,9 +197,9 @@ def _attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each text; query [1, H, N, D], what comes back [1, N, H, D]."""
-    seen = getattr(module, "kv_amax", key.new_zeros(()))
-    module.kv_amax = torch.stack([seen, key.abs().amax(), value.abs().amax()]).amax()
+    """Returns causal attention within each text [1, N, H, D]; query [1, H, N, D]."""
+    amax_so_far = getattr(module, "kv_amax", key.new_zeros(()))
+    module.kv_amax = torch.stack([amax_so_far, key.abs().amax(), value.abs().amax()]).amax()
     num_groups = query.shape[1] // key.shape[1]
     texts = [
         _attend(

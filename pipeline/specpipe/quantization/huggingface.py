@@ -8,14 +8,15 @@ both files: modelopt/torch/export/unified_export_hf.py, quant_utils.py and conve
 The numbers are those of the unified checkpoint. ModelOpt's own differ in this:
 
 - It rounds weight / scale to the weight's dtype before it rounds to the format's.
-- For fp8 it leaves q, k and v, gate and up a weight scale each, and who joins them on loading
-  rounds all again at the greatest; here they share it, and nobody does.
+- For fp8 it leaves q, k and v, gate and up a weight scale each, and a runtime that joins
+  them on loading rounds all again at the greatest; here they share it, and none does.
 - The scales of int4 numbers are stored in the checkpoint's dtype, and no wider.
 - k_scale and v_scale are one number, the greater: engines have one for both.
 
 prequant of int4_awq and w4a8_awq is multiplied into the norm before q, k, v and before gate and up,
-as ModelOpt does where several linears share an input, because who joins these on loading looks for
-it nowhere else (TensorRT-LLM, _torch/modules/linear.py); here the fused linears of Phi-3 too.
+as ModelOpt does where several linears share an input, because a runtime that joins these on loading
+looks for it nowhere else (TensorRT-LLM, _torch/modules/linear.py); here the fused linears of Phi-3
+too.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.row_jobs import JOB_BYTES, in_threads
 from specpipe.checkpoints.unified_layout import tensor_rules
 from specpipe.quantization.quantized_config import check_export
-from specpipe.quantization.weights import QuantizedWeights, raw
+from specpipe.quantization.weights import QuantizedWeights, raw_array
 
 SUFFIXES: Mapping[Content, str] = {
     "quantized": "weight",
@@ -193,17 +194,17 @@ def _linear(
     without_prequant  linears that have it in the norm before them
     """
     module = weights.modules[name]
-    made = FORMATS[weights.format]
+    weight_format = FORMATS[weights.format]
     rows, columns = weights.plain.tensors[name].shape
     prefix = name.removesuffix("weight")
 
     def of_rows(content: Content, rows_each: int, start: int, stop: int) -> Iterator[RawArray]:
         for block in weights.of_rows(name, content, start * rows_each, stop * rows_each):
-            yield raw(block)
+            yield raw_array(block)
 
-    dtype, shape, rows_each = _quantized(made, rows, columns)
+    dtype, shape, rows_each = _quantized(weight_format, rows, columns)
     yield _Tensor(name, dtype, shape, partial(of_rows, "quantized", rows_each))
-    for scale in made.scales:
+    for scale in weight_format.scales:
         full_name = prefix + SUFFIXES[scale.content]
         if not weights.is_shared(scale.content):
             of_row = () if scale.axes == "out" else (columns // weights.block_size,)
@@ -217,14 +218,14 @@ def _linear(
             yield _whole(full_name, _scale_dtype(weights, scale), (columns,), shared)
 
 
-def _quantized(made: Format, rows: int, columns: int) -> tuple[str, tuple[int, int], int]:
+def _quantized(weight_format: Format, rows: int, columns: int) -> tuple[str, tuple[int, int], int]:
     """Returns dtype and shape of a quantized weight, and how many outputs a row of it holds."""
-    assert made.weight_dtype is not None
-    if made.packs == "out":
+    assert weight_format.weight_dtype is not None
+    if weight_format.packs == "out":
         return "U8", (rows // 2, columns), 2
-    if made.packs == "in":
+    if weight_format.packs == "in":
         return "U8", (rows, columns // 2), 1
-    return made.weight_dtype, (rows, columns), 1
+    return weight_format.weight_dtype, (rows, columns), 1
 
 
 def _scale_dtype(weights: QuantizedWeights, scale: Scale) -> str:
@@ -235,7 +236,7 @@ def _whole(name: str, dtype: str, shape: tuple[int, ...], tensor: Tensor) -> _Te
     """Returns a tensor that is small enough to be there before it is asked for."""
 
     def rows(start: int, stop: int) -> Iterator[RawArray]:
-        yield raw(tensor[start:stop])
+        yield raw_array(tensor[start:stop])
 
     return _Tensor(name, dtype, shape, rows)
 
@@ -269,7 +270,7 @@ def _fused_norms(weights: QuantizedWeights) -> Iterator[_FusedNorm]:
             prefix + linear for linear in linears.get(kind, ()) if prefix + linear in quantized
         )
         prequants = [weights.shared(module, "prequant_scaling_factor") for module in modules]
-        if modules and all(torch.equal(other, prequants[0]) for other in prequants):
+        if modules and all(torch.equal(prequant, prequants[0]) for prequant in prequants):
             part = rule.parts[0]
             yield _FusedNorm(part.source.format(n=layer), modules, part.one_plus, prequants[0])
 
@@ -281,7 +282,7 @@ def _fused_rows(
     weight = weights.read(norm.name, start, stop - start)
     factor = norm.prequant[start:stop].float()
     product = (weight + 1) * factor - 1 if norm.one_plus else weight * factor
-    yield raw(product.to(weights.dtype))
+    yield raw_array(product.to(weights.dtype))
 
 
 def _quantization(weights: QuantizedWeights) -> dict[str, Any]:

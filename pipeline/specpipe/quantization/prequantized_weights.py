@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.checkpoint import HFCheckpoint, RawArray, open_checkpoint, some
+from specpipe.checkpoints.checkpoint import HFCheckpoint, RawArray, abridged, open_checkpoint
 from specpipe.checkpoints.formats import FORMATS, Content, Scale
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import PlainWeights, config_of, match_weights
@@ -41,7 +41,7 @@ from specpipe.quantization.quantized_config import (
     plain_parts,
     quantized_linears,
 )
-from specpipe.quantization.weights import raw
+from specpipe.quantization.weights import raw_array
 
 _KV_SCALES = (
     KV_SCALES,
@@ -88,32 +88,32 @@ class PrequantizedWeights:
             return
         if part.content == "kv_cache_scaling_factor":
             assert layer is not None
-            yield raw(self.kv_scales[layer])
+            yield raw_array(self.kv_scales[layer])
             return
         source = part.source.format(n=layer)
         scale = next((s for s in FORMATS[self.format].scales if s.content == part.content), None)
         if scale is not None and scale.axes in ("one", "in"):
-            yield raw(self._shared(self._modules[source], scale)[start:stop])
+            yield raw_array(self._shared(self._modules[source], scale)[start:stop])
             return
         plain = self._plain_parts[part.source, part.before]
         rows_each = part_shape(self.config, plain)[0] // part_shape(self.config, part)[0]
         first = source_rows(self.config, plain)[1]
         start, stop = first + start * rows_each, first + stop * rows_each
         again = self._rounds_again(source) if part.content == "quantized" else None
-        for made in self.linears[source].rows(part.content, start, stop):
-            yield raw(made if again is None else again(made))
+        for block in self.linears[source].rows(part.content, start, stop):
+            yield raw_array(block if again is None else again(block))
 
     def _shared(self, module: str, scale: Scale) -> Tensor:
         """Returns a scale that the parts of a fused linear share: the greatest, or the only one."""
-        found = [self.linears[source].shared(scale.content) for source in self._sources[module]]
+        scales = [self.linears[source].shared(scale.content) for source in self._sources[module]]
         if scale.content in ("activation_scaling_factor", "weights_scaling_factor"):
-            return torch.stack(found).amax(0)
-        if not all(torch.equal(other, found[0]) for other in found):
+            return torch.stack(scales).amax(0)
+        if not all(torch.equal(own, scales[0]) for own in scales):
             raise CheckpointError(
-                f"{self.plain.folder}: {some(self._sources[module])} have different "
+                f"{self.plain.folder}: {abridged(self._sources[module])} have different "
                 f"{SUFFIXES[scale.content]}s, but are one linear in the engine; {CURE}"
             )
-        return found[0]
+        return scales[0]
 
     def _rounds_again(self, source: str) -> Callable[[Tensor], Tensor] | None:
         """Returns what brings fp8 numbers to the scale of all parts; None where they have it."""
@@ -129,7 +129,7 @@ class PrequantizedWeights:
 
 def open_prequantized(
     checkpoint: Path,
-    found: Prequantized,
+    scheme: Prequantized,
     *,
     tp_size: int = 1,
     pp_size: int = 1,
@@ -137,33 +137,33 @@ def open_prequantized(
 ) -> PrequantizedWeights:
     """Opens a quantized folder; refuses all that can be refused before its weights are read.
 
-    found  what `read_prequantized` returned for it
+    scheme  what `read_prequantized` returned for it
     """
     source = open_checkpoint(checkpoint, allow_quantized=True, limits=limits)
-    plain = config_of(source, found.hf_config, tp_size=tp_size, pp_size=pp_size, limits=limits)
-    excluded = _plain_linears(source, plain, found)
-    config = plain.quantized(found.quantization(excluded))
+    plain = config_of(source, scheme.hf_config, tp_size=tp_size, pp_size=pp_size, limits=limits)
+    excluded = _plain_linears(source, plain, scheme)
+    config = plain.quantized(scheme.quantization(excluded))
     check_sizes(config, cure=f"lower tp_size, or {CURE}")
-    make = ScaledLinear if found.layout == "scaled" else PackedLinear
+    make = ScaledLinear if scheme.layout == "scaled" else PackedLinear
     linears: dict[str, StoredLinear] = {}
     for _, rule, layer in quantized_linears(config):
         for part in rule.parts:
             name = part.source.format(n=layer)
             if name not in linears:
                 size = source_rows(config, part)[0], part_shape(config, part)[1]
-                linears[name] = make(source, found, name.removesuffix("weight"), size, config)
+                linears[name] = make(source, scheme, name.removesuffix("weight"), size, config)
     kv_names, kv_scales = _kv_scales(source, config)
-    others = {name for linear in linears.values() for name in linear.names}
-    others |= kv_names | set(_empty_biases(source, config, linears))
-    weights = match_weights(source, config, others)
-    return PrequantizedWeights(weights, config, found.format, linears, kv_scales)
+    used_names = {name for linear in linears.values() for name in linear.names}
+    used_names |= kv_names | set(_empty_biases(source, config, linears))
+    weights = match_weights(source, config, used_names)
+    return PrequantizedWeights(weights, config, scheme.format, linears, kv_scales)
 
 
 def _plain_linears(
-    source: HFCheckpoint, plain: UnifiedConfig, found: Prequantized
+    source: HFCheckpoint, plain: UnifiedConfig, scheme: Prequantized
 ) -> tuple[str, ...]:
     """Returns the linears that are not quantized, by what is stored."""
-    mark = "weight_scale" if found.layout == "scaled" else "qweight"
+    mark = "weight_scale" if scheme.layout == "scaled" else "qweight"
     excluded, num_linears = [], 0
     for rule, layer in tensor_rules(plain):
         module, _, kind = rule.name.format(n=layer).rpartition(".")
@@ -176,9 +176,9 @@ def _plain_linears(
             excluded.append(module)
         elif quantized != names:
             raise CheckpointError(
-                f"{source.folder}: {some(sorted(quantized))} has a {mark}, but not "
-                f"{some(sorted(names - quantized))}, which is one linear with it in the engine; "
-                + CURE
+                f"{source.folder}: {abridged(sorted(quantized))} has a {mark}, but not "
+                f"{abridged(sorted(names - quantized))}, which is one linear with it in the "
+                f"engine; {CURE}"
             )
     if len(excluded) == num_linears:
         raise CheckpointError(

@@ -68,9 +68,9 @@ def quantized_linears(config: UnifiedConfig) -> Iterator[tuple[str, TensorRule, 
 
 
 def plain_parts(config: UnifiedConfig) -> dict[tuple[str, tuple[str, ...]], Part]:
-    """The plain part that a quantized part, or one of its scales, is made of.
+    """Returns the plain parts that quantized parts and their scales are made of.
 
-    By its source and what that holds before it, which all of them share.
+    By source, and by what that holds before the part, which a part and its scales share.
     """
     return {
         (part.source, part.before): part
@@ -95,10 +95,10 @@ def check_sizes(config: UnifiedConfig, *, cure: str | None = None) -> None:
 
 
 def _fault(config: UnifiedConfig, part: Part, cure: str | None) -> str | None:
-    """Says what of a part's size does not fit; `{}` stands for the ranks that share it."""
+    """Returns what of a part's size does not fit; `{}` stands for the ranks that share it."""
     name = config.format
     assert name is not None
-    made = FORMATS[name]
+    weight_format = FORMATS[name]
     rows, columns = part_shape(config, part)
     tp_size = config.mapping.tp_size
     block = config.quantization.block_size
@@ -106,10 +106,10 @@ def _fault(config: UnifiedConfig, part: Part, cure: str | None) -> str | None:
         columns //= tp_size
     if block is not None and columns % block:
         fitting = [size for size in (128, 64, 32, 16) if columns % size == 0 and size < block]
-        if cure is None and fitting and made.block_size == "set":
+        if cure is None and fitting and weight_format.block_size == "set":
             cure = f"an awq_block_size of {fitting[0]} divides them"
         return f"{columns} inputs{{}}, which blocks of {block} do not divide; {cure or _CURE}"
-    if made.packs == "out":
+    if weight_format.packs == "out":
         if part.split == "rows":
             rows //= tp_size
         elif part.split == "vocab" and rows % 2 == 0:

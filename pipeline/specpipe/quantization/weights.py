@@ -2,7 +2,7 @@
 
 What the unified checkpoint and the Hugging Face export hold are these same numbers. A weight is
 never whole in memory: its rows are read, divided by the scales and rounded as they are asked for;
-the rows of a scale are reckoned from the same rows a second time.
+the rows of a scale are computed from the same rows a second time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specpipe.quantization.scales import Measured, Scales
 _CHUNK_BYTES = 1 << 20  # of plain weights that are rounded at a time; their floats stay in a cache
 
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of an element
 
 _GREATEST_ACTIVATION = {
     "fp8": E4M3_MAX,
@@ -40,7 +40,7 @@ _GREATEST_ACTIVATION = {
 """What the greatest activation becomes when it is divided by activation_scaling_factor."""
 
 _TOLERANCE = 1.01
-"""Weights may exceed what calibration measured by this; it may have read them in another dtype."""
+"""By this factor weights may exceed what calibration measured: it may have read another dtype."""
 
 
 @dataclass(frozen=True)
@@ -92,26 +92,26 @@ class QuantizedWeights:
             return
         source = part.source.format(n=layer)
         if part.content == "kv_cache_scaling_factor":
-            yield raw(self.kv_cache_scale(source))
+            yield raw_array(self.kv_cache_scale(source))
             return
         module = self.modules[source]
         if self.is_shared(part.content):
-            yield raw(self.shared(module, part.content)[start:stop])
+            yield raw_array(self.shared(module, part.content)[start:stop])
             return
         plain = self._plain_parts[part.source, part.before]
         rows_each = part_shape(self.config, plain)[0] // part_shape(self.config, part)[0]
         first = source_rows(self.config, plain)[1]
-        for made in self.of_rows(
+        for block in self.of_rows(
             source, part.content, first + start * rows_each, first + stop * rows_each
         ):
-            yield raw(made)
+            yield raw_array(block)
 
     def kv_cache_scale(self, attention: str) -> Tensor:
         """Returns the scale [1] of a layer's keys and values."""
         return torch.from_numpy(self.scales(attention, "kv_amax") / np.float32(E4M3_MAX))
 
     def is_shared(self, content: Content) -> bool:
-        """Says whether all rows of a linear share a scale: it is [1] or [in]."""
+        """Returns whether all rows of a linear share a scale: it is [1] or [in]."""
         return any(
             scale.content == content and scale.axes in ("one", "in")
             for scale in FORMATS[self.format].scales
@@ -202,7 +202,7 @@ class QuantizedWeights:
         return scales if is_scale else numbers.quantize_int4(rows, scales)
 
 
-def raw(tensor: Tensor) -> RawArray:
+def raw_array(tensor: Tensor) -> RawArray:
     """Returns a tensor's elements as unsigned integers of their width."""
     itemsize = tensor.dtype.itemsize
     signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[itemsize]
