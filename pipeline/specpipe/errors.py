@@ -20,12 +20,13 @@ What a stranger sent stands in it as `show` writes it.
 from __future__ import annotations
 
 FAULT = "the request failed inside the server, whose log says how"
-"""What a client is told of an exception that nobody expected."""
+"""The message that a client gets for an unexpected exception."""
 
 MOST_SHOWN = 80
 """Characters of a value that somebody else wrote."""
 
 _LONGEST_SENTENCE = 1000
+"""Characters of a message: some libraries put whole files into theirs."""
 
 
 def show(value: object) -> str:
@@ -52,8 +53,10 @@ def to_sentence(error: BaseException | str) -> str:
 
 def _printable(text: str, most: int) -> str:
     start = text[:most]
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
-    return shown if len(text) <= most and len(shown) <= most else f"{shown[:most]}…"
+    printable = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in start
+    )
+    return printable if len(text) <= most and len(printable) <= most else f"{printable[:most]}…"
 
 
 class SpecpipeError(Exception):

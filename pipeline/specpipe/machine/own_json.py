@@ -39,7 +39,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def reason(exc: Exception) -> str:
-    """Says in a few words why a file cannot be read, without repeating what it holds."""
+    """Returns in a few words why a file cannot be read, without repeating what it holds."""
     if isinstance(exc, ValidationError):
         fault = exc.errors(include_url=False)[0]
         place = ".".join(map(str, fault["loc"]))
