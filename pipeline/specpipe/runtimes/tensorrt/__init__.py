@@ -151,9 +151,7 @@ class TensorRTRuntime:
 
 
 def _capabilities(side: Side, engine: EngineConfig) -> tuple[str, ...]:
-    """Those that an engine is built for; a format that some lack the arithmetic for leaves these
-    out.
-    """
+    """Returns the capabilities that an engine is built for, without those that lack its format."""
     if engine.library != "tensorrt_rtx":
         return ()
     name = side.unified.format

@@ -63,9 +63,9 @@ class TorchRuntime:
         return {} if kernels == "auto" else {"kernels": kernels}
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
-        found = [] if pair.engine.device == "cpu" else gpus()
-        has_gpu = pair.engine.device == "cuda" or bool(found)
-        sm = int(found[0]["compute_cap"].replace(".", "")) if found else None
+        present = [] if pair.engine.device == "cpu" else gpus()
+        has_gpu = pair.engine.device == "cuda" or bool(present)
+        sm = int(present[0]["compute_cap"].replace(".", "")) if present else None
         return self._estimate(pair, side, "cuda" if has_gpu else "cpu", sm)
 
     def memory_by_gpu(

@@ -29,7 +29,7 @@ _KERNELS: Mapping[str, Kernel] = {
     "int4_awq": "int4",
     "int4_gptq": "int4",
 }
-_MIN_SM: Mapping[Kernel, int] = {"fp8": 89, "int8": 80, "int4": 80}
+_MIN_SM: Mapping[Kernel, int] = {"fp8": 89, "int8": 80, "int4": 80}  # capability, times 10
 
 GROUP_SIZES = (256, 128, 64, 32)
 """How many numbers along `in` can share a scale in kernel int4."""
@@ -47,7 +47,7 @@ def kernel_for(quantization: Quantization, sm: int | None) -> Kernel | None:
 def fits(
     kernel: Kernel | None, quantization: Quantization, dtype: str, rows: int, columns: int
 ) -> bool:
-    """Says whether a kernel takes a weight [out, in] of this size, for activations of `dtype`."""
+    """Returns whether a kernel takes a weight [out, in] of this size and activations of `dtype`."""
     if kernel is None:
         return False
     half = ("bfloat16", "float16")
@@ -71,8 +71,8 @@ def int4_group_size(quantization: Quantization, columns: int) -> int:
 
 
 def keeps_input_order(name: str | None, kernel: Kernel | None) -> bool:
-    """Says whether `dense` takes its inputs in the checkpoint's order, and not in the engine's.
+    """Returns whether `dense` takes its inputs in the checkpoint's order, not in the engine's.
 
-    Where blocks of inputs share a scale when they are multiplied.
+    It does where blocks of inputs share a scale when they are multiplied.
     """
     return name == "nvfp4" or kernel == "int4"
