@@ -25,8 +25,7 @@ FAULT = "the request failed inside the server, whose log says how"
 MOST_SHOWN = 80
 """Characters of a value that somebody else wrote."""
 
-_LONGEST_SENTENCE = 1000
-"""Characters of a message: some libraries put whole files into theirs."""
+_LONGEST_SENTENCE = 1000  # characters; a library's message may hold a whole file
 
 
 def show(value: object) -> str:
@@ -53,10 +52,8 @@ def to_sentence(error: BaseException | str) -> str:
 
 def _printable(text: str, most: int) -> str:
     start = text[:most]
-    printable = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in start
-    )
-    return printable if len(text) <= most and len(printable) <= most else f"{printable[:most]}…"
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
+    return line if len(text) <= most and len(line) <= most else f"{line[:most]}…"
 
 
 class SpecpipeError(Exception):

@@ -108,7 +108,7 @@ def num_elements(shape: Sequence[int]) -> int:
     return count
 
 
-def abridged(names: Sequence[str]) -> str:
+def brief(names: Sequence[str]) -> str:
     """Returns the first names for a message, and how many more there are."""
     num_more = len(names) - _MAX_LISTED
     listed = ", ".join(map(show, names[:_MAX_LISTED]))
@@ -299,7 +299,7 @@ def read_config(
     if auto_map := config.get("auto_map"):
         classes = sorted(auto_map) if isinstance(auto_map, dict) else [str(auto_map)]
         raise CheckpointError(
-            f"{path} asks for remote code (auto_map: {abridged(classes)}), "
+            f"{path} asks for remote code (auto_map: {brief(classes)}), "
             "which specpipe never runs; use a checkpoint of a supported architecture"
         )
     return config
@@ -334,7 +334,7 @@ def open_checkpoint(
     surplus = [path.name for path in weights if path.name not in by_file]
     if surplus:
         raise CheckpointError(
-            f"{folder} has {abridged(surplus)}, which {INDEX_NAME} does not name; "
+            f"{folder} has {brief(surplus)}, which {INDEX_NAME} does not name; "
             "delete what does not belong to this checkpoint"
         )
     tensors = {}
@@ -342,12 +342,12 @@ def open_checkpoint(
         stored = read_safetensors_header(folder / file, limits)
         if absent := sorted(names - stored.keys()):
             raise CheckpointError(
-                f"{index} is stale: {file} does not hold {abridged(absent)}; "
+                f"{index} is stale: {file} does not hold {brief(absent)}; "
                 "download index and shards from one revision"
             )
         if unnamed := sorted(stored.keys() - names):
             raise CheckpointError(
-                f"{index} is stale: it does not place {abridged(unnamed)} in {file}; "
+                f"{index} is stale: it does not place {brief(unnamed)} in {file}; "
                 "download index and shards from one revision"
             )
         tensors |= stored
@@ -387,7 +387,7 @@ def _only_file(folder: Path, weights: Sequence[Path]) -> Path:
     )
     if pickles:
         raise CheckpointError(
-            f"{folder} holds its weights as pickles only ({abridged(pickles)}), which can run code "
+            f"{folder} holds its weights as pickles only ({brief(pickles)}), which can run code "
             "when they are read; save the model as safetensors"
         )
     raise CheckpointError(

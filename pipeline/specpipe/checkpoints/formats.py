@@ -190,16 +190,12 @@ FORMATS = {
     ),
 }
 
-OFFERED = tuple(name for name, weight_format in FORMATS.items() if weight_format.is_offered)
+OFFERED = tuple(name for name, row in FORMATS.items() if row.is_offered)
 """The values of `quantization.format`."""
 
-TENSORRT_FORMATS = tuple(
-    name for name, weight_format in FORMATS.items() if weight_format.tensorrt_layers
-)
+TENSORRT_FORMATS = tuple(name for name, row in FORMATS.items() if row.tensorrt_layers)
 
-FORMAT_OF_ALGO: dict[str, str] = {
-    weight_format.quant_algo: name for name, weight_format in FORMATS.items()
-}
+FORMAT_OF_ALGO: dict[str, str] = {row.quant_algo: name for name, row in FORMATS.items()}
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 """The greatest numbers of FP8 (E4M3) and of FP4 (E2M1)."""

@@ -272,19 +272,17 @@ def _read_rope(values: Mapping[str, Any], max_position_embeddings: int) -> Rope:
 
 def _rope_type(values: Mapping[str, Any]) -> str:
     kind = values.get("rope_type") or values.get("type") or "default"
-    older_name = values.get("type") or kind
+    older = values.get("type") or kind
     if "short_factor" in values:  # names that Phi-3 had for longrope first
-        kind, older_name = (
-            "longrope" if name in ("su", "yarn") else name for name in (kind, older_name)
-        )
+        kind, older = ("longrope" if name in ("su", "yarn") else name for name in (kind, older))
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise CheckpointError(
             f"config.json: rope type '{show(kind)}' is not supported; supported: "
             + ", ".join(_ROPE_KEYS)
         )
-    if older_name != kind:
+    if older != kind:
         raise CheckpointError(
-            f"config.json: rope type is '{kind}' by rope_type and '{show(older_name)}' by type"
+            f"config.json: rope type is '{kind}' by rope_type and '{show(older)}' by type"
         )
     return kind
 

@@ -16,7 +16,7 @@ from specpipe.checkpoints.checkpoint import (
     HFCheckpoint,
     RawArray,
     TensorInfo,
-    abridged,
+    brief,
     open_checkpoint,
     read_blocks,
 )
@@ -161,7 +161,7 @@ def _match(
         )
     if missing:
         raise CheckpointError(
-            f"{source.folder} lacks {len(missing)} tensors of its config.json: {abridged(missing)}"
+            f"{source.folder} lacks {len(missing)} tensors of its config.json: {brief(missing)}"
         )
     surplus = sorted(
         name
@@ -171,7 +171,7 @@ def _match(
     if surplus:
         raise CheckpointError(
             f"{source.folder} holds {len(surplus)} tensors for which {config.architecture} "
-            f"with this config.json has no use: {abridged(surplus)}"
+            f"with this config.json has no use: {brief(surplus)}"
         )
     return matched
 

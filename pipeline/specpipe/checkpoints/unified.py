@@ -63,10 +63,10 @@ class RawTensor:
     data: RawArray
 
 
-def write_unified(out: Path, config: UnifiedConfig, read_rows: Read) -> None:
+def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
     """Writes a unified checkpoint into the empty folder `out`.
 
-    `read_rows` gives what it is made of, in blocks of whole rows in `stored_dtype`. It is called
+    `read` gives what it is made of, in blocks of whole rows in `stored_dtype`. It is called
     from several threads; each row is asked for once and written to every rank that holds it, so
     that no more is in memory than a block for each thread.
     """
@@ -93,7 +93,7 @@ def write_unified(out: Path, config: UnifiedConfig, read_rows: Read) -> None:
             stack.enter_context(create_safetensors(_rank_file(out, rank), tensors))
             for rank, tensors in enumerate(ranks)
         ]
-        in_threads(lambda job: _copy(config, job, read_rows, writers), _jobs(config))
+        in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
     # Last, so that a folder with a config.json has all its weights.
     (out / CONFIG_NAME).write_text(json.dumps(config.plain(), indent=2) + "\n", encoding="utf-8")
 
@@ -124,14 +124,12 @@ def _jobs(config: UnifiedConfig) -> Iterator[_Job]:
             rank_row += piece_shape(config, part)[0]
 
 
-def _copy(
-    config: UnifiedConfig, job: _Job, read_rows: Read, writers: list[SafetensorsWriter]
-) -> None:
+def _copy(config: UnifiedConfig, job: _Job, read: Read, writers: list[SafetensorsWriter]) -> None:
     tp_size = config.mapping.tp_size
     first = job.tensor.pp_rank * tp_size
     name, part = job.tensor.local_name, job.part
     row = job.start
-    for block in read_rows(part, job.tensor.layer, job.start, job.stop):
+    for block in read(part, job.tensor.layer, job.start, job.stop):
         for tp_rank, writer in enumerate(writers[first : first + tp_size]):
             rank_row, piece = piece_of(config, part, row, block, tp_rank)
             if len(piece):

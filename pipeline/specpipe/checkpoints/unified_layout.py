@@ -63,18 +63,16 @@ def tensor_rules(config: UnifiedConfig) -> Iterator[tuple[TensorRule, int | None
     kv_cache = kv_cache_rule(config)
     for rule in rules:
         if rule.stage == "first":
-            yield from ((stored_rule, None) for stored_rule in quantized_rules(config, rule, None))
+            yield from ((stored, None) for stored in quantized_rules(config, rule, None))
     for layer in range(config.num_hidden_layers):
         for rule in rules:
             if rule.stage == "layer":
-                yield from (
-                    (stored_rule, layer) for stored_rule in quantized_rules(config, rule, layer)
-                )
+                yield from ((stored, layer) for stored in quantized_rules(config, rule, layer))
         if kv_cache is not None:
             yield kv_cache, layer
     for rule in rules:
         if rule.stage == "last":
-            yield from ((stored_rule, None) for stored_rule in quantized_rules(config, rule, None))
+            yield from ((stored, None) for stored in quantized_rules(config, rule, None))
 
 
 def part_shape(config: UnifiedConfig, part: Part) -> tuple[int, ...]:

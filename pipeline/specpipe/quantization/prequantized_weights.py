@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.checkpoint import HFCheckpoint, RawArray, abridged, open_checkpoint
+from specpipe.checkpoints.checkpoint import HFCheckpoint, RawArray, brief, open_checkpoint
 from specpipe.checkpoints.formats import FORMATS, Content, Scale
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import PlainWeights, config_of, match_weights
@@ -110,7 +110,7 @@ class PrequantizedWeights:
             return torch.stack(scales).amax(0)
         if not all(torch.equal(own, scales[0]) for own in scales):
             raise CheckpointError(
-                f"{self.plain.folder}: {abridged(self._sources[module])} have different "
+                f"{self.plain.folder}: {brief(self._sources[module])} have different "
                 f"{SUFFIXES[scale.content]}s, but are one linear in the engine; {CURE}"
             )
         return scales[0]
@@ -176,8 +176,8 @@ def _plain_linears(
             excluded.append(module)
         elif quantized != names:
             raise CheckpointError(
-                f"{source.folder}: {abridged(sorted(quantized))} has a {mark}, but not "
-                f"{abridged(sorted(names - quantized))}, which is one linear with it in the "
+                f"{source.folder}: {brief(sorted(quantized))} has a {mark}, but not "
+                f"{brief(sorted(names - quantized))}, which is one linear with it in the "
                 f"engine; {CURE}"
             )
     if len(excluded) == num_linears:

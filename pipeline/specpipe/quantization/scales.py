@@ -21,12 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from specpipe.checkpoints.checkpoint import (
-    TensorInfo,
-    abridged,
-    read_blocks,
-    read_safetensors_header,
-)
+from specpipe.checkpoints.checkpoint import TensorInfo, brief, read_blocks, read_safetensors_header
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.checkpoints.unified_layout import part_shape
 from specpipe.errors import CheckpointError
@@ -99,14 +94,14 @@ def read_scales(folder: Path | None, config: UnifiedConfig) -> Scales:
     if missing:
         raise CheckpointError(
             f"{folder / SCALES_NAME} lacks {len(missing)} scales of this checkpoint and format: "
-            f"{abridged(missing)}; calibrate again"
+            f"{brief(missing)}; calibrate again"
         )
     modules = {module for module, _ in expected}
     surplus = sorted(name for name in tensors if name.rpartition(".")[0] not in modules)
     if surplus:
         raise CheckpointError(
             f"{folder / SCALES_NAME} has {len(surplus)} scales of no linear of this checkpoint: "
-            f"{abridged(surplus)}; calibrate again"
+            f"{brief(surplus)}; calibrate again"
         )
     for (module, kind), value in values.items():
         if not (np.isfinite(value) & (value > 0)).all():

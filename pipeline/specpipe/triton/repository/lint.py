@@ -165,20 +165,14 @@ def _tensors(repository: Repository) -> Iterator[str]:
     """Yields ensemble tensors without one producer, a reader, or one type and rank at all ends."""
     for ensemble in repository.ensembles():
         producers: dict[str, _End] = {}
-        for end in (
-            *_own_ends(ensemble, "input"),
-            *_step_ends(repository, ensemble, "output"),
-        ):
+        for end in (*_own_ends(ensemble, "input"), *_step_ends(repository, ensemble, "output")):
             first = producers.setdefault(end.tensor, end)
             if first is not end:
                 yield (
                     f"{ensemble.name}: tensor '{end.tensor}' has two producers: {first.place} "
                     f"and {end.place}"
                 )
-        readers = [
-            *_step_ends(repository, ensemble, "input"),
-            *_own_ends(ensemble, "output"),
-        ]
+        readers = [*_step_ends(repository, ensemble, "input"), *_own_ends(ensemble, "output")]
         for reader in readers:
             producer = producers.get(reader.tensor)
             named = f"{ensemble.name}: tensor '{reader.tensor}'"

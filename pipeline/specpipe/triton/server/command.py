@@ -112,12 +112,8 @@ def server_environment(
     environment = {**inherited, **launch.environment, "PYTHONUNBUFFERED": "1"}
     # The stub finds its packages through the `python3` that comes first on PATH, and is started by
     # bash, which a PATH may lack.
-    program_dirs = [
-        str(workspace.python_dir),
-        str(Path(sys.executable).parent),
-        inherited.get("PATH", ""),
-    ]
-    environment["PATH"] = ":".join(filter(None, [*program_dirs, os.defpath]))
+    paths = [str(workspace.python_dir), str(Path(sys.executable).parent), inherited.get("PATH", "")]
+    environment["PATH"] = ":".join(filter(None, [*paths, os.defpath]))
     # After what the user has there, and with nothing else in it, so that no library is shadowed.
     libraries = [
         str(binary.libraries_dir or ""),

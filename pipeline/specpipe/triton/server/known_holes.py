@@ -90,13 +90,11 @@ def check(version: str | None, options: ServeOptions) -> None:
     if options.allow_known_holes or _is_loopback(options.host):
         return
     is_known = _parse(version) is not None
-    open_to_http = [
-        hole.what for hole in find(version, allow_http=options.allow_http) if hole.is_http
-    ]
-    if is_known and not open_to_http:
+    holes = [hole.what for hole in find(version, allow_http=options.allow_http) if hole.is_http]
+    if is_known and not holes:
         return
     if is_known:
-        reason = f"tritonserver {version} has known holes ({'; '.join(open_to_http)})"
+        reason = f"tritonserver {version} has known holes ({'; '.join(holes)})"
         cure = f"serve without HTTP (--no-http) or with a newer one ({NEWER_IMAGE})"
     else:
         reason = "the version of this tritonserver is unknown, and so are its holes"

@@ -67,9 +67,7 @@ class StartWatch:
         parents = {self._leader}
         if self._uses_mpi:  # each rank is a Triton
             parents |= {process.pid for process in session if process.parent == self._leader}
-        return [
-            process for process in session if process.pid in parents or process.parent in parents
-        ]
+        return [p for p in session if p.pid in parents or p.parent in parents]
 
 
 def has_failed(line: str) -> bool:
