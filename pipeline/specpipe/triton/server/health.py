@@ -8,13 +8,12 @@ is no fault, however long the probe waits.
 from __future__ import annotations
 
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from specpipe.machine.prometheus import parse_samples, total
 from specpipe.runtimes.pair.admission import is_for_load
 from specpipe.runtimes.repository_layout import POSTPROCESSING, PREPROCESSING, SPECULATIVE
 from specpipe.triton import metrics
@@ -33,6 +32,17 @@ _MIN_BUSY_SHARE = 0.05  # of one core; a model's process that waits takes none
 _RECENT_S = 10.0  # a model that computed within this time is at work: a guess
 _MAX_BUSY = 10  # time-outs that a model may compute and finish nothing: it may turn in a circle
 _MPI_DAEMONS = ("prted", "orted")  # Open MPI 5 and 4: what starts ranks that a rank asks for
+
+# Triton's own counters of requests, by model; one that failed was answered, too.
+_ANSWERED = ("nv_inference_request_success", "nv_inference_request_failure")
+_PREPROCESSED, _POSTPROCESSED = "preprocessed", "postprocessed"
+
+_FLOW: Mapping[str, tuple[str | None, str]] = {
+    PREPROCESSING: (None, _PREPROCESSED),
+    SPECULATIVE: (_PREPROCESSED, metrics.STEPS),
+    POSTPROCESSING: (metrics.RESPONSES, _POSTPROCESSED),
+}
+"""By model: the count of what it is fed, and of what it has finished."""
 
 Clock = Callable[[], float]
 
@@ -134,7 +144,7 @@ class Progress:
         self._cpu_s, self._seen_s = dict(cpu_s), now
         if page is None:
             return
-        counts = {name: total(page) for name, total in _COUNTS.items()}
+        counts = _counts(page)
         moved = {name for name, count in counts.items() if count != self._counts.get(name)}
         for model, (fed, finished) in _FLOW.items():
             if finished in moved:
@@ -160,31 +170,13 @@ class Progress:
         return None
 
 
-def _answered(page: str, model: str) -> float | None:
-    """Returns how many requests a model has answered, failed ones included, as Triton counts."""
-    return _total(page, "nv_inference_request_(?:success|failure)", rf'.*\bmodel="{model}".*')
-
-
-def _total(page: str, name: str, labels: str = ".*") -> float | None:
-    values = re.findall(rf"^{name}(?:{{{labels}}})? ([\d.e+]+)$", page, re.MULTILINE)
-    return sum(map(float, values)) if values else None
-
-
-_ANSWERED_PREPROCESSING, _ANSWERED_POSTPROCESSING = "preprocessed", "postprocessed"
-
-_COUNTS: Mapping[str, Callable[[str], float | None]] = {
-    _ANSWERED_PREPROCESSING: partial(_answered, model=PREPROCESSING),
-    _ANSWERED_POSTPROCESSING: partial(_answered, model=POSTPROCESSING),
-    metrics.STEPS: partial(_total, name=metrics.STEPS),
-    metrics.RESPONSES: partial(_total, name=metrics.RESPONSES),
-}
-
-_FLOW: Mapping[str, tuple[str | None, str]] = {
-    PREPROCESSING: (None, _ANSWERED_PREPROCESSING),
-    SPECULATIVE: (_ANSWERED_PREPROCESSING, metrics.STEPS),
-    POSTPROCESSING: (metrics.RESPONSES, _ANSWERED_POSTPROCESSING),
-}
-"""By model: the count of what it is fed, and of what it has finished."""
+def _counts(page: str) -> dict[str, float | None]:
+    """Returns the counts of `_FLOW`; None where there is no such counter yet."""
+    samples = parse_samples(page)
+    counts = {name: total(samples, name) for name in (metrics.STEPS, metrics.RESPONSES)}
+    for key, model in ((_PREPROCESSED, PREPROCESSING), (_POSTPROCESSED, POSTPROCESSING)):
+        counts[key] = total(samples, *_ANSWERED, label=f'model="{model}"')
+    return counts
 
 
 def _are_all_delivered(counts: Mapping[str, float | None]) -> bool:
@@ -193,7 +185,7 @@ def _are_all_delivered(counts: Mapping[str, float | None]) -> bool:
     What was handed on is reported up to half a second later (loop.py), so the last answer may come
     first.
     """
-    handed_on, answered = counts[metrics.RESPONSES], counts[_ANSWERED_POSTPROCESSING]
+    handed_on, answered = counts[metrics.RESPONSES], counts[_POSTPROCESSED]
     return handed_on is not None and answered is not None and handed_on <= answered
 
 
