@@ -23,7 +23,7 @@ FAULT = "the request failed inside the server, whose log says how"
 """The message that a client gets for an unexpected exception."""
 
 MOST_SHOWN = 80
-"""Characters of a value that somebody else wrote."""
+"""Characters of a stranger's value in a message."""
 
 _LONGEST_SENTENCE = 1000  # characters; a library's message may hold a whole file
 

@@ -30,8 +30,8 @@ def sentence(exc: Exception) -> str:
 def flush_stdout() -> str | None:
     """Writes out what was printed; returns, as a sentence, why it cannot be.
 
-    Python would say so at its end, with its own exit code 120. A closed pipe is no failure: whoever
-    read from it has read enough.
+    Python would say so at its end, with its own exit code 120. A closed pipe is no failure: its
+    reader has read enough.
     """
     if sys.stdout is None:
         return None

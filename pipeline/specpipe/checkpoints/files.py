@@ -2,7 +2,7 @@
 
 Opened are regular files that lie in the folder, or where the Hugging Face hub's cache keeps them:
 `models--org--name/snapshots/COMMIT/config.json` is a link into `models--org--name/blobs/`. Whatever
-else a link leads to would be read, and may be packaged and served, though nobody named it. The
+else a link leads to would be read, and may be packaged and served, though no user named it. The
 folder itself may be reached by links, since the user named it.
 """
 

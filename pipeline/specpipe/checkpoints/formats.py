@@ -77,7 +77,7 @@ class Format:
                   whether runtime tensorrt makes layers of it
     fp8_kv_cache  whether it goes with an FP8 KV cache and paged context FMHA
     weight_dtype  of the stored weights, as safetensors spells it; None: they are stored plain, and
-                  quantized by whoever builds from them
+                  quantized by the builder of the engine
     packs         the axis of which two numbers share a byte, the first in the low half
     scales        what is stored beside the weight
     block_size    numbers along `in` that share a scale; "set" where the config says how many

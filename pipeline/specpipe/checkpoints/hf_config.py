@@ -115,7 +115,7 @@ def rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
     common = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     legacy = common | _section(config, "rope_scaling")
     current = _section(config, "rope_parameters")
-    # Phi-3 keeps the length beside the section; transformers lets that one win.
+    # Phi-3 keeps the length outside of the section; transformers lets that one win.
     outer = config.get("original_max_position_embeddings")
     if outer is not None:
         original = {"original_max_position_embeddings": outer}

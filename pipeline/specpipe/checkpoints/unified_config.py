@@ -184,7 +184,7 @@ class Qwen3Config(_QwenConfig):
 
 
 class Phi3Config(UnifiedConfig):
-    """Phi-3: one matrix for gate and up; longrope has its factors beside the other keys."""
+    """Phi-3: one matrix for gate and up; longrope has keys of its own for its factors."""
 
     architecture: Literal["Phi3ForCausalLM"]
     hidden_act: Literal["swiglu"]

@@ -1,4 +1,4 @@
-"""What stands beside an artifact, and the comparison of recorded files with those of today.
+"""The record beside an artifact, and the comparison of recorded files with those of today.
 
 Where times are trusted, a file with the recorded size, times and inode counts as unchanged. The
 time of its last change of status (ctime, inode(7)) is set by the kernel alone, so that what was
@@ -70,7 +70,7 @@ class InputRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What stands beside an artifact."""
+    """The record beside an artifact: what it was made from, and what it is."""
 
     stage: str
     inputs: tuple[InputRecord, ...]
@@ -135,7 +135,7 @@ class Hashed:
 
 @dataclass(frozen=True)
 class Compared:
-    """Files beside their records.
+    """Files compared with their records.
 
     differences  what differs, by name
     current      the equal files with what they are today

@@ -2,7 +2,7 @@
 
 Everything is computed in float32, whatever the weights are stored in: bfloat16 would round the
 largest activation by up to 0.4 %, and with it the scale, and weights that scales are folded into a
-second time. One layer in float32 is small beside a checkpoint.
+second time. One layer in float32 is small compared with a checkpoint.
 
 N tokens in one forward, H query heads, D head size.
 """
@@ -28,7 +28,7 @@ from specpipe.errors import CheckpointError
 
 TOKENS_AT_ONCE = 1024
 """Tokens of one forward, unless a text is longer. ModelOpt rounds all weights anew in each forward
-of its AWQ search; beside multiplying so many tokens by them, that is little."""
+of its AWQ search; with so many tokens to multiply by them, that is little."""
 
 _ATTENTION = "specpipe"  # its name among the attention functions of transformers
 _TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,7 +39,7 @@ class Batch:
     """Texts laid end to end in one row; attention keeps them apart.
 
     hidden     [1, N, hidden]: what the next layer reads
-    arguments  what transformers passes to each layer beside it
+    arguments  what transformers passes to each layer besides
     """
 
     hidden: Tensor

@@ -1,6 +1,6 @@
 """Renders one chat template, in a process of its own that `chat_worker.py` starts and may kill.
 
-A template is a program of whoever made the checkpoint, and Jinja's sandbox keeps it from files and
+A template is a program that came with the checkpoint, and Jinja's sandbox keeps it from files and
 Python's insides, but neither from all memory nor from running for days: the process has limits of
 both. It imports Jinja and nothing else, so that it is there at once.
 

@@ -156,7 +156,7 @@ class _Process:
         try:
             self._socket.settimeout(timeout_s)
             line = f"{request}\n".encode(errors="surrogatepass")
-            # Whether SIGPIPE ends this process is up to whoever embeds Python.
+            # Whether SIGPIPE ends this process is decided by the program that embeds Python.
             self._socket.sendall(line, socket.MSG_NOSIGNAL)
             answer = bytearray()
             while not answer.endswith(b"\n"):

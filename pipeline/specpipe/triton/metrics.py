@@ -18,15 +18,15 @@ STEPS = "specpipe_loop_steps_total"
 """Rounds of the loop, all requests together; the launcher reads it as a sign of life."""
 
 RESPONSES = "specpipe_responses_total"
-"""Responses that were handed on to postprocessing; those that never leave it are what the launcher
-looks for.
+"""Responses that were handed on to postprocessing; the launcher looks for those that never leave
+it.
 """
 
 IN_FLIGHT = "specpipe_requests_in_flight"
 """Requests that wait or run; the launcher reads when a server that is to stop has done its work.
 
-It is set when the first request comes, and again after everything that was counted: whoever has all
-answers and reads 0 here finds them counted.
+It is set when the first request comes, and again after everything that was counted: a client that
+has all answers and reads 0 here finds them counted.
 """
 
 _REQUESTS = "specpipe_requests_total"

@@ -11,7 +11,7 @@ from specpipe.triton import serving
 from specpipe.triton.serving.tensors import Tensor
 
 # Parameters of our models; lint.py reads the same names.
-CANCELS = "cancels"  # the model that is told of a client's cancellation
+CANCELS = "cancels"  # the model to which a client's cancellation is sent
 PATH_SUFFIXES = ("_dir", "_file")  # such a parameter is a path, relative to the version's folder
 TOKENIZER_DIR, LIMITS_FILE, PAIR_FILE = "tokenizer_dir", "limits_file", "pair_file"
 DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR = "draft_engine_dir", "target_engine_dir"

@@ -1,6 +1,6 @@
 """Who may call `speculative`: the models of the ensemble, which share a secret of this start.
 
-Triton 2.51 cannot keep clients from a model of an ensemble: whoever reaches the server may ask
+Triton 2.51 cannot keep clients from a model of an ensemble: any client may ask
 `preprocessing`, `speculative` and `postprocessing` by name. The launcher therefore puts a random
 secret into the environment of Triton, which the processes of the models inherit, and which stands
 in no file, command line, log or message:

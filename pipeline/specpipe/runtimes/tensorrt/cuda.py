@@ -40,7 +40,7 @@ class Cuda:
             ) from exc
 
     def __call__(self, function: str, *arguments: Any) -> Any:
-        """Calls a function of CUDA; returns what it returns beside its status."""
+        """Calls a function of CUDA; returns its results without the status."""
         status, *values = getattr(self._cudart, function)(*arguments)
         if int(status) != 0:
             _, text = self._cudart.cudaGetErrorString(status)

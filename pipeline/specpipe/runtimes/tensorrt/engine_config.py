@@ -1,4 +1,4 @@
-"""What an engine folder says of its engine, and whether that is what lies in it."""
+"""What the config.json of an engine's folder says, and whether its files agree."""
 
 from __future__ import annotations
 

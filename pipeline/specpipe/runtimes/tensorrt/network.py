@@ -61,7 +61,7 @@ def check_supported(role: str, config: UnifiedConfig, *, max_seq_len: int) -> No
 
 @dataclass(frozen=True)
 class _Step:
-    """What every layer of one forward needs beside the hidden states.
+    """What every layer of one forward needs besides the hidden states.
 
     cos, sin       float32 [S, rotary size / 2]
     query_shape, key_shape

@@ -86,7 +86,7 @@ class GrpcTransport:
         # Errors come without a status code here. Asked for one (`triton_grpc_error`), Triton 2.51
         # logs a cancellation that never was, and its process was once seen to die.
         client.start_stream(lambda result, error: results.put((result, error)))
-        # Nothing public tells of a stream that the server closed in order: tritonclient's thread
+        # Nothing public reports a stream that the server closed in order: tritonclient's thread
         # ends then, and calls nobody. And its stop_stream waits without limit for a server that
         # does not close (tritonclient 2.73, grpc/_infer_stream.py).
         stream = client._stream

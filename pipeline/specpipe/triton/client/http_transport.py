@@ -92,5 +92,5 @@ class HttpTransport:
             return ServerError(
                 f"{self._url} answers {status}: {show(body.decode(errors='replace'))}"
             )
-        # 400 is also what a request that failed while it ran comes to; HTTP tells no more.
+        # 400 is also what a request that failed while it ran comes to; HTTP says no more.
         return RequestError(message) if status in (400, 404) else ServerError(message)

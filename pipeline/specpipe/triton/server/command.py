@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # (Open MPI's mpirun, "binding"), unless it is told not to.
 MPI_RUN = ("mpirun", "--allow-run-as-root", "--bind-to", "none")
 
-# What whoever reaches Triton could do to it; clients need none of it. Triton's names, from --help.
+# What anyone who reaches Triton could do to it; clients need none of it. Names: Triton's --help.
 ADMIN_CALLS = ("shared-memory", "model-repository", "trace", "logging", "statistics")
 ADMIN_HEADER = "specpipe-admin-key"
 """The HTTP header that opens them; over gRPC it is `triton-grpc-protocol-specpipe-admin-key`."""

@@ -1,6 +1,6 @@
 """Whether a server that runs also serves: the state of its processes, and what becomes of probes.
 
-A process is judged by what the kernel says of it, since no time-out tells a slow one from a stopped
+A process is judged by its state in the kernel, since no time-out separates a slow one from a stopped
 one. A probe that went unanswered is judged by what moved meanwhile: a long prompt or a long queue
 is no fault, however long the probe waits.
 """
@@ -69,7 +69,7 @@ class NeededProcesses:
     """
 
     def __init__(self, leader: int, *, uses_mpi: bool = False) -> None:
-        """leader is tritonserver, or the mpirun that started it; it leads their session."""
+        """`leader` is tritonserver, or the mpirun that started it; it leads their session."""
         self._leader = leader
         session = processes.of_session(leader)
         needed = _with_children({leader}, session)

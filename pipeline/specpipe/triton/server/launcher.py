@@ -71,7 +71,7 @@ def serve(
         try:
             server.start(signals.received)
             if not signals.received():
-                health = Health(server)  # first, so that whoever hears of it finds it watched
+                health = Health(server)  # first, so that it is watched when on_ready is called
                 on_ready(server)
                 _supervise(server, health, signals, report)
             if signals.received():

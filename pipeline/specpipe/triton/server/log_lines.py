@@ -1,4 +1,4 @@
-"""Which lines of Triton's log tell whoever serves a pair something.
+"""Which lines of Triton's log are of use to an operator.
 
 Triton 2.51 writes some sixty lines at each start: what it loads, tables of its options, and on a
 machine without a GPU errors about that, in several words.

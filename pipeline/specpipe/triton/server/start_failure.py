@@ -39,7 +39,7 @@ class StartWatch:
         uses_mpi: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """leader is tritonserver, or the mpirun that started it; it leads their session."""
+        """`leader` is tritonserver, or the mpirun that started it; it leads their session."""
         self._leader, self._uses_mpi, self._clock = leader, uses_mpi, clock
         self._names: dict[int, str] = {}
         self._since: dict[int, float] = {}
