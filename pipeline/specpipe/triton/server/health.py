@@ -1,6 +1,6 @@
 """Whether a server that runs also serves: the state of its processes, and what becomes of probes.
 
-A process is judged by its state in the kernel, since no time-out separates a slow one from a stopped
+A process is judged by its state in the kernel, since no time-out separates a slow from a stopped
 one. A probe that went unanswered is judged by what moved meanwhile: a long prompt or a long queue
 is no fault, however long the probe waits.
 """
