@@ -49,13 +49,13 @@ def quantized_rules(
     if name is None or kind != "weight" or not is_quantized(config, module.format(n=layer)):
         yield rule
         return
-    weight_format = FORMATS[name]
-    if weight_format.weight_dtype is None:
+    row = FORMATS[name]
+    if row.weight_dtype is None:
         yield rule
         return
-    parts = tuple(_quantized_part(weight_format, part) for part in rule.parts)
-    yield replace(rule, parts=parts, dtype=weight_format.weight_dtype)
-    for scale in weight_format.scales:
+    parts = tuple(_quantized_part(row, part) for part in rule.parts)
+    yield replace(rule, parts=parts, dtype=row.weight_dtype)
+    for scale in row.scales:
         parts = tuple(_scale_part(scale, part) for part in rule.parts)
         if scale.axes in ("one", "in"):  # the parts of a fused linear share it
             parts = parts[:1]
@@ -70,11 +70,11 @@ def kv_cache_rule(config: UnifiedConfig) -> TensorRule | None:
     return TensorRule(f"{_ATTENTION}.kv_cache_scaling_factor", (part,), dtype="F32")
 
 
-def _quantized_part(weight_format: Format, part: Part) -> Part:
+def _quantized_part(row: Format, part: Part) -> Part:
     rows, columns = part.shape
-    if weight_format.packs == "out":
+    if row.packs == "out":
         rows = f"{rows}/2"
-    elif weight_format.packs == "in":
+    elif row.packs == "in":
         columns = f"{columns}/2"
     return replace(part, shape=(rows, columns), content="quantized")
 

@@ -74,15 +74,15 @@ class Quantization(Section):
         group_size  how many numbers share a scale, of a format where the config says so
         excluded    patterns of linears that stay plain
         """
-        weight_format = FORMATS[format]
+        row = FORMATS[format]
         keys: dict[str, Any] = {}
-        if weight_format.block_size is not None:
-            size = group_size if weight_format.block_size == "set" else weight_format.block_size
+        if row.block_size is not None:
+            size = group_size if row.block_size == "set" else row.block_size
             keys = {"group_size": size, "has_zero_point": format == "int4_gptq"}
-        if weight_format.has_prequant:
+        if row.has_prequant:
             keys["pre_quant_scale"] = True
         return cls(
-            quant_algo=weight_format.quant_algo,
+            quant_algo=row.quant_algo,
             kv_cache_quant_algo="FP8" if fp8_kv_cache else None,
             **keys,
             exclude_modules=[*excluded, *NEVER_QUANTIZED],

@@ -194,7 +194,7 @@ def _linear(
     without_prequant  linears that have it in the norm before them
     """
     module = weights.modules[name]
-    weight_format = FORMATS[weights.format]
+    row = FORMATS[weights.format]
     rows, columns = weights.plain.tensors[name].shape
     prefix = name.removesuffix("weight")
 
@@ -202,9 +202,9 @@ def _linear(
         for block in weights.of_rows(name, content, start * rows_each, stop * rows_each):
             yield raw_array(block)
 
-    dtype, shape, rows_each = _quantized(weight_format, rows, columns)
+    dtype, shape, rows_each = _quantized(row, rows, columns)
     yield _Tensor(name, dtype, shape, partial(of_rows, "quantized", rows_each))
-    for scale in weight_format.scales:
+    for scale in row.scales:
         full_name = prefix + SUFFIXES[scale.content]
         if not weights.is_shared(scale.content):
             of_row = () if scale.axes == "out" else (columns // weights.block_size,)
@@ -218,14 +218,14 @@ def _linear(
             yield _whole(full_name, _scale_dtype(weights, scale), (columns,), shared)
 
 
-def _quantized(weight_format: Format, rows: int, columns: int) -> tuple[str, tuple[int, int], int]:
+def _quantized(row: Format, rows: int, columns: int) -> tuple[str, tuple[int, int], int]:
     """Returns dtype and shape of a quantized weight, and how many outputs a row of it holds."""
-    assert weight_format.weight_dtype is not None
-    if weight_format.packs == "out":
+    assert row.weight_dtype is not None
+    if row.packs == "out":
         return "U8", (rows // 2, columns), 2
-    if weight_format.packs == "in":
+    if row.packs == "in":
         return "U8", (rows, columns // 2), 1
-    return weight_format.weight_dtype, (rows, columns), 1
+    return row.weight_dtype, (rows, columns), 1
 
 
 def _scale_dtype(weights: QuantizedWeights, scale: Scale) -> str:

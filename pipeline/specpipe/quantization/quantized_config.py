@@ -98,7 +98,7 @@ def _fault(config: UnifiedConfig, part: Part, cure: str | None) -> str | None:
     """Returns what of a part's size does not fit; `{}` stands for the ranks that share it."""
     name = config.format
     assert name is not None
-    weight_format = FORMATS[name]
+    row = FORMATS[name]
     rows, columns = part_shape(config, part)
     tp_size = config.mapping.tp_size
     block = config.quantization.block_size
@@ -106,10 +106,10 @@ def _fault(config: UnifiedConfig, part: Part, cure: str | None) -> str | None:
         columns //= tp_size
     if block is not None and columns % block:
         fitting = [size for size in (128, 64, 32, 16) if columns % size == 0 and size < block]
-        if cure is None and fitting and weight_format.block_size == "set":
+        if cure is None and fitting and row.block_size == "set":
             cure = f"an awq_block_size of {fitting[0]} divides them"
         return f"{columns} inputs{{}}, which blocks of {block} do not divide; {cure or _CURE}"
-    if weight_format.packs == "out":
+    if row.packs == "out":
         if part.split == "rows":
             rows //= tp_size
         elif part.split == "vocab" and rows % 2 == 0:

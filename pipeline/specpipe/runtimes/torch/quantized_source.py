@@ -59,16 +59,16 @@ class QuantizedSource:
         return self.config.format
 
     @cached_property
-    def _format(self) -> Format:
+    def _made(self) -> Format:
         assert self.format is not None
         return FORMATS[self.format]
 
     @property
     def rounds_activations(self) -> bool:
-        return self._format.activations is not None
+        return self._made.activations is not None
 
     def are_alike(self, *modules: str) -> bool:
-        """Returns whether linears of one input treat it alike, and so can be one."""
+        """Says whether linears of one input treat it alike, and so can be one."""
         return len({self._treatment(module) for module in modules}) == 1
 
     def size(self, modules: tuple[str, ...]) -> tuple[int, int]:
@@ -120,9 +120,9 @@ class QuantizedSource:
         return _joined([self.read(f"{module}.zero") for module in modules])
 
     def has_scale(self, modules: tuple[str, ...], content: Content) -> bool:
-        """Returns whether these linears have such a scale."""
-        in_format = any(scale.content == content for scale in self._format.scales)
-        return in_format and is_quantized(self.config, modules[0])
+        """Says whether these have such a scale."""
+        held = any(scale.content == content for scale in self._made.scales)
+        return held and is_quantized(self.config, modules[0])
 
     def shared(self, modules: tuple[str, ...], content: Content) -> Tensor:
         """Returns a scale that these have alike."""
@@ -130,15 +130,15 @@ class QuantizedSource:
 
     def read(self, name: str) -> Tensor:
         """Reads a tensor as it is."""
-        stored = self.checkpoint.tensor(name)
-        bits = torch.from_numpy(stored.data.view(stored.data.dtype.str.replace("u", "i")))
-        return bits.view(_DTYPES[stored.dtype])
+        raw = self.checkpoint.tensor(name)
+        bits = torch.from_numpy(raw.data.view(raw.data.dtype.str.replace("u", "i")))
+        return bits.view(_DTYPES[raw.dtype])
 
     def _size(self, module: str) -> tuple[int, int]:
         rows, columns = self.checkpoint.shape(f"{module}.weight")
         if is_quantized(self.config, module):
-            rows *= 2 if self._format.packs == "out" else 1
-            columns *= 2 if self._format.packs == "in" else 1
+            rows *= 2 if self._made.packs == "out" else 1
+            columns *= 2 if self._made.packs == "in" else 1
         return rows, columns
 
     def _treatment(self, module: str) -> tuple[Any, ...]:
@@ -146,14 +146,14 @@ class QuantizedSource:
         if not is_quantized(self.config, module):
             return ()
         kernel = self.kernel_of((module,))
-        if kernel is None and not self.rounds_activations and not self._format.has_prequant:
+        if kernel is None and not self.rounds_activations and not self._made.has_prequant:
             return ()
         contents = ["activation_scaling_factor", "prequant_scaling_factor"]
         if kernel == "fp8":  # one scale for all of a weight
             contents += ["weights_scaling_factor", "weights_scaling_factor_2"]
         scales = [
             self.checkpoint.tensor(f"{module}.{scale.content}").data.tobytes()
-            for scale in self._format.scales
+            for scale in self._made.scales
             if scale.content in contents and scale.axes in ("one", "in")
         ]
         return (kernel, *scales)
@@ -166,18 +166,18 @@ class QuantizedSource:
         if not is_quantized(self.config, module):
             return weight.to(dtype)
         assert self.format is not None
-        result = torch.empty(self._size(module), dtype=dtype)
+        made = torch.empty(self._size(module), dtype=dtype)
         for start, tensors in self._blocks(module, weight):
             rows = make(self.format, tensors)
-            result[start : start + len(rows)] = rows
-        return result
+            made[start : start + len(rows)] = rows
+        return made
 
     def _blocks(self, module: str, weight: Tensor) -> Iterator[tuple[int, Tensors]]:
-        packed = 2 if self._format.packs == "out" else 1
+        packed = 2 if self._made.packs == "out" else 1
         scales = {
-            scale.content: self.read(f"{module}.{scale.content}") for scale in self._format.scales
+            scale.content: self.read(f"{module}.{scale.content}") for scale in self._made.scales
         }
-        by_row = {scale.content for scale in self._format.scales if scale.axes in ("out", "blocks")}
+        by_row = {scale.content for scale in self._made.scales if scale.axes in ("out", "blocks")}
         for start in range(0, self._size(module)[0], _ROWS):
             rows = slice(start, start + _ROWS)
             tensors: dict[Content, Tensor] = {
