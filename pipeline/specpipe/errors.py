@@ -20,19 +20,19 @@ What a stranger sent stands in it as `show` writes it.
 from __future__ import annotations
 
 FAULT = "the request failed inside the server, whose log says how"
-"""What a client is told of an exception that nobody expected."""
+"""The message that a client gets for an unexpected exception."""
 
-_MOST_SHOWN = 80
-"""Characters of a value that somebody else wrote."""
+MOST_SHOWN = 80
+"""Characters of a stranger's value in a message."""
 
-_LONGEST_SENTENCE = 1000
+_LONGEST_SENTENCE = 1000  # characters; a library's message may hold a whole file
 
 
 def show(value: object) -> str:
     """Writes a stranger's value into a message: on one line, printable, and cut."""
     if isinstance(value, int):  # Python writes out no whole number of more than 4300 digits
         return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
-    return _printable(str(value), _MOST_SHOWN)
+    return _printable(str(value), MOST_SHOWN)
 
 
 def to_sentence(error: BaseException | str) -> str:
@@ -52,8 +52,8 @@ def to_sentence(error: BaseException | str) -> str:
 
 def _printable(text: str, most: int) -> str:
     start = text[:most]
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
-    return shown if len(text) <= most and len(shown) <= most else f"{shown[:most]}…"
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
+    return line if len(text) <= most and len(line) <= most else f"{line[:most]}…"
 
 
 class SpecpipeError(Exception):

@@ -14,7 +14,7 @@ _PACKAGE = Path(__file__).parent
 
 
 def sentence(exc: Exception) -> str:
-    """Says what ended a command. Which fault of ours it was is said by its place in the source."""
+    """Returns what ended a command; a fault of ours is named by its place in the source."""
     if isinstance(exc, SpecpipeError):
         return str(exc)
     if isinstance(exc, OSError):
@@ -30,8 +30,8 @@ def sentence(exc: Exception) -> str:
 def flush_stdout() -> str | None:
     """Writes out what was printed; returns, as a sentence, why it cannot be.
 
-    Python would say so at its end, with its own exit code 120. Nobody reads on at a closed pipe,
-    which is no failure.
+    Python would say so at its end, with its own exit code 120. A closed pipe is no failure: its
+    reader has read enough.
     """
     if sys.stdout is None:
         return None
@@ -50,9 +50,9 @@ def flush_stdout() -> str | None:
 
 
 def _place(exc: Exception) -> str:
-    """The innermost line of ours that it came through."""
+    """Returns the innermost line of ours that an exception came through."""
     frames = traceback.extract_tb(exc.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
-    if not own:
+    our_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
+    if not our_frames:
         return "its start"
-    return f"{Path(own[-1].filename).relative_to(_PACKAGE)}:{own[-1].lineno}"
+    return f"{Path(our_frames[-1].filename).relative_to(_PACKAGE)}:{our_frames[-1].lineno}"

@@ -62,6 +62,6 @@ class PlannedStage:
         return self.stage.name
 
     def reads(self, other: PlannedStage) -> bool:
-        """True if the other's artifact, or a file in it, is an input of this stage."""
+        """Returns whether the other's artifact, or a file in it, is an input of this stage."""
         files = self.stage.inputs().files
         return any(other.artifact in (path, *path.parents) for path in files)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from specpipe.checkpoints.checkpoint import (
     INDEX_NAME,
+    brief,
     checkpoint_files,
     create_safetensors,
     open_checkpoint,
     read_config,
     read_safetensors_header,
-    some,
 )
 from specpipe.errors import CheckpointError
 from tests.toy import read_tensor, toy_config, toy_tensors, write_tensors, write_toy_checkpoint
@@ -404,5 +404,5 @@ def test_writer_makes_what_safetensors_reads(tmp_path: Path) -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    assert some(["a", "b", "c"]) == "a, b, c"
-    assert some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert brief(["a", "b", "c"]) == "a, b, c"
+    assert brief(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

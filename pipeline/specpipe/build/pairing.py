@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specpipe.checkpoints.checkpoint import some
+from specpipe.checkpoints.checkpoint import brief
 from specpipe.checkpoints.files import quoted, read_json
 from specpipe.checkpoints.hf_config import context_length, positions, rope, vocab_size
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
@@ -284,7 +284,7 @@ def _notes(draft: _Side, target: _Side) -> Iterator[str]:
 
 
 def _listed(side: _Side, token_ids: Collection[int]) -> str:
-    return some([side.describe(token_id) for token_id in sorted(token_ids)]) or "no id"
+    return brief([side.describe(token_id) for token_id in sorted(token_ids)]) or "no id"
 
 
 def _unused_ranges(used: Collection[int], num_rows: int) -> tuple[tuple[int, int], ...]:

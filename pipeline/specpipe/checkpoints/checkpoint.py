@@ -62,7 +62,7 @@ INDEX_NAME = "model.safetensors.index.json"
 QUANT_CONFIG_NAME = "hf_quant_config.json"
 """What NVIDIA's ModelOpt writes beside a checkpoint that it quantized."""
 QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
-"""What says in `config.json` how a checkpoint is quantized."""
+"""The keys of `config.json` that say how a checkpoint is quantized."""
 
 _BLOCK_BYTES = 1 << 20  # what is read at a time; stays in a core's cache until it is written
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -70,7 +70,7 @@ _MAX_DIMENSIONS = 32  # NumPy's limit before 2.0
 _MAX_SIZE = 2**100  # of a dimension or an offset; a message can still write out their product
 _SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-_LISTED = 3  # so many names stand in a message; the rest is a count
+_MAX_LISTED = 3  # names in a message, of any number; the others are a count
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class SafetensorsWriter:
             self._missing_bytes -= array.nbytes
 
     def finish(self) -> None:
-        """States that every row of the header was written."""
+        """Asserts that every row of the header was written."""
         assert self._missing_bytes == 0
 
 
@@ -287,7 +287,7 @@ def read_config(
     if auto_map := config.get("auto_map"):
         classes = sorted(auto_map) if isinstance(auto_map, dict) else [str(auto_map)]
         raise CheckpointError(
-            f"{path} asks for remote code (auto_map: {some(classes)}), "
+            f"{path} asks for remote code (auto_map: {brief(classes)}), "
             "which specpipe never runs; use a checkpoint of a supported architecture"
         )
     return config
@@ -322,23 +322,23 @@ def open_checkpoint(
     surplus = [path.name for path in weights if path.name not in by_file]
     if surplus:
         raise CheckpointError(
-            f"{folder} has {some(surplus)}, which {INDEX_NAME} does not name; "
+            f"{folder} has {brief(surplus)}, which {INDEX_NAME} does not name; "
             "delete what does not belong to this checkpoint"
         )
     tensors = {}
     for file, names in sorted(by_file.items()):
-        held = read_safetensors_header(folder / file, limits)
-        if absent := sorted(names - held.keys()):
+        stored = read_safetensors_header(folder / file, limits)
+        if absent := sorted(names - stored.keys()):
             raise CheckpointError(
-                f"{index} is stale: {file} does not hold {some(absent)}; "
+                f"{index} is stale: {file} does not hold {brief(absent)}; "
                 "download index and shards from one revision"
             )
-        if unnamed := sorted(held.keys() - names):
+        if unnamed := sorted(stored.keys() - names):
             raise CheckpointError(
-                f"{index} is stale: it does not place {some(unnamed)} in {file}; "
+                f"{index} is stale: it does not place {brief(unnamed)} in {file}; "
                 "download index and shards from one revision"
             )
-        tensors |= held
+        tensors |= stored
     return HFCheckpoint(folder, config, tensors)
 
 
@@ -375,7 +375,7 @@ def _only_file(folder: Path, weights: Sequence[Path]) -> Path:
     )
     if pickles:
         raise CheckpointError(
-            f"{folder} holds its weights as pickles only ({some(pickles)}), which can run code "
+            f"{folder} holds its weights as pickles only ({brief(pickles)}), which can run code "
             "when they are read; save the model as safetensors"
         )
     raise CheckpointError(
@@ -422,7 +422,7 @@ def _damaged_entry(path: Path, name: str, fault: str) -> CheckpointError:
 
 
 def _are_counts(value: Any) -> bool:
-    """Says whether a value is a list of sizes or offsets that can be reckoned with."""
+    """Returns whether a value is a list of sizes or offsets within the limits of this module."""
     return (
         isinstance(value, list)
         and len(value) <= _MAX_DIMENSIONS

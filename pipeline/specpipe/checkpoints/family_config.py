@@ -164,7 +164,7 @@ def _check_rotary(family: Family, rotary: Rope, rotary_size: int) -> None:
 
 
 def _longrope_keys(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """Where TensorRT-LLM looks for longrope (models/phi3/config.py); the rest it infers."""
+    """Returns the keys in which TensorRT-LLM reads longrope (models/phi3/config.py)."""
     return {
         "position_embedding_type": "long_rope",
         "original_max_position_embeddings": scaling["original_max_position_embeddings"],
@@ -174,7 +174,7 @@ def _longrope_keys(scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _capped_keys(config: Mapping[str, Any], tp_size: int) -> dict[str, Any]:
-    """TensorRT-LLM's keys of Gemma 2 (models/gemma/config.py), which splits the embedding too."""
+    """Returns TensorRT-LLM's keys of Gemma 2, whose embedding is split (models/gemma/config.py)."""
     return {
         "query_pre_attn_scalar": number(config, "query_pre_attn_scalar"),
         "attn_logit_softcapping": optional_number(config, "attn_logit_softcapping"),

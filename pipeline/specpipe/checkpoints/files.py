@@ -2,7 +2,7 @@
 
 Opened are regular files that lie in the folder, or where the Hugging Face hub's cache keeps them:
 `models--org--name/snapshots/COMMIT/config.json` is a link into `models--org--name/blobs/`. Whatever
-else a link leads to would be read, and may be packaged and served, though nobody named it. The
+else a link leads to would be read, and may be packaged and served, though no user named it. The
 folder itself may be reached by links, since the user named it.
 """
 
@@ -36,7 +36,7 @@ def quoted(value: object) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Says whether a name leads anywhere; whether it may be opened is for `check_file` to say."""
+    """Returns whether a name leads anywhere; `check_file` decides whether it may be opened."""
     return os.path.exists(path)  # False also for a name that no file can have
 
 

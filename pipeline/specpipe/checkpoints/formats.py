@@ -153,7 +153,7 @@ class Format:
 
     @property
     def has_prequant(self) -> bool:
-        """True if activations are multiplied, channel by channel, before all else."""
+        """Whether activations are multiplied, channel by channel, before all else."""
         return _PREQUANT in self.scales
 
     @property
@@ -176,7 +176,7 @@ class Format:
         return next((scale for scale in self.scales if scale.content == content), None)
 
     def runs_on(self, sm: int) -> bool:
-        """True if a GPU of this compute capability, times 10, builds and runs it."""
+        """Returns whether a GPU of this compute capability, times 10, builds and runs it."""
         return sm >= self.min_sm and (self.datacenter_blackwell or not 100 <= sm < 120)
 
 
@@ -263,9 +263,9 @@ FORMATS = {
     ),
 }
 
-OFFERED = tuple(name for name, made in FORMATS.items() if made.is_offered)
+OFFERED = tuple(name for name, row in FORMATS.items() if row.is_offered)
 """The values of `quantization.format`."""
 
-TENSORRT_FORMATS = tuple(name for name, made in FORMATS.items() if made.tensorrt_layers)
+TENSORRT_FORMATS = tuple(name for name, row in FORMATS.items() if row.tensorrt_layers)
 
 FORMAT_OF_ALGO: dict[str, str] = {made.quant_algo: name for name, made in FORMATS.items()}

@@ -85,7 +85,7 @@ def stretched_length(
 
     Linear and dynamic scaling stretch `max_position_embeddings`, as trtllm-build counts it. With
     llama3 and longrope that number is the stretched one already; with yarn it may be either, and
-    what tells is the original length.
+    the original length decides.
     """
     kind = rotary_scaling["rope_type"] if rotary_scaling else None
     if rotary_scaling and kind in ("linear", "dynamic"):
@@ -115,7 +115,7 @@ def rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
     common = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     legacy = common | _section(config, "rope_scaling")
     current = _section(config, "rope_parameters")
-    # Phi-3 keeps the length beside the section; transformers lets that one win.
+    # Phi-3 keeps the length outside of the section; transformers lets that one win.
     outer = config.get("original_max_position_embeddings")
     if outer is not None:
         original = {"original_max_position_embeddings": outer}
@@ -265,24 +265,24 @@ def _read_rope(values: Mapping[str, Any], max_position_embeddings: int) -> Rope:
         scaling["original_max_position_embeddings"] = count(
             values, "original_max_position_embeddings", default=max_position_embeddings, minimum=2
         )
-        read = _read_yarn if kind == "yarn" else _read_longrope
-        scaling |= read(values, base, max_position_embeddings, scaling)
+        read_rest = _read_yarn if kind == "yarn" else _read_longrope
+        scaling |= read_rest(values, base, max_position_embeddings, scaling)
     return Rope(base, scaling, partial)
 
 
 def _rope_type(values: Mapping[str, Any]) -> str:
     kind = values.get("rope_type") or values.get("type") or "default"
-    other = values.get("type") or kind
+    older = values.get("type") or kind
     if "short_factor" in values:  # names that Phi-3 had for longrope first
-        kind, other = ("longrope" if name in ("su", "yarn") else name for name in (kind, other))
+        kind, older = ("longrope" if name in ("su", "yarn") else name for name in (kind, older))
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise CheckpointError(
             f"config.json: rope type '{show(kind)}' is not supported; supported: "
             + ", ".join(_ROPE_KEYS)
         )
-    if other != kind:
+    if older != kind:
         raise CheckpointError(
-            f"config.json: rope type is '{kind}' by rope_type and '{show(other)}' by type"
+            f"config.json: rope type is '{kind}' by rope_type and '{show(older)}' by type"
         )
     return kind
 
@@ -290,7 +290,7 @@ def _rope_type(values: Mapping[str, Any]) -> str:
 def _read_yarn(
     values: Mapping[str, Any], base: float, max_position_embeddings: int, scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Peng et al. 2023, arXiv:2309.00071; what is left out as transformers 5 fills it in."""
+    """Reads yarn (Peng et al. 2023, arXiv:2309.00071), with the defaults of transformers 5."""
     factor: float = scaling["factor"]
     beta_fast = optional_number(values, "beta_fast") or 32.0
     beta_slow = optional_number(values, "beta_slow") or 1.0
@@ -328,7 +328,7 @@ def _read_yarn(
 def _read_longrope(
     values: Mapping[str, Any], base: float, max_position_embeddings: int, scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Ding et al. 2024, arXiv:2402.13753; what is left out as transformers 5 fills it in."""
+    """Reads longrope (Ding et al. 2024, arXiv:2402.13753), with the defaults of transformers 5."""
     original: int = scaling["original_max_position_embeddings"]
     attention_factor = optional_number(values, "attention_factor")
     if attention_factor is None:

@@ -16,9 +16,9 @@ from specpipe.checkpoints.checkpoint import (
     HFCheckpoint,
     RawArray,
     TensorInfo,
+    brief,
     open_checkpoint,
     read_blocks,
-    some,
 )
 from specpipe.checkpoints.families import EMBEDDING, HEAD, IGNORED_SUFFIXES
 from specpipe.checkpoints.family_config import unified_config
@@ -99,7 +99,7 @@ def config_of(
     pp_size: int,
     limits: FileLimits,
 ) -> UnifiedConfig:
-    """Returns the unified config of an open folder; its embedding tells a dtype that is left out.
+    """Returns the unified config of an open folder; its embedding decides a dtype that is left out.
 
     hf_config  that of the folder, without what says how it is quantized
     """
@@ -141,7 +141,7 @@ def _match(
             f"{source.folder} has {len(source.tensors)} tensors, too few for the "
             f"{config.num_hidden_layers} layers of its config.json"
         )
-    found: dict[str, TensorInfo] = {}
+    matched: dict[str, TensorInfo] = {}
     missing: list[str] = []
     for rule, layer in tensor_rules(config):
         for part in rule.parts:
@@ -166,7 +166,7 @@ def _match(
                     f"{source.folder}: {name} has dtype {info.dtype}, which no plain checkpoint "
                     "has; use the checkpoint that it was quantized from"
                 )
-            found[name] = info
+            matched[name] = info
     if missing == [HEAD]:
         raise CheckpointError(
             f"{source.folder} has no {HEAD}, but tie_word_embeddings is false in config.json; "
@@ -174,19 +174,19 @@ def _match(
         )
     if missing:
         raise CheckpointError(
-            f"{source.folder} lacks {len(missing)} tensors of its config.json: {some(missing)}"
+            f"{source.folder} lacks {len(missing)} tensors of its config.json: {brief(missing)}"
         )
     surplus = sorted(
         name
-        for name in source.tensors.keys() - found.keys() - set(others)
+        for name in source.tensors.keys() - matched.keys() - set(others)
         if not name.endswith(IGNORED_SUFFIXES)
     )
     if surplus:
         raise CheckpointError(
             f"{source.folder} holds {len(surplus)} tensors for which {config.architecture} "
-            f"with this config.json has no use: {some(surplus)}"
+            f"with this config.json has no use: {brief(surplus)}"
         )
-    return found
+    return matched
 
 
 def _check_tied(source: HFCheckpoint, tensors: Mapping[str, TensorInfo]) -> None:

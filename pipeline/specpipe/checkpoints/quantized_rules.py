@@ -19,12 +19,13 @@ _ATTENTION = "transformer.layers.{n}.attention"
 
 
 def is_linear(module: str) -> bool:
-    """Says whether a module of the unified checkpoint is one that a format may quantize."""
+    """Returns whether a module of the unified checkpoint is one that a format may quantize."""
     return module.endswith(_LINEARS)
 
 
 def is_quantized(config: UnifiedConfig, module: str) -> bool:
-    """Says whether a unified config has a linear quantized, named as `transformer.layers.0.mlp.fc`.
+    """Returns whether a unified config has a linear quantized, named as
+    `transformer.layers.0.mlp.fc`.
 
     `exclude_modules` of its `quantization` are patterns of names, as TensorRT-LLM matches them.
     """
@@ -35,14 +36,14 @@ def is_quantized(config: UnifiedConfig, module: str) -> bool:
 
 
 def shares_embedding(config: UnifiedConfig) -> bool:
-    """Says whether the head is the embedding; a quantized one no longer is."""
+    """Returns whether the head is the embedding; a quantized one no longer is."""
     return config.tie_word_embeddings and not is_quantized(config, "lm_head")
 
 
 def quantized_rules(
     config: UnifiedConfig, rule: TensorRule, layer: int | None
 ) -> Iterator[TensorRule]:
-    """Yields what stands for a plain tensor in a checkpoint of this config: mostly itself."""
+    """Yields the rules that replace a plain tensor's in a checkpoint of this config."""
     module, _, kind = rule.name.rpartition(".")
     row = config.quantization.row
     if (
@@ -93,7 +94,7 @@ def _scale_part(scale: Scale, part: Part) -> Part:
 
 
 def _scale_split(axes: Axes, part: Part) -> Split:
-    """How a scale is divided over the ranks of its weight."""
+    """Returns how a scale is divided over the ranks of its weight."""
     if axes == "blocks":
         return part.split
     if axes == "out":

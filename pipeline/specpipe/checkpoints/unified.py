@@ -187,9 +187,7 @@ class UnifiedCheckpoint:
         return whole_shape(self.config, self._tensors[name].rule)
 
     def fixed_dtype(self, name: str) -> str | None:
-        """Returns what a tensor is stored in whatever the checkpoint's dtype is: quantized weights
-        and some scales; None for all others.
-        """
+        """Returns the dtype of a quantized weight or scale that has its own; else None."""
         return self._tensors[name].rule.dtype
 
     def keeps_float32(self, name: str) -> bool:
@@ -208,14 +206,14 @@ class UnifiedCheckpoint:
             raise CheckpointError(f"{self.folder}: the ranks disagree about {name}; convert again")
         return RawTensor(dtype, merged)
 
-    def rounded(self, name: str, raw: RawTensor, wanted: str) -> RawArray:
+    def rounded(self, name: str, tensor: RawTensor, dtype: str) -> RawArray:
         """Returns what `tensor` read in another dtype, an engine's.
 
         CheckpointError names the Hugging Face weight that is NaN or infinite, there or in it.
         """
-        wider = "bfloat16" if wanted == "F16" else "float32"
+        wider = "bfloat16" if dtype == "F16" else "float32"
         cure = f"set engine.dtype to {wider}"
-        return rounded(raw.data, raw.dtype, wanted, partial(self._source, name), cure=cure)
+        return rounded(tensor.data, tensor.dtype, dtype, partial(self._source, name), cure=cure)
 
     def _source(self, name: str, index: tuple[int, ...]) -> str:
         """Names the element of a Hugging Face weight that one of a merged tensor was made from."""
@@ -238,7 +236,7 @@ class UnifiedCheckpoint:
     def _merge(self, name: str, whole: RawArray, *, is_whole: bool = False) -> bool:
         """Joins the pieces of all ranks in `whole`, or only compares where it is whole already.
 
-        False if two of the pieces, or one and `whole`, contradict each other.
+        Returns whether the pieces agree with one another and with `whole`.
         """
         tensor = self._tensors[name]
         first = tensor.pp_rank * self._tp_size
@@ -291,7 +289,7 @@ class _Place:
         self._num_known_rows = num_known_rows
 
     def put(self, tp_rank: int, row: int, block: RawArray) -> bool:
-        """Puts in rows of a rank's piece; False if they differ from those that are known."""
+        """Puts in rows of a rank's piece; returns whether they equal those that are known."""
         if self._part.split == "columns":
             columns = block.shape[1]
             place = self._whole[:, tp_rank * columns : (tp_rank + 1) * columns]
@@ -308,6 +306,6 @@ class _Place:
 
 
 def _fill(place: RawArray, rows: RawArray, num_known_rows: int) -> bool:
-    """Copies rows to their place but for the first, which are there; False if those differ."""
+    """Copies all rows but the first ones, which are there; returns whether those are equal."""
     place[num_known_rows:] = rows[num_known_rows:]
     return np.array_equal(place[:num_known_rows], rows[:num_known_rows])

@@ -30,7 +30,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 LayerTypes = list[Literal["sliding_attention", "full_attention"]]
 
-_MOST_FAULTS = 20  # that a message lists
+_MOST_FAULTS = 20  # in one message; a guess at what is still read
 
 
 class UnifiedConfig(Section):
@@ -190,7 +190,7 @@ class Qwen3Config(_QwenConfig):
 
 
 class Phi3Config(UnifiedConfig):
-    """Phi-3: one matrix for gate and up; longrope has its factors beside the other keys."""
+    """Phi-3: one matrix for gate and up; longrope has keys of its own for its factors."""
 
     architecture: Literal["Phi3ForCausalLM"]
     hidden_act: Literal["swiglu"]
@@ -295,7 +295,7 @@ def read_unified_config(folder: Path) -> UnifiedConfig:
 
 def _faults(exc: ValidationError) -> Iterator[str]:
     for error in islice(exc.errors(include_url=False, include_input=False), _MOST_FAULTS):
-        # The first part of a place is the family's name, which the file itself tells.
+        # The first part of a place is the family's name, which the file itself names.
         place = ".".join(map(str, error["loc"][1:])) or "architecture"
         message, tag = error["msg"], error.get("ctx", {}).get("tag")
         if tag:  # the file's own word for its architecture

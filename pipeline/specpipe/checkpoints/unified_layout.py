@@ -50,7 +50,7 @@ def tensor_rules(config: UnifiedConfig) -> Iterator[tuple[TensorRule, int | None
 
     The order is that of the forward pass, and of the tensors in the rank files.
     """
-    if config.num_hidden_layers > _MOST_LAYERS:  # of an artifact that somebody else made
+    if config.num_hidden_layers > _MOST_LAYERS:  # the artifact may be another's work
         raise CheckpointError(
             f"config.json: num_hidden_layers is {show(config.num_hidden_layers)}, expected at "
             f"most {_MOST_LAYERS}"
@@ -104,9 +104,9 @@ def pipeline_layers(config: UnifiedConfig, pp_rank: int) -> range:
 
     As TensorRT-LLM 1.x divides them (mapping.py, pp_layers).
     """
-    size, rest = divmod(config.num_hidden_layers, config.mapping.pp_size)
-    start = pp_rank * size + min(pp_rank, rest)
-    return range(start, start + size + (pp_rank < rest))
+    size, num_left_over = divmod(config.num_hidden_layers, config.mapping.pp_size)
+    start = pp_rank * size + min(pp_rank, num_left_over)
+    return range(start, start + size + (pp_rank < num_left_over))
 
 
 def piece_shape(config: UnifiedConfig, part: Part) -> tuple[int, ...]:

@@ -48,34 +48,34 @@ def check_finite(block: RawArray, dtype: str, name: Name) -> None:
         )
 
 
-def rounded(block: RawArray, dtype: str, wanted: str, name: Name, *, cure: str) -> RawArray:
+def rounded(block: RawArray, dtype: str, to_dtype: str, name: Name, *, cure: str) -> RawArray:
     """Returns a block in another dtype, rounded to nearest, ties to even, as transformers does.
 
     cure  what to do about a number that this one cannot hold
     """
     check_finite(block, dtype, name)
-    if dtype == wanted:
+    if dtype == to_dtype:
         return block
     values = to_float32(block, dtype)
     made = from_float32(values, wanted)
     index = _first_not_finite(made, wanted)
     if index is not None:
         raise CheckpointError(
-            f"{name(index)} is {float(values[index]):.8g}, but {_DTYPE_NAMES[wanted]} holds "
-            f"{GREATEST[wanted]:.8g} at most; {cure}"
+            f"{name(index)} is {float(values[index]):.8g}, but {_DTYPE_NAMES[to_dtype]} holds "
+            f"{GREATEST[to_dtype]:.8g} at most; {cure}"
         )
-    return made
+    return converted
 
 
-def to_float32(raw: RawArray, dtype: str) -> npt.NDArray[np.float32]:
+def to_float32(elements: RawArray, dtype: str) -> npt.NDArray[np.float32]:
     """Returns the numbers of raw elements; of e4m3 what is not finite is NaN, all else is 0."""
     if dtype == "F32":
-        return raw.view(np.float32)
+        return elements.view(np.float32)
     if dtype == "F16":
-        return raw.view(np.float16).astype(np.float32)
+        return elements.view(np.float16).astype(np.float32)
     if dtype == "F8_E4M3":
-        return np.where(raw & 0x7F == 0x7F, np.float32("nan"), np.float32(0))
-    return (raw.astype(np.uint32) << 16).view(np.float32)
+        return np.where(elements & 0x7F == 0x7F, np.float32("nan"), np.float32(0))
+    return (elements.astype(np.uint32) << 16).view(np.float32)
 
 
 def from_float32(values: npt.NDArray[np.float32], dtype: str) -> RawArray:
@@ -103,5 +103,5 @@ def _first_not_finite(block: RawArray, dtype: str) -> tuple[int, ...] | None:
     signed: npt.NDArray[Any] = block.view(block.dtype.str.replace("u", "i"))
     if signed.max() < bits and block.max() < sign | bits:
         return None
-    found = np.argwhere((block & np.asarray(sign - 1, block.dtype)) >= bits)[0]
-    return tuple(found.tolist())
+    index = np.argwhere((block & np.asarray(sign - 1, block.dtype)) >= bits)[0]
+    return tuple(index.tolist())

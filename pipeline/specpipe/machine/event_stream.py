@@ -15,7 +15,7 @@ from typing import Any
 from specpipe.errors import ServerError
 from specpipe.machine.web import body_blocks
 
-_MAX_EVENT_CHARS = 1 << 24
+_MAX_EVENT_CHARS = 1 << 24  # far beyond any chunk of an answer: a guess
 
 
 def parse_data(data: str | bytes) -> Any:
@@ -38,11 +38,11 @@ def read_events(response: http.client.HTTPResponse, server: str) -> Iterator[str
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")("replace"), translate=True
     )
-    rest = ""
+    unfinished = ""
     data: list[str] = []
     num_chars = 0
     for received in body_blocks(response):
-        *lines, rest = (rest + decoder.decode(received)).split("\n")
+        *lines, unfinished = (unfinished + decoder.decode(received)).split("\n")
         for line in lines:
             if not line and data:
                 yield "\n".join(data)
@@ -50,5 +50,5 @@ def read_events(response: http.client.HTTPResponse, server: str) -> Iterator[str
             elif line.startswith("data:"):
                 data.append(line.removeprefix("data:").removeprefix(" "))
                 num_chars += len(line)
-        if num_chars + len(rest) > _MAX_EVENT_CHARS:
+        if num_chars + len(unfinished) > _MAX_EVENT_CHARS:
             raise ServerError(f"{server} sends an event of more than {_MAX_EVENT_CHARS} characters")

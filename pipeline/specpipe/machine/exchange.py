@@ -16,7 +16,7 @@ _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Lets two existing paths of one file system change places; False where that is not known.
+    """Lets two existing paths of one file system change places; returns whether that is known here.
 
     renameat2(2), Linux 3.15, glibc 2.28; NFS and some overlays do not have it.
     """

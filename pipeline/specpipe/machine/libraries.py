@@ -23,8 +23,8 @@ from specpipe.errors import RepositoryError
 
 DISTRIBUTION = "specpipe-llm"
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_CHECKOUT = _PACKAGE.parents[1]
+_PACKAGE = Path(__file__).resolve().parents[1]  # specpipe/
+_CHECKOUT = _PACKAGE.parents[1]  # above pipeline/, where there is one
 
 
 def with_extras(*extras: str) -> str:
@@ -53,7 +53,7 @@ def shipped(name: str) -> Path:
 
 
 def describe() -> str:
-    """Says in a line what is installed here, and where."""
+    """Returns a line on what is installed here, and where."""
     ours = _ours()
     if ours is None:
         return f"the sources in {_CHECKOUT}, not installed"
@@ -63,7 +63,7 @@ def describe() -> str:
 
 
 def conflicts() -> list[str]:
-    """Says of each distribution named `specpipe` here how to be rid of it.
+    """Returns, for each distribution named `specpipe` here, how to remove it.
 
     It has the same import folder: another project, or this one under its earlier name.
     """
@@ -71,8 +71,8 @@ def conflicts() -> list[str]:
 
 
 def _conflict(other: Distribution) -> str:
-    theirs, own = (set(map(str, (one and one.files) or ())) for one in (other, _ours()))
-    overlap = "has files that are" if theirs & own else "has the import folder that is"
+    theirs, ours = (set(map(str, (d and d.files) or ())) for d in (other, _ours()))
+    overlap = "has files that are" if theirs & ours else "has the import folder that is"
     return (
         f"specpipe {other.version} in {other.locate_file('')} is another project, or this one by "
         f"its earlier name, and {overlap} also {DISTRIBUTION}'s: "
@@ -82,7 +82,7 @@ def _conflict(other: Distribution) -> str:
 
 
 def _arguments(*extras: str) -> str:
-    """What is installed again to add extras: from where it was, and to where it is."""
+    """Returns what pip installs again to add extras: from where it was, and to where it is."""
     named = f"[{','.join(extras)}]" if extras else ""
     if _is_checkout():
         return f"-e {shlex.quote(f'{_CHECKOUT}{named}')}"
@@ -95,34 +95,34 @@ def _arguments(*extras: str) -> str:
 
 
 def _is_checkout() -> bool:
-    """Whether this code runs from a checkout: editable, or by PYTHONPATH."""
+    """Returns whether this code runs from a checkout: editable, or by PYTHONPATH."""
     return _PACKAGE.parent.name == "pipeline" and (_CHECKOUT / "pyproject.toml").is_file()
 
 
 def _ours() -> Distribution | None:
-    """The installed distribution that the package imported here belongs to."""
-    found = list(distributions(name=DISTRIBUTION))
+    """Returns the installed distribution that the package imported here belongs to."""
+    candidates = list(distributions(name=DISTRIBUTION))
     if _is_checkout():
-        return next((one for one in found if _local_path(_origin(one)) == _CHECKOUT), None)
-    here = (one for one in found if Path(str(one.locate_file("specpipe"))).resolve() == _PACKAGE)
-    return next(here, None)
+        return next((d for d in candidates if _local_path(_origin(d)) == _CHECKOUT), None)
+    imported = (d for d in candidates if Path(str(d.locate_file("specpipe"))).resolve() == _PACKAGE)
+    return next(imported, None)
 
 
 def _origin(ours: Distribution | None) -> dict[str, Any]:
-    """What direct_url.json says; nothing where the distribution came from an index."""
+    """Returns what direct_url.json says; nothing where the distribution came from an index."""
     text = ours and ours.read_text("direct_url.json")
     return dict(json.loads(text)) if text else {}
 
 
 def _local_path(origin: dict[str, Any]) -> Path | None:
-    """The folder or wheel on this machine that was installed, if it is still there."""
+    """Returns the folder or wheel on this machine that was installed, if it is still there."""
     url = urllib.parse.urlsplit(origin.get("url", ""))
     path = Path(urllib.request.url2pathname(url.path))
     return path.resolve() if url.scheme == "file" and path.exists() else None
 
 
 def _installer(command: str) -> str:
-    """`pip install` or what does that for this Python; a bare `pip` only if it is this one's."""
+    """Returns `pip install` or its like for this Python; a bare `pip` only if it is this one's."""
     ours, python = _ours(), shlex.quote(sys.executable)
     by_uv = ours is not None and (ours.read_text("INSTALLER") or "").strip() == "uv"
     if by_uv or not any(distributions(name="pip")):
@@ -135,8 +135,8 @@ def _installer(command: str) -> str:
 
 
 def _target() -> str:
-    """The option for a folder that is no part of this Python's own."""
-    own = (*site.getsitepackages(), site.getusersitepackages())
-    if _is_checkout() or any(Path(folder).resolve() == _PACKAGE.parent for folder in own):
+    """Returns the option for a folder that is no part of this Python's own."""
+    site_folders = (*site.getsitepackages(), site.getusersitepackages())
+    if _is_checkout() or any(Path(folder).resolve() == _PACKAGE.parent for folder in site_folders):
         return ""
     return f"--target {shlex.quote(str(_PACKAGE.parent))} "

@@ -1,4 +1,4 @@
-"""What stands beside an artifact, and the comparison of recorded files with those of today.
+"""The record beside an artifact, and the comparison of recorded files with those of today.
 
 Where times are trusted, a file with the recorded size, times and inode counts as unchanged. The
 time of its last change of status (ctime, inode(7)) is set by the kernel alone, so that what was
@@ -24,8 +24,8 @@ from specpipe.machine.own_json import read_object
 from specpipe.machine.signals import thread_pool
 
 MANIFEST_SUFFIX = ".manifest.json"
-_FORMAT = 1
-_BUFFER_BYTES = 1 << 20
+_FORMAT = 1  # of manifests; one of another format counts as none
+_BUFFER_BYTES = 1 << 20  # read at a time, to be hashed while it is in a core's cache: a guess
 # Coarsest tick of file times on Linux (10 ms at 100 Hz), doubled.
 _TIME_TICK_NS = 20_000_000
 
@@ -48,7 +48,7 @@ class FileRecord:
         return cls(status.st_size, status.st_mtime_ns, sha256, status.st_ctime_ns, status.st_ino)
 
     def is_untouched(self, status: os.stat_result) -> bool:
-        """True if nobody wrote to the file, replaced it, or changed anything else about it."""
+        """Returns whether the file was not written, replaced, or changed in any other way."""
         return (self.size, self.mtime_ns, self.ctime_ns, self.inode) == (
             status.st_size,
             status.st_mtime_ns,
@@ -70,7 +70,7 @@ class InputRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What stands beside an artifact."""
+    """The record beside an artifact: what it was made from, and what it is."""
 
     stage: str
     inputs: tuple[InputRecord, ...]
@@ -135,7 +135,7 @@ class Hashed:
 
 @dataclass(frozen=True)
 class Compared:
-    """Files beside their records.
+    """Files compared with their records.
 
     differences  what differs, by name
     current      the equal files with what they are today
@@ -152,14 +152,14 @@ def compare_files(root: Path, old: Files, *, trust_times: bool) -> Compared:
     As many are hashed at once as there are cores.
     """
     present = files_below(root)
-    known = {name: path for name, path in present.items() if name in old}
-    touched = [n for n, path in known.items() if not (trust_times and _is_untouched(path, old[n]))]
-    today = {name: _Today(old[name]) for name in known}
+    paths = {name: path for name, path in present.items() if name in old}
+    touched = [n for n, path in paths.items() if not (trust_times and _is_untouched(path, old[n]))]
+    today = {name: _Today(old[name]) for name in paths}
     started = time.monotonic()
     if touched:
         with thread_pool(len(os.sched_getaffinity(0))) as pool:
-            found = pool.map(lambda name: _today(known[name], old[name]), touched)
-            today |= zip(touched, found, strict=True)
+            records = pool.map(lambda name: _today(paths[name], old[name]), touched)
+            today |= zip(touched, records, strict=True)
     duration_s = time.monotonic() - started
     differences = {name: "is gone" for name in old if name not in present}
     current = {}
@@ -172,19 +172,19 @@ def compare_files(root: Path, old: Files, *, trust_times: bool) -> Compared:
             differences[name] = "changed"
         else:
             current[name] = record
-    read = [one.num_bytes_read for one in today.values() if one.num_bytes_read is not None]
-    return Compared(differences, current, Hashed(len(read), sum(read), duration_s))
+    sizes = [file.num_bytes_read for file in today.values() if file.num_bytes_read is not None]
+    return Compared(differences, current, Hashed(len(sizes), sum(sizes), duration_s))
 
 
 def damage(differences: Mapping[str, str]) -> list[str]:
     """Returns sentences for what differs between an artifact and the records of its outputs."""
     words = {"is new": "was not built", "changed": "is not what was built", "is gone": "is missing"}
-    return [f"file {name} {words[what]}" for name, what in differences.items()]
+    return [f"file {name} {words[difference]}" for name, difference in differences.items()]
 
 
 @dataclass(frozen=True)
 class _Today:
-    """A file as it is now; no record: it is gone, no digest in it: its size tells enough."""
+    """A file as it is now; without a record it is gone, without a digest its size differs."""
 
     record: FileRecord | None
     num_bytes_read: int | None = None
@@ -213,14 +213,14 @@ def files_below(root: Path) -> dict[str, Path]:
     """Returns the files that make up an input or an artifact, by name; links to files count."""
     if root.is_file():
         return {".": root}
-    found = {}
+    files = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s != "__pycache__"]
         for name in names:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
-                found[path.relative_to(root).as_posix()] = path
-    return dict(sorted(found.items()))
+                files[path.relative_to(root).as_posix()] = path
+    return dict(sorted(files.items()))
 
 
 def record_files(root: Path) -> dict[str, FileRecord]:

@@ -33,7 +33,7 @@ class MemoryEstimate:
 
 
 def available_bytes() -> int | None:
-    """Returns how much memory this process may still take; None where that cannot be told.
+    """Returns how much memory this process may still take; None where that is unknown.
 
     On Linux: what the kernel calls available, or what a container's limit leaves if that is less.
     """
@@ -68,7 +68,7 @@ def check_room(
 
 
 def total_bytes() -> int | None:
-    """Returns how much memory this machine has; None where that cannot be told."""
+    """Returns how much memory this machine has; None where that is unknown."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:

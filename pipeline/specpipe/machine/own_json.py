@@ -45,7 +45,7 @@ def write_object(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def reason(exc: Exception) -> str:
-    """Says in a few words why a file cannot be read, without repeating what it holds."""
+    """Returns in a few words why a file cannot be read, without repeating what it holds."""
     if isinstance(exc, ValidationError):
         fault = exc.errors(include_url=False)[0]
         place = ".".join(map(str, fault["loc"]))

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _UNWIND_TIME_S = 5.0  # then the process ends, whatever it waits for
-_REPEAT_S = 0.25
+_REPEAT_S = 0.25  # between two attempts to raise what got lost: a guess
 _SAME_S = 0.2  # `timeout` of coreutils sends a signal to the process and to its group
 
 _Result = TypeVar("_Result")
@@ -34,7 +34,7 @@ def run(command: Callable[[], object]) -> NoReturn:
     """Runs a whole command and ends the process; 130 after Ctrl-C, 143 after SIGTERM.
 
     Signals that were blocked until then come now; a second one ends the process at once. What
-    nobody waits for any more is left behind: threads whose question is still open after a signal,
+    is no longer waited for is left behind: threads whose question is still open after a signal,
     and always the second that large libraries take to end, in which Python handles no signals.
     """
     with raised() as ending:
@@ -59,10 +59,10 @@ def run(command: Callable[[], object]) -> NoReturn:
 
 @contextlib.contextmanager
 def raised() -> Iterator[Ending]:
-    """Ctrl-C raises KeyboardInterrupt meanwhile, SIGTERM SystemExit with 143, and none gets lost.
+    """Raises KeyboardInterrupt for Ctrl-C meanwhile, SystemExit with 143 for SIGTERM.
 
-    For the main thread, which alone may handle signals. One that is ignored, as Ctrl-C is in a
-    command that a shell runs in the background, stays so.
+    No signal gets lost. For the main thread, which alone may handle signals. One that is ignored,
+    as Ctrl-C is in a command that a shell runs in the background, stays so.
     """
     global _ending
     handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -123,7 +123,7 @@ def in_thread(call: Callable[[], _Result]) -> _Result:
 
 @contextlib.contextmanager
 def thread_pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool for what needs no end: a failure or a signal leaves behind what still runs in it."""
+    """Yields a pool for what may be left undone: a failure or a signal leaves it running."""
     pool = ThreadPoolExecutor(num_threads)
     try:
         yield pool
@@ -162,7 +162,7 @@ class Ending:
             raise self._error
 
     def report_unraisable(self, unraisable: Any) -> None:
-        """What got lost where nothing can be raised needs no traceback: it is raised again."""
+        """Prints no traceback for what got lost where nothing can be raised: it is raised again."""
         if self._error is None or unraisable.exc_value is not self._error:
             self._report(unraisable)
 
@@ -176,7 +176,7 @@ class Ending:
             received = os.read(reader, 1)
             if not received:
                 return
-            # Who has a handler of his own, as the launcher, decides by himself.
+            # A program with a handler of its own, as the launcher, decides by itself.
             if received[0] not in SIGNALS or signal.getsignal(received[0]) != self.handle:
                 continue
             if not number:

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from specpipe.errors import CutStream, NoAnswer, ServerError
+from specpipe.errors import MOST_SHOWN, CutStream, NoAnswer, ServerError
 
 T = TypeVar("T")
 
-_MAX_SHOWN = 80
-_BLOCK_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 16  # most that is read at once: a guess
 
 
 @dataclass(frozen=True)
@@ -45,21 +44,22 @@ def parse_url(url: str, schemes: tuple[str, ...]) -> Address:
     except ValueError:  # a port beyond 65535, or brackets around what is no IPv6 address
         pass
     expected = " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
-    raise ServerError(f"{url[:_MAX_SHOWN]!r} is not {expected}")
+    raise ServerError(f"{url[:MOST_SHOWN]!r} is not {expected}")
 
 
 def bracketed(host: str) -> str:
-    """A host as URLs and gRPC write it: IPv6 addresses in brackets."""
+    """Returns a host as URLs and gRPC write it: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def local_address(host: str) -> str | None:
-    """The address in numbers, IPv4 if it has one; None where no socket can be bound to it here.
+    """Returns the address in numbers, IPv4 if it has one; None where no socket can be bound to it
+    here.
 
     Raises OSError or UnicodeError for a name that cannot be resolved.
     """
-    found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
-    for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+    infos = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    for family, _, _, _, address in sorted(infos, key=lambda entry: entry[0] != socket.AF_INET):
         with socket.socket(family, socket.SOCK_DGRAM) as bound:
             try:
                 bound.bind(address)
@@ -70,7 +70,8 @@ def local_address(host: str) -> str | None:
 
 
 def body_blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yields what comes of an answer's body as it comes; no memory is set aside for what may not.
+    """Yields what comes of an answer's body as it comes; no memory is set aside for what may not
+    come.
 
     Raises http.client.IncompleteRead where the body ends before its time.
     """
@@ -78,7 +79,7 @@ def body_blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
     # chunked body that was cut for one that ended.
     while block := response.read1(_BLOCK_BYTES):
         yield block
-    if response.length:  # of Content-Length; read1() tells no missing rest
+    if response.length:  # of Content-Length; read1() reports no missing rest
         raise http.client.IncompleteRead(b"", response.length)
 
 
@@ -122,7 +123,7 @@ def receive(arriving: Iterator[T], num_received: int, server: str, *, is_whole: 
 
 
 def to_words(exc: Exception) -> str:
-    """Says what became of a connection, as the system calls it and without its number."""
+    """Returns what became of a connection, as the system calls it and without its number."""
     if isinstance(exc, urllib.error.URLError) and isinstance(exc.reason, OSError):
         return to_words(exc.reason)
     if isinstance(exc, (http.client.RemoteDisconnected, http.client.IncompleteRead)):
@@ -136,7 +137,7 @@ def to_words(exc: Exception) -> str:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name or an address is this machine's own."""
+    """Returns whether a name or an address is this machine's own."""
     try:
         return local_address(host) is not None
     except (OSError, UnicodeError):

@@ -39,6 +39,7 @@ Run = Callable[[nn.Module, Batch], Tensor]
 _SAME_INPUT = ("attention.qkv",), ("mlp.fc", "mlp.gate")
 """Linears of a layer that read the same input; engines run them as one, with the same scales."""
 
+# Quantizer settings of ModelOpt 0.47 (modelopt/torch/quantization/config.py), its presets' own.
 _E4M3 = {"num_bits": (4, 3), "axis": None}
 _INT8 = {"num_bits": 8, "axis": None}
 _INT8_ROWS = {"num_bits": 8, "axis": 0}
@@ -90,7 +91,7 @@ def calibrate(
                     keep(module, kind, _measured(layer.get_submodule(names[0]), kind))
             if scheme.kv_cache is not None:
                 keep(f"transformer.layers.{n}.attention", "kv_amax", kv_amax(layer))
-            layer.to("meta")  # frees the weights, whoever still holds the layer
+            layer.to("meta")  # frees the weights, even if something else still refers to the layer
             for batch, hidden in zip(decoder.batches, outputs, strict=True):
                 batch.hidden = hidden
         if "lm_head" in linears:
@@ -103,7 +104,7 @@ def calibrate(
             _calibrate_module(root, scheme, {"lm_head": ("head",)}, decoder.batches, run_head)
             for kind in measured:
                 keep("lm_head", kind, _measured(root.get_submodule("head"), kind))
-    return Calibrated(scales, tuple(_doubts(scales)))
+    return Calibrated(scales, tuple(_implausible(scales)))
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ def _linears(config: UnifiedConfig, scheme: QuantizationConfig) -> dict[str, _Li
             part.source.removeprefix("model.layers.{n}.").removesuffix(".weight")
             for part in rule.parts
         )
-        found[module] = _Linear(layer, tuple(names))
-    return found
+        linears[module] = _Linear(layer, tuple(names))
+    return linears
 
 
 def _run_layer(n: int) -> Run:
@@ -235,7 +236,7 @@ def _refuse_infinity(module: str) -> Callable[[nn.Module, tuple[Tensor, ...]], N
     return hook
 
 
-def _doubts(scales: Mapping[tuple[str, Measured], npt.NDArray[np.float32]]) -> Iterator[str]:
+def _implausible(scales: Mapping[tuple[str, Measured], npt.NDArray[np.float32]]) -> Iterator[str]:
     of_kv = [float(value[0]) for (_, kind), value in scales.items() if kind == "kv_amax"]
     if of_kv and all(amax == E4M3_MAX for amax in of_kv):
         yield (

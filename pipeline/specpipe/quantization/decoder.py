@@ -2,7 +2,7 @@
 
 Everything is computed in float32, whatever the weights are stored in: bfloat16 would round the
 largest activation by up to 0.4 %, and with it the scale, and weights that scales are folded into a
-second time. One layer in float32 is small beside a checkpoint.
+second time. One layer in float32 is small compared with a checkpoint.
 
 N tokens in one forward, H query heads, D head size.
 """
@@ -29,7 +29,7 @@ from specpipe.quantization.tensors import as_tensor
 
 TOKENS_AT_ONCE = 1024
 """Tokens of one forward, unless a text is longer. ModelOpt rounds all weights anew in each forward
-of its AWQ search; beside multiplying so many tokens by them, that is little."""
+of its AWQ search; with so many tokens to multiply by them, that is little."""
 
 _ATTENTION = "specpipe"  # its name among the attention functions of transformers
 
@@ -39,7 +39,7 @@ class Batch:
     """Texts laid end to end in one row; attention keeps them apart.
 
     hidden     [1, N, hidden]: what the next layer reads
-    arguments  what transformers passes to each layer beside it
+    arguments  what transformers passes to each layer besides
     """
 
     hidden: Tensor
@@ -84,7 +84,7 @@ class Decoder:
 
     def head(self) -> nn.Linear:
         """Returns the head, which may be the embedding."""
-        weight = self._read(HEAD)
+        weight = self._tensor(HEAD)
         head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         head.weight = _constant(weight)
         return head
@@ -95,11 +95,11 @@ class Decoder:
         return normed
 
     def _load(self, module: nn.Module, prefix: str) -> None:
-        state = {name: self._read(f"{prefix}.{name}") for name, _ in module.named_parameters()}
+        state = {name: self._tensor(f"{prefix}.{name}") for name, _ in module.named_parameters()}
         module.load_state_dict(state, assign=True)
         module.requires_grad_(False)
 
-    def _read(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
         tensor = torch.empty(self._weights.tensors[name].shape)
         row = 0
         for block in self._weights.blocks(name, 0, len(tensor)):
@@ -196,9 +196,9 @@ def _attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each text; query [1, H, N, D], what comes back [1, N, H, D]."""
-    seen = getattr(module, "kv_amax", key.new_zeros(()))
-    module.kv_amax = torch.stack([seen, key.abs().amax(), value.abs().amax()]).amax()
+    """Returns causal attention within each text [1, N, H, D]; query [1, H, N, D]."""
+    amax_so_far = getattr(module, "kv_amax", key.new_zeros(()))
+    module.kv_amax = torch.stack([amax_so_far, key.abs().amax(), value.abs().amax()]).amax()
     num_groups = query.shape[1] // key.shape[1]
     texts = [
         _attend(

@@ -8,14 +8,15 @@ both files: modelopt/torch/export/unified_export_hf.py, quant_utils.py and conve
 The numbers are those of the unified checkpoint. ModelOpt's own differ in this:
 
 - It rounds weight / scale to the weight's dtype before it rounds to the format's.
-- For fp8 it leaves q, k and v, gate and up a weight scale each, and who joins them on loading
-  rounds all again at the greatest; here they share it, and nobody does.
+- For fp8 it leaves q, k and v, gate and up a weight scale each, and a runtime that joins
+  them on loading rounds all again at the greatest; here they share it, and none does.
 - The scales of int4 numbers are stored in the checkpoint's dtype, and no wider.
 - k_scale and v_scale are one number, the greater: engines have one for both.
 
 prequant of int4_awq and w4a8_awq is multiplied into the norm before q, k, v and before gate and up,
-as ModelOpt does where several linears share an input, because who joins these on loading looks for
-it nowhere else (TensorRT-LLM, _torch/modules/linear.py); here the fused linears of Phi-3 too.
+as ModelOpt does where several linears share an input, because a runtime that joins these on loading
+looks for it nowhere else (TensorRT-LLM, _torch/modules/linear.py); here the fused linears of Phi-3
+too.
 """
 
 from __future__ import annotations
@@ -217,14 +218,14 @@ def _linear(
             yield _whole(full_name, _scale_dtype(weights, scale), (columns,), shared)
 
 
-def _quantized(made: Format, rows: int, columns: int) -> tuple[str, tuple[int, int], int]:
+def _quantized(row: Format, rows: int, columns: int) -> tuple[str, tuple[int, int], int]:
     """Returns dtype and shape of a quantized weight, and how many outputs a row of it holds."""
-    assert made.weight_dtype is not None
-    if made.packs == "out":
+    assert row.weight_dtype is not None
+    if row.packs == "out":
         return "U8", (rows // 2, columns), 2
-    if made.packs == "in":
+    if row.packs == "in":
         return "U8", (rows, columns // 2), 1
-    return made.weight_dtype, (rows, columns), 1
+    return row.weight_dtype, (rows, columns), 1
 
 
 def _scale_dtype(weights: QuantizedWeights, scale: Scale) -> str:
@@ -269,7 +270,7 @@ def _fused_norms(weights: QuantizedWeights) -> Iterator[_FusedNorm]:
             prefix + linear for linear in linears.get(kind, ()) if prefix + linear in quantized
         )
         prequants = [weights.shared(module, "prequant_scaling_factor") for module in modules]
-        if modules and all(torch.equal(other, prequants[0]) for other in prequants):
+        if modules and all(torch.equal(prequant, prequants[0]) for prequant in prequants):
             part = rule.parts[0]
             yield _FusedNorm(part.source.format(n=layer), modules, part.one_plus, prequants[0])
 

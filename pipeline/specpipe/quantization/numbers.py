@@ -31,7 +31,7 @@ INT4_MAX = 7.0
 E4M3_MIN = 2.0**-9
 """The least positive number of e4m3."""
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code, without the sign
 
 
 def to_e4m3(values: Tensor) -> Tensor:

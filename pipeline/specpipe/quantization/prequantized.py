@@ -76,22 +76,22 @@ def read_prequantized(folder: Path, limits: FileLimits = FILE_LIMITS) -> Prequan
     plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     path = folder / QUANT_CONFIG_NAME
     if is_there(path):
-        section = read_json(path, limits=limits).get("quantization")
-        return _modelopt(_Section(path, section), plain)
-    section = next((config[key] for key in sorted(QUANTIZATION_KEYS) if config.get(key)), None)
-    if section is None:
+        values = read_json(path, limits=limits).get("quantization")
+        return _modelopt(_Section(path, values), plain)
+    values = next((config[key] for key in sorted(QUANTIZATION_KEYS) if config.get(key)), None)
+    if values is None:
         return None
-    read = _Section(folder / "config.json", section)
-    method = read.values.get("quant_method")
+    section = _Section(folder / "config.json", values)
+    method = section.values.get("quant_method")
     if method == "modelopt":
-        return _modelopt(read, plain)
+        return _modelopt(section, plain)
     if method == "compressed-tensors":
-        return _compressed_tensors(read, plain)
+        return _compressed_tensors(section, plain)
     if method == "awq":
-        return _awq(read, plain)
+        return _awq(section, plain)
     if method == "gptq":
-        return _gptq(read, plain)
-    raise read.refused(f"quant_method {quoted(method)} is not read")
+        return _gptq(section, plain)
+    raise section.refused(f"quant_method {quoted(method)} is not read")
 
 
 class _Section:
@@ -105,9 +105,9 @@ class _Section:
             )
         self.values: dict[str, Any] = values
 
-    def refused(self, what: str) -> CheckpointError:
+    def refused(self, fault: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path.parent} is already quantized, and {what} ({self.path.name}); {_READ}; "
+            f"{self.path.parent} is already quantized, and {fault} ({self.path.name}); {_READ}; "
             + CURE
         )
 

@@ -52,14 +52,14 @@ class ScaledLinear:
     def __init__(
         self,
         source: HFCheckpoint,
-        found: Prequantized,
+        scheme: Prequantized,
         prefix: str,
         size: tuple[int, int],
         config: UnifiedConfig,
     ) -> None:
         self._source = source
         self._prefix = prefix
-        self._made = FORMATS[found.format]
+        self._format = FORMATS[scheme.format]
         self._size = rows, columns = size
         self._dtype = TORCH_DTYPES[config.plain_dtype]
         self._rows_each = 2 if self._made.packs == "out" else 1
@@ -67,7 +67,7 @@ class ScaledLinear:
         dtypes = {"I8", "U8"} if self._made.packs else {self._made.weight_dtype or ""}
         self._expect("weight", dtypes, (rows // self._rows_each, packed_columns))
         used = {f"{prefix}weight"}
-        for scale in self._made.scales:
+        for scale in self._format.scales:
             name = prefix + SUFFIXES[scale.content]
             if scale.axes == "in" and name not in source.tensors:
                 continue  # in the norm before it
@@ -78,8 +78,8 @@ class ScaledLinear:
             elif scale.axes == "out":
                 shapes += [(rows,), (rows, 1)]
             elif scale.axes == "blocks":
-                assert found.group_size is not None
-                shapes = [(rows, columns // found.group_size)]
+                assert scheme.group_size is not None
+                shapes = [(rows, columns // scheme.group_size)]
             self._expect(SUFFIXES[scale.content], dtypes, *shapes)
             used.add(name)
         self.names = frozenset(used)
@@ -127,24 +127,24 @@ class PackedLinear:
     def __init__(
         self,
         source: HFCheckpoint,
-        found: Prequantized,
+        scheme: Prequantized,
         prefix: str,
         size: tuple[int, int],
         config: UnifiedConfig,
     ) -> None:
         rows, columns = size
-        assert found.group_size is not None
+        assert scheme.group_size is not None
         self._source = source
-        self._found = found
+        self._scheme = scheme
         self._num_columns = columns
         self._dtype = TORCH_DTYPES[config.plain_dtype]
         if rows % 8 or columns % 8 or columns % found.group_size:
             raise CheckpointError(
                 f"{source.folder}: {prefix}qweight has {columns} inputs and {rows} outputs, which "
-                f"neither 8 nor its group_size {found.group_size} may leave a rest of; {CURE}"
+                f"neither 8 nor its group_size {scheme.group_size} may leave a rest of; {CURE}"
             )
-        groups = columns // found.group_size
-        by_inputs = (columns // 8, rows) if found.layout == "gptq" else (columns, rows // 8)
+        groups = columns // scheme.group_size
+        by_inputs = (columns // 8, rows) if scheme.layout == "gptq" else (columns, rows // 8)
         shapes = {"qweight": by_inputs, "qzeros": (groups, rows // 8), "scales": (groups, rows)}
         infos = {}
         for suffix, shape in shapes.items():
@@ -155,7 +155,7 @@ class PackedLinear:
         self.names = frozenset(prefix + suffix for suffix in shapes)
         order = prefix + "g_idx"
         if order in source.tensors:
-            _check_order(source, order, columns, found.group_size)
+            _check_order(source, order, columns, scheme.group_size)
             self.names |= {order}
 
     def shared(self, content: Content) -> Tensor:
@@ -176,7 +176,7 @@ class PackedLinear:
 
     def _numbers(self, start: int, stop: int) -> Tensor:
         """Returns the int4 numbers [rows, in] of some outputs, less 8."""
-        if self._found.layout == "awq":
+        if self._scheme.layout == "awq":
             return (self._unpack_columns("qweight", _AWQ_ORDER, start, stop) - 8).T
         packed = self._columns("qweight", start, stop)
         half_bytes = [packed >> 4 * n & 15 for n in range(8)]
@@ -184,8 +184,8 @@ class PackedLinear:
 
     def _zeros(self, start: int, stop: int) -> Tensor:
         """Returns the zero points [rows, groups] of some outputs."""
-        order = _AWQ_ORDER if self._found.layout == "awq" else tuple(range(8))
-        zeros = self._unpack_columns("qzeros", order, start, stop) + self._found.zero_offset
+        order = _AWQ_ORDER if self._scheme.layout == "awq" else tuple(range(8))
+        zeros = self._unpack_columns("qzeros", order, start, stop) + self._scheme.zero_offset
         return (zeros & 15).T  # AutoGPTQ's kernels add 1 within four bits
 
     def _check_zeros(self, start: int, stop: int) -> None:
@@ -266,9 +266,9 @@ def _checked(source: HFCheckpoint, name: str, scales: Tensor, first_row: int = 0
     values = scales.float()
     is_good = values.isfinite() & (values > 0)
     if not bool(is_good.all()):
-        row, *others = (~is_good).nonzero()[0].tolist()
+        row, *rest_of_index = (~is_good).nonzero()[0].tolist()
         raise CheckpointError(
-            f"{source.folder}: {name}{[first_row + row, *others]} is the scale "
+            f"{source.folder}: {name}{[first_row + row, *rest_of_index]} is the scale "
             f"{float(values[~is_good][0]):g} in {str(scales.dtype).removeprefix('torch.')}; every "
             "scale is above 0 and finite"
         )

@@ -82,7 +82,7 @@ class PrequantizedWeights(UnifiedRows):
                 f"{self.plain.folder}: {some(self._sources[module])} have different "
                 f"{SUFFIXES[content]}s, but are one linear in the engine; {CURE}"
             )
-        return found[0]
+        return scales[0]
 
     def of_rows(self, source: str, content: Content, start: int, stop: int) -> Iterator[Tensor]:
         again = self._rounds_again(source) if content == "quantized" else None
@@ -103,7 +103,7 @@ class PrequantizedWeights(UnifiedRows):
 
 def open_prequantized(
     checkpoint: Path,
-    found: Prequantized,
+    scheme: Prequantized,
     *,
     tp_size: int = 1,
     pp_size: int = 1,
@@ -112,7 +112,7 @@ def open_prequantized(
 ) -> PrequantizedWeights:
     """Opens a quantized folder; refuses all that can be refused before its weights are read.
 
-    found  what `read_prequantized` returned for it
+    scheme  what `read_prequantized` returned for it
     """
     source = open_checkpoint(checkpoint, allow_quantized=True, limits=limits)
     plain = config_of(source, found.hf_config, tp_size=tp_size, pp_size=pp_size, limits=limits)
@@ -121,14 +121,14 @@ def open_prequantized(
     if for_trtllm_build:
         config = fit_trtllm_build(config)
     check_sizes(config, cure=f"lower tp_size, or {CURE}")
-    make = ScaledLinear if found.layout == "scaled" else PackedLinear
+    make = ScaledLinear if scheme.layout == "scaled" else PackedLinear
     linears: dict[str, StoredLinear] = {}
     for _, rule, layer in quantized_linears(config):
         for part in rule.parts:
             name = part.source.format(n=layer)
             if name not in linears:
                 size = source_rows(config, part)[0], part_shape(config, part)[1]
-                linears[name] = make(source, found, name.removesuffix("weight"), size, config)
+                linears[name] = make(source, scheme, name.removesuffix("weight"), size, config)
     kv_names, kv_scales = _kv_scales(source, config)
     others = {name for linear in linears.values() for name in linear.names}
     others |= kv_names | set(_empty_biases(source, config, linears))
@@ -137,10 +137,10 @@ def open_prequantized(
 
 
 def _plain_linears(
-    source: HFCheckpoint, plain: UnifiedConfig, found: Prequantized
+    source: HFCheckpoint, plain: UnifiedConfig, scheme: Prequantized
 ) -> tuple[str, ...]:
     """Returns the linears that are not quantized, by what is stored."""
-    mark = "weight_scale" if found.layout == "scaled" else "qweight"
+    mark = "weight_scale" if scheme.layout == "scaled" else "qweight"
     excluded, num_linears = [], 0
     for rule, layer in tensor_rules(plain):
         module, _, kind = rule.name.format(n=layer).rpartition(".")
@@ -153,9 +153,9 @@ def _plain_linears(
             excluded.append(module)
         elif quantized != names:
             raise CheckpointError(
-                f"{source.folder}: {some(sorted(quantized))} has a {mark}, but not "
-                f"{some(sorted(names - quantized))}, which is one linear with it in the engine; "
-                + CURE
+                f"{source.folder}: {brief(sorted(quantized))} has a {mark}, but not "
+                f"{brief(sorted(names - quantized))}, which is one linear with it in the "
+                f"engine; {CURE}"
             )
     if len(excluded) == num_linears:
         raise CheckpointError(

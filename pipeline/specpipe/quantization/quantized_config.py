@@ -68,9 +68,9 @@ def quantized_linears(config: UnifiedConfig) -> Iterator[tuple[str, TensorRule, 
 
 
 def plain_parts(config: UnifiedConfig) -> dict[tuple[str, tuple[str, ...]], Part]:
-    """The plain part that a quantized part, or one of its scales, is made of.
+    """Returns the plain parts that quantized parts and their scales are made of.
 
-    By its source and what that holds before it, which all of them share.
+    By source, and by what that holds before the part, which a part and its scales share.
     """
     return {
         (part.source, part.before): part

@@ -76,18 +76,18 @@ def read_scales(folder: Path | None, config: UnifiedConfig) -> Scales:
                 f"{info.file}: {module}.{kind} is {info.dtype} {list(info.shape)}, expected F32 "
                 f"[{size}]: the scales are those of another checkpoint; calibrate again"
             )
-        values[module, kind] = _read(info)
+        values[module, kind] = _read_values(info)
     if missing:
         raise CheckpointError(
             f"{folder / SCALES_NAME} lacks {len(missing)} scales of this checkpoint and format: "
-            f"{some(missing)}; calibrate again"
+            f"{brief(missing)}; calibrate again"
         )
     modules = {module for module, _ in expected}
-    others = sorted(name for name in tensors if name.rpartition(".")[0] not in modules)
-    if others:
+    surplus = sorted(name for name in tensors if name.rpartition(".")[0] not in modules)
+    if surplus:
         raise CheckpointError(
-            f"{folder / SCALES_NAME} has {len(others)} scales of no linear of this checkpoint: "
-            f"{some(others)}; calibrate again"
+            f"{folder / SCALES_NAME} has {len(surplus)} scales of no linear of this checkpoint: "
+            f"{brief(surplus)}; calibrate again"
         )
     for (module, kind), value in values.items():
         if not (np.isfinite(value) & (value > 0)).all():
@@ -112,6 +112,6 @@ def _check_format(folder: Path, config: UnifiedConfig) -> None:
         )
 
 
-def _read(info: TensorInfo) -> npt.NDArray[np.float32]:
+def _read_values(info: TensorInfo) -> npt.NDArray[np.float32]:
     blocks = [block.copy() for block in read_blocks(info)]
     return np.concatenate(blocks).view(np.float32)

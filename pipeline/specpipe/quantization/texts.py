@@ -29,9 +29,10 @@ BUILTIN = "builtin"
 _BUILTIN_FILE = Path(__file__).with_name("builtin.jsonl")
 _COLUMNS = ("text", "messages")  # what a file without `calibration.column` is searched for
 _HELD_OUT = 8  # every eighth text, the first one included
-_MIN_TEXTS = 2
-_MIN_TOKENS = 2
+_MIN_TEXTS = 2  # one to measure activations on, one that is held out
+_MIN_TOKENS = 2  # of a text: one to predict, and one before it
 _MAX_LISTED = 10  # columns that a message lists
+_MAX_CHARS = 40  # of a row's value in a message
 
 TokenIds = tuple[int, ...]
 
@@ -108,7 +109,7 @@ def read_texts(
         token_ids = _encode(tokenizer, row, checkpoint, flatten=calibration.data == BUILTIN)
         if len(token_ids) < _MIN_TOKENS:
             raise ConfigError(
-                f"{row.place}: {_shown(row.value)} has fewer than {_MIN_TOKENS} tokens, so there "
+                f"{row.place}: {_short(row.value)} has fewer than {_MIN_TOKENS} tokens, so there "
                 "is none to predict; remove the row"
             )
         digest.update(json.dumps(row.value, sort_keys=True).encode() + b"\n")
@@ -170,7 +171,7 @@ def _encode(tokenizer: Tokenizer, row: _Row, checkpoint: Path, *, flatten: bool)
     except RequestError as exc:
         raise ConfigError(f"{row.place}: {exc}") from exc
     raise ConfigError(
-        f"{row.place}: the value is {_shown(value)}, expected a text or a list of messages"
+        f"{row.place}: the value is {_short(value)}, expected a text or a list of messages"
     )
 
 
@@ -220,7 +221,7 @@ def _jsonl_rows(path: Path, column: str | None) -> Iterator[_Row]:
             raise ConfigError(f"{place}: not a row of JSON: {exc}") from exc
         if not isinstance(row, dict):
             raise ConfigError(
-                f'{place}: the row is {_shown(row)}, expected an object such as {{"text": "..."}}'
+                f'{place}: the row is {_short(row)}, expected an object such as {{"text": "..."}}'
             )
         yield _Row(place, row[_find_column(place, row, column)])
 
@@ -235,8 +236,8 @@ def _parquet_rows(path: Path, column: str | None) -> Iterator[_Row]:
     try:
         with parquet.ParquetFile(path) as file:
             names = dict.fromkeys(file.schema_arrow.names)
-            found = _find_column(str(path), names, column)
-            for batch in file.iter_batches(batch_size=256, columns=[found]):
+            name = _find_column(str(path), names, column)
+            for batch in file.iter_batches(batch_size=256, columns=[name]):
                 for value in batch.column(0).to_pylist():
                     number += 1
                     yield _Row(f"{path}: row {number}", value)
@@ -257,6 +258,6 @@ def _find_column(place: str, row: Mapping[str, Any], column: str | None) -> str:
     raise ConfigError(f"{place}: there are {fault}; set calibration.column to one of: {listed}")
 
 
-def _shown(value: Any) -> str:
+def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."

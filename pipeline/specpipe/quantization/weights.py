@@ -2,7 +2,7 @@
 
 What the unified checkpoint and the Hugging Face export hold are these same numbers. A weight is
 never whole in memory: its rows are read, divided by the scales and rounded as they are asked for;
-the rows of a scale are reckoned from the same rows a second time.
+the rows of a scale are computed from the same rows a second time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specpipe.quantization.unified_rows import UnifiedRows
 _CHUNK_BYTES = 1 << 20  # of plain weights that are rounded at a time; their floats stay in a cache
 
 _TOLERANCE = 1.01
-"""Weights may exceed what calibration measured by this; it may have read them in another dtype."""
+"""By this factor weights may exceed what calibration measured: it may have read another dtype."""
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Prior, share and pauses were simulated at measured costs: benchmarks/notes.md, 12.
 _DECAY = 0.97  # weight of an observation after each later one: a memory of some thirty steps
-_PRIOR = (0.7, 0.5)  # accepted and rejected tokens that a new request is taken to have seen
+_PRIOR = (0.7, 0.5)  # accepted and rejected tokens that a new request begins with
 MIN_GAIN = 1.1
-"""What a perfect draft must promise one request, and any draft a batch: costs that nobody measures
-(the draft reads the prompt too, and what the target added by itself) eat a promise of less.
+"""The least gain that a perfect draft must promise one request, and any draft a batch: costs that
+are not measured (the draft reads the prompt too, and what the target added by itself) use up a
+lower one. A guess.
 """
 
-_TRIAL_SHARE = 0.01  # of the time: what trials that fail may take
-_MIN_PAUSE, _MAX_PAUSE = 4, 96  # tokens without drafting before the draft is tried again
+_TRIAL_SHARE = 0.01  # of the time, which trials that fail may take
+_MIN_PAUSE, _MAX_PAUSE = 4, 96  # tokens without drafting before the next trial
 
 
 Schedule = tuple[tuple[int, int], ...]
@@ -21,7 +23,7 @@ Schedule = tuple[tuple[int, int], ...]
 
 
 def most_draft_tokens(schedule: Schedule, batch_size: int) -> int | None:
-    """What a schedule allows while batch_size requests decode; None where it says nothing."""
+    """Returns the most draft tokens while batch_size requests decode; None for no limit."""
     allowed = [most for from_batch_size, most in schedule if from_batch_size <= batch_size]
     return allowed[-1] if allowed else None
 
@@ -38,25 +40,26 @@ class StepCosts:
     """
 
     def time(self, num_draft_tokens: int) -> float:
-        """The time of one draft-verify step, in plain target steps."""
+        """Returns the time of one draft-verify step, in plain target steps."""
         return 1.0 + num_draft_tokens * self.draft_step + self.verify[num_draft_tokens]
 
 
 def expected_tokens(acceptance_probability: float, num_draft_tokens: int) -> float:
-    """What a step with K draft tokens should emit, each accepted with one probability a.
+    """Returns the tokens that a step with K draft tokens should emit.
 
+    Each draft token is accepted with one probability a:
     (1 - a^(K+1)) / (1 - a), Leviathan et al. 2023, arXiv:2211.17192, eq. 1.
     """
     return sum(acceptance_probability**i for i in range(num_draft_tokens + 1))
 
 
 def promise(acceptance_probability: float, num_draft_tokens: int, costs: StepCosts) -> float:
-    """The tokens that should come of such steps in the time of a plain one."""
+    """Returns the tokens that such steps should emit in the time of a plain one."""
     return expected_tokens(acceptance_probability, num_draft_tokens) / costs.time(num_draft_tokens)
 
 
 def best_draft_length(acceptance_probability: float, limit: int, costs: StepCosts) -> int:
-    """The draft length in 0 ... limit that promises most."""
+    """Returns the draft length in 0 ... limit that promises most."""
     return max(range(limit + 1), key=lambda k: promise(acceptance_probability, k, costs))
 
 
@@ -65,8 +68,8 @@ class DraftLength:
 
     K is what should emit most in a given time. Where that is none, one token is drafted as a
     trial: a wrong one has cost time(1) - 1 target steps for nothing, and drafting pauses until that
-    is a hundredth of the time, and twice as long after each further trial that fails. One that is
-    right after a pause lets the request begin anew: what was seen before it is no measure.
+    is a hundredth of the time, and twice as long after each further trial that fails. One
+    that succeeds after a pause lets the request begin anew: what was seen before is no measure.
     """
 
     def __init__(self) -> None:
@@ -86,11 +89,11 @@ class DraftLength:
 
     @property
     def is_trial(self) -> bool:
-        """True after a trial was chosen, until a step that drafted is observed."""
+        """Whether a trial was chosen, and no step that drafted was observed since."""
         return self._is_trial
 
     def choose(self, limit: int, costs: StepCosts) -> int:
-        """The draft length in 0 ... limit that promises most tokens in a given time."""
+        """Returns the draft length in 0 ... limit that promises most tokens in a given time."""
         if limit <= 0 or self._tokens_left_in_pause > 0:
             return 0
         if (limit + 1) / costs.time(limit) < MIN_GAIN:
@@ -101,14 +104,14 @@ class DraftLength:
         return max(best, 1)
 
     def promise(self, limit: int, costs: StepCosts) -> float:
-        """The tokens that drafting up to limit promises in the time of a plain step."""
+        """Returns the tokens that drafting up to limit promises in the time of a plain step."""
         if limit <= 0 or self._pause:
             return 1.0
         a = self.acceptance_probability
         return promise(a, best_draft_length(a, limit, costs), costs)
 
     def expected_tokens(self, num_draft_tokens: int) -> float:
-        """What a step with that many draft tokens should emit."""
+        """Returns the tokens that a step with that many draft tokens should emit."""
         return expected_tokens(self.acceptance_probability, num_draft_tokens)
 
     def observe_others(self, num_tokens: int) -> None:

@@ -27,7 +27,7 @@ class Model(Protocol):
     """A causal language model."""
 
     def logits(self, token_ids: Sequence[int], num_rows: int) -> Floats:
-        """Raw logits [num_rows, V] that follow each of the last num_rows tokens."""
+        """Returns raw logits [num_rows, V], those after each of the last num_rows tokens."""
 
 
 def decode(state: RequestState, target: Model, draft: Model | None = None) -> Iterator[Chunk]:
@@ -44,7 +44,7 @@ def decode(state: RequestState, target: Model, draft: Model | None = None) -> It
         if num_usable == 0:
             yield state.finish("error", UNUSABLE_LOGITS)
             return
-        # A later row counts only if the draft tokens before it stand: the next step will tell.
+        # A later row counts only if the draft tokens before it stand, which the next step decides.
         rows, draft_token_ids = rows[:num_usable], draft_token_ids[: num_usable - 1]
         draft_scores = draft_scores[: len(draft_token_ids)]
         if not draft_token_ids and (limit or draft is None):
@@ -63,7 +63,7 @@ def decode(state: RequestState, target: Model, draft: Model | None = None) -> It
 def _draft(
     state: RequestState, draft: Model | None, num_draft_tokens: int
 ) -> tuple[list[int], list[Floats]]:
-    """Draft tokens, at most num_draft_tokens, and the scores [V] that each was chosen from."""
+    """Returns draft tokens, at most num_draft_tokens, and the scores [V] of each choice."""
     token_ids: list[int] = []
     scores: list[Floats] = []
     for _ in range(num_draft_tokens):
@@ -84,7 +84,10 @@ def _verify(
     draft_scores: list[Floats],
     target_scores: Floats,
 ) -> Verified:
-    """position is the place of the first draft token; target_scores [K + 1, V]."""
+    """Returns what the accept test lets out.
+
+    position is the place of the first draft token; target_scores [K + 1, V].
+    """
     positions = range(position, position + len(target_scores))
     sampling = request.sampling
     if sampling.is_greedy or sampling.is_seeded:
@@ -110,7 +113,7 @@ def _verify(
 
 
 def _choose(request: Request, scores: Floats, position: int, purpose: Purpose) -> int:
-    """One token id from scores [V]; a seeded request uses one noise vector for draft and target."""
+    """Returns one token id by scores [V]; a seeded request has one noise for draft and target."""
     sampling = request.sampling
     if sampling.is_greedy:
         return int(np.argmax(scores))
@@ -132,5 +135,5 @@ def _warp(state: RequestState, logits: Floats, draft_token_ids: Sequence[int]) -
 
 
 def _is_usable(logits: Floats) -> bool:
-    """False with a NaN, or when no token has a finite score."""
+    """Returns whether there is no NaN, and a token with a finite score."""
     return bool(np.isfinite(logits.max()))

@@ -18,7 +18,7 @@ DraftStatus = Literal[
     "not_started",
     "decided_by_engine",
 ]
-"""What holds at the end of a request; the counts tell whether anything was drafted before.
+"""What holds at the end of a request; the counts show whether anything was drafted before.
 
 drafted            drafting was on
 off_by_request     the request names 0 draft tokens
@@ -32,8 +32,8 @@ too_short          no step had a use for a draft token: the target gives the las
 not_ready          the draft had yet to read the text, or what a plain step costs was being timed
 nothing_proposed   the draft ended the text at once
 not_started        the request ended before its first step
-decided_by_engine  TensorRT-LLM drafts by itself and does not tell; counts are inferred
+decided_by_engine  TensorRT-LLM drafts by itself and does not report it; counts are inferred
 """
 
 PASSING: tuple[DraftStatus, ...] = ("too_short", "not_ready", "nothing_proposed")
-"""Of single steps, and worth a word only where nothing else is to be said of the request."""
+"""Reasons of single steps, reported only where the request has no other."""

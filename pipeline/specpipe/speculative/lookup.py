@@ -13,17 +13,17 @@ import numpy as np
 from specpipe.speculative.adaptive import MIN_GAIN, StepCosts, best_draft_length, promise
 
 LONGEST, SHORTEST = 4, 2
-"""Tokens at the end of the text that are looked for; more of them before fewer."""
+"""Tokens at the end of the text that are looked for; more of them before fewer. Guesses."""
 
 _DECAY = 0.7  # weight of a token after each later one: texts begin and end to repeat themselves
-_PRIOR = (0.25, 0.75)  # copied tokens, right and wrong, that a new request is taken to have seen
+_PRIOR = (0.25, 0.75)  # copied tokens, right and wrong, that a new request begins with: a guess
 
 
 class PromptLookup:
-    """The text of one request, what it says comes next, and how often that was right.
+    """The text of one request, what it suggests as the next tokens, and how often that was right.
 
-    Of tokens that came without a copy it is known, too, whether one would have been right: nothing
-    has to be tried.
+    Whether a copy would have been right is known of every token that was emitted, so no trial is
+    needed.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -39,10 +39,10 @@ class PromptLookup:
         return self._right / (self._right + self._wrong)
 
     def copy(self, num_tokens: int) -> list[int]:
-        """Returns what follows the text, by the latest place that ends as it does.
+        """Returns the tokens that followed the latest place that ends as the text does.
 
-        A text that says more than stands there goes round. Where nothing was found, the last token
-        is said again.
+        Where fewer than num_tokens stand between that place and the end of the text, they are
+        repeated. Without such a place the last token is.
         """
         distance = self._distance()
         after = self.length - distance + np.arange(num_tokens) % distance
@@ -50,7 +50,7 @@ class PromptLookup:
         return copied
 
     def _distance(self) -> int:
-        """How far back the latest place is that ends in the most of the last tokens."""
+        """Returns how far back the latest place is that ends in the most of the last tokens."""
         tokens, last = self._tokens[: self.length], self.length - 1
         matched = np.zeros(last, dtype=np.int8)  # at each earlier place
         is_same = np.ones(last, dtype=bool)
@@ -68,7 +68,7 @@ class PromptLookup:
         if not num_new:
             return
         pairs = zip(self.copy(num_new), token_ids, strict=True)
-        num_right = next((i for i, (copied, told) in enumerate(pairs) if copied != told), num_new)
+        num_right = next((i for i, (copied, real) in enumerate(pairs) if copied != real), num_new)
         decay = _DECAY**num_new
         self._right = self._right * decay + num_right
         self._wrong = self._wrong * decay + (num_right < num_new)
@@ -79,7 +79,7 @@ class PromptLookup:
         self.length = length
 
     def choose(self, limit: int, costs: StepCosts, *, instead_of: float) -> int:
-        """How many tokens, up to limit, to copy; 0: not worth it.
+        """Returns how many tokens, up to limit, to copy; 0 where it does not pay.
 
         costs       of verifying them
         instead_of  the tokens that another kind of step promises in the time of a plain step

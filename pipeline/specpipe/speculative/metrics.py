@@ -25,21 +25,9 @@ class AcceptanceCounts:
         self.steps[num_draft_tokens, num_accepted_tokens] += 1
 
     @property
-    def num_undrafted_steps(self) -> int:
-        """Steps that ran without a draft token; they are no evidence for or against the draft."""
-        return self.steps[0, 0]
-
-    @property
     def acceptance_rate(self) -> float | None:
         """Accepted over drafted tokens; None when nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Mean tokens a step emits, the bonus or recovered token included; None before the first
-        step.
-        """
-        return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else None
 
     @property
     def histogram(self) -> Counter[int]:
@@ -63,8 +51,8 @@ class AcceptanceCounts:
 
     def _added_up(self, keys: Callable[[int, int], Iterable[int]]) -> Counter[int]:
         """Counts each step under all keys that it has."""
-        found: Counter[int] = Counter()
+        totals: Counter[int] = Counter()
         for (drafted, accepted), num_steps in self.steps.items():
             for key in keys(drafted, accepted):
-                found[key] += num_steps
-        return found
+                totals[key] += num_steps
+        return totals

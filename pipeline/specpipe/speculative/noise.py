@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+# Of Philox4x32-10, as the paper has them.
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 NUM_ROUNDS = 10
-MASK_32 = 0xFFFFFFFF
+
+MASK_32 = 0xFFFFFFFF  # the low word of 64 bits
 
 
 class Purpose(IntEnum):
@@ -36,7 +38,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def philox(counters: Words, keys: Words) -> Words:
-    """Philox4x32-10: from counters [4, ...] and keys [2, ...] of 32-bit words, words [4, ...]."""
+    """Returns the words [4, ...] of Philox4x32-10 for counters [4, ...] and keys [2, ...]."""
     mask, shift = np.uint64(MASK_32), np.uint64(32)
     multipliers = np.array(MULTIPLIERS, np.uint64).reshape(2, *[1] * (counters.ndim - 1))
     increments = np.array(KEY_INCREMENTS, np.uint64).reshape(2, *[1] * (keys.ndim - 1))
@@ -49,7 +51,7 @@ def philox(counters: Words, keys: Words) -> Words:
 
 
 def uniform(seed: int, position: int, purpose: Purpose, size: int) -> Floats:
-    """Uniform numbers [size] strictly between 0 and 1, one per token id; 32 bits each."""
+    """Returns numbers [size] strictly between 0 and 1, one per token id; 32 bits each."""
     token_ids = np.arange(0, size, 4)[None]
     words = _words([seed], [position], purpose, token_ids)
     return _to_unit_interval(words[:, 0].T.reshape(-1)[:size])
@@ -61,14 +63,14 @@ def uniform_at(
     purpose: Purpose,
     token_ids: npt.NDArray[np.int64],
 ) -> Floats:
-    """The entries of `uniform` at some token ids [R, C] only; row r has seeds[r], positions[r]."""
+    """Returns `uniform` at some token ids [R, C] only; row r has seeds[r] and positions[r]."""
     words = _words(seeds, positions, purpose, token_ids)
     chosen = np.take_along_axis(words, (token_ids % 4)[None], axis=0)[0]
     return _to_unit_interval(chosen)
 
 
 def gumbel(seed: int, position: int, purpose: Purpose, size: int) -> Floats:
-    """Standard Gumbel noise [size]: argmax(log p + gumbel) is distributed as p."""
+    """Returns standard Gumbel noise [size]: argmax(log p + gumbel) is distributed as p."""
     noise: Floats = -np.log(-np.log(uniform(seed, position, purpose, size)))
     return noise
 
@@ -79,7 +81,7 @@ def _words(
     purpose: Purpose,
     token_ids: npt.NDArray[np.int64],
 ) -> Words:
-    """The four words [4, R, C] of the block that each token id [R, C] is in."""
+    """Returns the four words [4, R, C] of the block that each token id [R, C] is in."""
     blocks = (token_ids // 4).astype(np.uint64)
     place = np.array([(p & MASK_32, p >> 32) for p in positions], np.uint64).T[..., None]
     counters = np.empty((4, *np.broadcast_shapes(blocks.shape, (len(seeds), 1))), np.uint64)

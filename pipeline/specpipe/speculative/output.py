@@ -31,13 +31,13 @@ class Output:
         self.num_taken_tokens = 0
 
     def is_searched(self, token_id: int) -> bool:
-        """Says whether a stop string names this special token."""
+        """Returns whether a stop string names this special token."""
         return token_id in self._stand_ins.characters
 
     def append(
         self, token_id: int, log_prob: float | None, text: str, *, before: str, can_stop: bool
     ) -> bool:
-        """Adds one token; True when its text completes a stop string, which is then cut off.
+        """Adds one token; returns whether a stop string ended with it, which is then cut off.
 
         `before` is text of the tokens before it. Where it cannot stop, the text so far can no
         longer become part of a stop string.
@@ -54,7 +54,7 @@ class Output:
         return self._search(text, can_stop=can_stop)
 
     def finish(self, text: str, *, can_stop: bool) -> bool:
-        """Adds the last text and holds nothing back; True when a stop string was cut off."""
+        """Adds the last text and holds nothing back; returns whether a stop string was cut off."""
         self._is_finished = True
         if text and not self._is_cut:
             self._text += text
@@ -63,16 +63,16 @@ class Output:
         return self._is_cut
 
     def take(self) -> tuple[str, tuple[int, ...], tuple[float, ...]]:
-        """What may leave now: text, token ids, log-probabilities."""
+        """Returns what may leave now: text, token ids, log-probabilities."""
         num_chars = len(self._text) - self._num_held_chars
         text, self._text = self._text[:num_chars], self._text[num_chars:]
         self._num_taken_chars += num_chars
-        taken = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
-        self.num_taken_tokens += len(taken)
-        log_probs = [t.log_prob for t in taken if t.log_prob is not None]
+        tokens = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
+        self.num_taken_tokens += len(tokens)
+        log_probs = [t.log_prob for t in tokens if t.log_prob is not None]
         return (
             self._stand_ins.remove(text),
-            tuple(t.token_id for t in taken),
+            tuple(t.token_id for t in tokens),
             tuple(log_probs) if self._with_log_probs else (),
         )
 
@@ -80,7 +80,7 @@ class Output:
         return self._num_taken_chars + len(self._text)
 
     def _num_whole_tokens(self) -> int:
-        """How many tokens have all their text taken.
+        """Returns how many tokens have all their text taken.
 
         A token without text of its own (the start of a character) waits for the one that completes
         it.
@@ -113,7 +113,7 @@ class Output:
         return True
 
     def _is_before(self, token: Token, cut: int) -> bool:
-        """Says whether a token begins before a cut; the start of a character goes with its end."""
+        """Returns whether a token begins before a cut; a character's start goes with its end."""
         if token.has_text:
             return token.start < cut
         return token.token_id in self._hidden_tokens and token.start <= cut

@@ -19,7 +19,7 @@ from specpipe.speculative.metrics import AcceptanceCounts
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 _MAX_COUNT = 2**31 - 1
-"""What clients send counts and token ids as, INT32."""
+"""The greatest INT32, the type in which clients send counts and token ids."""
 
 
 class Detokenizer(Protocol):
@@ -48,7 +48,7 @@ class Sampling:
     """How a token is chosen; the defaults are greedy. `warp.py` says what each setting does."""
 
     temperature: float = 0.0
-    """0 is greedy: temperature, top_k, top_p and min_p then have no say."""
+    """0 is greedy: temperature, top_k, top_p and min_p then have no effect."""
     top_k: int = 0
     """0: off."""
     top_p: float = 1.0
@@ -66,7 +66,7 @@ class Sampling:
     """The seed was asked for: the output then equals target-only sampling with that seed."""
 
     def __post_init__(self) -> None:
-        for name, low, high, what in (
+        for name, low, high, expected in (
             ("temperature", 0.0, math.inf, "0 (greedy) or a positive number"),
             ("top_k", 0, _MAX_COUNT, "0 (off) or a positive count"),
             ("top_p", 0.0, 1.0, "between 0 (exclusive) and 1"),
@@ -81,18 +81,18 @@ class Sampling:
             is_excluded_zero = value == 0 and name in ("top_p", "repetition_penalty")
             # The range first: a whole number may be too large to be a float.
             if not (low <= value <= high and math.isfinite(value)) or is_excluded_zero:
-                raise RequestError(f"{name} is {show(value)}; it must be {what}")
+                raise RequestError(f"{name} is {show(value)}; it must be {expected}")
         if () in self.bad_words:
             raise RequestError("bad_words has an empty entry; leave it out")
 
     @property
     def is_greedy(self) -> bool:
-        """True when the highest score is always taken."""
+        """Whether the highest score is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def changes_scores(self) -> bool:
-        """True when the scores of a token depend on the tokens before it by more than the model."""
+        """Whether scores depend on earlier tokens by more than the model: penalties, bans."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -211,14 +211,14 @@ class Statistics:
     acceptance_rate: float
     """Accepted over drafted tokens; 0.0 when nothing was drafted."""
     draft_status: DraftStatus | None = None
-    """Why drafting was on or off; None where the server is older and does not tell."""
+    """Why drafting was on or off; None where the server is older and does not say."""
     is_lossless: bool = True
     """False where the output may have another distribution than the target's: a runtime that cannot
     keep it, and a config that asked for it all the same.
     """
 
     def to_json(self) -> dict[str, int | float | str | None]:
-        """The fields by name."""
+        """Returns the fields by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
@@ -235,7 +235,7 @@ class Chunk:
     error: str | None = None
     statistics: Statistics | None = None
     counts: AcceptanceCounts | None = field(default=None, compare=False)
-    """In the last chunk: the request's steps; None where nobody knows them."""
+    """In the last chunk: the request's steps; None where they are unknown."""
     queue_s: float | None = field(default=None, compare=False)
     """In the last chunk: from the submission of the request until it was started, or ended without
     having been.

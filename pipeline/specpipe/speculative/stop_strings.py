@@ -33,7 +33,7 @@ class StandIns:
             longest_first = sorted(names, key=len, reverse=True)
             name = re.compile("|".join(map(re.escape, longest_first)))
             self.strings += [
-                name.sub(lambda found: names[found[0]], string)
+                name.sub(lambda match: names[match[0]], string)
                 for string in strings
                 if name.search(string)
             ]
@@ -48,11 +48,11 @@ class StopStrings:
     """The search in one text; building takes time and memory linear in the strings."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """None of the strings is empty."""
+        """Builds the automaton; none of the strings may be empty."""
         # By state; state 0 is the empty beginning.
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
-        self._found = [0]  # the longest string that ends here
+        self._length = [0]  # of the longest string that ends here; 0: none
         for string in strings:
             self._add(string)
         self._fallback = [0] * len(self._next)
@@ -65,8 +65,9 @@ class StopStrings:
         return self._depth[self._state]
 
     def find(self, text: str) -> int | None:
-        """Reads on; where the first stop string begins that ends in this piece, counted from the
-        start of the piece (below 0: in an earlier one), else None.
+        """Reads a piece; returns where the first stop string begins that ends in it, else None.
+
+        The place is counted from the start of the piece; below 0 it is in an earlier one.
         """
         if len(self._next) == 1:
             return None
@@ -76,8 +77,8 @@ class StopStrings:
             while (following := self._next[state].get(char)) is None and state:
                 state = self._fallback[state]
             state = following or 0
-            if self._found[state]:
-                start = end - self._found[state]
+            if self._length[state]:
+                start = end - self._length[state]
                 first = start if first is None else min(first, start)
         self._state = state
         return first
@@ -93,20 +94,20 @@ class StopStrings:
                 self._next[state][char] = len(self._next)
                 self._next.append({})
                 self._depth.append(self._depth[state] + 1)
-                self._found.append(0)
+                self._length.append(0)
             state = self._next[state][char]
-        self._found[state] = self._depth[state]
+        self._length[state] = self._depth[state]
 
     def _link(self) -> None:
         """Sets where each state falls back to: the longest end of it that is a state, too."""
-        left = deque(self._next[0].values())
-        while left:
-            state = left.popleft()
+        unlinked = deque(self._next[0].values())
+        while unlinked:
+            state = unlinked.popleft()
             for char, child in self._next[state].items():
-                left.append(child)
+                unlinked.append(child)
                 fallback = self._fallback[state]
                 while char not in self._next[fallback] and fallback:
                     fallback = self._fallback[fallback]
                 self._fallback[child] = self._next[fallback].get(char, 0)
                 # A state falls back to a shorter one, which is linked already.
-                self._found[child] = self._found[child] or self._found[self._fallback[child]]
+                self._length[child] = self._length[child] or self._length[self._fallback[child]]

@@ -25,7 +25,7 @@ def warp(
     output: Sequence[int],
     end_token_ids: Collection[int] = (),
 ) -> Floats:
-    """Scores [V] of the token after prompt + output; softmax(scores) is what sampling draws from.
+    """Returns scores [V] of the token after prompt + output; sampling draws from their softmax.
 
     logits [V] are the raw logits of that position; output holds the emitted tokens and, in row i of
     a verification, the i draft tokens before it. An excluded token scores -inf. In order:
@@ -45,7 +45,7 @@ def warp(
 
 
 def softmax(scores: Floats) -> Floats:
-    """Probabilities [..., V] of scores [..., V]; a score of -inf has probability 0."""
+    """Returns probabilities [..., V] of scores [..., V]; a score of -inf has probability 0."""
     exp = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probs: Floats = exp / exp.sum(axis=-1, keepdims=True)
     return probs
@@ -55,9 +55,9 @@ def _penalize(
     scores: Floats, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
 ) -> None:
     if sampling.repetition_penalty != 1.0:
-        seen = np.unique(np.array([*prompt, *output], dtype=np.int64))
-        s = scores[seen]
-        scores[seen] = np.where(
+        used_ids = np.unique(np.array([*prompt, *output], dtype=np.int64))
+        s = scores[used_ids]
+        scores[used_ids] = np.where(
             s > 0, s / sampling.repetition_penalty, s * sampling.repetition_penalty
         )
     if output and (sampling.presence_penalty or sampling.frequency_penalty):
@@ -81,7 +81,7 @@ def _ban(
 def banned_token_ids(
     bad_words: Sequence[tuple[int, ...]], prompt: Sequence[int], output: Sequence[int]
 ) -> list[int]:
-    """The ids that would complete a bad word after prompt + output."""
+    """Returns the ids that would complete a bad word after prompt + output."""
     longest = max(map(len, bad_words), default=1) - 1
     tail = tuple(output[-longest:]) if longest else ()
     if len(tail) < longest:

@@ -16,7 +16,7 @@ Messages = list[dict[str, Any]]
 
 _EXPECTED = 'messages must be a list such as [{"role": "user", "content": "hi"}]'
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What the thoughts before an answer are sent as; templates read one of the first two."""
+"""Keys under which clients send the thoughts before an answer; templates read the first two."""
 
 
 def check_messages(messages: Any) -> Messages:
@@ -43,25 +43,25 @@ def check_messages(messages: Any) -> Messages:
 
 def for_template(messages: Messages) -> Messages:
     """Returns the messages as transformers hands them to a template."""
-    made = []
+    prepared = []
     for message in messages:
-        given = {key: value for key, value in message.items() if value is not None}
-        if given.get("content") == []:
-            given["content"] = ""
-        thoughts = next((given[key] for key in _REASONING if key in given), None)
+        keys = {key: value for key, value in message.items() if value is not None}
+        if keys.get("content") == []:
+            keys["content"] = ""
+        thoughts = next((keys[key] for key in _REASONING if key in keys), None)
         if thoughts is not None:
-            given = {"thinking": thoughts, **given, "reasoning_content": thoughts}
-        made.append(given)
-    return made
+            keys = {"thinking": thoughts, **keys, "reasoning_content": thoughts}
+        prepared.append(keys)
+    return prepared
 
 
 def has_parts(messages: Messages) -> bool:
-    """Says whether a content is a list."""
+    """Returns whether the content of a message is a list."""
     return any(True for _ in _parts(messages))
 
 
 def with_joined_parts(messages: Messages) -> Messages:
-    """Makes a text of each content that is a list, a line feed between its parts."""
+    """Returns messages in which each list of parts is one text, with line feeds between them."""
     return [
         {**message, "content": text_of(message)}
         if isinstance(message.get("content"), list)
@@ -77,7 +77,7 @@ def text_of(message: dict[str, Any]) -> str:
 
 
 def shows_parts(messages: Messages, prompt: str) -> bool:
-    """Says whether a template made texts of all parts: they are there, not a list or an object."""
+    """Returns whether a prompt has the text of every part, and no part written as an object."""
     return all(
         part["text"].strip() in prompt and str(part) not in prompt for part in _parts(messages)
     )
@@ -92,7 +92,7 @@ def _parts(messages: Messages) -> Iterator[dict[str, Any]]:
 def _check_part(part: Any, where: str) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text":
-        what = f"of type {kind!r:.40}" if isinstance(kind, str) else "without a type"
-        raise RequestError(f"{where} is a part {what}: this model takes text parts alone")
+        found_type = f"of type {kind!r:.40}" if isinstance(kind, str) else "without a type"
+        raise RequestError(f"{where} is a part {found_type}: this model takes text parts alone")
     if not isinstance(part.get("text"), str):
         raise RequestError(f'{where} must have a "text"')

@@ -1,6 +1,6 @@
 """Renders one chat template, in a process of its own that `chat_worker.py` starts and may kill.
 
-A template is a program of whoever made the checkpoint, and Jinja's sandbox keeps it from files and
+A template is a program that came with the checkpoint, and Jinja's sandbox keeps it from files and
 Python's insides, but neither from all memory nor from running for days: the process has limits of
 both. It imports Jinja and nothing else, so that it is there at once.
 
@@ -29,10 +29,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-_SOCKET = 0
+_SOCKET = 0  # standard input
 _ORPHAN_S = 2.0  # how often an idle process looks whether its parent is there
-_BLOCK_BYTES = 1 << 16
-_MAX_WORDS = 200  # characters of an error, which may repeat what a client sent
+_BLOCK_BYTES = 1 << 16  # most that is read at once: what a pipe holds on Linux (pipe(7))
+_MAX_FAULT = 200  # characters of an error, which may repeat what a client sent
 
 
 def serve() -> None:
@@ -79,7 +79,7 @@ def _render(template: jinja2.Template, setup: Mapping[str, Any], line: bytes) ->
 
 
 def _within_limits(work: Callable[[], dict[str, Any]], setup: Mapping[str, Any]) -> bytes:
-    """Does some work and returns its answer; after too long, ends the process by SIGPROF.
+    """Returns the answer of some work; SIGPROF ends the process when that takes too long.
 
     No handler of Python's would do, as nothing interrupts one multiplication of large numbers.
     """
@@ -103,10 +103,10 @@ def _within_limits(work: Callable[[], dict[str, Any]], setup: Mapping[str, Any])
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _fault(words: str) -> dict[str, Any]:
-    """Makes one short line of an error's words."""
-    words = " ".join(words[: 2 * _MAX_WORDS].split())
-    return {"fault": words if len(words) <= _MAX_WORDS else f"{words[:_MAX_WORDS]}..."}
+def _fault(message: str) -> dict[str, Any]:
+    """Returns the answer for an error: its message on one short line."""
+    message = " ".join(message[: 2 * _MAX_FAULT].split())
+    return {"fault": message if len(message) <= _MAX_FAULT else f"{message[:_MAX_FAULT]}..."}
 
 
 def _address_space() -> int:
@@ -138,9 +138,9 @@ def _line(answer: Mapping[str, Any]) -> bytes:
 
 
 def _send(line: bytes) -> None:
-    rest = memoryview(line)
-    while rest:
-        rest = rest[os.write(_SOCKET, rest) :]
+    unsent = memoryview(line)
+    while unsent:
+        unsent = unsent[os.write(_SOCKET, unsent) :]
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -27,7 +27,7 @@ _BOOT = (
     "from specpipe.text.chat_renderer import serve; serve()"
 )
 _START_S = 60.0  # for an interpreter to start, on a machine that is busy
-_BLOCK_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 16  # most that is read at once, as chat_renderer.py does
 _PATIENCE = 5  # a process may be given no more than a fifth of a core
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 
@@ -52,7 +52,7 @@ class ChatWorker:
     """
 
     def __init__(self, template: Mapping[str, Any]) -> None:
-        """template is the first line that `chat_renderer.serve` reads."""
+        """`template` is the first line that `chat_renderer.serve` reads."""
         self._template = template
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._process: _Process | None = None
@@ -65,7 +65,7 @@ class ChatWorker:
             self._started()
 
     def render(self, messages: list[Any], max_bytes: int) -> Answer:
-        """Has one conversation rendered. A process that was killed meanwhile is replaced once."""
+        """Returns one conversation rendered; replaces a process once that was killed meanwhile."""
         conversation = {"messages": messages, "max_bytes": max_bytes}
         request = json.dumps(conversation, ensure_ascii=False)
         self._leave_to_parent()
@@ -156,7 +156,7 @@ class _Process:
         try:
             self._socket.settimeout(timeout_s)
             line = f"{request}\n".encode(errors="surrogatepass")
-            # Whether SIGPIPE ends this process is up to whoever embeds Python.
+            # Whether SIGPIPE ends this process is decided by the program that embeds Python.
             self._socket.sendall(line, socket.MSG_NOSIGNAL)
             answer = bytearray()
             while not answer.endswith(b"\n"):

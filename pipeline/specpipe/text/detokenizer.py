@@ -25,6 +25,13 @@ Piece = Callable[[int], "str | None"]
 
 _NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
+_ANCHOR = "a"  # stands before a piece to show what the piece is decoded to when it is not the first
+
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+_CACHED_PIECES = 1 << 18  # all of Gemma's 256,000, the largest vocabulary of a supported family
+_CACHED_RESULTS = 1 << 16  # of one decoder, which has two such caches: a guess
+
 
 class _Detokenizer:
     """One request's output as text, which goes on where the text of its prompt ends.
@@ -42,34 +49,34 @@ class _Detokenizer:
     def __init__(self, hidden_tokens: Mapping[int, str]) -> None:
         self.hidden_tokens = hidden_tokens
         self.prompt_text = ""
-        self._told = ""  # text that is accounted for, though the decoder still holds it back
+        self._announced = ""  # text that was returned, though the decoder still holds it back
         self._is_prompts = True  # whose text that is
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Returns the text that became final with these tokens; may be ""."""
         text = self._decode(token_ids)
-        if not self._told:
+        if not self._announced:
             return text
-        num_told = _num_shared(text, self._told)
-        if num_told == len(text):
-            self._told = self._told[num_told:]
+        num_announced = _num_shared(text, self._announced)
+        if num_announced == len(text):
+            self._announced = self._announced[num_announced:]
         else:
-            self._take_back(num_told)
-            self._told = ""
-        return text[num_told:]
+            self._take_back(num_announced)
+            self._announced = ""
+        return text[num_announced:]
 
     def settle(self) -> str:
         """Returns the text that is held back, as it would be if the output ended here.
 
         The output may go on; a later token that would have changed this text no longer does.
         """
-        held = self._held()
-        num_told = _num_shared(held, self._told)
-        self._take_back(num_told)
-        self._told = held
-        if num_told < len(held):
+        pending = self._decode_pending()
+        num_announced = _num_shared(pending, self._announced)
+        self._take_back(num_announced)
+        self._announced = pending
+        if num_announced < len(pending):
             self._is_prompts = False
-        return held[num_told:]
+        return pending[num_announced:]
 
     def flush(self) -> str:
         """Returns what is left at the end."""
@@ -77,26 +84,26 @@ class _Detokenizer:
 
     def _begin(self, prompt_token_ids: Sequence[int]) -> None:
         self.prompt_text = self._decode(prompt_token_ids)
-        self._told = self._held()
-        self.prompt_text += self._told
+        self._announced = self._decode_pending()
+        self.prompt_text += self._announced
 
     def _take_back(self, num_kept: int) -> None:
-        """Cuts what was told, and will not come, off the prompt's text if it was of that."""
+        """Cuts announced text that will not come off the prompt's text, if it belonged to that."""
         if self._is_prompts:
-            num_lost = len(self._told) - num_kept
+            num_lost = len(self._announced) - num_kept
             self.prompt_text = self.prompt_text[: len(self.prompt_text) - num_lost]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text that became final with these tokens."""
         raise NotImplementedError
 
-    def _held(self) -> str:
-        """Returns the rest of the text as if nothing followed."""
+    def _decode_pending(self) -> str:
+        """Returns the text that is held back, as it would be if nothing followed."""
         raise NotImplementedError
 
 
 def _num_shared(text: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Returns how many characters two texts begin with alike."""
     return len(os.path.commonprefix((text, other)))
 
 
@@ -129,7 +136,7 @@ class StreamingDetokenizer(_Detokenizer):
             pieces = step.push(pieces)
         return "".join(pieces)
 
-    def _held(self) -> str:
+    def _decode_pending(self) -> str:
         pieces: list[str] = []
         for step in copy.deepcopy(self._steps):
             pieces = [*step.push(pieces), *step.finish()]
@@ -155,7 +162,7 @@ class BufferedDetokenizer(_Detokenizer):
         self._token_ids += token_ids
         return ""
 
-    def _held(self) -> str:
+    def _decode_pending(self) -> str:
         return self._decode_all(self._token_ids)
 
 
@@ -182,7 +189,7 @@ def _flatten(description: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _piece_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] | None:
-    """A step over separate pieces."""
+    """Returns a step over separate pieces; None where there is none that can stream."""
     if kind == "ByteLevel":
         return _ByteLevel
     if kind == "ByteFallback":
@@ -195,9 +202,9 @@ def _piece_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] |
         return None  # the library fails on a piece of nothing but stripped characters
     if kind in ("Metaspace", "WordPiece", "Replace", "Strip"):
         single = _library_decoder(description)
-        first = lru_cache(maxsize=1 << 16)(lambda piece: single.decode([piece]))
+        first = lru_cache(maxsize=_CACHED_RESULTS)(lambda piece: single.decode([piece]))
         anchor_length = len(single.decode([_ANCHOR]))
-        later = lru_cache(maxsize=1 << 16)(
+        later = lru_cache(maxsize=_CACHED_RESULTS)(
             lambda piece: single.decode([_ANCHOR, piece])[anchor_length:]
         )
         return lambda: _EachPiece(first, later)
@@ -205,7 +212,7 @@ def _piece_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] |
 
 
 def _fused_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] | None:
-    """A step over one text that arrives in fragments."""
+    """Returns a step over one text that arrives in fragments; None where none can stream."""
     if kind == "Fuse":
         return _Unchanged
     if kind == "Strip" and description["stop"] == 0:
@@ -213,9 +220,6 @@ def _fused_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] |
     if kind == "Replace" and description["pattern"].get("String"):
         return lambda: _ReplaceText(description["pattern"]["String"], description["content"])
     return None
-
-
-_ANCHOR = "a"
 
 
 def _library_decoder(description: dict[str, Any]) -> decoders.Decoder:
@@ -283,7 +287,7 @@ class _ByteLevel:
         return (self._decoder.decode(b"", final=True),)
 
 
-@lru_cache(maxsize=1 << 18)
+@lru_cache(maxsize=_CACHED_PIECES)
 def _byte_level_bytes(piece: str) -> bytes:
     try:
         return bytes(_BYTE_OF_CHARACTER[character] for character in piece)
@@ -292,7 +296,7 @@ def _byte_level_bytes(piece: str) -> bytes:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Printable Latin-1 stands for itself, the other bytes in order for U+0100 and on."""
+    """Returns GPT-2's table: printable Latin-1 is itself, other bytes are U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -328,13 +332,10 @@ class _ByteFallback:
             return ("\ufffd",) * len(run)
 
 
-@lru_cache(maxsize=1 << 18)
+@lru_cache(maxsize=_CACHED_PIECES)
 def _fallback_byte(piece: str) -> int | None:
     match = _BYTE_PIECE.fullmatch(piece)
     return int(match[1], 16) if match else None
-
-
-_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class _WordSuffix:
@@ -383,14 +384,14 @@ class _ReplaceText:
         self._rest = ""
 
     def push(self, pieces: Iterable[str]) -> Iterable[str]:
-        *done, rest = "".join([self._rest, *pieces]).split(self._pattern)
-        kept = next(
+        *parts, tail = "".join([self._rest, *pieces]).split(self._pattern)
+        num_kept = next(
             length
-            for length in range(min(len(self._pattern) - 1, len(rest)), -1, -1)
-            if self._pattern.startswith(rest[len(rest) - length :])
+            for length in range(min(len(self._pattern) - 1, len(tail)), -1, -1)
+            if self._pattern.startswith(tail[len(tail) - length :])
         )
-        self._rest = rest[len(rest) - kept :]
-        return (self._content.join([*done, rest[: len(rest) - kept]]),)
+        self._rest = tail[len(tail) - num_kept :]
+        return (self._content.join([*parts, tail[: len(tail) - num_kept]]),)
 
     def finish(self) -> Iterable[str]:
         return (self._rest,)

@@ -139,7 +139,7 @@ def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts
 def added_ends(
     backend: tokenizers.Tokenizer, bos: int | None, eos: int | None
 ) -> tuple[bool, bool]:
-    """Says whether the post-processor adds BOS before a text, and EOS after it."""
+    """Returns whether the post-processor adds BOS before a text, and EOS after it."""
     added = backend.encode("", add_special_tokens=True).ids
     adds_bos = bool(added) and added[0] == bos
     return adds_bos, len(added) > adds_bos and added[-1] == eos
@@ -150,16 +150,16 @@ def _load_backend(folder: Path, limits: FileLimits) -> tokenizers.Tokenizer:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     if not is_there(path):
-        others = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
-        found = next((name for name in others if (folder / name).is_file()), None)
-        if found is None:
+        other_kinds = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+        other_file = next((name for name in other_kinds if (folder / name).is_file()), None)
+        if other_file is None:
             raise CheckpointError(
                 f"{folder} has no tokenizer; copy the model's tokenizer.json and "
                 "tokenizer_config.json into it"
             )
         raise CheckpointError(
-            f"{folder} has {found} but no tokenizer.json, which specpipe reads; make one, with "
-            "transformers, sentencepiece and tiktoken installed: "
+            f"{folder} has {other_file} but no tokenizer.json, which specpipe reads; make one, "
+            "with transformers, sentencepiece and tiktoken installed: "
             f"{_CONVERT.format(folder=folder)}"
         )
     text = read_text(path, limits, "max_tokenizer_bytes")
@@ -174,7 +174,7 @@ def _load_backend(folder: Path, limits: FileLimits) -> tokenizers.Tokenizer:
 
 
 def is_library_fault(exc: BaseException) -> bool:
-    """Says whether an exception may be the tokenizers library's answer to what it was given.
+    """Returns whether an exception may come from the tokenizers library.
 
     It raises nothing narrower than Exception. A panic of its Rust code is not even that, and its
     class cannot be imported.
@@ -197,7 +197,7 @@ def _naming_faults(path: Path) -> Iterator[None]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A token stands in the files as a string, or as an object with its content."""
+    """Returns a token, which stands in the files as a string or as an object with its content."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
@@ -248,18 +248,18 @@ def _add_tokens(
     """
     backend.add_tokens([declared[token_id] for token_id in sorted(declared)])
     for token_id, token in sorted(declared.items()):
-        found = backend.token_to_id(token.content)
-        if found != token_id:
+        own_id = backend.token_to_id(token.content)
+        if own_id != token_id:
             raise CheckpointError(
                 f"{path.parent}: {path.name} gives {quoted(token.content)} the id "
-                f"{quoted(token_id)}, tokenizer.json {found}; take both files from one download"
+                f"{quoted(token_id)}, tokenizer.json {own_id}; take both files from one download"
             )
-    known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    already_special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     backend.add_tokens(
         [
             AddedToken(text, normalized=False, special=True)
             for text in dict.fromkeys(special)
-            if text not in known and backend.token_to_id(text) is not None
+            if text not in already_special and backend.token_to_id(text) is not None
         ]
     )
 
@@ -298,15 +298,15 @@ def _set_ends(
     eos: int | None,
 ) -> None:
     """Replaces the post-processor where `add_bos_token` or `add_eos_token` ask for another."""
-    now = added_ends(backend, bos, eos)
-    wanted = tuple(
+    added = added_ends(backend, bos, eos)
+    asked_for = tuple(
         is_added if settings.get(f"add_{name}") is None else bool(settings[f"add_{name}"])
-        for name, is_added in zip(("bos_token", "eos_token"), now, strict=True)
+        for name, is_added in zip(("bos_token", "eos_token"), added, strict=True)
     )
-    if wanted == now:
+    if asked_for == added:
         return
-    before = [named["bos_token"]] if wanted[0] and "bos_token" in named else []
-    after = [named["eos_token"]] if wanted[1] and "eos_token" in named else []
+    before = [named["bos_token"]] if asked_for[0] and "bos_token" in named else []
+    after = [named["eos_token"]] if asked_for[1] and "eos_token" in named else []
     backend.post_processor = TemplateProcessing(
         single=[*before, "$A", *after],
         special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
@@ -316,7 +316,7 @@ def _set_ends(
 def _chat_template(
     folder: Path, settings: Mapping[str, Any], named: Mapping[str, str], limits: FileLimits
 ) -> ChatTemplate | None:
-    """The template named `default` where there are several."""
+    """Returns the chat template, the one named `default` where there are several."""
     path = folder / "chat_template.jinja"
     if is_there(path):
         source: Any = read_text(path, limits, "max_chat_template_bytes")

@@ -1,6 +1,6 @@
 """Text in and out: the checkpoint's own tokenizer, for serving, verification and benchmarks alike.
 
-It needs neither transformers nor torch, and makes the ids that transformers makes, except that BOS
+It needs neither transformers nor torch, and gives the ids that transformers gives, except that BOS
 is never there twice, nor missing from a conversation whose model expects it.
 """
 
@@ -18,6 +18,13 @@ from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import RequestError, show
 from specpipe.text.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
 from specpipe.text.files import TokenizerParts, added_ends, is_library_fault, load_parts
+
+_WITHOUT_PREFIX = {
+    "Metaspace": ("prepend_scheme", "never"),
+    "ByteLevel": ("add_prefix_space", False),
+    "Prepend": ("prepend", ""),
+}
+"""What turns off the space that each of these parts of a tokenizer puts before a text."""
 
 
 class Tokenizer:
@@ -122,13 +129,13 @@ class Tokenizer:
 
     @property
     def is_bytewise(self) -> bool:
-        """True when the tokens of a text have all its bytes: nothing is normalized or left out."""
+        """Whether the tokens of a text have all its bytes: nothing is normalized or left out."""
         return self._backend.normalizer is None and isinstance(
             self._backend.decoder, tokenizers.decoders.ByteLevel
         )
 
     def is_used(self, token_id: int) -> bool:
-        """Says whether an id means something: it has a string, or a role in one of the files."""
+        """Returns whether an id is used: it has a string, or a role in one of the files."""
         return token_id in self.roles or (
             0 <= token_id < 2**32 and self._backend.id_to_token(token_id) is not None
         )
@@ -163,13 +170,6 @@ def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: boo
         if not is_library_fault(exc):
             raise
         raise RequestError(f"the tokenizer cannot encode '{show(text)}': {show(exc)}") from exc
-
-
-_WITHOUT_PREFIX = {
-    "Metaspace": ("prepend_scheme", "never"),
-    "ByteLevel": ("add_prefix_space", False),
-    "Prepend": ("prepend", ""),
-}
 
 
 def _without_prefix(state: Any) -> Any:

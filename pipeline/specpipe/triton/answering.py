@@ -31,7 +31,7 @@ def _answer(
     except SpecpipeError as exc:
         error = pb_utils.TritonError(to_sentence(exc), pb_utils.TritonError.INVALID_ARG)
     except Exception:
-        # Not to the client: a traceback tells where things lie on this machine.
+        # Not to the client: a traceback shows paths of this machine.
         _LOGGER.exception("a request failed")
         error = pb_utils.TritonError(FAULT, pb_utils.TritonError.INTERNAL)
     return pb_utils.InferenceResponse(error=error)

@@ -20,7 +20,7 @@ OnChunk = Callable[[Chunk], None]
 OnRefusal = Callable[[RequestError], None]
 OnReport = Callable[[int, Occupancy], None]
 
-_REPORT_INTERVAL_S = 0.5
+_REPORT_INTERVAL_S = 0.5  # each report is a round trip to the server's process (metrics.py)
 
 
 def exit_process() -> None:
@@ -148,7 +148,7 @@ class PairLoop:
             self._outbox.put(partial(on_refusal, exc))
             return
         except Exception:
-            # Of this request, as far as anybody can tell: a broken pair shows in its next step.
+            # It counts as a fault of this request: a broken pair shows in its next step.
             _LOGGER.exception("a request could not be submitted")
             self._deliver(_failure(request.request_id, FAULT))
             return
@@ -186,7 +186,7 @@ class PairLoop:
         try:
             on_chunk(chunk)
         except Exception:
-            self.cancel(chunk.request_id)  # nobody is there to hear more
+            self.cancel(chunk.request_id)  # the client is gone
             raise
 
 

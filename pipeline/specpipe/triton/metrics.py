@@ -1,4 +1,4 @@
-"""What requests and the pair report, on Triton's metrics endpoint; docs/metrics.md tells its use.
+"""What requests and the pair report, on Triton's metrics endpoint (docs/metrics.md).
 
 Names and units follow Prometheus: counters end with `_total`, times are in seconds. A position is
 that of a draft token in its step, the first of which is 1.
@@ -18,15 +18,15 @@ STEPS = "specpipe_loop_steps_total"
 """Rounds of the loop, all requests together; the launcher reads it as a sign of life."""
 
 RESPONSES = "specpipe_responses_total"
-"""Responses that were handed on to postprocessing; those that never leave it are what the launcher
-looks for.
+"""Responses that were handed on to postprocessing; the launcher looks for those that never leave
+it.
 """
 
 IN_FLIGHT = "specpipe_requests_in_flight"
 """Requests that wait or run; the launcher reads when a server that is to stop has done its work.
 
-It is set when the first request comes, and again after everything that was counted: whoever has all
-answers and reads 0 here finds them counted.
+It is set when the first request comes, and again after everything that was counted: a client that
+has all answers and reads 0 here finds them counted.
 """
 
 _REQUESTS = "specpipe_requests_total"
@@ -216,18 +216,18 @@ class Counters:
             self._gauges[key] = value
 
     def _metric(self, key: Key) -> Any:
-        """Makes a metric when it first occurs."""
+        """Returns a metric, which is made when it first occurs."""
         if key not in self._metrics:
             name, value = key
-            family, made = self._families[name]
+            family, metric_family = self._families[name]
             labels = {family.label: value} if family.label else {}
             options = {"buckets": list(family.buckets)} if family.buckets else {}
-            self._metrics[key] = made.Metric(labels=labels, **options)
+            self._metrics[key] = metric_family.Metric(labels=labels, **options)
         return self._metrics[key]
 
 
 def _counted(last: Chunk) -> Counter[Key]:
-    """What a request adds to the counters of tokens and steps."""
+    """Returns what a request adds to the counters of tokens and steps."""
     counted: Counter[Key] = Counter()
     if last.statistics is not None:
         for name, field in _STATISTICS.items():

@@ -11,7 +11,7 @@ from specpipe.triton import serving
 from specpipe.triton.serving.tensors import Tensor
 
 # Parameters of our models; lint.py reads the same names.
-CANCELS = "cancels"  # the model that is told of a client's cancellation
+CANCELS = "cancels"  # the model to which a client's cancellation is sent
 PATH_SUFFIXES = ("_dir", "_file")  # such a parameter is a path, relative to the version's folder
 TOKENIZER_DIR, LIMITS_FILE, PAIR_FILE = "tokenizer_dir", "limits_file", "pair_file"
 DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR = "draft_engine_dir", "target_engine_dir"
@@ -68,17 +68,17 @@ def _ensemble(*models: pb.ModelConfig) -> pb.ModelConfig:
         output=_outputs(serving.ENSEMBLE_OUTPUTS),
         model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
     )
-    known = set(inputs)
-    read = outputs | {tensor.name for model in models for tensor in model.input}
+    available = set(inputs)
+    wanted_names = outputs | {tensor.name for model in models for tensor in model.input}
     for model in models:
         step = config.ensemble_scheduling.step.add(model_name=model.name, model_version=-1)
         for tensor in model.input:
-            if tensor.name in known:
+            if tensor.name in available:
                 step.input_map[tensor.name] = _ensemble_name(tensor.name, inputs | outputs)
         for tensor in model.output:
-            if tensor.name in read:
+            if tensor.name in wanted_names:
                 step.output_map[tensor.name] = _ensemble_name(tensor.name, inputs | outputs)
-                known.add(tensor.name)
+                available.add(tensor.name)
     return config
 
 
@@ -114,8 +114,11 @@ def _python_model(
 
 
 def _inputs(tensors: Iterable[Tensor]) -> list[pb.ModelInput]:
-    """All optional: Triton answers a missing required input of an ensemble with an empty success,
-    so what a request must have is checked by preprocessing."""
+    """Returns declarations of optional inputs.
+
+    Triton answers a missing required input of an ensemble with an empty success, so what a request
+    must have is checked by preprocessing.
+    """
     return [
         pb.ModelInput(
             name=tensor.name, data_type=f"TYPE_{tensor.dtype}", dims=tensor.dims, optional=True

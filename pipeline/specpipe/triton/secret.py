@@ -1,6 +1,6 @@
 """Who may call `speculative`: the models of the ensemble, which share a secret of this start.
 
-Triton 2.51 cannot keep clients from a model of an ensemble: whoever reaches the server may ask
+Triton 2.51 cannot keep clients from a model of an ensemble: any client may ask
 `preprocessing`, `speculative` and `postprocessing` by name. The launcher therefore puts a random
 secret into the environment of Triton, which the processes of the models inherit, and which stands
 in no file, command line, log or message:
@@ -14,10 +14,11 @@ cancel   `postprocessing` signs the id of the stream whose client it finds gone.
          choice; but a stream's id is 122 random bits, which go from `speculative` to
          `postprocessing` alone. No output of the ensemble and no message has it.
 
-Who asks `speculative` on purpose, as `specpipe verify` asks the servers that it starts, signs with
-the same secret (`Server.secret`). An operator who wants a known one sets SPECPIPE_SECRET where the
-server starts. A tritonserver that is started by hand, without the variable, checks nothing. Nor can
-the models `draft` and `target` of TensorRT-LLM's C++ backend, which are not specpipe's.
+A program that asks `speculative` on purpose, as `specpipe verify` asks the servers that it starts,
+signs with the same secret (`Server.secret`). An operator who wants a known one sets SPECPIPE_SECRET
+where the server starts. A tritonserver that is started by hand, without the variable, checks
+nothing. Nor can the models `draft` and `target` of TensorRT-LLM's C++ backend, which are not
+specpipe's.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ class Signer:
 
     @classmethod
     def from_environment(cls) -> Signer:
-        """The signer of a model's process."""
+        """Returns the signer of a model's process."""
         return cls(os.environ.get(VARIABLE) or None)
 
     def sign(self, purpose: str, *parts: bytes) -> str:
         """Returns the signature of the parts, each of which stands for itself."""
-        made = hmac.new((self._secret or "").encode(), purpose.encode(), hashlib.sha256)
+        signature = hmac.new((self._secret or "").encode(), purpose.encode(), hashlib.sha256)
         for part in parts:
-            made.update(len(part).to_bytes(8, "big"))
-            made.update(part)
-        return made.hexdigest()
+            signature.update(len(part).to_bytes(8, "big"))
+            signature.update(part)
+        return signature.hexdigest()
 
     def check(self, signature: bytes, purpose: str, *parts: bytes) -> None:
         """Raises RequestError unless `sign` made the signature of just these."""

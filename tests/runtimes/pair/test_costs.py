@@ -74,7 +74,7 @@ def test_a_draft_that_was_measured_on_a_busy_machine_gets_another_chance() -> No
     assert DraftLength().choose(4, costs.at(1)) == 0
     num_steps = 0
     while DraftLength().choose(4, costs.at(1)) == 0:
-        costs.hope()
+        costs.favour_draft()
         num_steps += 1
         assert num_steps < 5000
     costs.observe("draft", 1, 0.8)

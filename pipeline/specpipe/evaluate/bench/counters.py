@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from specpipe.errors import ServerError
 from specpipe.evaluate.bench.metrics import Acceptance
+from specpipe.machine.prometheus import Samples, by_labels, parse_samples, total
 from specpipe.machine.web import fetch, to_words
 from specpipe.triton.metrics import IN_FLIGHT
-
-Samples = Mapping[str, float]
-"""Values by name and labels, written as `name{label="value"}`."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,6 @@ _KNOWN = (
 _SETTLE_TIMEOUT_S = 5.0
 _SETTLE_INTERVAL_S = 0.02
 
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*(?:\{.*\})?)\s+([^\s]+)")
-
 
 def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
     """Reads a metrics endpoint in Prometheus' text format."""
@@ -68,7 +64,7 @@ def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
         text = fetch(url, timeout_s=timeout_s).decode("utf-8", errors="replace")
     except (OSError, ValueError) as exc:
         raise ServerError(f"{url} does not answer with metrics: {to_words(exc)}") from exc
-    return {match[1]: float(match[2]) for match in map(_SAMPLE.match, text.splitlines()) if match}
+    return parse_samples(text)
 
 
 def read_settled(
@@ -81,7 +77,7 @@ def read_settled(
     0: after `timeout_s` that is reported, and what is there is taken.
     """
     end = time.monotonic() + timeout_s
-    while num_in_flight := _total(found := read_counters(url), IN_FLIGHT):
+    while num_in_flight := total(found := read_counters(url), IN_FLIGHT):
         if time.monotonic() >= end:
             report(
                 f"warning: {url}: {num_in_flight:.0f} requests are still in flight after "
@@ -101,12 +97,12 @@ def gained(before: Samples, after: Samples) -> dict[str, float]:
 def acceptance(grown: Samples) -> dict[str, Any] | None:
     """Returns acceptance as counters tell it, None where they are not those of a known server."""
     for names in _KNOWN:
-        if not _by_labels(grown, names.drafted):
+        if not by_labels(grown, names.drafted):
             continue
-        steps = _total(grown, names.steps)
+        steps = total(grown, names.steps) or 0.0
         totals = Acceptance(
-            num_draft_tokens=round(_total(grown, names.drafted)),
-            num_accepted_tokens=round(_total(grown, names.accepted)),
+            num_draft_tokens=round(total(grown, names.drafted) or 0),
+            num_accepted_tokens=round(total(grown, names.accepted) or 0),
             num_steps=round(steps),
         )
         return {**totals.to_json(), "per_position": _per_position(grown, names, steps)}
@@ -130,20 +126,8 @@ def _per_position(grown: Samples, names: _Names, steps: float) -> list[float] | 
 def _by_position(grown: Samples, name: str) -> dict[int, float]:
     """Adds up a counter by its label `position`, over all other labels."""
     totals: dict[int, float] = {}
-    for labels, value in _by_labels(grown, name).items():
+    for labels, value in by_labels(grown, name).items():
         position = re.search(r'position="(\d+)"', labels)
         if position:
             totals[int(position[1])] = totals.get(int(position[1]), 0.0) + value
     return totals
-
-
-def _by_labels(grown: Samples, name: str) -> dict[str, float]:
-    return {
-        sample.removeprefix(name): value
-        for sample, value in grown.items()
-        if sample.partition("{")[0] == name
-    }
-
-
-def _total(grown: Samples, name: str) -> float:
-    return sum(_by_labels(grown, name).values())

@@ -13,14 +13,14 @@ from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.speculative.request import Request
 
 OVERDUE = "the request ran into its time limit (timeout_s or serving.request_timeout_s)"
-"""What a running request is told at its deadline."""
+"""The message of a running request at its deadline."""
 
 _QUEUE_FULL = "the queue is full"
 _NOT_STARTED = "without being started"
 
 
 def is_for_load(message: str) -> bool:
-    """Whether an error tells of the load alone: the request met a pair that works."""
+    """Returns whether an error is due to the load alone: the pair works."""
     return any(part in message for part in (OVERDUE, _QUEUE_FULL, _NOT_STARTED))
 
 
@@ -36,11 +36,11 @@ class Waiting:
     """When its last token is due; like `submitted`, by the queue's clock."""
 
     def waited_s(self, now: float) -> float:
-        """How long it has waited."""
+        """Returns how long the request has waited."""
         return now - self.submitted
 
     def overdue(self, now: float) -> str:
-        """What it is told when its deadline passes before it was started."""
+        """Returns the message of a request whose deadline passes before it was started."""
         return (
             f"the request waited {self.waited_s(now):.1f} s {_NOT_STARTED}, "
             "which is its time limit (timeout_s or serving.request_timeout_s)"
@@ -91,12 +91,12 @@ class WaitingRequests:
         return self._take(lambda waiting: waiting.deadline <= now)
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline; None when nobody waits."""
+        """Returns the earliest deadline; None when no request waits."""
         return min((waiting.deadline for waiting in self._heap), default=None)
 
     def _take(self, condition: Callable[[Waiting], bool]) -> list[Waiting]:
-        taken = [waiting for waiting in self._heap if condition(waiting)]
-        if taken:
+        matching = [waiting for waiting in self._heap if condition(waiting)]
+        if matching:
             self._heap = [waiting for waiting in self._heap if not condition(waiting)]
             heapq.heapify(self._heap)
-        return sorted(taken)
+        return sorted(matching)

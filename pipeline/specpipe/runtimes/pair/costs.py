@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Role = Literal["draft", "target"]
 
-_MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 3, 30, 2.0
+_MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 3, 30, 2.0  # of timing at start: guesses
 _CONTEXT = 256  # tokens before those that are timed: attention is a part of the costs
 _DRIFT = 0.1  # how far one slower step moves a time; a faster one moves it all the way
 _MAX_SLOWDOWN = 2.0  # more than this is another process at work, not a cost
@@ -44,11 +44,11 @@ class CostTable:
         }
 
     def seconds(self, role: Role, num_rows: int) -> float:
-        """The time of a forward; between measurements, interpolated."""
+        """Returns the time of a forward; between measurements, interpolated."""
         return float(np.interp(num_rows, self._rows[role], self._seconds[role]))
 
     def at(self, batch_size: int) -> StepCosts:
-        """The costs of drafting while batch_size requests decode."""
+        """Returns the costs of drafting while batch_size requests decode."""
         num_rows = batch_size * np.arange(1, self._num_draft_tokens + 2)
         verified = np.interp(num_rows, self._rows["target"], self._seconds["target"])
         plain = float(verified[0])
@@ -58,7 +58,7 @@ class CostTable:
         )
 
     def step_seconds(self, draft_lengths: Sequence[int]) -> float:
-        """The time of one step of a batch whose requests draft that many tokens each."""
+        """Returns the time of one step of a batch whose requests draft that many tokens each."""
         num_rows = len(draft_lengths) * (1 + max(draft_lengths, default=0))
         still_drafting = (
             sum(length > depth for length in draft_lengths)
@@ -68,10 +68,10 @@ class CostTable:
             self.seconds("draft", batch_size) for batch_size in still_drafting
         )
 
-    def hope(self) -> None:
-        """Takes the draft to be a little faster than it was: no draft step ran that could tell.
+    def favour_draft(self) -> None:
+        """Takes the draft to be a little faster than it was, after a step that did not time it.
 
-        So a draft that seemed too slow, perhaps since the machine was busy, is tried again one day.
+        So a draft that seemed too slow, perhaps since the machine was busy, is tried again later.
         """
         self._seconds["draft"] = [seconds * _OPTIMISM for seconds in self._seconds["draft"]]
 
@@ -137,7 +137,7 @@ def time_forward(
     batch = [(sequence, [0] * num_tokens) for sequence in sequences]
     start = time.perf_counter()
     logits = engine.forward(batch, [num_tokens] * batch_size)
-    float(logits[0, 0])  # a GPU has only been told so far
+    float(logits[0, 0])  # waits for a GPU, which was only asked so far
     seconds = time.perf_counter() - start
     for sequence in sequences:
         engine.free(sequence)

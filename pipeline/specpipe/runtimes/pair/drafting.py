@@ -40,7 +40,7 @@ class _Proposal:
 class Drafting:
     """The draft engine of a pair and its sequences.
 
-    Requests get a sequence when they are first to draft, and those that do not draft are told why.
+    Requests get a sequence when they are first to draft, and those that do not draft learn why.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Drafting:
         self._options, self._costs = options, costs
 
     def length(self, running: RunningSequences) -> int:
-        """Tokens of a request that the draft has cached."""
+        """Returns how many tokens of a request the draft has cached."""
         if running.draft_sequence is None:
             return 0
         return self._engine.length(running.draft_sequence)
 
     def sequence(self, running: RunningSequences) -> SequenceId | None:
-        """A request's sequence, made when it is first wanted; None when there is no room."""
+        """Returns a request's sequence, made when first needed; None when there is no room."""
         if running.draft_sequence is None:
             request = running.state.request
             num_prompt = len(request.prompt_token_ids)
@@ -96,7 +96,7 @@ class Drafting:
             self._engine.forward([(running.draft_sequence, piece)], [0])
 
     def draft(self, decoding: Sequence[RunningSequences]) -> list[Drafted]:
-        """The draft tokens of those that decode in this step, in their order."""
+        """Returns the draft tokens of those that decode in this step, in their order."""
         batch_size = len(decoding)
         most = most_draft_tokens(self._options.schedule, batch_size)
         costs = self._costs.at(batch_size) if self._costs is not None and decoding else None
@@ -110,7 +110,7 @@ class Drafting:
             if batch_size > 1:
                 proposals = _worthwhile(proposals, self._costs, batch_size)
             if not proposals and most != 0:
-                self._costs.hope()
+                self._costs.favour_draft()
         if late:
             self._engine.forward(late, [0] * len(late))
         self._run(proposals)
@@ -119,7 +119,7 @@ class Drafting:
     def _copy(
         self, running: RunningSequences, costs: StepCosts, most: int | None
     ) -> Drafted | None:
-        """Draft tokens from the request's own text; None where there are none that pay more."""
+        """Returns draft tokens from the request's own text; None where none pay more."""
         if not self._options.prompt_lookup or running.is_draft_suspect:
             return None
         state = running.state
@@ -134,7 +134,7 @@ class Drafting:
         costs: StepCosts | None,
         most: int | None,
     ) -> tuple[list[_Proposal], list[tuple[SequenceId, list[int]]]]:
-        """Who would draft how many tokens, and what those read who lack too much of their text."""
+        """Returns who would draft how many tokens, and pieces of text for those too far behind."""
         proposals = []
         late = []
         for running, draft in zip(decoding, drafted, strict=True):
@@ -159,7 +159,7 @@ class Drafting:
         return proposals, late
 
     def _run(self, proposals: list[_Proposal]) -> None:
-        """Up to K forwards, each of those that want one more token."""
+        """Runs up to K forwards, each over the proposals that lack a token."""
         while proposals:
             batch = [(p.sequence, p.unread) for p in proposals]
             is_plain = all(len(p.unread) == 1 for p in proposals)
@@ -167,11 +167,11 @@ class Drafting:
                 logits = self._engine.forward(batch, [1] * len(batch))
                 has_token = self._sampler.draft(logits, [p.drafted for p in proposals])
             still_drafting = []
-            for proposal, has in zip(proposals, has_token, strict=True):
+            for proposal, is_drafted in zip(proposals, has_token, strict=True):
                 token_ids = proposal.drafted.token_ids
                 if not token_ids:
                     proposal.drafted.state.skip_draft("draft_failed")
-                if has and len(token_ids) < proposal.num_draft_tokens:
+                if is_drafted and len(token_ids) < proposal.num_draft_tokens:
                     proposal.unread = [token_ids[-1]]
                     still_drafting.append(proposal)
             proposals = still_drafting
@@ -180,7 +180,7 @@ class Drafting:
 def _worthwhile(
     proposals: Sequence[_Proposal], costs: CostTable, batch_size: int
 ) -> list[_Proposal]:
-    """Proposals cut to the draft length at which the whole batch emits most in a given time.
+    """Returns proposals cut to the draft length at which the batch emits most in a given time.
 
     Each request proposes what would pay if all did as it does. But a draft step for a few of them
     costs nearly what it costs for all, and those that do not draft wait for it. Those that name
@@ -199,14 +199,14 @@ def _worthwhile(
     longest = max((p.num_draft_tokens for p in proposals), default=0)
     best = max(range(longest + 1), key=rate)
     cap = best if rate(best) >= MIN_GAIN * rate(0) else 0
-    kept = []
+    worthwhile = []
     for proposal in proposals:
         proposal.num_draft_tokens = _capped(proposal, cap)
         if proposal.num_draft_tokens:
-            kept.append(proposal)
+            worthwhile.append(proposal)
         else:
             proposal.drafted.state.skip_draft("does_not_pay")
-    return kept
+    return worthwhile
 
 
 def _capped(proposal: _Proposal, cap: int) -> int:

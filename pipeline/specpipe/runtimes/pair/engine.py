@@ -19,19 +19,20 @@ class Engine(Protocol):
     max_batch_size: int
 
     def can_admit(self, max_tokens: int) -> bool:
-        """True when a sequence of max_tokens fits beside those that are there."""
+        """Returns whether a sequence of max_tokens fits in with those that are there."""
 
     def allocate(self, *, prompt_length: int, max_tokens: int) -> SequenceId:
         """Makes an empty sequence."""
 
     def length(self, sequence: SequenceId) -> int:
-        """Tokens whose keys and values are cached."""
+        """Returns how many tokens have their keys and values cached."""
 
     def forward(
         self, batch: Sequence[tuple[SequenceId, Sequence[int]]], num_logits: Sequence[int]
     ) -> Logits:
-        """Appends tokens to sequences; logits [sum(num_logits), V] of the last num_logits[i] of
-        each.
+        """Appends tokens to sequences; returns logits [sum(num_logits), V].
+
+        They are those of the last num_logits[i] tokens of sequence i.
         """
 
     def skip(self, sequence: SequenceId, num_tokens: int) -> None:

@@ -85,13 +85,13 @@ class EnginePair(QueuedPair[RunningSequences]):
         return self._take_chunks()
 
     def interrupt(self) -> None:
-        """Nothing to do: a step does not wait."""
+        """Does nothing: a step does not wait."""
 
     def close(self) -> None:
         self._on_close()
 
     def occupancy(self) -> Occupancy:
-        """Positions of a sequence stay with it until it ends: an engine has slots for sequences."""
+        """Returns what the pair holds; a sequence keeps all positions of its slot to its end."""
         num_tokens = {
             "target": sum(self._target.length(r.target_sequence) for r in self._running),
             "draft": sum(self._drafting.length(r) for r in self._running),
@@ -117,14 +117,14 @@ class EnginePair(QueuedPair[RunningSequences]):
         self._running.append(RunningSequences(state, waiting.deadline, sequence))
 
     def _max_tokens(self, request: Request) -> int:
-        """The most tokens that the target may have to hold for a request."""
+        """Returns the most tokens that the target may have to hold for a request."""
         return min(len(request.prompt_token_ids) + request.max_tokens, self._limits.max_seq_len)
 
     def _round(self) -> None:
-        """One forward of the target over all that runs, and up to K of the draft before it."""
+        """Runs one forward of the target over all requests, and up to K of the draft before it."""
         if self._stream is not None:
             running = self._alone()
-            if running is not None and len(self._missing(running)) == 1:
+            if running is not None and len(self._uncached(running)) == 1:
                 self._stream_step(self._stream, running)
                 return
             self._stream.end()
@@ -133,7 +133,7 @@ class EnginePair(QueuedPair[RunningSequences]):
         batch: list[tuple[SequenceId, Sequence[int]]] = []
         num_logits = []
         for running, draft in zip(decoding, drafted, strict=True):
-            batch.append((running.target_sequence, [*self._missing(running), *draft.token_ids]))
+            batch.append((running.target_sequence, [*self._uncached(running), *draft.token_ids]))
             num_logits.append(len(draft.token_ids) + 1)
         for running, token_ids in prefill:
             batch.append((running.target_sequence, token_ids))
@@ -149,7 +149,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             self._take(running, draft, outcome, cached)
 
     def _alone(self) -> RunningSequences | None:
-        """The request that runs alone, if the device can run it by itself."""
+        """Returns the request that runs alone, if the device can run it by itself."""
         if len(self._running) != 1:
             return None
         running = self._running[0]
@@ -158,7 +158,7 @@ class EnginePair(QueuedPair[RunningSequences]):
         return running
 
     def _drafted(self, decoding: Sequence[RunningSequences]) -> list[Drafted]:
-        """The draft tokens of those that decode in this step, in their order."""
+        """Returns the draft tokens of those that decode in this step, in their order."""
         streams = self._stream is not None and self.costs is not None
         alone = self._alone() if streams else None
         if alone is None or alone.state.names_draft_length:
@@ -208,16 +208,16 @@ class EnginePair(QueuedPair[RunningSequences]):
         self._emit(running, chunk)
 
     def _schedule(self) -> tuple[list[RunningSequences], list[tuple[RunningSequences, list[int]]]]:
-        """Who decodes in this step, and which piece of whose prompt is cached in it instead."""
+        """Returns who decodes in this step, and whose prompt is read instead, with the piece."""
         decoding: list[RunningSequences] = []
         prefill: list[tuple[RunningSequences, list[int]]] = []
         budget = self._options.max_num_tokens
         for running in self._running:
-            missing = self._missing(running)
-            if len(missing) > 1:
-                piece = missing[:budget]
+            uncached = self._uncached(running)
+            if len(uncached) > 1:
+                piece = uncached[:budget]
                 budget -= len(piece)
-                if len(piece) < len(missing):
+                if len(piece) < len(uncached):
                     if piece:
                         prefill.append((running, piece))
                     continue
@@ -237,7 +237,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             return
         if outcome.token_ids is None:
             # Attention gives later positions the weight 0, but 0 times the NaN of a draft token's
-            # values is NaN: only a step without draft tokens tells what the target thinks.
+            # values is NaN: only a step without draft tokens shows what the target scores.
             running.is_draft_suspect = True
             self._cut_back(running, num_before - 1, num_draft_cached)
             return
@@ -259,8 +259,8 @@ class EnginePair(QueuedPair[RunningSequences]):
         if running.draft_sequence is not None and num_draft_cached > num_valid:
             self._draft.truncate(running.draft_sequence, num_valid)
 
-    def _missing(self, running: RunningSequences) -> list[int]:
-        """The accepted tokens that the target has not cached yet; one in a running decode."""
+    def _uncached(self, running: RunningSequences) -> list[int]:
+        """Returns accepted tokens that the target has not cached yet; one in a running decode."""
         return running.state.token_ids[self._target.length(running.target_sequence) :]
 
     def _leave(self, running: RunningSequences, chunk: Chunk) -> None:

@@ -16,7 +16,7 @@ DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
 
 @dataclass(frozen=True)
 class KVUse:
-    """Of one model's KV cache: positions that hold a token, and how many there are."""
+    """How full one model's KV cache is: positions that hold a token, and positions in all."""
 
     num_tokens: int
     capacity_tokens: int
@@ -27,7 +27,7 @@ class Occupancy:
     """What a pair holds at a moment.
 
     num_waiting  requests in its queue
-    kv_caches    empty where the models run elsewhere, which then tells by itself
+    kv_caches    empty where the models run elsewhere, which then has metrics of its own
     """
 
     num_running: int = 0
@@ -72,10 +72,10 @@ class Pair(Protocol):
         """Gives back what would outlive this process; the pair's last call."""
 
     def occupancy(self) -> Occupancy:
-        """What it holds now, for its operators; cheap enough to ask some times a second."""
+        """Returns what the pair holds now; cheap enough to ask some times a second."""
 
     def has_work(self) -> bool:
-        """True while a request is queued, running, or has a chunk that `step` has yet to return."""
+        """Returns whether a request is queued, running, or has a chunk that `step` must return."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ class QueuedPair(ABC, Generic[R]):
         return bool(self._running or self._waiting or self._chunks)
 
     def occupancy(self) -> Occupancy:
-        """Only counts: where the models run elsewhere, so do their KV caches."""
+        """Returns counts only: where the models run elsewhere, so are their KV caches."""
         return Occupancy(num_running=len(self._running), num_waiting=len(self._waiting))
 
     @abstractmethod
@@ -83,11 +83,11 @@ class QueuedPair(ABC, Generic[R]):
         """Raises RequestError for an input that this pair would ignore."""
 
     def _has_room(self, request: Request) -> bool:
-        """Says whether a request can run beside those that do, now that there is a slot for it."""
+        """Returns whether a request can run in addition, now that there is a slot for it."""
         return True
 
     def _adapts(self, request: Request) -> bool:
-        """Says whether the draft length of a request follows its acceptance."""
+        """Returns whether the draft length of a request follows its acceptance."""
         return False
 
     def _admit(self) -> None:
@@ -106,7 +106,7 @@ class QueuedPair(ABC, Generic[R]):
             self._chunks.append(state.finish("error", waiting.overdue(now)))
 
     def _time_left_s(self) -> float:
-        """How long until a deadline passes; infinite where nothing runs or waits."""
+        """Returns how long until a deadline passes; infinite where nothing runs or waits."""
         deadlines = [r.deadline for r in self._running if not r.state.is_finished]
         of_waiting = self._waiting.next_deadline()
         if of_waiting is not None:

@@ -1,4 +1,4 @@
-"""What a pair asks of a sampler, and what the two tell each other of a step."""
+"""What a pair asks of a sampler, and what the two exchange in a step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sampler(Protocol):
     def draft(self, logits: Logits, drafted: Sequence[Drafted]) -> list[bool]:
         """Adds one draft token to each request from its row of logits [B, V].
 
-        False where there is none to be had (a NaN): the request drafts no further in this step.
+        Returns for each whether it got one: with a NaN it drafts no further in this step.
         """
 
     def verify(self, logits: Logits, drafted: Sequence[Drafted]) -> list[Outcome]:

@@ -68,7 +68,7 @@ class Rounds(Protocol):
         """
 
     def take(self) -> Verified:
-        """Waits for the oldest round under way and says what came of it."""
+        """Waits for the oldest round under way and returns what it let out."""
 
     def drop(self) -> None:
         """Waits for all rounds under way and forgets them."""
@@ -107,17 +107,17 @@ class SingleStream:
         self._under_way: deque[_Launched] = deque()
 
     def runs(self, state: RequestState) -> bool:
-        """Says whether the stream is that of this request."""
+        """Returns whether the stream is that of this request."""
         return self._state is state
 
     @staticmethod
     def can_run(state: RequestState) -> bool:
-        """Says whether a request wants tokens only, chosen by no more than the model's scores."""
+        """Returns whether a request wants tokens alone, chosen by the model's scores alone."""
         request = state.request
         return not request.sampling.changes_scores and not request.return_log_probs
 
     def may_draft(self, state: RequestState) -> bool:
-        """Says whether a request, or else the load that it is alone, lets the draft draft."""
+        """Returns whether a request, or else the load that it is alone, lets the draft draft."""
         return state.is_speculative and (state.names_draft_length or self._most != 0)
 
     def begin(
@@ -177,16 +177,16 @@ class SingleStream:
         )
 
     def _is_sure_to_end(self, state: RequestState) -> bool:
-        """Says whether the rounds under way, of a token or more each, emit all that is wanted."""
-        left = state.request.max_tokens - state.num_output_tokens
-        return 0 < left <= len(self._under_way)
+        """Returns whether the rounds under way, of one token at least, emit all that is wanted."""
+        num_tokens_left = state.request.max_tokens - state.num_output_tokens
+        return 0 < num_tokens_left <= len(self._under_way)
 
     def _is_fixed(self, state: RequestState) -> bool:
-        """Says whether the draft length of a request is not ours to choose."""
+        """Returns whether the draft length of a request is not ours to choose."""
         return self._costs is None or state.names_draft_length
 
     def _depends(self, state: RequestState) -> bool:
-        """Says whether a fixed draft length may be less when the rounds under way are taken.
+        """Returns whether a fixed draft length may be less when the rounds under way are taken.
 
         So it is near the end of a text. Where the accept test rejects draft tokens, what is drawn
         depends on which tokens are drafted: those must be the same ones as in single steps.
@@ -201,7 +201,7 @@ class SingleStream:
         return sum(launched.num_draft_tokens + 1 for launched in self._under_way)
 
     def _next(self, state: RequestState) -> _Launched:
-        """The round to launch."""
+        """Returns the round to launch."""
         if self._copy_costs is not None:
             drafting = self._costs if self._has_draft else None
             num_copied = state.next_num_copied_tokens(self._copy_costs, drafting, most=self._most)
@@ -210,7 +210,7 @@ class SingleStream:
         if not self._has_draft:
             state.skip_draft("no_room", most=self._most)
             return _Launched(0)
-        # A trial is one round: the next does not draft before it has told.
+        # A trial is one round: the next drafts only once its result is known.
         is_drafting = any(r.num_draft_tokens and not r.is_copied for r in self._under_way)
         if is_drafting and state.is_draft_on_trial:
             return _Launched(0)

@@ -20,6 +20,11 @@ from specpipe.speculative.request import Request, Sampling
 from specpipe.speculative.verify import verify_by_matching
 from specpipe.speculative.warp import banned_token_ids
 
+_FIRST_SORTED = 128
+"""Scores of each row that are sorted at first, then 8 times as many while a cut lies beyond. A
+guess.
+"""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -39,7 +44,7 @@ class Row:
 
     @property
     def is_plain(self) -> bool:
-        """True when the token is the argmax of the raw logits."""
+        """Whether the token is the argmax of the raw logits."""
         return self.sampling.is_greedy and not self.sampling.changes_scores
 
 
@@ -79,9 +84,7 @@ class TorchSampler:
         return outcomes
 
     def _usable_columns(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] of ids that both models and the tokenizer have; writes into its
-        argument.
-        """
+        """Returns logits [R, V] of ids that all three have; writes into its argument."""
         logits = logits[:, : self._vocab_size]
         for start, stop in self._unused:
             logits[:, start:stop] = -torch.inf
@@ -96,7 +99,7 @@ def _row(drafted: Drafted, draft_token_ids: list[int]) -> Row:
 
 
 def _is_matched(sampling: Sampling) -> bool:
-    """True when draft tokens are accepted by matching; False for rejection sampling."""
+    """Returns whether draft tokens are accepted by matching; False for rejection sampling."""
     return sampling.is_greedy or sampling.is_seeded
 
 
@@ -122,17 +125,17 @@ class _Choices:
             self.is_usable[index] = usable
 
     def probs(self, index: int) -> torch.Tensor:
-        """The probabilities [V] that row index draws from."""
+        """Returns the probabilities [V] that row index draws from."""
         return self._scores[self._place[index]].softmax(dim=-1)
 
 
 def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> Outcome:
-    """The accept test of one request, on rows first ... end of choices."""
+    """Returns the accept test of one request, on rows first ... end of choices."""
     usable = choices.is_usable[first:end]
     num_rows = usable.index(False) if False in usable else len(usable)
     if num_rows == 0:
         return Outcome(None)
-    # A later row counts only if the draft tokens before it stand: the next step will tell.
+    # A later row counts only if the draft tokens before it stand, which the next step decides.
     token_ids = drafted.token_ids[: num_rows - 1]
     if _is_matched(drafted.state.request.sampling):
         verified = verify_by_matching(token_ids, choices.token_ids[first : first + num_rows])
@@ -167,7 +170,7 @@ def _with_log_probs(outcome: Outcome, raw_logits: torch.Tensor) -> Outcome:
 
 
 def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Scores [R, V] in float64 from raw logits [R, V], each row as in `speculative/warp.py`."""
+    """Returns scores [R, V] in float64 of raw logits [R, V], as `speculative/warp.py` does."""
     scores = logits.double()
     for index, row in enumerate(rows):
         if row.sampling.changes_scores:
@@ -176,8 +179,8 @@ def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     if not sampled:
         return scores
     column = _columns(scores.device, rows)
-    raw = scores
-    scores = raw / column([row.sampling.temperature or 1.0 for row in rows], torch.float64)
+    untempered = scores
+    scores = untempered / column([row.sampling.temperature or 1.0 for row in rows], torch.float64)
     if any(sampling.top_k > 0 or sampling.top_p < 1.0 for sampling in sampled):
         _truncate(scores, rows)
     if any(sampling.min_p > 0.0 for sampling in sampled):
@@ -187,16 +190,16 @@ def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     if len(sampled) == len(rows):
         return scores
     is_greedy = column([row.sampling.is_greedy for row in rows], torch.bool)
-    return raw.where(is_greedy, scores)
+    return untempered.where(is_greedy, scores)
 
 
 def _penalize_and_ban(scores: torch.Tensor, row: Row) -> None:
-    """Penalties and bans of one row, in place on its scores [V]."""
+    """Applies penalties and bans of one row, in place on its scores [V]."""
     sampling, prompt, output = row.sampling, row.request.prompt_token_ids, row.output
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*prompt, *output}), device=scores.device)
-        s = scores[seen]
-        scores[seen] = torch.where(
+        used_ids = torch.tensor(sorted({*prompt, *output}), device=scores.device)
+        s = scores[used_ids]
+        scores[used_ids] = torch.where(
             s > 0, s / sampling.repetition_penalty, s * sampling.repetition_penalty
         )
     if output and (sampling.presence_penalty or sampling.frequency_penalty):
@@ -210,7 +213,7 @@ def _penalize_and_ban(scores: torch.Tensor, row: Row) -> None:
 
 
 def _truncate(scores: torch.Tensor, rows: Sequence[Row]) -> None:
-    """top-k, then top-p, in place; equal scores at a cut: the lower ids stay.
+    """Applies top-k, then top-p, in place; of equal scores at a cut the lower ids stay.
 
     Only the best scores of each row are sorted, as many as it takes to find where all rows are cut.
     """
@@ -232,8 +235,8 @@ def _truncate(scores: torch.Tensor, rows: Sequence[Row]) -> None:
         )
         probs = (best - total).exp()
         before = probs.cumsum(dim=-1) - probs
-        kept = (rank < top_k) & ((before < top_p) | (top_p >= 1.0))
-        num_kept = kept.sum(dim=-1, keepdim=True)
+        is_kept = (rank < top_k) & ((before < top_p) | (top_p >= 1.0))
+        num_kept = is_kept.sum(dim=-1, keepdim=True)
         is_off = (top_k >= vocab_size) & (top_p >= 1.0)
         if size == vocab_size or (has_all_of_top_k | is_off | (num_kept < size)).all():
             break
@@ -247,9 +250,6 @@ def _truncate(scores: torch.Tensor, rows: Sequence[Row]) -> None:
     scores.masked_fill_(excluded, -torch.inf)
 
 
-_FIRST_SORTED = 128
-
-
 def _columns(
     device: torch.device, rows: Sequence[Row]
 ) -> Callable[[Sequence[float], torch.dtype], torch.Tensor]:
@@ -260,7 +260,7 @@ def _columns(
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[Row], purpose: Purpose) -> list[int]:
-    """One token id for each row of scores [R, V]: the best, for all but greedy rows under noise.
+    """Returns a token id for each row of scores [R, V]: the best, for sampled rows under noise.
 
     A seeded row draws with the same noise whatever the purpose, so that draft and target agree.
     """
@@ -292,7 +292,7 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row], purpose: Purpose) -> list[i
 def uniform_at(
     seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Uniform numbers at token ids [R, C], with the bits of `speculative/noise.py` everywhere."""
+    """Returns `noise.uniform_at` at token ids [R, C], bit for bit on any device."""
     if token_ids.device.type == "cpu":
         return torch.from_numpy(noise.uniform_at(seeds, positions, purpose, token_ids.numpy()))
     device = token_ids.device
@@ -315,7 +315,7 @@ def uniform_at(
 def philox(
     counters: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-10 on int64 tensors of 32-bit words, which broadcast."""
+    """Returns the words of Philox4x32-10, on int64 tensors of 32-bit words, which broadcast."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counters)
     k0, k1 = keys
     for _ in range(NUM_ROUNDS):

@@ -153,17 +153,17 @@ class BuildTensorRTEngine:
     def _builder_config(
         self, trt: Any, builder: Any, config: UnifiedConfig, profiles: Any, capacity: int
     ) -> Any:
-        made = builder.create_builder_config()
-        made.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        settings = builder.create_builder_config()
+        settings.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         # TF32 would round what is asked to be float32.
-        made.clear_flag(trt.BuilderFlag.TF32)
+        settings.clear_flag(trt.BuilderFlag.TF32)
         if self.weight_streaming:
-            made.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+            settings.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
         if self.compute_capabilities:
-            made.num_compute_capabilities = len(self.compute_capabilities)
+            settings.num_compute_capabilities = len(self.compute_capabilities)
             for index, capability in enumerate(self.compute_capabilities):
                 member = getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}")
-                made.set_compute_capability(member, index)
+                settings.set_compute_capability(member, index)
         for profile in profiles:
             ranges = builder.create_optimization_profile()
             for name, (low, best, high) in profile.shapes(
@@ -173,8 +173,8 @@ class BuildTensorRTEngine:
                 capacity=capacity,
             ).items():
                 ranges.set_shape(name, low, best, high)
-            made.add_optimization_profile(ranges)
-        return made
+            settings.add_optimization_profile(ranges)
+        return settings
 
 
 @dataclass(frozen=True, kw_only=True)

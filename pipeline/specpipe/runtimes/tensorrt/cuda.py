@@ -19,14 +19,14 @@ from specpipe.runtimes.tensorrt import library as libraries
 Direction = Literal["HostToDevice", "DeviceToHost"]
 
 _ALIGNMENT = 256
-"""What TensorRT wants of an address."""
+"""Bytes to which TensorRT wants addresses aligned."""
 
 
 class Cuda:
     """CUDA's runtime, raising RuntimeUnavailable in CUDA's own words."""
 
     def __init__(self, cudart: Any) -> None:
-        """cudart  the module cuda.bindings.runtime"""
+        """`cudart` is the module cuda.bindings.runtime."""
         self._cudart = cudart
 
     @classmethod
@@ -40,7 +40,7 @@ class Cuda:
             ) from exc
 
     def __call__(self, function: str, *arguments: Any) -> Any:
-        """Calls a function of CUDA; returns what it returns beside its status."""
+        """Calls a function of CUDA; returns its results without the status."""
         status, *values = getattr(self._cudart, function)(*arguments)
         if int(status) != 0:
             _, text = self._cudart.cudaGetErrorString(status)
@@ -49,7 +49,7 @@ class Cuda:
 
     def gpus(self) -> list[Gpu]:
         """Returns the GPUs that this process sees, in CUDA's order."""
-        found = []
+        gpus = []
         for index in range(self("cudaGetDeviceCount")):
             properties = self("cudaGetDeviceProperties", index)
             sm = 10 * properties.major + properties.minor
@@ -76,7 +76,7 @@ class Cuda:
     def copy(
         self, to: int, source: int, num_bytes: int, direction: Direction, stream: Any = None
     ) -> None:
-        """Copies between addresses: at once, or when it is the turn of it on a stream."""
+        """Copies between addresses: at once, or in the order of a stream."""
         kind = getattr(self._cudart.cudaMemcpyKind, f"cudaMemcpy{direction}")
         if stream is None:
             self("cudaMemcpy", to, source, num_bytes, kind)

@@ -77,7 +77,7 @@ class CudaRunner:
                 self._set_address(context, f"{name}.out", address)
             context.first_slot = first_slot
         self._inputs.to_device(self._stream)
-        self._check(context.made.execute_async_v3(self._stream), "did not run")
+        self._check(context.execution.execute_async_v3(self._stream), "did not run")
         self._logits.to_host(self._stream, len(logits_indices) * self._spec.vocab_size)
         self._cuda("cudaStreamSynchronize", self._stream)
         logits: Rows = self._logits.host[shapes.LOGITS].reshape(-1, self._spec.vocab_size)
@@ -135,8 +135,8 @@ class CudaRunner:
             wanted = math.prod(self._spec.inputs[name]), DTYPES[self._spec.dtype]
             if found is None or (math.prod(found.shape), found.dtype) != wanted:
                 raise EngineMismatch(f"{path} has no {name} as the engine takes it: build it again")
-            addresses[name] = address = self._cuda.allocate(resources, found.num_bytes)
-            for block in read_blocks(found):
+            addresses[name] = address = self._cuda.allocate(resources, info.num_bytes)
+            for block in read_blocks(info):
                 self._cuda.copy(address, block.ctypes.data, block.nbytes, "HostToDevice")
                 address += block.nbytes
         return addresses
@@ -172,11 +172,11 @@ class CudaRunner:
 
     def _context(self, index: int) -> _Context:
         """Makes the context of a profile, with the addresses that stay."""
-        made = self._engine.create_execution_context(self._config)
-        self._check(made is not None, "got no execution context")
-        chosen = made.set_optimization_profile_async(index, self._stream)
+        execution = self._engine.create_execution_context(self._config)
+        self._check(execution is not None, "got no execution context")
+        chosen = execution.set_optimization_profile_async(index, self._stream)
         self._check(chosen, f"has no profile {index}")
-        context = _Context(made, self._spec.profiles[index])
+        context = _Context(execution, self._spec.profiles[index])
         addresses = self._inputs.addresses | self._logits.addresses | self._weights
         for name, address in addresses.items():
             self._set_address(context, name, address)
@@ -198,24 +198,24 @@ class CudaRunner:
 
     def _set_shape(self, context: _Context, name: str, shape: tuple[int, ...]) -> None:
         if context.shapes.get(name) != shape:
-            self._check(context.made.set_input_shape(name, shape), f"refused {name} {shape}")
+            self._check(context.execution.set_input_shape(name, shape), f"refused {name} {shape}")
             context.shapes[name] = shape
 
     def _set_address(self, context: _Context, name: str, address: int) -> None:
-        self._check(context.made.set_tensor_address(name, address), f"has no tensor {name}")
+        self._check(context.execution.set_tensor_address(name, address), f"has no tensor {name}")
 
-    def _check(self, is_done: bool, what: str) -> None:
+    def _check(self, is_done: bool, fault: str) -> None:
         if not is_done:
             raise RuntimeUnavailable(
-                f"the engine of {self._spec.folder} {what}:\n{libraries.last_errors(self._logger)}"
+                f"the engine of {self._spec.folder} {fault}:\n{libraries.last_errors(self._logger)}"
             )
 
 
 @dataclass
 class _Context:
-    """An execution context of one profile, and what it was told: it keeps that."""
+    """An execution context of one profile, with the shapes and addresses that it keeps."""
 
-    made: Any
+    execution: Any
     profile: Profile
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     batch_size: int | None = None
@@ -223,7 +223,7 @@ class _Context:
 
 
 def _input_sizes(spec: EngineSpec) -> dict[str, int]:
-    """The greatest number of elements of each input of a run."""
+    """Returns the greatest number of elements of each input of a run."""
     sizes: dict[str, int] = {}
     for profile in spec.profiles:
         batch, tokens, rows = profile.batch[2], profile.tokens[2], profile.logits[2]

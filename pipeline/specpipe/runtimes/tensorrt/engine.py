@@ -32,7 +32,7 @@ class Runner(Protocol):
     def run(
         self, first_slot: int, input_ids: Int32s, write_indices: Int32s, logits_indices: Int32s
     ) -> Rows:
-        """Runs input_ids [B, N] in B slots from first_slot on; float32 logits [R, V].
+        """Runs input_ids [B, N] in B slots from first_slot on; returns float32 logits [R, V].
 
         write_indices [B] are the positions at which the tokens begin, logits_indices [R] the rows
         b · N + n that are scored. What is returned may be overwritten by the next run.
@@ -83,7 +83,7 @@ class TensorRTEngine:
         self._next_id = 0
 
     def can_admit(self, max_tokens: int) -> bool:
-        """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
+        """Returns whether a sequence of `max_tokens` tokens, prompt included, has room now."""
         return bool(self._free) and max_tokens <= self.max_seq_len
 
     def allocate(self, *, prompt_length: int, max_tokens: int) -> SequenceId:

@@ -1,4 +1,4 @@
-"""What an engine folder says of its engine, and whether that is what lies in it."""
+"""What the config.json of an engine's folder says, and whether its files agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specpipe.runtimes.tensorrt.memory import estimate_memory
 from specpipe.runtimes.tensorrt.shapes import Profile
 from specpipe.version import __version__
 
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20  # read at a time, to be hashed: a guess
 
 _OF_A_STEP = frozenset(
     (
@@ -31,6 +31,7 @@ _OF_A_STEP = frozenset(
         shapes.LOGITS_INDICES,
     )
 )
+"""The inputs that are neither KV caches nor weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +120,8 @@ class EngineSpec:
     @property
     def weight_names(self) -> tuple[str, ...]:
         """The inputs that are weights, in the order of the engine; none where it holds them."""
-        others = {*_OF_A_STEP, *self.cache_names}
-        return tuple(name for name in self.inputs if name not in others)
+        no_weights = {*_OF_A_STEP, *self.cache_names}
+        return tuple(name for name in self.inputs if name not in no_weights)
 
 
 def check_files(spec: EngineSpec) -> None:
@@ -134,9 +135,9 @@ def damages(spec: EngineSpec) -> Iterator[str]:
     """Yields how the files of an engine differ from what its config.json says, a sentence each."""
     sizes = {ENGINE_NAME: spec.engine_bytes, WEIGHTS_NAME: spec.weights_bytes}
     for name, built in sizes.items():
-        found = (spec.folder / name).stat().st_size if built is not None else None
-        if found != built:
-            yield f"{name} is damaged, it has {found} bytes, not {built}"
+        size = (spec.folder / name).stat().st_size if built is not None else None
+        if size != built:
+            yield f"{name} is damaged, it has {size} bytes, not {built}"
         elif name == ENGINE_NAME and _sha256(spec.folder / name) != spec.engine_sha256:
             yield f"{name} is damaged, it is not what was built (SHA-256)"
 
@@ -152,12 +153,12 @@ def _sha256(path: Path) -> str:
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG_NAME).read_bytes())
-        found = config["runtime"]
+        runtime = config["runtime"]
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise EngineMismatch(f"{folder} is not an engine of runtime 'tensorrt'") from exc
-    if found != ENGINE_KIND:
+    if runtime != ENGINE_KIND:
         raise EngineMismatch(
-            f"{folder} was built for {found}, specpipe {__version__} runs {ENGINE_KIND}; "
+            f"{folder} was built for {runtime}, specpipe {__version__} runs {ENGINE_KIND}; "
             "build it again"
         )
     return config

@@ -14,25 +14,25 @@ from specpipe.runtimes.tensorrt.engine_config import EngineSpec
 
 def differences(spec: EngineSpec, gpus: Sequence[Gpu], library_version: str | None) -> list[str]:
     """Returns what keeps an engine from running here, a sentence each; what is unknown is none."""
-    found = []
+    diffs = []
     if library_version is not None and release(library_version) != release(spec.library_version):
-        found.append(f"built with {spec.library} {spec.library_version}, here is {library_version}")
+        diffs.append(f"built with {spec.library} {spec.library_version}, here is {library_version}")
     if gpus and not any(_runs_on(spec, gpu) for gpu in gpus):
-        found.append(
-            f"built for compute capability {listed(spec.compute_capabilities)}, {_here(gpus)}"
+        diffs.append(
+            f"built for compute capability {listed(spec.compute_capabilities)}, {_gpus_here(gpus)}"
         )
         if spec.library == "tensorrt_rtx" and not buildable(gpus):
-            found[-1] += (
+            diffs[-1] += (
                 ", which tensorrt_rtx does not run on: set engine.library to tensorrt, or "
                 "engine.runtime to torch or tensorrt_llm"
             )
-    return found
+    return diffs
 
 
 def buildable(gpus: Sequence[Gpu]) -> list[str]:
     """Returns the compute capabilities among GPUs that library tensorrt_rtx builds for."""
-    here = dict.fromkeys(gpu.compute_capability for gpu in gpus)
-    return [capability for capability in here if capability in get_args(ComputeCapability)]
+    capabilities = dict.fromkeys(gpu.compute_capability for gpu in gpus)
+    return [capability for capability in capabilities if capability in get_args(ComputeCapability)]
 
 
 def find_device(specs: Sequence[EngineSpec], gpus: Sequence[Gpu]) -> int:
@@ -43,7 +43,7 @@ def find_device(specs: Sequence[EngineSpec], gpus: Sequence[Gpu]) -> int:
     built = "; ".join(f"{spec.folder} for {listed(spec.compute_capabilities)}" for spec in specs)
     raise EngineMismatch(
         f"no GPU here has a compute capability that all engines were built for: {built}; "
-        f"{_here(gpus)}; build them again"
+        f"{_gpus_here(gpus)}; build them again"
     )
 
 
@@ -58,7 +58,7 @@ def named(gpus: Sequence[Gpu]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Writes names as a sentence does: a, b and c."""
+    """Returns names as a sentence lists them: a, b and c."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
 

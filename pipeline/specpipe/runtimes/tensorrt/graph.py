@@ -1,6 +1,6 @@
 """A TensorRT network in the making: layers as calls that return tensors, with names.
 
-It keeps alive what the library only points at, and knows the two ways of giving weights: constants
+It keeps what the library only points at, and knows the two ways of giving weights: constants
 of the network, or inputs that are bound when the engine runs.
 """
 
@@ -29,13 +29,13 @@ class Weights(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
     def dtype_of(self, name: str) -> str:
-        """The dtype of one tensor: the engine's, "float32", "float8_e4m3" or "int4"."""
+        """Returns the dtype of a tensor: the engine's, "float32", "float8_e4m3" or "int4"."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Counts numbers, also where two of them share a byte."""
+        """Returns a shape that counts numbers, also where two of them share a byte."""
 
     def array(self, name: str) -> NDArray[Any]:
-        """The elements as they lie in memory: bfloat16 as uint16, int4 two in a byte."""
+        """Returns elements as they lie in memory: bfloat16 as uint16, int4 two in a byte."""
 
 
 class Graph:
@@ -60,7 +60,7 @@ class Graph:
         self._scope: list[str] = []
         self._named: Counter[str] = Counter()
         self._alive: list[NDArray[Any]] = []
-        self._made: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -72,7 +72,7 @@ class Graph:
             self._scope.pop()
 
     def input(self, name: str, dtype: Any, shape: Sequence[int]) -> Tensor:
-        """Adds an input; -1 in the shape is told by the profiles."""
+        """Adds an input; the profiles give the range of a size that is -1."""
         return self._checked(self.network.add_input(name, dtype, tuple(shape)), name)
 
     def output(self, tensor: Tensor, name: str) -> None:
@@ -84,16 +84,16 @@ class Graph:
 
     def weight(self, name: str, *, rank: int) -> Tensor:
         """Returns a tensor of the checkpoint, with axes of size 1 before its own up to `rank`."""
-        if name not in self._made:
+        if name not in self._tensors:
             shape = self._weights.shape(name)
             shape = (1,) * (rank - len(shape)) + shape
             dtype = self._dtypes[self._weights.dtype_of(name)]
             if self._weights_are_inputs:
-                self._made[name] = self.input(name, dtype, shape)
+                self._tensors[name] = self.input(name, dtype, shape)
             else:
-                self._made[name] = self._constant(self._weights.array(name), dtype, name, shape)
-        assert len(self._made[name].shape) == rank
-        return self._made[name]
+                self._tensors[name] = self._constant(self._weights.array(name), dtype, name, shape)
+        assert len(self._tensors[name].shape) == rank
+        return self._tensors[name]
 
     def constant(self, values: Any, dtype: Any, name: str = "constant") -> Tensor:
         """Returns numbers that are part of the network, float32 or int64 as `dtype` says."""
@@ -113,13 +113,14 @@ class Graph:
         return self._added(self.network.add_constant(shape, weights), name)
 
     def round_fp8(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Rounds x / scale to FP8 and multiplies it back; a product behind it is taken in FP8."""
+        """Returns x rounded to FP8 at a scale; a product that follows is taken in FP8."""
         layer = self.network.add_quantize(x, scale, self.trt.DataType.FP8)
         return self.dequantize(self._added(layer, "quantize"), scale)
 
     def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
-        """x · scale in the dtype of the engine. A scale for each block of the last axis has fewer
-        columns than x; how long the blocks are, the library sees by that.
+        """Returns x · scale in the dtype of the engine.
+
+        Scales of blocks of the last axis have fewer columns than x, which gives the block size.
         """
         return self._added(self.network.add_dequantize(x, scale, self.dtype), "dequantize")
 
@@ -139,7 +140,7 @@ class Graph:
         return self._added(self.network.add_elementwise(a, b, kind), name)
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the last axis, which stays with size 1."""
+        """Returns the mean over the last axis, which stays with size 1."""
         last = 1 << (len(x.shape) - 1)
         kind = self.trt.ReduceOperation.AVG
         return self._added(self.network.add_reduce(x, kind, last, True), "mean")
@@ -153,20 +154,20 @@ class Graph:
         return self._added(self.network.add_activation(x, kind), "sigmoid")
 
     def matmul(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [..., in] times the transpose of weight [..., out, in]."""
+        """Returns x [..., in] times the transpose of weight [..., out, in]."""
         operation = self.trt.MatrixOperation
         layer = self.network.add_matrix_multiply(x, operation.NONE, weight, operation.TRANSPOSE)
         return self._added(layer, "matmul")
 
     def gather(self, x: Tensor, indices: Tensor) -> Tensor:
-        """The rows of x that the indices name."""
+        """Returns the rows of x that the indices name."""
         return self._added(self.network.add_gather(x, indices, 0), "gather")
 
     def shape(self, x: Tensor) -> Tensor:
         return self._added(self.network.add_shape(x), "shape")
 
     def slice(self, x: Tensor, start: Sequence[int], size: Tensor) -> Tensor:
-        """The part of x from `start` on; `size` is a tensor, one number for each axis."""
+        """Returns the part of x from `start` on; `size` is a tensor, one number for each axis."""
         rank = len(x.shape)
         layer = self.network.add_slice(x, tuple(start), (1,) * rank, (1,) * rank)
         layer.set_input(2, size)
@@ -204,7 +205,10 @@ class Graph:
         return self._added(layer, "kv_cache_update")
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
-        """Query n of sequence b sees the first lengths[b] - N + n + 1 keys; scores are unscaled."""
+        """Returns attention with unscaled scores.
+
+        Query n of sequence b sees the first lengths[b] - N + n + 1 keys.
+        """
         layer = self.network.add_attention_v2(
             query,
             key,
@@ -228,15 +232,15 @@ class Graph:
         return "/".join([*self._scope, name])
 
     def _unique_name(self, name: str) -> str:
-        """The library takes every layer name once."""
+        """Returns a name for a layer; the library takes each only once."""
         name = self._name(name)
         self._named[name] += 1
         return name if self._named[name] == 1 else f"{name}_{self._named[name]}"
 
-    def _checked(self, made: Any, name: str) -> Any:
-        if made is None:
+    def _checked(self, added: Any, name: str) -> Any:
+        if added is None:
             raise EngineBuildError(f"the library refused {self._name(name)}")
-        return made
+        return added
 
 
 def kinds(network: Any) -> tuple[Mapping[str, int], Mapping[str, int]]:

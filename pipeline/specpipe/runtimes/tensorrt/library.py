@@ -61,10 +61,10 @@ def make_logger(trt: Any) -> Any:
 
 
 def last_errors(logger: Any) -> str:
-    """The last errors of a logger, a line each, or a sentence that there are none.
+    """Returns the last errors of a logger, a line each, or a sentence that there are none.
 
     Without a GPU tensorrt_rtx adds to each error that it could not ask CUDA for one too.
     """
     errors: Sequence[str] = logger.errors
-    told = [error for error in errors if "::catchCudaError" not in error]
-    return "\n".join(told or errors) or "the library gave no reason"
+    own_errors = [error for error in errors if "::catchCudaError" not in error]
+    return "\n".join(own_errors or errors) or "the library gave no reason"

@@ -24,7 +24,7 @@ def estimate_memory(
     """Estimates an engine of a unified config.
 
     The workspace is what one layer has at once, twice, and the logits; the library plans it on the
-    GPU and tells no number before.
+    GPU and gives no number before.
     """
     element = ELEMENT_BYTES[DTYPES[dtype]]
     weights_bytes = sum(

@@ -61,7 +61,7 @@ def check_supported(role: str, config: UnifiedConfig, *, max_seq_len: int) -> No
 
 @dataclass(frozen=True)
 class _Step:
-    """What every layer of one forward needs beside the hidden states.
+    """What every layer of one forward needs besides the hidden states.
 
     cos, sin       float32 [S, rotary size / 2]
     query_shape, key_shape
@@ -95,7 +95,7 @@ def build_decoder(graph: Graph, config: UnifiedConfig, *, capacity: int) -> None
 
 
 def _head(config: UnifiedConfig) -> str:
-    """The head's weight; a tied one is the embedding, so that the engine holds it once."""
+    """Returns the name of the head; a tied one is the embedding, which an engine holds once."""
     return _EMBEDDING if shares_embedding(config) else _HEAD
 
 
@@ -106,7 +106,7 @@ def _step(graph: Graph, config: UnifiedConfig, input_ids: Tensor, capacity: int)
         variable = graph.multiply(sizes, graph.constant([1, 0, 1, 0], graph.int64))
 
         def heads(count: int) -> Tensor:
-            """[B, count, N, D]"""
+            """Returns the shape [B, count, N, D]."""
             fixed = graph.constant([0, count, 0, config.head_size], graph.int64)
             return graph.add(variable, fixed)
 
@@ -125,7 +125,7 @@ def _step(graph: Graph, config: UnifiedConfig, input_ids: Tensor, capacity: int)
 
 
 def rotary_tables(config: UnifiedConfig, capacity: int) -> tuple[Any, Any]:
-    """Cosines and sines of the first positions, float32 [capacity, rotary size / 2] each."""
+    """Returns cosines and sines of the positions, float32 [capacity, rotary size / 2] each."""
     from specpipe.runtimes.torch.rotary import Rotary  # torch takes a second to import
 
     size = config.rotary_embedding_dim
@@ -137,7 +137,7 @@ def rotary_tables(config: UnifiedConfig, capacity: int) -> tuple[Any, Any]:
 def _layer(
     graph: Graph, config: UnifiedConfig, hidden: Tensor, n: int, step: _Step, capacity: int
 ) -> Tensor:
-    """hidden [B, N, C] → hidden [B, N, C]"""
+    """Returns the hidden states [B, N, C] after one layer."""
     prefix = f"transformer.layers.{n}"
     epsilon = config.norm_epsilon
     with graph.scope("attention"):
@@ -152,7 +152,7 @@ def _layer(
 def _attention(
     graph: Graph, config: UnifiedConfig, x: Tensor, n: int, step: _Step, capacity: int
 ) -> Tensor:
-    """Grouped-query attention over the KV cache, which it writes first: [B, N, C] → [B, N, C]."""
+    """Returns grouped-query attention [B, N, C] over the KV cache, which it writes first."""
     prefix = f"transformer.layers.{n}.attention"
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_size = config.head_size
@@ -179,13 +179,13 @@ def _attention(
 
 
 def _rotate(graph: Graph, x: Tensor, step: _Step, size: int) -> Tensor:
-    """Rotary embedding of [B, heads, N, D]; float32, so that far positions keep their angle."""
+    """Returns x [B, heads, N, D] rotated; in float32, so that far positions keep their angle."""
     x = graph.cast(x, graph.float32)
     return graph.rotary_embedding(x, step.cos, step.sin, step.position_ids, size)
 
 
 def _mlp(graph: Graph, config: UnifiedConfig, x: Tensor, prefix: str) -> Tensor:
-    """silu(x · fc) · (x · gate) · proj; TensorRT-LLM calls the activated branch `fc`."""
+    """Returns silu(x · fc) · (x · gate) · proj; `fc` is TensorRT-LLM's name for gate_proj."""
     activated = graph.cast(_linear(graph, config, x, f"{prefix}.fc"), graph.float32)
     activated = graph.cast(graph.multiply(activated, graph.sigmoid(activated)), graph.dtype)
     gated = graph.multiply(activated, _linear(graph, config, x, f"{prefix}.gate"))
@@ -193,7 +193,7 @@ def _mlp(graph: Graph, config: UnifiedConfig, x: Tensor, prefix: str) -> Tensor:
 
 
 def _linear(graph: Graph, config: UnifiedConfig, x: Tensor, name: str) -> Tensor:
-    """x · Wᵀ + b, x and W rounded as the format of a quantized linear has it."""
+    """Returns x · Wᵀ + b, with x and W rounded as the format of a quantized linear has it."""
     rank = len(x.shape)
     with graph.scope(name.rpartition(".")[2]):
         weight = graph.weight(f"{name}.weight", rank=rank)
@@ -207,7 +207,7 @@ def _linear(graph: Graph, config: UnifiedConfig, x: Tensor, name: str) -> Tensor
 def _quantized(
     graph: Graph, config: UnifiedConfig, x: Tensor, weight: Tensor, name: str
 ) -> tuple[Tensor, Tensor]:
-    """The factors of a quantized linear; what is done to them, TensorRT fuses with the product."""
+    """Returns the factors of a quantized linear, whose making TensorRT fuses with the product."""
     rank = len(x.shape)
     if config.quantization.activations == "fp8":
         x = graph.round_fp8(x, graph.weight(f"{name}.activation_scaling_factor", rank=1))
@@ -218,7 +218,7 @@ def _quantized(
 
 
 def _rms_norm(graph: Graph, x: Tensor, name: str, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x²) + ε) · w over the last axis, as transformers rounds it: w comes last."""
+    """Returns x / sqrt(mean(x²) + ε) · w, rounded as in transformers, where w comes last."""
     rank = len(x.shape)
     with graph.scope(name.rpartition(".")[2]):
         wide = graph.cast(x, graph.float32)

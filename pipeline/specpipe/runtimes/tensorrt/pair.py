@@ -32,16 +32,16 @@ def load_pair(
     specs = [EngineSpec.read(folder) for folder in (draft, target)]
     for spec in specs:
         check_limits(spec.folder, spec, options)
-    found = {spec.library: libraries.load(spec.library) for spec in specs}
+    modules = {spec.library: libraries.load(spec.library) for spec in specs}
     cuda = Cuda.load(specs[0].library)
-    device = _device(specs, found, cuda)
+    device = _device(specs, modules, cuda)
     for spec in specs:
         check_files(spec)
     loaded = ExitStack()
     try:
         runners = []
         for spec in specs:
-            runners.append(CudaRunner(spec, device, trt=found[spec.library], cuda=cuda))
+            runners.append(CudaRunner(spec, device, trt=modules[spec.library], cuda=cuda))
             loaded.callback(runners[-1].close)
         draft_engine, target_engine = map(TensorRTEngine, specs, runners)
         pair = pair_of(draft_engine, target_engine, options, detokenizer, on_close=loaded.close)
@@ -53,13 +53,13 @@ def load_pair(
         raise
 
 
-def _device(specs: Sequence[EngineSpec], found: dict[str, Any], cuda: Cuda) -> int:
+def _device(specs: Sequence[EngineSpec], modules: dict[str, Any], cuda: Cuda) -> int:
     """Returns the GPU that can run all engines, and has room for them."""
     gpus = cuda.gpus()
     faults = [
         f"{spec.folder}: {fault}"
         for spec in specs
-        for fault in differences(spec, gpus, found[spec.library].__version__)
+        for fault in differences(spec, gpus, modules[spec.library].__version__)
     ]
     if faults:
         raise EngineMismatch("\n".join([*faults, "build them again"]))
@@ -71,7 +71,7 @@ def _device(specs: Sequence[EngineSpec], found: dict[str, Any], cuda: Cuda) -> i
 
 
 def _needs(spec: EngineSpec) -> MemoryEstimate:
-    """What must be on the GPU: weights that are streamed need not, those beside the engine must."""
+    """Returns what must be on the GPU; weights that are streamed need not be."""
     if spec.weight_streaming and spec.weights_bytes is None:
         return replace(spec.memory, weights_bytes=0)
     return spec.memory

@@ -47,13 +47,13 @@ def launch(
             continue
         library = spec.library
         libraries.require(library)
-        here = installed(libraries.DISTRIBUTIONS[library])
-        found = [*differences(spec, gpus, here), *damages(spec)]
-        for name, built, wanted in limits(spec, options):
-            if built < wanted:
-                found.append(f"built for {name} {built}, to be served with {wanted}")
-        faults += [f"{role}: {fault}" for fault in found]
-        if here is None:
+        version_here = installed(libraries.DISTRIBUTIONS[library])
+        differing = [*differences(spec, gpus, version_here), *damages(spec)]
+        for name, built, served in limits(spec, options):
+            if built < served:
+                differing.append(f"built for {name} {built}, to be served with {served}")
+        faults += [f"{role}: {fault}" for fault in differing]
+        if version_here is None:
             unknown[f"the version of {library} here is unknown"] = None
     if not gpus:
         unknown["the GPU here is unknown: NVIDIA's driver shows none"] = None
@@ -65,7 +65,7 @@ def launch(
 
 
 def _rebuild(build_command: str, library: str | None, gpus: Sequence[Gpu]) -> str:
-    """The command that builds what runs here, whatever the config says."""
+    """Returns the command that builds what runs here, whatever the config says."""
     if not gpus:
         return f"{build_command} --set engine.runtime=torch"  # needs no GPU
     if library != "tensorrt_rtx":

@@ -37,7 +37,7 @@ INPUT_IDS, POSITION_IDS, WRITE_INDICES, KEY_VALUE_LENGTHS, LOGITS_INDICES, LOGIT
 
 
 def cache_names(num_layers: int) -> Iterator[str]:
-    """Names the KV caches in the order of the layers; their outputs have `.out` behind it."""
+    """Yields the names of KV caches, layer by layer; those of their outputs end in `.out`."""
     for layer in range(num_layers):
         yield f"key_cache.{layer}"
         yield f"value_cache.{layer}"

@@ -24,7 +24,7 @@ class CheckpointWeights:
     """The weights of a checkpoint; each is read when it is asked for, and not kept here."""
 
     def __init__(self, role: str, checkpoint: UnifiedCheckpoint, dtype: str) -> None:
-        """dtype  "float32", "bfloat16" or "float16" """
+        """`dtype` is "float32", "bfloat16" or "float16"."""
         self.dtype = dtype
         self._role, self._checkpoint = role, checkpoint
         self._names = frozenset(checkpoint.names())
@@ -42,18 +42,18 @@ class CheckpointWeights:
 
     def array(self, name: str) -> RawArray:
         """Reads one tensor; raises EngineBuildError for a number that the dtype cannot hold."""
-        raw = self._checkpoint.tensor(name)
+        tensor = self._checkpoint.tensor(name)
         dtype = self.dtype_of(name)
         if dtype == "int4":
-            return _pack_columns(raw.data)
-        wanted = "F8_E4M3" if dtype == "float8_e4m3" else DTYPES[dtype]
+            return _pack_columns(tensor.data)
+        stored_dtype = "F8_E4M3" if dtype == "float8_e4m3" else DTYPES[dtype]
         try:
-            return self._checkpoint.rounded(name, raw, wanted)
+            return self._checkpoint.rounded(name, tensor, stored_dtype)
         except CheckpointError as exc:
             raise EngineBuildError(f"{self._role}: {exc}") from exc
 
     def used(self) -> Iterator[str]:
-        """Names what an engine reads: a tied head is the embedding."""
+        """Yields the names of what an engine reads: a tied head is the embedding."""
         is_tied = shares_embedding(self._checkpoint.config)
         return (name for name in self._checkpoint.names() if not (is_tied and name == _HEAD))
 
@@ -104,7 +104,7 @@ class ShapesOnly:
 
 
 def _fixed_dtype(stored: str | None) -> str | None:
-    """The engine's word for what a quantized checkpoint stores in a dtype of its own."""
+    """Returns the engine's name of a dtype that a quantized checkpoint stores."""
     return {None: None, "F32": "float32", "F8_E4M3": "float8_e4m3", "I8": "int4"}[stored]
 
 

@@ -105,8 +105,8 @@ class BuildTorchEngine:
         check_context(self.role, config, self.max_seq_len)
 
 
-def compute_dtype(wanted: str, device: str, checkpoint_dtype: str) -> str:
-    """What an engine computes in; "auto": float32 on a CPU, the checkpoint's dtype on a GPU."""
-    if wanted != "auto":
-        return wanted
+def compute_dtype(dtype: str, device: str, checkpoint_dtype: str) -> str:
+    """Returns what an engine computes in; "auto": float32 on a CPU, else the checkpoint's dtype."""
+    if dtype != "auto":
+        return dtype
     return "float32" if device == "cpu" else checkpoint_dtype

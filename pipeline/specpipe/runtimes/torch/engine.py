@@ -44,12 +44,12 @@ class EngineSpec:
         path = folder / CONFIG_NAME
         try:
             config = json.loads(path.read_bytes())
-            found = config["runtime"]
+            runtime = config["runtime"]
         except (OSError, ValueError, KeyError, TypeError) as exc:
             raise EngineMismatch(f"{folder} is not an engine of runtime 'torch'") from exc
-        if found != ENGINE_KIND:
+        if runtime != ENGINE_KIND:
             raise EngineMismatch(
-                f"{folder} was built for {found}, specpipe {__version__} runs {ENGINE_KIND}; "
+                f"{folder} was built for {runtime}, specpipe {__version__} runs {ENGINE_KIND}; "
                 "build it again"
             )
         build = config["build_config"]
@@ -135,7 +135,7 @@ class TorchEngine:
             return cls(spec, Model(spec.model, load_weights(folder / WEIGHTS_NAME, spec.device)))
 
     def can_admit(self, max_tokens: int) -> bool:
-        """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
+        """Returns whether a sequence of `max_tokens` tokens, prompt included, has room now."""
         return self._cache.num_free_slots > 0 and max_tokens <= self.max_seq_len
 
     @torch.inference_mode()

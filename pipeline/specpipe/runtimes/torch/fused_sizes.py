@@ -17,8 +17,9 @@ BLOCK = 8
 """Chunks that are joined before they join others: 1024 positions."""
 
 MOST_CHUNKS = 32
-"""That have programs of their own. More would be many programs of few bytes, and long to join."""
-
+"""Chunks that have programs of their own. More would be many programs of few bytes, and long to
+join.
+"""
 
 LONGEST_RECORDED = 512
 """Tokens of a piece of a prompt. For more, the GPU takes longer than the host to launch it all."""

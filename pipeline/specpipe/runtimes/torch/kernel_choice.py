@@ -49,7 +49,7 @@ def kernel_for(quantization: Quantization, sm: int | None) -> Kernel | None:
 def fits(
     kernel: Kernel | None, quantization: Quantization, dtype: str, rows: int, columns: int
 ) -> bool:
-    """Says whether a kernel takes a weight [out, in] of this size, for activations of `dtype`."""
+    """Returns whether a kernel takes a weight [out, in] of this size and activations of `dtype`."""
     if kernel is None:
         return False
     half = ("bfloat16", "float16")
@@ -73,8 +73,8 @@ def int4_group_size(quantization: Quantization, columns: int) -> int:
 
 
 def keeps_input_order(name: str | None, kernel: Kernel | None) -> bool:
-    """Says whether `dense` takes its inputs in the checkpoint's order, and not in the engine's.
+    """Returns whether `dense` takes its inputs in the checkpoint's order, not in the engine's.
 
-    Where blocks of inputs share a scale when they are multiplied.
+    It does where blocks of inputs share a scale when they are multiplied.
     """
     return kernel == "int4" or (name is not None and FORMATS[name].activations == "nvfp4")

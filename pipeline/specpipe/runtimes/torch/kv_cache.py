@@ -261,15 +261,15 @@ class KVCache:
         if len(spans) * num_tokens == num_rows:
             return None
         rows: list[int] = []
-        kept: list[int] = []
+        used_places: list[int] = []
         row = 0
         for index, span in enumerate(spans):
             place = index * num_tokens
-            kept.extend(range(place, place + span.num_tokens))
+            used_places.extend(range(place, place + span.num_tokens))
             rows.extend(range(row, row + span.num_tokens))
             rows.extend([row] * (num_tokens - span.num_tokens))
             row += span.num_tokens
-        return Padding(self._indices(rows), self._indices(kept))
+        return Padding(self._indices(rows), self._indices(used_places))
 
     def _single_mask(self, span: Span, first: int, window: int | None) -> Tensor | None:
         if span.num_tokens == 1:
@@ -284,7 +284,7 @@ class KVCache:
         return mask.repeat_interleave(self._group_size, dim=0)
 
     def _make_last_rows_mask(self, window: int | None) -> Tensor:
-        """A mask of which every short span's is a part.
+        """Returns a mask of which every short span's is a part.
 
         Row n (G times) sees the columns up to `capacity` + n; a span that starts at position p
         takes the columns from `capacity` - p on.
@@ -295,11 +295,11 @@ class KVCache:
         return mask.repeat_interleave(self._group_size, dim=0)
 
     def _mask(self, positions: Tensor, last_seen: Tensor, window: int | None) -> Tensor:
-        """0 where a row sees a position, minus infinity elsewhere: [rows, positions]."""
-        seen = positions <= last_seen
+        """Returns [rows, positions]: 0 where a row sees a position, minus infinity elsewhere."""
+        is_seen = positions <= last_seen
         if window is not None:
-            seen &= positions > last_seen - window
-        return torch.where(seen, self._zero, self._minus_infinity)
+            is_seen &= positions > last_seen - window
+        return torch.where(is_seen, self._zero, self._minus_infinity)
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self._cells.device)

@@ -121,9 +121,9 @@ def engine_rules(config: ModelConfig, source: QuantizedSource) -> Iterator[Rule]
 
         Of the first R channels of a head they are i and i + R / 2; the others stay where they are.
         """
-        turned, kept = x.split([rotary_size, head_size - rotary_size], dim=-1)
+        turned, unturned = x.split([rotary_size, head_size - rotary_size], dim=-1)
         pairs = turned.unflatten(-1, (2, rotary_size // 2)).transpose(-1, -2).flatten(-2)
-        return torch.cat([pairs, kept], dim=-1)
+        return torch.cat([pairs, unturned], dim=-1)
 
     def qkv(x: Tensor) -> Tensor:
         sizes = [config.query_size, config.key_size, config.key_size]
@@ -209,5 +209,5 @@ def _check_sources(checkpoint: UnifiedCheckpoint, dtype: str) -> None:
     """Refuses the first plain weight that the engine's dtype cannot hold."""
     for name in checkpoint.names():
         if checkpoint.fixed_dtype(name) is None:
-            wanted = "F32" if checkpoint.keeps_float32(name) else DTYPES[dtype]
-            checkpoint.rounded(name, checkpoint.tensor(name), wanted)
+            needed_dtype = "F32" if checkpoint.keeps_float32(name) else DTYPES[dtype]
+            checkpoint.rounded(name, checkpoint.tensor(name), needed_dtype)

@@ -35,7 +35,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimates an engine of a unified config; `dtype` is "float32", "bfloat16" or "float16".
 
-    on_gpu  counts what the fused kernels take beside, which run there if they can
+    on_gpu  counts in addition what the fused kernels take, which run there if they can
     kernel  what multiplies by quantized weights, where it fits
     """
     element = ELEMENT_BYTES[DTYPES[dtype]]

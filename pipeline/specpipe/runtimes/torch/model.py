@@ -136,7 +136,7 @@ def _attend(config: ModelConfig) -> Attend:
 def _capped_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float, cap: float
 ) -> Tensor:
-    """Attention whose scores are soft-capped before the mask; the softmax is taken in float32."""
+    """Returns attention with scores soft-capped before the mask; the softmax is in float32."""
     scores = torch.matmul(query, keys.transpose(-1, -2)).mul_(scale)
     _soft_cap(scores, cap)
     if mask is not None:
@@ -145,7 +145,7 @@ def _capped_attention(
 
 
 def _soft_cap(x: Tensor, cap: float) -> Tensor:
-    """x → cap · tanh(x / cap), in place."""
+    """Returns cap · tanh(x / cap), computed in place."""
     return x.div_(cap).tanh_().mul_(cap)
 
 
@@ -195,14 +195,14 @@ class _Linear:
         self._bias = weights.get(f"{name}.bias")
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """out = x · W + b"""
+        """Writes x · W + b to `out`."""
         if self._bias is None:
             torch.mm(x, self._weight, out=out)
         else:
             torch.addmm(self._bias, x, self._weight, out=out)
 
     def add(self, x: Tensor, buffers: _Buffers) -> None:
-        """hidden += x · W + b"""
+        """Adds x · W + b to the hidden states."""
         buffers.hidden.addmm_(x, self._weight)
         if self._bias is not None:
             buffers.hidden.add_(self._bias)

@@ -25,7 +25,7 @@ from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine, check_memory
 
 Kernels = Literal["auto", "fused", "plain"]
 
-_MIN_CAPABILITY, _MIN_FP8_CAPABILITY = (8, 0), (8, 9)
+_MIN_CAPABILITY, _MIN_FP8_CAPABILITY = (8, 0), (8, 9)  # Ampere; Ada
 
 
 def load_pair(
@@ -47,7 +47,7 @@ def load_pair(
 
 
 def unfused(folders: Sequence[Path], kernels: Kernels) -> str | None:
-    """Says why engines do not run on the fused kernels; None: they do.
+    """Returns why engines do not run on the fused kernels; None: they do.
 
     Raises RuntimeUnavailable where `kernels` asks for those and they cannot.
     """
@@ -79,13 +79,13 @@ def _unfused(folder: Path) -> str | None:
     from specpipe.runtimes.torch.fused.load import reading
     from specpipe.runtimes.torch.fused.weights import unsupported
 
-    with reading(folder) as read:
-        reason = unsupported(spec.model, read)
+    with reading(folder) as read_tensor:
+        reason = unsupported(spec.model, read_tensor)
     return None if reason is None else f"they do not run {folder}: {reason}"
 
 
 def _too_old(capability: tuple[int, int], formats: Iterable[str]) -> str | None:
-    """Says what of a GPU the kernels miss, for linears in some formats."""
+    """Returns what a GPU lacks for the kernels, with linears in these formats."""
     if capability < _MIN_CAPABILITY:
         return "the GPU is older than Ampere (compute capability 8.0)"
     rounds_to_fp8 = any((FORMATS[name].activations or "").startswith("fp8") for name in formats)
@@ -95,7 +95,7 @@ def _too_old(capability: tuple[int, int], formats: Iterable[str]) -> str | None:
 
 
 def _cannot_compile() -> str | None:
-    """Says what Triton lacks to build what launches a kernel; it looks for the same."""
+    """Returns what Triton lacks to compile the launcher of a kernel."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler (gcc, clang, or what CC names)"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():

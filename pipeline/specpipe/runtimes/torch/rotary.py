@@ -84,8 +84,8 @@ class Rotary:
         rotations = torch.complex(angles.cos(), angles.sin())
         rotations = rotations * (self.scaling or {}).get("attention_factor", 1.0)
         num_kept = (self.head_size - self.size) // 2
-        kept = rotations.new_ones(num_positions, num_kept)
-        return torch.cat([rotations, kept], dim=1).unsqueeze(1)
+        unturned = rotations.new_ones(num_positions, num_kept)
+        return torch.cat([rotations, unturned], dim=1).unsqueeze(1)
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
         """Returns the radians per position, float32, for texts of these lengths.
@@ -115,7 +115,7 @@ class Rotary:
         return bases.unsqueeze(-1)
 
     def _llama3(self, frequencies: Tensor) -> Tensor:
-        """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+        """Returns Llama 3.1's frequencies: long waves stretched, short kept, others blended."""
         factor, original = self._number("factor"), self._number(_ORIGINAL)
         low, high = self._number("low_freq_factor"), self._number("high_freq_factor")
         wavelengths = 2 * math.pi / frequencies
@@ -125,7 +125,7 @@ class Rotary:
         return torch.where(wavelengths < original / high, frequencies, scaled)
 
     def _yarn(self, periods: Tensor) -> Tensor:
-        """Short wavelengths are kept, long ones stretched, those between blended.
+        """Returns frequencies: short waves kept, long ones stretched, those between blended.
 
         Peng et al. 2023, arXiv:2309.00071, equations 17 to 23.
         """
@@ -142,11 +142,11 @@ class Rotary:
         if low == high:
             high += 0.001
         ramp = (torch.arange(self.size // 2, dtype=torch.float32) - low) / (high - low)
-        kept = 1 - ramp.clamp(0, 1)
-        return 1.0 / (self._number("factor") * periods) * (1 - kept) + 1.0 / periods * kept
+        weight = 1 - ramp.clamp(0, 1)
+        return 1.0 / (self._number("factor") * periods) * (1 - weight) + 1.0 / periods * weight
 
     def _longrope_factors(self, lengths: Tensor) -> Tensor:
-        """One factor per frequency, found by search: Ding et al. 2024, arXiv:2402.13753."""
+        """Returns one factor per frequency, as Ding et al. 2024 (arXiv:2402.13753) search them."""
         assert self.scaling is not None
         short, long = (torch.tensor(self.scaling[f"{name}_factor"]) for name in ("short", "long"))
         is_long = (lengths > self._number(_ORIGINAL)).unsqueeze(-1)

@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -62,9 +62,9 @@ class Client:
     @property
     def is_decoupled(self) -> bool:
         """The model's `model_transaction_policy.decoupled`, asked once."""
-        return self._asked().is_decoupled
+        return self._ask_once().is_decoupled
 
-    def _asked(self) -> Served:
+    def _ask_once(self) -> Served:
         if self._served is None:
             self._served = self._transport.ask_served()
         return self._served
@@ -97,17 +97,17 @@ class Client:
                 "config.pbtxt"
             )
 
-    def responses(self, inputs: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    def responses(self, inputs: Mapping[str, Any]) -> Responses:
         """Yields the outputs of each response by name, as they come; a model may lack ours.
 
         Raises RequestError for a refusal, CutStream for an answer that began and has no end, and
         ServerError for any other failure. The end is `finish_reason`, where the model has that.
         """
-        served = self._asked()
+        served = self._ask_once()
         num_received = 0
         finish_reason = None
         arriving = self._transport.infer(inputs, is_decoupled=served.is_decoupled)
-        with contextlib.closing(cast("_Closable", arriving)):
+        with contextlib.closing(arriving):
             while True:
                 is_whole = finish_reason is not None
                 try:
@@ -142,7 +142,7 @@ class Client:
             )
 
     def _completions(self, inputs: Mapping[str, Any]) -> Iterator[Completion]:
-        with contextlib.closing(cast("_Closable", self.responses(inputs))) as responses:
+        with contextlib.closing(self.responses(inputs)) as responses:
             for values in responses:
                 try:
                     completion = _COMPLETIONS.validate_python(
@@ -159,12 +159,6 @@ class Client:
                         f"{show(dict(values))}"
                     ) from exc
                 yield completion
-
-
-class _Closable(Protocol):
-    def __iter__(self) -> Responses: ...
-
-    def close(self) -> None: ...
 
 
 def _inputs(prompt: str | None, settings: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:

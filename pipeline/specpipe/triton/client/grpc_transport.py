@@ -18,8 +18,8 @@ from specpipe.triton.client.transport import Responses, Served, plain
 if TYPE_CHECKING:
     Results = queue.SimpleQueue[tuple[Any, Exception | None]]
 
-_POLL_S = 0.1
-_CLOSE_TIME_S = 5.0
+_POLL_S = 0.1  # between looks whether the reading thread lives: a guess
+_CLOSE_TIME_S = 5.0  # what the reading thread may take to end after the last response: a guess
 
 
 def open_grpc(address: Address) -> Any:
@@ -36,7 +36,7 @@ def open_grpc(address: Address) -> Any:
 
 
 def last_cause(message: str) -> str:
-    """What the system said, where gRPC (1.85) wraps it into what it was doing."""
+    """Returns the system's reason alone: gRPC (1.85) puts before it what it was doing."""
     cause = message
     if message.startswith("failed to connect"):
         cause = message.rpartition(": ")[2]
@@ -64,10 +64,10 @@ class GrpcTransport:
 
     def ask_served(self) -> Served:
         with self._errors():
-            found = self._client.get_model_config(self._model, client_timeout=self._timeout_s)
+            response = self._client.get_model_config(self._model, client_timeout=self._timeout_s)
         return Served(
-            is_decoupled=bool(found.config.model_transaction_policy.decoupled),
-            has_finish_reason=any(o.name == "finish_reason" for o in found.config.output),
+            is_decoupled=bool(response.config.model_transaction_policy.decoupled),
+            has_finish_reason=any(o.name == "finish_reason" for o in response.config.output),
         )
 
     def infer(self, inputs: Mapping[str, Any], *, is_decoupled: bool) -> Responses:
@@ -86,7 +86,7 @@ class GrpcTransport:
         # Errors come without a status code here. Asked for one (`triton_grpc_error`), Triton 2.51
         # logs a cancellation that never was, and its process was once seen to die.
         client.start_stream(lambda result, error: results.put((result, error)))
-        # Nothing public tells of a stream that the server closed in order: tritonclient's thread
+        # Nothing public reports a stream that the server closed in order: tritonclient's thread
         # ends then, and calls nobody. And its stop_stream waits without limit for a server that
         # does not close (tritonclient 2.73, grpc/_infer_stream.py).
         stream = client._stream
@@ -117,7 +117,7 @@ class GrpcTransport:
                 raise ServerError(f"{self._url} went on after the final response of {self._model}")
 
     def _next(self, results: Results, reader: threading.Thread) -> tuple[Any, Exception | None]:
-        """Waits for what the reading thread puts there, as long as it lives."""
+        """Waits for the next result of the reading thread, as long as that lives."""
         deadline = time.monotonic() + self._timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             is_open = reader.is_alive()  # before the look: what it put there last is seen then
@@ -134,9 +134,9 @@ class GrpcTransport:
             listed = [text.encode() for text in listed]
         array = serving.as_array(tensor, listed)
         dtype = "BYTES" if tensor.dtype == "STRING" else tensor.dtype
-        made = self._grpc.InferInput(name, array.shape, dtype)
-        made.set_data_from_numpy(array)
-        return made
+        infer_input = self._grpc.InferInput(name, array.shape, dtype)
+        infer_input.set_data_from_numpy(array)
+        return infer_input
 
     def _values(self, result: Any) -> dict[str, Any]:
         values: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from specpipe.machine.event_stream import parse_data, read_events
 from specpipe.machine.web import Address, answering, body_blocks
 from specpipe.triton.client.transport import Responses, Served, plain
 
-_MAX_REFUSAL_BYTES = 1 << 16
+_MAX_REFUSAL_BYTES = 1 << 16  # more than any sentence of Triton: a guess
 
 
 class HttpTransport:
@@ -58,8 +58,8 @@ class HttpTransport:
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
-            shown = data.decode(errors="replace") if isinstance(data, bytes) else data
-            raise ServerError(f"{self._url} sent what is no response of Triton: '{show(shown)}'")
+            text = data.decode(errors="replace") if isinstance(data, bytes) else data
+            raise ServerError(f"{self._url} sent what is no response of Triton: '{show(text)}'")
         # Triton names the model in each response; `error` may be an output of it.
         if "model_name" not in values and "error" in values:
             raise RequestError(plain(str(values["error"])))
@@ -92,5 +92,5 @@ class HttpTransport:
             return ServerError(
                 f"{self._url} answers {status}: {show(body.decode(errors='replace'))}"
             )
-        # 400 is also what a request that failed while it ran comes to; HTTP tells no more.
+        # 400 is also what a request that failed while it ran comes to; HTTP says no more.
         return RequestError(message) if status in (400, 404) else ServerError(message)

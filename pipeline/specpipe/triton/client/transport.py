@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specpipe.errors import to_sentence
 
-Responses = Iterator[Mapping[str, Any]]
-"""The outputs of each response by name."""
+Responses = Generator[Mapping[str, Any], None, None]
+"""The outputs of each response by name; closing it early cancels the request."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tritonclient.grpc import model_config_pb2 as pb
 
@@ -81,22 +81,22 @@ def _apply(rule: Rule, repository: Repository) -> Iterator[str]:
 
 
 def _placeholders(path: Path) -> Iterator[str]:
-    """(3). On the text, since an unquoted placeholder does not even parse."""
+    """Yields (3), from the text, since an unquoted placeholder does not even parse."""
     if not path.is_file():
         return
     key = ""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if named := _PARAMETER_KEY.search(line):
             key = named[1]
-        for found in _PLACEHOLDER.finditer(line):
-            before = _KEY_BEFORE.search(line[: found.start()])
+        for placeholder in _PLACEHOLDER.finditer(line):
+            before = _KEY_BEFORE.search(line[: placeholder.start()])
             field = before[1] if before else "?"
             where = key if field == "string_value" else field
-            yield f"{path.parent.name}/config.pbtxt: {where} is the placeholder {found[0]}"
+            yield f"{path.parent.name}/config.pbtxt: {where} is the placeholder {placeholder[0]}"
 
 
 def _files(repository: Repository) -> Iterator[str]:
-    """What a model needs is there, in its own folder, wherever the repository lies."""
+    """Yields what a model needs and has not in its own folder, wherever the repository lies."""
     for name, config in repository.models.items():
         version = repository.version_folder(name)
         if config.name and config.name != name:
@@ -132,13 +132,13 @@ class _End:
 
     @classmethod
     def of(cls, tensor: str, place: str, config: pb.ModelConfig, declared: Any) -> _End:
-        """The rank is a request's: dims, and the batch dimension where there is one."""
+        """Returns an end; its rank counts the batch dimension, where there is one."""
         dtype = pb.DataType.Name(declared.data_type).removeprefix("TYPE_")
         return cls(tensor, place, dtype, len(declared.dims) + (config.max_batch_size > 0))
 
 
 def _steps(repository: Repository) -> Iterator[str]:
-    """Every step names a model, maps what that model has, and leaves out no required input."""
+    """Yields steps that name no model, map what it has not, or leave out a required input."""
     for ensemble in repository.ensembles():
         for step in ensemble.ensemble_scheduling.step:
             model = repository.models.get(step.model_name)
@@ -162,60 +162,56 @@ def _steps(repository: Repository) -> Iterator[str]:
 
 
 def _tensors(repository: Repository) -> Iterator[str]:
-    """Every ensemble tensor has one producer, a reader, and one type and rank at all its ends."""
+    """Yields ensemble tensors without one producer, a reader, or one type and rank at all ends."""
     for ensemble in repository.ensembles():
         producers: dict[str, _End] = {}
-        for written in _written(repository, ensemble):
-            first = producers.setdefault(written.tensor, written)
-            if first is not written:
+        for end in (*_own_ends(ensemble, "input"), *_step_ends(repository, ensemble, "output")):
+            first = producers.setdefault(end.tensor, end)
+            if first is not end:
                 yield (
-                    f"{ensemble.name}: tensor '{written.tensor}' has two producers: {first.place} "
-                    f"and {written.place}"
+                    f"{ensemble.name}: tensor '{end.tensor}' has two producers: {first.place} "
+                    f"and {end.place}"
                 )
-        readers = list(_read(repository, ensemble))
-        for read in readers:
-            producer = producers.get(read.tensor)
-            named = f"{ensemble.name}: tensor '{read.tensor}'"
+        readers = [*_step_ends(repository, ensemble, "input"), *_own_ends(ensemble, "output")]
+        for reader in readers:
+            producer = producers.get(reader.tensor)
+            named = f"{ensemble.name}: tensor '{reader.tensor}'"
             if producer is None:
-                yield f"{named}, read by {read.place}, has no producer"
+                yield f"{named}, read by {reader.place}, has no producer"
                 continue
-            for what, here, there in (
-                ("is", producer.dtype, read.dtype),
-                ("has rank", producer.rank, read.rank),
+            for relation, written, read in (
+                ("is", producer.dtype, reader.dtype),
+                ("has rank", producer.rank, reader.rank),
             ):
-                if here != there:
+                if written != read:
                     yield (
-                        f"{named} {what} {here} from {producer.place}, but {there} at {read.place}"
+                        f"{named} {relation} {written} from {producer.place}, but {read} at "
+                        f"{reader.place}"
                     )
-        unread = {declared.name for declared in ensemble.input} - {read.tensor for read in readers}
+        unread = {tensor.name for tensor in ensemble.input} - {end.tensor for end in readers}
         for name in sorted(unread):
             yield f"{ensemble.name}: input '{name}' is read by no step"
 
 
-def _written(repository: Repository, ensemble: pb.ModelConfig) -> Iterator[_End]:
-    for declared in ensemble.input:
-        yield _End.of(declared.name, "the ensemble's input", ensemble, declared)
-    for step in ensemble.ensemble_scheduling.step:
-        model = repository.models.get(step.model_name, pb.ModelConfig())
-        for declared in model.output:
-            if declared.name in step.output_map:
-                place = f"{model.name}'s output {declared.name}"
-                yield _End.of(step.output_map[declared.name], place, model, declared)
+def _own_ends(ensemble: pb.ModelConfig, kind: Literal["input", "output"]) -> Iterator[_End]:
+    for declared in getattr(ensemble, kind):
+        yield _End.of(declared.name, f"the ensemble's {kind}", ensemble, declared)
 
 
-def _read(repository: Repository, ensemble: pb.ModelConfig) -> Iterator[_End]:
+def _step_ends(
+    repository: Repository, ensemble: pb.ModelConfig, kind: Literal["input", "output"]
+) -> Iterator[_End]:
     for step in ensemble.ensemble_scheduling.step:
         model = repository.models.get(step.model_name, pb.ModelConfig())
-        for declared in model.input:
-            if declared.name in step.input_map:
-                place = f"{model.name}'s input {declared.name}"
-                yield _End.of(step.input_map[declared.name], place, model, declared)
-    for declared in ensemble.output:
-        yield _End.of(declared.name, "the ensemble's output", ensemble, declared)
+        tensors = getattr(step, f"{kind}_map")
+        for declared in getattr(model, kind):
+            if declared.name in tensors:
+                place = f"{model.name}'s {kind} {declared.name}"
+                yield _End.of(tensors[declared.name], place, model, declared)
 
 
 def _face(repository: Repository) -> Iterator[str]:
-    """(2)."""
+    """Yields (2), and outputs that bear the name of an input."""
     for ensemble in repository.ensembles():
         inputs = {i.name for i in ensemble.input}
         for i in ensemble.input:
@@ -227,7 +223,7 @@ def _face(repository: Repository) -> Iterator[str]:
 
 
 def _decoupled(repository: Repository) -> Iterator[str]:
-    """A decoupled model may send several responses, or none; other callers take exactly one."""
+    """Yields callers that take exactly one response of a model that may send several, or none."""
     for caller in repository.models.values():
         called = [step.model_name for step in caller.ensemble_scheduling.step]
         called += [
@@ -246,7 +242,7 @@ def _decoupled(repository: Repository) -> Iterator[str]:
 
 
 def _order(repository: Repository) -> Iterator[str]:
-    """(1)."""
+    """Yields (1)."""
     for ensemble in repository.ensembles():
         is_behind = False
         for step in ensemble.ensemble_scheduling.step:
@@ -270,7 +266,7 @@ def _cancellation(repository: Repository) -> Iterator[str]:
 
 
 def _request_limits(repository: Repository) -> Iterator[str]:
-    """Who writes or reads our requests has limits, which it reads when it is loaded."""
+    """Yields models that write or read our requests without limits, which they read when loaded."""
     for name, config in repository.models.items():
         if serving.REQUEST.name not in {tensor.name for tensor in (*config.input, *config.output)}:
             continue

@@ -8,18 +8,17 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specpipe.errors import ServerError
+from specpipe.errors import MOST_SHOWN, ServerError
 from specpipe.machine.web import bracketed, local_address
 
 if TYPE_CHECKING:
     from specpipe.triton.server.options import ServeOptions
 
 _PORTS = ("http_port", "grpc_port", "metrics_port")
-_MAX_SHOWN = 80
 
 
 def settle(options: ServeOptions) -> ServeOptions:
-    """Puts the host's address for its name, and a free port for each 0; raises ServerError."""
+    """Returns options with the host's address and a free port for each 0; raises ServerError."""
     host = _resolve(options.host)
     with contextlib.ExitStack() as stack:
         ports: dict[str, Any] = {}
@@ -42,7 +41,7 @@ def settle(options: ServeOptions) -> ServeOptions:
 
 
 def check_ports(options: ServeOptions) -> None:
-    """Another server on one of the ports would answer in our place until ours has failed."""
+    """Raises ServerError where a port is taken: the other server would answer in our place."""
     for name in _ports(options):
         port = getattr(options, name)
         with socket.socket(_family(options.host)) as listener:
@@ -57,7 +56,7 @@ def check_ports(options: ServeOptions) -> None:
 
 
 def client_host(host: str) -> str:
-    """Where a server of this machine is asked, as a URL writes it."""
+    """Returns the host by which this machine asks its own server, as a URL writes it."""
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
         return "127.0.0.1" if address.version == 4 else "[::1]"
@@ -65,41 +64,44 @@ def client_host(host: str) -> str:
 
 
 def http_address(host: str) -> str:
-    """As Triton's doors for HTTP and metrics take it: libevent tells IPv6 by the word before it."""
+    """Returns a host as Triton's options for HTTP and metrics take it.
+
+    libevent knows an IPv6 address by the word before it.
+    """
     return f"ipv6:{host}" if ":" in host else host
 
 
 def _resolve(host: str) -> str:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    shown = f"--host {host[:_MAX_SHOWN]!r}"
+    option = f"--host {host[:MOST_SHOWN]!r}"
     try:
         address = ipaddress.ip_address(bare)
     except ValueError:
         if not bare or ":" in bare or "/" in bare:
             raise ServerError(
-                f"{shown} is no host: give a name or an address alone (ports have options of their "
-                "own)"
+                f"{option} is no host: give a name or an address alone (ports have options of "
+                "their own)"
             ) from None
     else:
         if address.version == 6 and address.scope_id is not None:
-            raise ServerError(f"{shown}: Triton takes no scope: give an address without one")
+            raise ServerError(f"{option}: Triton takes no scope: give an address without one")
         if address.version == 6 and address.ipv4_mapped is not None:
             bare = str(address.ipv4_mapped)
     try:
-        found = local_address(bare)
+        address_text = local_address(bare)
     except (OSError, UnicodeError, ValueError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else "no valid name"
-        raise ServerError(f"{shown} cannot be resolved ({reason}): give an address") from exc
-    if found is None:
+        raise ServerError(f"{option} cannot be resolved ({reason}): give an address") from exc
+    if address_text is None:
         raise ServerError(
-            f"{shown} is no address of this machine: 127.0.0.1 serves this machine alone, 0.0.0.0 "
+            f"{option} is no address of this machine: 127.0.0.1 serves this machine alone, 0.0.0.0 "
             "whoever reaches it"
         )
-    return found
+    return address_text
 
 
 def _ports(options: ServeOptions) -> tuple[str, ...]:
-    """The options that name a port that will be listened on."""
+    """Returns the options that name a port that will be listened on."""
     return _PORTS if options.allow_http else _PORTS[1:]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # (Open MPI's mpirun, "binding"), unless it is told not to.
 MPI_RUN = ("mpirun", "--allow-run-as-root", "--bind-to", "none")
 
-# What whoever reaches Triton could do to it; clients need none of it. Triton's names, from --help.
+# What anyone who reaches Triton could do to it; clients need none of it. Names: Triton's --help.
 ADMIN_CALLS = ("shared-memory", "model-repository", "trace", "logging", "statistics")
 ADMIN_HEADER = "specpipe-admin-key"
 """The HTTP header that opens them; over gRPC it is `triton-grpc-protocol-specpipe-admin-key`."""
@@ -46,10 +46,11 @@ def server_command(
     backends: Path | None,
     admin_key: str,
 ) -> list[str]:
-    """Composes the command; raises ServerError where mpirun is needed and not there.
+    """Returns the command line; raises ServerError where mpirun is needed and not there.
 
-    For several ranks, as in TensorRT-LLM 1.2, triton_backend/scripts/launch_triton_server.py. Those
-    after the first stay in the initialization of their models, and never open the ports.
+    Several ranks are started as TensorRT-LLM 1.2 starts them, in
+    triton_backend/scripts/launch_triton_server.py. Those after the first stay in the initialization
+    of their models, and never open the ports.
     """
     restricted = f"{','.join(ADMIN_CALLS)}:{ADMIN_HEADER}={admin_key}"
     http = ["--allow-http=false"]
@@ -97,19 +98,22 @@ def server_command(
 
 
 def shared_memory_argument(prefix: str, rank: int) -> str:
-    """Keeps the Python models of two servers apart; also tells a rank's process by."""
+    """Returns the option that keeps the Python models of two servers apart.
+
+    A rank's process is also recognized by it.
+    """
     return f"--backend-config=python,shm-region-prefix-name={prefix}{rank}_"
 
 
 def server_environment(
     binary: TritonBinary, launch: Launch, inherited: Mapping[str, str], workspace: Workspace
 ) -> dict[str, str]:
-    """The variables of the server and, since mpirun hands its own on, of every rank."""
+    """Returns the variables of the server and, since mpirun hands its own on, of every rank."""
     environment = {**inherited, **launch.environment, "PYTHONUNBUFFERED": "1"}
     # The stub finds its packages through the `python3` that comes first on PATH, and is started by
     # bash, which a PATH may lack.
-    found = [str(workspace.python_dir), str(Path(sys.executable).parent), inherited.get("PATH", "")]
-    environment["PATH"] = ":".join(filter(None, [*found, os.defpath]))
+    paths = [str(workspace.python_dir), str(Path(sys.executable).parent), inherited.get("PATH", "")]
+    environment["PATH"] = ":".join(filter(None, [*paths, os.defpath]))
     # After what the user has there, and with nothing else in it, so that no library is shadowed.
     libraries = [
         str(binary.libraries_dir or ""),

@@ -1,6 +1,6 @@
 """Whether a server that runs also serves: the state of its processes, and what becomes of probes.
 
-A process is judged by what the kernel says of it, since no time-out tells a slow one from a stopped
+A process is judged by its state in the kernel, since no time-out separates a slow from a stopped
 one. A probe that went unanswered is judged by what moved meanwhile: a long prompt or a long queue
 is no fault, however long the probe waits.
 """
@@ -8,13 +8,12 @@ is no fault, however long the probe waits.
 from __future__ import annotations
 
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from specpipe.machine.prometheus import parse_samples, total
 from specpipe.runtimes.pair.admission import is_for_load
 from specpipe.runtimes.repository_layout import POSTPROCESSING, PREPROCESSING, SPECULATIVE
 from specpipe.triton import metrics
@@ -23,16 +22,27 @@ from specpipe.triton.server import processes
 if TYPE_CHECKING:
     from specpipe.triton.server.options import ServeOptions
 
-LOOK_INTERVAL_S = 1.0
+LOOK_INTERVAL_S = 1.0  # a guess: a look reads a few files of /proc
 
 # A break may be the prober's own, as when this machine has no port or no descriptor left for a
 # moment, and a restart costs every stream.
 _RETRY_S = 1.0
 
 _MIN_BUSY_SHARE = 0.05  # of one core; a model's process that waits takes none
-_RECENT_S = 10.0
+_RECENT_S = 10.0  # a model that computed within this time is at work: a guess
 _MAX_BUSY = 10  # time-outs that a model may compute and finish nothing: it may turn in a circle
 _MPI_DAEMONS = ("prted", "orted")  # Open MPI 5 and 4: what starts ranks that a rank asks for
+
+# Triton's own counters of requests, by model; one that failed was answered, too.
+_ANSWERED = ("nv_inference_request_success", "nv_inference_request_failure")
+_PREPROCESSED, _POSTPROCESSED = "preprocessed", "postprocessed"
+
+_FLOW: Mapping[str, tuple[str | None, str]] = {
+    PREPROCESSING: (None, _PREPROCESSED),
+    SPECULATIVE: (_PREPROCESSED, metrics.STEPS),
+    POSTPROCESSING: (metrics.RESPONSES, _POSTPROCESSED),
+}
+"""By model: the count of what it is fed, and of what it has finished."""
 
 Clock = Callable[[], float]
 
@@ -43,12 +53,12 @@ class Probed(Protocol):
     options: ServeOptions
 
     def probe(self) -> None:
-        """Has one request answered; raises what went wrong, after the time-out at the latest."""
+        """Sends one request; raises what went wrong, after the time-out at the latest."""
 
     def needed_processes(self) -> NeededProcesses: ...
 
     def read_metrics(self) -> str | None:
-        """The metrics endpoint's page; None where there is none to be had."""
+        """Returns the metrics endpoint's page; None where it cannot be read."""
 
 
 class NeededProcesses:
@@ -59,19 +69,19 @@ class NeededProcesses:
     """
 
     def __init__(self, leader: int, *, uses_mpi: bool = False) -> None:
-        """leader is tritonserver, or the mpirun that started it; it leads their session."""
+        """`leader` is tritonserver, or the mpirun that started it; it leads their session."""
         self._leader = leader
-        found = processes.of_session(leader)
-        needed = _with_children({leader}, found)
+        session = processes.of_session(leader)
+        needed = _with_children({leader}, session)
         if uses_mpi:
-            daemons = {process.pid for process in found if process.name in _MPI_DAEMONS}
-            needed = _with_children(needed | daemons, found)
-        self._needed = [process for process in found if process.pid in needed]
+            daemons = {process.pid for process in session if process.name in _MPI_DAEMONS}
+            needed = _with_children(needed | daemons, session)
+        self._needed = [process for process in session if process.pid in needed]
         self._names = {process.pid: processes.model_name(process) for process in self._needed}
         self._was_stopped: set[int] = set()
 
     def trouble(self) -> str | None:
-        """What befell one of them; None while all are well.
+        """Returns what befell one of the processes; None while all are well.
 
         Stopped counts the second time in a row: a debugger stops a process for moments.
         """
@@ -91,20 +101,20 @@ class NeededProcesses:
         return None
 
     def cpu_s(self) -> dict[str, float]:
-        """The time that each model has computed, with the processes that it started."""
-        found = {process.pid: process for process in processes.of_session(self._leader)}
-        spent: dict[str, float] = {}
-        for process in found.values():
+        """Returns the time that each model has computed, with the processes that it started."""
+        by_pid = {process.pid: process for process in processes.of_session(self._leader)}
+        computed_s: dict[str, float] = {}
+        for process in by_pid.values():
             owner = process
-            while owner.pid not in self._names and owner.parent in found:
-                owner = found[owner.parent]
+            while owner.pid not in self._names and owner.parent in by_pid:
+                owner = by_pid[owner.parent]
             name = self._names.get(owner.pid, owner.name)
-            spent[name] = spent.get(name, 0.0) + process.cpu_s
-        return spent
+            computed_s[name] = computed_s.get(name, 0.0) + process.cpu_s
+        return computed_s
 
 
-def _with_children(pids: set[int], found: Iterable[processes.Process]) -> set[int]:
-    return pids | {process.pid for process in found if process.parent in pids}
+def _with_children(pids: set[int], session: Iterable[processes.Process]) -> set[int]:
+    return pids | {process.pid for process in session if process.parent in pids}
 
 
 class Progress:
@@ -134,7 +144,7 @@ class Progress:
         self._cpu_s, self._seen_s = dict(cpu_s), now
         if page is None:
             return
-        counts = {name: total(page) for name, total in _COUNTS.items()}
+        counts = _counts(page)
         moved = {name for name, count in counts.items() if count != self._counts.get(name)}
         for model, (fed, finished) in _FLOW.items():
             if finished in moved:
@@ -144,7 +154,7 @@ class Progress:
         self._counts, self._read_s = counts, now
 
     def hung(self, timeout_s: float) -> str | None:
-        """Which model does nothing about work that it has since timeout_s; None for none.
+        """Returns which model has had work for timeout_s and does nothing; None where all do.
 
         One that computes is at work, up to a limit.
         """
@@ -160,39 +170,22 @@ class Progress:
         return None
 
 
-def _answered(page: str, model: str) -> float | None:
-    """The requests that a model has answered, by Triton's own counters; those that failed too."""
-    return _total(page, "nv_inference_request_(?:success|failure)", rf'.*\bmodel="{model}".*')
-
-
-def _total(page: str, name: str, labels: str = ".*") -> float | None:
-    found = re.findall(rf"^{name}(?:{{{labels}}})? ([\d.e+]+)$", page, re.MULTILINE)
-    return sum(map(float, found)) if found else None
-
-
-_ANSWERED_PREPROCESSING, _ANSWERED_POSTPROCESSING = "preprocessed", "postprocessed"
-
-_COUNTS: Mapping[str, Callable[[str], float | None]] = {
-    _ANSWERED_PREPROCESSING: partial(_answered, model=PREPROCESSING),
-    _ANSWERED_POSTPROCESSING: partial(_answered, model=POSTPROCESSING),
-    metrics.STEPS: partial(_total, name=metrics.STEPS),
-    metrics.RESPONSES: partial(_total, name=metrics.RESPONSES),
-}
-
-_FLOW: Mapping[str, tuple[str | None, str]] = {
-    PREPROCESSING: (None, _ANSWERED_PREPROCESSING),
-    SPECULATIVE: (_ANSWERED_PREPROCESSING, metrics.STEPS),
-    POSTPROCESSING: (metrics.RESPONSES, _ANSWERED_POSTPROCESSING),
-}
-"""What of the counts is work for a model, and what it has finished."""
+def _counts(page: str) -> dict[str, float | None]:
+    """Returns the counts of `_FLOW`; None where there is no such counter yet."""
+    samples = parse_samples(page)
+    counts = {name: total(samples, name) for name in (metrics.STEPS, metrics.RESPONSES)}
+    for key, model in ((_PREPROCESSED, PREPROCESSING), (_POSTPROCESSED, POSTPROCESSING)):
+        counts[key] = total(samples, *_ANSWERED, label=f'model="{model}"')
+    return counts
 
 
 def _are_all_delivered(counts: Mapping[str, float | None]) -> bool:
-    """Whether postprocessing has answered whatever was handed to it.
+    """Returns whether postprocessing has answered whatever was handed to it.
 
-    What was handed on is told up to half a second later (loop.py): when the last has been answered.
+    What was handed on is reported up to half a second later (loop.py), so the last answer may come
+    first.
     """
-    handed_on, answered = counts[metrics.RESPONSES], counts[_ANSWERED_POSTPROCESSING]
+    handed_on, answered = counts[metrics.RESPONSES], counts[_POSTPROCESSED]
     return handed_on is not None and answered is not None and handed_on <= answered
 
 

@@ -19,11 +19,11 @@ from specpipe.machine.libraries import with_extras, with_library
 _VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 _STUB = "triton_python_backend_stub"  # the process that runs a Python model
 _LIBPYTHON = re.compile(rb"\0(libpython3(?:-\w+)?\.(\d+)\.so[\w.]*)\0")  # auditwheel adds a hash
-_STUB_TIMEOUT_S = 20.0
+_STUB_TIMEOUT_S = 20.0  # it ends at once where it can start: a guess for a slow disk
 _LOADER_FAILURE = re.compile(
     r"error while loading shared libraries|version `GLIBC[\w.]*' not found"
 )
-_NO_WHEEL_OF_NUMPY_1 = (3, 13)
+_NO_WHEEL_OF_NUMPY_1 = (3, 13)  # the first Python that NumPy 1 has no wheel for
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class TritonBinary:
         return self.python_stub or (self.backends or backends) / "python" / _STUB
 
     def needed_libpython(self) -> str | None:
-        """The name of the library that the stub is linked with; None where that cannot be told."""
-        found = self._linked_libpython()
-        return None if found is None else found[1].decode()
+        """Returns the name of the library that the stub is linked with; None: unknown."""
+        link = self._linked_libpython()
+        return None if link is None else link[1].decode()
 
     def python_version(self) -> str | None:
-        """The Python that the stub runs, as in `3.12`; None where that cannot be told."""
-        found = self._linked_libpython()
-        return None if found is None else f"3.{int(found[2])}"
+        """Returns the Python that the stub runs, as in `3.12`; None where it is unknown."""
+        link = self._linked_libpython()
+        return None if link is None else f"3.{int(link[2])}"
 
     def _linked_libpython(self) -> re.Match[bytes] | None:
         try:
@@ -85,7 +85,7 @@ def find_tritonserver() -> TritonBinary:
 def check(binary: TritonBinary, environment: Mapping[str, str]) -> None:
     """Raises ServerError where Python models cannot start in the environment that they will have.
 
-    Triton itself tells only that a stub is not healthy, after most of a minute.
+    Triton itself says only that a stub is not healthy, after most of a minute.
     """
     version = binary.python_version()
     if version not in (None, _VERSION):
@@ -100,15 +100,15 @@ def check(binary: TritonBinary, environment: Mapping[str, str]) -> None:
 
 
 def _check_numpy() -> None:
-    """With NumPy 2 the wheel's stubs load, and die of the first tensor of strings (2.51)."""
+    """Refuses NumPy 2, with which the wheel's stubs die of the first tensor of strings (2.51)."""
     import numpy as np
 
     if int(np.__version__.partition(".")[0]) < 2:
         return
-    found = f"the pip-installed Triton needs NumPy 1, and this Python has NumPy {np.__version__}"
+    conflict = f"the pip-installed Triton needs NumPy 1, and this Python has NumPy {np.__version__}"
     if sys.version_info < _NO_WHEEL_OF_NUMPY_1:
-        raise ServerError(f"{found}: {with_library('numpy<2')}")
-    raise ServerError(f"{found}: {_how_to_get_triton()}")
+        raise ServerError(f"{conflict}: {with_library('numpy<2')}")
+    raise ServerError(f"{conflict}: {_how_to_get_triton()}")
 
 
 def _how_to_get_triton() -> str:

@@ -20,7 +20,7 @@ NEWER_IMAGE = "nvcr.io/nvidia/tritonserver:26.07-py3"
 
 Version = tuple[int, ...]
 
-# The wheel says its own version only; Triton's is what /v2 answered.
+# By the wheel's version, the only one that it names: the version of Triton that /v2 answered.
 _OF_THE_WHEEL = {"0.7.0": "2.51.0"}
 
 
@@ -53,7 +53,7 @@ HOLES = (
 
 
 def find_version(binary: TritonBinary, environment: Mapping[str, str]) -> str | None:
-    """The version of a tritonserver, without starting it; None where nothing tells.
+    """Returns the version of a tritonserver without starting it; None where nothing names it.
 
     NVIDIA's images have a file and a variable for it (build.py), a wheel has neither.
     """
@@ -66,7 +66,7 @@ def find_version(binary: TritonBinary, environment: Mapping[str, str]) -> str | 
 
 
 def find(version: str | None, *, allow_http: bool = True) -> tuple[Hole, ...]:
-    """The holes of a version that are open; none is known of an unknown one."""
+    """Returns the holes that are open in a version; of an unknown version none is known."""
     number = _parse(version)
     if number is None:
         return ()
@@ -76,13 +76,13 @@ def find(version: str | None, *, allow_http: bool = True) -> tuple[Hole, ...]:
 
 
 def describe(version: str | None, *, allow_http: bool = True) -> str:
-    """One line on a tritonserver."""
+    """Returns one line on the holes of a tritonserver."""
     if _parse(version) is None:
         return "unknown, as its version is: TRITON_SERVER_VERSION may tell it"
-    found = find(version, allow_http=allow_http)
-    if not found:
+    holes = find(version, allow_http=allow_http)
+    if not holes:
         return f"none in tritonserver {version}"
-    return f"tritonserver {version}: {'; '.join(hole.what for hole in found)}"
+    return f"tritonserver {version}: {'; '.join(hole.what for hole in holes)}"
 
 
 def check(version: str | None, options: ServeOptions) -> None:
@@ -90,11 +90,11 @@ def check(version: str | None, options: ServeOptions) -> None:
     if options.allow_known_holes or _is_loopback(options.host):
         return
     is_known = _parse(version) is not None
-    found = [hole.what for hole in find(version, allow_http=options.allow_http) if hole.is_http]
-    if is_known and not found:
+    holes = [hole.what for hole in find(version, allow_http=options.allow_http) if hole.is_http]
+    if is_known and not holes:
         return
     if is_known:
-        reason = f"tritonserver {version} has known holes ({'; '.join(found)})"
+        reason = f"tritonserver {version} has known holes ({'; '.join(holes)})"
         cure = f"serve without HTTP (--no-http) or with a newer one ({NEWER_IMAGE})"
     else:
         reason = "the version of this tritonserver is unknown, and so are its holes"
@@ -106,14 +106,14 @@ def check(version: str | None, options: ServeOptions) -> None:
 
 
 def _parse(version: str | None) -> Version | None:
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version or "")
-    return None if found is None else tuple(map(int, found.groups()))
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version or "")
+    return None if numbers is None else tuple(map(int, numbers.groups()))
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether an address, or all that a name stands for, are this machine's own."""
+    """Returns whether an address, or every address of a name, is this machine's own."""
     try:
-        found = {str(address[4][0]) for address in socket.getaddrinfo(host, None)}
+        addresses = {str(address[4][0]) for address in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):  # UnicodeError: no name that DNS could have
         return False
-    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)

@@ -71,7 +71,7 @@ def serve(
         try:
             server.start(signals.received)
             if not signals.received():
-                health = Health(server)  # first, so that whoever hears of it finds it watched
+                health = Health(server)  # first, so that it is watched when on_ready is called
                 on_ready(server)
                 _supervise(server, health, signals, report)
             if signals.received():
@@ -132,7 +132,7 @@ class _Signals:
         return self.number is not None
 
     def wait(self, seconds: float) -> bool:
-        """Waits, True as soon as a signal came."""
+        """Waits at most that long for a signal; returns whether one came."""
         return self._event.wait(seconds)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Which lines of Triton's log tell whoever serves a pair something.
+"""Which lines of Triton's log are of use to an operator.
 
 Triton 2.51 writes some sixty lines at each start: what it loads, tables of its options, and on a
 machine without a GPU errors about that, in several words.
@@ -19,9 +19,9 @@ _SIGNAL = re.compile(r"Signal \(\d+\) received\.$")
 
 
 def is_worth_showing(line: str, *, has_gpu: bool) -> bool:
-    """False for Triton's own notes and tables, and for errors about a GPU where there is none.
+    """Returns whether a line is no note or table of Triton's, nor an error about a missing GPU.
 
-    All that the models write is shown, also what they note by Triton's logger.
+    All that the models write is worth it, also what they note by Triton's logger.
     """
     noted = _INFO.match(line)
     if noted is not None:

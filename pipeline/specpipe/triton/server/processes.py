@@ -1,4 +1,4 @@
-"""What Linux tells of the processes of a session."""
+"""The processes of a session, as Linux describes them (proc(5))."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Process:
     """A process as it was at one moment (proc(5)).
 
     state        one letter, those of DEAD and STOPPED among them
-    start_ticks  when it started: what tells it from a later one with its id
+    start_ticks  when it started, which a later process with the same id does not share
     cpu_s        the time that it has computed
     """
 
@@ -36,7 +36,7 @@ class Process:
 
 
 def look(pid: int) -> Process | None:
-    """One process; None where it is gone."""
+    """Returns a process as it is now; None where it is gone."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -55,18 +55,18 @@ def look(pid: int) -> Process | None:
 
 
 def of_session(session: int) -> list[Process]:
-    """The processes of a session, dead ones that nobody has looked after included."""
-    seen = (look(int(folder.name)) for folder in _PROC.glob("[0-9]*"))
-    return [process for process in seen if process is not None and process.session == session]
+    """Returns the processes of a session, dead ones that were not yet waited for included."""
+    processes = (look(int(folder.name)) for folder in _PROC.glob("[0-9]*"))
+    return [process for process in processes if process is not None and process.session == session]
 
 
 def session_pids(session: int) -> list[int]:
-    """The processes of a session that are not dead, by id."""
-    return sorted(found.pid for found in of_session(session) if found.state not in DEAD)
+    """Returns the ids of a session's processes that are not dead, in order."""
+    return sorted(process.pid for process in of_session(session) if process.state not in DEAD)
 
 
 def arguments(pid: int) -> list[str]:
-    """The command line of a process; [] where it is gone."""
+    """Returns the command line of a process; [] where it is gone."""
     try:
         return (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -74,7 +74,7 @@ def arguments(pid: int) -> list[str]:
 
 
 def model_name(process: Process) -> str:
-    """The model's name, by the path of its model.py among the arguments; else the program's."""
+    """Returns the model's name, by the path of model.py in its arguments; else the program's."""
     for argument in arguments(process.pid):
         path = Path(argument)
         if path.name == "model.py" and len(path.parts) > 2:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from specpipe.errors import ServerError, SpecpipeError
+from specpipe.machine.prometheus import parse_samples, total
 from specpipe.machine.signals import deferred
 from specpipe.machine.web import fetch, parse_url
 from specpipe.runtimes.launch import Launch
@@ -353,9 +354,7 @@ class Server:
             return None
 
     def _read_metric(self, name: str) -> float | None:
-        page = self.read_metrics() or ""
-        found = re.search(rf"^{name}(?:{{.*}})? ([\d.e+]+)$", page, re.MULTILINE)
-        return float(found[1]) if found else None
+        return total(parse_samples(self.read_metrics() or ""), name)
 
 
 @contextlib.contextmanager

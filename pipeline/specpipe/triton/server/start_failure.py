@@ -12,7 +12,7 @@ from specpipe.triton.server.log_lines import WITHOUT_GPU
 # Triton reaps what it ends itself, and a debugger stops a process for moments.
 _PATIENCE_S = 2.0
 
-_MAX_WORDS, _MAX_CHARS = 3, 300
+_MAX_CAUSES, _MAX_CHARS = 3, 300  # of one message; guesses at what is still read
 
 _LOADER = re.compile(
     r"error while loading shared libraries|symbol lookup error|version `.*' not found"
@@ -39,13 +39,13 @@ class StartWatch:
         uses_mpi: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """leader is tritonserver, or the mpirun that started it; it leads their session."""
+        """`leader` is tritonserver, or the mpirun that started it; it leads their session."""
         self._leader, self._uses_mpi, self._clock = leader, uses_mpi, clock
         self._names: dict[int, str] = {}
         self._since: dict[int, float] = {}
 
     def fault(self) -> str | None:
-        """What befell one of them and lasts; None while all are well."""
+        """Returns what befell one of the processes and lasts; None while all are well."""
         now = self._clock()
         lost = {}
         for process in self._needed():
@@ -63,40 +63,40 @@ class StartWatch:
         return None
 
     def _needed(self) -> list[processes.Process]:
-        found = processes.of_session(self._leader)
+        session = processes.of_session(self._leader)
         parents = {self._leader}
         if self._uses_mpi:  # each rank is a Triton
-            parents |= {process.pid for process in found if process.parent == self._leader}
-        return [process for process in found if process.pid in parents or process.parent in parents]
+            parents |= {process.pid for process in session if process.parent == self._leader}
+        return [p for p in session if p.pid in parents or p.parent in parents]
 
 
 def has_failed(line: str) -> bool:
-    """True for the line after which Triton ends, once all other models are loaded."""
+    """Returns whether Triton ends after this line, once all other models are loaded."""
     return _triton_error(line) is not None and _NOT_LOADED.search(line) is not None
 
 
 def words(lines: Sequence[str]) -> str:
-    """What the processes wrote about their end, the nearest to its cause first, nothing twice."""
+    """Returns what the processes wrote about their end, nearest cause first, nothing twice."""
     lines = [line for line in lines if line.strip() and not WITHOUT_GPU.search(line)]
     errors = [error for error in map(_triton_error, lines) if error is not None]
-    found = [
+    causes = [
         *(line for line in lines if _LOADER.search(line)),
         *(line.strip() for line in lines if line.lstrip().startswith("what(): ")),
         *(error for error in errors if not _UNHEALTHY.search(error)),
         *list(_exceptions(lines))[-1:],
     ]
-    if not found:
-        found = [line for line in lines if _LAST_WORDS.match(line)]
-    if not found:
-        found = [_UNHEALTHY.sub("its process died without a word", error) for error in errors]
-    if not found:
-        found = [line for line in lines if line.startswith("error: ")] or list(lines[-1:])
-    told = {_UNLIKE.sub("", line): line[:_MAX_CHARS] for line in reversed(found)}
-    return "; ".join(list(reversed(told.values()))[:_MAX_WORDS]) or "it wrote no log"
+    if not causes:
+        causes = [line for line in lines if _LAST_WORDS.match(line)]
+    if not causes:
+        causes = [_UNHEALTHY.sub("its process died without a word", error) for error in errors]
+    if not causes:
+        causes = [line for line in lines if line.startswith("error: ")] or list(lines[-1:])
+    distinct = {_UNLIKE.sub("", line): line[:_MAX_CHARS] for line in reversed(causes)}
+    return "; ".join(list(reversed(distinct.values()))[:_MAX_CAUSES]) or "it wrote no log"
 
 
 def _triton_error(line: str) -> str | None:
-    """The message of a line that Triton marked as an error, without the stack of a Python one."""
+    """Returns the message of a line that Triton marked as an error, without a Python stack."""
     marked = _TRITON.match(line)
     if marked is None or _FOLLOWS.search(marked[1]):
         return None
@@ -106,7 +106,7 @@ def _triton_error(line: str) -> str | None:
 
 
 def _exceptions(lines: Sequence[str]) -> Iterator[str]:
-    """The last line of each traceback."""
+    """Yields the last line of each traceback."""
     is_inside = False
     for line in lines:
         if line.startswith("Traceback (most recent call last)"):

@@ -9,7 +9,7 @@ lib/            libpython, as a link
 Triton 2.51 starts a stub, the process of one Python model, with a line of bash that quotes no path
 (python_backend, stub_launcher.cc), and its interpreter is isolated: it reads paths as ASCII
 whatever the locale is, and knows of packages only what the `python3` on PATH has beside it, so
-neither PYTHONPATH nor those that a user installed for himself.
+neither those of PYTHONPATH nor those that a user installed with --user.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Workspace:
         (packages / "specpipe.pth").write_text("".join(lines), encoding="ascii")
 
     def _ascii(self, folder: str) -> str:
-        """A name for a folder that NumPy, too, can be imported from, where the stub reads ASCII."""
+        """Returns an ASCII name of a folder, since the stub reads paths as ASCII."""
         if folder.isascii():
             return folder
         link = self._folder / f"packages{len(list(self._folder.iterdir()))}"
@@ -73,7 +73,7 @@ class Workspace:
         return str(link)
 
     def _gather_backends(self, backends: Path, stub: Path) -> Path:
-        """The wheel keeps the stub of each Python version apart from the backend that runs it."""
+        """Returns a folder of backends with the stub in it; the wheel keeps them apart."""
         gathered = self._folder / "backends"
         (gathered / "python").mkdir(parents=True)
         for backend in backends.iterdir():
@@ -106,11 +106,11 @@ def _temporary_folder() -> tuple[str, ...]:
 
 
 def _find_libpython(name: str) -> Path | None:
-    """The library beside this Python: not all loaders look where pyenv, uv and conda have it."""
+    """Returns libpython in this Python's folders, where not all loaders look (pyenv, uv, conda)."""
     folders = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"]
     multiarch = sysconfig.get_config_var("MULTIARCH")
     if multiarch:
         folders.append(f"{sys.base_prefix}/lib/{multiarch}")
     # A Python that was moved has in LIBDIR where it was built, and maybe another one is.
-    found = (Path(folder, name) for folder in reversed(folders) if folder)
-    return next((path for path in found if path.is_file()), None)
+    candidates = (Path(folder, name) for folder in reversed(folders) if folder)
+    return next((path for path in candidates if path.is_file()), None)

@@ -9,7 +9,6 @@ refused by name otherwise. Dims leave out the batch dimension, which is always 1
 word as it stands, commas and spaces included. An empty one is ignored, since NVIDIA's examples
 send `"stop_words": ""`.
 
-
 The models in a repository import this package, so that its names stay where they are.
 """
 

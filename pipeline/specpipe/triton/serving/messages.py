@@ -1,4 +1,4 @@
-"""The input `messages`: JSON from a stranger, looked over before it is parsed."""
+"""The input `messages`: JSON from a client, checked before it is parsed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specpipe.errors import RequestError, show
 from specpipe.text.chat_messages import check_messages
 
 _EXPECTED = 'expected a JSON array such as [{"role": "user", "content": "Hello"}]'
-_MAX_DIGITS = 300
+_MAX_DIGITS = 300  # below float's 1.8e308; Python itself reads 4300 (sys.int_info)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -69,12 +69,12 @@ def _check_structure(data: bytes, limits: ServedLimits) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in made:
+        if key in values:
             raise RequestError(f"messages has the key '{show(key)}' twice in one object")
-        made[key] = value
-    return made
+        values[key] = value
+    return values
 
 
 def _refuse_constant(name: str) -> NoReturn:

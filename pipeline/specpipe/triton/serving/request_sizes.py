@@ -1,4 +1,4 @@
-"""How much an input of the ensemble may hold, looked at before its values are."""
+"""How much an input of the ensemble may hold, checked before its values are read."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def check_sizes(tensor: Tensor, array: np.ndarray[Any, Any], limits: ServedLimit
     check_bytes(f"{tensor.name} has", sum(sizes), "max_words_bytes", limits)
 
 
-def check_bytes(what: str, num_bytes: int, limit: str, limits: ServedLimits) -> None:
-    """Holds a number of bytes against the setting of that name; what begins the sentence."""
+def check_bytes(subject: str, num_bytes: int, limit: str, limits: ServedLimits) -> None:
+    """Refuses more bytes than the setting of that name allows; `subject` begins the sentence."""
     most: int = getattr(limits, limit)
     if num_bytes > most:
         raise RequestError(
-            f"{what} {num_bytes} bytes; at most {most} are taken (serving.limits.{limit})"
+            f"{subject} {num_bytes} bytes; at most {most} are taken (serving.limits.{limit})"
         )
 
 

@@ -39,6 +39,11 @@ _LOGGER = logging.getLogger(__name__)
 
 _MESSAGES = INPUTS_BY_NAME["messages"]
 
+_LONGEST_NAME = max(len(name) for name in INPUTS_BY_NAME)
+
+_STAND_IN = (0,)
+"""Stands for the prompt in the JSON, since the prompt travels as a tensor of its own."""
+
 
 class Encoder(Protocol):
     """What preprocessing needs of a tokenizer; `specpipe.text.tokenizer.Tokenizer` has it."""
@@ -69,7 +74,7 @@ class Generation:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     def to_tensors(self, signer: Signer) -> dict[str, np.ndarray[Any, Any]]:
-        """Everything but the request id; the prompt's token ids are a tensor of their own."""
+        """Returns all but the request id; the prompt's token ids are a tensor of their own."""
         request = dataclasses.replace(self.request, request_id="", prompt_token_ids=_STAND_IN)
         fields = dataclasses.asdict(dataclasses.replace(self, request=request))
         fields["request"]["end_token_ids"] = sorted(request.end_token_ids)
@@ -86,32 +91,29 @@ class Generation:
     def from_tensors(
         cls, tensors: Tensors, *, request_id: str, signer: Signer, max_seq_len: int
     ) -> Generation:
-        """Reads what `to_tensors` wrote; raises RequestError for anything else.
+        """Returns what `to_tensors` wrote; raises RequestError for anything else.
 
-        max_seq_len bounds what is looked at of a prompt.
+        max_seq_len bounds how much of a prompt is read.
         """
         text = single_of(REQUEST, tensors)
         input_ids = array_of(INPUT_IDS, tensors)
         signer.check(signature_of(tensors), REQUEST.name, text, input_ids.tobytes())
         check_prompt_length(input_ids.size, max_seq_len)
         try:
-            read = _GENERATION.validate_json(text)
+            generation = _GENERATION.validate_json(text)
         except (ValidationError, UnicodeDecodeError) as exc:
             raise RequestError(
                 f"request is not what preprocessing writes: {_first_fault(exc)}"
             ) from exc
         request = dataclasses.replace(
-            read.request,
+            generation.request,
             request_id=request_id,
             prompt_token_ids=tuple(input_ids.reshape(-1).tolist()),
         )
-        return dataclasses.replace(read, request=request)
+        return dataclasses.replace(generation, request=request)
 
 
 _GENERATION = TypeAdapter(Generation)
-
-_STAND_IN = (0,)
-"""For the prompt, where it travels as a tensor of its own."""
 
 
 def _first_fault(error: ValidationError | UnicodeDecodeError) -> str:
@@ -183,7 +185,7 @@ def parse_request(
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
-    """Raises RequestError for a name that is no input of the ensemble; it says the nearest one."""
+    """Raises RequestError for a name that is no input of the ensemble; it names the nearest one."""
     for name in names:
         if name not in INPUTS_BY_NAME:
             # Looking for one that is near takes time quadratic in the name.
@@ -193,13 +195,10 @@ def refuse_unknown(names: Iterable[str]) -> None:
             raise RequestError(f"unknown request parameter '{show(name)}': {advice}")
 
 
-_LONGEST_NAME = max(len(name) for name in INPUTS_BY_NAME)
-
-
 def _refuse_parameters(text: str, limits: ServedLimits) -> None:
-    """A mistyped key of HTTP `generate` arrives as a request parameter, without a word of Triton.
+    """Refuses request parameters: as such Triton delivers a mistyped key of HTTP `generate`.
 
-    So does `id`, which is Triton's own and changes nothing.
+    It delivers `id` so, too, which is its own and changes nothing.
     """
     num_bytes = len(text.encode())
     check_bytes("the request parameters have", num_bytes, "max_parameters_bytes", limits)
@@ -231,8 +230,8 @@ def _encode_prompt(
 ) -> list[int]:
     messages = tensors.get(_MESSAGES.name)
     if (text is None) == (messages is None):
-        given = "neither was" if text is None else "both were"
-        raise RequestError(f"text_input and messages: exactly one is needed, {given} given")
+        how_many = "neither was" if text is None else "both were"
+        raise RequestError(f"text_input and messages: exactly one is needed, {how_many} given")
     if text is not None:
         if not text:
             raise RequestError("text_input is empty: a prompt needs at least one character")
@@ -244,7 +243,7 @@ def _encode_prompt(
 
 
 def _end_token_ids(end_id: int | None, tokenizer: Encoder) -> frozenset[int]:
-    """A given end id replaces the checkpoint's; -1 is none, for benchmarks."""
+    """Returns the end id that was given, else the checkpoint's; -1 is none, for benchmarks."""
     if end_id is None:
         return tokenizer.end_token_ids
     if end_id < -1:

@@ -121,7 +121,7 @@ UNFILLED_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("first_token_time_ns", "INT64"),
     Tensor("last_token_time_ns", "INT64"),
 )
-"""Of NVIDIA's ensemble, and never sent: declared so that a client may name them in its request."""
+"""Outputs of NVIDIA's ensemble that are never sent: a client may name them in its request."""
 
 GENERATION_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("cum_log_probs", "FP32", (-1,)),

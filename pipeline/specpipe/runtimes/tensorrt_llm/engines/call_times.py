@@ -56,7 +56,7 @@ class CallTimes:
             if self._table is not None:
                 self._table.observe("draft" if kind == "draft" else "target", num_rows, seconds)
                 if kind == "plain":
-                    self._table.hope()
+                    self._table.favour_draft()
                 return
             self._first[kind] = min(seconds, self._first.get(kind, seconds))
             if len(self._first) == 3:
