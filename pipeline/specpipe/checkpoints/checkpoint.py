@@ -101,10 +101,11 @@ class HFCheckpoint:
     tensors: Mapping[str, TensorInfo]
 
 
-def some(names: Sequence[str]) -> str:
-    """Lists the first names for a message, and how many more there are."""
-    rest = len(names) - _LISTED
-    return ", ".join(map(show, names[:_LISTED])) + (f" and {rest} more" if rest > 0 else "")
+def brief(names: Sequence[str]) -> str:
+    """Returns the first names for a message, and how many more there are."""
+    num_more = len(names) - _MAX_LISTED
+    listed = ", ".join(map(show, names[:_MAX_LISTED]))
+    return f"{listed} and {num_more} more" if num_more > 0 else listed
 
 
 def raw_dtype(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:

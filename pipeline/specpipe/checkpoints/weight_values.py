@@ -57,8 +57,8 @@ def rounded(block: RawArray, dtype: str, to_dtype: str, name: Name, *, cure: str
     if dtype == to_dtype:
         return block
     values = to_float32(block, dtype)
-    made = from_float32(values, wanted)
-    index = _first_not_finite(made, wanted)
+    converted = from_float32(values, to_dtype)
+    index = _first_not_finite(converted, to_dtype)
     if index is not None:
         raise CheckpointError(
             f"{name(index)} is {float(values[index]):.8g}, but {_DTYPE_NAMES[to_dtype]} holds "

@@ -117,7 +117,7 @@ class _Linear:
 
 def _linears(config: UnifiedConfig, scheme: QuantizationConfig) -> dict[str, _Linear]:
     """Returns the linears that a scheme measures scales of, by unified name."""
-    found = {}
+    linears = {}
     for module, rule, layer in quantized_linears(quantized_config(config, scheme)):
         names = dict.fromkeys(
             part.source.removeprefix("model.layers.{n}.").removesuffix(".weight")

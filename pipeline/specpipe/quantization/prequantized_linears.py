@@ -62,9 +62,9 @@ class ScaledLinear:
         self._format = FORMATS[scheme.format]
         self._size = rows, columns = size
         self._dtype = TORCH_DTYPES[config.plain_dtype]
-        self._rows_each = 2 if self._made.packs == "out" else 1
-        packed_columns = columns // (2 if self._made.packs == "in" else 1)
-        dtypes = {"I8", "U8"} if self._made.packs else {self._made.weight_dtype or ""}
+        self._rows_each = 2 if self._format.packs == "out" else 1
+        packed_columns = columns // (2 if self._format.packs == "in" else 1)
+        dtypes = {"I8", "U8"} if self._format.packs else {self._format.weight_dtype or ""}
         self._expect("weight", dtypes, (rows // self._rows_each, packed_columns))
         used = {f"{prefix}weight"}
         for scale in self._format.scales:
@@ -106,7 +106,7 @@ class ScaledLinear:
                 yield as_tensor(block, info.dtype)
                 first += len(block)
             return
-        scale = self._made.scale(content)
+        scale = self._format.scale(content)
         assert scale is not None, content
         if math.prod(info.shape) == 1:  # per_channel_scale of a weight that has one for all
             yield one_number(self._source, name).expand(stop - start)
@@ -138,7 +138,7 @@ class PackedLinear:
         self._scheme = scheme
         self._num_columns = columns
         self._dtype = TORCH_DTYPES[config.plain_dtype]
-        if rows % 8 or columns % 8 or columns % found.group_size:
+        if rows % 8 or columns % 8 or columns % scheme.group_size:
             raise CheckpointError(
                 f"{source.folder}: {prefix}qweight has {columns} inputs and {rows} outputs, which "
                 f"neither 8 nor its group_size {scheme.group_size} may leave a rest of; {CURE}"
@@ -168,7 +168,7 @@ class PackedLinear:
         elif content == "zero":
             yield (8 - self._zeros(start, stop)) * self._scales(start, stop).float()
         else:
-            if FORMATS[self._found.format].scale("zero") is None:
+            if FORMATS[self._scheme.format].scale("zero") is None:
                 self._check_zeros(start, stop)
             step = max(8, _CHUNK_BYTES // self._num_columns // 8 * 8)
             for row in range(start, stop, step):

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.checkpoint import HFCheckpoint, open_checkpoint, some
+from specpipe.checkpoints.checkpoint import HFCheckpoint, brief, open_checkpoint
 from specpipe.checkpoints.formats import Content
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import config_of, match_weights
@@ -74,12 +74,12 @@ class PrequantizedWeights(UnifiedRows):
 
     def shared(self, module: str, content: Content) -> Tensor:
         """Of the parts of a fused linear the greatest, or the only one."""
-        found = [self.linears[source].shared(content) for source in self._sources[module]]
+        scales = [self.linears[source].shared(content) for source in self._sources[module]]
         if content in ("activation_scaling_factor", "weights_scaling_factor"):
-            return torch.stack(found).amax(0)
-        if not all(torch.equal(other, found[0]) for other in found):
+            return torch.stack(scales).amax(0)
+        if not all(torch.equal(own, scales[0]) for own in scales):
             raise CheckpointError(
-                f"{self.plain.folder}: {some(self._sources[module])} have different "
+                f"{self.plain.folder}: {brief(self._sources[module])} have different "
                 f"{SUFFIXES[content]}s, but are one linear in the engine; {CURE}"
             )
         return scales[0]
@@ -115,9 +115,9 @@ def open_prequantized(
     scheme  what `read_prequantized` returned for it
     """
     source = open_checkpoint(checkpoint, allow_quantized=True, limits=limits)
-    plain = config_of(source, found.hf_config, tp_size=tp_size, pp_size=pp_size, limits=limits)
-    excluded = _plain_linears(source, plain, found)
-    config = plain.quantized(found.quantization(excluded))
+    plain = config_of(source, scheme.hf_config, tp_size=tp_size, pp_size=pp_size, limits=limits)
+    excluded = _plain_linears(source, plain, scheme)
+    config = plain.quantized(scheme.quantization(excluded))
     if for_trtllm_build:
         config = fit_trtllm_build(config)
     check_sizes(config, cure=f"lower tp_size, or {CURE}")

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specpipe.checkpoints.checkpoint import TensorInfo, read_blocks, read_safetensors_header, some
+from specpipe.checkpoints.checkpoint import TensorInfo, brief, read_blocks, read_safetensors_header
 from specpipe.checkpoints.formats import Measured
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.checkpoints.unified_layout import part_shape

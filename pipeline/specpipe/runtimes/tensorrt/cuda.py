@@ -53,8 +53,8 @@ class Cuda:
         for index in range(self("cudaGetDeviceCount")):
             properties = self("cudaGetDeviceProperties", index)
             sm = 10 * properties.major + properties.minor
-            found.append(Gpu(properties.name.decode(), properties.totalGlobalMem, sm))
-        return found
+            gpus.append(Gpu(properties.name.decode(), properties.totalGlobalMem, sm))
+        return gpus
 
     def free_bytes(self, device: int) -> int:
         """Returns how much memory of a GPU is free."""

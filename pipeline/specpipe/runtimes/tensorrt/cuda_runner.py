@@ -131,9 +131,9 @@ class CudaRunner:
             raise EngineMismatch(f"{exc}; build the engine again") from exc
         addresses = {}
         for name in self._spec.weight_names:
-            found = tensors.get(name)
-            wanted = math.prod(self._spec.inputs[name]), DTYPES[self._spec.dtype]
-            if found is None or (math.prod(found.shape), found.dtype) != wanted:
+            info = tensors.get(name)
+            expected = math.prod(self._spec.inputs[name]), DTYPES[self._spec.dtype]
+            if info is None or (math.prod(info.shape), info.dtype) != expected:
                 raise EngineMismatch(f"{path} has no {name} as the engine takes it: build it again")
             addresses[name] = address = self._cuda.allocate(resources, info.num_bytes)
             for block in read_blocks(info):

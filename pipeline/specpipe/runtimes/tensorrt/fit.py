@@ -47,7 +47,7 @@ def find_device(specs: Sequence[EngineSpec], gpus: Sequence[Gpu]) -> int:
     )
 
 
-def _here(gpus: Sequence[Gpu]) -> str:
+def _gpus_here(gpus: Sequence[Gpu]) -> str:
     kinds = list(dict.fromkeys(named(gpus)))
     return f"here {'is' if len(kinds) == 1 else 'are'} {listed(kinds)}"
 
