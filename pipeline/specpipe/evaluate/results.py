@@ -1,4 +1,4 @@
-"""What evaluations leave beside the artifact: JSON files that say where each number comes from."""
+"""What evaluations leave with the artifact: JSON files that say where each number comes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specpipe.machine import provenance
 from specpipe.machine.own_json import read_object, reason
 
 FORMAT = 1
-"""Of the whole family of files; one that is read must have it."""
+"""The version of the format of all results; a file that is read must have it."""
 
 
 def header(
@@ -60,7 +60,7 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Returns the processor's name where Linux tells it."""
+    """Returns the processor's name where Linux reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -85,7 +85,7 @@ def write_result(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def read_result(path: Path, kind: str) -> dict[str, Any]:
-    """Reads a result of one kind; RepositoryError when it is missing, damaged or of another one."""
+    """Returns a result; raises RepositoryError when it is missing, damaged or of another kind."""
     try:
         data = read_object(path)
     except FileNotFoundError:

@@ -62,13 +62,13 @@ def compare(
     count_tokens: CountTokens | None = None,
     seed: int = 0,
 ) -> Comparison | None:
-    """Compares the answers to each prompt, by its name; None when no prompt can be compared.
+    """Returns the comparison of the answers to each prompt, by its name; None if there is none.
 
     A prompt has one answer for each round, on both sides. The ratio is that of tokens per second of
     a stream, over all prompts. Its interval is found by drawing prompts, each with all its rounds
     on both sides: what a prompt is like, and what it shared a round with, is then no noise. What
     else a machine does for the time of a round hits many prompts at once, and no draw of prompts
-    tells of it: so the interval is widened to hold the ratio of each round.
+    shows it: so the interval is widened to hold the ratio of each round.
     """
     spent = {
         name: np.concatenate([before, after])
@@ -98,7 +98,7 @@ def compare(
 
 
 def verdict(comparisons: Sequence[Comparison], *, side: str, baseline: str) -> str:
-    """Says in words where one side gains and loses, and between which concurrencies it turns."""
+    """Returns where one side gains, where it loses, and where that turns, in words."""
     subject, than = _begun(side), f" than {baseline}"
     if not comparisons:
         return f"{subject} could not be compared with {baseline}: no prompt was answered by both."
@@ -118,7 +118,7 @@ def verdict(comparisons: Sequence[Comparison], *, side: str, baseline: str) -> s
 
 
 def _begun(name: str) -> str:
-    """A name as a sentence begins with it; a URL stays as it is."""
+    """Returns a name as a sentence begins with it; a URL stays as it is."""
     return name if "://" in name else name[:1].upper() + name[1:]
 
 
@@ -149,10 +149,10 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _spent(answers: Sequence[Answer], count_tokens: CountTokens | None) -> Table | None:
-    """Tokens and seconds of each answer, [2, rounds].
+    """Returns the tokens and the seconds of each answer, [2, rounds].
 
-    None for a prompt that says nothing of speed: an answer is not complete, or nobody counted its
-    tokens, or there were none.
+    None for a prompt that says nothing of speed: an answer is not complete, or its tokens were not
+    counted, or there were none.
     """
     if not answers or not all(answer.is_complete for answer in answers):
         return None
@@ -178,7 +178,7 @@ def require_scipy() -> None:
 
 
 def _interval(table: Table, seed: int) -> tuple[float, float]:
-    """The bias-corrected and accelerated bootstrap interval (Efron 1987) of the ratio."""
+    """Returns the bias-corrected and accelerated bootstrap interval (Efron 1987) of the ratio."""
     from scipy import stats
 
     drawn = {

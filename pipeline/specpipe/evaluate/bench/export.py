@@ -98,7 +98,7 @@ def _metrics(answer: Answer, count_tokens: CountTokens | None) -> dict[str, Any]
 
 
 def _acceptance(answer: Answer) -> dict[str, Any] | None:
-    """aiperf counts steps with draft tokens alone, by what was accepted: it needs a histogram."""
+    """Returns acceptance as aiperf has it: of the steps with draft tokens, hence of a histogram."""
     found = Acceptance.of([answer.usage])
     if found is None or found.histogram is None or not any(found.histogram):
         return None

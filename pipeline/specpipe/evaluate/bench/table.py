@@ -22,7 +22,7 @@ _COLUMNS = (
 
 
 def lines(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
-    """The summaries of all sides, by concurrency and by the name of the side, line by line."""
+    """Yields the lines of a table of all sides' summaries, by concurrency and side."""
     width = max(len(name) for by_side in summaries.values() for name in by_side)
     header = "".join(f"{column:>{_CELL}}" for column in _COLUMNS)
     yield f"{'streams':>7}  {'side':{width}}{header}  failed, cut"
@@ -38,7 +38,7 @@ def lines(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
 
 
 def conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
-    """What the result of a benchmark says beside its figures, a paragraph each."""
+    """Yields what the figures of a benchmark say, a paragraph each."""
     if by_position := list(_by_position(found)):
         yield "\n".join(["accepted by position of the draft token:", *by_position])
     if found["verdict"]:
@@ -56,7 +56,7 @@ def conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
 
 
 def _by_position(found: dict[str, Any]) -> Iterator[str]:
-    """A line for each load and side of which that is known: from its answers, or its counters."""
+    """Yields a line for each load and side whose acceptance by position is known."""
     for load in found["loads"]:
         for name, side in load["sides"].items():
             sources = (side["acceptance"], side["server_counters"])

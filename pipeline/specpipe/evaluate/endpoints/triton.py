@@ -51,11 +51,11 @@ class Triton:
 
     @property
     def is_nvidias(self) -> bool:
-        """True where the model takes no draft length, so that each server has one of its own."""
+        """Whether the model takes no draft length, so that each server has one of its own."""
         return "num_draft_tokens" not in self._declared_inputs()
 
     def _declared_inputs(self) -> frozenset[str]:
-        """The names of the model's inputs, asked once."""
+        """Returns the names of the model's inputs, which are asked for once."""
         if self._declared is None:
             self._declared = _declared_inputs(self._url, self._model, self._timeout_s)
         return self._declared
@@ -161,12 +161,12 @@ class Speculative:
 
 
 def _reported(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response says of its whole answer."""
+    """Returns what a response reports of its whole answer."""
     return {name: values[name] for name in _USAGE if name in values}
 
 
 def _listed(value: Any) -> tuple[int, ...]:
-    """Triton writes a tensor of one element as that element."""
+    """Returns the elements of a tensor; Triton writes one of a single element as that element."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 

@@ -92,7 +92,7 @@ class SpeedUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the numbers depend on beside the artifact: runs with other values are not compared.
+    """What the numbers depend on besides the artifact: runs with other values are not compared.
 
     prompts  digest of the prompts, the lengths of their answers included
     """
@@ -140,7 +140,7 @@ def last_good_file(artifacts_dir: Path) -> Path:
 
 
 def read_last_good(path: Path) -> Run | None:
-    """Reads a last good run; None where there is none, RepositoryError where it is damaged."""
+    """Returns a last good run; None where there is none, RepositoryError where it is damaged."""
     if not path.exists():
         return None
     data = read_result(path, KIND)

@@ -31,7 +31,7 @@ Report = Callable[[str], None]
 
 _LIBRARIES = ("torch", "nvidia-pytriton", "tritonclient", "scipy")
 _MOST_MEASUREMENTS = 3
-"""Of speed, all of which cross a threshold in a night that fails for it."""
+"""How often speed is measured at most; a night fails where every measurement is too slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class _PairRun:
         self._write_report()
 
     def _load_prompts(self) -> prompts.PromptSet:
-        """The same questions for verification and for the benchmark."""
+        """Returns the prompts, which are the same for verification and for the benchmark."""
         loaded = prompts.load_prompts(self._source(), limit=self._limits.num_prompts)
         sized = (
             replace(prompt, max_tokens=prompt.max_tokens or self._limits.max_tokens)
@@ -214,7 +214,7 @@ class _PairRun:
 
     @contextlib.contextmanager
     def _served(self) -> Iterator[Side]:
-        """The pair as it is served."""
+        """Yields the pair as it is served."""
         from specpipe.evaluate.bench.run import Side
         from specpipe.evaluate.bench.sides import WITH
         from specpipe.evaluate.endpoints.in_process import InProcess
@@ -283,7 +283,7 @@ class _Build:
 
 
 def _spanning(earlier: SpeedUp, later: SpeedUp) -> SpeedUp:
-    """The later measurement, its interval widened to hold both: each has to cross a threshold."""
+    """Returns the later one with an interval that holds both: each has to cross a threshold."""
     ends = (earlier.low, earlier.high, later.low, later.high, earlier.ratio, later.ratio)
     known = [end for end in ends if end is not None]
     return replace(later, low=min(known, default=None), high=max(known, default=None))

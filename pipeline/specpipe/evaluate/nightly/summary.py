@@ -117,5 +117,5 @@ def _origin(run: Run) -> str:
 
 
 def _item(text: str) -> str:
-    """An item of a list; what has angle brackets, as tokens have, is shown and not interpreted."""
+    """Returns an item of a list; angle brackets, which tokens have, are shown as they are."""
     return "- " + html.escape(text, quote=False).replace("\n", "\n  ")

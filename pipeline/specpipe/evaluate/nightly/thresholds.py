@@ -17,7 +17,7 @@ class Judgement:
 
 
 def judge(run: Run, last: Run | None, limits: NightlyConfig) -> Judgement:
-    """Judges what a run measured; without a last good run by absolute thresholds alone."""
+    """Returns which thresholds a run crosses; without a last good run, absolute ones alone."""
     judged = Judgement()
     _judge_output(run, limits, judged)
     _judge_acceptance(run, last, limits, judged)
@@ -30,7 +30,7 @@ def judge(run: Run, last: Run | None, limits: NightlyConfig) -> Judgement:
 
 
 def is_too_slow(run: Run, last: Run | None, limits: NightlyConfig) -> bool:
-    """Says whether a threshold on speed is crossed."""
+    """Returns whether a threshold on speed is crossed."""
     judged = Judgement()
     _judge_speed(run, last, limits, judged)
     return bool(judged.reasons)
@@ -133,7 +133,7 @@ _OTHERS = {
 
 
 def _differing(run: Run, last: Run, names: tuple[str, ...]) -> str | None:
-    """Says what of the given the last good run had otherwise; None where all is equal."""
+    """Returns which of these the last good run had otherwise, in words; None where none differ."""
     others = [
         _OTHERS[name] for name in names if getattr(run.asked, name) != getattr(last.asked, name)
     ]

@@ -23,7 +23,7 @@ from specpipe.evaluate.report.charts import Axis, Chart, Panel, Series, counted
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """Acceptance by position, and what a step emits of it."""
+    """Yields acceptance by position, and what a step emits of it."""
     yield from outdated(artifact, artifact.tune, "tune")
     found = list(_figures(artifact))
     if not found:
@@ -53,7 +53,7 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
 
 
 def _figures(artifact: Artifact) -> Iterator[Figure]:
-    """Acceptance by position: as tuning measured it, else as the server's counters tell it."""
+    """Yields acceptance by position, from tuning, else from the server's counters."""
     if artifact.tune is not None:
         yield _tuned_acceptance(artifact, artifact.tune)
     elif artifact.bench is not None:
@@ -114,7 +114,7 @@ def _tuned_acceptance(artifact: Artifact, tune: Json) -> Figure:
 
 
 def _counted_acceptance(artifact: Artifact, bench: Json) -> Iterator[Figure]:
-    """One line for each concurrency at which the last side drafted."""
+    """Yields a figure with a line for each concurrency at which the last side drafted."""
     rates = {
         load["concurrency"]: counters["per_position"]
         for load in bench["loads"]

@@ -62,7 +62,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """Everything that a report tells of.
+    """Everything that a report shows.
 
     built         in the order of the build
     runtime       its name; options are those of the pair as it is served
@@ -110,22 +110,22 @@ class Artifact:
         return "CONFIG.yaml"
 
     def command(self, name: str) -> str:
-        """The command that makes a missing part."""
+        """Returns the command that makes a missing part."""
         return f"specpipe {name} --config {shlex.quote(self.config)}"
 
     def is_older_than_repository(self, result: Json) -> bool:
-        """True for a result that another build of the repository gave."""
+        """Returns whether a result is that of an earlier build of the repository."""
         return self.packaged_at is not None and str(result["made_at"]) < self.packaged_at
 
 
 def own_draft(tune: Json) -> Json:
-    """What tuning found of the pair's own draft."""
+    """Returns what tuning measured of the pair's own draft."""
     own: Json = next(draft for draft in tune["drafts"] if draft["is_own"])
     return own
 
 
 def read_artifact(folder: Path) -> Artifact:
-    """Reads a folder; RepositoryError where it holds no built pair, or a damaged result."""
+    """Reads a folder; raises RepositoryError where it holds no built pair, or a damaged result."""
     repository = folder / record.REPOSITORY_DIR
     try:
         pair = read_pair(repository)
@@ -156,7 +156,7 @@ def _read_if_there(path: Path, kind: str) -> Json | None:
 
 
 def _read_bench(folder: Path) -> Json | None:
-    """The newer one of `specpipe bench` and of the last nightly run."""
+    """Returns the newer one of `specpipe bench` and of the last nightly run."""
     found = [
         _read_if_there(folder / f"{name}.json", "bench") for name in ("bench", "nightly-bench")
     ]
@@ -174,7 +174,7 @@ def _read_quality(path: Path) -> Json | None:
 
 
 def _read_engine(repository: Path, role: Role) -> Json:
-    """The config of an engine; {} where a runtime leaves none that can be read."""
+    """Returns the config of an engine; {} where a runtime leaves none that can be read."""
     try:
         return read_object(repository / SPECULATIVE / VERSION / role / "config.json")
     except (OSError, ValueError):
@@ -182,7 +182,7 @@ def _read_engine(repository: Path, role: Role) -> Json:
 
 
 def _read_manifests(folder: Path) -> tuple[Built, ...]:
-    """All manifests that can be read, each after those that it was made from."""
+    """Returns all artifacts with a readable manifest, each after those that it was built from."""
     found = {}
     for path in sorted(folder.glob(f"*{_MANIFEST}")) + sorted(folder.glob(f"*/*{_MANIFEST}")):
         artifact = path.with_name(path.name.removesuffix(_MANIFEST))
@@ -198,7 +198,7 @@ def _read_manifests(folder: Path) -> tuple[Built, ...]:
 
 
 def _inputs_among(found: Mapping[str, Manifest], name: str) -> list[str]:
-    """Which artifacts one was made from; the folder may have been moved since."""
+    """Returns which artifacts one was built from; the folder may have been moved since."""
     paths = [f"{given.path}/" for given in found[name].inputs]
     return [
         other for other in found if other != name and any(f"/{other}/" in path for path in paths)
@@ -206,7 +206,7 @@ def _inputs_among(found: Mapping[str, Manifest], name: str) -> list[str]:
 
 
 def _sources(built: Sequence[Built]) -> dict[Role, Source]:
-    """What the first artifact of each role read that no stage made: the checkpoint."""
+    """Returns the checkpoints: what the first artifact of each role read that no stage made."""
     sources: dict[Role, Source] = {}
     for role in ROLES:
         first = next((b for b in built if b.path.startswith(f"{role}/")), None)

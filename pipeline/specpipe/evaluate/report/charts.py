@@ -33,7 +33,7 @@ class Axis:
 
 
 def counted(longest: int) -> tuple[float, ...]:
-    """Ticks from 1 on, so few of them that their labels have room."""
+    """Returns ticks from 1 on, so few of them that their labels have room."""
     return tuple(range(1, longest + 1, -(-longest // 8)))
 
 

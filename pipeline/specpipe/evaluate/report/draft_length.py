@@ -28,7 +28,7 @@ from specpipe.evaluate.tune.schedule import to_yaml
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """Predictions beside measurements, costs, and the schedule in all forms."""
+    """Yields predictions and measurements, costs, and the schedule in all forms."""
     tune = artifact.tune
     if tune is None:
         yield Missing("Draft lengths were not compared.", artifact.command("tune"))
@@ -111,7 +111,7 @@ def _ranking(tune: Json) -> Table:
 
 
 def _figures(artifact: Artifact) -> Iterator[Figure]:
-    """Predicted and measured speed-up over K, a panel for each load."""
+    """Yields predicted and measured speed-up over K, a panel for each load."""
     tune = artifact.tune
     if tune is None:
         return

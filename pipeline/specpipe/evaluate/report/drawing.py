@@ -66,7 +66,7 @@ _VARIABLES = {
 
 
 def to_png(chart: Chart) -> bytes:
-    """Draws a chart in the colours of a light page."""
+    """Returns a chart as a PNG in the colours of a light page."""
     with _drawn(chart, PRINTED, {}) as figure:
         written = io.BytesIO()
         figure.savefig(written, format="png", dpi=_PNG_DPI, metadata={"Software": None})
@@ -74,7 +74,7 @@ def to_png(chart: Chart) -> bytes:
 
 
 def to_svg(chart: Chart, *, name: str, title: str) -> str:
-    """Draws a chart as an SVG element for an HTML page; `name` keeps ids of several apart."""
+    """Returns a chart as an SVG element for an HTML page; `name` keeps ids of several apart."""
     with _drawn(chart, _PLACEHOLDERS, {"svg.fonttype": "none", "svg.hashsalt": name}) as figure:
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
@@ -159,7 +159,7 @@ def _draw(figure: Figure, chart: Chart, palette: Palette) -> None:
 
 
 def _places(series: Sequence[Series]) -> list[tuple[Series, float, float]]:
-    """Each series, what it is moved by along x, and its width: bars stand side by side."""
+    """Yields each series, what it is moved by along x, and its width: bars stand side by side."""
     bars = [s for s in series if s.style == "bars"]
     width = 0.8 / max(len(bars), 1)
     moved = {id(s): (n - (len(bars) - 1) / 2) * width for n, s in enumerate(bars)}
@@ -221,14 +221,14 @@ def _set_scale(axes: Axes, chart: Chart) -> None:
 
 
 def _shown(text: str) -> str:
-    """A name as matplotlib draws it: without what XML cannot hold, and never hidden for a _."""
+    """Returns a name that matplotlib draws: without what XML cannot hold, not hidden for a _."""
     cleaned = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     cleaned = cleaned if len(cleaned) <= 40 else f"{cleaned[:39]}…"
     return f"\N{ZERO WIDTH SPACE}{cleaned}" if cleaned.startswith("_") else cleaned
 
 
 def _for_page(svg: str, name: str, title: str) -> str:
-    """Makes a whole SVG file an element of a page: scalable, named, in the page's colours."""
+    """Returns an SVG file as an element of a page: scalable, named, in the page's colours."""
     ET.register_namespace("", _SVG)
     ET.register_namespace("xlink", _XLINK)
     root = ET.fromstring(svg)
@@ -262,7 +262,7 @@ def _references(root: ET.Element) -> Iterator[str]:
 
 
 def _renamed(value: str, name: str, used: set[str]) -> str:
-    """Ids in references, with the name of the figure before them."""
+    """Returns a value with the name of the figure before each id that it refers to."""
     return re.sub(
         r"#([\w-]+)", lambda found: f"#{name}-{found[1]}" if found[1] in used else found[0], value
     )

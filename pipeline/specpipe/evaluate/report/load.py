@@ -26,7 +26,7 @@ _SIDE = 1
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """The verdict in words, the curves, and what became of the answers."""
+    """Yields the verdict in words, the curves, and what became of the answers."""
     bench = artifact.bench
     if bench is None:
         yield Missing("Speed under load was not measured.", artifact.command("bench"))
@@ -112,7 +112,7 @@ def _gpus(bench: Json) -> Table:
 
 
 def _figures(artifact: Artifact) -> Iterator[Figure]:
-    """Rates and latencies over concurrency, a line for each side; and the ratio of two sides."""
+    """Yields rates and latencies over concurrency, a line for each side; and the ratio of two."""
     bench = artifact.bench
     if bench is None or not bench["loads"]:
         return

@@ -33,7 +33,7 @@ _SLUGS = (
     "gap",
     "quantized-acceptance",
 )
-"""Of all figures that a report can have: those of an earlier one are removed."""
+"""The names of all figures that a report can have: those of an earlier one are removed."""
 
 
 _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
@@ -75,7 +75,7 @@ def write_report(
 
 
 def render(page: Page) -> str:
-    """The page as HTML. Everything is escaped but the SVG of our own charts."""
+    """Returns the page as HTML. Everything is escaped but the SVG of our own charts."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -97,12 +97,12 @@ def render(page: Page) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """A sentence in which no line ends within 95 %, 2 × or K = 4."""
+    """Returns a sentence in which no line ends within 95 %, 2 × or K = 4."""
     return _WITHIN_FIGURES.sub("\N{NO-BREAK SPACE}", text)
 
 
 def _with_code(text: str) -> Markup:
-    """A sentence in HTML, in which commands stand between backticks."""
+    """Returns a sentence in HTML, in which commands stand between backticks."""
     words = text.split("`")
     parts = [Markup("<code>{}</code>" if n % 2 else "{}").format(w) for n, w in enumerate(words)]
     return Markup("").join(parts)

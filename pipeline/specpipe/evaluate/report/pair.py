@@ -14,7 +14,7 @@ Read = Callable[[Artifact, Role], str]
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """What both models are."""
+    """Yields what both models are."""
     yield Table(
         "Models and formats",
         (Column("", is_text=True), *(Column(role, is_text=True) for role in ROLES)),

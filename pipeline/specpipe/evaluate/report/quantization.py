@@ -23,7 +23,7 @@ from specpipe.evaluate.report.charts import Axis, Chart, Panel, Series
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """Both forms of each model, and acceptance of their pairings."""
+    """Yields both forms of each model, and acceptance of their pairings."""
     quality = artifact.quality
     if quality is None:
         if any(conditions.quantized(artifact.engines[role]) for role in ROLES):
@@ -86,7 +86,7 @@ def _forms(quality: Json) -> Table:
 
 
 def _figures(artifact: Artifact) -> Iterator[Figure]:
-    """Acceptance of every pairing of plain and quantized models."""
+    """Yields acceptance of every pairing of plain and quantized models."""
     quality = artifact.quality
     if quality is None or not quality["acceptance"]:
         return

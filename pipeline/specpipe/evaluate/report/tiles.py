@@ -12,7 +12,7 @@ _OUTCOME_TONES: dict[str, Tone] = {"gain": "good", "loss": "bad"}
 
 
 def tiles(artifact: Artifact) -> Iterator[Tile]:
-    """Verdict, speed-up, acceptance, sizes."""
+    """Yields verdict, speed-up, acceptance, sizes."""
     yield _verdict_tile(artifact)
     yield _speed_tile(artifact)
     yield _acceptance_tile(artifact)

@@ -22,7 +22,7 @@ from specpipe.evaluate.report.blocks import (
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """The verdict, and everything that it rests on."""
+    """Yields the verdict, and everything that it rests on."""
     found = artifact.verification
     if found is None:
         yield Missing("The output was not verified.", artifact.command("verify"))
@@ -110,7 +110,7 @@ def _ties(found: Json) -> Block:
 
 
 def _divergences(found: Json, kind: str) -> Table:
-    """The ties, or the faults, of all checks: where two streams part, and by how much."""
+    """Returns the ties, or the faults, of all checks: where two streams part, and by how much."""
     rows = [
         [
             f"{check['check']}, {check['side']}",

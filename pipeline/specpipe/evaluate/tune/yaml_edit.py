@@ -89,7 +89,7 @@ def _find(node: yaml.Node | None, name: str) -> tuple[yaml.Node, yaml.Node] | No
 
 
 def _last_line(node: yaml.Node) -> int:
-    """The last line of a value; a block's own end mark is after the comments that follow it."""
+    """Returns the last line of a value; a block's own end mark is after the comments behind it."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _last_line(last[1] if isinstance(last, tuple) else last)

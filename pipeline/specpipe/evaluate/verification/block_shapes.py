@@ -15,7 +15,7 @@ from specpipe.evaluate.verification.scorer import Scorer, Text, rows_of
 from specpipe.evaluate.verification.verdict import Floats
 
 _NUM_COMPETING = 100
-"""Of the best tokens, whose logits are compared between block shapes: no other one can win."""
+"""How many of the best tokens are compared between block shapes: no other one can win."""
 
 _QUANTILE = 0.999
 
@@ -31,7 +31,7 @@ class BlockDifference:
 def measure_block_difference(
     scorer: Scorer, texts: Sequence[Text], block_sizes: Sequence[int]
 ) -> BlockDifference:
-    """Reads some texts otherwise than one token at a time: in blocks, and all together.
+    """Returns how reading texts in blocks, or together, differs from doing so token by token.
 
     What is compared are the distances of the best tokens' logits to the best one.
     """
@@ -93,7 +93,7 @@ def measure_agreement(
 
 
 def _moves(plain: Floats, other: Floats) -> Floats:
-    """Both [N, V]: how far the best tokens' distances to the best one are apart."""
+    """Returns how far the best tokens' distances to the best one are apart in two sets [N, V]."""
     num_competing = min(_NUM_COMPETING, plain.shape[1])
     best = np.argpartition(-plain, num_competing - 1, axis=1)[:, :num_competing]
     first = plain.argmax(axis=1)[:, None]

@@ -82,7 +82,7 @@ def sample_size(distance: float, num_tests: int) -> int:
 
 
 def holm(p_values: Sequence[float], level: float = FALSE_ALARM) -> list[bool]:
-    """Says which hypotheses are rejected, at a level for all of them together."""
+    """Returns which hypotheses are rejected, at a level for all of them together."""
     rejected = [False] * len(p_values)
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         if p_values[index] > level / (len(p_values) - rank):
@@ -120,7 +120,7 @@ def make_plans(
 ) -> list[Plan]:
     """Plans all tests, on the beginnings of those prompts that the target is least sure after.
 
-    Where it is sure, there is nothing to tell a wrong distribution by.
+    Where it is sure, a wrong distribution would not show.
     """
     settings = [s for s in settings if s.num_draft_tokens <= max_num_draft_tokens]
     short = [dataclasses.replace(case, token_ids=case.token_ids[:prompt_length]) for case in cases]
@@ -231,7 +231,7 @@ class Finding:
 
 
 def reason(tested: Finding) -> str | None:
-    """Why a test fails, as a sentence; None when it passes."""
+    """Returns, as a sentence, why a test fails; None when it passes."""
     if tested.num_failed:
         return f"sampling, {tested.plan.name}: {tested.num_failed} requests failed"
     if not tested.is_flagged:
@@ -247,10 +247,10 @@ def reason(tested: Finding) -> str | None:
 
 
 def objection(plan: Plan, endpoint: Endpoint) -> str | None:
-    """Why a server's sampled answers are not to be tested, in its own words; None: they are.
+    """Returns, in a server's words, why its sampled answers are not to be tested; None: they are.
 
-    It may refuse to sample, and it may say of an answer that it is otherwise distributed. Asked is
-    with the draft length that it has by itself, which no server refuses.
+    It may refuse to sample, and it may say of an answer that it is otherwise distributed. It is
+    asked with the draft length that it has by itself, which no server refuses.
     """
     question = dataclasses.replace(_question(plan, 0, 0), num_draft_tokens=None)
     (answer,) = ask(endpoint, [question])
@@ -298,7 +298,7 @@ def _run(
 
 
 def _question(plan: Plan, index: int, num_draft_tokens: int) -> Question:
-    """The seed makes the test repeatable; the request stays an unseeded one."""
+    """Returns a question that counts as unseeded; its seed makes the test repeatable."""
     return Question(
         token_ids=plan.case.token_ids,
         max_tokens=plan.setting.num_tokens + 1,

@@ -141,8 +141,8 @@ def judge_target(
     Two implementations differ by more than two block shapes of one, hence the wider threshold. An
     engine with other weights than the checkpoint's may well equal itself with and without a draft.
 
-    Where rounding makes the threshold so wide that it tells little, agreement is what the two are
-    judged by in addition: how often the checkpoint chooses what was served.
+    Where rounding makes the threshold so wide that it proves little, the two are judged by their
+    agreement in addition: how often the checkpoint chooses what was served.
     """
     wide = dataclasses.replace(
         threshold,
@@ -227,7 +227,7 @@ def _choice_at(
 def _choice(
     logits: Floats, text: Text, sampling: Sampling, end_token_ids: frozenset[int]
 ) -> Choice:
-    """How the target chooses what follows a text."""
+    """Returns how the target chooses what follows a text."""
     if sampling.is_greedy:
         return GreedyChoice(logits)
     return SeededChoice(logits, text, sampling, end_token_ids)
@@ -242,8 +242,8 @@ def own_agreement(
     block_size: int,
     end_token_ids: frozenset[int],
 ) -> Agreement:
-    """How often the target chooses the same along its own answers to some first cases, one token at
-    a time or in blocks.
+    """Returns how often the target chooses the same along its own answers to the first cases, one
+    token at a time or in blocks.
     """
     texts = [
         Text(case.token_ids, stream.token_ids, case.max_tokens)

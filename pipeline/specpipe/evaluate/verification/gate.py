@@ -47,14 +47,14 @@ class Gate:
         return digest([item.prompt for item in self.items])
 
     def as_chat(self) -> Gate:
-        """The same with each text as a user's message."""
+        """Returns the same gate with each text as a user's message."""
         prompts = as_messages([item.prompt for item in self.items])
         items = [replace(i, prompt=p) for i, p in zip(self.items, prompts, strict=True)]
         return replace(self, items=tuple(items))
 
 
 def load_gate(path: Path) -> Gate:
-    """Reads a file; ConfigError names the line and what was expected there."""
+    """Reads a file; raises ConfigError, with the line and what was expected there."""
     items: list[Item] = []
     for where, given in read_json_lines(path):
         fields = dict(given)
@@ -170,7 +170,7 @@ def ask_gate(
     num_draft_tokens: int | None,
     at_once: int,
 ) -> list[Answer]:
-    """Asks everything greedily.
+    """Returns the greedy answers to all prompts.
 
     max_tokens is for prompts that do not say themselves.
     """
@@ -193,7 +193,7 @@ def judge_gate(
     speculative: Sequence[Answer],
     min_pass_rate: float | None = None,
 ) -> GateResult:
-    """Says which answers are right, those of the target alone and those of the pair."""
+    """Returns which answers are right, those of the target alone and those of the pair."""
     right_alone, right = (
         [a.is_complete and item.is_right(a.text) for a, item in zip(some, gate.items, strict=True)]
         for some in (alone, speculative)

@@ -37,7 +37,7 @@ class Judge:
     skipped: list[str] = field(default_factory=list)
 
     def threshold(self) -> TieThreshold:
-        """How large the margin of a tie may be."""
+        """Returns how large the margin of a tie may be."""
         if self.is_float32:
             return TieThreshold(dtype="float32", fixed=FLOAT32_MARGIN)
         texts = [

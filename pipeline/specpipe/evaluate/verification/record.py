@@ -29,7 +29,7 @@ _FILES = TypeAdapter(dict[str, FileRecord])
 
 
 def write(artifacts_dir: Path, data: Mapping[str, Any], files: Files) -> Path:
-    """Writes the result of a verification beside the repository, whose files it is about."""
+    """Writes the result of a verification next to the repository, whose files it is about."""
     path = artifacts_dir / FILE_NAME
     repository = {
         "digest": repository_digest(files),
@@ -53,7 +53,7 @@ def repository_digest(files: Files) -> str:
 
 
 def read(artifacts_dir: Path) -> dict[str, Any] | None:
-    """Reads the result; None where nothing was verified, RepositoryError where it is damaged."""
+    """Returns the result; None where there is none, RepositoryError where it is damaged."""
     path = artifacts_dir / FILE_NAME
     if not path.exists():
         return None

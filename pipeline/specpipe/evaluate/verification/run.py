@@ -54,7 +54,7 @@ _IF_INSTALLED = ("tensorrt-rtx-cu13", "tensorrt", "tensorrt_llm")
 def verify(
     config: PipelineConfig, options: Options, *, report: Log = lambda line: None
 ) -> Verification:
-    """Verifies a built pair and writes the result beside it; `report` hears how it goes on."""
+    """Verifies a built pair and writes the result next to it; `report` gets what is going on."""
     if options.distance is not None and importlib.util.find_spec("scipy") is None:
         raise RuntimeUnavailable(
             "testing unseeded sampling needs 'scipy', unless it is left out with --no-sampling: "
@@ -93,7 +93,7 @@ def verify(
 
 @contextmanager
 def _work_folder(repository: Path) -> Iterator[Path]:
-    """A folder beside the repository, whose files may be linked into it."""
+    """Yields a folder next to the repository, whose files may be linked into it."""
     with deferred():
         made = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
     try:
@@ -104,7 +104,7 @@ def _work_folder(repository: Path) -> Iterator[Path]:
 
 
 def _title(config: PipelineConfig, subject: Subject, prompts: PromptSet, findings: Findings) -> str:
-    """What was verified and on how much, in a line."""
+    """Returns what was verified and on how much, in a line."""
     place = "in this process"
     if subject.triton_version is not None:
         place = f"in Triton {subject.triton_version}"
@@ -123,7 +123,7 @@ def _write(
     findings: Findings,
     files: Files,
 ) -> Path:
-    """Writes the artifact's verdict; what other engines than its own came to stands elsewhere."""
+    """Writes the verdict, that of other engines than the artifact's elsewhere; returns the file."""
     libraries = [*_LIBRARIES, *(name for name in _IF_INSTALLED if installed(name) is not None)]
     data = {
         **results.header(
@@ -224,7 +224,7 @@ class _Run:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What was asked for, resolved."""
+        """Returns what was asked for, resolved."""
         return {
             **dataclasses.asdict(self._options),
             "gate": None if self._gate is None else self._gate.source,

@@ -65,7 +65,7 @@ class Scorer(Protocol):
     max_batch_size: int
 
     def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
-        """Logits [len(output) + 1, V] of each output token and the next one, for each text.
+        """Returns logits [len(output) + 1, V] of each output token and the next one, for each text.
 
         A prompt is read by itself; then outputs are read together, up to max_batch_size of them, in
         blocks of that many tokens. An id that no tokenizer entry uses has -inf.
@@ -122,7 +122,7 @@ class TorchScorer:
         return self._engine.allocate(prompt_length=prompt_length, max_tokens=max_tokens)
 
     def _read_prompt(self, sequence: int, prompt: Sequence[int]) -> Floats:
-        """Logits [1, V] after the prompt."""
+        """Returns the logits [1, V] after the prompt."""
         last = (len(prompt) - 1) // _MAX_NUM_TOKENS * _MAX_NUM_TOKENS
         for start in range(0, last, _MAX_NUM_TOKENS):
             self._forward([(sequence, prompt[start : start + _MAX_NUM_TOKENS])], [0])
@@ -233,18 +233,18 @@ def torch_engine(
 
 
 def _served(config: PipelineConfig, role: Role) -> Path:
-    """What `speculative` has of one side: its engine, its description, or its checkpoint."""
+    """Returns what `speculative` has of one side: engine, description, or checkpoint."""
     return config.artifacts_dir / "model_repo" / SPECULATIVE / VERSION / role
 
 
 def _engine_config(engine: Path) -> Mapping[str, Any]:
-    """The `config.json` of a torch engine; empty for an engine of another runtime, or none."""
+    """Returns the `config.json` of a torch engine; {} for one of another runtime, or none."""
     config = _read_json(engine / CONFIG_NAME)
     return config if config.get("runtime") == ENGINE_KIND else {}
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """A JSON object; empty where there is none."""
+    """Returns a JSON object; {} where there is none."""
     with suppress(OSError, ValueError):
         found = json.loads(path.read_bytes())
         if isinstance(found, dict):
@@ -260,14 +260,14 @@ def _is_as_built(engine: Path) -> bool:
 
 
 def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:
-    """What an engine of another runtime computes in: as configured, else as stored."""
+    """Returns what an engine of another runtime computes in: as configured, else as stored."""
     if config.engine.dtype != "auto":
         return config.engine.dtype
     return read_unified_config(checkpoint).dtype
 
 
 def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:
-    """The artifact's, else what is served in Hugging Face's layout, converted."""
+    """Returns the artifact's checkpoint, else converts what is served in Hugging Face's layout."""
     checkpoint = config.artifacts_dir / role / "checkpoint"
     is_unified = "mapping" in _read_json(checkpoint / CONFIG_NAME)
     if is_unified and "architectures" not in _read_json(_served(config, role) / CONFIG_NAME):
@@ -286,7 +286,7 @@ def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:
 
 
 def _max_seq_len(config: PipelineConfig, role: Role) -> int:
-    """As the pair serves it, within the side's context."""
+    """Returns the longest sequence that the pair serves, within the side's context."""
     from specpipe.runtimes.pair_file import read_pair
 
     contract = config.artifacts_dir / "check" / "pair.json"

@@ -49,7 +49,7 @@ class Subject:
         self.may_copy = pair.options.prompt_lookup
         """Whether it takes draft tokens from the text of a request that runs alone."""
         self.triton_version: str | None = None
-        """Of the server that was asked, once one was."""
+        """The version of the server that was asked, once one was."""
         self.is_artifact = True
         """Whether the engines are those that are served."""
         if is_float32:
@@ -72,7 +72,7 @@ class Subject:
 
     @contextmanager
     def open_as_asked(self) -> Iterator[Endpoint]:
-        """The pair with K as a request asks, all of it drafted by the draft."""
+        """Yields the pair with K as a request asks, all of it drafted by the draft."""
         if self.is_in_process:
             with self._open_pair(self.engines.load()) as endpoint:
                 yield endpoint
@@ -84,7 +84,7 @@ class Subject:
 
     @contextmanager
     def open_as_served(self) -> Iterator[Endpoint]:
-        """The pair as it is."""
+        """Yields the pair as it is."""
         if self.is_in_process:
             with closing(InProcess.load(self._repository)) as endpoint:
                 yield endpoint
@@ -95,7 +95,7 @@ class Subject:
 
     @contextmanager
     def open_without_draft(self) -> Iterator[Endpoint]:
-        """The target alone, of a pair that drafts in every step of every request."""
+        """Yields the target alone, of a pair that drafts in every step of every request."""
         self._report("starting Triton, without a draft")
         made = repositories.write_without_draft(
             self._config, self._repository, self._made / "without_draft"
@@ -105,7 +105,7 @@ class Subject:
 
     @contextmanager
     def open_own_draft(self) -> Iterator[Endpoint]:
-        """The target as its own draft."""
+        """Yields the target as its own draft."""
         if self.runs_own_loop:
             with self._open_pair(self.engines.load_own_draft()) as endpoint:
                 yield endpoint
@@ -117,7 +117,7 @@ class Subject:
 
     @contextmanager
     def open_wrong_draft(self) -> Iterator[Endpoint]:
-        """The target with a draft that is always wrong."""
+        """Yields the target with a draft that is always wrong."""
         if self.runs_own_loop:
             with self._open_pair(self.engines.load_wrong_draft()) as endpoint:
                 yield endpoint
@@ -129,13 +129,13 @@ class Subject:
 
     @contextmanager
     def _open_pair(self, pair: Pair) -> Iterator[Endpoint]:
-        """A pair in this process."""
+        """Yields a pair in this process."""
         with closing(InProcess(pair, self.tokenizer)) as endpoint:
             yield endpoint
 
     @contextmanager
     def open_scorer(self) -> Iterator[Scorer]:
-        """The target's own logits."""
+        """Yields a scorer of texts by the target's own logits."""
         with open_scorer(self._config, dtype="float32" if self._is_float32 else None) as scorer:
             yield scorer
 
@@ -150,7 +150,7 @@ class Subject:
                 yield endpoint
 
     def _take_float32(self, max_num_draft_tokens: int) -> None:
-        """Both checkpoints for runtime torch; the artifact's own engines where they are that.
+        """Takes both checkpoints for runtime torch; the artifact's own engines where they are that.
 
         What a draft rounds has no part in what the target chooses.
         """

@@ -2,8 +2,8 @@
 
 A forward over several tokens adds up in another order than one over a single token, so the last
 digits of its logits differ. Where the two best tokens are closer than that, either may win, and
-everything after it is another text. Such a tie is told from a fault by the target's own logits at
-the first difference; what comes after it says nothing and is not counted.
+everything after it is another text. The target's own logits at the first difference distinguish
+such a tie from a fault; what comes after it says nothing and is not counted.
 
 V is the vocabulary size; positions count output tokens from 0.
 """
@@ -55,7 +55,7 @@ class Choice(Protocol):
         """The size of its largest logit, which the unit in the last place goes by."""
 
     def shortfall(self, token_ids: Collection[int]) -> float:
-        """What the best of these tokens lacks to be chosen, as a difference of two logits.
+        """Returns what the best of these tokens lacks to be chosen, as a difference of two logits.
 
         0 for the token that is chosen, infinity for one that never is.
         """
