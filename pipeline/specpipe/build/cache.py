@@ -51,13 +51,13 @@ from specpipe.machine.signals import deferred, thread_pool
 from specpipe.stage import Stage
 
 NOT_BUILT = "not built yet"
-"""The reason of a stage whose artifact is not there, or is none that this version can read."""
+"""The reason of a stage whose artifact is missing, or cannot be read by this version."""
 
 
 def stale_reasons(
     stage: Stage, artifact: Path, *, verify: bool = False, verify_inputs: bool = False
 ) -> list[str]:
-    """Returns, as sentences, why the artifact is not what the stage would make now; [] if it is.
+    """Returns sentences on why the artifact is not what the stage would make now; [] if it is.
 
     A file with the recorded size, times and inode counts as unchanged. `verify` asks for the
     digests of the artifact's files, `verify_inputs` for those of what it was made from. Equal files
@@ -78,7 +78,7 @@ class Held:
 
 
 def hold(artifact: Path, *, verify: bool = False) -> Held:
-    """Compares an artifact with its manifest, whatever it was made from.
+    """Returns how an artifact compares with its manifest, whatever it was made from.
 
     What has the recorded size, times and inode is not read, unless `verify` asks for all digests.
     """
@@ -103,7 +103,7 @@ def hold(artifact: Path, *, verify: bool = False) -> Held:
 def changed_inputs(stage: Stage, artifact: Path) -> Held:
     """Returns which of the files that an artifact was made from are others now; hashes them all.
 
-    What is not there any more tells nothing.
+    What is not there any more is passed over.
     """
     recorded = read_manifest(artifact)
     sentences, total = [], Hashed(0, 0, 0.0)
@@ -194,7 +194,7 @@ def _compare(stage: Stage, artifact: Path, *, verify: bool, verify_inputs: bool)
 def _pair_up(
     roots: Sequence[Path], recorded: Sequence[InputRecord]
 ) -> Iterator[tuple[Path | None, InputRecord | None]]:
-    """Pairs inputs in order, since what an input is for lies in its place.
+    """Yields pairs of inputs in order, since the place of an input says what it is for.
 
     Where their number changed, the artifact is stale anyhow; then paths say best what came or went.
     """
@@ -209,7 +209,7 @@ def _pair_up(
 
 
 def _value_reasons(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Compares value by value; a nested mapping counts as settings with dotted names."""
+    """Returns which values changed; a nested mapping counts as settings with dotted names."""
     was, now = dict(_leaves(old)), dict(_leaves(new))
     reasons = []
     for key in [*now, *(key for key in was if key not in now)]:
@@ -285,7 +285,7 @@ def _commit(manifest: Manifest, staging: Path, artifact: Path) -> None:
 
 
 def _put_in_place(staging: Path, artifact: Path) -> Path:
-    """Gives a whole artifact its name, and returns where the one is that had it."""
+    """Gives a whole artifact its name; returns where the artifact is that had it."""
     replaced = old_artifact(artifact)
     if os.path.lexists(artifact):
         if exchange(staging, artifact):
@@ -352,7 +352,7 @@ def _note(artifact: Path, recorded: Manifest | None, current: Manifest | None) -
 
 @contextmanager
 def held(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock meanwhile; on_wait is called first where another process has it."""
+    """Holds a lock for the time of a `with` block; on_wait is called if another process has it."""
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -389,7 +389,7 @@ _MACHINE_FAULTS = (
 
 @contextmanager
 def _naming_os_faults(stage: Stage, artifact: Path) -> Iterator[None]:
-    """Full disks, missing permissions and files in the way are no bugs: one sentence for each."""
+    """Raises one sentence for full disks, missing permissions and the like, which are no bugs."""
     try:
         yield
     except OSError as exc:

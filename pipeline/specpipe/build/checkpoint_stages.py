@@ -21,7 +21,7 @@ def side_stages(pair: PairPlan, side: Side, engine: EngineStages) -> tuple[Plann
 
 
 def _checkpoint_stages(pair: PairPlan, side: Side, huggingface: bool) -> tuple[PlannedStage, ...]:
-    """The stages to what an engine is made of; the config may ask for an export besides.
+    """Returns the stages to what an engine is made of; the config may ask for an export besides.
 
     A plain checkpoint is converted, and so is one that is quantized already. The last stage of one
     that the config quantizes makes what the engine reads.

@@ -45,7 +45,7 @@ class Line:
 
 
 def examine() -> tuple[Line, ...]:
-    """Looks at the environment; nothing is started but what says whether it does."""
+    """Returns what the environment has; starts nothing but a Triton that ends at once."""
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
         Line("installed", libraries.describe()),
@@ -105,7 +105,7 @@ def _docker() -> str:
 
 
 def _runtime(name: str) -> str:
-    """Planning needs no library; building and serving say what they miss."""
+    """Returns what a runtime can do here; building and serving say which library they miss."""
     runtime = load_runtime(name)
     try:
         runtime.require()
@@ -119,7 +119,7 @@ def _runtime(name: str) -> str:
 
 
 def _quantization() -> str:
-    """Formats that need no data want torch alone."""
+    """Returns whether formats that calibrate can be used here; the others need torch alone."""
     try:
         require_libraries()
     except SpecpipeError as exc:

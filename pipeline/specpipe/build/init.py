@@ -105,7 +105,7 @@ def _by_role(draft: str, target: str) -> dict[Role, str]:
 
 
 def _name(target: Source) -> str:
-    """Names a pair after its target's repository or folder, or the folder around `target/`."""
+    """Returns the name of the target's repository or folder, or of the folder around `target/`."""
     folder = target.path.parent if target.path.name == "target" else target.path
     name = folder.name if target.revision is None else target.name.rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "pair"
@@ -118,7 +118,7 @@ def _checkpoint(found: Source, folder: Path) -> str:
 
 
 def _scalar(text: str) -> str:
-    """Writes text as YAML, in quotes where it would not come back as it is."""
+    """Returns text as YAML, in quotes where it would not come back as it is."""
     try:
         is_plain = yaml.safe_load(f"k: {text}") == {"k": text} and text.isprintable()
     except yaml.YAMLError:

@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"\d+")
 _ROLES = ("draft", "target")
 
 _ENGINE_FOLDERS = (".", "engine", "checkpoint")
-"""Where an engine is in the folder of its role; a backend that builds none serves a checkpoint."""
+"""Where an engine may be in the folder of its role; a backend may serve a checkpoint instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Inspection:
 
     def as_json(self) -> dict[str, Any]:
         described = dataclasses.asdict(self.description)
-        del described["files"]  # their sizes are told, and what is wrong with them
+        del described["files"]  # sizes and damage are reported instead
         return {
             "engine": str(self.engine),
             **described,
@@ -68,7 +68,7 @@ class Inspection:
 
 
 def inspect(folder: Path, *, verify: bool = False) -> tuple[Inspection, ...]:
-    """Looks at an engine, at that of a role's folder, or at both of a pair's.
+    """Returns what an engine is: one, that of a role's folder, or both of a pair's.
 
     A file of the recorded size and time counts as whole, unless `verify` asks for its digest.
     Raises EngineMismatch for a folder without an engine.
@@ -132,8 +132,8 @@ def _inspect(engine: Path, verify: bool) -> Inspection | None:
 def _damage(
     engine: Path, manifest: Manifest | None, description: EngineDescription | None, verify: bool
 ) -> tuple[list[str], Hashed]:
-    """Compares with the manifest beside an artifact, which knows every file; where there is none,
-    in a repository, with what the engine itself records."""
+    """Returns what differs from the manifest of an artifact, which lists every file; where there is
+    none, in a repository, from what the engine itself records."""
     if manifest is not None:
         compared = compare_files(engine, manifest.outputs, trust_times=not verify)
         return damage(compared.differences), compared.hashed
@@ -154,12 +154,12 @@ def _damage(
 
 
 def damaged(engine: Path, sentences: Sequence[str]) -> EngineMismatch:
-    """The error of an engine that is not what was built."""
+    """Returns the error of an engine that is not what was built."""
     return EngineMismatch(f"{engine} is damaged: {'; '.join(sentences)}: build it again")
 
 
 def as_text(inspection: Inspection) -> str:
-    """Writes what is known, a line for each fact and several for a list."""
+    """Returns what is known, a line for each fact and several for a list."""
     lines = [str(inspection.engine)]
     for label, values in _sections(inspection):
         for value in values:
@@ -169,7 +169,7 @@ def as_text(inspection: Inspection) -> str:
 
 
 def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
-    """Yields labels and what stands beside them; nothing is said of what is not known."""
+    """Yields labels with their values; nothing for what is not known."""
     engine, build = inspection.description, inspection.build
     yield "runtime", [engine.runtime]
     yield "versions", _joined(engine.versions)
@@ -195,7 +195,7 @@ def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
 
 
 def _line(values: Iterable[str]) -> list[str]:
-    """Lists values in as few lines as hold them."""
+    """Returns a list of values in as few lines as hold them."""
     lines: list[str] = []
     for value in values:
         if lines and len(lines[-1]) + len(value) < _LINE_LENGTH:
@@ -214,7 +214,7 @@ def _shown(value: Any) -> str:
 
 
 def _counts(counts: Mapping[str, int]) -> list[str]:
-    """The most frequent first."""
+    """Returns counts as words, the most frequent first."""
     return _joined(dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))))
 
 
@@ -242,7 +242,7 @@ def _profile(profile: DescribedProfile) -> str:
 
 
 def _tensors(tensors: Sequence[DescribedTensor]) -> list[str]:
-    """One line for all tensors whose names differ by a number alone, as those of layers do."""
+    """Returns one line for all tensors whose names differ by a number, as those of layers do."""
     alike: dict[tuple[str, str, str], list[DescribedTensor]] = {}
     for tensor in tensors:
         shape = f"[{', '.join(map(str, tensor.shape))}]"

@@ -1,4 +1,4 @@
-"""Whether both engines fit on the GPUs beside each other, and what else would.
+"""Whether both engines fit on the GPUs together, and what else would.
 
 Nothing here asks which runtime it is: every runtime says what the ranks of an engine take on which
 GPU, for any batch, length and format.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.runtime import Runtime
 
 USABLE = 0.95
-"""Of a GPU's memory; the rest is the driver's and lost between allocations. A guess."""
+"""The usable share of a GPU's memory; the driver and gaps take the rest. A guess."""
 
 _MAX_BATCH_SIZE = 4096
 """No larger one is tried: one that fits says \"at least\"."""
@@ -114,7 +114,7 @@ class MemoryPlan:
 def plan_memory(
     config: PipelineConfig, pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]
 ) -> MemoryPlan | None:
-    """Plans a pair on GPUs, counted as the config numbers them; the first stands for any other.
+    """Returns how a pair fits on GPUs, in the config's numbering; the first stands for any other.
 
     None where the pair does not run on GPUs at all.
     """
@@ -135,7 +135,7 @@ def plan_memory(
 
 
 def lines(plan: MemoryPlan) -> Iterator[str]:
-    """Writes a plan for people, a line at a time; GPUs that hold the same share one."""
+    """Yields a plan as lines for people; GPUs that hold the same share one."""
     yield f"{plan.max_batch_size} × {plan.max_seq_len} tokens (batch × length):"
     alike: dict[str, list[int]] = {}
     for on_gpu in plan.gpus:
@@ -160,7 +160,7 @@ def lines(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _named(changes: Sequence[Change], gpu: Gpu) -> Iterator[str]:
-    """Groups changes of the same roles; says what a format needs where the GPU is not known."""
+    """Yields changes by roles, with what a format needs where the GPU is not known."""
     grouped: dict[tuple[tuple[Role, ...], str | None], list[str]] = defaultdict(list)
     for change in changes:
         min_sm = FORMATS[change.format].min_sm
@@ -172,7 +172,7 @@ def _named(changes: Sequence[Change], gpu: Gpu) -> Iterator[str]:
 
 
 def _listed(words: Sequence[str], last: str) -> str:
-    """Writes "a", "a and b", "a, b and c"."""
+    """Returns "a", "a and b" or "a, b and c"."""
     *before, final = words
     return f"{', '.join(before)} {last} {final}" if before else final
 
@@ -192,7 +192,7 @@ def _gpu(gpus: Sequence[Gpu], number: int) -> Gpu:
 
 
 def _fits(pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]) -> bool:
-    """False, too, where the runtime refuses to plan it: a KV cache that was given another size."""
+    """Returns whether a pair fits; False, too, where the runtime refuses its fixed KV cache."""
     try:
         engines = _by_gpu(pair, runtime, gpus)
     except SpecpipeError:
@@ -215,7 +215,7 @@ def _largest(pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]) -> Iterator[
 
 
 def _largest_batch(pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]) -> int:
-    """The most requests at once, up to 4096; 0 where not even one fits."""
+    """Returns the most requests at once, up to 4096; 0 where not even one fits."""
 
     def fits(batch: int) -> bool:
         engine = pair.engine.model_copy(update={"max_batch_size": batch})
@@ -273,7 +273,7 @@ def _would_fit(
 
 
 def _scheme(side: Side, change: Change) -> QuantizationConfig | None:
-    """The change as a setting, with the largest blocks that divide the model; None: none do."""
+    """Returns the change as a setting, with the largest blocks that divide the model, if any do."""
     given = side.checkpoint.quantization
     settings = {} if given is None else given.model_dump(exclude_unset=True)
     settings |= {"format": change.format, "kv_cache": change.kv_cache}

@@ -85,7 +85,7 @@ def migrate(path: Path, output: Path | None = None) -> Migration:
 
 
 def _change(data: dict[str, Any], config: PipelineConfig, output: Path) -> list[str]:
-    """Changes the settings in place; returns a sentence for each."""
+    """Changes the settings in place; returns a sentence for each change."""
     said = []
 
     def put(section: dict[str, Any], prefix: str, key: str, value: Any, why: str) -> None:

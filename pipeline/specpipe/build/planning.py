@@ -54,7 +54,8 @@ from specpipe.runtimes.runtime import load_runtime
 from specpipe.stage import PlannedStage
 
 _DEFAULT_MAX_SEQ_LEN = 4096
-"""Contexts are long by now, and the KV cache of a whole one for each request seldom fits."""
+"""The length without engine.max_seq_len: a KV cache of a whole context for each request
+seldom fits. A guess at what most requests need."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def check(
 
 
 def _in_turn(draft: Plan, target: Plan) -> list[PlannedStage]:
-    """Puts the stages of both sides in one order, so that the last of each stand together.
+    """Returns the stages of both sides in one order, so that the last of each stand together.
 
     A side that is quantized has more of them, and engines come after all checkpoints.
     """
@@ -171,7 +172,7 @@ def _plan_pair(config: PipelineConfig, small_files: Path | None) -> PairPlan:
 def _resolve(
     config: PipelineConfig, checkpoint: CheckpointConfig, role: Role, small_files: Path | None
 ) -> Side:
-    """Resolves one checkpoint to a folder that holds its small files at least."""
+    """Returns one side, whose checkpoint is a folder that holds its small files at least."""
     found = source.resolve(
         checkpoint.checkpoint,
         revision=checkpoint.revision,
@@ -210,7 +211,7 @@ def _unified(
 ) -> UnifiedConfig:
     """Returns the config of the unified checkpoint, but for its dtype.
 
-    Where quantized weights are read as they are, it tells the architecture alone.
+    Where quantized weights are read as they are, it is that of the architecture alone.
     """
     scheme = checkpoint.quantization
     limits = config.serving.limits
@@ -267,7 +268,7 @@ def _architecture(
 
 
 def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> Plan:
-    """What quantization costs, and whether that is too much."""
+    """Returns the stages for what quantization costs, and for whether that is too much."""
 
     def measured(side: Side) -> MeasuredSide:
         scheme = side.checkpoint.quantization

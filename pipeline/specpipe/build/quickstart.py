@@ -30,7 +30,7 @@ NUM_ROUNDS = 3
 
 @dataclass
 class Total:
-    """What some requests took and gave."""
+    """Time, tokens and steps of requests, added up."""
 
     seconds: float = 0.0
     output_tokens: int = 0
@@ -87,7 +87,7 @@ def write_files(folder: Path) -> list[Path]:
 
 
 def _files() -> Iterator[tuple[Path, Path]]:
-    """What comes with specpipe, and where it goes."""
+    """Yields the files that come with specpipe, and where each goes."""
     yield shipped(CONFIG), Path(CONFIG)
     models = shipped("models")
     for source in sorted(models.glob("python-code/*/*")):
@@ -95,7 +95,7 @@ def _files() -> Iterator[tuple[Path, Path]]:
 
 
 def compare(client: Client) -> tuple[Total, Total]:
-    """Runs every prompt with and without speculation in turn; returns both, target alone first.
+    """Returns the totals of the target alone and of speculation, over every prompt in turn.
 
     Raises ServerError where the answers differ.
     """

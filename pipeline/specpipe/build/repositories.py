@@ -14,7 +14,7 @@ from specpipe.config.sections import PipelineConfig
 from specpipe.errors import RepositoryError
 from specpipe.machine.manifest import MANIFEST_SUFFIX, Hashed, read_anew
 
-_LISTED = 8  # so many files stand in a refusal; the rest is a count
+_LISTED = 8  # files that a refusal names; the others are counted. A guess at what is read.
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BuiltRepository:
 
 
 def hold_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRepository:
-    """Finds the Triton repository of a pair; raises RepositoryError where none was built.
+    """Returns the Triton repository of a pair; raises RepositoryError where none was built.
 
     A file that is untouched since it was packaged is not read, unless `verify` asks for all.
     """
@@ -68,7 +68,7 @@ def built_repository(config: PipelineConfig) -> Path:
 
 
 def hold_artifacts(config: PipelineConfig) -> Hashed:
-    """Hashes a built pair all the way back; RepositoryError where a file is not what it was.
+    """Hashes a built pair all the way back; raises RepositoryError where a file was changed.
 
     Every artifact that is there is held against its manifest, and what the manifests say that it
     was made from against what is there now: engines, checkpoints, tokenizer. Inputs that are gone
@@ -98,7 +98,7 @@ def hold_artifacts(config: PipelineConfig) -> Hashed:
 
 
 def outdated(config: PipelineConfig) -> list[str]:
-    """Returns what a build would do now, as sentences, where that can be told without the hub.
+    """Returns what a build would do now, as sentences, where that is known without the hub.
 
     Serving needs no checkpoint: where one is gone, there is nothing to compare with.
     """
@@ -107,6 +107,6 @@ def outdated(config: PipelineConfig) -> list[str]:
 
 
 def _local_plan(config: PipelineConfig) -> Plan:
-    """The stages where both checkpoints are folders that are there; else none."""
+    """Returns the stages where both checkpoints are folders that are there; else none."""
     folders = [config.base_dir / side.checkpoint for side in (config.draft, config.target)]
     return plan(config) if all(folder.is_dir() for folder in folders) else ()

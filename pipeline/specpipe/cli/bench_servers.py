@@ -58,7 +58,7 @@ _OPTIONS = (
 
 
 def server_options(command: Command) -> Command:
-    """--url, --against and what goes with them: which servers are asked, and how."""
+    """Returns the command with --url, --against and all else that says which servers to ask."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -81,7 +81,7 @@ def check(config: Path | None, options: dict[str, Any]) -> None:
 def open_sides(
     stack: ExitStack, config: PipelineConfig | None, options: dict[str, Any]
 ) -> Sequence[Side]:
-    """Opens what is compared, the baseline first; closing the stack closes it.
+    """Returns what is compared, opened, the baseline first; closing the stack closes it.
 
     Without --url the built pair is served meanwhile. The baseline is the other server, or the same
     one without speculation.
@@ -114,7 +114,7 @@ def open_sides(
 
 
 def _serve(stack: ExitStack, config: PipelineConfig, protocol: str) -> tuple[str, str]:
-    """Serves a built pair until the stack is closed; its URL and that of its metrics."""
+    """Serves a built pair until the stack is closed; returns its URL and that of its metrics."""
     from specpipe.build.repositories import built_repository
     from specpipe.evaluate.serving import served
     from specpipe.triton.repository import lint

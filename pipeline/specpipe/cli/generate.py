@@ -133,7 +133,7 @@ def _completion_json(completion: Completion) -> dict[str, Any]:
 
 
 def _summary(completion: Completion, seconds: float) -> str:
-    """Writes what the last response reports in one line; seconds is what the answer took."""
+    """Returns one line of what the last response reports; `seconds` is what the answer took."""
     statistics = completion.statistics
     if statistics is None:
         return f"finish reason: {completion.finish_reason}"

@@ -27,7 +27,7 @@ class NumberRange(click.FloatRange):
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The type of an option that takes numbers above 0, as in 1,4,8; each is taken once."""
+    """Returns the numbers above 0 of an option such as 1,4,8, each of them once."""
     from specpipe.checkpoints.files import quoted
 
     parts = [part.strip() for part in text.split(",")]
@@ -41,7 +41,7 @@ def numbers(text: str) -> tuple[int, ...]:
 def config_options(
     config_help: str, set_help: str, *, is_required: bool = True
 ) -> Callable[[Command], Command]:
-    """--config and --set; their texts say what the command takes them for."""
+    """Returns a decorator that adds --config and --set, with texts for what the command does."""
 
     def add(command: Command) -> Command:
         command = click.option(
@@ -76,7 +76,7 @@ chat_option = click.option(
 
 
 def prompt_options(command: Command) -> Command:
-    """--prompts, --limit and --max-tokens: what a pair is asked."""
+    """Returns the command with --prompts, --limit and --max-tokens: what a pair is asked."""
     command = click.option(
         "--max-tokens",
         type=click.IntRange(min=1),

@@ -1,4 +1,4 @@
-"""What a build says of itself on stderr."""
+"""What commands report on stderr while they run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _LogLines(logging.Handler):
 
 @contextlib.contextmanager
 def log_shown() -> Iterator[None]:
-    """Shows what the builders' programs print, while the context lasts."""
+    """Shows what the builders' programs print, for the time of a `with` block."""
     logger = logging.getLogger("specpipe")
     handler, level = _LogLines(), logger.level
     logger.addHandler(handler)

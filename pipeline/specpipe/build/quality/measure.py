@@ -224,7 +224,7 @@ class _Measurement:
         )
 
     def _build(self, side: MeasuredSide) -> Iterator[_Engine]:
-        """Makes an engine of each form, the unquantized one first."""
+        """Yields an engine of each form, the unquantized one first."""
         plain = self._work / "checkpoint"
         plain.mkdir()
         convert(side.folder, plain, limits=side.limits)
@@ -253,7 +253,7 @@ class _Measurement:
         return _Engine(form, folder)
 
     def _max_seq_len(self, role: Role) -> int:
-        """Tokens of the longest text, and of the longest answer."""
+        """Returns the tokens of the longest text and of the longest answer together."""
         from specpipe.build.quality.quality import MAX_OUTPUT_TOKENS
 
         contract = self._contract
@@ -323,7 +323,7 @@ def _plain_bytes(side: MeasuredSide, dtype: str, device: str) -> int:
 
 
 def form_of(config: UnifiedConfig) -> Form:
-    """Names and measures the form that a unified config describes."""
+    """Returns the name and the sizes of the form that a unified config describes."""
     names = [config.format or PLAIN]
     if config.quantization.kv_cache_quant_algo is not None:
         names.append("fp8 KV")
@@ -331,7 +331,7 @@ def form_of(config: UnifiedConfig) -> Form:
 
 
 def _load(folder: Path) -> TorchEngine:
-    """Loads an engine, into the room of one that nobody holds any more."""
+    """Returns an engine, loaded after the memory of those before it is freed."""
     import torch
 
     from specpipe.runtimes.torch.engine import TorchEngine
@@ -348,7 +348,7 @@ def _engine_words(folder: Path) -> str:
 
 @contextmanager
 def _naming(role: Role) -> Iterator[None]:
-    """Says whose fault a failure is."""
+    """Puts the role before the message of a failure."""
     try:
         yield
     except SpecpipeError as exc:

@@ -86,7 +86,7 @@ def record(engine: Engine, texts: Sequence[TokenIds], path: Path) -> None:
 
 
 def compare(engine: Engine, texts: Sequence[TokenIds], path: Path) -> Divergence:
-    """Compares the quantized form with what `record` wrote for the same texts."""
+    """Returns how the quantized form differs from what `record` wrote for the same texts."""
     total = DivergenceSum()
     with path.open("rb") as file:
         for logits, next_token_ids in _scored(engine, texts, "quantized"):
@@ -137,7 +137,7 @@ class PairLimits:
 def measure_acceptance(
     draft: Engine, target: Engine, prompts: Sequence[tuple[int, ...]], limits: PairLimits
 ) -> list[AcceptanceCounts]:
-    """Continues every prompt greedily; returns what was drafted and accepted for each.
+    """Returns what was drafted and accepted for each prompt, continued greedily.
 
     As in serving, what was drafted past the end of an answer does not count.
     """
