@@ -27,8 +27,8 @@ class Divergence:
 
     num_positions     predicted tokens: every one of a text but the first
     plain_perplexity  exp of the mean negative log-probability that the plain form gives them
-    mean_kl           mean D(plain ‖ quantized), in nats: what a token costs more to predict with the
-                      quantized form, were the plain one right. The other direction would count
+    mean_kl           mean D(plain ‖ quantized), in nats: what a token costs more to predict with
+                      the quantized form, were the plain one right. The other direction would count
                       little where the quantized form no longer finds what the plain one finds
                       likely, which is the loss that matters.
     top1_agreement    the part of the positions at which both find the same token likeliest
