@@ -225,11 +225,11 @@ def test_a_repository_elsewhere_is_hashed_once(
 
 
 def test_a_build_is_checked_back_to_its_checkpoints(config: PipelineConfig) -> None:
-    repositories.hold_artifacts(config)
+    repositories.check_artifacts(config)
     weights = Path("models/target/model.safetensors").resolve()
     keeping_time(weights, flip_last)
     with pytest.raises(RepositoryError) as caught:
-        repositories.hold_artifacts(config)
+        repositories.check_artifacts(config)
     assert str(caught.value) == (
         f"{config.artifacts_dir}/target/checkpoint was made from other files than those of today: "
         f"{weights} changed since target/convert read it: run `specpipe build --config x.yaml` "

@@ -70,14 +70,14 @@ def stale_reasons(
 
 
 @dataclass(frozen=True)
-class Held:
+class Integrity:
     """An artifact held against its manifest: a sentence for each file that is another one now."""
 
     damage: tuple[str, ...]
     hashed: Hashed
 
 
-def hold(artifact: Path, *, verify: bool = False) -> Held:
+def check_integrity(artifact: Path, *, verify: bool = False) -> Integrity:
     """Returns how an artifact compares with its manifest, whatever it was made from.
 
     What has the recorded size, times and inode is not read, unless `verify` asks for all digests.
@@ -87,20 +87,22 @@ def hold(artifact: Path, *, verify: bool = False) -> Held:
         compared = compare_files(artifact, recorded.outputs, trust_times=not verify)
         if not compared.differences:
             _note(artifact, recorded, replace(recorded, outputs=compared.current))
-            return Held((), compared.hashed)
+            return Integrity((), compared.hashed)
     # A build that was killed once its artifact was there, and before its manifest was.
     unfinished = parse_manifest(_pending(artifact))
     if unfinished is not None:
         pending = compare_files(artifact, unfinished.outputs, trust_times=not verify)
         if not pending.differences:
-            return Held((), pending.hashed)
+            return Integrity((), pending.hashed)
     if recorded is None:
         name = manifest_path(artifact).name
-        return Held((f"{name}, which tells what was built, is not beside it",), Hashed(0, 0, 0.0))
-    return Held(tuple(damage(compared.differences)), compared.hashed)
+        return Integrity(
+            (f"{name}, which tells what was built, is not beside it",), Hashed(0, 0, 0.0)
+        )
+    return Integrity(tuple(damage(compared.differences)), compared.hashed)
 
 
-def changed_inputs(stage: Stage, artifact: Path) -> Held:
+def changed_inputs(stage: Stage, artifact: Path) -> Integrity:
     """Returns which of the files that an artifact was made from are others now; hashes them all.
 
     What is not there any more is passed over.
@@ -113,10 +115,10 @@ def changed_inputs(stage: Stage, artifact: Path) -> Held:
         compared = compare_files(root, old.files, trust_times=False)
         total += compared.hashed
         sentences += [
-            f"{root / name} {what} since {stage.name} read it"
-            for name, what in compared.differences.items()
+            f"{root / name} {change} since {stage.name} read it"
+            for name, change in compared.differences.items()
         ]
-    return Held(tuple(sentences), total)
+    return Integrity(tuple(sentences), total)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def build(
             _note(artifact, comparison.recorded, comparison.current)
             return Built((), 0.0)
         artifact.parent.mkdir(parents=True, exist_ok=True)
-        with held(_file_lock(artifact), on_wait):
+        with locked(_file_lock(artifact), on_wait):
             reasons = _compare(stage, artifact, verify=verify, verify_inputs=verify_inputs).reasons
             if not reasons:
                 return Built((), 0.0)
@@ -180,7 +182,9 @@ def _compare(stage: Stage, artifact: Path, *, verify: bool, verify_inputs: bool)
         compared = compare_files(
             root, old.files, trust_times=old.path == path and not verify_inputs
         )
-        reasons += [f"input {root / name} {what}" for name, what in compared.differences.items()]
+        reasons += [
+            f"input {root / name} {change}" for name, change in compared.differences.items()
+        ]
         inputs.append(InputRecord(path, {**old.files, **compared.current}))
     compared = compare_files(artifact, recorded.outputs, trust_times=not verify)
     reasons += [f"damaged: {sentence}" for sentence in damage(compared.differences)]
@@ -334,9 +338,9 @@ def _record_input(stage: Stage, root: Path) -> InputRecord:
 def _check_unchanged(stage: Stage, roots: Sequence[Path], inputs: Sequence[InputRecord]) -> None:
     """Refuses what was made while another program, or another build, wrote its inputs."""
     for root, record in zip(roots, inputs, strict=True):
-        for name, what in compare_files(root, record.files, trust_times=True).differences.items():
+        for name, change in compare_files(root, record.files, trust_times=True).differences.items():
             raise SpecpipeError(
-                f"{stage.name}: input {root / name} {what} while the stage ran: build again"
+                f"{stage.name}: input {root / name} {change} while the stage ran: build again"
             )
 
 
@@ -351,7 +355,7 @@ def _note(artifact: Path, recorded: Manifest | None, current: Manifest | None) -
 
 
 @contextmanager
-def held(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
+def locked(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
     """Holds a lock for the time of a `with` block; on_wait is called if another process has it."""
     try:
         lock.acquire(timeout=0)

@@ -41,7 +41,7 @@ class Line:
     """One thing, and what there is of it."""
 
     subject: str
-    found: str
+    text: str
 
 
 def examine() -> tuple[Line, ...]:
@@ -49,8 +49,8 @@ def examine() -> tuple[Line, ...]:
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
         Line("installed", libraries.describe()),
-        *(Line("conflict", found) for found in libraries.conflicts()),
-        *(Line(library, found) for library, found in versions(LIBRARIES).items()),
+        *(Line("conflict", text) for text in libraries.conflicts()),
+        *(Line(library, text) for library, text in versions(LIBRARIES).items()),
         *_tritonserver(),
         *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),
         *_gpus(),
@@ -83,10 +83,10 @@ def _tritonserver() -> Iterator[Line]:
 
 
 def _gpus() -> Iterator[Line]:
-    found = gpus()
-    if not found:
+    gpus_here = gpus()
+    if not gpus_here:
         yield Line("GPU", "none that nvidia-smi tells of")
-    for number, gpu in enumerate(found):
+    for number, gpu in enumerate(gpus_here):
         yield Line(
             f"GPU {number}",
             f"{gpu['name']}, compute capability {gpu['compute_cap']}, driver "

@@ -46,7 +46,9 @@ def preview(stages: Plan, *, verify_inputs: bool = False) -> tuple[StageReport, 
             planned.stage, planned.artifact, verify=verify_inputs, verify_inputs=verify_inputs
         )
         if reasons != [cache.NOT_BUILT]:
-            reasons += [f"upstream {other.name} runs" for other in running if planned.reads(other)]
+            reasons += [
+                f"upstream {upstream.name} runs" for upstream in running if planned.reads(upstream)
+            ]
         commands: tuple[tuple[str, ...], ...] = ()
         if reasons:
             running.append(planned)
@@ -96,7 +98,7 @@ def _read_by_what_runs(stages: Plan) -> set[Path]:
             planned.artifact in read
             and cache.stale_reasons(planned.stage, planned.artifact, verify=True)
         ):
-            read |= {other.artifact for other in stages if planned.reads(other)}
+            read |= {upstream.artifact for upstream in stages if planned.reads(upstream)}
     return read
 
 

@@ -81,10 +81,10 @@ def write_config(
         role: source.resolve(checkpoint, revision=None, base=Path.cwd(), role=role, weights=False)
         for role, checkpoint in _by_role(draft, target).items()
     }
-    for role, found in sources.items():
-        if found.revision is None:
-            check_weights(role, found.path)
-        check_architecture(role, found.path)
+    for role, resolved in sources.items():
+        if resolved.revision is None:
+            check_weights(role, resolved.path)
+        check_architecture(role, resolved.path)
     contract = check_pair(sources["draft"].path, sources["target"].path)
     name = name or _name(sources["target"])
     path = output or Path(f"{name}.yaml")
@@ -111,10 +111,10 @@ def _name(target: Source) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "pair"
 
 
-def _checkpoint(found: Source, folder: Path) -> str:
-    if found.revision is not None:
-        return f"  checkpoint: {_scalar(found.name)}\n  revision: {_scalar(found.revision)}\n"
-    return f"  checkpoint: {_scalar(os.path.relpath(found.path, folder))}\n"
+def _checkpoint(resolved: Source, folder: Path) -> str:
+    if resolved.revision is not None:
+        return f"  checkpoint: {_scalar(resolved.name)}\n  revision: {_scalar(resolved.revision)}\n"
+    return f"  checkpoint: {_scalar(os.path.relpath(resolved.path, folder))}\n"
 
 
 def _scalar(text: str) -> str:

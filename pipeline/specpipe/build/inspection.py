@@ -75,19 +75,19 @@ def inspect(folder: Path, *, verify: bool = False) -> tuple[Inspection, ...]:
     """
     if verify:
         read_anew()
-    found = _find(folder, verify)
-    if found is not None:
-        return (found,)
+    inspection = _find(folder, verify)
+    if inspection is not None:
+        return (inspection,)
     if not any((folder / role).is_dir() for role in _ROLES):
         raise _no_engine(folder)
     return tuple(_of_role(folder / role, verify) for role in _ROLES)
 
 
 def _of_role(folder: Path, verify: bool) -> Inspection:
-    found = _find(folder, verify)
-    if found is None:
+    inspection = _find(folder, verify)
+    if inspection is None:
         raise _no_engine(folder)
-    return found
+    return inspection
 
 
 def _no_engine(folder: Path) -> EngineMismatch:
@@ -101,19 +101,19 @@ def _no_engine(folder: Path) -> EngineMismatch:
 
 def _find(folder: Path, verify: bool) -> Inspection | None:
     for name in _ENGINE_FOLDERS:
-        if (folder / name).is_dir() and (found := _inspect(folder / name, verify)) is not None:
-            return found
+        if (folder / name).is_dir() and (inspection := _inspect(folder / name, verify)) is not None:
+            return inspection
     return None
 
 
 def _inspect(engine: Path, verify: bool) -> Inspection | None:
     described = (load_runtime(name).describe(engine) for name in RUNTIMES)
-    description = next((one for one in described if one is not None), None)
+    description = next((candidate for candidate in described if candidate is not None), None)
     manifest = read_manifest(engine)
-    found, hashed = _damage(engine, manifest, description, verify)
+    damages, hashed = _damage(engine, manifest, description, verify)
     if description is None:
-        if found:
-            raise damaged(engine, found)
+        if damages:
+            raise damaged(engine, damages)
         return None
     if manifest is not None:
         versions = {"specpipe": manifest.versions["specpipe"], **description.versions}
@@ -124,7 +124,7 @@ def _inspect(engine: Path, verify: bool) -> Inspection | None:
         description=description,
         file_bytes={path.name: path.stat().st_size for path in files},
         build=manifest.build if manifest is not None else {},
-        damage=tuple(found),
+        damage=tuple(damages),
         hashed=hashed if verify else None,
     )
 
@@ -137,20 +137,20 @@ def _damage(
     if manifest is not None:
         compared = compare_files(engine, manifest.outputs, trust_times=not verify)
         return damage(compared.differences), compared.hashed
-    found, total = [], Hashed(0, 0, 0.0)
+    damages, total = [], Hashed(0, 0, 0.0)
     for file in () if description is None else description.files:
         path = engine / file.name
         if not path.is_file():
-            found.append(f"file {file.name} is missing")
+            damages.append(f"file {file.name} is missing")
         elif (size := path.stat().st_size) != (file.num_bytes or size):
-            found.append(f"file {file.name} has {size} bytes, built were {file.num_bytes}")
+            damages.append(f"file {file.name} has {size} bytes, built were {file.num_bytes}")
         elif verify and file.sha256 is not None:
             record = FileRecord(size, 0, file.sha256)
             compared = compare_files(path, {".": record}, trust_times=False)
             total += compared.hashed
             if compared.differences:
-                found.append(f"file {file.name} is not what was built")
-    return found, total
+                damages.append(f"file {file.name} is not what was built")
+    return damages, total
 
 
 def damaged(engine: Path, sentences: Sequence[str]) -> EngineMismatch:
@@ -206,10 +206,10 @@ def _line(values: Iterable[str]) -> list[str]:
 
 
 def _joined(values: Mapping[str, Any]) -> list[str]:
-    return _line(f"{name} {_shown(value)}" for name, value in values.items())
+    return _line(f"{name} {_as_word(value)}" for name, value in values.items())
 
 
-def _shown(value: Any) -> str:
+def _as_word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
@@ -258,4 +258,4 @@ def _names(group: Sequence[DescribedTensor]) -> str:
         return first
     number = _NUMBER.search(last)
     assert number is not None, "names that differ have numbers"
-    return _NUMBER.sub(lambda found: f"{found[0]}…{number[0]}", first, count=1)
+    return _NUMBER.sub(lambda match: f"{match[0]}…{number[0]}", first, count=1)

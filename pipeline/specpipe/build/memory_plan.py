@@ -122,16 +122,16 @@ def plan_memory(
     if not engines:
         return None
     plans = tuple(GpuPlan(n, _gpu(gpus, n), engines[n]) for n in sorted(engines))
-    found = MemoryPlan(
+    memory_plan = MemoryPlan(
         max_batch_size=pair.engine.max_batch_size,
         max_seq_len=pair.max_seq_len,
         gpus=plans,
         largest=tuple(_largest(pair, runtime, gpus)),
         changes=(),
     )
-    if found.fits:
-        return found
-    return dataclasses.replace(found, changes=tuple(_changes(config, pair, runtime, gpus)))
+    if memory_plan.fits:
+        return memory_plan
+    return dataclasses.replace(memory_plan, changes=tuple(_changes(config, pair, runtime, gpus)))
 
 
 def lines(plan: MemoryPlan) -> Iterator[str]:
@@ -180,11 +180,11 @@ def _listed(words: Sequence[str], last: str) -> str:
 def _by_gpu(
     pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]
 ) -> dict[int, dict[Role, MemoryEstimate]]:
-    found: dict[int, dict[Role, MemoryEstimate]] = defaultdict(dict)
+    engines: dict[int, dict[Role, MemoryEstimate]] = defaultdict(dict)
     for side in (pair.draft, pair.target):
         for number, engine in runtime.memory_by_gpu(pair, side, gpus[0].sm).items():
-            found[number][side.role] = engine
-    return found
+            engines[number][side.role] = engine
+    return engines
 
 
 def _gpu(gpus: Sequence[Gpu], number: int) -> Gpu:
@@ -237,15 +237,15 @@ def _changes(
     the KV cache only where weights alone are not enough."""
     for roles in _TO_CHANGE:
         for kv_cache in (None, "fp8"):
-            found = [
+            changes = [
                 change
                 for name in OFFERED
                 if (kv_cache is None or FORMATS[name].fp8_kv_cache)
                 and (gpus[0].sm is None or FORMATS[name].runs_on(gpus[0].sm))
                 and _would_fit(config, pair, runtime, gpus, change := Change(roles, name, kv_cache))
             ]
-            if found:
-                yield from found
+            if changes:
+                yield from changes
                 return
 
 
@@ -274,8 +274,8 @@ def _would_fit(
 
 def _scheme(side: Side, change: Change) -> QuantizationConfig | None:
     """Returns the change as a setting, with the largest blocks that divide the model, if any do."""
-    given = side.checkpoint.quantization
-    settings = {} if given is None else given.model_dump(exclude_unset=True)
+    configured = side.checkpoint.quantization
+    settings = {} if configured is None else configured.model_dump(exclude_unset=True)
     settings |= {"format": change.format, "kv_cache": change.kv_cache}
     settings.pop("awq_block_size", None)
     blocks: list[dict[str, Any]] = [{}]

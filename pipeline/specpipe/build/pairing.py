@@ -233,14 +233,14 @@ def _notes(draft: _Side, target: _Side) -> Iterator[str]:
             f"vocabularies differ only by padding: {len(target.used)} used ids, "
             f"{draft.num_rows} and {target.num_rows} rows"
         )
-    for side, token_ids, what in (
+    for side, token_ids, consequence in (
         (draft, more[0], "they are never proposed"),
         (target, more[1], "the draft has embedding rows for them"),
     ):
         if token_ids:
             yield (
                 f"only the {side.role} knows {len(token_ids)} of its tokens, the first is "
-                f"{side.describe(token_ids[0])}: {what}"
+                f"{side.describe(token_ids[0])}: {consequence}"
             )
     for token_id in sorted(target.used - target.tokens.keys()):
         yield (

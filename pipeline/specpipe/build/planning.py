@@ -173,7 +173,7 @@ def _resolve(
     config: PipelineConfig, checkpoint: CheckpointConfig, role: Role, small_files: Path | None
 ) -> Side:
     """Returns one side, whose checkpoint is a folder that holds its small files at least."""
-    found = source.resolve(
+    resolved = source.resolve(
         checkpoint.checkpoint,
         revision=checkpoint.revision,
         base=config.base_dir,
@@ -181,18 +181,18 @@ def _resolve(
         weights=False,
         small_files=small_files,
     )
-    if found.revision is None:
-        check_weights(role, found.path)
+    if resolved.revision is None:
+        check_weights(role, resolved.path)
     try:
-        unified = _unified(config, checkpoint, role, found.path)
+        unified = _unified(config, checkpoint, role, resolved.path)
     except CheckpointError as exc:
-        raise CheckpointError(f"{role} {found.path}: {exc}") from exc
+        raise CheckpointError(f"{role} {resolved.path}: {exc}") from exc
     except ConfigError as exc:
         raise ConfigError(f"{config.source}: {role}: {exc}") from exc
     return Side(
         role=role,
         checkpoint=checkpoint,
-        folder=found.path,
+        folder=resolved.path,
         unified=unified,
         context_length=context_length(
             unified.max_position_embeddings,
@@ -202,7 +202,9 @@ def _resolve(
         base_dir=config.base_dir,
         artifacts=config.artifacts_dir / role,
         limits=config.serving.limits,
-        fetch=Fetch(found.name, found.revision, config.base_dir, role) if found.revision else None,
+        fetch=Fetch(resolved.name, resolved.revision, config.base_dir, role)
+        if resolved.revision
+        else None,
     )
 
 

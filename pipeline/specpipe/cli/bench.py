@@ -179,7 +179,7 @@ def bench(
     with contextlib.ExitStack() as stack:
         sides = bench_servers.open_sides(stack, config, options)
         measurements = run.measure(sides, prompts, settings, report=log)
-    found = {
+    result = {
         **header(
             "bench",
             pair=options["url"] if config is None else config.name,
@@ -192,14 +192,14 @@ def bench(
     if output is None and config is not None:
         output = config.artifacts_dir / "results" / "bench.json"
     if output is not None:
-        write_result(output, found)
+        write_result(output, result)
         run.write_records(output.with_suffix(""), measurements, count_tokens=count_tokens)
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
         for line in table.lines(measurements.summaries(settings.limits, count_tokens)):
             click.echo(line)
-        for paragraph in table.conclusions(found, is_one_server=is_one_server):
+        for paragraph in table.conclusions(result, is_one_server=is_one_server):
             click.echo(f"\n{paragraph}")
     if output is not None:
         log(f"written: {output}")

@@ -103,8 +103,8 @@ def open_sides(
         url, metrics_url = _serve(stack, config, options["protocol"])
     side = opened(url, options["model"], metrics_url)
     if (against := options["against"]) is not None:
-        other = opened(against, options["against_model"], options["against_metrics_url"])
-        return named_apart(other, side)
+        baseline = opened(against, options["against_model"], options["against_metrics_url"])
+        return named_apart(baseline, side)
     if takes_draft_length(side.endpoint):
         return without_and_with(side, num_draft_tokens)
     if num_draft_tokens is not None:

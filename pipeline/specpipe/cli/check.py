@@ -40,8 +40,8 @@ def check(
     from specpipe.machine import gpus
 
     config = load(config_path, overrides)
-    found = gpus.gpus_here() if gpu is None else (gpus.find_gpu(gpu),)
-    checked = planning.check(config, small_files=small_files, gpus=found)
+    chosen_gpus = gpus.gpus_here() if gpu is None else (gpus.find_gpu(gpu),)
+    checked = planning.check(config, small_files=small_files, gpus=chosen_gpus)
     plan = checked.plan
     if gpu is not None and plan is None:
         raise click.UsageError("--gpu has no effect: engine.device is cpu.")
@@ -58,7 +58,7 @@ def check(
 
 
 def _checked_json(checked: Checked) -> dict[str, Any]:
-    memory = {role: dataclasses.asdict(found) for role, found in checked.memory.items()}
+    memory = {role: dataclasses.asdict(estimate) for role, estimate in checked.memory.items()}
     plan = None if checked.plan is None else checked.plan.to_json()
     return {**dataclasses.asdict(checked.contract), "memory": memory, "memory_plan": plan}
 

@@ -33,18 +33,18 @@ def doctor(compares_image: bool, app_dir: Path, as_json: bool) -> None:
 
         lines = examine()
         if as_json:
-            print_json({line.subject: line.found for line in lines})
+            print_json({line.subject: line.text for line in lines})
         else:
             width = max(len(line.subject) for line in lines) + 2
             for line in lines:
-                click.echo(f"{line.subject:{width}}{line.found}")
+                click.echo(f"{line.subject:{width}}{line.text}")
         return
     from specpipe.runtimes.tensorrt_llm.doctor import compare_image
 
     release, comparisons = compare_image(app_dir)
     if as_json:
-        found = [dataclasses.asdict(comparison) for comparison in comparisons]
-        print_json({"release": release.version, "comparisons": found})
+        compared = [dataclasses.asdict(comparison) for comparison in comparisons]
+        print_json({"release": release.version, "comparisons": compared})
     else:
         for comparison in comparisons:
             verdict = "differs" if comparison.differences else "as known"

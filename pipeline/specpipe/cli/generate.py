@@ -90,12 +90,12 @@ def generate(
     if chat:
         settings["messages"] = [{"role": "user", "content": text}]
     with Client(url) as client:
-        asked = None if chat else text
+        plain_prompt = None if chat else text
         start = time.perf_counter()
         if stream:
-            completions = client.stream(asked, **settings)
+            completions = client.stream(plain_prompt, **settings)
         else:
-            completions = iter([client.generate(asked, **settings)])
+            completions = iter([client.generate(plain_prompt, **settings)])
         has_open_line = False
         try:
             for completion in completions:

@@ -21,11 +21,11 @@ def inspect(engine: Path, verify: bool, as_json: bool) -> None:
     """
     from specpipe.build import inspection
 
-    found = inspection.inspect(engine, verify=verify)
+    inspections = inspection.inspect(engine, verify=verify)
     if as_json:
-        print_json({"engines": [one.as_json() for one in found]})
+        print_json({"engines": [inspected.as_json() for inspected in inspections]})
     else:
-        click.echo("\n\n".join(map(inspection.as_text, found)))
-    for one in found:
-        if one.damage:
-            raise inspection.damaged(one.engine, one.damage)
+        click.echo("\n\n".join(map(inspection.as_text, inspections)))
+    for inspected in inspections:
+        if inspected.damage:
+            raise inspection.damaged(inspected.engine, inspected.damage)

@@ -76,8 +76,8 @@ def nightly(
     options = Options(
         is_in_process=is_in_process, baseline=baseline, is_new_baseline=is_new_baseline
     )
-    done = run_all(configs, overrides, options, report=log)
-    summary = write_summary(done)
+    finished_runs = run_all(configs, overrides, options, report=log)
+    summary = write_summary(finished_runs)
     if summary_path is not None:
         with deferred():
             summary_path.write_text(summary, encoding="utf-8")
@@ -85,9 +85,8 @@ def nightly(
         with open(job_summary, "a", encoding="utf-8") as file:
             file.write(summary)
     if as_json:
-        runs = [finished.run.to_json() for finished in done]
-        print_json({"runs": runs})
+        print_json({"runs": [finished.run.to_json() for finished in finished_runs]})
     else:
         click.echo(summary, nl=False)
-    if found := reasons(done):
-        raise click.ClickException("\n".join(found))
+    if failures := reasons(finished_runs):
+        raise click.ClickException("\n".join(failures))

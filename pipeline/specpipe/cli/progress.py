@@ -31,8 +31,8 @@ class Progress:
         log(f"{stage}: another build of it is running, waiting")
 
     def finished(self, report: StageReport) -> None:
-        done = f"built in {report.duration_s:.1f} s" if report.reasons else "up to date"
-        log(f"{report.stage}: {done}")
+        outcome = f"built in {report.duration_s:.1f} s" if report.reasons else "up to date"
+        log(f"{report.stage}: {outcome}")
         if report.shows is not None:
             log((report.artifact / report.shows).read_text(encoding="utf-8").rstrip())
 

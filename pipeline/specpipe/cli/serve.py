@@ -118,7 +118,7 @@ def serve(
             log(line)
 
     config = load(config_path, overrides)
-    repository = repositories.hold_repository(config, verify=verify_files)
+    repository = repositories.find_repository(config, verify=verify_files)
     if verify_files:
         log(f"{shown(repository.folder)}: {repository.hashed}")
     if repository.refusal is not None:

@@ -106,13 +106,13 @@ def verify(
         gate=gate,
         gate_pass_rate=gate_pass_rate,
     )
-    done = run(load(config_path, overrides), options, report=log)
+    verification = run(load(config_path, overrides), options, report=log)
     if as_json:
-        data = json.loads(done.path.read_text(encoding="utf-8"))
+        data = json.loads(verification.path.read_text(encoding="utf-8"))
         data.get("repository", {}).pop("files", None)
         print_json(data)
     else:
-        for line in summary(done):
+        for line in summary(verification):
             click.echo(line)
-    if done.findings.reason is not None:
-        raise click.ClickException(f"verification failed: {done.findings.reason}")
+    if verification.findings.reason is not None:
+        raise click.ClickException(f"verification failed: {verification.findings.reason}")

@@ -110,7 +110,7 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
         prompts = _parse(text, name=f"{source}.jsonl", kind=str(source))
     else:
         path = Path(source)
-        prompts = _parse(_read(path), name=path.name, kind=path.stem, where=str(path))
+        prompts = _parse(_read_text(path), name=path.name, kind=path.stem, where=str(path))
     if limit is not None:
         prompts = prompts[:limit]
     return PromptSet(str(source), tuple(prompts))
@@ -118,7 +118,7 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields where each object of a JSON Lines file stands, and the object."""
-    yield from _json_lines(_read(path), str(path))
+    yield from _json_lines(_read_text(path), str(path))
 
 
 def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str) -> Prompt:
@@ -213,7 +213,7 @@ def _cut(text: str, num_tokens: int, tokenizer: Encoder) -> str:
     return closest
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     if path.suffix not in _SUFFIXES:
         raise ConfigError(
             f"{path} is no set of prompts: expected one of {', '.join(BUILT_IN)}, or a .jsonl or "

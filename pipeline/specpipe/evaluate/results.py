@@ -32,7 +32,7 @@ def header(
 
     `libraries` are the distributions whose versions matter for it.
     """
-    made: dict[str, Any] = {
+    head: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind,
         "pair": pair,
@@ -42,12 +42,12 @@ def header(
         "settings": dict(settings),
     }
     if prompts is not None:
-        made["prompts"] = {
+        head["prompts"] = {
             "source": prompts.source,
             "digest": prompts.digest,
             "count": len(prompts.prompts),
         }
-    return made
+    return head
 
 
 def machine() -> dict[str, Any]:
@@ -94,10 +94,10 @@ def read_result(path: Path, kind: str) -> dict[str, Any]:
         raise RepositoryError(
             f"{path} cannot be read ({reason(exc)}): remove it and run `specpipe {kind}` again"
         ) from exc
-    found = (data.get("kind"), data.get("format"))
-    if found != (kind, FORMAT):
+    identity = (data.get("kind"), data.get("format"))
+    if identity != (kind, FORMAT):
         raise RepositoryError(
-            f"{path} is of kind {quoted(found[0])} and format {quoted(found[1])}, expected "
+            f"{path} is of kind {quoted(identity[0])} and format {quoted(identity[1])}, expected "
             f"{kind!r} and {FORMAT}: run `specpipe {kind}` again"
         )
     return data

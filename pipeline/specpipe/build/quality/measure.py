@@ -166,9 +166,9 @@ class CheckQuality:
 
     def run(self, out: Path) -> None:
         report = Report.read(self.report)
-        found = list(excesses(report, self.limits))
-        if found:
-            lines = "".join(f"\n  - {line}" for line in found)
+        exceeded = list(excesses(report, self.limits))
+        if exceeded:
+            lines = "".join(f"\n  - {line}" for line in exceeded)
             raise EngineBuildError(
                 f"quantization costs more than the config allows:{lines}\n"
                 "Choose another format, exclude layers (quantization.exclude), calibrate on more "

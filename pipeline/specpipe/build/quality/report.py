@@ -217,7 +217,7 @@ def to_text(report: Report) -> str:
     for model in report.models:
         if model.texts is not None:
             texts.setdefault(model.texts, []).append(model.role)
-    notes = [f"texts of {' and '.join(roles)}: {what}" for what, roles in texts.items()]
+    notes = [f"texts of {' and '.join(roles)}: {source}" for source, roles in texts.items()]
     notes.append(f"measured with the torch runtime: {report.engines}")
     notes += [f"warning: {warning}" for warning in report.warnings]
     return "\n\n".join([*tables, "\n".join(notes)]) + "\n"

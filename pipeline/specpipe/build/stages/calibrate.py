@@ -94,8 +94,8 @@ class Calibrate:
         from specpipe.quantization.calibrate import calibrate, choose_device
 
         device = choose_device(self.device)
-        made = calibrate(weights, self.scheme, texts.calibration, device=device)
-        arrays = {f"{module}.{kind}": value for (module, kind), value in made.scales.items()}
+        calibrated = calibrate(weights, self.scheme, texts.calibration, device=device)
+        arrays = {f"{module}.{kind}": value for (module, kind), value in calibrated.scales.items()}
         with create_safetensors(
             out / SCALES_NAME, {name: ("F32", array.shape) for name, array in arrays.items()}
         ) as writer:
@@ -114,7 +114,7 @@ class Calibrate:
             },
             "device": device,
             "versions": provenance.versions(_LIBRARIES),
-            "warnings": list(made.warnings),
+            "warnings": list(calibrated.warnings),
         }
         (out / CALIBRATION_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 

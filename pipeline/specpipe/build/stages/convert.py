@@ -61,12 +61,14 @@ def convert(
     A quantized one stays what it is. Everything that can be refused is refused before a weight is
     read.
     """
-    found = read_prequantized(checkpoint, limits)
-    if found is None:
+    prequantized = read_prequantized(checkpoint, limits)
+    if prequantized is None:
         plain = open_weights(checkpoint, tp_size=tp_size, pp_size=pp_size, limits=limits)
         write_unified(out, plain.config, plain.rows)
         return
     from specpipe.quantization.prequantized_weights import open_prequantized  # imports torch
 
-    weights = open_prequantized(checkpoint, found, tp_size=tp_size, pp_size=pp_size, limits=limits)
+    weights = open_prequantized(
+        checkpoint, prequantized, tp_size=tp_size, pp_size=pp_size, limits=limits
+    )
     write_unified(out, weights.config, weights.rows)

@@ -102,14 +102,14 @@ def verdict(comparisons: Sequence[Comparison], *, side: str, baseline: str) -> s
     subject, than = _begun(side), f" than {baseline}"
     if not comparisons:
         return f"{subject} could not be compared with {baseline}: no prompt was answered by both."
-    ordered = sorted(comparisons, key=lambda found: found.concurrency)
+    ordered = sorted(comparisons, key=lambda comparison: comparison.concurrency)
     sentences = []
     for outcome, words, aside in (
         ("gain", "faster", ""),
         ("loss", "slower", ""),
         ("no difference", "neither faster nor slower", ", as far as this run can tell,"),
     ):
-        figures = [_figure(found) for found in ordered if found.outcome == outcome]
+        figures = [_figure(comparison) for comparison in ordered if comparison.outcome == outcome]
         if figures:
             where = f"at concurrency {_listed(figures)}"
             sentences.append(f"{subject} is {words}{than}{aside} {where}.")
@@ -123,7 +123,7 @@ def _begun(name: str) -> str:
 
 
 def _turning_points(ordered: Sequence[Comparison]) -> list[str]:
-    decided = [found for found in ordered if found.outcome != "no difference"]
+    decided = [comparison for comparison in ordered if comparison.outcome != "no difference"]
     sentences = []
     for earlier, later in zip(decided, decided[1:], strict=False):
         if earlier.outcome != later.outcome:
@@ -134,12 +134,12 @@ def _turning_points(ordered: Sequence[Comparison]) -> list[str]:
     return sentences
 
 
-def _figure(found: Comparison) -> str:
-    if found.low is None or found.high is None:
-        return f"{found.concurrency} ({found.ratio:.2f} times its rate)"
+def _figure(comparison: Comparison) -> str:
+    if comparison.low is None or comparison.high is None:
+        return f"{comparison.concurrency} ({comparison.ratio:.2f} times its rate)"
     return (
-        f"{found.concurrency} ({found.ratio:.2f} times its rate, "
-        f"{100 * CONFIDENCE:.0f} % interval {found.low:.2f} to {found.high:.2f})"
+        f"{comparison.concurrency} ({comparison.ratio:.2f} times its rate, "
+        f"{100 * CONFIDENCE:.0f} % interval {comparison.low:.2f} to {comparison.high:.2f})"
     )
 
 
@@ -191,12 +191,12 @@ def _interval(table: Table, seed: int) -> tuple[float, float]:
     with warnings.catch_warnings(), np.errstate(invalid="ignore"):
         # Where all resamples are alike, as with prompts that all gain the same, BCa is not defined.
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        found = stats.bootstrap(
+        interval = stats.bootstrap(
             tuple(table), method="BCa", rng=np.random.default_rng(seed), **drawn
         ).confidence_interval
-    if np.isfinite(found.low) and np.isfinite(found.high):
-        return float(found.low), float(found.high)
-    found = stats.bootstrap(
+    if np.isfinite(interval.low) and np.isfinite(interval.high):
+        return float(interval.low), float(interval.high)
+    interval = stats.bootstrap(
         tuple(table), method="percentile", rng=np.random.default_rng(seed), **drawn
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(interval.low), float(interval.high)

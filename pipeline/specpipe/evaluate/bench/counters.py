@@ -81,7 +81,7 @@ def read_settled(
     0: after `timeout_s` that is reported, and what is there is taken.
     """
     end = time.monotonic() + timeout_s
-    while num_in_flight := _total(found := read_counters(url), IN_FLIGHT):
+    while num_in_flight := _total(samples := read_counters(url), IN_FLIGHT):
         if time.monotonic() >= end:
             report(
                 f"warning: {url}: {num_in_flight:.0f} requests are still in flight after "
@@ -90,7 +90,7 @@ def read_settled(
             )
             break
         time.sleep(_SETTLE_INTERVAL_S)
-    return found
+    return samples
 
 
 def gained(before: Samples, after: Samples) -> dict[str, float]:

@@ -99,17 +99,17 @@ def _metrics(answer: Answer, count_tokens: CountTokens | None) -> dict[str, Any]
 
 def _acceptance(answer: Answer) -> dict[str, Any] | None:
     """Returns acceptance as aiperf has it: of the steps with draft tokens, hence of a histogram."""
-    found = Acceptance.of([answer.usage])
-    if found is None or found.histogram is None or not any(found.histogram):
+    acceptance = Acceptance.of([answer.usage])
+    if acceptance is None or acceptance.histogram is None or not any(acceptance.histogram):
         return None
-    num_steps = sum(found.histogram)
+    num_steps = sum(acceptance.histogram)
     return {
         "engine": _WORKER,
-        "mean_acceptance_length": 1 + found.num_accepted_tokens / num_steps,
-        "draft_acceptance_rate": found.rate,
-        "acceptance_histogram": {str(n): count for n, count in enumerate(found.histogram) if count},
-        "num_accepted_draft_tokens": found.num_accepted_tokens,
-        "num_draft_tokens": found.num_draft_tokens,
+        "mean_acceptance_length": 1 + acceptance.num_accepted_tokens / num_steps,
+        "draft_acceptance_rate": acceptance.rate,
+        "acceptance_histogram": {str(n): num for n, num in enumerate(acceptance.histogram) if num},
+        "num_accepted_draft_tokens": acceptance.num_accepted_tokens,
+        "num_draft_tokens": acceptance.num_draft_tokens,
         "num_spec_steps": num_steps,
         "completion_tokens": answer.num_output_tokens,
     }

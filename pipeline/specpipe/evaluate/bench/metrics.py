@@ -108,7 +108,7 @@ class Distribution:
         array = np.array(list(values), dtype=np.float64)
         if not array.size:
             return None
-        p50, p90, p99 = (float(found) for found in np.percentile(array, (50, 90, 99)))
+        p50, p90, p99 = (float(percentile) for percentile in np.percentile(array, (50, 90, 99)))
         return cls(
             mean=float(array.mean()) if mean is None else mean,
             p50=p50,
@@ -135,13 +135,13 @@ class Acceptance:
     @classmethod
     def of(cls, usages: Sequence[Usage | None]) -> Acceptance | None:
         """Returns the sum over answers; None unless each reports what was drafted and accepted."""
-        told = [usage for usage in usages if usage is not None]
-        drafted = [usage.total_draft_tokens for usage in told]
-        accepted = [usage.total_accepted_draft_tokens for usage in told]
-        if not told or len(told) < len(usages) or None in drafted or None in accepted:
+        reported = [usage for usage in usages if usage is not None]
+        drafted = [usage.total_draft_tokens for usage in reported]
+        accepted = [usage.total_accepted_draft_tokens for usage in reported]
+        if not reported or len(reported) < len(usages) or None in drafted or None in accepted:
             return None
-        steps = [usage.num_steps for usage in told]
-        histograms = [usage.acceptance_histogram for usage in told]
+        steps = [usage.num_steps for usage in reported]
+        histograms = [usage.acceptance_histogram for usage in reported]
         return cls(
             num_draft_tokens=_sum(drafted),
             num_accepted_tokens=_sum(accepted),

@@ -81,11 +81,11 @@ class Measured:
 
     def answers_by_prompt(self) -> dict[str, list[Answer]]:
         """Returns the answers to each prompt, by its name."""
-        found: dict[str, list[Answer]] = {}
+        answers: dict[str, list[Answer]] = {}
         for load, prompts in zip(self.loads, self.prompts, strict=True):
             for prompt, answer in zip(prompts, load.answers, strict=True):
-                found.setdefault(prompt.name, []).append(answer)
-        return found
+                answers.setdefault(prompt.name, []).append(answer)
+        return answers
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Measurements:
         if len(self.sides) < 2:
             return []
         baseline, side = self.sides
-        found = (
+        comparisons = (
             compare.compare(
                 by_side[baseline.name].answers_by_prompt(),
                 by_side[side.name].answers_by_prompt(),
@@ -124,7 +124,7 @@ class Measurements:
             )
             for concurrency, by_side in self.by_concurrency.items()
         )
-        return [comparison for comparison in found if comparison is not None]
+        return [comparison for comparison in comparisons if comparison is not None]
 
 
 def measure(
@@ -157,7 +157,7 @@ def result(
     """Returns the JSON of a benchmark, without its header."""
     sides = measurements.sides
     summaries = measurements.summaries(settings.limits, count_tokens)
-    comparisons = {found.concurrency: found for found in measurements.comparisons(count_tokens)}
+    comparisons = {c.concurrency: c for c in measurements.comparisons(count_tokens)}
     return {
         "sides": [
             {

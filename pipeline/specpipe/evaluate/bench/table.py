@@ -37,13 +37,13 @@ def lines(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
     )
 
 
-def conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
+def conclusions(result: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
     """Yields what the figures of a benchmark say, a paragraph each."""
-    if by_position := list(_by_position(found)):
+    if by_position := list(_by_position(result)):
         yield "\n".join(["accepted by position of the draft token:", *by_position])
-    if found["verdict"]:
-        yield found["verdict"]
-    comparisons = [load["comparison"] for load in found["loads"] if load["comparison"]]
+    if result["verdict"]:
+        yield result["verdict"]
+    comparisons = [load["comparison"] for load in result["loads"] if load["comparison"]]
     differing = [
         (c["num_differing_prompts"], c["num_prompts"], c["concurrency"]) for c in comparisons
     ]
@@ -55,9 +55,9 @@ def conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
         )
 
 
-def _by_position(found: dict[str, Any]) -> Iterator[str]:
+def _by_position(result: dict[str, Any]) -> Iterator[str]:
     """Yields a line for each load and side whose acceptance by position is known."""
-    for load in found["loads"]:
+    for load in result["loads"]:
         for name, side in load["sides"].items():
             sources = (side["acceptance"], side["server_counters"])
             rates = next((s["per_position"] for s in sources if s and s["per_position"]), None)

@@ -43,7 +43,7 @@ class Question:
     starts_text: bool = False
 
     def __post_init__(self) -> None:
-        assert sum(given is not None for given in (self.text, self.messages, self.token_ids)) == 1
+        assert [self.text, self.messages, self.token_ids].count(None) == 2
 
 
 @dataclass(frozen=True, kw_only=True)

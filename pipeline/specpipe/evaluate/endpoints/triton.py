@@ -186,8 +186,8 @@ def _declared_inputs(url: str, model: str, timeout_s: float) -> frozenset[str]:
     client = open_grpc(address)
     with contextlib.closing(client):
         try:
-            found = client.get_model_metadata(model, client_timeout=timeout_s)
+            metadata = client.get_model_metadata(model, client_timeout=timeout_s)
         except grpc.InferenceServerException as exc:
             reason = last_cause(exc.message())
             raise ServerError(f"{url} does not tell of {model}: {reason}") from exc
-    return frozenset(tensor.name for tensor in found.inputs)
+    return frozenset(tensor.name for tensor in metadata.inputs)

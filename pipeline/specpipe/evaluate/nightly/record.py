@@ -127,8 +127,8 @@ class Run:
     sizes_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        made: dict[str, Any] = _RUNS.dump_python(self, mode="json")
-        return made
+        data: dict[str, Any] = _RUNS.dump_python(self, mode="json")
+        return data
 
 
 _RUNS = TypeAdapter(Run)
@@ -159,7 +159,7 @@ def read_last_good(path: Path) -> Run | None:
 
 
 def keep(artifacts_dir: Path, header: dict[str, Any], run: Run) -> None:
-    """Adds a run to the history, and makes a good one the last good run; `held` is to be held."""
+    """Adds a run to the history, which the caller has `locked`; a good one is the last good run."""
     data = {**header, **run.to_json()}
     path = last_good_file(artifacts_dir)
     with deferred():  # both, or neither
@@ -181,9 +181,9 @@ def _add_line(path: Path, line: str) -> None:
 
 
 @contextmanager
-def held(artifacts_dir: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def locked(artifacts_dir: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Keeps other nightly runs of a pair waiting; on_wait is called when this one has to."""
     folder = last_good_file(artifacts_dir).parent
     folder.mkdir(parents=True, exist_ok=True)
-    with cache.held(FileLock(folder / ".nightly.lock"), on_wait):
+    with cache.locked(FileLock(folder / ".nightly.lock"), on_wait):
         yield

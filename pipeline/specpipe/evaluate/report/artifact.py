@@ -51,13 +51,13 @@ class Source:
 
     @property
     def name(self) -> str:
-        found = _HUB_SNAPSHOT.search(self.path)
-        return self.path if found is None else f"{found[1]}/{found[2]}"
+        snapshot = _HUB_SNAPSHOT.search(self.path)
+        return self.path if snapshot is None else f"{snapshot[1]}/{snapshot[2]}"
 
     @property
     def commit(self) -> str | None:
-        found = _HUB_SNAPSHOT.search(self.path)
-        return None if found is None else found[3]
+        snapshot = _HUB_SNAPSHOT.search(self.path)
+        return None if snapshot is None else snapshot[3]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +157,11 @@ def _read_if_there(path: Path, kind: str) -> Json | None:
 
 def _read_bench(folder: Path) -> Json | None:
     """Returns the newer one of `specpipe bench` and of the last nightly run."""
-    found = [
+    results = [
         _read_if_there(folder / f"{name}.json", "bench") for name in ("bench", "nightly-bench")
     ]
-    there = [result for result in found if result is not None]
-    return max(there, key=lambda result: str(result.get("made_at")), default=None)
+    existing = [result for result in results if result is not None]
+    return max(existing, key=lambda result: str(result.get("made_at")), default=None)
 
 
 def _read_quality(path: Path) -> Json | None:
@@ -183,26 +183,26 @@ def _read_engine(repository: Path, role: Role) -> Json:
 
 def _read_manifests(folder: Path) -> tuple[Built, ...]:
     """Returns all artifacts with a readable manifest, each after those that it was built from."""
-    found = {}
+    manifests = {}
     for path in sorted(folder.glob(f"*{_MANIFEST}")) + sorted(folder.glob(f"*/*{_MANIFEST}")):
         artifact = path.with_name(path.name.removesuffix(_MANIFEST))
         manifest = read_manifest(artifact)
         if manifest is not None and artifact.is_dir():
-            found[artifact.relative_to(folder).as_posix()] = manifest
+            manifests[artifact.relative_to(folder).as_posix()] = manifest
 
     def depth(name: str, above: tuple[str, ...] = ()) -> int:
-        made_from = [other for other in _inputs_among(found, name) if other not in above]
+        made_from = [other for other in _inputs_among(manifests, name) if other not in above]
         return 1 + max((depth(other, (*above, name)) for other in made_from), default=-1)
 
-    return tuple(Built(name, found[name]) for name in sorted(found, key=lambda n: (depth(n), n)))
+    return tuple(
+        Built(name, manifests[name]) for name in sorted(manifests, key=lambda n: (depth(n), n))
+    )
 
 
-def _inputs_among(found: Mapping[str, Manifest], name: str) -> list[str]:
+def _inputs_among(manifests: Mapping[str, Manifest], name: str) -> list[str]:
     """Returns which artifacts one was built from; the folder may have been moved since."""
-    paths = [f"{given.path}/" for given in found[name].inputs]
-    return [
-        other for other in found if other != name and any(f"/{other}/" in path for path in paths)
-    ]
+    paths = [f"{read.path}/" for read in manifests[name].inputs]
+    return [o for o in manifests if o != name and any(f"/{o}/" in path for path in paths)]
 
 
 def _sources(built: Sequence[Built]) -> dict[Role, Source]:
@@ -211,11 +211,11 @@ def _sources(built: Sequence[Built]) -> dict[Role, Source]:
     for role in ROLES:
         first = next((b for b in built if b.path.startswith(f"{role}/")), None)
         sizes: dict[str, int] = {}
-        for given in () if first is None else first.manifest.inputs:
-            if any(f"/{b.path}/" in f"{given.path}/" for b in built):
+        for read in () if first is None else first.manifest.inputs:
+            if any(f"/{b.path}/" in f"{read.path}/" for b in built):
                 continue
-            folder = str(Path(given.path).parent) if "." in given.files else given.path
-            size = sum(file.size for file in given.files.values())
+            folder = str(Path(read.path).parent) if "." in read.files else read.path
+            size = sum(file.size for file in read.files.values())
             sizes[folder] = sizes.get(folder, 0) + size
         if sizes:
             folder = next(iter(sizes))

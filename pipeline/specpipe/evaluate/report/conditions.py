@@ -11,10 +11,10 @@ from specpipe.evaluate.report.blocks import UNKNOWN
 
 def machine(result: Json) -> str:
     """Returns the GPUs of the machine of a result, or its processor where it has none."""
-    found = result["machine"]
-    names = [str(gpu.get("name", UNKNOWN)) for gpu in found["gpus"]]
+    described = result["machine"]
+    names = [str(gpu.get("name", UNKNOWN)) for gpu in described["gpus"]]
     if not names:
-        return f"{found['cpu']}, {found['num_cores']} cores"
+        return f"{described['cpu']}, {described['num_cores']} cores"
     return ", ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names))
 
 
@@ -39,16 +39,16 @@ def compute_dtype(engine: Json) -> str:
 
 def quantized(engine: Json) -> str:
     """Returns the formats of quantized weights and KV cache; "" where nothing is quantized."""
-    found = engine.get("pretrained_config", {}).get("quantization") or {}
-    algorithm, kv_cache = found.get("quant_algo"), found.get("kv_cache_quant_algo")
+    quantization = engine.get("pretrained_config", {}).get("quantization") or {}
+    algorithm, kv_cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
     parts = [str(algorithm)] if algorithm else []
     return ", ".join([*parts, *([f"KV cache {kv_cache}"] if kv_cache else [])])
 
 
 def prompts(result: Json) -> str:
     """Returns how many prompts of which set were asked, with a digest, since names may repeat."""
-    found = result["prompts"]
-    return f"{found['count']} prompts of {found['source']} ({str(found['digest'])[:8]})"
+    asked = result["prompts"]
+    return f"{asked['count']} prompts of {asked['source']} ({str(asked['digest'])[:8]})"
 
 
 def sampling(settings: Json) -> str:

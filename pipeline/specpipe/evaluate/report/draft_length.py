@@ -174,18 +174,18 @@ def _line(
 def _speed_up_table(own: Json, measured: dict[tuple[int, int], Any]) -> Table:
     rows = []
     for p in own["predictions"]:
-        found = measured.get((p["concurrency"], p["num_draft_tokens"]), {})
+        measurement = measured.get((p["concurrency"], p["num_draft_tokens"]), {})
         rows.append(
             [
                 str(p["concurrency"]),
                 str(p["num_draft_tokens"]),
                 number(p["speed_up"]),
-                number(found.get("speed_up")),
-                interval(found.get("lowest"), found.get("highest")),
+                number(measurement.get("speed_up")),
+                interval(measurement.get("lowest"), measurement.get("highest")),
                 number(p["published"]),
                 number(p["memory_bound"]),
                 number(p["expected_tokens"]),
-                number(found.get("tokens_per_s"), 1),
+                number(measurement.get("tokens_per_s"), 1),
             ]
         )
     return Table(

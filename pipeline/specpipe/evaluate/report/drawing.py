@@ -135,7 +135,7 @@ def _draw(figure: Figure, chart: Chart, palette: Palette) -> None:
             for series, moved, width in _places(panel.series)
         ]
         handles = handles or drawn
-        axes.set_title(_shown(panel.title), fontsize=_FONT_SIZE, loc="left")
+        axes.set_title(_drawable(panel.title), fontsize=_FONT_SIZE, loc="left")
     for place, axes in enumerate(places):
         if place >= len(chart.panels):
             axes.set_axis_off()
@@ -150,7 +150,7 @@ def _draw(figure: Figure, chart: Chart, palette: Palette) -> None:
     if len(names) > 1:
         figure.legend(
             handles,
-            [_shown(name) for name in names],
+            [_drawable(name) for name in names],
             loc="outside lower center",
             ncols=2 if len(names) in (2, 4) else 3,
             handlelength=1.6,
@@ -212,7 +212,7 @@ def _set_scale(axes: Axes, chart: Chart) -> None:
             set_scale("log", base=2)
         if axis.ticks:
             labels = axis.tick_labels or tuple(f"{tick:g}" for tick in axis.ticks)
-            of.set_ticks(axis.ticks, labels=[_shown(label) for label in labels])
+            of.set_ticks(axis.ticks, labels=[_drawable(label) for label in labels])
             of.set_ticks([], minor=True)
         if axis.low is not None or axis.high is not None:
             set_limits(axis.low, axis.high)
@@ -220,7 +220,7 @@ def _set_scale(axes: Axes, chart: Chart) -> None:
     axes.tick_params(length=0)
 
 
-def _shown(text: str) -> str:
+def _drawable(text: str) -> str:
     """Returns a name that matplotlib draws: without what XML cannot hold, not hidden for a _."""
     cleaned = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     cleaned = cleaned if len(cleaned) <= 40 else f"{cleaned[:39]}…"
@@ -264,7 +264,7 @@ def _references(root: ET.Element) -> Iterator[str]:
 def _renamed(value: str, name: str, used: set[str]) -> str:
     """Returns a value with the name of the figure before each id that it refers to."""
     return re.sub(
-        r"#([\w-]+)", lambda found: f"#{name}-{found[1]}" if found[1] in used else found[0], value
+        r"#([\w-]+)", lambda match: f"#{name}-{match[1]}" if match[1] in used else match[0], value
     )
 
 

@@ -36,14 +36,14 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
         [
             [
                 name,
-                _time(found["made_at"]),
-                _hardware(found),
-                _versions(found["versions"]),
-                conditions.prompts(found),
-                str(found["prompts"]["digest"])[:_BEGINNING],
+                _time(result["made_at"]),
+                _hardware(result),
+                _versions(result["versions"]),
+                conditions.prompts(result),
+                str(result["prompts"]["digest"])[:_BEGINNING],
             ]
-            for name, found in results
-            if found is not None
+            for name, result in results
+            if result is not None
         ],
     )
     yield Table(

@@ -90,10 +90,10 @@ def _figures(artifact: Artifact) -> Iterator[Figure]:
     quality = artifact.quality
     if quality is None or not quality["acceptance"]:
         return
-    found = quality["acceptance"]
-    targets = list(dict.fromkeys(pairing["target"] for pairing in found))
-    drafts = list(dict.fromkeys(pairing["draft"] for pairing in found))
-    by_forms = {(pairing["draft"], pairing["target"]): pairing for pairing in found}
+    pairings = quality["acceptance"]
+    targets = list(dict.fromkeys(pairing["target"] for pairing in pairings))
+    drafts = list(dict.fromkeys(pairing["draft"] for pairing in pairings))
+    by_forms = {(pairing["draft"], pairing["target"]): pairing for pairing in pairings}
     series = []
     for colour, target in enumerate(targets):
         known = [
@@ -148,7 +148,7 @@ def _figures(artifact: Artifact) -> Iterator[Figure]:
                     str(p["num_accepted_tokens"]),
                     str(p["num_draft_tokens"]),
                 ]
-                for p in found
+                for p in pairings
             ],
         ),
     )

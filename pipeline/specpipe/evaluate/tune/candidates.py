@@ -80,8 +80,8 @@ def candidate(
 def _derive(config: PipelineConfig, work: Path, overrides: Sequence[str]) -> PipelineConfig:
     """Returns the same config, built elsewhere, with some settings of its own."""
     # The config may not be what its file says: --set had a say.
-    given = config.model_dump(mode="json", exclude_unset=True)
-    kept = [f"{section}={json.dumps(value)}" for section, value in given.items()]
+    settings = config.model_dump(mode="json", exclude_unset=True)
+    kept = [f"{section}={json.dumps(value)}" for section, value in settings.items()]
     elsewhere = f"output_dir={json.dumps(str(work.resolve()))}"
     return load_config(config.source, [*kept, elsewhere, *overrides])
 

@@ -131,8 +131,8 @@ class _Times:
     def clear(self) -> None:
         self._seconds.clear()
 
-    def median(self, what: str, batch_size: int, num_draft_tokens: int, context: int) -> float:
-        return median(self._seconds[what, batch_size, num_draft_tokens, context])
+    def median(self, timed: str, batch_size: int, num_draft_tokens: int, context: int) -> float:
+        return median(self._seconds[timed, batch_size, num_draft_tokens, context])
 
     def rest(self, batch_size: int, num_draft_tokens: int) -> float:
         """Returns what whole steps take beyond their forwards; noise may make it negative."""

@@ -118,13 +118,13 @@ def whole_rounds(cells: Sequence[Cell], wanted: Mapping[int, Sequence[int]]) -> 
 
     A round that was interrupted is measured anew: its sides were to run one after the other.
     """
-    found: dict[tuple[int, int], set[int]] = {}
+    measured: dict[tuple[int, int], set[int]] = {}
     for cell in cells:
-        found.setdefault((cell.concurrency, cell.round_number), set()).add(cell.num_draft_tokens)
+        measured.setdefault((cell.concurrency, cell.round_number), set()).add(cell.num_draft_tokens)
     return [
         cell
         for cell in cells
-        if set(wanted.get(cell.concurrency, ())) == found[cell.concurrency, cell.round_number]
+        if set(wanted.get(cell.concurrency, ())) == measured[cell.concurrency, cell.round_number]
     ]
 
 

@@ -56,8 +56,8 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
     """Returns the line of least squares through (x, y); with a single x it is flat."""
     x, y = np.array(points, dtype=np.float64).T
     columns = [np.ones_like(x)] if np.ptp(x) == 0 else [np.ones_like(x), x]
-    found = [*np.linalg.lstsq(np.stack(columns, axis=1), y, rcond=None)[0].tolist(), 0.0]
-    intercept, slope = found[:2]
+    line = [*np.linalg.lstsq(np.stack(columns, axis=1), y, rcond=None)[0].tolist(), 0.0]
+    intercept, slope = line[:2]
     errors = np.abs(intercept + slope * x - y) / y
     return Line(intercept, slope, float(errors.max()))
 

@@ -57,11 +57,11 @@ def _with_schedule(path: Path, text: str, schedule: Schedule) -> str:
     if not isinstance(values, yaml.MappingNode) or values.flow_style or not values.value:
         raise _by_hand(path, schedule)
     indent = values.start_mark.column
-    found = _find(values, _SCHEDULE)
-    if found is None:
+    setting = _find(values, _SCHEDULE)
+    if setting is None:
         at = _last_line(values) + 1
         return "".join([*lines[:at], *_indented(schedule, indent), *lines[at:]])
-    key, value = found
+    key, value = setting
     first, last = key.start_mark.line, _last_line(value)
     return "".join([*lines[:first], *_indented(schedule, indent), *lines[last + 1 :]])
 
@@ -69,9 +69,9 @@ def _with_schedule(path: Path, text: str, schedule: Schedule) -> str:
 def _with_num_draft_tokens(path: Path, text: str, num_draft_tokens: int) -> str:
     section = _find(_root(text, path), _SECTION)
     assert section is not None
-    found = _find(section[1], _NUM_DRAFT_TOKENS)
-    if found is not None:
-        start, end = found[1].start_mark.index, found[1].end_mark.index
+    setting = _find(section[1], _NUM_DRAFT_TOKENS)
+    if setting is not None:
+        start, end = setting[1].start_mark.index, setting[1].end_mark.index
         return f"{text[:start]}{num_draft_tokens}{text[end:]}"
     lines = text.splitlines(keepends=True)
     first = section[1].start_mark

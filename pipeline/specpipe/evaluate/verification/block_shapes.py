@@ -42,8 +42,8 @@ def measure_block_difference(
     shapes += [(texts[i : i + at_once], 1, i) for i in range(0, len(texts), at_once)]
     moves = [
         _moves(plain[index], rows)
-        for some, block_size, first in shapes
-        for index, rows in enumerate(scorer.read(some, block_size), first)
+        for batch, block_size, first in shapes
+        for index, rows in enumerate(scorer.read(batch, block_size), first)
     ]
     if not moves:
         return BlockDifference(0.0, 0)
@@ -104,5 +104,5 @@ def _moves(plain: Floats, other: Floats) -> Floats:
     with np.errstate(invalid="ignore"):  # ids that are not used, where few are
         moves = np.abs(distances[0] - distances[1])
     # The best token's distance to itself is no evidence.
-    found: Floats = moves[np.isfinite(moves) & (best != first)]
-    return found
+    evidence: Floats = moves[np.isfinite(moves) & (best != first)]
+    return evidence

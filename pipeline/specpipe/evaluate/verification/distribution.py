@@ -186,9 +186,9 @@ def _next_probs(
             end_token_ids=end_token_ids,
         )
         probs = softmax(scores)
-        found = {int(i): float(probs[i]) for i in np.flatnonzero(probs)}
-        end = sum(found.pop(i, 0.0) for i in end_token_ids)
-        return {**found, END: end} if end else found
+        by_token_id = {int(i): float(probs[i]) for i in np.flatnonzero(probs)}
+        end = sum(by_token_id.pop(i, 0.0) for i in end_token_ids)
+        return {**by_token_id, END: end} if end else by_token_id
 
     return next_probs
 

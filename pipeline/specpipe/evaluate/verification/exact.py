@@ -27,7 +27,7 @@ from specpipe.speculative.request import GREEDY, Sampling
 
 
 @dataclass(frozen=True)
-class Found:
+class CaseComparison:
     """The comparison of one prompt's streams."""
 
     case: str
@@ -45,8 +45,8 @@ class SideResult:
     side: Side
     verdict: Verdict
     num_identical: int
-    ties: tuple[Found, ...]
-    faults: tuple[Found, ...]
+    ties: tuple[CaseComparison, ...]
+    faults: tuple[CaseComparison, ...]
     num_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -69,8 +69,8 @@ class SideResult:
             "at_once": self.side.at_once,
             "verdict": self.verdict,
             "num_identical": self.num_identical,
-            "ties": [_found_json(found) for found in self.ties],
-            "faults": [_found_json(found) for found in self.faults],
+            "ties": [_case_json(differing) for differing in self.ties],
+            "faults": [_case_json(differing) for differing in self.faults],
             "num_tokens": self.num_tokens,
             "total_draft_tokens": self.num_draft_tokens,
             "total_accepted_draft_tokens": self.num_accepted_tokens,
@@ -94,7 +94,7 @@ def judge(
 
     agreement is what a target that drafts for itself is judged by; None: it always agrees.
     """
-    found: Mapping[Verdict, list[Found]] = {"identical": [], "tie": [], "fault": []}
+    by_verdict: Mapping[Verdict, list[CaseComparison]] = {"identical": [], "tie": [], "fault": []}
     for index, case in enumerate(cases):
         comparison = compare(
             reference.streams[index],
@@ -109,17 +109,17 @@ def judge(
             threshold,
             end_token_ids,
         )
-        found[comparison.verdict].append(Found(case.name, comparison))
+        by_verdict[comparison.verdict].append(CaseComparison(case.name, comparison))
     faults = draft_counts.wrong_counts(asked, agreement)
     notes = faults or draft_counts.remarks(asked, agreement)
-    verdicts: list[Verdict] = [verdict for verdict, those in found.items() if those]
+    verdicts: list[Verdict] = [verdict for verdict, members in by_verdict.items() if members]
     return SideResult(
         check=check,
         side=asked.side,
         verdict=worst([*verdicts, *(["fault"] if faults else [])]),  # type: ignore[list-item]
-        num_identical=len(found["identical"]),
-        ties=tuple(found["tie"]),
-        faults=tuple(found["fault"]),
+        num_identical=len(by_verdict["identical"]),
+        ties=tuple(by_verdict["tie"]),
+        faults=tuple(by_verdict["fault"]),
         num_tokens=asked.num_tokens,
         num_draft_tokens=asked.num_draft_tokens,
         num_accepted_tokens=asked.num_accepted_tokens,
@@ -265,10 +265,10 @@ def own_agreement(
     return measure_agreement(scorer, texts, block_size, choose)
 
 
-def _found_json(found: Found) -> dict[str, Any]:
-    divergence = found.comparison.divergence
+def _case_json(differing: CaseComparison) -> dict[str, Any]:
+    divergence = differing.comparison.divergence
     return {
-        "prompt": found.case,
-        "reason": found.comparison.reason,
+        "prompt": differing.case,
+        "reason": differing.comparison.reason,
         **({} if divergence is None else divergence.to_json()),
     }

@@ -56,8 +56,8 @@ class Gate:
 def load_gate(path: Path) -> Gate:
     """Reads a file; raises ConfigError, with the line and what was expected there."""
     items: list[Item] = []
-    for where, given in read_json_lines(path):
-        fields = dict(given)
+    for where, line in read_json_lines(path):
+        fields = dict(line)
         expected = {key: fields.pop(key) for key in _CHECKS if key in fields}
         if len(expected) != 1:
             raise ConfigError(f"{where}: expected exactly one of {', '.join(_CHECKS)}")
@@ -92,14 +92,14 @@ def _command(value: Any, where: str) -> Check:
 
     def is_right(answer: str) -> bool:
         try:
-            done = subprocess.run(
+            finished = subprocess.run(
                 words, input=answer.encode(), capture_output=True, timeout=_COMMAND_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
             return False
         except OSError as exc:
             raise ConfigError(f"{where}: command {words[0]} does not run: {exc}") from exc
-        return done.returncode == 0
+        return finished.returncode == 0
 
     return is_right
 
@@ -194,10 +194,7 @@ def judge_gate(
     min_pass_rate: float | None = None,
 ) -> GateResult:
     """Returns which answers are right, those of the target alone and those of the pair."""
-    right_alone, right = (
-        [a.is_complete and item.is_right(a.text) for a, item in zip(some, gate.items, strict=True)]
-        for some in (alone, speculative)
-    )
+    right_alone, right = _are_right(gate, alone), _are_right(gate, speculative)
     return GateResult(
         source=gate.source,
         digest=gate.digest,
@@ -212,3 +209,7 @@ def judge_gate(
         ),
         min_pass_rate=min_pass_rate,
     )
+
+
+def _are_right(gate: Gate, answers: Sequence[Answer]) -> list[bool]:
+    return [a.is_complete and i.is_right(a.text) for a, i in zip(answers, gate.items, strict=True)]

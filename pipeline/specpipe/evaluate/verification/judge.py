@@ -44,11 +44,13 @@ class Judge:
             Text(case.token_ids, stream.token_ids, case.max_tokens)
             for case, stream in zip(self.cases, self.asked["greedy"][0].streams, strict=True)
         ]
-        found = measure_block_difference(
+        difference = measure_block_difference(
             self.scorer, texts[:_NUM_TEXTS], [length + 1 for length in self.lengths]
         )
         return TieThreshold(
-            dtype=self.scorer.dtype, block_difference=found.value, rounding=self.scorer.rounding
+            dtype=self.scorer.dtype,
+            block_difference=difference.value,
+            rounding=self.scorer.rounding,
         )
 
     def sides(self, threshold: TieThreshold) -> list[SideResult]:

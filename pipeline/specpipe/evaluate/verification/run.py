@@ -62,18 +62,18 @@ def verify(
         )
     require_library("torch", "torch", extra="torch")  # scores the target, after minutes of asking
     report("hashing the pair and what it was made from")
-    report(f"{repositories.hold_artifacts(config)}")
+    report(f"{repositories.check_artifacts(config)}")
     repository = artifacts.repository_dir(config)
     prompts = load_prompts(options.prompts, limit=options.limit)
     gate = None if options.gate is None else load_gate(options.gate)
     if options.is_chat:
         prompts = PromptSet(prompts.source, as_messages(prompts.prompts))
         gate = None if gate is None else gate.as_chat()
-    with _work_folder(repository) as made:
+    with _work_folder(repository) as work:
         subject = Subject(
             config,
             repository,
-            made,
+            work,
             is_in_process=options.is_in_process,
             is_float32=options.is_float32,
             max_num_draft_tokens=max(options.num_draft_tokens, default=0),
@@ -87,7 +87,7 @@ def verify(
                 f"{repository} was changed while it was verified: run `specpipe verify` again"
             )
         path = _write(config, subject, run.settings(), prompts, findings, files)
-    cache.hold(repository)  # notes what links to it were made and removed
+    cache.check_integrity(repository)  # notes what links to it were made and removed
     return Verification(findings, path, title=_title(config, subject, prompts, findings))
 
 
@@ -95,12 +95,12 @@ def verify(
 def _work_folder(repository: Path) -> Iterator[Path]:
     """Yields a folder next to the repository, whose files may be linked into it."""
     with deferred():
-        made = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
+        work = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
     try:
-        yield made
+        yield work
     finally:
         with deferred(), relinked(files_below(repository).values()):
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _title(config: PipelineConfig, subject: Subject, prompts: PromptSet, findings: Findings) -> str:

@@ -141,8 +141,8 @@ class TorchScorer:
 @contextmanager
 def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterator[TorchScorer]:
     """Loads the target of a built pair; what has to be built for it is removed at the end."""
-    with _work_folder(config.artifacts_dir) as made:
-        engine = torch_engine(config, "target", made, dtype=dtype)
+    with _work_folder(config.artifacts_dir) as work:
+        engine = torch_engine(config, "target", work, dtype=dtype)
         from specpipe.runtimes.torch.engine import TorchEngine
 
         contract = config.artifacts_dir / "check" / "pair.json"
@@ -158,12 +158,12 @@ def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterat
 @contextmanager
 def _work_folder(parent: Path) -> Iterator[Path]:
     with deferred():
-        made = Path(tempfile.mkdtemp(dir=parent, prefix=".scorer-"))
+        work = Path(tempfile.mkdtemp(dir=parent, prefix=".scorer-"))
     try:
-        yield made
+        yield work
     finally:
         with deferred():
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
 
 
 _STEPS = {"fp8": "FP8", "fp8_per_token": "FP8", "int8": "INT8", "nvfp4": "FP4"}
@@ -190,7 +190,7 @@ def engine_rounding(engine: Path) -> str | None:
 def torch_engine(
     config: PipelineConfig,
     role: Role,
-    made: Path,
+    work: Path,
     *,
     dtype: Dtype | None = None,
     num_draft_tokens: int = 0,
@@ -211,9 +211,9 @@ def torch_engine(
         and _is_as_built(built)
     ):
         return built
-    out = made / role / "engine"
+    out = work / role / "engine"
     out.mkdir(parents=True)
-    checkpoint = _unified_checkpoint(config, role, made)
+    checkpoint = _unified_checkpoint(config, role, work)
     engine = config.engine
     stage = BuildTorchEngine(
         role=role,
@@ -246,9 +246,9 @@ def _engine_config(engine: Path) -> Mapping[str, Any]:
 def _read_json(path: Path) -> Mapping[str, Any]:
     """Returns a JSON object; {} where there is none."""
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-        if isinstance(found, dict):
-            return found
+        data = json.loads(path.read_bytes())
+        if isinstance(data, dict):
+            return data
     return {}
 
 
@@ -266,7 +266,7 @@ def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:
     return read_unified_config(checkpoint).dtype
 
 
-def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:
+def _unified_checkpoint(config: PipelineConfig, role: Role, work: Path) -> Path:
     """Returns the artifact's checkpoint, else converts what is served in Hugging Face's layout."""
     checkpoint = config.artifacts_dir / role / "checkpoint"
     is_unified = "mapping" in _read_json(checkpoint / CONFIG_NAME)
@@ -279,7 +279,7 @@ def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:
         folder = source.resolve(
             side.checkpoint, revision=side.revision, base=config.base_dir, role=role
         ).path
-    out = made / role / "checkpoint"
+    out = work / role / "checkpoint"
     out.mkdir(parents=True)
     convert(folder, out)
     return out

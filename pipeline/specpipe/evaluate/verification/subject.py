@@ -31,7 +31,7 @@ class Subject:
         self,
         config: PipelineConfig,
         repository: Path,
-        made: Path,
+        work: Path,
         *,
         is_in_process: bool,
         is_float32: bool,
@@ -39,7 +39,7 @@ class Subject:
         report: Log,
     ) -> None:
         """max_num_draft_tokens is what engines in float32 are built for, if more than packaged."""
-        self._config, self._repository, self._made, self._report = config, repository, made, report
+        self._config, self._repository, self._work, self._report = config, repository, work, report
         self.is_in_process = is_in_process or is_float32
         self._is_float32 = is_float32
         self.engines = Engines.of(repository)
@@ -56,7 +56,7 @@ class Subject:
             self._take_float32(max_num_draft_tokens)
             engines = (self.engines.draft, self.engines.target)
             self.is_artifact = pair.runtime == "torch" and not any(
-                engine.is_relative_to(made) for engine in engines
+                engine.is_relative_to(work) for engine in engines
             )
         self.tokenizer = self.engines.tokenizer
         self.end_token_ids = self.tokenizer.end_token_ids
@@ -78,7 +78,7 @@ class Subject:
                 yield endpoint
             return
         self._report("starting Triton, with K as asked")
-        made = repositories.write_as_asked(self._repository, self._made / "as_asked")
+        made = repositories.write_as_asked(self._repository, self._work / "as_asked")
         with self._open_triton(made) as endpoint:
             yield endpoint
 
@@ -98,7 +98,7 @@ class Subject:
         """Yields the target alone, of a pair that drafts in every step of every request."""
         self._report("starting Triton, without a draft")
         made = repositories.write_without_draft(
-            self._config, self._repository, self._made / "without_draft"
+            self._config, self._repository, self._work / "without_draft"
         )
         with self._open_triton(made) as endpoint:
             yield endpoint
@@ -111,7 +111,7 @@ class Subject:
                 yield endpoint
             return
         self._report("starting Triton, with the target as its own draft")
-        made = repositories.write_own_draft(self._repository, self._made / "own_draft")
+        made = repositories.write_own_draft(self._repository, self._work / "own_draft")
         with self._open_triton(made) as endpoint:
             yield endpoint
 
@@ -122,7 +122,7 @@ class Subject:
             with self._open_pair(self.engines.load_wrong_draft()) as endpoint:
                 yield endpoint
             return
-        made = repositories.write_wrong_draft(self._repository, self._made / "wrong_draft")
+        made = repositories.write_wrong_draft(self._repository, self._work / "wrong_draft")
         self._report("starting Triton, with a draft that is always wrong")
         with self._open_triton(made) as endpoint:
             yield endpoint
@@ -157,7 +157,7 @@ class Subject:
         options = self.engines.options
         longest = max(options.num_draft_tokens, max_num_draft_tokens)
         target = torch_engine(
-            self._config, "target", self._made, dtype="float32", num_draft_tokens=longest
+            self._config, "target", self._work, dtype="float32", num_draft_tokens=longest
         )
         if (rounding := engine_rounding(target)) is not None:
             raise ConfigError(
@@ -166,7 +166,7 @@ class Subject:
                 "too; leave it out"
             )
         draft = torch_engine(
-            self._config, "draft", self._made, dtype="float32", num_draft_tokens=longest
+            self._config, "draft", self._work, dtype="float32", num_draft_tokens=longest
         )
         self.engines = dataclasses.replace(
             self.engines,

@@ -171,7 +171,7 @@ IDENTICAL = Comparison("identical")
 
 def compare(
     expected: Stream,
-    found: Stream,
+    other: Stream,
     choice_at: Callable[[int], Choice],
     threshold: TieThreshold,
     end_token_ids: Collection[int] = (),
@@ -181,18 +181,18 @@ def compare(
     choice_at gives the target's choice at a position, after the tokens that both streams have
     before it. It is called for the first difference only.
     """
-    for stream in (expected, found):
+    for stream in (expected, other):
         if stream.error is not None:
             return Comparison("fault", reason=f"a request failed: {stream.error}")
-    position = _first_difference(expected.token_ids, found.token_ids)
+    position = _first_difference(expected.token_ids, other.token_ids)
     if position is None:
-        if expected.finish_reason != found.finish_reason:
-            reasons = f"{found.finish_reason} instead of {expected.finish_reason}"
+        if expected.finish_reason != other.finish_reason:
+            reasons = f"{other.finish_reason} instead of {expected.finish_reason}"
             return Comparison("fault", reason=f"equal tokens end otherwise: {reasons}")
         return IDENTICAL
-    ids = [_id_at(stream, position) for stream in (expected, found)]
+    ids = [_id_at(stream, position) for stream in (expected, other)]
     divergence = Divergence(position=position, expected_id=ids[0], found_id=ids[1])
-    for stream, token_id in zip((expected, found), ids, strict=True):
+    for stream, token_id in zip((expected, other), ids, strict=True):
         if token_id is None and not (stream.finish_reason == "stop" and end_token_ids):
             return Comparison(
                 "fault", divergence, f"a stream just ends at position {position}, without an end id"
