@@ -44,7 +44,7 @@ def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found["specpipe"] == __version__
     assert found["tensorrt_llm"] == "not installed"
     assert found["trtllm-build"] == found["mpirun"] == found["docker"] == "not on PATH"
-    assert found["GPU"] == "none that nvidia-smi tells of"
+    assert found["GPU"] == "none that nvidia-smi lists"
     assert found["runtime torch"] == "builds here, and is served here"
     assert found["quantization"] == "has what calibrating needs"
     assert found["runtime tensorrt_llm"].startswith(

@@ -53,6 +53,26 @@ from specpipe.stage import Stage
 NOT_BUILT = "not built yet"
 """The reason of a stage whose artifact is missing, or cannot be read by this version."""
 
+_MAX_SHOWN = 60  # characters of a value that a reason quotes
+
+_MACHINE_FAULTS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EBUSY,
+    errno.EXDEV,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EMFILE,
+    errno.ENFILE,
+)
+
 
 def stale_reasons(
     stage: Stage, artifact: Path, *, verify: bool = False, verify_inputs: bool = False
@@ -219,7 +239,7 @@ def _value_reasons(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     for key in [*now, *(key for key in was if key not in now)]:
         before, after = was.get(key, "not set"), now.get(key, "not set")
         if before != after:
-            is_long = max(len(before), len(after)) > 60
+            is_long = max(len(before), len(after)) > _MAX_SHOWN
             change = "changed" if is_long else f"was {before}, is now {after}"
             reasons.append(f"{key} {change}")
     return reasons
@@ -370,25 +390,6 @@ def locked(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
 
 def _file_lock(artifact: Path) -> FileLock:
     return FileLock(artifact.with_name(f".{artifact.name}.lock"))
-
-
-_MACHINE_FAULTS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EEXIST,
-    errno.EBUSY,
-    errno.EXDEV,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.EMFILE,
-    errno.ENFILE,
-)
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def _tritonserver() -> Iterator[Line]:
 def _gpus() -> Iterator[Line]:
     gpus_here = gpus()
     if not gpus_here:
-        yield Line("GPU", "none that nvidia-smi tells of")
+        yield Line("GPU", "none that nvidia-smi lists")
     for number, gpu in enumerate(gpus_here):
         yield Line(
             f"GPU {number}",

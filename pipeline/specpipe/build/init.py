@@ -10,16 +10,13 @@ from pathlib import Path
 import yaml
 
 from specpipe.build.pairing import check_pair
-from specpipe.build.planning import check_architecture, check_weights
+from specpipe.build.planning import DEFAULT_MAX_SEQ_LEN, check_architecture, check_weights
 from specpipe.checkpoints import source
 from specpipe.checkpoints.source import Source
 from specpipe.config.document import write_new
 from specpipe.config.sections import NAME_PATTERN
 from specpipe.errors import ConfigError
 from specpipe.roles import Role
-
-# Enough for most requests; the KV cache grows with it, and some contexts are 131072 tokens long.
-_MAX_SEQ_LEN = 4096
 
 _TEMPLATE = """\
 # A draft-target pair for specpipe; `specpipe schema` describes every setting.
@@ -94,7 +91,7 @@ def write_config(
         draft=_checkpoint(sources["draft"], folder),
         target=_checkpoint(sources["target"], folder),
         context=contract.target_max_seq_len,
-        max_seq_len=min(contract.target_max_seq_len, _MAX_SEQ_LEN),
+        max_seq_len=min(contract.target_max_seq_len, DEFAULT_MAX_SEQ_LEN),
     )
     write_new(path, text)
     return path

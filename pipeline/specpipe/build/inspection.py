@@ -28,7 +28,7 @@ from specpipe.runtimes.engine_description import (
 )
 from specpipe.runtimes.runtime import RUNTIMES, load_runtime
 
-_LINE_LENGTH = 76
+_LINE_LENGTH = 76  # of values, behind a label of 24 characters: 100 together
 _NUMBER = re.compile(r"\d+")
 
 _ROLES = ("draft", "target")

@@ -30,8 +30,8 @@ USABLE = 0.95
 
 _MAX_BATCH_SIZE = 4096
 """No larger one is tried: one that fits says \"at least\"."""
-_MIN_LENGTH = 1024
-_BLOCK_SIZES = (128, 64, 32, 16)
+_MIN_LENGTH = 1024  # the shortest sequences that are planned for, besides the configured ones
+_BLOCK_SIZES = (128, 64, 32, 16)  # of AWQ's scales, the smallest checkpoint first
 _TO_CHANGE: tuple[tuple[Role, ...], ...] = (("target",), ("draft",), ("draft", "target"))
 
 
@@ -141,13 +141,13 @@ def lines(plan: MemoryPlan) -> Iterator[str]:
     for on_gpu in plan.gpus:
         engines = "; ".join(f"{role} {engine}" for role, engine in on_gpu.engines.items())
         verdict = "fits" if on_gpu.fits else "does not fit"
-        what = (
+        text = (
             f"{on_gpu.gpu}: {engines}; together {format_bytes(on_gpu.needed_bytes)} of "
             f"{format_bytes(on_gpu.usable_bytes)} usable, {verdict}"
         )
-        alike.setdefault(what, []).append(on_gpu.number)
-    for what, numbers in alike.items():
-        yield f"  GPU {_listed(list(map(str, numbers)), 'and')}, {what}"
+        alike.setdefault(text, []).append(on_gpu.number)
+    for text, numbers in alike.items():
+        yield f"  GPU {_listed(list(map(str, numbers)), 'and')}, {text}"
     largest = ", ".join(
         f"{'at least ' if batch >= _MAX_BATCH_SIZE else ''}{batch} × {length}"
         for batch, length in plan.largest

@@ -53,7 +53,7 @@ from specpipe.runtimes.plan import PairPlan, Side, checkpoint_dir
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.stage import PlannedStage
 
-_DEFAULT_MAX_SEQ_LEN = 4096
+DEFAULT_MAX_SEQ_LEN = 4096
 """The length without engine.max_seq_len: a KV cache of a whole context for each request
 seldom fits. A guess at what most requests need."""
 
@@ -313,4 +313,4 @@ def _max_seq_len(config: PipelineConfig, target: Side) -> int:
             f"{target.context_length}, the context length of the target "
             f"{target.checkpoint.checkpoint}"
         )
-    return wanted or min(target.context_length, _DEFAULT_MAX_SEQ_LEN)
+    return wanted or min(target.context_length, DEFAULT_MAX_SEQ_LEN)

@@ -24,8 +24,8 @@ PROMPTS = (
     "import os\nimport sys\n\ndef main():\n",
     "def read_json(path):\n    with open(path) as file:\n",
 )
-MAX_TOKENS = 128
-NUM_ROUNDS = 3
+MAX_TOKENS = 128  # of an answer: enough for a function. A guess.
+NUM_ROUNDS = 3  # in which every prompt is answered both ways
 
 
 @dataclass

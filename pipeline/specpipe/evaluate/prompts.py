@@ -26,7 +26,7 @@ BUILT_IN = ("chat", "code", "summarization")
 
 _SUFFIXES = (".jsonl", ".txt")
 _KEYS = ("name", "kind", "prompt", "messages", "max_tokens")
-_MAX_NUM_TRIES = 8
+_MAX_NUM_TRIES = 8  # to cut a text to a length; a cut that is off by a token is good enough
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ Outcome = Literal["gain", "loss", "no difference"]
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
 CONFIDENCE = 0.95
-_NUM_RESAMPLES = 9999
+_NUM_RESAMPLES = 9999  # scipy's own default
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,11 @@ from specpipe.evaluate.bench.metrics import Acceptance
 from specpipe.machine.web import fetch, to_words
 from specpipe.triton.metrics import IN_FLIGHT
 
+_SETTLE_TIMEOUT_S = 5.0  # a request is counted within milliseconds of its answer
+_SETTLE_INTERVAL_S = 0.02
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*(?:\{.*\})?)\s+([^\s]+)")
+
 Samples = Mapping[str, float]
 """Values by name and labels, written as `name{label="value"}`."""
 
@@ -55,11 +60,6 @@ _KNOWN = (
         first_position=0,
     ),
 )
-
-_SETTLE_TIMEOUT_S = 5.0
-_SETTLE_INTERVAL_S = 0.02
-
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*(?:\{.*\})?)\s+([^\s]+)")
 
 
 def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:

@@ -19,7 +19,7 @@ from specpipe.evaluate.endpoints.base import Answer, Usage
 
 CountTokens = Callable[[str], int]
 
-_MAX_NUM_ERRORS = 5
+_MAX_NUM_ERRORS = 5  # different ones that a result lists, the most frequent first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from specpipe.evaluate.endpoints.base import Answer, Endpoint, Question, record
 from specpipe.evaluate.prompts import Prompt, PromptSet
 from specpipe.speculative.request import GREEDY, Sampling
 
-DEFAULT_MAX_TOKENS = 128
+DEFAULT_MAX_TOKENS = 128  # of an answer, where neither its prompt nor --max-tokens says
 
 Report = Callable[[str], None]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from specpipe.evaluate.bench.metrics import Distribution, Summary
 
-_CELL = 10  # characters
+_CELL = 10  # characters: the longest heading and a space
 _COLUMNS = (
     "tokens/s",
     "TTFT p50",

@@ -39,7 +39,7 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
 }
 """OpenAI's; a server that could not finish says otherwise (vLLM: abort, error)."""
 
-_MAX_ERROR_BYTES = 1 << 16
+_MAX_ERROR_BYTES = 1 << 16  # of a refusal that are read: a server may send without end
 
 
 class OpenAI:

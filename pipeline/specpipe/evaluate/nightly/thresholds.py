@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from specpipe.config.nightly import NightlyConfig
 from specpipe.evaluate.nightly.record import Run, SpeedUp
 
+_OTHERS = {
+    "prompts": "other prompts or answer lengths",
+    "num_draft_tokens": "another speculation.num_draft_tokens",
+    "served_by": "another way of serving",
+    "machine": "another machine",
+}
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -122,14 +129,6 @@ def _judge_sizes(run: Run, last: Run | None, limits: NightlyConfig, judged: Judg
                 f"size of the {name} is {size:,} bytes, {size / was:.3f} times the last good run's "
                 f"{was:,}, over nightly.max_size_ratio {limits.max_size_ratio:g}"
             )
-
-
-_OTHERS = {
-    "prompts": "other prompts or answer lengths",
-    "num_draft_tokens": "another speculation.num_draft_tokens",
-    "served_by": "another way of serving",
-    "machine": "another machine",
-}
 
 
 def _differing(run: Run, last: Run, names: tuple[str, ...]) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-_MAX_COLUMNS = 2
+_MAX_COLUMNS = 2  # panels side by side: more would leave their labels no room
 
 Style = Literal["line", "dashed", "points", "bars"]
 

@@ -22,8 +22,8 @@ from specpipe.speculative.request import Request
 Rounds = Mapping[tuple[int, int], int]
 """Number of steps by draft tokens that were judged and those of them accepted."""
 
-_NUM_RESAMPLES = 2000
-_PERCENTILES = (2.5, 97.5)
+_NUM_RESAMPLES = 2000  # 50 of them lie beyond each percentile
+_PERCENTILES = (2.5, 97.5)  # of a 95% interval
 
 
 @dataclass(frozen=True, kw_only=True)

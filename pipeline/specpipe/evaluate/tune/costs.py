@@ -24,11 +24,12 @@ from specpipe.speculative.request import Chunk, Request
 
 Clock = Callable[[], float]
 
-_MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 7, 31, 5.0  # of forwards
-_STEP_ROUNDS = 3
-_NUM_STEPS = 6
+_MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 7, 31, 5.0
+"""Rounds of forwards, odd for a median: the fewest, and the most that begin within the budget."""
+
+_STEP_ROUNDS, _NUM_STEPS = 3, 6  # rounds of whole steps, and steps of each. A guess.
 _MOST_DRAFT_LENGTHS = 9  # of verification; those between them lie on a line
-_PROMPT_TOKENS = 32
+_PROMPT_TOKENS = 32  # a short one: reading it is no part of a step
 _MOST_ANSWER_TOKENS = 1024  # more than the steps need, prompts that are still read included
 
 

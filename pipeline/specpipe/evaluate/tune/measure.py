@@ -19,10 +19,12 @@ from specpipe.evaluate.bench.load import run_load
 from specpipe.evaluate.endpoints.base import Endpoint, Question
 
 _UNSTEADY = 1.3
-"""Highest / lowest round from which on a measurement says little: most gains are smaller."""
+"""Highest / lowest round from which on a measurement says little: most gains are smaller. A
+guess."""
 
 _CLOSE = 1.05
-"""A speed-up whose 95% interval is no wider than this factor either way is known well enough."""
+"""A speed-up whose 95% interval is no wider than this factor either way is certain enough. A
+guess."""
 
 _FEW_ROUNDS_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5% quantiles of Student's distribution with 1 to 9 degrees of freedom."""

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from specpipe.evaluate.tune.measure import Measurement
 
 _WORTHWHILE = 1.02
-"""A gain below this is not worth a second model: it may be noise, and costs memory."""
+"""A gain below this is not worth a second model, which costs memory. A guess."""
 
-_TIE = 0.01  # speed-ups that differ by less are one; fewer draft tokens are then better
+_TIE = 0.01  # speed-ups that differ by less are equal, and fewer draft tokens better. A guess.
 
 VLLM_VERSION = "0.24.0"
 """The release that brought `num_speculative_tokens_per_batch_size` (pull request 32374)."""

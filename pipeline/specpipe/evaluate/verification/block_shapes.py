@@ -18,6 +18,7 @@ _NUM_COMPETING = 100
 """How many of the best tokens are compared between block shapes: no other one can win."""
 
 _QUANTILE = 0.999
+"""The quantile of differences that a tie may reach: the largest would depend on one outlier."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,10 @@ from specpipe.speculative.request import Sampling
 from specpipe.speculative.warp import softmax, warp
 
 FALSE_ALARM = 0.001
+"""The probability that all tests together flag a right distribution: once in 1000 verifications."""
+
 POWER = 0.9
+"""The probability that a test flags a distribution at the stated distance, as is usual."""
 
 
 @dataclass(frozen=True, kw_only=True)

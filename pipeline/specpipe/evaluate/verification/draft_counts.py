@@ -9,6 +9,7 @@ MIN_OWN_ACCEPTANCE = 0.95
 """The least that a target accepts of itself: ties excepted, each of which ends a step, it is 1."""
 
 MAX_WRONG_ACCEPTANCE = 0.05
+"""The most that may be accepted of tokens that the target finds least likely. A guess."""
 
 
 def is_often_wrong_about_itself(asked: Asked) -> bool:

@@ -25,6 +25,13 @@ from specpipe.evaluate.verification.verdict import (
 )
 from specpipe.speculative.request import GREEDY, Sampling
 
+CHECKPOINT_FACTOR = 8.0
+"""How much farther apart the logits of engine and checkpoint may be than those of two blocks. A
+guess."""
+
+DISAGREEMENT_FACTOR = 4.0
+"""How much more often both may choose differently than the checkpoint does by itself. A guess."""
+
 
 @dataclass(frozen=True)
 class CaseComparison:
@@ -184,10 +191,6 @@ def judge_target(
         f"whatever the block shape it chooses the same {agreement.rate:.2f}"
     )
     return dataclasses.replace(result, verdict="fault", notes=(sentence,))
-
-
-CHECKPOINT_FACTOR = 8.0
-DISAGREEMENT_FACTOR = 4.0
 
 
 def _until_difference(

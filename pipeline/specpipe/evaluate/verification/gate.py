@@ -21,7 +21,7 @@ from specpipe.errors import ConfigError
 from specpipe.evaluate.endpoints.base import Answer, Endpoint, Question, ask
 from specpipe.evaluate.prompts import Prompt, as_messages, digest, parse_prompt, read_json_lines
 
-_COMMAND_TIMEOUT_S = 60.0
+_COMMAND_TIMEOUT_S = 60.0  # after it an answer counts as wrong. A guess.
 
 Check = Callable[[str], bool]
 

@@ -14,9 +14,10 @@ from specpipe.evaluate.verification.verdict import TieThreshold
 from specpipe.speculative.request import Sampling
 
 FLOAT32_MARGIN = 1e-4
+"""The largest margin of a tie in float32, some ten units in the last place of a logit of 100."""
 
 _NUM_TEXTS = 8
-"""Answers that are read in other block shapes, too."""
+"""Answers that are read in other block shapes, too; each takes forwards of its own. A guess."""
 
 
 @dataclass(frozen=True, kw_only=True)

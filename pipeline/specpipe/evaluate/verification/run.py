@@ -44,9 +44,10 @@ from specpipe.speculative.request import GREEDY, Sampling
 from specpipe.triton.server.server import Log
 
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=20_000, is_seeded=True)
+"""How seeded requests sample: as chat models are often asked, from any one seed."""
 
-_MAX_AT_ONCE = 32
-_FEW_TOKENS = 4
+_MAX_AT_ONCE = 32  # requests in flight: more take longer and show no more. A guess.
+_FEW_TOKENS = 4  # of a mean greedy answer, fewer than which show little. A guess.
 _LIBRARIES = ("torch", "scipy", "nvidia-pytriton")
 _IF_INSTALLED = ("tensorrt-rtx-cu13", "tensorrt", "tensorrt_llm")
 

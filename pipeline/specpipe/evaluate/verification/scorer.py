@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _MAX_NUM_TOKENS = 256
+"""Tokens of one forward of a scorer: bounds the memory of its logits. A guess."""
+
+_STEPS = {"fp8": "FP8", "fp8_per_token": "FP8", "int8": "INT8", "nvfp4": "FP4"}
+"""The format that activations are rounded to, by the name that `FORMATS` has for it."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +168,6 @@ def _work_folder(parent: Path) -> Iterator[Path]:
     finally:
         with deferred():
             shutil.rmtree(work, ignore_errors=True)
-
-
-_STEPS = {"fp8": "FP8", "fp8_per_token": "FP8", "int8": "INT8", "nvfp4": "FP4"}
-"""What a format rounds activations to."""
 
 
 def engine_rounding(engine: Path) -> str | None:

@@ -21,7 +21,8 @@ from specpipe.speculative.request import Sampling
 from specpipe.speculative.warp import warp
 
 _MAX_SHIFT = 64.0  # no rounding moves a logit that far
-_NUM_BISECTIONS = 30
+_NUM_BISECTIONS = 30  # after these an error is known to a part in 10^9
+_NUM_RIVALS = 4  # that are tried at the edge of top-k, top-p or min-p, the nearest first. A guess.
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ class SeededChoice:
         scores = self._scores(self.raw_logits)
         untruncated = self.raw_logits / self.sampling.temperature + self._noise
         better = np.flatnonzero((scores > untruncated[token_id]) & np.isfinite(scores))
-        return [int(i) for i in better[np.argsort(self.raw_logits[better])][:4]]
+        return [int(i) for i in better[np.argsort(self.raw_logits[better])][:_NUM_RIVALS]]
 
     def _scores(self, logits: Floats) -> Floats:
         scores: Floats = self._noise + warp(
