@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import importlib.util
-import os
 import shutil
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
 from specpipe.machine.libraries import shipped, with_extras
+from specpipe.machine.whole_file import written_whole
 from specpipe.triton.client import Client
 from specpipe.triton.server.installation import find_tritonserver
 
@@ -70,13 +70,8 @@ def write_files(folder: Path) -> list[Path]:
         for source, name in _files():
             path = folder / name
             if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                staged = path.with_name(f".{path.name}.{os.getpid()}")
-                try:
+                with written_whole(path) as staged:
                     shutil.copyfile(source, staged)
-                    staged.replace(path)
-                finally:
-                    staged.unlink(missing_ok=True)
             elif not filecmp.cmp(source, path, shallow=False):
                 kept.append(path)
     except OSError as exc:

@@ -15,6 +15,7 @@ from specpipe.errors import RepositoryError
 from specpipe.evaluate.prompts import PromptSet
 from specpipe.machine import provenance
 from specpipe.machine.own_json import read_object, reason
+from specpipe.machine.whole_file import written_whole
 
 FORMAT = 1
 """The version of the format of all results; a file that is read must have it."""
@@ -75,13 +76,8 @@ def write_result(path: Path, data: Mapping[str, Any]) -> None:
     NaN and infinities are no JSON and refused: a number that is not known is None.
     """
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with written_whole(path) as staged:
         staged.write_text(text, encoding="utf-8")
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def read_result(path: Path, kind: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ milliseconds, timestamps in nanoseconds since 1970; a failed request has an erro
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from specpipe.evaluate.bench.load import Load
 from specpipe.evaluate.bench.metrics import Acceptance, CountTokens, time_answer
 from specpipe.evaluate.endpoints.base import Answer
+from specpipe.machine.whole_file import written_whole
 
 _WORKER = "specpipe"
 
@@ -23,15 +23,9 @@ def write_records(
     path: Path, loads: Iterable[Load], *, count_tokens: CountTokens | None = None
 ) -> None:
     """Writes the answers of loads in their order."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with staged.open("w", encoding="utf-8") as file:
-            for record in _records(loads, count_tokens):
-                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    with written_whole(path) as staged, staged.open("w", encoding="utf-8") as file:
+        for record in _records(loads, count_tokens):
+            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _records(loads: Iterable[Load], count_tokens: CountTokens | None) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,6 @@ results/.nightly.lock   held while a run goes on; a second one waits
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from specpipe.build import cache
 from specpipe.errors import RepositoryError
 from specpipe.evaluate.results import read_result, write_result
 from specpipe.machine.signals import deferred
+from specpipe.machine.whole_file import written_whole
 
 KIND = "nightly"
 
@@ -170,14 +170,9 @@ def keep(artifacts_dir: Path, header: dict[str, Any], run: Run) -> None:
 
 def _add_line(path: Path, line: str) -> None:
     """Adds a line to a file as a whole: an interrupted run leaves no half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with written_whole(path) as staged:
         staged.write_text(f"{text}{line}\n", encoding="utf-8")
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from specpipe.evaluate.report import drawing
 from specpipe.evaluate.report.artifact import read_artifact
 from specpipe.evaluate.report.blocks import Page
 from specpipe.evaluate.report.sections import make_page
+from specpipe.machine.whole_file import written_whole
 
 PAGE = "report.html"
 
@@ -64,13 +64,12 @@ def write_report(
         html = render(page)
         pictures = {f"{figure.slug}.png": drawing.to_png(figure.chart) for figure in page.figures}
     folder = artifacts_dir / "report" if output is None else output
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, picture in pictures.items():
-        _write(folder / name, picture)
+    for name, content in {**pictures, PAGE: html.encode()}.items():
+        with written_whole(folder / name) as staged:
+            staged.write_bytes(content)
     for slug in _SLUGS:
         if f"{slug}.png" not in pictures:
             (folder / f"{slug}.png").unlink(missing_ok=True)
-    _write(folder / PAGE, html.encode())
     return Written(folder / PAGE, tuple(folder / name for name in pictures))
 
 
@@ -124,13 +123,3 @@ def _naming(artifacts_dir: Path) -> Iterator[None]:
             f"a result in {artifacts_dir} is not what this version of specpipe writes "
             f"({type(exc).__name__}: {to_sentence(exc)}): run verify, tune and bench again"
         ) from exc
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file as a whole."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        staged.write_bytes(content)
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from specpipe.config.document import parse_yaml, read_yaml
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError
 from specpipe.evaluate.tune.schedule import to_yaml
+from specpipe.machine.whole_file import written_whole
 from specpipe.speculative.adaptive import Schedule
 
 _SECTION, _SCHEDULE, _NUM_DRAFT_TOKENS = "speculation", "schedule", "num_draft_tokens"
@@ -35,15 +35,12 @@ def write_schedule(path: Path, schedule: Schedule) -> None:
         validate(parse_yaml(text, origin=str(path)).data, path)
     except (ConfigError, ValidationError) as exc:
         raise _by_hand(path, schedule) from exc
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        staged.write_text(text, encoding="utf-8", newline="")
-        shutil.copymode(path, staged)
-        staged.replace(path)
+        with written_whole(path) as staged:
+            staged.write_text(text, encoding="utf-8", newline="")
+            shutil.copymode(path, staged)
     except OSError as exc:
         raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def _with_schedule(path: Path, text: str, schedule: Schedule) -> str:
