@@ -6,11 +6,10 @@ from specpipe.build.stages.calibrate import Calibrate
 from specpipe.build.stages.convert import Convert
 from specpipe.build.stages.export import Export
 from specpipe.build.stages.quantize import Quantize
-from specpipe.errors import ConfigError
 from specpipe.quantization.quantized_config import check_export
 from specpipe.runtimes.plan import EngineStages, PairPlan, Side, checkpoint_dir, huggingface_dir
 from specpipe.runtimes.runtime import require_installed
-from specpipe.stage import PlannedStage
+from specpipe.stage import PlannedStage, naming
 
 
 def side_stages(pair: PairPlan, side: Side, engine: EngineStages) -> tuple[PlannedStage, ...]:
@@ -40,10 +39,8 @@ def _checkpoint_stages(pair: PairPlan, side: Side, huggingface: bool) -> tuple[P
         require = None if side.unified.format is None else _require_torch
         return (PlannedStage(convert, checkpoint_dir(side), side.fetch, require),)
     if scheme.export or huggingface:
-        try:
+        with naming(side.role):
             check_export(side.unified)
-        except ConfigError as exc:
-            raise ConfigError(f"{side.role}: {exc}") from exc
     stages = []
     scales = side.artifacts / "scales" if scheme.needs_data else None
     if scales is not None:

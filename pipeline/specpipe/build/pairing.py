@@ -21,6 +21,7 @@ from specpipe.checkpoints.files import quoted, read_json
 from specpipe.checkpoints.hf_config import context_length, positions, rope, vocab_size
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import CheckpointError, PairingError
+from specpipe.stage import naming
 from specpipe.text.tokenizer import Tokenizer
 
 
@@ -112,15 +113,11 @@ class _Side:
 
     @classmethod
     def load(cls, role: str, folder: Path, limits: FileLimits) -> _Side:
-        try:
+        with naming(role):
             tokenizer = Tokenizer.load(folder, limits)
             config = read_json(folder / "config.json", limits=limits)
-        except CheckpointError as exc:
-            raise CheckpointError(f"{role}: {exc}") from exc
-        try:
+        with naming(f"{role}: {folder}"):
             num_rows, max_seq_len = vocab_size(config, limits), _max_seq_len(config, limits)
-        except CheckpointError as exc:
-            raise CheckpointError(f"{role}: {folder}: {exc}") from exc
         return cls(role, tokenizer, tokenizer.tokens(), num_rows, max_seq_len)
 
     @property

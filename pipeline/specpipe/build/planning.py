@@ -51,7 +51,7 @@ from specpipe.roles import Role
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.plan import PairPlan, Side, checkpoint_dir
 from specpipe.runtimes.runtime import load_runtime
-from specpipe.stage import PlannedStage
+from specpipe.stage import PlannedStage, naming
 
 DEFAULT_MAX_SEQ_LEN = 4096
 """The length without engine.max_seq_len: a KV cache of a whole context for each request
@@ -240,19 +240,14 @@ def _unified(
 
 def check_weights(role: Role, folder: Path) -> None:
     """Refuses a folder of pickles, before there is anything else to do with it."""
-    try:
+    with naming(role):
         refuse_pickles(folder)
-    except CheckpointError as exc:
-        raise CheckpointError(f"{role}: {exc}") from exc
 
 
 def check_architecture(role: Role, folder: Path) -> None:
     """Refuses a checkpoint that no build takes, whatever its YAML says."""
-    try:
-        hf_config = read_config(folder, allow_quantized=True)
-        _architecture(hf_config, tp_size=1, pp_size=1)
-    except CheckpointError as exc:
-        raise CheckpointError(f"{role} {folder}: {exc}") from exc
+    with naming(f"{role} {folder}"):
+        _architecture(read_config(folder, allow_quantized=True), tp_size=1, pp_size=1)
 
 
 def _architecture(

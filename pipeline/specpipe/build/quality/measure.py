@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,14 +35,14 @@ from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.sizes import kv_cache_bytes_per_token, weights_bytes
 from specpipe.checkpoints.unified import load_unified
 from specpipe.checkpoints.unified_config import UnifiedConfig
-from specpipe.errors import EngineBuildError, RuntimeUnavailable, SpecpipeError
+from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.machine.gpus import gpus_here
 from specpipe.machine.memory import format_bytes, total_bytes
 from specpipe.quantization.texts import TokenIds, data_file, read_texts
 from specpipe.roles import Role
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
-from specpipe.stage import StageInputs
+from specpipe.stage import StageInputs, naming
 from specpipe.text.files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ class _Measurement:
         self._described: dict[Role, str] = {}
         for side in (stage.draft, stage.target):
             if side.calibration is not None:
-                with _naming(side.role):
+                with naming(side.role):
                     texts = read_texts(side.calibration, side.base_dir, side.folder, side.limits)
                 self._held_out[side.role] = texts.held_out
                 self._described[side.role] = texts.description
@@ -209,7 +208,7 @@ class _Measurement:
         models = []
         engines: dict[Role, list[_Engine]] = {}
         for side in (self._stage.draft, self._stage.target):
-            with _naming(side.role):
+            with naming(side.role):
                 engines[side.role] = list(self._build(side))
                 models.append(self._compare(side.role, engines[side.role]))
         prompts = cut_prompts(self._held_out.get("target") or self._held_out["draft"])
@@ -344,12 +343,3 @@ def _load(folder: Path) -> TorchEngine:
 def _engine_words(folder: Path) -> str:
     build = json.loads((folder / "config.json").read_bytes())["build_config"]
     return f"{build['device']}, {build['dtype']}"
-
-
-@contextmanager
-def _naming(role: Role) -> Iterator[None]:
-    """Puts the role before the message of a failure."""
-    try:
-        yield
-    except SpecpipeError as exc:
-        raise type(exc)(f"{role}: {exc}") from exc

@@ -15,14 +15,14 @@ from specpipe.checkpoints.formats import FORMATS
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.config.sections import QuantizationConfig
-from specpipe.errors import RuntimeUnavailable, SpecpipeError
+from specpipe.errors import RuntimeUnavailable
 from specpipe.machine import provenance
 from specpipe.machine.libraries import with_extras
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import CALIBRATION_NAME, SCALES_NAME
 from specpipe.quantization.texts import check_data, data_file, read_texts
 from specpipe.roles import Role
-from specpipe.stage import StageInputs
+from specpipe.stage import StageInputs, naming
 from specpipe.text.files import TOKENIZER_FILES
 
 _LIBRARIES = ("nvidia-modelopt", "torch", "transformers")
@@ -74,17 +74,13 @@ class Calibrate:
     def require(self) -> None:
         """Raises where a library or the data is missing; reads nothing."""
         require_libraries()
-        try:
+        with naming(self.role):
             check_data(self.scheme.calibration, self.base_dir)
-        except SpecpipeError as exc:
-            raise type(exc)(f"{self.role}: {exc}") from exc
 
     def run(self, out: Path) -> None:
         self.require()
-        try:
+        with naming(self.role):
             self._calibrate(out)
-        except SpecpipeError as exc:
-            raise type(exc)(f"{self.role}: {exc}") from exc
 
     def _calibrate(self, out: Path) -> None:
         weights = open_weights(self.checkpoint, limits=self.limits)

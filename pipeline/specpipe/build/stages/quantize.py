@@ -10,11 +10,10 @@ from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.checkpoints.unified import write_unified
 from specpipe.config.sections import QuantizationConfig
-from specpipe.errors import SpecpipeError
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import read_scales
 from specpipe.roles import Role
-from specpipe.stage import StageInputs
+from specpipe.stage import StageInputs, naming
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Quantize:
         )
 
     def run(self, out: Path) -> None:
-        try:
+        with naming(self.role):
             quantize(
                 self.checkpoint,
                 self.scales,
@@ -59,8 +58,6 @@ class Quantize:
                 pp_size=self.pp_size,
                 limits=self.limits,
             )
-        except SpecpipeError as exc:
-            raise type(exc)(f"{self.role}: {exc}") from exc
 
 
 def quantize(

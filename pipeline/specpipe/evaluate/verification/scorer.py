@@ -24,7 +24,6 @@ from specpipe.checkpoints import source
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.checkpoints.unified_sections import Quantization
-from specpipe.errors import SpecpipeError
 from specpipe.evaluate.verification.verdict import Floats
 from specpipe.machine.manifest import compare_files, read_manifest
 from specpipe.machine.signals import deferred
@@ -32,6 +31,7 @@ from specpipe.roles import Role
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
 from specpipe.runtimes.runtime import require_library
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, BuildTorchEngine
+from specpipe.stage import naming
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -225,10 +225,8 @@ def torch_engine(
         dtype=dtype or cast("Dtype", own["dtype"] if own else _stored_dtype(config, checkpoint)),
         device=engine.device,
     )
-    try:
+    with naming(f"the {role} cannot be scored by runtime 'torch'"):
         stage.run(out)
-    except SpecpipeError as exc:
-        raise type(exc)(f"the {role} cannot be scored by runtime 'torch': {exc}") from exc
     return out
 
 
