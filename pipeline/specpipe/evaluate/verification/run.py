@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +31,10 @@ from specpipe.evaluate.verification.asking import Asked, Side, ask_side
 from specpipe.evaluate.verification.gate import Gate, ask_gate, judge_gate, load_gate
 from specpipe.evaluate.verification.judge import Judge
 from specpipe.evaluate.verification.outcome import Findings, Options, Verification
-from specpipe.evaluate.verification.scorer import Scorer
+from specpipe.evaluate.verification.scorer import Scorer, work_folder
 from specpipe.evaluate.verification.subject import Subject
 from specpipe.machine.libraries import with_extras
-from specpipe.machine.manifest import Files, compare_files, files_below, relinked
-from specpipe.machine.signals import deferred
+from specpipe.machine.manifest import Files, compare_files
 from specpipe.runtimes.engine_fit import installed
 from specpipe.runtimes.runtime import require_library
 from specpipe.speculative.request import GREEDY, Sampling
@@ -70,7 +67,7 @@ def verify(
     if options.is_chat:
         prompts = PromptSet(prompts.source, as_messages(prompts.prompts))
         gate = None if gate is None else gate.as_chat()
-    with _work_folder(repository) as work:
+    with work_folder(config) as work:
         subject = Subject(
             config,
             repository,
@@ -90,18 +87,6 @@ def verify(
         path = _write(config, subject, run.settings(), prompts, findings, files)
     cache.check_integrity(repository)  # notes what links to it were made and removed
     return Verification(findings, path, title=_title(config, subject, prompts, findings))
-
-
-@contextmanager
-def _work_folder(repository: Path) -> Iterator[Path]:
-    """Yields a folder next to the repository, whose files may be linked into it."""
-    with deferred():
-        work = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
-    try:
-        yield work
-    finally:
-        with deferred(), relinked(files_below(repository).values()):
-            shutil.rmtree(work, ignore_errors=True)
 
 
 def _title(config: PipelineConfig, subject: Subject, prompts: PromptSet, findings: Findings) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 
+from specpipe.build.artifacts import repository_dir
 from specpipe.build.pairing import PairContract
 from specpipe.build.stages.convert import convert
 from specpipe.checkpoints import source
@@ -25,7 +26,7 @@ from specpipe.checkpoints.formats import FORMATS
 from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.evaluate.verification.verdict import Floats
-from specpipe.machine.manifest import compare_files, read_manifest
+from specpipe.machine.manifest import compare_files, files_below, read_manifest, relinked
 from specpipe.machine.signals import deferred
 from specpipe.roles import Role
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
@@ -145,28 +146,28 @@ class TorchScorer:
 @contextmanager
 def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterator[TorchScorer]:
     """Loads the target of a built pair; what has to be built for it is removed at the end."""
-    with _work_folder(config.artifacts_dir) as work:
+    with work_folder(config) as work:
         engine = torch_engine(config, "target", work, dtype=dtype)
         from specpipe.runtimes.torch.engine import TorchEngine
 
-        contract = config.artifacts_dir / "check" / "pair.json"
-        unused = PairContract.from_json(contract.read_text(encoding="utf-8")).unused_token_ids
         yield TorchScorer(
             TorchEngine.load(engine),
             dtype=_engine_config(engine)["build_config"]["dtype"],
             rounding=engine_rounding(engine),
-            unused=unused,
+            unused=_contract(config).unused_token_ids,
         )
 
 
 @contextmanager
-def _work_folder(parent: Path) -> Iterator[Path]:
+def work_folder(config: PipelineConfig) -> Iterator[Path]:
+    """Yields a folder next to the repository, whose files may be linked into it."""
+    repository = repository_dir(config)
     with deferred():
-        work = Path(tempfile.mkdtemp(dir=parent, prefix=".scorer-"))
+        work = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
     try:
         yield work
     finally:
-        with deferred():
+        with deferred(), relinked(files_below(repository).values()):
             shutil.rmtree(work, ignore_errors=True)
 
 
@@ -232,7 +233,7 @@ def torch_engine(
 
 def _served(config: PipelineConfig, role: Role) -> Path:
     """Returns what `speculative` has of one side: engine, description, or checkpoint."""
-    return config.artifacts_dir / "model_repo" / SPECULATIVE / VERSION / role
+    return repository_dir(config) / SPECULATIVE / VERSION / role
 
 
 def _engine_config(engine: Path) -> Mapping[str, Any]:
@@ -287,8 +288,12 @@ def _max_seq_len(config: PipelineConfig, role: Role) -> int:
     """Returns the longest sequence that the pair serves, within the side's context."""
     from specpipe.runtimes.pair_file import read_pair
 
-    contract = config.artifacts_dir / "check" / "pair.json"
-    limits = PairContract.from_json(contract.read_text(encoding="utf-8"))
-    context = limits.draft_max_seq_len if role == "draft" else limits.target_max_seq_len
-    served = read_pair(config.artifacts_dir / "model_repo").options.max_seq_len
+    contract = _contract(config)
+    context = contract.draft_max_seq_len if role == "draft" else contract.target_max_seq_len
+    served = read_pair(repository_dir(config)).options.max_seq_len
     return min(served, context)
+
+
+def _contract(config: PipelineConfig) -> PairContract:
+    path = config.artifacts_dir / "check" / "pair.json"
+    return PairContract.from_json(path.read_text(encoding="utf-8"))
