@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specpipe.cli.options import Command
+from specpipe.cli.options import together
 from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
     from specpipe.evaluate.bench.run import Side
 
-_OPTIONS = (
+server_options = together(
     click.option(
         "--url",
         metavar="URL",
@@ -46,7 +46,6 @@ _OPTIONS = (
         "--protocol",
         type=click.Choice(["grpc", "http"]),
         default="grpc",
-        show_default=True,
         help="How to ask a server that this command starts.",
     ),
     click.option(
@@ -55,13 +54,6 @@ _OPTIONS = (
         help="Environment variable that holds the key for OpenAI-compatible servers.",
     ),
 )
-
-
-def server_options(command: Command) -> Command:
-    """Returns the command with --url, --against and all else that says which servers to ask."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def check(config: Path | None, options: dict[str, Any]) -> None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     "--url",
     metavar="URL",
     default="http://127.0.0.1:8000",
-    show_default=True,
     help="The server: http://HOST:PORT or grpc://HOST:PORT.",
 )
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     metavar="N",
     type=int,
     default=128,
-    show_default=True,
     help="Tokens of the answer at most.",
 )
 @click.option(

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from specpipe.cli.options import json_option
-from specpipe.cli.output import print_json
+from specpipe.cli.output import print_result
 
 
 @click.command()
@@ -22,10 +22,9 @@ def inspect(engine: Path, verify: bool, as_json: bool) -> None:
     from specpipe.build import inspection
 
     inspections = inspection.inspect(engine, verify=verify)
-    if as_json:
-        print_json({"engines": [inspected.as_json() for inspected in inspections]})
-    else:
-        click.echo("\n\n".join(map(inspection.as_text, inspections)))
+    data = {"engines": [inspected.as_json() for inspected in inspections]}
+    text = "\n\n".join(map(inspection.as_text, inspections))
+    print_result(data, [text], as_json=as_json)
     for inspected in inspections:
         if inspected.damage:
             raise inspection.damaged(inspected.engine, inspected.damage)

@@ -21,8 +21,17 @@ _COLUMNS = (
 )
 
 
-def lines(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
-    """Yields the lines of a table of all sides' summaries, by concurrency and side."""
+def lines(
+    summaries: Mapping[int, Mapping[str, Summary]], result: dict[str, Any], *, is_one_server: bool
+) -> Iterator[str]:
+    """Yields the summaries of all sides as a table, and what a result says, as paragraphs."""
+    yield from _table(summaries)
+    for paragraph in _conclusions(result, is_one_server=is_one_server):
+        yield f"\n{paragraph}"
+
+
+def _table(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
+    """Yields the lines of a table by concurrency and side."""
     width = max(len(name) for by_side in summaries.values() for name in by_side)
     header = "".join(f"{column:>{_CELL}}" for column in _COLUMNS)
     yield f"{'streams':>7}  {'side':{width}}{header}  failed, cut"
@@ -37,7 +46,7 @@ def lines(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
     )
 
 
-def conclusions(result: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
+def _conclusions(result: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
     """Yields what the figures of a benchmark say, a paragraph each."""
     if by_position := list(_by_position(result)):
         yield "\n".join(["accepted by position of the draft token:", *by_position])
