@@ -195,9 +195,7 @@ def test_a_repository_without_its_manifest_is_refused(
     (repository.parent / "model_repo.manifest.json").unlink()
     refused = run("serve")
     assert refused.exit_code == 1
-    assert "model_repo.manifest.json, which tells what was built, is not beside it" in (
-        refused.stderr
-    )
+    assert "its manifest model_repo.manifest.json is missing" in refused.stderr
     assert launched == []
 
 

@@ -116,9 +116,7 @@ def check_integrity(artifact: Path, *, verify: bool = False) -> Integrity:
             return Integrity((), pending.hashed)
     if recorded is None:
         name = manifest_path(artifact).name
-        return Integrity(
-            (f"{name}, which tells what was built, is not beside it",), Hashed(0, 0, 0.0)
-        )
+        return Integrity((f"its manifest {name} is missing",), Hashed(0, 0, 0.0))
     return Integrity(tuple(damage(compared.differences)), compared.hashed)
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     type=int,
     help="Draft tokens of every step; 0: the target alone; left out: as many as pay.",
 )
-@click.option("--temperature", type=float, help="0: greedy, as without it.")
+@click.option("--temperature", type=float, help="0: greedy. Left out: greedy.")
 @click.option(
     "--top-k", metavar="K", type=int, help="Sample from the K most likely tokens; 0: from all."
 )

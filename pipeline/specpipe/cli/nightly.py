@@ -33,7 +33,7 @@ from specpipe.cli.progress import log
     "--new-baseline",
     "is_new_baseline",
     is_flag=True,
-    help="Compare with no earlier run, after a change that is meant.",
+    help="Compare with no earlier run, as after an intended change.",
 )
 @click.option(
     "--in-process", "is_in_process", is_flag=True, help="Run the pairs here instead of in Triton."

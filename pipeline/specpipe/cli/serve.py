@@ -44,7 +44,7 @@ def _port_option(name: str, default: int, service: str) -> Callable[[Command], C
 @click.option(
     "--allow-known-holes",
     is_flag=True,
-    help="Let others than this machine reach a tritonserver that a client can end.",
+    help="Listen for other machines even where clients can end this tritonserver (known holes).",
 )
 @click.option(
     "--mpi-mode",
@@ -71,7 +71,7 @@ def _port_option(name: str, default: int, service: str) -> Callable[[Command], C
     "--allow-damaged", is_flag=True, help="Serve a repository whose files are not what was built."
 )
 @click.option(
-    "--verbose", is_flag=True, help="Show all that Triton logs, and not its trouble only."
+    "--verbose", is_flag=True, help="Show all that Triton logs, not only warnings and errors."
 )
 def serve(
     config_path: Path,

@@ -60,7 +60,7 @@ def _conclusions(result: dict[str, Any], *, is_one_server: bool) -> Iterator[str
         counts = ", ".join(f"{number} of {of} at {streams}" for number, of, streams in differing)
         yield (
             f"Prompts whose text was not always the same, by concurrency: {counts}. "
-            "`specpipe verify` tells numerical ties from faults."
+            "`specpipe verify` says which are numerical ties and which are faults."
         )
 
 

@@ -178,9 +178,11 @@ def _declared_inputs(url: str, model: str, timeout_s: float) -> frozenset[str]:
             metadata = json.loads(fetch(f"http://{address}{path}", timeout_s=timeout_s))
             return frozenset(tensor["name"] for tensor in metadata["inputs"])
         except OSError as exc:
-            raise ServerError(f"{url} does not tell of {model}: {to_words(exc)}") from exc
+            raise ServerError(f"{url} does not describe {model}: {to_words(exc)}") from exc
         except (KeyError, RecursionError, TypeError, ValueError) as exc:
-            raise ServerError(f"{url} does not tell of {model}: that is no metadata") from exc
+            raise ServerError(
+                f"{url} does not describe {model}: its answer is no metadata"
+            ) from exc
     from tritonclient import grpc
 
     client = open_grpc(address)
@@ -189,5 +191,5 @@ def _declared_inputs(url: str, model: str, timeout_s: float) -> frozenset[str]:
             metadata = client.get_model_metadata(model, client_timeout=timeout_s)
         except grpc.InferenceServerException as exc:
             reason = last_cause(exc.message())
-            raise ServerError(f"{url} does not tell of {model}: {reason}") from exc
+            raise ServerError(f"{url} does not describe {model}: {reason}") from exc
     return frozenset(tensor.name for tensor in metadata.inputs)

@@ -41,7 +41,7 @@ class Options:
     is_in_process    whether pairs run in this process instead of a Triton
     baseline         folder of last good runs, as `<name>/results/nightly.json`; None: each pair's
                      own
-    is_new_baseline  whether the last good run is left out of account, after a change that is meant
+    is_new_baseline  whether no last good run is compared with, after an intended change
     """
 
     is_in_process: bool = False
