@@ -117,7 +117,7 @@ def tune(
         report=log,
         reporter=_Progress(),
     )
-    data = json.loads(tuning.path.read_text(encoding="utf-8"))
+    data = json.loads(tuning.path.read_text(encoding="utf-8")) if as_json else None
     print_result(data, summary(tuning), as_json=as_json)
     if write:
         if tuning.own.schedule is None:

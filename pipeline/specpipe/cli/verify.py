@@ -97,7 +97,7 @@ def verify(
         ),
         report=log,
     )
-    data = json.loads(verification.path.read_text(encoding="utf-8"))
+    data = json.loads(verification.path.read_text(encoding="utf-8")) if as_json else {}
     data.get("repository", {}).pop("files", None)
     print_result(data, summary(verification), as_json=as_json)
     if verification.findings.reason is not None:
