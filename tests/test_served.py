@@ -195,9 +195,7 @@ def test_a_repository_without_its_manifest_is_refused(
     (repository.parent / "model_repo.manifest.json").unlink()
     refused = run("serve")
     assert refused.exit_code == 1
-    assert "model_repo.manifest.json, which tells what was built, is not beside it" in (
-        refused.stderr
-    )
+    assert "its manifest model_repo.manifest.json is missing" in refused.stderr
     assert launched == []
 
 
@@ -225,11 +223,11 @@ def test_a_repository_elsewhere_is_hashed_once(
 
 
 def test_a_build_is_checked_back_to_its_checkpoints(config: PipelineConfig) -> None:
-    repositories.hold_artifacts(config)
+    repositories.check_artifacts(config)
     weights = Path("models/target/model.safetensors").resolve()
     keeping_time(weights, flip_last)
     with pytest.raises(RepositoryError) as caught:
-        repositories.hold_artifacts(config)
+        repositories.check_artifacts(config)
     assert str(caught.value) == (
         f"{config.artifacts_dir}/target/checkpoint was made from other files than those of today: "
         f"{weights} changed since target/convert read it: run `specpipe build --config x.yaml` "

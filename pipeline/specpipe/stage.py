@@ -6,10 +6,13 @@ of its artifact, and prints nothing; `cache.build` decides whether it runs and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from specpipe.errors import SpecpipeError
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,12 @@ class PlannedStage:
         """Returns whether the other's artifact, or a file in it, is an input of this stage."""
         files = self.stage.inputs().files
         return any(other.artifact in (path, *path.parents) for path in files)
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Puts a place, such as a role, before the message of what fails in a `with` block."""
+    try:
+        yield
+    except SpecpipeError as exc:
+        raise type(exc)(f"{place}: {exc}") from exc

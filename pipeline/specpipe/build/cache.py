@@ -51,13 +51,33 @@ from specpipe.machine.signals import deferred, thread_pool
 from specpipe.stage import Stage
 
 NOT_BUILT = "not built yet"
-"""The reason of a stage whose artifact is not there, or is none that this version can read."""
+"""The reason of a stage whose artifact is missing, or cannot be read by this version."""
+
+_MAX_SHOWN = 60  # characters of a value that a reason quotes
+
+_MACHINE_FAULTS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EBUSY,
+    errno.EXDEV,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EMFILE,
+    errno.ENFILE,
+)
 
 
 def stale_reasons(
     stage: Stage, artifact: Path, *, verify: bool = False, verify_inputs: bool = False
 ) -> list[str]:
-    """Returns, as sentences, why the artifact is not what the stage would make now; [] if it is.
+    """Returns sentences on why the artifact is not what the stage would make now; [] if it is.
 
     A file with the recorded size, times and inode counts as unchanged. `verify` asks for the
     digests of the artifact's files, `verify_inputs` for those of what it was made from. Equal files
@@ -70,15 +90,15 @@ def stale_reasons(
 
 
 @dataclass(frozen=True)
-class Held:
+class Integrity:
     """An artifact held against its manifest: a sentence for each file that is another one now."""
 
     damage: tuple[str, ...]
     hashed: Hashed
 
 
-def hold(artifact: Path, *, verify: bool = False) -> Held:
-    """Compares an artifact with its manifest, whatever it was made from.
+def check_integrity(artifact: Path, *, verify: bool = False) -> Integrity:
+    """Returns how an artifact compares with its manifest, whatever it was made from.
 
     What has the recorded size, times and inode is not read, unless `verify` asks for all digests.
     """
@@ -87,23 +107,23 @@ def hold(artifact: Path, *, verify: bool = False) -> Held:
         compared = compare_files(artifact, recorded.outputs, trust_times=not verify)
         if not compared.differences:
             _note(artifact, recorded, replace(recorded, outputs=compared.current))
-            return Held((), compared.hashed)
+            return Integrity((), compared.hashed)
     # A build that was killed once its artifact was there, and before its manifest was.
     unfinished = parse_manifest(_pending(artifact))
     if unfinished is not None:
         pending = compare_files(artifact, unfinished.outputs, trust_times=not verify)
         if not pending.differences:
-            return Held((), pending.hashed)
+            return Integrity((), pending.hashed)
     if recorded is None:
         name = manifest_path(artifact).name
-        return Held((f"{name}, which tells what was built, is not beside it",), Hashed(0, 0, 0.0))
-    return Held(tuple(damage(compared.differences)), compared.hashed)
+        return Integrity((f"its manifest {name} is missing",), Hashed(0, 0, 0.0))
+    return Integrity(tuple(damage(compared.differences)), compared.hashed)
 
 
-def changed_inputs(stage: Stage, artifact: Path) -> Held:
+def changed_inputs(stage: Stage, artifact: Path) -> Integrity:
     """Returns which of the files that an artifact was made from are others now; hashes them all.
 
-    What is not there any more tells nothing.
+    What is not there any more is passed over.
     """
     recorded = read_manifest(artifact)
     sentences, total = [], Hashed(0, 0, 0.0)
@@ -113,10 +133,10 @@ def changed_inputs(stage: Stage, artifact: Path) -> Held:
         compared = compare_files(root, old.files, trust_times=False)
         total += compared.hashed
         sentences += [
-            f"{root / name} {what} since {stage.name} read it"
-            for name, what in compared.differences.items()
+            f"{root / name} {change} since {stage.name} read it"
+            for name, change in compared.differences.items()
         ]
-    return Held(tuple(sentences), total)
+    return Integrity(tuple(sentences), total)
 
 
 @dataclass(frozen=True)
@@ -147,7 +167,7 @@ def build(
             _note(artifact, comparison.recorded, comparison.current)
             return Built((), 0.0)
         artifact.parent.mkdir(parents=True, exist_ok=True)
-        with held(_file_lock(artifact), on_wait):
+        with locked(_file_lock(artifact), on_wait):
             reasons = _compare(stage, artifact, verify=verify, verify_inputs=verify_inputs).reasons
             if not reasons:
                 return Built((), 0.0)
@@ -180,7 +200,9 @@ def _compare(stage: Stage, artifact: Path, *, verify: bool, verify_inputs: bool)
         compared = compare_files(
             root, old.files, trust_times=old.path == path and not verify_inputs
         )
-        reasons += [f"input {root / name} {what}" for name, what in compared.differences.items()]
+        reasons += [
+            f"input {root / name} {change}" for name, change in compared.differences.items()
+        ]
         inputs.append(InputRecord(path, {**old.files, **compared.current}))
     compared = compare_files(artifact, recorded.outputs, trust_times=not verify)
     reasons += [f"damaged: {sentence}" for sentence in damage(compared.differences)]
@@ -194,7 +216,7 @@ def _compare(stage: Stage, artifact: Path, *, verify: bool, verify_inputs: bool)
 def _pair_up(
     roots: Sequence[Path], recorded: Sequence[InputRecord]
 ) -> Iterator[tuple[Path | None, InputRecord | None]]:
-    """Pairs inputs in order, since what an input is for lies in its place.
+    """Yields pairs of inputs in order, since the place of an input says what it is for.
 
     Where their number changed, the artifact is stale anyhow; then paths say best what came or went.
     """
@@ -209,13 +231,13 @@ def _pair_up(
 
 
 def _value_reasons(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Compares value by value; a nested mapping counts as settings with dotted names."""
+    """Returns which values changed; a nested mapping counts as settings with dotted names."""
     was, now = dict(_leaves(old)), dict(_leaves(new))
     reasons = []
     for key in [*now, *(key for key in was if key not in now)]:
         before, after = was.get(key, "not set"), now.get(key, "not set")
         if before != after:
-            is_long = max(len(before), len(after)) > 60
+            is_long = max(len(before), len(after)) > _MAX_SHOWN
             change = "changed" if is_long else f"was {before}, is now {after}"
             reasons.append(f"{key} {change}")
     return reasons
@@ -285,7 +307,7 @@ def _commit(manifest: Manifest, staging: Path, artifact: Path) -> None:
 
 
 def _put_in_place(staging: Path, artifact: Path) -> Path:
-    """Gives a whole artifact its name, and returns where the one is that had it."""
+    """Gives a whole artifact its name; returns where the artifact is that had it."""
     replaced = old_artifact(artifact)
     if os.path.lexists(artifact):
         if exchange(staging, artifact):
@@ -334,9 +356,9 @@ def _record_input(stage: Stage, root: Path) -> InputRecord:
 def _check_unchanged(stage: Stage, roots: Sequence[Path], inputs: Sequence[InputRecord]) -> None:
     """Refuses what was made while another program, or another build, wrote its inputs."""
     for root, record in zip(roots, inputs, strict=True):
-        for name, what in compare_files(root, record.files, trust_times=True).differences.items():
+        for name, change in compare_files(root, record.files, trust_times=True).differences.items():
             raise SpecpipeError(
-                f"{stage.name}: input {root / name} {what} while the stage ran: build again"
+                f"{stage.name}: input {root / name} {change} while the stage ran: build again"
             )
 
 
@@ -351,8 +373,8 @@ def _note(artifact: Path, recorded: Manifest | None, current: Manifest | None) -
 
 
 @contextmanager
-def held(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock meanwhile; on_wait is called first where another process has it."""
+def locked(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock for the time of a `with` block; on_wait is called if another process has it."""
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -368,28 +390,9 @@ def _file_lock(artifact: Path) -> FileLock:
     return FileLock(artifact.with_name(f".{artifact.name}.lock"))
 
 
-_MACHINE_FAULTS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EEXIST,
-    errno.EBUSY,
-    errno.EXDEV,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.EMFILE,
-    errno.ENFILE,
-)
-
-
 @contextmanager
 def _naming_os_faults(stage: Stage, artifact: Path) -> Iterator[None]:
-    """Full disks, missing permissions and files in the way are no bugs: one sentence for each."""
+    """Raises one sentence for full disks, missing permissions and the like, which are no bugs."""
     try:
         yield
     except OSError as exc:

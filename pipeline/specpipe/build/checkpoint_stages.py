@@ -11,7 +11,7 @@ from specpipe.errors import ConfigError
 from specpipe.quantization.quantized_config import check_export
 from specpipe.runtimes.plan import EngineStages, PairPlan, Side
 from specpipe.runtimes.runtime import require_installed
-from specpipe.stage import PlannedStage
+from specpipe.stage import PlannedStage, naming
 
 
 def side_stages(pair: PairPlan, side: Side, engine: EngineStages) -> tuple[PlannedStage, ...]:
@@ -47,10 +47,8 @@ def _checkpoint_stages(
         require = None if side.unified.format is None else _require_torch
         return (PlannedStage(convert, side.artifacts.checkpoint, side.fetch, require),)
     if scheme.export or huggingface:
-        try:
+        with naming(side.role):
             check_export(side.unified)
-        except ConfigError as exc:
-            raise ConfigError(f"{side.role}: {exc}") from exc
     stages = []
     scales = side.artifacts.scales if scheme.needs_data else None
     if scales is not None:

@@ -42,16 +42,16 @@ class Line:
     """One thing, and what there is of it."""
 
     subject: str
-    found: str
+    text: str
 
 
 def examine() -> tuple[Line, ...]:
-    """Looks at the environment; nothing is started but what says whether it does."""
+    """Returns what the environment has; starts nothing but a Triton that ends at once."""
     return (
         Line("python", f"{platform.python_version()} ({sys.executable})"),
         Line("installed", libraries.describe()),
-        *(Line("conflict", found) for found in libraries.conflicts()),
-        *(Line(library, found) for library, found in versions(LIBRARIES).items()),
+        *(Line("conflict", text) for text in libraries.conflicts()),
+        *(Line(library, text) for library, text in versions(LIBRARIES).items()),
         *_tritonserver(),
         *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),
         *_gpus(),
@@ -105,7 +105,7 @@ def _docker() -> str:
 
 
 def _runtime(name: str) -> str:
-    """Planning needs no library; building and serving say what they miss."""
+    """Returns what a runtime can do here; building and serving say which library they miss."""
     runtime = load_runtime(name)
     try:
         runtime.require()
@@ -119,7 +119,7 @@ def _runtime(name: str) -> str:
 
 
 def _quantization() -> str:
-    """Formats that need no data want torch alone."""
+    """Returns whether formats that calibrate can be used here; the others need torch alone."""
     try:
         require_libraries()
     except SpecpipeError as exc:

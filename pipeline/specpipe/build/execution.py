@@ -21,18 +21,18 @@ class StageReport:
     reasons: tuple[str, ...]
     duration_s: float = 0.0
     commands: tuple[tuple[str, ...], ...] = ()
-    """What a stage that would run calls; known before it runs."""
+    """The programs that a stage would call; known before it runs."""
     shows: str | None = None
-    """A text in the artifact for people."""
+    """The name of a text in the artifact, for people."""
 
 
 class Reporter(Protocol):
-    """Hears how a run goes on."""
+    """Gets what a run does, stage by stage."""
 
     def started(self, stage: str, reasons: Sequence[str]) -> None: ...
 
     def waiting(self, stage: str) -> None:
-        """Another build of the same artifact has to finish first."""
+        """Gets a stage that waits for another build of the same artifact."""
 
     def finished(self, report: StageReport) -> None: ...
 
@@ -46,7 +46,9 @@ def preview(stages: Plan, *, verify_inputs: bool = False) -> tuple[StageReport, 
             planned.stage, planned.artifact, verify=verify_inputs, verify_inputs=verify_inputs
         )
         if reasons != [cache.NOT_BUILT]:
-            reasons += [f"upstream {other.name} runs" for other in running if planned.reads(other)]
+            reasons += [
+                f"upstream {upstream.name} runs" for upstream in running if planned.reads(upstream)
+            ]
         commands: tuple[tuple[str, ...], ...] = ()
         if reasons:
             running.append(planned)
@@ -66,12 +68,12 @@ def start_lines(stage: str, reasons: Sequence[str]) -> list[str]:
 def run(
     stages: Plan, reporter: Reporter, *, verify: bool = False, verify_inputs: bool = False
 ) -> tuple[StageReport, ...]:
-    """Makes what is stale, in order. A stage whose inputs came out as before does not run.
+    """Makes what is stale, in order; returns what became of each stage.
 
-    Whether there is anything to do is told by sizes, times and inodes; what a stage is made of is
-    verified by digest first, so that damage is mended and never handed on. `verify` asks for the
-    digests of all artifacts, so that damage is found where nothing else has changed, and
-    `verify_inputs` for those of the checkpoints, too.
+    A stage whose inputs came out as before does not run. Whether there is anything to do is decided
+    by sizes, times and inodes; what a stage is made of is verified by digest first, so that damage
+    is mended and never handed on. `verify` asks for the digests of all artifacts, so that damage is
+    found where nothing else has changed, and `verify_inputs` for those of the checkpoints, too.
     """
     for planned in stages:
         if planned.require is not None:
@@ -96,7 +98,7 @@ def _read_by_what_runs(stages: Plan) -> set[Path]:
             planned.artifact in read
             and cache.stale_reasons(planned.stage, planned.artifact, verify=True)
         ):
-            read |= {other.artifact for other in stages if planned.reads(other)}
+            read |= {upstream.artifact for upstream in stages if planned.reads(upstream)}
     return read
 
 

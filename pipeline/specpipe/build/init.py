@@ -10,16 +10,13 @@ from pathlib import Path
 import yaml
 
 from specpipe.build.pairing import check_pair
-from specpipe.build.planning import check_architecture, check_weights
+from specpipe.build.planning import DEFAULT_MAX_SEQ_LEN, check_architecture, check_weights
 from specpipe.checkpoints import source
 from specpipe.checkpoints.source import Source
 from specpipe.config.document import write_new
 from specpipe.config.sections import NAME_PATTERN
 from specpipe.errors import ConfigError
 from specpipe.roles import Role
-
-# Enough for most requests; the KV cache grows with it, and some contexts are 131072 tokens long.
-_MAX_SEQ_LEN = 4096
 
 _TEMPLATE = """\
 # A draft-target pair for specpipe; `specpipe schema` describes every setting.
@@ -81,10 +78,10 @@ def write_config(
         role: source.resolve(checkpoint, revision=None, base=Path.cwd(), role=role, weights=False)
         for role, checkpoint in _by_role(draft, target).items()
     }
-    for role, found in sources.items():
-        if found.revision is None:
-            check_weights(role, found.path)
-        check_architecture(role, found.path)
+    for role, resolved in sources.items():
+        if resolved.revision is None:
+            check_weights(role, resolved.path)
+        check_architecture(role, resolved.path)
     contract = check_pair(sources["draft"].path, sources["target"].path)
     name = name or _name(sources["target"])
     path = output or Path(f"{name}.yaml")
@@ -94,7 +91,7 @@ def write_config(
         draft=_checkpoint(sources["draft"], folder),
         target=_checkpoint(sources["target"], folder),
         context=contract.target_max_seq_len,
-        max_seq_len=min(contract.target_max_seq_len, _MAX_SEQ_LEN),
+        max_seq_len=min(contract.target_max_seq_len, DEFAULT_MAX_SEQ_LEN),
     )
     write_new(path, text)
     return path
@@ -105,20 +102,20 @@ def _by_role(draft: str, target: str) -> dict[Role, str]:
 
 
 def _name(target: Source) -> str:
-    """Names a pair after its target's repository or folder, or the folder around `target/`."""
+    """Returns the name of the target's repository or folder, or of the folder around `target/`."""
     folder = target.path.parent if target.path.name == "target" else target.path
     name = folder.name if target.revision is None else target.name.rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "pair"
 
 
-def _checkpoint(found: Source, folder: Path) -> str:
-    if found.revision is not None:
-        return f"  checkpoint: {_scalar(found.name)}\n  revision: {_scalar(found.revision)}\n"
-    return f"  checkpoint: {_scalar(os.path.relpath(found.path, folder))}\n"
+def _checkpoint(resolved: Source, folder: Path) -> str:
+    if resolved.revision is not None:
+        return f"  checkpoint: {_scalar(resolved.name)}\n  revision: {_scalar(resolved.revision)}\n"
+    return f"  checkpoint: {_scalar(os.path.relpath(resolved.path, folder))}\n"
 
 
 def _scalar(text: str) -> str:
-    """Writes text as YAML, in quotes where it would not come back as it is."""
+    """Returns text as YAML, in quotes where it would not come back as it is."""
     try:
         is_plain = yaml.safe_load(f"k: {text}") == {"k": text} and text.isprintable()
     except yaml.YAMLError:

@@ -28,13 +28,13 @@ from specpipe.runtimes.engine_description import (
 )
 from specpipe.runtimes.runtime import RUNTIMES, load_runtime
 
-_LINE_LENGTH = 76
+_LINE_LENGTH = 76  # of values, behind a label of 24 characters: 100 together
 _NUMBER = re.compile(r"\d+")
 
 _ROLES = ("draft", "target")
 
 _ENGINE_FOLDERS = (".", "engine", "checkpoint")
-"""Where an engine is in the folder of its role; a backend that builds none serves a checkpoint."""
+"""Where an engine may be in the folder of its role; a backend may serve a checkpoint instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Inspection:
 
     def as_json(self) -> dict[str, Any]:
         described = dataclasses.asdict(self.description)
-        del described["files"]  # their sizes are told, and what is wrong with them
+        del described["files"]  # sizes and damage are reported instead
         return {
             "engine": str(self.engine),
             **described,
@@ -68,26 +68,26 @@ class Inspection:
 
 
 def inspect(folder: Path, *, verify: bool = False) -> tuple[Inspection, ...]:
-    """Looks at an engine, at that of a role's folder, or at both of a pair's.
+    """Returns what an engine is: one, that of a role's folder, or both of a pair's.
 
     A file of the recorded size and time counts as whole, unless `verify` asks for its digest.
     Raises EngineMismatch for a folder without an engine.
     """
     if verify:
         read_anew()
-    found = _find(folder, verify)
-    if found is not None:
-        return (found,)
+    inspection = _find(folder, verify)
+    if inspection is not None:
+        return (inspection,)
     if not any((folder / role).is_dir() for role in _ROLES):
         raise _no_engine(folder)
     return tuple(_of_role(folder / role, verify) for role in _ROLES)
 
 
 def _of_role(folder: Path, verify: bool) -> Inspection:
-    found = _find(folder, verify)
-    if found is None:
+    inspection = _find(folder, verify)
+    if inspection is None:
         raise _no_engine(folder)
-    return found
+    return inspection
 
 
 def _no_engine(folder: Path) -> EngineMismatch:
@@ -101,19 +101,19 @@ def _no_engine(folder: Path) -> EngineMismatch:
 
 def _find(folder: Path, verify: bool) -> Inspection | None:
     for name in _ENGINE_FOLDERS:
-        if (folder / name).is_dir() and (found := _inspect(folder / name, verify)) is not None:
-            return found
+        if (folder / name).is_dir() and (inspection := _inspect(folder / name, verify)) is not None:
+            return inspection
     return None
 
 
 def _inspect(engine: Path, verify: bool) -> Inspection | None:
     described = (load_runtime(name).describe(engine) for name in RUNTIMES)
-    description = next((one for one in described if one is not None), None)
+    description = next((candidate for candidate in described if candidate is not None), None)
     manifest = read_manifest(engine)
-    found, hashed = _damage(engine, manifest, description, verify)
+    damages, hashed = _damage(engine, manifest, description, verify)
     if description is None:
-        if found:
-            raise damaged(engine, found)
+        if damages:
+            raise damaged(engine, damages)
         return None
     if manifest is not None:
         versions = {"specpipe": manifest.versions["specpipe"], **description.versions}
@@ -124,7 +124,7 @@ def _inspect(engine: Path, verify: bool) -> Inspection | None:
         description=description,
         file_bytes={path.name: path.stat().st_size for path in files},
         build=manifest.build if manifest is not None else {},
-        damage=tuple(found),
+        damage=tuple(damages),
         hashed=hashed if verify else None,
     )
 
@@ -132,34 +132,34 @@ def _inspect(engine: Path, verify: bool) -> Inspection | None:
 def _damage(
     engine: Path, manifest: Manifest | None, description: EngineDescription | None, verify: bool
 ) -> tuple[list[str], Hashed]:
-    """Compares with the manifest beside an artifact, which knows every file; where there is none,
-    in a repository, with what the engine itself records."""
+    """Returns what differs from the manifest of an artifact, which lists every file; where there is
+    none, in a repository, from what the engine itself records."""
     if manifest is not None:
         compared = compare_files(engine, manifest.outputs, trust_times=not verify)
         return damage(compared.differences), compared.hashed
-    found, total = [], Hashed(0, 0, 0.0)
+    damages, total = [], Hashed(0, 0, 0.0)
     for file in () if description is None else description.files:
         path = engine / file.name
         if not path.is_file():
-            found.append(f"file {file.name} is missing")
+            damages.append(f"file {file.name} is missing")
         elif (size := path.stat().st_size) != (file.num_bytes or size):
-            found.append(f"file {file.name} has {size} bytes, built were {file.num_bytes}")
+            damages.append(f"file {file.name} has {size} bytes, built were {file.num_bytes}")
         elif verify and file.sha256 is not None:
             record = FileRecord(size, 0, file.sha256)
             compared = compare_files(path, {".": record}, trust_times=False)
             total += compared.hashed
             if compared.differences:
-                found.append(f"file {file.name} is not what was built")
-    return found, total
+                damages.append(f"file {file.name} is not what was built")
+    return damages, total
 
 
 def damaged(engine: Path, sentences: Sequence[str]) -> EngineMismatch:
-    """The error of an engine that is not what was built."""
+    """Returns the error of an engine that is not what was built."""
     return EngineMismatch(f"{engine} is damaged: {'; '.join(sentences)}: build it again")
 
 
 def as_text(inspection: Inspection) -> str:
-    """Writes what is known, a line for each fact and several for a list."""
+    """Returns what is known, a line for each fact and several for a list."""
     lines = [str(inspection.engine)]
     for label, values in _sections(inspection):
         for value in values:
@@ -169,7 +169,7 @@ def as_text(inspection: Inspection) -> str:
 
 
 def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
-    """Yields labels and what stands beside them; nothing is said of what is not known."""
+    """Yields labels with their values; nothing for what is not known."""
     engine, build = inspection.description, inspection.build
     yield "runtime", [engine.runtime]
     yield "versions", _joined(engine.versions)
@@ -195,7 +195,7 @@ def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
 
 
 def _line(values: Iterable[str]) -> list[str]:
-    """Lists values in as few lines as hold them."""
+    """Returns a list of values in as few lines as hold them."""
     lines: list[str] = []
     for value in values:
         if lines and len(lines[-1]) + len(value) < _LINE_LENGTH:
@@ -206,15 +206,15 @@ def _line(values: Iterable[str]) -> list[str]:
 
 
 def _joined(values: Mapping[str, Any]) -> list[str]:
-    return _line(f"{name} {_shown(value)}" for name, value in values.items())
+    return _line(f"{name} {_as_word(value)}" for name, value in values.items())
 
 
-def _shown(value: Any) -> str:
+def _as_word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
 def _counts(counts: Mapping[str, int]) -> list[str]:
-    """The most frequent first."""
+    """Returns counts as words, the most frequent first."""
     return _joined(dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))))
 
 
@@ -242,7 +242,7 @@ def _profile(profile: DescribedProfile) -> str:
 
 
 def _tensors(tensors: Sequence[DescribedTensor]) -> list[str]:
-    """One line for all tensors whose names differ by a number alone, as those of layers do."""
+    """Returns one line for all tensors whose names differ by a number, as those of layers do."""
     alike: dict[tuple[str, str, str], list[DescribedTensor]] = {}
     for tensor in tensors:
         shape = f"[{', '.join(map(str, tensor.shape))}]"
@@ -258,4 +258,4 @@ def _names(group: Sequence[DescribedTensor]) -> str:
         return first
     number = _NUMBER.search(last)
     assert number is not None, "names that differ have numbers"
-    return _NUMBER.sub(lambda found: f"{found[0]}…{number[0]}", first, count=1)
+    return _NUMBER.sub(lambda match: f"{match[0]}…{number[0]}", first, count=1)

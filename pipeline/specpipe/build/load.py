@@ -22,7 +22,7 @@ _MAX_LISTED = 20  # faults of one file that are explained; the rest is counted
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
-    """Reads a YAML file, applies `a.b=value` overrides in order and validates the whole."""
+    """Returns the config of a YAML file, validated after `a.b=value` overrides in order."""
     document = read_yaml(path)
     if document.data is None:
         raise ConfigError(f"{path} is empty: expected the keys {_required_keys()}")
@@ -89,7 +89,7 @@ class _Override:
         return {**data, key: self.apply(data.get(key), depth + 1)}
 
     def covers(self, keys: tuple[str | int, ...]) -> bool:
-        """Says whether this override decided what stands, or is missing, at a key path."""
+        """Returns whether this override decided what stands, or is missing, at a key path."""
         common = min(len(keys), len(self.keys))
         return keys[:common] == self.keys[:common]
 
@@ -105,7 +105,7 @@ def _parse_override(text: str) -> _Override:
 
 
 def _cut(text: str) -> str:
-    """Returns what a user wrote, but for what nobody would read to its end."""
+    """Returns what a user wrote, cut where it is too long to be read to its end."""
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 

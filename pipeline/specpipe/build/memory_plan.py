@@ -1,4 +1,4 @@
-"""Whether both engines fit on the GPUs beside each other, and what else would.
+"""Whether both engines fit on the GPUs together, and what else would.
 
 Nothing here asks which runtime it is: every runtime says what the ranks of an engine take on which
 GPU, for any batch, length and format.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.runtime import Runtime
 
 USABLE = 0.95
-"""Of a GPU's memory; the rest is the driver's and lost between allocations. A guess."""
+"""The usable share of a GPU's memory; the driver and gaps take the rest. A guess."""
 
 _MAX_BATCH_SIZE = 4096
 """No larger one is tried: one that fits says \"at least\"."""
@@ -115,7 +115,7 @@ class MemoryPlan:
 def plan_memory(
     config: PipelineConfig, pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]
 ) -> MemoryPlan | None:
-    """Plans a pair on GPUs, counted as the config numbers them; the first stands for any other.
+    """Returns how a pair fits on GPUs, in the config's numbering; the first stands for any other.
 
     None where the pair does not run on GPUs at all.
     """
@@ -123,32 +123,32 @@ def plan_memory(
     if not engines:
         return None
     plans = tuple(GpuPlan(n, _gpu(gpus, n), engines[n]) for n in sorted(engines))
-    found = MemoryPlan(
+    memory_plan = MemoryPlan(
         max_batch_size=pair.engine.max_batch_size,
         max_seq_len=pair.max_seq_len,
         gpus=plans,
         largest=tuple(_largest(pair, runtime, gpus)),
         changes=(),
     )
-    if found.fits:
-        return found
-    return dataclasses.replace(found, changes=tuple(_changes(config, pair, runtime, gpus)))
+    if memory_plan.fits:
+        return memory_plan
+    return dataclasses.replace(memory_plan, changes=tuple(_changes(config, pair, runtime, gpus)))
 
 
 def lines(plan: MemoryPlan) -> Iterator[str]:
-    """Writes a plan for people, a line at a time; GPUs that hold the same share one."""
+    """Yields a plan as lines for people; GPUs that hold the same share one."""
     yield f"{plan.max_batch_size} × {plan.max_seq_len} tokens (batch × length):"
     alike: dict[str, list[int]] = {}
     for on_gpu in plan.gpus:
         engines = "; ".join(f"{role} {engine}" for role, engine in on_gpu.engines.items())
         verdict = "fits" if on_gpu.fits else "does not fit"
-        what = (
+        text = (
             f"{on_gpu.gpu}: {engines}; together {format_bytes(on_gpu.needed_bytes)} of "
             f"{format_bytes(on_gpu.usable_bytes)} usable, {verdict}"
         )
-        alike.setdefault(what, []).append(on_gpu.number)
-    for what, numbers in alike.items():
-        yield f"  GPU {_listed(list(map(str, numbers)), 'and')}, {what}"
+        alike.setdefault(text, []).append(on_gpu.number)
+    for text, numbers in alike.items():
+        yield f"  GPU {_listed(list(map(str, numbers)), 'and')}, {text}"
     largest = ", ".join(
         f"{'at least ' if batch >= _MAX_BATCH_SIZE else ''}{batch} × {length}"
         for batch, length in plan.largest
@@ -161,7 +161,7 @@ def lines(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _named(changes: Sequence[Change], gpu: Gpu) -> Iterator[str]:
-    """Groups changes of the same roles; says what a format needs where the GPU is not known."""
+    """Yields changes by roles, with what a format needs where the GPU is not known."""
     grouped: dict[tuple[tuple[Role, ...], str | None], list[str]] = defaultdict(list)
     for change in changes:
         min_sm = FORMATS[change.format].min_sm
@@ -173,7 +173,7 @@ def _named(changes: Sequence[Change], gpu: Gpu) -> Iterator[str]:
 
 
 def _listed(words: Sequence[str], last: str) -> str:
-    """Writes "a", "a and b", "a, b and c"."""
+    """Returns "a", "a and b" or "a, b and c"."""
     *before, final = words
     return f"{', '.join(before)} {last} {final}" if before else final
 
@@ -181,11 +181,11 @@ def _listed(words: Sequence[str], last: str) -> str:
 def _by_gpu(
     pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]
 ) -> dict[int, dict[Role, MemoryEstimate]]:
-    found: dict[int, dict[Role, MemoryEstimate]] = defaultdict(dict)
+    engines: dict[int, dict[Role, MemoryEstimate]] = defaultdict(dict)
     for side in (pair.draft, pair.target):
         for number, engine in runtime.memory_by_gpu(pair, side, gpus[0].sm).items():
-            found[number][side.role] = engine
-    return found
+            engines[number][side.role] = engine
+    return engines
 
 
 def _gpu(gpus: Sequence[Gpu], number: int) -> Gpu:
@@ -193,7 +193,7 @@ def _gpu(gpus: Sequence[Gpu], number: int) -> Gpu:
 
 
 def _fits(pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]) -> bool:
-    """False, too, where the runtime refuses to plan it: a KV cache that was given another size."""
+    """Returns whether a pair fits; False, too, where the runtime refuses its fixed KV cache."""
     try:
         engines = _by_gpu(pair, runtime, gpus)
     except SpecpipeError:
@@ -216,7 +216,7 @@ def _largest(pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]) -> Iterator[
 
 
 def _largest_batch(pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]) -> int:
-    """The most requests at once, up to 4096; 0 where not even one fits."""
+    """Returns the most requests at once, up to 4096; 0 where not even one fits."""
 
     def fits(batch: int) -> bool:
         engine = pair.engine.model_copy(update={"max_batch_size": batch})
@@ -238,15 +238,15 @@ def _changes(
     the KV cache only where weights alone are not enough."""
     for roles in _TO_CHANGE:
         for kv_cache in (None, "fp8"):
-            found = [
+            changes = [
                 change
                 for name in OFFERED
                 if (kv_cache is None or FORMATS[name].fp8_kv_cache)
                 and (gpus[0].sm is None or FORMATS[name].runs_on(gpus[0].sm))
                 and _would_fit(config, pair, runtime, gpus, change := Change(roles, name, kv_cache))
             ]
-            if found:
-                yield from found
+            if changes:
+                yield from changes
                 return
 
 
@@ -274,9 +274,9 @@ def _would_fit(
 
 
 def _scheme(side: Side, change: Change) -> QuantizationConfig | None:
-    """The change as a setting, with the largest blocks that divide the model; None: none do."""
-    given = side.checkpoint.quantization
-    settings = {} if given is None else given.model_dump(exclude_unset=True)
+    """Returns the change as a setting, with the largest blocks that divide the model, if any do."""
+    configured = side.checkpoint.quantization
+    settings = {} if configured is None else configured.model_dump(exclude_unset=True)
     settings |= {"format": change.format, "kv_cache": change.kv_cache}
     settings.pop("awq_block_size", None)
     blocks: list[dict[str, Any]] = [{}]

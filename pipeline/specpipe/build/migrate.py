@@ -60,13 +60,13 @@ def migrate(path: Path, output: Path | None = None) -> Migration:
     config = load_config(path)
     engine = config.engine
     if engine.runtime != "tensorrt_llm" or engine.tensorrt_llm.backend != "tensorrt":
-        found = (
+        used = (
             f"runtime {engine.runtime}"
             if engine.runtime != "tensorrt_llm"
             else f"backend {engine.tensorrt_llm.backend}"
         )
         raise ConfigError(
-            f"{path} is for {found}: expected engine.runtime tensorrt_llm with backend tensorrt, "
+            f"{path} is for {used}: expected engine.runtime tensorrt_llm with backend tensorrt, "
             "which is what migrates to backend pytorch"
         )
     output = output or path.with_name(f"{path.stem}{_SUFFIX}{path.suffix}")
@@ -85,18 +85,18 @@ def migrate(path: Path, output: Path | None = None) -> Migration:
 
 
 def _change(data: dict[str, Any], config: PipelineConfig, output: Path) -> list[str]:
-    """Changes the settings in place; returns a sentence for each."""
-    said = []
+    """Changes the settings in place; returns a sentence for each change."""
+    sentences = []
 
     def put(section: dict[str, Any], prefix: str, key: str, value: Any, why: str) -> None:
         before = f"was {show(section[key])}" if key in section else "was not given"
-        said.append(f"{prefix}{key}: {show(value)}, {before}{why}")
+        sentences.append(f"{prefix}{key}: {show(value)}, {before}{why}")
         section[key] = value
 
     def drop(section: dict[str, Any], prefix: str, key: str, why: str) -> None:
         if key in section:
             del section[key]
-            said.append(f"{prefix}{key}: left out{why}")
+            sentences.append(f"{prefix}{key}: left out{why}")
 
     put(data, "", "name", config.name + _SUFFIX, ", so that both can be built side by side")
     tensorrt_llm = data["engine"].setdefault("tensorrt_llm", {})
@@ -126,7 +126,7 @@ def _change(data: dict[str, Any], config: PipelineConfig, output: Path) -> list[
         put(data["speculation"], "speculation.", "adaptive", False, ", since K is fixed")
     drop(data.get("speculation") or {}, "speculation.", "schedule", ", since K is fixed")
     _move_paths(data, config, output)
-    return said
+    return sentences
 
 
 def _move_paths(data: dict[str, Any], config: PipelineConfig, output: Path) -> None:
@@ -135,8 +135,8 @@ def _move_paths(data: dict[str, Any], config: PipelineConfig, output: Path) -> N
     if here == Path(os.path.abspath(config.base_dir)):
         return
     for role in ("draft", "target"):
-        given = Path(data[role]["checkpoint"]).expanduser()
-        if not given.is_absolute() and (config.base_dir / given).is_dir():
-            data[role]["checkpoint"] = os.path.relpath(config.base_dir / given, here)
+        checkpoint = Path(data[role]["checkpoint"]).expanduser()
+        if not checkpoint.is_absolute() and (config.base_dir / checkpoint).is_dir():
+            data[role]["checkpoint"] = os.path.relpath(config.base_dir / checkpoint, here)
     if not config.output_dir.is_absolute():
         data["output_dir"] = os.path.relpath(config.base_dir / config.output_dir, here)

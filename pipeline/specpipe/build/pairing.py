@@ -21,6 +21,7 @@ from specpipe.checkpoints.files import quoted, read_json
 from specpipe.checkpoints.hf_config import context_length, positions, rope, vocab_size
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import CheckpointError, PairingError
+from specpipe.stage import naming
 from specpipe.text.tokenizer import Tokenizer
 
 
@@ -54,7 +55,7 @@ class PairContract:
 
     @classmethod
     def from_json(cls, text: str) -> PairContract:
-        """Reads what `to_json` wrote."""
+        """Returns the contract that `to_json` wrote."""
         data: dict[str, Any] = json.loads(text)
         data["unused_token_ids"] = tuple((start, stop) for start, stop in data["unused_token_ids"])
         data["end_token_ids"] = tuple(data["end_token_ids"])
@@ -63,7 +64,7 @@ class PairContract:
 
 
 def check_pair(draft: Path, target: Path, limits: FileLimits = FILE_LIMITS) -> PairContract:
-    """Compares two checkpoint folders by config.json, generation_config.json and tokenizer files.
+    """Returns what two checkpoint folders agree on, by their configs and tokenizer files.
 
     Raises PairingError with every difference that makes the pair unsound, a line each, and
     CheckpointError when a folder cannot be read.
@@ -112,15 +113,11 @@ class _Side:
 
     @classmethod
     def load(cls, role: str, folder: Path, limits: FileLimits) -> _Side:
-        try:
+        with naming(role):
             tokenizer = Tokenizer.load(folder, limits)
             config = read_json(folder / "config.json", limits=limits)
-        except CheckpointError as exc:
-            raise CheckpointError(f"{role}: {exc}") from exc
-        try:
+        with naming(f"{role}: {folder}"):
             num_rows, max_seq_len = vocab_size(config, limits), _max_seq_len(config, limits)
-        except CheckpointError as exc:
-            raise CheckpointError(f"{role}: {folder}: {exc}") from exc
         return cls(role, tokenizer, tokenizer.tokens(), num_rows, max_seq_len)
 
     @property
@@ -129,7 +126,7 @@ class _Side:
         return self.tokens.keys() | self.tokenizer.roles.keys()
 
     def describe(self, token_id: int | None) -> str:
-        """A token id with its string, for messages."""
+        """Returns a token id with its string, for messages."""
         if token_id is None:
             return "none"
         return (
@@ -147,7 +144,7 @@ def _max_seq_len(config: dict[str, Any], limits: FileLimits) -> int:
 
 
 def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:
-    """An id with two strings, or a string with two ids; what one side alone has is neither."""
+    """Yields an id with two strings, or a string with two ids; one side's own ids are neither."""
     shared = draft.tokens.keys() & target.tokens.keys()
     differing = sorted(i for i in shared if draft.tokens[i] != target.tokens[i])
     if differing:
@@ -169,7 +166,7 @@ def _token_differences(draft: _Side, target: _Side) -> Iterator[str]:
 
 
 def _special_differences(draft: _Side, target: _Side) -> Iterator[str]:
-    """A token that one side prints and the other leaves out; what only pads is never printed."""
+    """Yields a token that one side prints and the other does not; padding is never printed."""
     special = [side.tokenizer.special_token_ids for side in (draft, target)]
     padding = {draft.tokenizer.pad_token_id, target.tokenizer.pad_token_id}
     differing = sorted((special[0] ^ special[1]) - padding)
@@ -215,9 +212,9 @@ def _row_faults(side: _Side) -> Iterator[str]:
 
 
 def _missing_rows(draft: _Side, target: _Side) -> Iterator[str]:
-    """What the target uses and has a row for, and the draft has not."""
+    """Yields what the target uses and has a row for, and the draft has not."""
     missing = sorted(i for i in target.used if draft.num_rows <= i < target.num_rows)
-    # Where the draft's own tokenizer has the id, its own line tells of it.
+    # Where the draft's own tokenizer has the id, `_row_faults` reports it.
     missing = [i for i in missing if i not in draft.used]
     if missing:
         yield (
@@ -233,14 +230,14 @@ def _notes(draft: _Side, target: _Side) -> Iterator[str]:
             f"vocabularies differ only by padding: {len(target.used)} used ids, "
             f"{draft.num_rows} and {target.num_rows} rows"
         )
-    for side, token_ids, what in (
+    for side, token_ids, consequence in (
         (draft, more[0], "they are never proposed"),
         (target, more[1], "the draft has embedding rows for them"),
     ):
         if token_ids:
             yield (
                 f"only the {side.role} knows {len(token_ids)} of its tokens, the first is "
-                f"{side.describe(token_ids[0])}: {what}"
+                f"{side.describe(token_ids[0])}: {consequence}"
             )
     for token_id in sorted(target.used - target.tokens.keys()):
         yield (
@@ -288,7 +285,7 @@ def _listed(side: _Side, token_ids: Collection[int]) -> str:
 
 
 def _unused_ranges(used: Collection[int], num_rows: int) -> tuple[tuple[int, int], ...]:
-    """The half-open ranges of range(num_rows) that hold no used id."""
+    """Returns the half-open ranges of range(num_rows) that hold no used id."""
     ranges = []
     start = 0
     for token_id in [*sorted(used), num_rows]:

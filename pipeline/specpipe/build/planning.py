@@ -50,10 +50,11 @@ from specpipe.roles import Role
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.plan import PairPlan, Side
 from specpipe.runtimes.runtime import load_runtime
-from specpipe.stage import PlannedStage
+from specpipe.stage import PlannedStage, naming
 
-_DEFAULT_MAX_SEQ_LEN = 4096
-"""Contexts are long by now, and the KV cache of a whole one for each request seldom fits."""
+DEFAULT_MAX_SEQ_LEN = 4096
+"""The length without engine.max_seq_len: a KV cache of a whole context for each request
+seldom fits. A guess at what most requests need."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def check(
 
 
 def _in_turn(draft: Plan, target: Plan) -> list[PlannedStage]:
-    """Puts the stages of both sides in one order, so that the last of each stand together.
+    """Returns the stages of both sides in one order, so that the last of each stand together.
 
     A side that is quantized has more of them, and engines come after all checkpoints.
     """
@@ -170,8 +171,8 @@ def _plan_pair(config: PipelineConfig, small_files: Path | None) -> PairPlan:
 def _resolve(
     config: PipelineConfig, checkpoint: CheckpointConfig, role: Role, small_files: Path | None
 ) -> Side:
-    """Resolves one checkpoint to a folder that holds its small files at least."""
-    found = source.resolve(
+    """Returns one side, whose checkpoint is a folder that holds its small files at least."""
+    resolved = source.resolve(
         checkpoint.checkpoint,
         revision=checkpoint.revision,
         base=config.base_dir,
@@ -179,18 +180,18 @@ def _resolve(
         weights=False,
         small_files=small_files,
     )
-    if found.revision is None:
-        check_weights(role, found.path)
+    if resolved.revision is None:
+        check_weights(role, resolved.path)
     try:
-        unified = _unified(config, checkpoint, role, found.path)
+        unified = _unified(config, checkpoint, role, resolved.path)
     except CheckpointError as exc:
-        raise CheckpointError(f"{role} {found.path}: {exc}") from exc
+        raise CheckpointError(f"{role} {resolved.path}: {exc}") from exc
     except ConfigError as exc:
         raise ConfigError(f"{config.source}: {role}: {exc}") from exc
     return Side(
         role=role,
         checkpoint=checkpoint,
-        folder=found.path,
+        folder=resolved.path,
         unified=unified,
         context_length=context_length(
             unified.max_position_embeddings,
@@ -200,7 +201,9 @@ def _resolve(
         base_dir=config.base_dir,
         artifacts=config.artifacts.side(role),
         limits=config.serving.limits,
-        fetch=Fetch(found.name, found.revision, config.base_dir, role) if found.revision else None,
+        fetch=Fetch(resolved.name, resolved.revision, config.base_dir, role)
+        if resolved.revision
+        else None,
     )
 
 
@@ -209,7 +212,7 @@ def _unified(
 ) -> UnifiedConfig:
     """Returns the config of the unified checkpoint, but for its dtype.
 
-    Where quantized weights are read as they are, it tells the architecture alone.
+    Where quantized weights are read as they are, it is that of the architecture alone.
     """
     scheme = checkpoint.quantization
     limits = config.serving.limits
@@ -236,19 +239,14 @@ def _unified(
 
 def check_weights(role: Role, folder: Path) -> None:
     """Refuses a folder of pickles, before there is anything else to do with it."""
-    try:
+    with naming(role):
         refuse_pickles(folder)
-    except CheckpointError as exc:
-        raise CheckpointError(f"{role}: {exc}") from exc
 
 
 def check_architecture(role: Role, folder: Path) -> None:
     """Refuses a checkpoint that no build takes, whatever its YAML says."""
-    try:
-        hf_config = read_config(folder, allow_quantized=True)
-        _architecture(hf_config, tp_size=1, pp_size=1)
-    except CheckpointError as exc:
-        raise CheckpointError(f"{role} {folder}: {exc}") from exc
+    with naming(f"{role} {folder}"):
+        _architecture(read_config(folder, allow_quantized=True), tp_size=1, pp_size=1)
 
 
 def _architecture(
@@ -266,7 +264,7 @@ def _architecture(
 
 
 def _measure_stages(config: PipelineConfig, pair: PairPlan, contract: Path) -> Plan:
-    """What quantization costs, and whether that is too much."""
+    """Returns the stages for what quantization costs, and for whether that is too much."""
 
     def measured(side: Side) -> MeasuredSide:
         scheme = side.checkpoint.quantization
@@ -307,4 +305,4 @@ def _max_seq_len(config: PipelineConfig, target: Side) -> int:
             f"{target.context_length}, the context length of the target "
             f"{target.checkpoint.checkpoint}"
         )
-    return wanted or min(target.context_length, _DEFAULT_MAX_SEQ_LEN)
+    return wanted or min(target.context_length, DEFAULT_MAX_SEQ_LEN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import importlib.util
-import os
 import shutil
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
 from specpipe.machine.libraries import shipped, with_extras
+from specpipe.machine.whole_file import written_whole
 from specpipe.triton.client import Client
 from specpipe.triton.server.installation import find_tritonserver
 
@@ -24,13 +24,13 @@ PROMPTS = (
     "import os\nimport sys\n\ndef main():\n",
     "def read_json(path):\n    with open(path) as file:\n",
 )
-MAX_TOKENS = 128
-NUM_ROUNDS = 3
+MAX_TOKENS = 128  # of an answer: enough for a function. A guess.
+NUM_ROUNDS = 3  # in which every prompt is answered both ways
 
 
 @dataclass
 class Total:
-    """What some requests took and gave."""
+    """Time, tokens and steps of requests, added up."""
 
     seconds: float = 0.0
     output_tokens: int = 0
@@ -70,13 +70,8 @@ def write_files(folder: Path) -> list[Path]:
         for source, name in _files():
             path = folder / name
             if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                staged = path.with_name(f".{path.name}.{os.getpid()}")
-                try:
+                with written_whole(path) as staged:
                     shutil.copyfile(source, staged)
-                    staged.replace(path)
-                finally:
-                    staged.unlink(missing_ok=True)
             elif not filecmp.cmp(source, path, shallow=False):
                 kept.append(path)
     except OSError as exc:
@@ -87,7 +82,7 @@ def write_files(folder: Path) -> list[Path]:
 
 
 def _files() -> Iterator[tuple[Path, Path]]:
-    """What comes with specpipe, and where it goes."""
+    """Yields the files that come with specpipe, and where each goes."""
     yield shipped(CONFIG), Path(CONFIG)
     models = shipped("models")
     for source in sorted(models.glob("python-code/*/*")):
@@ -95,7 +90,7 @@ def _files() -> Iterator[tuple[Path, Path]]:
 
 
 def compare(client: Client) -> tuple[Total, Total]:
-    """Runs every prompt with and without speculation in turn; returns both, target alone first.
+    """Returns the totals of the target alone and of speculation, over every prompt in turn.
 
     Raises ServerError where the answers differ.
     """

@@ -13,7 +13,7 @@ from specpipe.config.sections import PipelineConfig
 from specpipe.errors import RepositoryError
 from specpipe.machine.manifest import MANIFEST_SUFFIX, Hashed, read_anew
 
-_LISTED = 8  # so many files stand in a refusal; the rest is a count
+_LISTED = 8  # files that a refusal names; the others are counted. A guess at what is read.
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class BuiltRepository:
     hashed: Hashed
 
 
-def hold_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRepository:
-    """Finds the Triton repository of a pair; raises RepositoryError where none was built.
+def find_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRepository:
+    """Returns the Triton repository of a pair; raises RepositoryError where none was built.
 
     A file that is untouched since it was packaged is not read, unless `verify` asks for all.
     """
@@ -43,8 +43,8 @@ def hold_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRep
         )
     if verify:
         read_anew()
-    held = cache.hold(folder, verify=verify)
-    return BuiltRepository(folder, _refusal(config, folder, held.damage), held.hashed)
+    integrity = cache.check_integrity(folder, verify=verify)
+    return BuiltRepository(folder, _refusal(config, folder, integrity.damage), integrity.hashed)
 
 
 def _refusal(config: PipelineConfig, folder: Path, damage: Sequence[str]) -> str | None:
@@ -60,44 +60,44 @@ def _refusal(config: PipelineConfig, folder: Path, damage: Sequence[str]) -> str
 
 def built_repository(config: PipelineConfig) -> Path:
     """Returns the Triton repository of a pair; raises RepositoryError for one that is not whole."""
-    found = hold_repository(config)
-    if found.refusal is not None:
-        raise RepositoryError(found.refusal)
-    return found.folder
+    repository = find_repository(config)
+    if repository.refusal is not None:
+        raise RepositoryError(repository.refusal)
+    return repository.folder
 
 
-def hold_artifacts(config: PipelineConfig) -> Hashed:
-    """Hashes a built pair all the way back; RepositoryError where a file is not what it was.
+def check_artifacts(config: PipelineConfig) -> Hashed:
+    """Hashes a built pair all the way back; raises RepositoryError where a file was changed.
 
     Every artifact that is there is held against its manifest, and what the manifests say that it
     was made from against what is there now: engines, checkpoints, tokenizer. Inputs that are gone
     are nothing to compare with.
     """
-    found = hold_repository(config, verify=True)
-    if found.refusal is not None:
-        raise RepositoryError(found.refusal)
-    total = found.hashed
+    repository = find_repository(config, verify=True)
+    if repository.refusal is not None:
+        raise RepositoryError(repository.refusal)
+    total = repository.hashed
     for manifest in sorted(config.artifacts_dir.glob(f"*/*{MANIFEST_SUFFIX}")):
         artifact = manifest.with_name(manifest.name.removesuffix(MANIFEST_SUFFIX))
         if artifact.is_dir():
-            held = cache.hold(artifact, verify=True)
-            total += held.hashed
-            if (refusal := _refusal(config, artifact, held.damage)) is not None:
+            integrity = cache.check_integrity(artifact, verify=True)
+            total += integrity.hashed
+            if (refusal := _refusal(config, artifact, integrity.damage)) is not None:
                 raise RepositoryError(refusal)
     for planned in _local_plan(config):
-        held = cache.changed_inputs(planned.stage, planned.artifact)
-        total += held.hashed
-        if held.damage:
-            more = f" and {len(held.damage) - 1} more" if len(held.damage) > 1 else ""
+        integrity = cache.changed_inputs(planned.stage, planned.artifact)
+        total += integrity.hashed
+        if integrity.damage:
+            more = f" and {len(integrity.damage) - 1} more" if len(integrity.damage) > 1 else ""
             raise RepositoryError(
                 f"{planned.artifact} was made from other files than those of today: "
-                f"{held.damage[0]}{more}: run `specpipe build --config {config.source}` again"
+                f"{integrity.damage[0]}{more}: run `specpipe build --config {config.source}` again"
             )
     return total
 
 
 def outdated(config: PipelineConfig) -> list[str]:
-    """Returns what a build would do now, as sentences, where that can be told without the hub.
+    """Returns what a build would do now, as sentences, where that is known without the hub.
 
     Serving needs no checkpoint: where one is gone, there is nothing to compare with.
     """
@@ -106,6 +106,6 @@ def outdated(config: PipelineConfig) -> list[str]:
 
 
 def _local_plan(config: PipelineConfig) -> Plan:
-    """The stages where both checkpoints are folders that are there; else none."""
+    """Returns the stages where both checkpoints are folders that are there; else none."""
     folders = [config.base_dir / side.checkpoint for side in (config.draft, config.target)]
     return plan(config) if all(folder.is_dir() for folder in folders) else ()

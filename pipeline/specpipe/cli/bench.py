@@ -18,8 +18,9 @@ from specpipe.cli.options import (
     load,
     numbers,
     optional_pair_options,
+    prompts_options,
 )
-from specpipe.cli.output import print_json
+from specpipe.cli.output import print_result
 from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
@@ -32,14 +33,7 @@ if TYPE_CHECKING:
 @click.command()
 @optional_pair_options
 @server_options
-@click.option(
-    "--prompts",
-    "prompts_source",
-    default="code",
-    show_default=True,
-    help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
-)
-@click.option("--limit", type=click.IntRange(1), help="Take the first prompts only.")
+@prompts_options
 @chat_option
 @click.option(
     "--input-tokens",
@@ -71,7 +65,6 @@ if TYPE_CHECKING:
     type=numbers,
     metavar="N,N,...",
     default="1,4,8",
-    show_default=True,
     help="Loads to measure: numbers of streams, each of which asks one question after the other.",
 )
 @click.option(
@@ -83,7 +76,6 @@ if TYPE_CHECKING:
     "--rounds",
     type=click.IntRange(1),
     default=3,
-    show_default=True,
     help="How often each side answers all prompts at each load, the sides in turns.",
 )
 @click.option(
@@ -93,28 +85,23 @@ if TYPE_CHECKING:
     default=0,
     help="Answers thrown away before each measurement; at least one for each stream.",
 )
-@click.option(
-    "--temperature", type=NumberRange(0), default=0.0, show_default=True, help="0: greedy."
-)
+@click.option("--temperature", type=NumberRange(0), default=0.0, help="0: greedy.")
 @click.option(
     "--top-k",
     type=click.IntRange(0),
     default=0,
-    show_default=True,
     help="0: all tokens. Needs --temperature.",
 )
 @click.option(
     "--top-p",
     type=NumberRange(0, 1, min_open=True),
     default=1.0,
-    show_default=True,
     help="1: all tokens. Needs --temperature.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0),
     default=0,
-    show_default=True,
     help="Decides drawn lengths, the order of prompts, and sampled answers.",
 )
 @click.option(
@@ -168,7 +155,7 @@ def bench(
     if options["input_tokens"] is not None and tokenizer is None:
         raise click.UsageError("--input-tokens needs --tokenizer, or --config of a built pair.")
     workload = Workload(
-        source=options["prompts_source"],
+        source=options["prompts"],
         limit=options["limit"],
         input_tokens=options["input_tokens"],
         max_tokens=options["max_tokens"],
@@ -179,7 +166,7 @@ def bench(
     with contextlib.ExitStack() as stack:
         sides = bench_servers.open_sides(stack, config, options)
         measurements = run.measure(sides, prompts, settings, report=log)
-    found = {
+    result = {
         **header(
             "bench",
             pair=options["url"] if config is None else config.name,
@@ -192,15 +179,11 @@ def bench(
     if output is None and config is not None:
         output = config.artifacts.result("bench")
     if output is not None:
-        write_result(output, found)
+        write_result(output, result)
         run.write_records(output.with_suffix(""), measurements, count_tokens=count_tokens)
-    if as_json:
-        print_json(found)
-    else:
-        for line in table.lines(measurements.summaries(settings.limits, count_tokens)):
-            click.echo(line)
-        for paragraph in table.conclusions(found, is_one_server=is_one_server):
-            click.echo(f"\n{paragraph}")
+    summaries = measurements.summaries(settings.limits, count_tokens)
+    lines = table.lines(summaries, result, is_one_server=is_one_server)
+    print_result(result, lines, as_json=as_json)
     if output is not None:
         log(f"written: {output}")
 

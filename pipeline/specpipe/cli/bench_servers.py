@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specpipe.cli.options import Command
+from specpipe.cli.options import together
 from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
     from specpipe.evaluate.bench.run import Side
 
-_OPTIONS = (
+server_options = together(
     click.option(
         "--url",
         metavar="URL",
@@ -46,7 +46,6 @@ _OPTIONS = (
         "--protocol",
         type=click.Choice(["grpc", "http"]),
         default="grpc",
-        show_default=True,
         help="How to ask a server that this command starts.",
     ),
     click.option(
@@ -55,13 +54,6 @@ _OPTIONS = (
         help="Environment variable that holds the key for OpenAI-compatible servers.",
     ),
 )
-
-
-def server_options(command: Command) -> Command:
-    """--url, --against and what goes with them: which servers are asked, and how."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def check(config: Path | None, options: dict[str, Any]) -> None:
@@ -81,7 +73,7 @@ def check(config: Path | None, options: dict[str, Any]) -> None:
 def open_sides(
     stack: ExitStack, config: PipelineConfig | None, options: dict[str, Any]
 ) -> Sequence[Side]:
-    """Opens what is compared, the baseline first; closing the stack closes it.
+    """Returns what is compared, opened, the baseline first; closing the stack closes it.
 
     Without --url the built pair is served meanwhile. The baseline is the other server, or the same
     one without speculation.
@@ -103,8 +95,8 @@ def open_sides(
         url, metrics_url = _serve(stack, config, options["protocol"])
     side = opened(url, options["model"], metrics_url)
     if (against := options["against"]) is not None:
-        other = opened(against, options["against_model"], options["against_metrics_url"])
-        return named_apart(other, side)
+        baseline = opened(against, options["against_model"], options["against_metrics_url"])
+        return named_apart(baseline, side)
     if takes_draft_length(side.endpoint):
         return without_and_with(side, num_draft_tokens)
     if num_draft_tokens is not None:
@@ -114,7 +106,7 @@ def open_sides(
 
 
 def _serve(stack: ExitStack, config: PipelineConfig, protocol: str) -> tuple[str, str]:
-    """Serves a built pair until the stack is closed; its URL and that of its metrics."""
+    """Serves a built pair until the stack is closed; returns its URL and that of its metrics."""
     from specpipe.build.repositories import built_repository
     from specpipe.evaluate.serving import served
     from specpipe.triton.repository import lint

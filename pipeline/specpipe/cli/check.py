@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specpipe.cli.options import json_option, load, pair_options, small_files_option
-from specpipe.cli.output import print_json
+from specpipe.cli.output import print_result
 
 if TYPE_CHECKING:
     from specpipe.build.planning import Checked
@@ -45,10 +45,7 @@ def check(
     plan = checked.plan
     if gpu is not None and plan is None:
         raise click.UsageError("--gpu has no effect: engine.device is cpu.")
-    if as_json:
-        print_json(_checked_json(checked))
-    else:
-        _print_checked(checked)
+    print_result(_checked_json(checked), _lines(checked), as_json=as_json)
     if plan is not None and not plan.fits:
         number = next(on_gpu.number for on_gpu in plan.gpus if not on_gpu.fits)
         raise click.ClickException(
@@ -58,25 +55,24 @@ def check(
 
 
 def _checked_json(checked: Checked) -> dict[str, Any]:
-    memory = {role: dataclasses.asdict(found) for role, found in checked.memory.items()}
+    memory = {role: dataclasses.asdict(estimate) for role, estimate in checked.memory.items()}
     plan = None if checked.plan is None else checked.plan.to_json()
     return {**dataclasses.asdict(checked.contract), "memory": memory, "memory_plan": plan}
 
 
-def _print_checked(checked: Checked) -> None:
+def _lines(checked: Checked) -> Iterator[str]:
     from specpipe.build import memory_plan
 
     contract = checked.contract
-    click.echo(
+    yield (
         f"draft and target fit: {contract.num_used_token_ids} token ids in use; embedding rows: "
         f"draft {contract.draft_vocab_size}, target {contract.target_vocab_size}"
     )
-    click.echo(f"context: draft {contract.draft_max_seq_len}, target {contract.target_max_seq_len}")
-    click.echo(f"end ids: {', '.join(map(str, contract.end_token_ids)) or 'none'}")
+    yield f"context: draft {contract.draft_max_seq_len}, target {contract.target_max_seq_len}"
+    yield f"end ids: {', '.join(map(str, contract.end_token_ids)) or 'none'}"
     for role, estimate in checked.memory.items():
-        click.echo(f"memory of the {role}: {estimate}")
+        yield f"memory of the {role}: {estimate}"
     if checked.plan is not None:
-        for line in memory_plan.lines(checked.plan):
-            click.echo(line)
+        yield from memory_plan.lines(checked.plan)
     for note in contract.notes:
-        click.echo(f"note: {note}")
+        yield f"note: {note}"

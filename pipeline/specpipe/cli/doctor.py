@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from specpipe.cli.options import json_option
-from specpipe.cli.output import print_json
+from specpipe.cli.output import print_result
 
 
 @click.command()
@@ -22,7 +22,6 @@ from specpipe.cli.output import print_json
     "--app-dir",
     type=click.Path(path_type=Path),
     default=Path("/app"),
-    show_default=True,
     help="Where the image has NVIDIA's templates, scripts and examples.",
 )
 @json_option
@@ -32,25 +31,24 @@ def doctor(compares_image: bool, app_dir: Path, as_json: bool) -> None:
         from specpipe.build.doctor import examine
 
         lines = examine()
-        if as_json:
-            print_json({line.subject: line.found for line in lines})
-        else:
-            width = max(len(line.subject) for line in lines) + 2
-            for line in lines:
-                click.echo(f"{line.subject:{width}}{line.found}")
+        width = max(len(line.subject) for line in lines) + 2
+        print_result(
+            {line.subject: line.text for line in lines},
+            (f"{line.subject:{width}}{line.text}" for line in lines),
+            as_json=as_json,
+        )
         return
     from specpipe.runtimes.tensorrt_llm.doctor import compare_image
 
     release, comparisons = compare_image(app_dir)
-    if as_json:
-        found = [dataclasses.asdict(comparison) for comparison in comparisons]
-        print_json({"release": release.version, "comparisons": found})
-    else:
-        for comparison in comparisons:
-            verdict = "differs" if comparison.differences else "as known"
-            click.echo(f"{comparison.subject} ({comparison.examined}): {verdict}")
-            for difference in comparison.differences:
-                click.echo(f"  {difference}")
+    lines_of_image = []
+    for comparison in comparisons:
+        verdict = "differs" if comparison.differences else "as known"
+        lines_of_image.append(f"{comparison.subject} ({comparison.examined}): {verdict}")
+        lines_of_image += [f"  {difference}" for difference in comparison.differences]
+    compared = [dataclasses.asdict(comparison) for comparison in comparisons]
+    data = {"release": release.version, "comparisons": compared}
+    print_result(data, lines_of_image, as_json=as_json)
     differing = [comparison.subject for comparison in comparisons if comparison.differences]
     if differing:
         raise click.ClickException(

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     "--url",
     metavar="URL",
     default="http://127.0.0.1:8000",
-    show_default=True,
     help="The server: http://HOST:PORT or grpc://HOST:PORT.",
 )
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     metavar="N",
     type=int,
     default=128,
-    show_default=True,
     help="Tokens of the answer at most.",
 )
 @click.option(
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
     type=int,
     help="Draft tokens of every step; 0: the target alone; left out: as many as pay.",
 )
-@click.option("--temperature", type=float, help="0: greedy, as without it.")
+@click.option("--temperature", type=float, help="0: greedy. Left out: greedy.")
 @click.option(
     "--top-k", metavar="K", type=int, help="Sample from the K most likely tokens; 0: from all."
 )
@@ -90,12 +88,12 @@ def generate(
     if chat:
         settings["messages"] = [{"role": "user", "content": text}]
     with Client(url) as client:
-        asked = None if chat else text
+        plain_prompt = None if chat else text
         start = time.perf_counter()
         if stream:
-            completions = client.stream(asked, **settings)
+            completions = client.stream(plain_prompt, **settings)
         else:
-            completions = iter([client.generate(asked, **settings)])
+            completions = iter([client.generate(plain_prompt, **settings)])
         has_open_line = False
         try:
             for completion in completions:
@@ -133,7 +131,7 @@ def _completion_json(completion: Completion) -> dict[str, Any]:
 
 
 def _summary(completion: Completion, seconds: float) -> str:
-    """Writes what the last response reports in one line; seconds is what the answer took."""
+    """Returns one line of what the last response reports; `seconds` is what the answer took."""
     statistics = completion.statistics
     if statistics is None:
         return f"finish reason: {completion.finish_reason}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from specpipe.cli.options import json_option
-from specpipe.cli.output import print_json
+from specpipe.cli.output import print_result
 
 
 @click.command()
@@ -21,11 +21,10 @@ def inspect(engine: Path, verify: bool, as_json: bool) -> None:
     """
     from specpipe.build import inspection
 
-    found = inspection.inspect(engine, verify=verify)
-    if as_json:
-        print_json({"engines": [one.as_json() for one in found]})
-    else:
-        click.echo("\n\n".join(map(inspection.as_text, found)))
-    for one in found:
-        if one.damage:
-            raise inspection.damaged(one.engine, one.damage)
+    inspections = inspection.inspect(engine, verify=verify)
+    data = {"engines": [inspected.as_json() for inspected in inspections]}
+    text = "\n\n".join(map(inspection.as_text, inspections))
+    print_result(data, [text], as_json=as_json)
+    for inspected in inspections:
+        if inspected.damage:
+            raise inspection.damaged(inspected.engine, inspected.damage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -32,7 +33,7 @@ from specpipe.cli.progress import log
     "--new-baseline",
     "is_new_baseline",
     is_flag=True,
-    help="Compare with no earlier run, after a change that is meant.",
+    help="Compare with no earlier run, as after an intended change.",
 )
 @click.option(
     "--in-process", "is_in_process", is_flag=True, help="Run the pairs here instead of in Triton."
@@ -47,11 +48,9 @@ from specpipe.cli.progress import log
 def nightly(
     configs: Sequence[Path],
     overrides: Sequence[str],
-    baseline: Path | None,
-    is_new_baseline: bool,
-    is_in_process: bool,
     summary_path: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Rebuild what changed, verify, measure, and compare with the last good run.
 
@@ -69,15 +68,12 @@ def nightly(
     from specpipe.evaluate.nightly.summary import write_summary
     from specpipe.machine.signals import deferred
 
-    if baseline is not None and is_new_baseline:
+    if options["baseline"] is not None and options["is_new_baseline"]:
         raise click.UsageError("--new-baseline compares with nothing: leave out --baseline.")
     if summary_path is not None:
         summary_path.parent.mkdir(parents=True, exist_ok=True)
-    options = Options(
-        is_in_process=is_in_process, baseline=baseline, is_new_baseline=is_new_baseline
-    )
-    done = run_all(configs, overrides, options, report=log)
-    summary = write_summary(done)
+    finished_runs = run_all(configs, overrides, Options(**options), report=log)
+    summary = write_summary(finished_runs)
     if summary_path is not None:
         with deferred():
             summary_path.write_text(summary, encoding="utf-8")
@@ -85,9 +81,8 @@ def nightly(
         with open(job_summary, "a", encoding="utf-8") as file:
             file.write(summary)
     if as_json:
-        runs = [finished.run.to_json() for finished in done]
-        print_json({"runs": runs})
+        print_json({"runs": [finished.run.to_json() for finished in finished_runs]})
     else:
         click.echo(summary, nl=False)
-    if found := reasons(done):
-        raise click.ClickException("\n".join(found))
+    if failures := reasons(finished_runs):
+        raise click.ClickException("\n".join(failures))

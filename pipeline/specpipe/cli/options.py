@@ -27,7 +27,7 @@ class NumberRange(click.FloatRange):
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The type of an option that takes numbers above 0, as in 1,4,8; each is taken once."""
+    """Returns the numbers above 0 of an option such as 1,4,8, each of them once."""
     from specpipe.checkpoints.files import quoted
 
     parts = [part.strip() for part in text.split(",")]
@@ -38,34 +38,43 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Returns several options as one decorator; a command's help has them in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 def config_options(
     config_help: str, set_help: str, *, is_required: bool = True
 ) -> Callable[[Command], Command]:
-    """--config and --set; their texts say what the command takes them for."""
-
-    def add(command: Command) -> Command:
-        command = click.option(
-            "--set",
-            "overrides",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help=f"Override a setting, {set_help}; may be given several times.",
-        )(command)
-        return click.option(
+    """Returns --config and --set, with texts that say what the command takes them for."""
+    return together(
+        click.option(
             "--config",
             "config_path",
             required=is_required,
             type=click.Path(path_type=Path),
             help=f"The YAML of the pair{config_help}",
-        )(command)
-
-    return add
+        ),
+        click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help=f"Override a setting, {set_help}; may be given several times.",
+        ),
+    )
 
 
 _BUILT_PAIR = (", which has been built.", "as for the build")
 built_pair_options = config_options(*_BUILT_PAIR)
 optional_pair_options = config_options(*_BUILT_PAIR, is_required=False)
-
+pair_options = config_options("; paths in it are relative to it.", "as in engine.max_batch_size=4")
 
 chat_option = click.option(
     "--chat",
@@ -73,29 +82,21 @@ chat_option = click.option(
     is_flag=True,
     help="Ask each prompt as a user's message, in the chat template.",
 )
-
-
-def prompt_options(command: Command) -> Command:
-    """--prompts, --limit and --max-tokens: what a pair is asked."""
-    command = click.option(
-        "--max-tokens",
-        type=click.IntRange(min=1),
-        default=64,
-        show_default=True,
-        help="Tokens of an answer at most, where its prompt does not say.",
-    )(command)
-    command = click.option(
-        "--limit", type=click.IntRange(min=1), help="Take the first prompts only."
-    )(command)
-    return click.option(
+prompts_options = together(
+    click.option(
         "--prompts",
         default="code",
-        show_default=True,
         help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
-    )(command)
+    ),
+    click.option("--limit", type=click.IntRange(min=1), help="Take the first prompts only."),
+)
+max_tokens_option = click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    help="Tokens of an answer at most, where its prompt does not say.",
+)
 
-
-pair_options = config_options("; paths in it are relative to it.", "as in engine.max_batch_size=4")
 small_files_option = click.option(
     "--small-files",
     type=click.Path(path_type=Path, file_okay=False, exists=True),

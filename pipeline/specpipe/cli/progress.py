@@ -1,4 +1,4 @@
-"""What a build says of itself on stderr."""
+"""What commands report on stderr while they run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Progress:
         log(f"{stage}: another build of it is running, waiting")
 
     def finished(self, report: StageReport) -> None:
-        done = f"built in {report.duration_s:.1f} s" if report.reasons else "up to date"
-        log(f"{report.stage}: {done}")
+        outcome = f"built in {report.duration_s:.1f} s" if report.reasons else "up to date"
+        log(f"{report.stage}: {outcome}")
         if report.shows is not None:
             log((report.artifact / report.shows).read_text(encoding="utf-8").rstrip())
 
@@ -46,7 +46,7 @@ class _LogLines(logging.Handler):
 
 @contextlib.contextmanager
 def log_shown() -> Iterator[None]:
-    """Shows what the builders' programs print, while the context lasts."""
+    """Shows what the builders' programs print, for the time of a `with` block."""
     logger = logging.getLogger("specpipe")
     handler, level = _LogLines(), logger.level
     logger.addHandler(handler)

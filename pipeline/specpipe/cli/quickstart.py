@@ -13,7 +13,6 @@ import click
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("specpipe-quickstart"),
-    show_default=True,
     help="Folder for the pair, its YAML and its engines.",
 )
 def quickstart(output: Path) -> None:

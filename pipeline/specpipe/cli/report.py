@@ -17,7 +17,7 @@ import click
 def report(artifacts_dir: Path, output: Path | None) -> None:
     """Write a page about a built pair, from its folder.
 
-    ARTIFACTS_DIR is that folder, as engines/NAME.
+    ARTIFACTS_DIR is the folder of a pair, such as engines/NAME.
 
     One HTML file that needs no other: formats and sizes, the verdict with its ties, acceptance by
     position, predicted and measured speed-up, latencies under load, what quantization costs, and

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from specpipe.cli.options import load, pair_options
+from specpipe.cli.options import Command, load, pair_options
 from specpipe.cli.output import shown
 from specpipe.cli.progress import log
 
@@ -18,49 +18,38 @@ if TYPE_CHECKING:
     from specpipe.runtimes.launch import LaunchMode
 
 
+def _port_option(name: str, default: int, service: str) -> Callable[[Command], Command]:
+    return click.option(
+        f"--{name}-port",
+        metavar="PORT",
+        default=default,
+        help=f"Port for {service}; 0: any free one.",
+    )
+
+
 @click.command()
 @pair_options
-@click.option(
-    "--host", metavar="HOST", default="127.0.0.1", show_default=True, help="Address to listen on."
-)
-@click.option(
-    "--http-port",
-    metavar="PORT",
-    default=8000,
-    show_default=True,
-    help="Port for HTTP; 0: any free one.",
-)
-@click.option(
-    "--grpc-port",
-    metavar="PORT",
-    default=8001,
-    show_default=True,
-    help="Port for gRPC; 0: any free one.",
-)
-@click.option(
-    "--metrics-port",
-    metavar="PORT",
-    default=8002,
-    show_default=True,
-    help="Port for metrics, over HTTP; 0: any free one.",
-)
+@click.option("--host", metavar="HOST", default="127.0.0.1", help="Address to listen on.")
+@_port_option("http", 8000, "HTTP")
+@_port_option("grpc", 8001, "gRPC")
+@_port_option("metrics", 8002, "metrics, over HTTP")
 @click.option(
     "--no-http",
     "allow_http",
     flag_value=False,
     default=True,
+    show_default=False,
     help="Listen for gRPC alone: known holes of older tritonservers are in HTTP.",
 )
 @click.option(
     "--allow-known-holes",
     is_flag=True,
-    help="Let others than this machine reach a tritonserver that a client can end.",
+    help="Listen for other machines even where clients can end this tritonserver (known holes).",
 )
 @click.option(
     "--mpi-mode",
     type=click.Choice(["auto", "leader", "orchestrator"]),
     default="auto",
-    show_default=True,
     help="How the ranks of TensorRT-LLM's engines start: mpirun starts them, or the server does.",
 )
 @click.option(
@@ -82,7 +71,7 @@ if TYPE_CHECKING:
     "--allow-damaged", is_flag=True, help="Serve a repository whose files are not what was built."
 )
 @click.option(
-    "--verbose", is_flag=True, help="Show all that Triton logs, and not its trouble only."
+    "--verbose", is_flag=True, help="Show all that Triton logs, not only warnings and errors."
 )
 def serve(
     config_path: Path,
@@ -118,7 +107,7 @@ def serve(
             log(line)
 
     config = load(config_path, overrides)
-    repository = repositories.hold_repository(config, verify=verify_files)
+    repository = repositories.find_repository(config, verify=verify_files)
     if verify_files:
         log(f"{shown(repository.folder)}: {repository.hashed}")
     if repository.refusal is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,10 +15,11 @@ from specpipe.cli.options import (
     chat_option,
     json_option,
     load,
+    max_tokens_option,
     numbers,
-    prompt_options,
+    prompts_options,
 )
-from specpipe.cli.output import print_json
+from specpipe.cli.output import print_result
 from specpipe.cli.progress import Progress, log
 from specpipe.errors import SpecpipeError
 
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @built_pair_options
-@prompt_options
+@prompts_options
+@max_tokens_option
 @chat_option
 @click.option(
     "--temperature",
     type=NumberRange(min=0),
     default=0.0,
-    show_default=True,
     help="0: greedy. Acceptance depends on it.",
 )
 @click.option(
@@ -62,14 +63,12 @@ if TYPE_CHECKING:
     "num_best",
     type=click.IntRange(min=1),
     default=2,
-    show_default=True,
     help="Draft lengths to measure at each load, those predicted best.",
 )
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
     default=3,
-    show_default=True,
     help="How often at least each draft length answers all prompts, in turns with target alone.",
 )
 @click.option(
@@ -77,14 +76,12 @@ if TYPE_CHECKING:
     "time_limit_s",
     type=NumberRange(min=0),
     default=300.0,
-    show_default=True,
     help="Seconds for more rounds, which are taken until it is certain (95%) what pays.",
 )
 @click.option(
     "--resume/--no-resume",
     "resumes",
     default=True,
-    show_default=True,
     help="Go on with an interrupted run of the same settings, prompts, engines and machine.",
 )
 @click.option(
@@ -96,20 +93,10 @@ if TYPE_CHECKING:
 def tune(
     config_path: Path,
     overrides: Sequence[str],
-    prompts: str,
-    limit: int | None,
-    max_tokens: int,
-    is_chat: bool,
-    temperature: float,
-    candidates: Sequence[str],
     concurrencies: tuple[int, ...] | None,
-    max_draft_len: int | None,
-    num_best: int,
-    rounds: int,
-    time_limit_s: float,
-    resumes: bool,
     write: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Find the draft length that pays at each load, and compare drafts.
 
@@ -124,27 +111,14 @@ def tune(
     from specpipe.evaluate.tune.summary import NO_CERTAINTY, summary
     from specpipe.evaluate.tune.yaml_edit import write_schedule
 
-    options = outcome.Options(
-        prompts=prompts,
-        limit=limit,
-        is_chat=is_chat,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        concurrencies=concurrencies or (),
-        max_draft_len=max_draft_len,
-        candidates=tuple(candidates),
-        num_best=num_best,
-        rounds=rounds,
-        time_limit_s=time_limit_s,
-        resumes=resumes,
+    tuning = run.tune(
+        load(config_path, overrides),
+        outcome.Options(concurrencies=concurrencies or (), **options),
+        report=log,
+        reporter=_Progress(),
     )
-    config = load(config_path, overrides)
-    tuning = run.tune(config, options, report=log, reporter=_Progress())
-    if as_json:
-        print_json(json.loads(tuning.path.read_text(encoding="utf-8")))
-    else:
-        for line in summary(tuning):
-            click.echo(line)
+    data = json.loads(tuning.path.read_text(encoding="utf-8")) if as_json else None
+    print_result(data, summary(tuning), as_json=as_json)
     if write:
         if tuning.own.schedule is None:
             raise SpecpipeError(f"{config_path} stays as it is: {NO_CERTAINTY}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,16 +15,18 @@ from specpipe.cli.options import (
     chat_option,
     json_option,
     load,
+    max_tokens_option,
     numbers,
-    prompt_options,
+    prompts_options,
 )
-from specpipe.cli.output import print_json
+from specpipe.cli.output import print_result
 from specpipe.cli.progress import log
 
 
 @click.command()
 @built_pair_options
-@prompt_options
+@prompts_options
+@max_tokens_option
 @chat_option
 @click.option(
     "--num-draft-tokens",
@@ -64,19 +67,11 @@ from specpipe.cli.progress import log
 def verify(
     config_path: Path,
     overrides: Sequence[str],
-    prompts: str,
-    limit: int | None,
-    max_tokens: int,
-    is_chat: bool,
     num_draft_tokens: tuple[int, ...] | None,
-    is_strict: bool,
-    is_float32: bool,
-    is_in_process: bool,
     distance: float | None,
     no_sampling: bool,
-    gate: Path | None,
-    gate_pass_rate: float | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Prove that a built pair answers as its target alone does.
 
@@ -89,30 +84,21 @@ def verify(
     from specpipe.evaluate.verification.run import verify as run
     from specpipe.evaluate.verification.summary import summary
 
-    if gate_pass_rate is not None and gate is None:
+    if options["gate_pass_rate"] is not None and options["gate"] is None:
         raise click.UsageError("--gate-pass-rate has no effect without --gate.")
     if distance is not None and no_sampling:
         raise click.UsageError("--distance has no effect with --no-sampling.")
-    options = Options(
-        prompts=prompts,
-        limit=limit,
-        max_tokens=max_tokens,
-        is_chat=is_chat,
-        num_draft_tokens=num_draft_tokens or (),
-        is_strict=is_strict,
-        is_float32=is_float32,
-        is_in_process=is_in_process,
-        distance=None if no_sampling else distance or Options.distance,
-        gate=gate,
-        gate_pass_rate=gate_pass_rate,
+    verification = run(
+        load(config_path, overrides),
+        Options(
+            num_draft_tokens=num_draft_tokens or (),
+            distance=None if no_sampling else distance or Options.distance,
+            **options,
+        ),
+        report=log,
     )
-    done = run(load(config_path, overrides), options, report=log)
-    if as_json:
-        data = json.loads(done.path.read_text(encoding="utf-8"))
-        data.get("repository", {}).pop("files", None)
-        print_json(data)
-    else:
-        for line in summary(done):
-            click.echo(line)
-    if done.findings.reason is not None:
-        raise click.ClickException(f"verification failed: {done.findings.reason}")
+    data = json.loads(verification.path.read_text(encoding="utf-8")) if as_json else {}
+    data.get("repository", {}).pop("files", None)
+    print_result(data, summary(verification), as_json=as_json)
+    if verification.findings.reason is not None:
+        raise click.ClickException(f"verification failed: {verification.findings.reason}")

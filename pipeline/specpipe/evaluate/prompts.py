@@ -26,7 +26,7 @@ BUILT_IN = ("chat", "code", "summarization")
 
 _SUFFIXES = (".jsonl", ".txt")
 _KEYS = ("name", "kind", "prompt", "messages", "max_tokens")
-_MAX_NUM_TRIES = 8
+_MAX_NUM_TRIES = 8  # to cut a text to a length; a cut that is off by a token is good enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Prompt:
     max_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that are set, by name."""
+        """Returns the fields that are set, by name."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -100,7 +100,7 @@ class Encoder(Protocol):
 
 
 def load_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
-    """Reads a built-in set by its name, or a .jsonl or .txt file; the first `limit` prompts of it.
+    """Returns a built-in set by its name, or that of a .jsonl or .txt file; up to `limit` prompts.
 
     Raises ConfigError with the file, the line, and what was expected there.
     """
@@ -110,7 +110,7 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
         prompts = _parse(text, name=f"{source}.jsonl", kind=str(source))
     else:
         path = Path(source)
-        prompts = _parse(_read(path), name=path.name, kind=path.stem, where=str(path))
+        prompts = _parse(_read_text(path), name=path.name, kind=path.stem, where=str(path))
     if limit is not None:
         prompts = prompts[:limit]
     return PromptSet(str(source), tuple(prompts))
@@ -118,13 +118,11 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields where each object of a JSON Lines file stands, and the object."""
-    yield from _json_lines(_read(path), str(path))
+    yield from _json_lines(_read_text(path), str(path))
 
 
 def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str) -> Prompt:
-    """Reads one line of a set; `where` begins messages, `name` and `kind` stand in for missing
-    ones.
-    """
+    """Returns the prompt of one line; `where` begins messages, `name` and `kind` are defaults."""
     for key in fields:
         if key not in _KEYS:
             raise ConfigError(f"{where}: unknown key {key!r}: expected {', '.join(_KEYS)}")
@@ -161,7 +159,7 @@ def digest(prompts: Sequence[Prompt]) -> str:
 
 
 def as_messages(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
-    """Makes a conversation of each text: one message of a user."""
+    """Returns the prompts with each text as a conversation: one message of a user."""
     return tuple(
         prompt
         if prompt.text is None
@@ -171,7 +169,7 @@ def as_messages(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
 
 
 def with_max_tokens(prompts: Sequence[Prompt], lengths: Lengths, *, seed: int) -> list[Prompt]:
-    """Gives each prompt the length of its answer, whatever its file says."""
+    """Returns the prompts with other lengths of answers, whatever their file says."""
     drawn = lengths.draw(len(prompts), seed=seed)
     return [replace(p, max_tokens=n) for p, n in zip(prompts, drawn, strict=True)]
 
@@ -179,7 +177,7 @@ def with_max_tokens(prompts: Sequence[Prompt], lengths: Lengths, *, seed: int) -
 def with_lengths(
     prompts: Sequence[Prompt], lengths: Lengths, tokenizer: Encoder, *, seed: int
 ) -> list[Prompt]:
-    """Cuts or lengthens each text to a number of tokens.
+    """Returns the prompts with each text cut or lengthened to a number of tokens.
 
     A text that is too short goes on with the next ones of the set, and with itself in the end. The
     cut can miss the length by a token or two where the end of the text, cut off, is written with
@@ -200,7 +198,7 @@ def with_lengths(
 
 
 def _cut(text: str, num_tokens: int, tokenizer: Encoder) -> str:
-    """Cuts a text to about that many tokens as the tokenizer will count them again."""
+    """Returns a text cut to about that many tokens as the tokenizer will count them again."""
     token_ids = tokenizer.encode(text)
     num_kept = num_tokens
     closest = text
@@ -215,7 +213,7 @@ def _cut(text: str, num_tokens: int, tokenizer: Encoder) -> str:
     return closest
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     if path.suffix not in _SUFFIXES:
         raise ConfigError(
             f"{path} is no set of prompts: expected one of {', '.join(BUILT_IN)}, or a .jsonl or "

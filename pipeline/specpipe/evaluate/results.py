@@ -1,4 +1,4 @@
-"""What evaluations leave beside the artifact: JSON files that say where each number comes from."""
+"""What evaluations leave with the artifact: JSON files that say where each number comes from."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from specpipe.errors import RepositoryError
 from specpipe.evaluate.prompts import PromptSet
 from specpipe.machine import provenance
 from specpipe.machine.own_json import read_object, reason
+from specpipe.machine.whole_file import written_whole
 
 FORMAT = 1
-"""Of the whole family of files; one that is read must have it."""
+"""The version of the format of all results; a file that is read must have it."""
 
 
 def header(
@@ -32,7 +33,7 @@ def header(
 
     `libraries` are the distributions whose versions matter for it.
     """
-    made: dict[str, Any] = {
+    head: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind,
         "pair": pair,
@@ -42,12 +43,12 @@ def header(
         "settings": dict(settings),
     }
     if prompts is not None:
-        made["prompts"] = {
+        head["prompts"] = {
             "source": prompts.source,
             "digest": prompts.digest,
             "count": len(prompts.prompts),
         }
-    return made
+    return head
 
 
 def machine() -> dict[str, Any]:
@@ -60,7 +61,7 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Returns the processor's name where Linux tells it."""
+    """Returns the processor's name where Linux reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -75,17 +76,12 @@ def write_result(path: Path, data: Mapping[str, Any]) -> None:
     NaN and infinities are no JSON and refused: a number that is not known is None.
     """
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with written_whole(path) as staged:
         staged.write_text(text, encoding="utf-8")
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def read_result(path: Path, kind: str) -> dict[str, Any]:
-    """Reads a result of one kind; RepositoryError when it is missing, damaged or of another one."""
+    """Returns a result; raises RepositoryError when it is missing, damaged or of another kind."""
     try:
         data = read_object(path)
     except FileNotFoundError:
@@ -94,10 +90,10 @@ def read_result(path: Path, kind: str) -> dict[str, Any]:
         raise RepositoryError(
             f"{path} cannot be read ({reason(exc)}): remove it and run `specpipe {kind}` again"
         ) from exc
-    found = (data.get("kind"), data.get("format"))
-    if found != (kind, FORMAT):
+    identity = (data.get("kind"), data.get("format"))
+    if identity != (kind, FORMAT):
         raise RepositoryError(
-            f"{path} is of kind {quoted(found[0])} and format {quoted(found[1])}, expected "
+            f"{path} is of kind {quoted(identity[0])} and format {quoted(identity[1])}, expected "
             f"{kind!r} and {FORMAT}: run `specpipe {kind}` again"
         )
     return data

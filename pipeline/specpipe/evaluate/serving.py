@@ -13,7 +13,7 @@ from specpipe.triton.server.server import Server, running
 
 @contextmanager
 def served(repository: Path) -> Iterator[Server]:
-    """Serves a repository for the time of a `with` block, on free ports, as its runtime starts it.
+    """Serves a repository for the time of a `with` block, on free ports; yields the server.
 
     Raises EngineMismatch where its engines do not fit this machine, and ServerError where the
     server does not come up.

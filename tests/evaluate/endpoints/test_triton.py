@@ -124,7 +124,7 @@ def test_a_failure_is_told_whenever_it_comes(
 def test_an_unknown_model_is_told(triton: Callable[..., Triton], url: str) -> None:
     answer = record(triton("ensembel"), Question(text="x", max_tokens=4))
     assert answer.error is not None
-    assert answer.error.startswith(f"{url} does not tell of ensembel: ")
+    assert answer.error.startswith(f"{url} does not describe ensembel: ")
 
 
 def test_ids_go_to_the_pairs_model_only(triton: Callable[..., Triton]) -> None:
@@ -140,7 +140,9 @@ def test_a_server_that_is_not_there_is_a_failure(scheme: str) -> None:
         with contextlib.closing(Triton(url, timeout_s=5)) as endpoint:
             answer = record(endpoint, Question(text="x", max_tokens=4))
     assert answer.ending == "failed"
-    assert answer.error is not None and answer.error.startswith(f"{url} does not tell of ensemble:")
+    assert answer.error is not None and answer.error.startswith(
+        f"{url} does not describe ensemble:"
+    )
 
 
 def asked_for_ids(answer: Answer, prompt: tuple[int, ...], num_tokens: int) -> None:

@@ -88,10 +88,10 @@ def test_a_second_run_waits(tmp_path: Path) -> None:
     waits = threading.Event()
 
     def second() -> None:
-        with record.held(tmp_path, on_wait=waits.set):
+        with record.locked(tmp_path, on_wait=waits.set):
             order.append("second")
 
-    with record.held(tmp_path, on_wait=lambda: order.append("first waits")):
+    with record.locked(tmp_path, on_wait=lambda: order.append("first waits")):
         thread = threading.Thread(target=second)
         thread.start()
         assert waits.wait(30)

@@ -22,7 +22,7 @@ from specpipe.evaluate.tune.measure import Measurement
 from specpipe.evaluate.tune.model import Prediction
 from specpipe.evaluate.tune.outcome import Tuned
 from specpipe.evaluate.verification import record
-from specpipe.evaluate.verification.exact import Found, Side, SideResult
+from specpipe.evaluate.verification.exact import CaseComparison, Side, SideResult
 from specpipe.evaluate.verification.verdict import Comparison as Compared
 from specpipe.evaluate.verification.verdict import Divergence, TieThreshold
 from specpipe.machine.manifest import InputRecord, Manifest, manifest_path, record_files
@@ -119,8 +119,9 @@ def write_verification(folder: Path, *, prompt: str = "fibonacci", fault: bool =
     divergence = Divergence(
         position=9, expected_id=11, found_id=None, margin=0.03125, in_ulps=1.0, threshold=0.0625
     )
-    tie = Found(prompt, Compared("tie", divergence))
-    wrong = Found(prompt, Compared("fault", divergence, "position 9: an end instead of 11"))
+    tie = CaseComparison(prompt, Compared("tie", divergence))
+    compared = Compared("fault", divergence, "position 9: an end instead of 11")
+    wrong = CaseComparison(prompt, compared)
     sides = [
         SideResult(
             check="greedy",

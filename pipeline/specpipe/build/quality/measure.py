@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,7 +42,7 @@ from specpipe.quantization.texts import TokenIds, data_file, read_texts
 from specpipe.roles import Role
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
-from specpipe.stage import StageInputs
+from specpipe.stage import StageInputs, naming
 from specpipe.text.files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -166,9 +165,9 @@ class CheckQuality:
 
     def run(self, out: Path) -> None:
         report = Report.read(self.report)
-        found = list(excesses(report, self.limits))
-        if found:
-            lines = "".join(f"\n  - {line}" for line in found)
+        exceeded = list(excesses(report, self.limits))
+        if exceeded:
+            lines = "".join(f"\n  - {line}" for line in exceeded)
             raise EngineBuildError(
                 f"quantization costs more than the config allows:{lines}\n"
                 "Choose another format, exclude layers (quantization.exclude), calibrate on more "
@@ -197,7 +196,7 @@ class _Measurement:
         self._described: dict[Role, str] = {}
         for side in (stage.draft, stage.target):
             if side.calibration is not None:
-                with _naming(side.role):
+                with naming(side.role):
                     texts = read_texts(side.calibration, side.base_dir, side.folder, side.limits)
                 self._held_out[side.role] = texts.held_out
                 self._described[side.role] = texts.description
@@ -209,7 +208,7 @@ class _Measurement:
         models = []
         engines: dict[Role, list[_Engine]] = {}
         for side in (self._stage.draft, self._stage.target):
-            with _naming(side.role):
+            with naming(side.role):
                 engines[side.role] = list(self._build(side))
                 models.append(self._compare(side.role, engines[side.role]))
         prompts = cut_prompts(self._held_out.get("target") or self._held_out["draft"])
@@ -224,7 +223,7 @@ class _Measurement:
         )
 
     def _build(self, side: MeasuredSide) -> Iterator[_Engine]:
-        """Makes an engine of each form, the unquantized one first."""
+        """Yields an engine of each form, the unquantized one first."""
         plain = self._work / "checkpoint"
         plain.mkdir()
         convert(side.folder, plain, limits=side.limits)
@@ -253,7 +252,7 @@ class _Measurement:
         return _Engine(form, folder)
 
     def _max_seq_len(self, role: Role) -> int:
-        """Tokens of the longest text, and of the longest answer."""
+        """Returns the tokens of the longest text and of the longest answer together."""
         from specpipe.build.quality.quality import MAX_OUTPUT_TOKENS
 
         contract = self._contract
@@ -323,7 +322,7 @@ def _plain_bytes(side: MeasuredSide, dtype: str, device: str) -> int:
 
 
 def form_of(config: UnifiedConfig) -> Form:
-    """Names and measures the form that a unified config describes."""
+    """Returns the name and the sizes of the form that a unified config describes."""
     names = [config.format or PLAIN]
     if config.quantization.kv_cache_quant_algo is not None:
         names.append("fp8 KV")
@@ -331,7 +330,7 @@ def form_of(config: UnifiedConfig) -> Form:
 
 
 def _load(folder: Path) -> TorchEngine:
-    """Loads an engine, into the room of one that nobody holds any more."""
+    """Returns an engine, loaded after the memory of those before it is freed."""
     import torch
 
     from specpipe.runtimes.torch.engine import TorchEngine
@@ -344,12 +343,3 @@ def _load(folder: Path) -> TorchEngine:
 def _engine_words(folder: Path) -> str:
     build = json.loads((folder / "config.json").read_bytes())["build_config"]
     return f"{build['device']}, {build['dtype']}"
-
-
-@contextmanager
-def _naming(role: Role) -> Iterator[None]:
-    """Says whose fault a failure is."""
-    try:
-        yield
-    except SpecpipeError as exc:
-        raise type(exc)(f"{role}: {exc}") from exc

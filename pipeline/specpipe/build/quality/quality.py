@@ -29,15 +29,15 @@ from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.request import Request
 
 MAX_BATCH_SIZE, MAX_NUM_TOKENS = 8, 256
-"""Prompts that run at once, and tokens of one forward."""
+"""Prompts that run at once, and tokens of one forward: bound the memory of logits. A guess."""
 
 MAX_OUTPUT_TOKENS = 32
 """Tokens that follow a prompt while acceptance is measured: before small models repeat themselves,
 which any draft can follow."""
 
-_MAX_PROMPT_TOKENS = 128
-_FORWARD_ROWS = 128  # positions whose logits are there at once
-_COMPARED_ROWS = 16  # those that are there in float64, several times over
+_MAX_PROMPT_TOKENS = 128  # of a text, so that no long one takes most of the time. A guess.
+_FORWARD_ROWS = 128  # positions whose logits are in memory at once. A guess.
+_COMPARED_ROWS = 16  # those that are in memory in float64, several times over. A guess.
 
 TokenIds = Sequence[int]
 
@@ -86,7 +86,7 @@ def record(engine: Engine, texts: Sequence[TokenIds], path: Path) -> None:
 
 
 def compare(engine: Engine, texts: Sequence[TokenIds], path: Path) -> Divergence:
-    """Compares the quantized form with what `record` wrote for the same texts."""
+    """Returns how the quantized form differs from what `record` wrote for the same texts."""
     total = DivergenceSum()
     with path.open("rb") as file:
         for logits, next_token_ids in _scored(engine, texts, "quantized"):
@@ -137,7 +137,7 @@ class PairLimits:
 def measure_acceptance(
     draft: Engine, target: Engine, prompts: Sequence[tuple[int, ...]], limits: PairLimits
 ) -> list[AcceptanceCounts]:
-    """Continues every prompt greedily; returns what was drafted and accepted for each.
+    """Returns what was drafted and accepted for each prompt, continued greedily.
 
     As in serving, what was drafted past the end of an answer does not count.
     """

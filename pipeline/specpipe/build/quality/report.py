@@ -27,8 +27,8 @@ class Divergence:
 
     num_positions     predicted tokens: every one of a text but the first
     plain_perplexity  exp of the mean negative log-probability that the plain form gives them
-    mean_kl           of D(plain ‖ quantized), in nats: what a token costs more to predict with the
-                      quantized form, were the plain one right. The other direction would count
+    mean_kl           mean D(plain ‖ quantized), in nats: what a token costs more to predict with
+                      the quantized form, were the plain one right. The other direction would count
                       little where the quantized form no longer finds what the plain one finds
                       likely, which is the loss that matters.
     top1_agreement    the part of the positions at which both find the same token likeliest
@@ -90,7 +90,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, draft: str, target: str, prompts: Sequence[AcceptanceCounts]) -> Acceptance:
-        """Adds up the prompts; the error is that of a ratio of two sums."""
+        """Returns the sum over the prompts; the error is that of a ratio of two sums."""
         drafted = sum(counts.num_draft_tokens for counts in prompts)
         accepted = sum(counts.num_accepted_tokens for counts in prompts)
         error = None
@@ -111,7 +111,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured.
+    """What quantization costs a pair, as measured.
 
     engines     device and dtype that both models computed in
     acceptance  of every pairing of forms, draft by draft: the plain pair first, the pair as
@@ -128,7 +128,7 @@ class Report:
 
     @property
     def acceptance_ratio(self) -> float | None:
-        """Of the pair as configured to the plain pair; None where that one accepts nothing."""
+        """The rate of the pair as configured over that of the plain pair; None where that is 0."""
         if not self.acceptance:
             return None
         before, after = self.acceptance[0].rate, self.acceptance[-1].rate
@@ -146,7 +146,7 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Reads what `to_json` wrote."""
+        """Returns the report that `to_json` wrote."""
 
         values: dict[str, Any] = json.loads(path.read_bytes())
         del values["acceptance_ratio"]
@@ -209,7 +209,7 @@ def excesses(report: Report, limits: QualityConfig) -> Iterator[str]:
 
 
 def to_text(report: Report) -> str:
-    """Writes the report as tables, for people."""
+    """Returns the report as tables, for people."""
     tables = [_models_table(report)]
     if report.acceptance:
         tables.append(_acceptance_table(report))
@@ -217,7 +217,7 @@ def to_text(report: Report) -> str:
     for model in report.models:
         if model.texts is not None:
             texts.setdefault(model.texts, []).append(model.role)
-    notes = [f"texts of {' and '.join(roles)}: {what}" for what, roles in texts.items()]
+    notes = [f"texts of {' and '.join(roles)}: {source}" for source, roles in texts.items()]
     notes.append(f"measured with the torch runtime: {report.engines}")
     notes += [f"warning: {warning}" for warning in report.warnings]
     return "\n\n".join([*tables, "\n".join(notes)]) + "\n"

@@ -14,7 +14,7 @@ from specpipe.checkpoints.formats import FORMATS
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.config.sections import QuantizationConfig
-from specpipe.errors import RuntimeUnavailable, SpecpipeError
+from specpipe.errors import RuntimeUnavailable
 from specpipe.machine import provenance
 from specpipe.machine.libraries import with_extras
 from specpipe.machine.own_json import write_object
@@ -22,7 +22,7 @@ from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import CALIBRATION_NAME, SCALES_NAME
 from specpipe.quantization.texts import check_data, data_file, read_texts
 from specpipe.roles import Role
-from specpipe.stage import StageInputs
+from specpipe.stage import StageInputs, naming
 from specpipe.text.files import TOKENIZER_FILES
 
 _LIBRARIES = ("nvidia-modelopt", "torch", "transformers")
@@ -74,17 +74,13 @@ class Calibrate:
     def require(self) -> None:
         """Raises where a library or the data is missing; reads nothing."""
         require_libraries()
-        try:
+        with naming(self.role):
             check_data(self.scheme.calibration, self.base_dir)
-        except SpecpipeError as exc:
-            raise type(exc)(f"{self.role}: {exc}") from exc
 
     def run(self, out: Path) -> None:
         self.require()
-        try:
+        with naming(self.role):
             self._calibrate(out)
-        except SpecpipeError as exc:
-            raise type(exc)(f"{self.role}: {exc}") from exc
 
     def _calibrate(self, out: Path) -> None:
         weights = open_weights(self.checkpoint, limits=self.limits)
@@ -95,8 +91,8 @@ class Calibrate:
         from specpipe.quantization.device import choose_device
 
         device = choose_device(self.device)
-        made = calibrate(weights, self.scheme, texts.calibration, device=device)
-        arrays = {f"{module}.{kind}": value for (module, kind), value in made.scales.items()}
+        calibrated = calibrate(weights, self.scheme, texts.calibration, device=device)
+        arrays = {f"{module}.{kind}": value for (module, kind), value in calibrated.scales.items()}
         with create_safetensors(
             out / SCALES_NAME, {name: ("F32", array.shape) for name, array in arrays.items()}
         ) as writer:
@@ -115,7 +111,7 @@ class Calibrate:
             },
             "device": device,
             "versions": provenance.versions(_LIBRARIES),
-            "warnings": list(made.warnings),
+            "warnings": list(calibrated.warnings),
         }
         write_object(out / CALIBRATION_NAME, record)
 

@@ -26,7 +26,7 @@ class Check:
         return "check"
 
     def inputs(self) -> StageInputs:
-        """The small files that are there; a file that appears later is a change, too."""
+        """Returns the small files that are there; a file that appears later is a change, too."""
         files = tuple(
             path
             for folder in (self.draft, self.target)

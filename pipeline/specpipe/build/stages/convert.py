@@ -9,10 +9,9 @@ from specpipe.checkpoints.checkpoint import checkpoint_files
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.checkpoints.unified import write_unified
-from specpipe.errors import SpecpipeError
 from specpipe.quantization.prequantized import read_prequantized
 from specpipe.roles import Role
-from specpipe.stage import StageInputs
+from specpipe.stage import StageInputs, naming
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Convert:
         )
 
     def run(self, out: Path) -> None:
-        try:
+        with naming(self.role):
             convert(
                 self.checkpoint,
                 out,
@@ -53,8 +52,6 @@ class Convert:
                 limits=self.limits,
                 for_trtllm_build=self.for_trtllm_build,
             )
-        except SpecpipeError as exc:
-            raise type(exc)(f"{self.role}: {exc}") from exc
 
 
 def convert(

@@ -10,11 +10,10 @@ from specpipe.checkpoints.files import copy_file, is_there
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.config.sections import QuantizationConfig
-from specpipe.errors import SpecpipeError
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import read_scales
 from specpipe.roles import Role
-from specpipe.stage import StageInputs
+from specpipe.stage import StageInputs, naming
 
 _COPIED = (
     "generation_config.json",
@@ -55,10 +54,8 @@ class Export:
         return StageInputs(files=tuple(files), settings=settings, libraries=("torch",))
 
     def run(self, out: Path) -> None:
-        try:
+        with naming(self.role):
             export(self.checkpoint, self.scales, out, self.scheme, self.limits)
-        except SpecpipeError as exc:
-            raise type(exc)(f"{self.role}: {exc}") from exc
 
 
 def export(

@@ -11,11 +11,10 @@ from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.checkpoints.trtllm_build import fit_trtllm_build
 from specpipe.checkpoints.unified import write_unified
 from specpipe.config.sections import QuantizationConfig
-from specpipe.errors import SpecpipeError
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import read_scales
 from specpipe.roles import Role
-from specpipe.stage import StageInputs
+from specpipe.stage import StageInputs, naming
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Quantize:
         )
 
     def run(self, out: Path) -> None:
-        try:
+        with naming(self.role):
             quantize(
                 self.checkpoint,
                 self.scales,
@@ -64,8 +63,6 @@ class Quantize:
                 limits=self.limits,
                 for_trtllm_build=self.for_trtllm_build,
             )
-        except SpecpipeError as exc:
-            raise type(exc)(f"{self.role}: {exc}") from exc
 
 
 def quantize(

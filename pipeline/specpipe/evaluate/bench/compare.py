@@ -20,7 +20,7 @@ Outcome = Literal["gain", "loss", "no difference"]
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
 CONFIDENCE = 0.95
-_NUM_RESAMPLES = 9999
+_NUM_RESAMPLES = 9999  # scipy's own default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,13 @@ def compare(
     count_tokens: CountTokens | None = None,
     seed: int = 0,
 ) -> Comparison | None:
-    """Compares the answers to each prompt, by its name; None when no prompt can be compared.
+    """Returns the comparison of the answers to each prompt, by its name; None if there is none.
 
     A prompt has one answer for each round, on both sides. The ratio is that of tokens per second of
     a stream, over all prompts. Its interval is found by drawing prompts, each with all its rounds
     on both sides: what a prompt is like, and what it shared a round with, is then no noise. What
     else a machine does for the time of a round hits many prompts at once, and no draw of prompts
-    tells of it: so the interval is widened to hold the ratio of each round.
+    shows it: so the interval is widened to hold the ratio of each round.
     """
     spent = {
         name: np.concatenate([before, after])
@@ -98,18 +98,18 @@ def compare(
 
 
 def verdict(comparisons: Sequence[Comparison], *, side: str, baseline: str) -> str:
-    """Says in words where one side gains and loses, and between which concurrencies it turns."""
+    """Returns where one side gains, where it loses, and where that turns, in words."""
     subject, than = _begun(side), f" than {baseline}"
     if not comparisons:
         return f"{subject} could not be compared with {baseline}: no prompt was answered by both."
-    ordered = sorted(comparisons, key=lambda found: found.concurrency)
+    ordered = sorted(comparisons, key=lambda comparison: comparison.concurrency)
     sentences = []
     for outcome, words, aside in (
         ("gain", "faster", ""),
         ("loss", "slower", ""),
         ("no difference", "neither faster nor slower", ", as far as this run can tell,"),
     ):
-        figures = [_figure(found) for found in ordered if found.outcome == outcome]
+        figures = [_figure(comparison) for comparison in ordered if comparison.outcome == outcome]
         if figures:
             where = f"at concurrency {_listed(figures)}"
             sentences.append(f"{subject} is {words}{than}{aside} {where}.")
@@ -118,12 +118,12 @@ def verdict(comparisons: Sequence[Comparison], *, side: str, baseline: str) -> s
 
 
 def _begun(name: str) -> str:
-    """A name as a sentence begins with it; a URL stays as it is."""
+    """Returns a name as a sentence begins with it; a URL stays as it is."""
     return name if "://" in name else name[:1].upper() + name[1:]
 
 
 def _turning_points(ordered: Sequence[Comparison]) -> list[str]:
-    decided = [found for found in ordered if found.outcome != "no difference"]
+    decided = [comparison for comparison in ordered if comparison.outcome != "no difference"]
     sentences = []
     for earlier, later in zip(decided, decided[1:], strict=False):
         if earlier.outcome != later.outcome:
@@ -134,12 +134,12 @@ def _turning_points(ordered: Sequence[Comparison]) -> list[str]:
     return sentences
 
 
-def _figure(found: Comparison) -> str:
-    if found.low is None or found.high is None:
-        return f"{found.concurrency} ({found.ratio:.2f} times its rate)"
+def _figure(comparison: Comparison) -> str:
+    if comparison.low is None or comparison.high is None:
+        return f"{comparison.concurrency} ({comparison.ratio:.2f} times its rate)"
     return (
-        f"{found.concurrency} ({found.ratio:.2f} times its rate, "
-        f"{100 * CONFIDENCE:.0f} % interval {found.low:.2f} to {found.high:.2f})"
+        f"{comparison.concurrency} ({comparison.ratio:.2f} times its rate, "
+        f"{100 * CONFIDENCE:.0f} % interval {comparison.low:.2f} to {comparison.high:.2f})"
     )
 
 
@@ -149,10 +149,10 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _spent(answers: Sequence[Answer], count_tokens: CountTokens | None) -> Table | None:
-    """Tokens and seconds of each answer, [2, rounds].
+    """Returns the tokens and the seconds of each answer, [2, rounds].
 
-    None for a prompt that says nothing of speed: an answer is not complete, or nobody counted its
-    tokens, or there were none.
+    None for a prompt that says nothing of speed: an answer is not complete, or its tokens were not
+    counted, or there were none.
     """
     if not answers or not all(answer.is_complete for answer in answers):
         return None
@@ -178,7 +178,7 @@ def require_scipy() -> None:
 
 
 def _interval(table: Table, seed: int) -> tuple[float, float]:
-    """The bias-corrected and accelerated bootstrap interval (Efron 1987) of the ratio."""
+    """Returns the bias-corrected and accelerated bootstrap interval (Efron 1987) of the ratio."""
     from scipy import stats
 
     drawn = {
@@ -191,12 +191,12 @@ def _interval(table: Table, seed: int) -> tuple[float, float]:
     with warnings.catch_warnings(), np.errstate(invalid="ignore"):
         # Where all resamples are alike, as with prompts that all gain the same, BCa is not defined.
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        found = stats.bootstrap(
+        interval = stats.bootstrap(
             tuple(table), method="BCa", rng=np.random.default_rng(seed), **drawn
         ).confidence_interval
-    if np.isfinite(found.low) and np.isfinite(found.high):
-        return float(found.low), float(found.high)
-    found = stats.bootstrap(
+    if np.isfinite(interval.low) and np.isfinite(interval.high):
+        return float(interval.low), float(interval.high)
+    interval = stats.bootstrap(
         tuple(table), method="percentile", rng=np.random.default_rng(seed), **drawn
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(interval.low), float(interval.high)

@@ -1,7 +1,7 @@
 """Acceptance from a server's own counters: what its metrics endpoint gained during a load.
 
 They count all that the server did in between, warm-up included; rates are not hurt by that. Some
-servers tell here, and nowhere else, at which position of a draft tokens are accepted.
+servers report only here at which position of a draft tokens are accepted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SETTLE_INTERVAL_S = 0.02
 
 
 def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
-    """Reads a metrics endpoint in Prometheus' text format."""
+    """Returns what a metrics endpoint reports in Prometheus' text format."""
     try:
         text = fetch(url, timeout_s=timeout_s).decode("utf-8", errors="replace")
     except (OSError, ValueError) as exc:
@@ -70,7 +70,7 @@ def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
 def read_settled(
     url: str, *, report: Callable[[str], None], timeout_s: float = _SETTLE_TIMEOUT_S
 ) -> dict[str, float]:
-    """Reads a metrics endpoint once every request that was answered is counted there.
+    """Returns what a metrics endpoint reports once every answered request is counted there.
 
     Ours counts a request a moment after its answer, and says with `specpipe_requests_in_flight` 0
     that it has counted all; other servers are read as they are. Requests of others may keep it from
@@ -86,7 +86,7 @@ def read_settled(
             )
             break
         time.sleep(_SETTLE_INTERVAL_S)
-    return found
+    return samples
 
 
 def gained(before: Samples, after: Samples) -> dict[str, float]:
@@ -95,7 +95,7 @@ def gained(before: Samples, after: Samples) -> dict[str, float]:
 
 
 def acceptance(grown: Samples) -> dict[str, Any] | None:
-    """Returns acceptance as counters tell it, None where they are not those of a known server."""
+    """Returns acceptance by the counters of a known server; None for those of any other."""
     for names in _KNOWN:
         if not by_labels(grown, names.drafted):
             continue
@@ -124,7 +124,7 @@ def _per_position(grown: Samples, names: _Names, steps: float) -> list[float] | 
 
 
 def _by_position(grown: Samples, name: str) -> dict[int, float]:
-    """Adds up a counter by its label `position`, over all other labels."""
+    """Returns the sums of a counter by its label `position`, over all other labels."""
     totals: dict[int, float] = {}
     for labels, value in by_labels(grown, name).items():
         position = re.search(r'position="(\d+)"', labels)

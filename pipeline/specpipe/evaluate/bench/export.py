@@ -7,7 +7,6 @@ milliseconds, timestamps in nanoseconds since 1970; a failed request has an erro
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from specpipe.evaluate.bench.load import Load
 from specpipe.evaluate.bench.metrics import Acceptance, CountTokens, time_answer
 from specpipe.evaluate.endpoints.base import Answer
+from specpipe.machine.whole_file import written_whole
 
 _WORKER = "specpipe"
 
@@ -23,15 +23,9 @@ def write_records(
     path: Path, loads: Iterable[Load], *, count_tokens: CountTokens | None = None
 ) -> None:
     """Writes the answers of loads in their order."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with staged.open("w", encoding="utf-8") as file:
-            for record in _records(loads, count_tokens):
-                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    with written_whole(path) as staged, staged.open("w", encoding="utf-8") as file:
+        for record in _records(loads, count_tokens):
+            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _records(loads: Iterable[Load], count_tokens: CountTokens | None) -> Iterator[dict[str, Any]]:
@@ -98,18 +92,18 @@ def _metrics(answer: Answer, count_tokens: CountTokens | None) -> dict[str, Any]
 
 
 def _acceptance(answer: Answer) -> dict[str, Any] | None:
-    """aiperf counts steps with draft tokens alone, by what was accepted: it needs a histogram."""
-    found = Acceptance.of([answer.usage])
-    if found is None or found.histogram is None or not any(found.histogram):
+    """Returns acceptance as aiperf has it: of the steps with draft tokens, hence of a histogram."""
+    acceptance = Acceptance.of([answer.usage])
+    if acceptance is None or acceptance.histogram is None or not any(acceptance.histogram):
         return None
-    num_steps = sum(found.histogram)
+    num_steps = sum(acceptance.histogram)
     return {
         "engine": _WORKER,
-        "mean_acceptance_length": 1 + found.num_accepted_tokens / num_steps,
-        "draft_acceptance_rate": found.rate,
-        "acceptance_histogram": {str(n): count for n, count in enumerate(found.histogram) if count},
-        "num_accepted_draft_tokens": found.num_accepted_tokens,
-        "num_draft_tokens": found.num_draft_tokens,
+        "mean_acceptance_length": 1 + acceptance.num_accepted_tokens / num_steps,
+        "draft_acceptance_rate": acceptance.rate,
+        "acceptance_histogram": {str(n): num for n, num in enumerate(acceptance.histogram) if num},
+        "num_accepted_draft_tokens": acceptance.num_accepted_tokens,
+        "num_draft_tokens": acceptance.num_draft_tokens,
         "num_spec_steps": num_steps,
         "completion_tokens": answer.num_output_tokens,
     }

@@ -104,7 +104,7 @@ class _Work:
         self._is_stopped = True
 
     def _keep_busy(self, question: Question) -> bool:
-        """Asks until the load is over; False when that fails, which would only fail again."""
+        """Asks until the load is over; returns False when that fails, as it would only do again."""
         pieces = cast("_Closable", self._endpoint.stream(question))
         try:
             with contextlib.closing(pieces):

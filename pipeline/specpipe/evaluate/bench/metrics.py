@@ -19,7 +19,7 @@ from specpipe.evaluate.endpoints.base import Answer, Usage
 
 CountTokens = Callable[[str], int]
 
-_MAX_NUM_ERRORS = 5
+_MAX_NUM_ERRORS = 5  # different ones that a result lists, the most frequent first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,14 @@ class Timing:
 
     @property
     def decode_s(self) -> float:
-        """From the first output to the last."""
+        """Seconds from the first output to the last."""
         return self.latency_s - (self.first_output_s or 0.0)
 
     @property
     def num_decoded_tokens(self) -> int | None:
         """Tokens that came after the first output, in `decode_s`.
 
-        A server that does not tell how many came first is taken to have sent one.
+        A server that does not report how many came first is taken to have sent one.
         """
         if self.num_output_tokens is None:
             return None
@@ -63,7 +63,7 @@ class Timing:
 def time_answer(answer: Answer, count_tokens: CountTokens | None = None) -> Timing:
     """Returns the times of a complete answer.
 
-    Tokens are as the server counts them; what it does not tell is counted by `count_tokens`.
+    Tokens are as the server counts them; where it does not, `count_tokens` counts them.
     """
     assert answer.is_complete
     outputs = [
@@ -104,11 +104,11 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float], *, mean: float | None = None) -> Distribution | None:
-        """None for no values; `mean` replaces the plain one."""
+        """Returns the distribution of values, None for no values; `mean` replaces the plain one."""
         array = np.array(list(values), dtype=np.float64)
         if not array.size:
             return None
-        p50, p90, p99 = (float(found) for found in np.percentile(array, (50, 90, 99)))
+        p50, p90, p99 = (float(percentile) for percentile in np.percentile(array, (50, 90, 99)))
         return cls(
             mean=float(array.mean()) if mean is None else mean,
             p50=p50,
@@ -122,7 +122,7 @@ class Distribution:
 class Acceptance:
     """Drafted and accepted tokens, added up over answers.
 
-    num_steps  None where a server does not tell; each server counts its own way whether steps
+    num_steps  None where a server does not report it; each server counts its own way whether steps
                without a draft token are among them (ours: they are)
     histogram  steps with a draft token by accepted tokens: 0, 1, …; None where it is not told
     """
@@ -134,14 +134,14 @@ class Acceptance:
 
     @classmethod
     def of(cls, usages: Sequence[Usage | None]) -> Acceptance | None:
-        """None unless each answer told what was drafted and accepted."""
-        told = [usage for usage in usages if usage is not None]
-        drafted = [usage.total_draft_tokens for usage in told]
-        accepted = [usage.total_accepted_draft_tokens for usage in told]
-        if not told or len(told) < len(usages) or None in drafted or None in accepted:
+        """Returns the sum over answers; None unless each reports what was drafted and accepted."""
+        reported = [usage for usage in usages if usage is not None]
+        drafted = [usage.total_draft_tokens for usage in reported]
+        accepted = [usage.total_accepted_draft_tokens for usage in reported]
+        if not reported or len(reported) < len(usages) or None in drafted or None in accepted:
             return None
-        steps = [usage.num_steps for usage in told]
-        histograms = [usage.acceptance_histogram for usage in told]
+        steps = [usage.num_steps for usage in reported]
+        histograms = [usage.acceptance_histogram for usage in reported]
         return cls(
             num_draft_tokens=_sum(drafted),
             num_accepted_tokens=_sum(accepted),
@@ -161,7 +161,7 @@ class Acceptance:
 
     @property
     def per_position(self) -> tuple[float, ...] | None:
-        """For each position of a draft the share of drafted steps that accepted its token."""
+        """The share of drafted steps that accepted the token, for each position of a draft."""
         if self.histogram is None or not (num_drafted := sum(self.histogram)):
             return None
         return tuple(sum(self.histogram[n:]) / num_drafted for n in range(1, len(self.histogram)))
@@ -226,7 +226,7 @@ class Summary:
         return self.num_answers - self.num_failed - self.num_cut
 
     def to_json(self) -> dict[str, Any]:
-        """Times in milliseconds; what is not known is None."""
+        """Returns the times in milliseconds; what is not known is None."""
         return {
             "concurrency": self.concurrency,
             "num_answers": self.num_answers,
@@ -251,7 +251,7 @@ class Summary:
 def summarize(
     loads: Sequence[Load], *, limits: Limits | None = None, count_tokens: CountTokens | None = None
 ) -> Summary:
-    """Adds up loads of one side at one concurrency."""
+    """Returns the sum of loads of one side at one concurrency."""
     (concurrency,) = {load.concurrency for load in loads}
     answers = [answer for load in loads for answer in load.answers]
     complete = [answer for answer in answers if answer.is_complete]
@@ -289,7 +289,7 @@ def summarize(
 
 
 def _output_token_times(timings: Sequence[Timing]) -> Distribution | None:
-    """The mean is over tokens, so that a long answer counts for more; the rest is over answers."""
+    """Returns seconds per output token: their mean is over tokens, the rest over answers."""
     counted = [timing for timing in timings if timing.num_decoded_tokens]
     if not counted:
         return None
@@ -300,7 +300,7 @@ def _output_token_times(timings: Sequence[Timing]) -> Distribution | None:
 
 
 def _counted_by(complete: Sequence[Answer], count_tokens: CountTokens | None) -> str:
-    """Who counted the output tokens of the answers."""
+    """Returns who counted the output tokens of the answers."""
     if all(answer.num_output_tokens is not None for answer in complete):
         return "server"
     return "nobody" if count_tokens is None else "tokenizer"

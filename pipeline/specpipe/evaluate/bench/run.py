@@ -16,7 +16,7 @@ from specpipe.evaluate.endpoints.base import Answer, Endpoint, Question, record
 from specpipe.evaluate.prompts import Prompt, PromptSet
 from specpipe.speculative.request import GREEDY, Sampling
 
-DEFAULT_MAX_TOKENS = 128
+DEFAULT_MAX_TOKENS = 128  # of an answer, where neither its prompt nor --max-tokens says
 
 Report = Callable[[str], None]
 
@@ -76,16 +76,16 @@ class Measured:
     loads: list[Load] = field(default_factory=list)
     prompts: list[tuple[Prompt, ...]] = field(default_factory=list)
     grown: dict[str, float] = field(default_factory=dict)
-    """By how much the server's counters grew in all of them."""
+    """How much the server's counters grew in all loads, by name."""
     gpu_use: gpu.GpuUse = field(default_factory=gpu.GpuUse)
 
     def answers_by_prompt(self) -> dict[str, list[Answer]]:
-        """The answers to each prompt, by its name."""
-        found: dict[str, list[Answer]] = {}
+        """Returns the answers to each prompt, by its name."""
+        answers: dict[str, list[Answer]] = {}
         for load, prompts in zip(self.loads, self.prompts, strict=True):
             for prompt, answer in zip(prompts, load.answers, strict=True):
-                found.setdefault(prompt.name, []).append(answer)
-        return found
+                answers.setdefault(prompt.name, []).append(answer)
+        return answers
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Measurements:
     def summaries(
         self, limits: Limits, count_tokens: CountTokens | None
     ) -> dict[int, dict[str, Summary]]:
-        """What each side came to at each concurrency."""
+        """Returns what each side came to at each concurrency."""
         return {
             concurrency: {
                 name: summarize(measured.loads, limits=limits, count_tokens=count_tokens)
@@ -111,11 +111,11 @@ class Measurements:
         }
 
     def comparisons(self, count_tokens: CountTokens | None) -> list[compare.Comparison]:
-        """The second side against the first at each concurrency where they can be compared."""
+        """Returns the second side against the first at each concurrency where that can be told."""
         if len(self.sides) < 2:
             return []
         baseline, side = self.sides
-        found = (
+        comparisons = (
             compare.compare(
                 by_side[baseline.name].answers_by_prompt(),
                 by_side[side.name].answers_by_prompt(),
@@ -124,7 +124,7 @@ class Measurements:
             )
             for concurrency, by_side in self.by_concurrency.items()
         )
-        return [comparison for comparison in found if comparison is not None]
+        return [comparison for comparison in comparisons if comparison is not None]
 
 
 def measure(
@@ -154,10 +154,10 @@ def measure(
 def result(
     measurements: Measurements, settings: Settings, *, count_tokens: CountTokens | None
 ) -> dict[str, Any]:
-    """What of a benchmark goes into its JSON, beside the header."""
+    """Returns the JSON of a benchmark, without its header."""
     sides = measurements.sides
     summaries = measurements.summaries(settings.limits, count_tokens)
-    comparisons = {found.concurrency: found for found in measurements.comparisons(count_tokens)}
+    comparisons = {c.concurrency: c for c in measurements.comparisons(count_tokens)}
     return {
         "sides": [
             {
@@ -237,7 +237,7 @@ def _add_load(
 
 
 def _question(side: Side, prompt: Prompt, settings: Settings, number: int) -> Question:
-    """The same on every side and in every round, but for the draft length."""
+    """Returns a question that is the same on every side and in every round, but for its K."""
     sampling = settings.sampling
     if not sampling.is_greedy:
         sampling = replace(sampling, seed=settings.seed + number, is_seeded=True)
@@ -252,7 +252,7 @@ def _question(side: Side, prompt: Prompt, settings: Settings, number: int) -> Qu
 
 
 def _order(prompts: Sequence[Prompt], seed: int) -> list[tuple[int, Prompt]]:
-    """The prompts with their numbers, in another order each round."""
+    """Returns the prompts with their numbers, in another order each round."""
     numbered = list(enumerate(prompts))
     random.Random(seed).shuffle(numbered)
     return numbered

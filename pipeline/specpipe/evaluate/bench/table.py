@@ -7,7 +7,7 @@ from typing import Any
 
 from specpipe.evaluate.bench.metrics import Distribution, Summary
 
-_CELL = 10  # characters
+_CELL = 10  # characters: the longest heading and a space
 _COLUMNS = (
     "tokens/s",
     "TTFT p50",
@@ -21,8 +21,17 @@ _COLUMNS = (
 )
 
 
-def lines(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
-    """The summaries of all sides, by concurrency and by the name of the side, line by line."""
+def lines(
+    summaries: Mapping[int, Mapping[str, Summary]], result: dict[str, Any], *, is_one_server: bool
+) -> Iterator[str]:
+    """Yields the summaries of all sides as a table, and what a result says, as paragraphs."""
+    yield from _table(summaries)
+    for paragraph in _conclusions(result, is_one_server=is_one_server):
+        yield f"\n{paragraph}"
+
+
+def _table(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
+    """Yields the lines of a table by concurrency and side."""
     width = max(len(name) for by_side in summaries.values() for name in by_side)
     header = "".join(f"{column:>{_CELL}}" for column in _COLUMNS)
     yield f"{'streams':>7}  {'side':{width}}{header}  failed, cut"
@@ -37,13 +46,13 @@ def lines(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
     )
 
 
-def conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
-    """What the result of a benchmark says beside its figures, a paragraph each."""
-    if by_position := list(_by_position(found)):
+def _conclusions(result: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
+    """Yields what the figures of a benchmark say, a paragraph each."""
+    if by_position := list(_by_position(result)):
         yield "\n".join(["accepted by position of the draft token:", *by_position])
-    if found["verdict"]:
-        yield found["verdict"]
-    comparisons = [load["comparison"] for load in found["loads"] if load["comparison"]]
+    if result["verdict"]:
+        yield result["verdict"]
+    comparisons = [load["comparison"] for load in result["loads"] if load["comparison"]]
     differing = [
         (c["num_differing_prompts"], c["num_prompts"], c["concurrency"]) for c in comparisons
     ]
@@ -51,13 +60,13 @@ def conclusions(found: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
         counts = ", ".join(f"{number} of {of} at {streams}" for number, of, streams in differing)
         yield (
             f"Prompts whose text was not always the same, by concurrency: {counts}. "
-            "`specpipe verify` tells numerical ties from faults."
+            "`specpipe verify` says which are numerical ties and which are faults."
         )
 
 
-def _by_position(found: dict[str, Any]) -> Iterator[str]:
-    """A line for each load and side of which that is known: from its answers, or its counters."""
-    for load in found["loads"]:
+def _by_position(result: dict[str, Any]) -> Iterator[str]:
+    """Yields a line for each load and side whose acceptance by position is known."""
+    for load in result["loads"]:
         for name, side in load["sides"].items():
             sources = (side["acceptance"], side["server_counters"])
             rates = next((s["per_position"] for s in sources if s and s["per_position"]), None)

@@ -40,8 +40,8 @@ class Workload:
 
     def load(self, tokenizer: Tokenizer | None, *, seed: int) -> prompts.PromptSet:
         """Returns the prompts; `seed` draws lengths, `input_tokens` needs the tokenizer."""
-        found = prompts.load_prompts(self.source, limit=self.limit)
-        chosen: Sequence[prompts.Prompt] = found.prompts
+        loaded = prompts.load_prompts(self.source, limit=self.limit)
+        chosen: Sequence[prompts.Prompt] = loaded.prompts
         if self.input_tokens is not None:
             assert tokenizer is not None
             lengths = prompts.Lengths.parse(self.input_tokens)
@@ -51,4 +51,4 @@ class Workload:
             chosen = prompts.with_max_tokens(chosen, lengths, seed=seed)
         if self.is_chat:
             chosen = prompts.as_messages(chosen)
-        return prompts.PromptSet(found.source, tuple(chosen))
+        return prompts.PromptSet(loaded.source, tuple(chosen))

@@ -36,7 +36,7 @@ def open_endpoint(
 
 
 def takes_draft_length(endpoint: Endpoint) -> bool:
-    """Whether a question may say how many tokens to draft; asks a Triton for its model's inputs."""
+    """Returns whether a question may have a draft length; asks a Triton for its model's inputs."""
     from specpipe.evaluate.endpoints.openai import OpenAI
     from specpipe.evaluate.endpoints.triton import Triton
 

@@ -43,12 +43,12 @@ class Question:
     starts_text: bool = False
 
     def __post_init__(self) -> None:
-        assert sum(given is not None for given in (self.text, self.messages, self.token_ids)) == 1
+        assert [self.text, self.messages, self.token_ids].count(None) == 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What the end of an answer reports; None is what this endpoint does not tell.
+    """What the end of an answer reports; None where this endpoint does not report it.
 
     The fields of `Statistics`, which names them, without the rate: it is accepted / drafted.
 
@@ -74,9 +74,9 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What arrives at one moment; the last one has a finish_reason and the usage, where told.
+    """What arrives at one moment; the last one may have a finish_reason and the usage.
 
-    num_tokens  tokens in it; None where the endpoint does not tell
+    num_tokens  tokens in it; None where the endpoint does not count them
     """
 
     text: str = ""
@@ -87,7 +87,7 @@ class Piece:
 
     @property
     def has_output(self) -> bool:
-        """False for a piece that only opens or ends the stream."""
+        """Whether the piece has text or tokens, and does not only open or end the stream."""
         return bool(self.text or self.num_tokens)
 
 
@@ -95,7 +95,7 @@ _PIECES = TypeAdapter(Piece)
 
 
 def read_piece(values: Mapping[str, Any], server: str) -> Piece:
-    """Makes a piece of what a server sent; raises ServerError where its values are of no use."""
+    """Returns a piece of what a server sent; raises ServerError where its values are of no use."""
     try:
         return _PIECES.validate_python(values)
     except ValidationError as exc:
@@ -150,7 +150,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Of the last piece that has one; some servers tell none."""
+        """The reason in the last piece that has one; some servers report none."""
         return next((p.finish_reason for p in reversed(self.pieces) if p.finish_reason), None)
 
     @property
@@ -160,7 +160,7 @@ class Answer:
 
     @property
     def token_ids(self) -> tuple[int, ...] | None:
-        """All output ids; None where the endpoint does not tell them."""
+        """All output ids; None where the endpoint does not send them."""
         token_ids: list[int] = []
         for piece in self.pieces:
             if piece.token_ids is not None:
@@ -171,7 +171,7 @@ class Answer:
 
     @property
     def num_output_tokens(self) -> int | None:
-        """As the end reported it, else the sum over the pieces; None where nobody tells."""
+        """The count that the end reports, else that of the pieces; None where neither has one."""
         if self.usage is not None and self.usage.num_output_tokens is not None:
             return self.usage.num_output_tokens
         counts = [piece.num_tokens for piece in self.pieces if piece.has_output]
@@ -179,7 +179,7 @@ class Answer:
 
 
 def record(endpoint: Endpoint, question: Question, *, clock: Clock = time.perf_counter) -> Answer:
-    """Asks and notes when each piece came. A failure becomes part of the answer, to be counted."""
+    """Returns the answer, with the time of each piece; a failure is part of it, to be counted."""
     pieces: list[Piece] = []
     arrivals_s: list[float] = []
     ending: Ending = "complete"
@@ -210,7 +210,7 @@ def ask(
     at_once: int = 1,
     clock: Clock = time.perf_counter,
 ) -> list[Answer]:
-    """Asks several questions, up to `at_once` of them at a time; the answers in their order."""
+    """Returns the answers to the questions in their order; up to `at_once` are asked at a time."""
     with thread_pool(at_once) as pool:
         return list(pool.map(lambda question: record(endpoint, question, clock=clock), questions))
 

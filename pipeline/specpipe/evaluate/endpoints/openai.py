@@ -39,7 +39,7 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
 }
 """OpenAI's; a server that could not finish says otherwise (vLLM: abort, error)."""
 
-_MAX_ERROR_BYTES = 1 << 16
+_MAX_ERROR_BYTES = 1 << 16  # of a refusal that are read: a server may send without end
 
 
 class OpenAI:
@@ -127,7 +127,7 @@ class OpenAI:
 
 
 def _pieces(events: Iterator[str], name: str) -> Iterator[Piece]:
-    """Reads chunks of completions; raises ServerError for an error, CutStream for a missing end."""
+    """Yields the pieces of a completion; raises ServerError for an error, CutStream for no end."""
     num_received = num_counted = 0
     is_counted = True  # each chunk so far told how many tokens there were
     finish_reason: FinishReason | None = None
@@ -207,7 +207,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """A chunk's text, with what a model thinks before it answers: those are output tokens too."""
+    """Returns a chunk's text, thinking before the answer included: that is output, too."""
     delta = choice.get("delta")
     if delta is None:
         return choice.get("text") or ""
@@ -216,7 +216,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def _usage(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The counts of a chunk; vLLM adds acceptance with --per-request-spec-decode-metrics."""
+    """Returns a chunk's counts; vLLM adds acceptance with --per-request-spec-decode-metrics."""
     counts = data.get("usage") or {}
     drafting = (data.get("metrics") or {}).get("speculative_decoding") or {}
     if not counts and not drafting:
@@ -232,7 +232,7 @@ def _usage(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _error_text(body: bytes) -> str:
-    """The message of an error as OpenAI writes it, else the beginning of what came."""
+    """Returns the message of an error as OpenAI writes it, else the beginning of what came."""
     try:
         error = parse_data(body)["error"]
         return to_sentence(str(error["message"] if isinstance(error, dict) else error))

@@ -51,11 +51,11 @@ class Triton:
 
     @property
     def is_nvidias(self) -> bool:
-        """True where the model takes no draft length, so that each server has one of its own."""
+        """Whether the model takes no draft length, so that each server has one of its own."""
         return "num_draft_tokens" not in self._declared_inputs()
 
     def _declared_inputs(self) -> frozenset[str]:
-        """The names of the model's inputs, asked once."""
+        """Returns the names of the model's inputs, which are asked for once."""
         if self._declared is None:
             self._declared = _declared_inputs(self._url, self._model, self._timeout_s)
         return self._declared
@@ -161,12 +161,12 @@ class Speculative:
 
 
 def _reported(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response says of its whole answer."""
+    """Returns what a response reports of its whole answer."""
     return {name: values[name] for name in _USAGE if name in values}
 
 
 def _listed(value: Any) -> tuple[int, ...]:
-    """Triton writes a tensor of one element as that element."""
+    """Returns the elements of a tensor; Triton writes one of a single element as that element."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -178,16 +178,18 @@ def _declared_inputs(url: str, model: str, timeout_s: float) -> frozenset[str]:
             metadata = json.loads(fetch(f"http://{address}{path}", timeout_s=timeout_s))
             return frozenset(tensor["name"] for tensor in metadata["inputs"])
         except OSError as exc:
-            raise ServerError(f"{url} does not tell of {model}: {to_words(exc)}") from exc
+            raise ServerError(f"{url} does not describe {model}: {to_words(exc)}") from exc
         except (KeyError, RecursionError, TypeError, ValueError) as exc:
-            raise ServerError(f"{url} does not tell of {model}: that is no metadata") from exc
+            raise ServerError(
+                f"{url} does not describe {model}: its answer is no metadata"
+            ) from exc
     from tritonclient import grpc
 
     client = open_grpc(address)
     with contextlib.closing(client):
         try:
-            found = client.get_model_metadata(model, client_timeout=timeout_s)
+            metadata = client.get_model_metadata(model, client_timeout=timeout_s)
         except grpc.InferenceServerException as exc:
             reason = last_cause(exc.message())
-            raise ServerError(f"{url} does not tell of {model}: {reason}") from exc
-    return frozenset(tensor.name for tensor in found.inputs)
+            raise ServerError(f"{url} does not describe {model}: {reason}") from exc
+    return frozenset(tensor.name for tensor in metadata.inputs)

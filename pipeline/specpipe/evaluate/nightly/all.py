@@ -21,26 +21,26 @@ def run_all(
     for library in _LIBRARIES:  # hours before the first of them is used
         if importlib.util.find_spec(library) is None:
             raise RuntimeUnavailable(f"nightly runs need '{library}': {with_extras('evaluate')}")
-    done: list[Finished] = []
+    runs: list[Finished] = []
     seen: dict[Path, Path] = {}
     for path in config_paths:
         report(f"--- {path}")
         try:
             config = load_config(path, overrides)
-            other = seen.setdefault(config.artifacts_dir, path)
-            if other != path:
+            first = seen.setdefault(config.artifacts_dir, path)
+            if first != path:
                 raise ConfigError(
-                    f"{path} and {other} are both named {config.name}, with one folder for both: "
+                    f"{path} and {first} are both named {config.name}, with one folder for both: "
                     "give one of them another name"
                 )
-            done.append(run_pair(config, options, report=report))
+            runs.append(run_pair(config, options, report=report))
         except (SpecpipeError, OSError) as exc:  # no YAML, or no folder that can be written to
-            done.append(Finished(failed(path.stem, path, exc)))
-    return done
+            runs.append(Finished(failed(path.stem, path, exc)))
+    return runs
 
 
-def reasons(done: Sequence[Finished]) -> list[str]:
+def reasons(runs: Sequence[Finished]) -> list[str]:
     """Returns why runs are not good, a sentence each that begins with the pair."""
     return [
-        f"{finished.run.pair}: {reason}" for finished in done for reason in finished.run.reasons
+        f"{finished.run.pair}: {reason}" for finished in runs for reason in finished.run.reasons
     ]

@@ -43,7 +43,7 @@ def checkpoints_used(config: PipelineConfig, stages: planning.Plan) -> dict[str,
 
 def _files_read(stages: planning.Plan, folder: Path) -> dict[str, FileRecord]:
     """Returns the files of a checkpoint that any stage was made from."""
-    found: dict[str, FileRecord] = {}
+    files: dict[str, FileRecord] = {}
     for planned in stages:
         manifest = read_manifest(planned.artifact)
         recorded = manifest.inputs if manifest else ()
@@ -51,8 +51,8 @@ def _files_read(stages: planning.Plan, folder: Path) -> dict[str, FileRecord]:
         for root, read in zip(planned.stage.inputs().files, recorded, strict=False):
             if root.is_relative_to(folder):
                 for name, file in read.files.items():
-                    found[(root / name).relative_to(folder).as_posix()] = file
-    return found
+                    files[(root / name).relative_to(folder).as_posix()] = file
+    return files
 
 
 def sizes(stages: planning.Plan) -> dict[str, int]:
@@ -64,12 +64,12 @@ def sizes(stages: planning.Plan) -> dict[str, int]:
         "target engine": package.target_engine,
         "repository": stages[-1].artifact,
     }
-    found = {}
+    sizes_bytes = {}
     for name, artifact in artifacts.items():
         manifest = read_manifest(artifact)
         if manifest is not None:
-            found[name] = sum(file.size for file in manifest.outputs.values())
-    return found
+            sizes_bytes[name] = sum(file.size for file in manifest.outputs.values())
+    return sizes_bytes
 
 
 def accepted(verified: Findings) -> Accepted | None:
@@ -96,14 +96,14 @@ def speed_ups(measured: Measurements) -> list[SpeedUp]:
     """Returns what speculation gained at each concurrency, and how many answers failed."""
     from specpipe.evaluate.bench.metrics import Limits
 
-    compared = {found.concurrency: found for found in measured.comparisons(None)}
-    found = []
+    comparisons = {comparison.concurrency: comparison for comparison in measured.comparisons(None)}
+    speed_ups = []
     for concurrency, by_side in measured.summaries(Limits(), None).items():
         errors: Counter[str] = Counter()
         for summary in by_side.values():
             errors.update(summary.errors)
-        comparison = compared.get(concurrency)
-        found.append(
+        comparison = comparisons.get(concurrency)
+        speed_ups.append(
             SpeedUp(
                 concurrency=concurrency,
                 ratio=None if comparison is None else comparison.ratio,
@@ -114,4 +114,4 @@ def speed_ups(measured: Measurements) -> list[SpeedUp]:
                 error=next((error for error, _ in errors.most_common(1)), None),
             )
         )
-    return found
+    return speed_ups

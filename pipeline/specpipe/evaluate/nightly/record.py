@@ -8,7 +8,6 @@ results/.nightly.lock   held while a run goes on; a second one waits
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from specpipe.errors import RepositoryError
 from specpipe.evaluate.results import read_result, write_result
 from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.signals import deferred
+from specpipe.machine.whole_file import written_whole
 
 KIND = "nightly"
 
@@ -93,7 +93,7 @@ class SpeedUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the numbers depend on beside the artifact: runs with other values are not compared.
+    """What the numbers depend on besides the artifact: runs with other values are not compared.
 
     prompts  digest of the prompts, the lengths of their answers included
     """
@@ -128,15 +128,15 @@ class Run:
     sizes_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        made: dict[str, Any] = _RUNS.dump_python(self, mode="json")
-        return made
+        data: dict[str, Any] = _RUNS.dump_python(self, mode="json")
+        return data
 
 
 _RUNS = TypeAdapter(Run)
 
 
 def read_last_good(path: Path) -> Run | None:
-    """Reads a last good run; None where there is none, RepositoryError where it is damaged."""
+    """Returns a last good run; None where there is none, RepositoryError where it is damaged."""
     if not path.exists():
         return None
     data = read_result(path, KIND)
@@ -155,7 +155,7 @@ def read_last_good(path: Path) -> Run | None:
 
 
 def keep(artifacts_dir: Path, header: dict[str, Any], run: Run) -> None:
-    """Adds a run to the history, and makes a good one the last good run; `held` is to be held."""
+    """Adds a run to the history, which the caller has `locked`; a good one is the last good run."""
     data = {**header, **run.to_json()}
     path = Artifacts(artifacts_dir).result("nightly")
     with deferred():  # both, or neither
@@ -166,20 +166,15 @@ def keep(artifacts_dir: Path, header: dict[str, Any], run: Run) -> None:
 
 def _add_line(path: Path, line: str) -> None:
     """Adds a line to a file as a whole: an interrupted run leaves no half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with written_whole(path) as staged:
         staged.write_text(f"{text}{line}\n", encoding="utf-8")
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 @contextmanager
-def held(artifacts_dir: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def locked(artifacts_dir: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Keeps other nightly runs of a pair waiting; on_wait is called when this one has to."""
     folder = Artifacts(artifacts_dir).result("nightly").parent
     folder.mkdir(parents=True, exist_ok=True)
-    with cache.held(FileLock(folder / ".nightly.lock"), on_wait):
+    with cache.locked(FileLock(folder / ".nightly.lock"), on_wait):
         yield

@@ -32,7 +32,7 @@ Report = Callable[[str], None]
 
 _LIBRARIES = ("torch", "nvidia-pytriton", "tritonclient", "scipy")
 _MOST_MEASUREMENTS = 3
-"""Of speed, all of which cross a threshold in a night that fails for it."""
+"""How often speed is measured at most; a night fails where every measurement is too slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Options:
     is_in_process    whether pairs run in this process instead of a Triton
     baseline         folder of last good runs, as `<name>/results/nightly.json`; None: each pair's
                      own
-    is_new_baseline  whether the last good run is left out of account, after a change that is meant
+    is_new_baseline  whether no last good run is compared with, after an intended change
     """
 
     is_in_process: bool = False
@@ -60,7 +60,7 @@ class Finished:
 
 def run_pair(config: PipelineConfig, options: Options, *, report: Report) -> Finished:
     """Makes one run and keeps it; a second run of the pair waits. Failures end up in the run."""
-    with record.held(
+    with record.locked(
         config.artifacts_dir,
         on_wait=lambda: report("another nightly run of this pair goes on, waiting"),
     ):
@@ -78,45 +78,45 @@ class _PairRun:
     def __init__(self, config: PipelineConfig, options: Options, report: Report) -> None:
         self._config, self._options, self._report = config, options, report
         self._limits = config.nightly
-        self._found = Run(pair=config.name, config=str(config.source), made_at=_now())
+        self._run = Run(pair=config.name, config=str(config.source), made_at=_now())
         self._last: Run | None = None
         self._prompts: prompts.PromptSet | None = None
 
     def run(self) -> Finished:
-        found = self._found
+        run = self._run
         try:
             self._make()
         except Exception as exc:  # the other pairs are to run, whatever it is
-            found.reasons.append(sentence(exc))
+            run.reasons.append(sentence(exc))
         else:
-            found.outcome = "bad" if found.reasons else "good"
-        record.keep(self._config.artifacts_dir, self._header(), found)
-        return Finished(found, self._last)
+            run.outcome = "bad" if run.reasons else "good"
+        record.keep(self._config.artifacts_dir, self._header(), run)
+        return Finished(run, self._last)
 
     def _make(self) -> None:
-        found = self._found
+        run = self._run
         self._prompts = self._load_prompts()
         self._last = self._read_last()
-        found.compared_with = None if self._last is None else self._last.made_at
-        found.asked = self._asked(self._prompts)
+        run.compared_with = None if self._last is None else self._last.made_at
+        run.asked = self._asked(self._prompts)
         stages = planning.plan(self._config)
-        execution.run(stages, _Build(found, self._report), verify=True)
-        found.checkpoints = facts.checkpoints_used(self._config, stages)
-        found.sizes_bytes = facts.sizes(stages)
+        execution.run(stages, _Build(run, self._report), verify=True)
+        run.checkpoints = facts.checkpoints_used(self._config, stages)
+        run.sizes_bytes = facts.sizes(stages)
         verified = self._verify()
-        found.verification = Verified(
+        run.verification = Verified(
             verdict=verified.verdict, reason=verified.reason, num_ties=verified.num_ties
         )
-        found.acceptance = facts.accepted(verified)
+        run.acceptance = facts.accepted(verified)
         if verified.reason is None:  # how fast a wrong answer comes is of no interest
             self._measure_speed(self._prompts)
-        judged = judge(found, self._last, self._limits)
-        found.reasons += judged.reasons
-        found.notes += judged.notes
+        judged = judge(run, self._last, self._limits)
+        run.reasons += judged.reasons
+        run.notes += judged.notes
         self._write_report()
 
     def _load_prompts(self) -> prompts.PromptSet:
-        """The same questions for verification and for the benchmark."""
+        """Returns the prompts, which are the same for verification and for the benchmark."""
         loaded = prompts.load_prompts(self._source(), limit=self._limits.num_prompts)
         sized = (
             replace(prompt, max_tokens=prompt.max_tokens or self._limits.max_tokens)
@@ -137,16 +137,16 @@ class _PairRun:
             artifacts = Artifacts(folder / artifacts.folder.name)
         return record.read_last_good(artifacts.result("nightly"))
 
-    def _asked(self, asked: prompts.PromptSet) -> Asked:
-        found = results.machine()
-        gpus = Counter(gpu["name"] for gpu in found["gpus"])
+    def _asked(self, prompt_set: prompts.PromptSet) -> Asked:
+        machine = results.machine()
+        gpus = Counter(gpu["name"] for gpu in machine["gpus"])
         return Asked(
-            prompts=asked.digest,
+            prompts=prompt_set.digest,
             num_draft_tokens=self._config.speculation.num_draft_tokens,
             served_by="this process" if self._options.is_in_process else "Triton",
             machine=", ".join(
                 [
-                    f"{found['cpu']} ({found['num_cores']} cores)",
+                    f"{machine['cpu']} ({machine['num_cores']} cores)",
                     *(f"{number} x {name}" for name, number in gpus.items()),
                 ]
             ),
@@ -157,7 +157,7 @@ class _PairRun:
         from specpipe.evaluate.verification.run import verify
 
         limits = self._limits
-        done = verify(
+        verification = verify(
             self._config,
             outcome.Options(
                 prompts=self._source(),
@@ -170,41 +170,41 @@ class _PairRun:
             ),
             report=self._report,
         )
-        return done.findings
+        return verification.findings
 
-    def _measure_speed(self, asked: prompts.PromptSet) -> None:
+    def _measure_speed(self, prompt_set: prompts.PromptSet) -> None:
         """Measures anew while a threshold is crossed: the machine may have been busy."""
-        found = self._found
-        found.speed_ups = facts.speed_ups(self._bench(asked))
+        run = self._run
+        run.speed_ups = facts.speed_ups(self._bench(prompt_set))
         for number in range(2, _MOST_MEASUREMENTS + 1):
-            has_failures = any(speed_up.num_failed for speed_up in found.speed_ups)
-            if has_failures or not is_too_slow(found, self._last, self._limits):
+            has_failures = any(speed_up.num_failed for speed_up in run.speed_ups)
+            if has_failures or not is_too_slow(run, self._last, self._limits):
                 return
             figures = ", ".join(
                 f"{speed_up.ratio:.2f} at concurrency {speed_up.concurrency}"
-                for speed_up in found.speed_ups
+                for speed_up in run.speed_ups
                 if speed_up.ratio is not None
             )
-            found.notes.append(f"speed was measured again; measurement {number - 1}: {figures}")
-            again = facts.speed_ups(self._bench(asked))
-            found.speed_ups = [
-                _spanning(*both) for both in zip(found.speed_ups, again, strict=True)
-            ]
+            run.notes.append(f"speed was measured again; measurement {number - 1}: {figures}")
+            again = facts.speed_ups(self._bench(prompt_set))
+            run.speed_ups = [_spanning(*both) for both in zip(run.speed_ups, again, strict=True)]
 
-    def _bench(self, asked: prompts.PromptSet) -> Measurements:
+    def _bench(self, prompt_set: prompts.PromptSet) -> Measurements:
         from specpipe.evaluate.bench import run as bench
         from specpipe.evaluate.bench.sides import without_and_with
 
         limits = self._limits
         settings = bench.Settings(concurrencies=limits.concurrencies, rounds=limits.rounds)
         with self._served() as served:
-            measured = bench.measure(without_and_with(served), asked, settings, report=self._report)
+            measured = bench.measure(
+                without_and_with(served), prompt_set, settings, report=self._report
+            )
         self._check_unchanged()
         header = results.header(
             "bench",
             pair=self._config.name,
             settings=settings.to_json(),
-            prompts=asked,
+            prompts=prompt_set,
             libraries=_LIBRARIES,
         )
         results.write_result(
@@ -215,7 +215,7 @@ class _PairRun:
 
     @contextlib.contextmanager
     def _served(self) -> Iterator[Side]:
-        """The pair as it is served."""
+        """Yields the pair as it is served."""
         from specpipe.evaluate.bench.run import Side
         from specpipe.evaluate.bench.sides import WITH
         from specpipe.evaluate.endpoints.in_process import InProcess
@@ -284,7 +284,7 @@ class _Build:
 
 
 def _spanning(earlier: SpeedUp, later: SpeedUp) -> SpeedUp:
-    """The later measurement, its interval widened to hold both: each has to cross a threshold."""
+    """Returns the later one with an interval that holds both: each has to cross a threshold."""
     ends = (earlier.low, earlier.high, later.low, later.high, earlier.ratio, later.ratio)
     known = [end for end in ends if end is not None]
     return replace(later, low=min(known, default=None), high=max(known, default=None))

@@ -11,19 +11,19 @@ from specpipe.evaluate.nightly.run import Finished
 _COLUMNS = ("pair", "result", "rebuilt", "verdict", "acceptance", "speed-up", "repository")
 
 
-def write_summary(done: Sequence[Finished]) -> str:
+def write_summary(runs: Sequence[Finished]) -> str:
     """Returns the summary of some runs."""
-    num_good = sum(finished.run.outcome == "good" for finished in done)
+    num_good = sum(finished.run.outcome == "good" for finished in runs)
     lines = [
-        f"## specpipe nightly: {num_good} of {len(done)} good",
+        f"## specpipe nightly: {num_good} of {len(runs)} good",
         "",
         _row(_COLUMNS),
         _row(["---"] * len(_COLUMNS)),
-        *(_row(_cells(finished)) for finished in done),
+        *(_row(_cells(finished)) for finished in runs),
     ]
-    if any(finished.last for finished in done):
+    if any(finished.last for finished in runs):
         lines += ["", "In brackets: the last good run."]
-    for finished in done:
+    for finished in runs:
         lines += ["", *_section(finished)]
     return "\n".join(lines) + "\n"
 
@@ -35,9 +35,9 @@ def _cells(finished: Finished) -> list[str]:
         run.outcome if run.outcome == "good" else f"**{run.outcome}**",
         _rebuilt(run),
         _verdict(run),
-        _beside(_acceptance(run), _acceptance(last)),
+        _with_earlier(_acceptance(run), _acceptance(last)),
         _speed(run, last),
-        _beside(_size(run), _size(last)),
+        _with_earlier(_size(run), _size(last)),
     ]
 
 
@@ -46,7 +46,7 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {escaped} |"
 
 
-def _beside(now: str, before: str) -> str:
+def _with_earlier(now: str, before: str) -> str:
     return now if "-" in (now, before) else f"{now} ({before})"
 
 
@@ -58,10 +58,10 @@ def _rebuilt(run: Run) -> str:
 
 
 def _verdict(run: Run) -> str:
-    found = run.verification
-    if found is None:
+    verified = run.verification
+    if verified is None:
         return "-"
-    return f"{found.verdict} ({found.num_ties})" if found.verdict == "tie" else found.verdict
+    return f"tie ({verified.num_ties})" if verified.verdict == "tie" else verified.verdict
 
 
 def _acceptance(run: Run | None) -> str:
@@ -69,16 +69,16 @@ def _acceptance(run: Run | None) -> str:
 
 
 def _speed(run: Run, last: Run | None) -> str:
-    before = {} if last is None else {found.concurrency: found for found in last.speed_ups}
+    before = {} if last is None else {s.concurrency: _ratio(s) for s in last.speed_ups}
     cells = [
-        f"{found.concurrency}: {_beside(_ratio(found), _ratio(before.get(found.concurrency)))}"
-        for found in run.speed_ups
+        f"{s.concurrency}: {_with_earlier(_ratio(s), before.get(s.concurrency, '-'))}"
+        for s in run.speed_ups
     ]
     return "<br>".join(cells) or "-"
 
 
-def _ratio(found: SpeedUp | None) -> str:
-    return "-" if found is None or found.ratio is None else f"{found.ratio:.2f}"
+def _ratio(speed_up: SpeedUp) -> str:
+    return "-" if speed_up.ratio is None else f"{speed_up.ratio:.2f}"
 
 
 def _size(run: Run | None) -> str:
@@ -92,7 +92,7 @@ def _section(finished: Finished) -> list[str]:
         *run.reasons,
         *(f"rebuilt {stage.stage}: {why}" for stage in run.stages for why in stage.reasons),
         *run.notes,
-        *(f"speed-up at concurrency {_interval(found)}" for found in run.speed_ups),
+        *(f"speed-up at concurrency {_interval(speed_up)}" for speed_up in run.speed_ups),
     ]
     for role, used in run.checkpoints.items():
         commit = f", commit {used.revision}" if used.revision else ""
@@ -100,11 +100,11 @@ def _section(finished: Finished) -> list[str]:
     return [f"### {run.pair}: {run.outcome}", "", _origin(run), "", *map(_item, items)]
 
 
-def _interval(found: SpeedUp) -> str:
-    text = f"{found.concurrency}: {_ratio(found)}"
-    if found.low is None or found.high is None:
+def _interval(speed_up: SpeedUp) -> str:
+    text = f"{speed_up.concurrency}: {_ratio(speed_up)}"
+    if speed_up.low is None or speed_up.high is None:
         return text
-    return f"{text}, 95 % interval {found.low:.2f} to {found.high:.2f}"
+    return f"{text}, 95 % interval {speed_up.low:.2f} to {speed_up.high:.2f}"
 
 
 def _origin(run: Run) -> str:
@@ -117,5 +117,5 @@ def _origin(run: Run) -> str:
 
 
 def _item(text: str) -> str:
-    """An item of a list; what has angle brackets, as tokens have, is shown and not interpreted."""
+    """Returns an item of a list; angle brackets, which tokens have, are shown as they are."""
     return "- " + html.escape(text, quote=False).replace("\n", "\n  ")

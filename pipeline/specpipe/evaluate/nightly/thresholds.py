@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from specpipe.config.nightly import NightlyConfig
 from specpipe.evaluate.nightly.record import Run, SpeedUp
 
+_OTHERS = {
+    "prompts": "other prompts or answer lengths",
+    "num_draft_tokens": "another speculation.num_draft_tokens",
+    "served_by": "another way of serving",
+    "machine": "another machine",
+}
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -17,7 +24,7 @@ class Judgement:
 
 
 def judge(run: Run, last: Run | None, limits: NightlyConfig) -> Judgement:
-    """Judges what a run measured; without a last good run by absolute thresholds alone."""
+    """Returns which thresholds a run crosses; without a last good run, absolute ones alone."""
     judged = Judgement()
     _judge_output(run, limits, judged)
     _judge_acceptance(run, last, limits, judged)
@@ -30,20 +37,20 @@ def judge(run: Run, last: Run | None, limits: NightlyConfig) -> Judgement:
 
 
 def is_too_slow(run: Run, last: Run | None, limits: NightlyConfig) -> bool:
-    """Says whether a threshold on speed is crossed."""
+    """Returns whether a threshold on speed is crossed."""
     judged = Judgement()
     _judge_speed(run, last, limits, judged)
     return bool(judged.reasons)
 
 
 def _judge_output(run: Run, limits: NightlyConfig, judged: Judgement) -> None:
-    found = run.verification
-    if found is None:
+    verified = run.verification
+    if verified is None:
         return
-    if found.reason is not None:
-        judged.reasons.append(f"verification: {found.reason}")
-    elif found.num_ties and not limits.allow_ties:
-        ties = "1 numerical tie" if found.num_ties == 1 else f"{found.num_ties} numerical ties"
+    if verified.reason is not None:
+        judged.reasons.append(f"verification: {verified.reason}")
+    elif verified.num_ties and not limits.allow_ties:
+        ties = f"{verified.num_ties} numerical tie{'' if verified.num_ties == 1 else 's'}"
         judged.reasons.append(f"verification: {ties}, and nightly.allow_ties is false")
 
 
@@ -69,11 +76,11 @@ def _judge_acceptance(run: Run, last: Run | None, limits: NightlyConfig, judged:
 
 
 def _judge_answers(run: Run, judged: Judgement) -> None:
-    for found in run.speed_ups:
-        if found.num_failed:
+    for speed_up in run.speed_ups:
+        if speed_up.num_failed:
             judged.reasons.append(
-                f"{found.num_failed} of {found.num_answers} answers failed at concurrency "
-                f"{found.concurrency}: {found.error}"
+                f"{speed_up.num_failed} of {speed_up.num_answers} answers failed at concurrency "
+                f"{speed_up.concurrency}: {speed_up.error}"
             )
 
 
@@ -84,33 +91,33 @@ def _judge_speed(run: Run, last: Run | None, limits: NightlyConfig, judged: Judg
         if differing := _differing(run, last, ("prompts", "served_by", "machine")):
             judged.notes.append(f"speed is not compared with the last good run: {differing}")
         else:
-            before = {found.concurrency: found for found in last.speed_ups}
-    for found in run.speed_ups:
-        if found.ratio is None:
+            before = {speed_up.concurrency: speed_up for speed_up in last.speed_ups}
+    for speed_up in run.speed_ups:
+        if speed_up.ratio is None:
             judged.notes.append(
-                f"no speed-up at concurrency {found.concurrency}: no prompt was answered by both"
+                f"no speed-up at concurrency {speed_up.concurrency}: no prompt was answered by both"
             )
             continue
-        highest = found.ratio if found.high is None else found.high
-        what = f"speed-up {_figure(found)} at concurrency {found.concurrency}"
+        highest = speed_up.ratio if speed_up.high is None else speed_up.high
+        measured = f"speed-up {_figure(speed_up)} at concurrency {speed_up.concurrency}"
         floor = limits.min_speed_up
         if floor is not None and highest < floor:
-            judged.reasons.append(f"{what} is under nightly.min_speed_up {floor:g}")
-        was, least = before.get(found.concurrency), limits.min_speed_up_ratio
-        if was is None or was.ratio is None or least is None:
+            judged.reasons.append(f"{measured} is under nightly.min_speed_up {floor:g}")
+        earlier, least = before.get(speed_up.concurrency), limits.min_speed_up_ratio
+        if earlier is None or earlier.ratio is None or least is None:
             continue
-        lowest_before = was.ratio if was.low is None else was.low
+        lowest_before = earlier.ratio if earlier.low is None else earlier.low
         if highest < least * lowest_before:
             judged.reasons.append(
-                f"{what} is {found.ratio / was.ratio:.3f} of the last good run's {_figure(was)}, "
-                f"under nightly.min_speed_up_ratio {least:g}"
+                f"{measured} is {speed_up.ratio / earlier.ratio:.3f} of the last good run's "
+                f"{_figure(earlier)}, under nightly.min_speed_up_ratio {least:g}"
             )
 
 
-def _figure(found: SpeedUp) -> str:
-    if found.low is None or found.high is None:
-        return f"{found.ratio:.2f}"
-    return f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"
+def _figure(speed_up: SpeedUp) -> str:
+    if speed_up.low is None or speed_up.high is None:
+        return f"{speed_up.ratio:.2f}"
+    return f"{speed_up.ratio:.2f} ({speed_up.low:.2f} to {speed_up.high:.2f})"
 
 
 def _judge_sizes(run: Run, last: Run | None, limits: NightlyConfig, judged: Judgement) -> None:
@@ -124,17 +131,9 @@ def _judge_sizes(run: Run, last: Run | None, limits: NightlyConfig, judged: Judg
             )
 
 
-_OTHERS = {
-    "prompts": "other prompts or answer lengths",
-    "num_draft_tokens": "another speculation.num_draft_tokens",
-    "served_by": "another way of serving",
-    "machine": "another machine",
-}
-
-
 def _differing(run: Run, last: Run, names: tuple[str, ...]) -> str | None:
-    """Says what of the given the last good run had otherwise; None where all is equal."""
-    others = [
+    """Returns which of these the last good run had otherwise, in words; None where none differ."""
+    differences = [
         _OTHERS[name] for name in names if getattr(run.asked, name) != getattr(last.asked, name)
     ]
-    return " and ".join(others) or None
+    return " and ".join(differences) or None

@@ -23,13 +23,13 @@ from specpipe.evaluate.report.charts import Axis, Chart, Panel, Series, counted
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """Acceptance by position, and what a step emits of it."""
+    """Yields acceptance by position, and what a step emits of it."""
     yield from outdated(artifact, artifact.tune, "tune")
-    found = list(_figures(artifact))
-    if not found:
+    figures = list(_figures(artifact))
+    if not figures:
         yield Missing("Acceptance by position was not measured.", artifact.command("tune"))
         return
-    yield from found
+    yield from figures
     if artifact.tune is None:
         return
     own = own_draft(artifact.tune)["acceptance"]
@@ -53,7 +53,7 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
 
 
 def _figures(artifact: Artifact) -> Iterator[Figure]:
-    """Acceptance by position: as tuning measured it, else as the server's counters tell it."""
+    """Yields acceptance by position, from tuning, else from the server's counters."""
     if artifact.tune is not None:
         yield _tuned_acceptance(artifact, artifact.tune)
     elif artifact.bench is not None:
@@ -66,8 +66,8 @@ def _tuned_acceptance(artifact: Artifact, tune: Json) -> Figure:
     if len(own["kinds"]) > 1:
         groups |= own["kinds"]
     series = []
-    for colour, (name, found) in enumerate(groups.items(), start=1):
-        known = [p for p in found["positions"] if p["rate"] is not None]
+    for colour, (name, acceptance) in enumerate(groups.items(), start=1):
+        known = [p for p in acceptance["positions"] if p["rate"] is not None]
         has_bounds = colour == 1 and all(p["low"] is not None for p in known)
         series.append(
             Series(
@@ -86,8 +86,8 @@ def _tuned_acceptance(artifact: Artifact, tune: Json) -> Figure:
             percent(p["rate"], 1),
             f"{percent(p['low'])} to {percent(p['high'])}",
         ]
-        for name, found in groups.items()
-        for p in found["positions"]
+        for name, acceptance in groups.items()
+        for p in acceptance["positions"]
     ]
     return Figure(
         slug="acceptance",
@@ -114,7 +114,7 @@ def _tuned_acceptance(artifact: Artifact, tune: Json) -> Figure:
 
 
 def _counted_acceptance(artifact: Artifact, bench: Json) -> Iterator[Figure]:
-    """One line for each concurrency at which the last side drafted."""
+    """Yields a figure with a line for each concurrency at which the last side drafted."""
     rates = {
         load["concurrency"]: counters["per_position"]
         for load in bench["loads"]
@@ -123,7 +123,7 @@ def _counted_acceptance(artifact: Artifact, bench: Json) -> Iterator[Figure]:
     }
     if not rates:
         return
-    longest = max(len(found) for found in rates.values())
+    longest = max(len(by_position) for by_position in rates.values())
     copied = "; copied tokens count, too" if artifact.options.get("prompt_lookup") else ""
     yield Figure(
         slug="acceptance",
@@ -139,11 +139,11 @@ def _counted_acceptance(artifact: Artifact, bench: Json) -> Iterator[Figure]:
                     [
                         Series(
                             name=f"{load} at once",
-                            x=range(1, len(found) + 1),
-                            y=[100 * rate for rate in found],
+                            x=range(1, len(by_position) + 1),
+                            y=[100 * rate for rate in by_position],
                             colour=colour,
                         )
-                        for colour, (load, found) in enumerate(rates.items(), start=1)
+                        for colour, (load, by_position) in enumerate(rates.items(), start=1)
                     ]
                 )
             ],
@@ -155,8 +155,8 @@ def _counted_acceptance(artifact: Artifact, bench: Json) -> Iterator[Figure]:
                 *(Column(f"position {n}", "%") for n in range(1, longest + 1)),
             ),
             [
-                [str(load), *(percent(rate, 1) for rate in found), *[""] * (longest - len(found))]
-                for load, found in rates.items()
+                [str(load), *(percent(rate, 1) for rate in known), *[""] * (longest - len(known))]
+                for load, known in rates.items()
             ],
         ),
     )

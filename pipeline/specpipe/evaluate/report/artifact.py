@@ -49,18 +49,18 @@ class Source:
 
     @property
     def name(self) -> str:
-        found = _HUB_SNAPSHOT.search(self.path)
-        return self.path if found is None else f"{found[1]}/{found[2]}"
+        snapshot = _HUB_SNAPSHOT.search(self.path)
+        return self.path if snapshot is None else f"{snapshot[1]}/{snapshot[2]}"
 
     @property
     def commit(self) -> str | None:
-        found = _HUB_SNAPSHOT.search(self.path)
-        return None if found is None else found[3]
+        snapshot = _HUB_SNAPSHOT.search(self.path)
+        return None if snapshot is None else snapshot[3]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """Everything that a report tells of.
+    """Everything that a report shows.
 
     built         in the order of the build
     runtime       its name; options are those of the pair as it is served
@@ -108,16 +108,16 @@ class Artifact:
         return "CONFIG.yaml"
 
     def command(self, name: str) -> str:
-        """The command that makes a missing part."""
+        """Returns the command that makes a missing part."""
         return f"specpipe {name} --config {shlex.quote(self.config)}"
 
     def is_older_than_repository(self, result: Json) -> bool:
-        """True for a result that another build of the repository gave."""
+        """Returns whether a result is that of an earlier build of the repository."""
         return self.packaged_at is not None and str(result["made_at"]) < self.packaged_at
 
 
 def own_draft(tune: Json) -> Json:
-    """What tuning found of the pair's own draft."""
+    """Returns what tuning measured of the pair's own draft."""
     own: Json = next(draft for draft in tune["drafts"] if draft["is_own"])
     return own
 
@@ -160,8 +160,8 @@ def _read_bench(artifacts: Artifacts) -> Json | None:
         _read_if_there(artifacts.result("bench"), "bench"),
         _read_if_there(artifacts.result("nightly-bench"), "bench"),
     ]
-    there = [result for result in found if result is not None]
-    return max(there, key=lambda result: str(result.get("made_at")), default=None)
+    existing = [result for result in results if result is not None]
+    return max(existing, key=lambda result: str(result.get("made_at")), default=None)
 
 
 def _read_quality(path: Path) -> Json | None:
@@ -174,7 +174,7 @@ def _read_quality(path: Path) -> Json | None:
 
 
 def _read_engine(repository: Path, role: Role) -> Json:
-    """The config of an engine; {} where a runtime leaves none that can be read."""
+    """Returns the config of an engine; {} where a runtime leaves none that can be read."""
     try:
         return read_object(repository / SPECULATIVE / VERSION / role / "config.json")
     except (OSError, ValueError):
@@ -189,34 +189,34 @@ def _read_manifests(folder: Path) -> tuple[Built, ...]:
         artifact = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX))
         manifest = read_manifest(artifact)
         if manifest is not None and artifact.is_dir():
-            found[artifact.relative_to(folder).as_posix()] = manifest
+            manifests[artifact.relative_to(folder).as_posix()] = manifest
 
     def depth(name: str, above: tuple[str, ...] = ()) -> int:
-        made_from = [other for other in _inputs_among(found, name) if other not in above]
+        made_from = [other for other in _inputs_among(manifests, name) if other not in above]
         return 1 + max((depth(other, (*above, name)) for other in made_from), default=-1)
 
-    return tuple(Built(name, found[name]) for name in sorted(found, key=lambda n: (depth(n), n)))
+    return tuple(
+        Built(name, manifests[name]) for name in sorted(manifests, key=lambda n: (depth(n), n))
+    )
 
 
-def _inputs_among(found: Mapping[str, Manifest], name: str) -> list[str]:
-    """Which artifacts one was made from; the folder may have been moved since."""
-    paths = [f"{given.path}/" for given in found[name].inputs]
-    return [
-        other for other in found if other != name and any(f"/{other}/" in path for path in paths)
-    ]
+def _inputs_among(manifests: Mapping[str, Manifest], name: str) -> list[str]:
+    """Returns which artifacts one was built from; the folder may have been moved since."""
+    paths = [f"{read.path}/" for read in manifests[name].inputs]
+    return [o for o in manifests if o != name and any(f"/{o}/" in path for path in paths)]
 
 
 def _sources(built: Sequence[Built]) -> dict[Role, Source]:
-    """What the first artifact of each role read that no stage made: the checkpoint."""
+    """Returns the checkpoints: what the first artifact of each role read that no stage made."""
     sources: dict[Role, Source] = {}
     for role in ROLES:
         first = next((b for b in built if b.path.startswith(f"{role}/")), None)
         sizes: dict[str, int] = {}
-        for given in () if first is None else first.manifest.inputs:
-            if any(f"/{b.path}/" in f"{given.path}/" for b in built):
+        for read in () if first is None else first.manifest.inputs:
+            if any(f"/{b.path}/" in f"{read.path}/" for b in built):
                 continue
-            folder = str(Path(given.path).parent) if "." in given.files else given.path
-            size = sum(file.size for file in given.files.values())
+            folder = str(Path(read.path).parent) if "." in read.files else read.path
+            size = sum(file.size for file in read.files.values())
             sizes[folder] = sizes.get(folder, 0) + size
         if sizes:
             folder = next(iter(sizes))

@@ -16,7 +16,7 @@ Tone = Literal["good", "bad", "neutral"]
 
 
 class Block(Protocol):
-    """One thing on a page; the template tells them apart by `kind`."""
+    """One thing on a page; the template distinguishes them by `kind`."""
 
     kind: ClassVar[str]
 
@@ -127,7 +127,7 @@ class Page:
 
 
 def outdated(artifact: Artifact, result: Json | None, command: str) -> Iterator[Block]:
-    """A notice where another build of the repository gave a result."""
+    """Yields a notice where a result is that of an earlier build of the repository."""
     if result is not None and artifact.is_older_than_repository(result):
         yield Notice(
             f"Measured on {result['made_at'][:10]}, before the repository was built "
@@ -145,7 +145,7 @@ def count(value: int | None) -> str:
 
 
 def percent(value: float | None, num_digits: int = 0) -> str:
-    """A share as a percentage, without the sign: the column has it."""
+    """Returns a share as a percentage, without the sign: the column has it."""
     return UNKNOWN if value is None else f"{100 * value:.{num_digits}f}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-_MAX_COLUMNS = 2
+_MAX_COLUMNS = 2  # panels side by side: more would leave their labels no room
 
 Style = Literal["line", "dashed", "points", "bars"]
 
@@ -33,7 +33,7 @@ class Axis:
 
 
 def counted(longest: int) -> tuple[float, ...]:
-    """Ticks from 1 on, so few of them that their labels have room."""
+    """Returns ticks from 1 on, so few of them that their labels have room."""
     return tuple(range(1, longest + 1, -(-longest // 8)))
 
 

@@ -10,49 +10,49 @@ from specpipe.evaluate.report.blocks import UNKNOWN
 
 
 def machine(result: Json) -> str:
-    """The GPUs of the machine of a result, or its processor where it has none."""
-    found = result["machine"]
-    names = [str(gpu.get("name", UNKNOWN)) for gpu in found["gpus"]]
+    """Returns the GPUs of the machine of a result, or its processor where it has none."""
+    described = result["machine"]
+    names = [str(gpu.get("name", UNKNOWN)) for gpu in described["gpus"]]
     if not names:
-        return f"{found['cpu']}, {found['num_cores']} cores"
+        return f"{described['cpu']}, {described['num_cores']} cores"
     return ", ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names))
 
 
 def place(artifact: Artifact, result: Json) -> str:
-    """Where the models ran, and in which format: card or CPU, dtype, quantization."""
+    """Returns where the models ran, and in which format: card or CPU, dtype, quantization."""
     device = artifact.engines["target"].get("build_config", {}).get("device")
     where = machine({**result, "machine": {**result["machine"], "gpus": []}})
     return f"{where if device == 'cpu' else machine(result)}; target {numbers(artifact)}"
 
 
 def numbers(artifact: Artifact) -> str:
-    """What the target computes in, and what it is quantized to."""
+    """Returns what the target computes in, and what it is quantized to."""
     engine = artifact.engines["target"]
     return quantized(engine) or compute_dtype(engine)
 
 
 def compute_dtype(engine: Json) -> str:
-    """The dtype of the engine; that of the checkpoint where the engine has it as it was."""
+    """Returns the dtype of the engine; that of the checkpoint where the engine keeps it."""
     built = engine.get("build_config", {}).get("dtype")
     return str(built or engine.get("pretrained_config", {}).get("dtype", UNKNOWN))
 
 
 def quantized(engine: Json) -> str:
-    """The formats of quantized weights and KV cache; "" where nothing is quantized."""
-    found = engine.get("pretrained_config", {}).get("quantization") or {}
-    algorithm, kv_cache = found.get("quant_algo"), found.get("kv_cache_quant_algo")
+    """Returns the formats of quantized weights and KV cache; "" where nothing is quantized."""
+    quantization = engine.get("pretrained_config", {}).get("quantization") or {}
+    algorithm, kv_cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
     parts = [str(algorithm)] if algorithm else []
     return ", ".join([*parts, *([f"KV cache {kv_cache}"] if kv_cache else [])])
 
 
 def prompts(result: Json) -> str:
-    """How many prompts of which set, told apart from others of its name by a digest."""
-    found = result["prompts"]
-    return f"{found['count']} prompts of {found['source']} ({str(found['digest'])[:8]})"
+    """Returns how many prompts of which set were asked, with a digest, since names may repeat."""
+    asked = result["prompts"]
+    return f"{asked['count']} prompts of {asked['source']} ({str(asked['digest'])[:8]})"
 
 
 def sampling(settings: Json) -> str:
-    """How tokens were chosen."""
+    """Returns how tokens were chosen."""
     if not settings.get("temperature"):
         return "greedy"
     words = [f"T = {settings['temperature']:g}"]
@@ -68,7 +68,7 @@ def listed(values: Iterable[Any]) -> str:
 
 
 def of_bench(artifact: Artifact, bench: Json) -> str:
-    """For everything that was measured under load."""
+    """Returns the conditions of everything that was measured under load."""
     settings = bench["settings"]
     summaries = [summary for load in bench["loads"] for summary in load["sides"].values()]
     lengths = []
@@ -91,7 +91,7 @@ def of_bench(artifact: Artifact, bench: Json) -> str:
 
 
 def of_tune(artifact: Artifact, tune: Json) -> str:
-    """For everything that tuning measured in one process."""
+    """Returns the conditions of everything that tuning measured in one process."""
     settings = tune["settings"]
     return "; ".join(
         (

@@ -28,7 +28,7 @@ from specpipe.evaluate.tune.schedule import to_yaml
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """Predictions beside measurements, costs, and the schedule in all forms."""
+    """Yields predictions and measurements, costs, and the schedule in all forms."""
     tune = artifact.tune
     if tune is None:
         yield Missing("Draft lengths were not compared.", artifact.command("tune"))
@@ -111,7 +111,7 @@ def _ranking(tune: Json) -> Table:
 
 
 def _figures(artifact: Artifact) -> Iterator[Figure]:
-    """Predicted and measured speed-up over K, a panel for each load."""
+    """Yields predicted and measured speed-up over K, a panel for each load."""
     tune = artifact.tune
     if tune is None:
         return
@@ -174,18 +174,18 @@ def _line(
 def _speed_up_table(own: Json, measured: dict[tuple[int, int], Any]) -> Table:
     rows = []
     for p in own["predictions"]:
-        found = measured.get((p["concurrency"], p["num_draft_tokens"]), {})
+        measurement = measured.get((p["concurrency"], p["num_draft_tokens"]), {})
         rows.append(
             [
                 str(p["concurrency"]),
                 str(p["num_draft_tokens"]),
                 number(p["speed_up"]),
-                number(found.get("speed_up")),
-                interval(found.get("lowest"), found.get("highest")),
+                number(measurement.get("speed_up")),
+                interval(measurement.get("lowest"), measurement.get("highest")),
                 number(p["published"]),
                 number(p["memory_bound"]),
                 number(p["expected_tokens"]),
-                number(found.get("tokens_per_s"), 1),
+                number(measurement.get("tokens_per_s"), 1),
             ]
         )
     return Table(

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Chosen by eye, at the width that page.css gives a chart.
 _WIDTH_IN, _HEIGHT_IN = 4.7, 3.2
 _ROW_HEIGHT_IN = 2.2  # where there are several
 _PNG_DPI = 220
 _FONT_SIZE = 10.5
+_MAX_NAME_LENGTH = 40
 
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
@@ -66,7 +68,7 @@ _VARIABLES = {
 
 
 def to_png(chart: Chart) -> bytes:
-    """Draws a chart in the colours of a light page."""
+    """Returns a chart as a PNG in the colours of a light page."""
     with _drawn(chart, PRINTED, {}) as figure:
         written = io.BytesIO()
         figure.savefig(written, format="png", dpi=_PNG_DPI, metadata={"Software": None})
@@ -74,7 +76,7 @@ def to_png(chart: Chart) -> bytes:
 
 
 def to_svg(chart: Chart, *, name: str, title: str) -> str:
-    """Draws a chart as an SVG element for an HTML page; `name` keeps ids of several apart."""
+    """Returns a chart as an SVG element for an HTML page; `name` keeps ids of several apart."""
     with _drawn(chart, _PLACEHOLDERS, {"svg.fonttype": "none", "svg.hashsalt": name}) as figure:
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
@@ -135,7 +137,7 @@ def _draw(figure: Figure, chart: Chart, palette: Palette) -> None:
             for series, moved, width in _places(panel.series)
         ]
         handles = handles or drawn
-        axes.set_title(_shown(panel.title), fontsize=_FONT_SIZE, loc="left")
+        axes.set_title(_drawable(panel.title), fontsize=_FONT_SIZE, loc="left")
     for place, axes in enumerate(places):
         if place >= len(chart.panels):
             axes.set_axis_off()
@@ -150,7 +152,7 @@ def _draw(figure: Figure, chart: Chart, palette: Palette) -> None:
     if len(names) > 1:
         figure.legend(
             handles,
-            [_shown(name) for name in names],
+            [_drawable(name) for name in names],
             loc="outside lower center",
             ncols=2 if len(names) in (2, 4) else 3,
             handlelength=1.6,
@@ -159,7 +161,7 @@ def _draw(figure: Figure, chart: Chart, palette: Palette) -> None:
 
 
 def _places(series: Sequence[Series]) -> list[tuple[Series, float, float]]:
-    """Each series, what it is moved by along x, and its width: bars stand side by side."""
+    """Yields each series, what it is moved by along x, and its width: bars stand side by side."""
     bars = [s for s in series if s.style == "bars"]
     width = 0.8 / max(len(bars), 1)
     moved = {id(s): (n - (len(bars) - 1) / 2) * width for n, s in enumerate(bars)}
@@ -212,7 +214,7 @@ def _set_scale(axes: Axes, chart: Chart) -> None:
             set_scale("log", base=2)
         if axis.ticks:
             labels = axis.tick_labels or tuple(f"{tick:g}" for tick in axis.ticks)
-            of.set_ticks(axis.ticks, labels=[_shown(label) for label in labels])
+            of.set_ticks(axis.ticks, labels=[_drawable(label) for label in labels])
             of.set_ticks([], minor=True)
         if axis.low is not None or axis.high is not None:
             set_limits(axis.low, axis.high)
@@ -220,15 +222,16 @@ def _set_scale(axes: Axes, chart: Chart) -> None:
     axes.tick_params(length=0)
 
 
-def _shown(text: str) -> str:
-    """A name as matplotlib draws it: without what XML cannot hold, and never hidden for a _."""
+def _drawable(text: str) -> str:
+    """Returns a name that matplotlib draws: without what XML cannot hold, not hidden for a _."""
     cleaned = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    cleaned = cleaned if len(cleaned) <= 40 else f"{cleaned[:39]}…"
+    if len(cleaned) > _MAX_NAME_LENGTH:
+        cleaned = f"{cleaned[: _MAX_NAME_LENGTH - 1]}…"
     return f"\N{ZERO WIDTH SPACE}{cleaned}" if cleaned.startswith("_") else cleaned
 
 
 def _for_page(svg: str, name: str, title: str) -> str:
-    """Makes a whole SVG file an element of a page: scalable, named, in the page's colours."""
+    """Returns an SVG file as an element of a page: scalable, named, in the page's colours."""
     ET.register_namespace("", _SVG)
     ET.register_namespace("xlink", _XLINK)
     root = ET.fromstring(svg)
@@ -262,9 +265,9 @@ def _references(root: ET.Element) -> Iterator[str]:
 
 
 def _renamed(value: str, name: str, used: set[str]) -> str:
-    """Ids in references, with the name of the figure before them."""
+    """Returns a value with the name of the figure before each id that it refers to."""
     return re.sub(
-        r"#([\w-]+)", lambda found: f"#{name}-{found[1]}" if found[1] in used else found[0], value
+        r"#([\w-]+)", lambda match: f"#{name}-{match[1]}" if match[1] in used else match[0], value
     )
 
 

@@ -26,7 +26,7 @@ _SIDE = 1
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """The verdict in words, the curves, and what became of the answers."""
+    """Yields the verdict in words, the curves, and what became of the answers."""
     bench = artifact.bench
     if bench is None:
         yield Missing("Speed under load was not measured.", artifact.command("bench"))
@@ -112,7 +112,7 @@ def _gpus(bench: Json) -> Table:
 
 
 def _figures(artifact: Artifact) -> Iterator[Figure]:
-    """Rates and latencies over concurrency, a line for each side; and the ratio of two sides."""
+    """Yields rates and latencies over concurrency, a line for each side; and the ratio of two."""
     bench = artifact.bench
     if bench is None or not bench["loads"]:
         return
@@ -123,8 +123,8 @@ def _figures(artifact: Artifact) -> Iterator[Figure]:
 
 
 def _ratio(bench: Json, under: str) -> Figure:
-    found = [load["comparison"] for load in bench["loads"] if load["comparison"] is not None]
-    has_bounds = all(c["low"] is not None and c["high"] is not None for c in found)
+    comparisons = [load["comparison"] for load in bench["loads"] if load["comparison"] is not None]
+    has_bounds = all(c["low"] is not None and c["high"] is not None for c in comparisons)
     baseline, side = (s["name"] for s in bench["sides"])
     return Figure(
         slug="ratio",
@@ -133,16 +133,18 @@ def _ratio(bench: Json, under: str) -> Figure:
         f"bars: 95 % bootstrap interval, drawing prompts, widened to each round by itself. Other "
         f"text: of prompts whose answers were not all alike. {under}",
         chart=Chart(
-            x=_concurrency([c["concurrency"] for c in found]),
+            x=_concurrency([c["concurrency"] for c in comparisons]),
             y=Axis("speed-up", f"× {baseline}", low=0),
             panels=[
                 Panel(
                     [
                         Series(
                             name=side,
-                            x=[c["concurrency"] for c in found],
-                            y=[c["ratio"] for c in found],
-                            bounds=[(c["low"], c["high"]) for c in found] if has_bounds else (),
+                            x=[c["concurrency"] for c in comparisons],
+                            y=[c["ratio"] for c in comparisons],
+                            bounds=[(c["low"], c["high"]) for c in comparisons]
+                            if has_bounds
+                            else (),
                             colour=_SIDE,
                         )
                     ]
@@ -169,7 +171,7 @@ def _ratio(bench: Json, under: str) -> Figure:
                     str(c["num_differing_prompts"]),
                     c["outcome"],
                 ]
-                for c in found
+                for c in comparisons
             ],
         ),
     )
@@ -192,8 +194,8 @@ class _Measure:
 
 def _within(key: str, name: str) -> Callable[[Json], float | None]:
     def read(summary: Json) -> float | None:
-        found = summary[key]
-        return None if found is None else float(found[name])
+        distribution = summary[key]
+        return None if distribution is None else float(distribution[name])
 
     return read
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ _SLUGS = (
     "gap",
     "quantized-acceptance",
 )
-"""Of all figures that a report can have: those of an earlier one are removed."""
+"""The names of all figures that a report can have: those of an earlier one are removed."""
 
 
 _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
@@ -71,12 +70,11 @@ def write_report(
     for slug in _SLUGS:
         if f"{slug}.png" not in pictures:
             (folder / f"{slug}.png").unlink(missing_ok=True)
-    _write(folder / PAGE, html.encode())
     return Written(folder / PAGE, tuple(folder / name for name in pictures))
 
 
 def render(page: Page) -> str:
-    """The page as HTML. Everything is escaped but the SVG of our own charts."""
+    """Returns the page as HTML. Everything is escaped but the SVG of our own charts."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -98,12 +96,12 @@ def render(page: Page) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """A sentence in which no line ends within 95 %, 2 × or K = 4."""
+    """Returns a sentence in which no line ends within 95 %, 2 × or K = 4."""
     return _WITHIN_FIGURES.sub("\N{NO-BREAK SPACE}", text)
 
 
 def _with_code(text: str) -> Markup:
-    """A sentence in HTML, in which commands stand between backticks."""
+    """Returns a sentence in HTML, in which commands stand between backticks."""
     words = text.split("`")
     parts = [Markup("<code>{}</code>" if n % 2 else "{}").format(w) for n, w in enumerate(words)]
     return Markup("").join(parts)
@@ -125,13 +123,3 @@ def _naming(artifacts_dir: Path) -> Iterator[None]:
             f"a result in {artifacts_dir} is not what this version of specpipe writes "
             f"({type(exc).__name__}: {to_sentence(exc)}): run verify, tune and bench again"
         ) from exc
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file as a whole."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        staged.write_bytes(content)
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)

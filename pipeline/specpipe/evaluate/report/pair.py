@@ -14,20 +14,20 @@ Read = Callable[[Artifact, Role], str]
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """What both models are."""
+    """Yields what both models are."""
     yield Table(
         "Models and formats",
         (Column("", is_text=True), *(Column(role, is_text=True) for role in ROLES)),
         [
-            [what, *(read(artifact, role) for role in ROLES)]
-            for what, read in _PROPERTIES
+            [label, *(read(artifact, role) for role in ROLES)]
+            for label, read in _PROPERTIES
             if any(read(artifact, role) != UNKNOWN for role in ROLES)
         ],
     )
     yield Table(
         "Sizes",
         (Column("", is_text=True), *(Column(role) for role in ROLES)),
-        [[what, *cells] for what, *cells in _sizes(artifact)],
+        [[label, *cells] for label, *cells in _sizes(artifact)],
         note="Sizes of files. The repository shares its engines with the folders they were built "
         "in, where the file system has hard links.",
     )

@@ -17,7 +17,7 @@ _BEGINNING = 16
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """Results, stages of the build, and the checkpoints."""
+    """Yields results, stages of the build, and the checkpoints."""
     results = (
         ("verify", artifact.verification),
         ("tune", artifact.tune),
@@ -36,14 +36,14 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
         [
             [
                 name,
-                _time(found["made_at"]),
-                _hardware(found),
-                _versions(found["versions"]),
-                conditions.prompts(found),
-                str(found["prompts"]["digest"])[:_BEGINNING],
+                _time(result["made_at"]),
+                _hardware(result),
+                _versions(result["versions"]),
+                conditions.prompts(result),
+                str(result["prompts"]["digest"])[:_BEGINNING],
             ]
-            for name, found in results
-            if found is not None
+            for name, result in results
+            if result is not None
         ],
     )
     yield Table(
@@ -97,7 +97,7 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
 
 
 def _hardware(result: Json) -> str:
-    """The machine, with the driver where it has GPUs."""
+    """Returns the machine, with the driver where it has GPUs."""
     drivers = dict.fromkeys(
         str(gpu["driver_version"]) for gpu in result["machine"]["gpus"] if "driver_version" in gpu
     )
@@ -111,7 +111,7 @@ def _versions(versions: Json) -> str:
 
 
 def _time(moment: str) -> str:
-    """A time in ISO 8601 as people read it."""
+    """Returns a time in ISO 8601 as people read it."""
     return moment.replace("T", " ").replace("+00:00", " UTC")
 
 

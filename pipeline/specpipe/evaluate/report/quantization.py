@@ -23,7 +23,7 @@ from specpipe.evaluate.report.charts import Axis, Chart, Panel, Series
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """Both forms of each model, and acceptance of their pairings."""
+    """Yields both forms of each model, and acceptance of their pairings."""
     quality = artifact.quality
     if quality is None:
         if any(conditions.quantized(artifact.engines[role]) for role in ROLES):
@@ -86,14 +86,14 @@ def _forms(quality: Json) -> Table:
 
 
 def _figures(artifact: Artifact) -> Iterator[Figure]:
-    """Acceptance of every pairing of plain and quantized models."""
+    """Yields acceptance of every pairing of plain and quantized models."""
     quality = artifact.quality
     if quality is None or not quality["acceptance"]:
         return
-    found = quality["acceptance"]
-    targets = list(dict.fromkeys(pairing["target"] for pairing in found))
-    drafts = list(dict.fromkeys(pairing["draft"] for pairing in found))
-    by_forms = {(pairing["draft"], pairing["target"]): pairing for pairing in found}
+    pairings = quality["acceptance"]
+    targets = list(dict.fromkeys(pairing["target"] for pairing in pairings))
+    drafts = list(dict.fromkeys(pairing["draft"] for pairing in pairings))
+    by_forms = {(pairing["draft"], pairing["target"]): pairing for pairing in pairings}
     series = []
     for colour, target in enumerate(targets):
         known = [
@@ -148,7 +148,7 @@ def _figures(artifact: Artifact) -> Iterator[Figure]:
                     str(p["num_accepted_tokens"]),
                     str(p["num_draft_tokens"]),
                 ]
-                for p in found
+                for p in pairings
             ],
         ),
     )

@@ -1,4 +1,4 @@
-"""The sections of a report, in order; each tells what is missing and how to get it."""
+"""The sections of a report, in order; each says what is missing and how to get it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specpipe.evaluate.report.blocks import Page, Section
 
 
 def make_page(artifact: Artifact, made_at: datetime) -> Page:
-    """Puts the page together; KeyError and the like where a result is not what it should be."""
+    """Returns the page; raises KeyError and the like where a result is not what it should be."""
     return Page(
         title=artifact.name,
         subtitle=_subtitle(artifact),

@@ -12,7 +12,7 @@ _OUTCOME_TONES: dict[str, Tone] = {"gain": "good", "loss": "bad"}
 
 
 def tiles(artifact: Artifact) -> Iterator[Tile]:
-    """Verdict, speed-up, acceptance, sizes."""
+    """Yields verdict, speed-up, acceptance, sizes."""
     yield _verdict_tile(artifact)
     yield _speed_tile(artifact)
     yield _acceptance_tile(artifact)
@@ -20,26 +20,26 @@ def tiles(artifact: Artifact) -> Iterator[Tile]:
 
 
 def _verdict_tile(artifact: Artifact) -> Tile:
-    found = artifact.verification
-    if found is None:
+    verification = artifact.verification
+    if verification is None:
         return Tile("Verdict", "not verified")
     if artifact.changed:
         return Tile("Verdict", "outdated", "changed since it was verified", "bad")
-    if found["reason"] is not None:
-        return Tile("Verdict", "failed", found["reason"], "bad")
-    num_ties = found["num_ties"]
+    if verification["reason"] is not None:
+        return Tile("Verdict", "failed", verification["reason"], "bad")
+    num_ties = verification["num_ties"]
     note = f"{num_ties} numerical tie{'s' if num_ties > 1 else ''}" if num_ties else "no difference"
-    return Tile("Verdict", "lossless", note, _VERDICT_TONES[found["verdict"]])
+    return Tile("Verdict", "lossless", note, _VERDICT_TONES[verification["verdict"]])
 
 
 def _speed_tile(artifact: Artifact) -> Tile:
     bench = artifact.bench
     compared = [] if bench is None else [load["comparison"] for load in bench["loads"]]
-    found = [c for c in compared if c is not None]
-    if not found:
+    comparisons = [c for c in compared if c is not None]
+    if not comparisons:
         return Tile("Speed-up", UNKNOWN, "not measured")
-    found.sort(key=lambda c: float(c["ratio"]))
-    worst, best = found[0], found[-1]
+    comparisons.sort(key=lambda c: float(c["ratio"]))
+    worst, best = comparisons[0], comparisons[-1]
     within = interval(best["low"], best["high"])
     note = f"at concurrency {best['concurrency']}"
     note += "" if within == UNKNOWN else f" (95 %: {within})"
@@ -51,11 +51,12 @@ def _speed_tile(artifact: Artifact) -> Tile:
 
 def _acceptance_tile(artifact: Artifact) -> Tile:
     if artifact.tune is not None:
-        found = own_draft(artifact.tune)["acceptance"]
+        acceptance = own_draft(artifact.tune)["acceptance"]
         packaged = artifact.options.get("num_draft_tokens")
-        expected = {e["num_draft_tokens"]: e["tokens"] for e in found["expected"]}
+        expected = {e["num_draft_tokens"]: e["tokens"] for e in acceptance["expected"]}
         length = packaged if packaged in expected else max(expected)
-        note = f"with K = {length}; {percent(found['alpha'])} % of judged draft tokens are accepted"
+        share = percent(acceptance["alpha"])
+        note = f"with K = {length}; {share} % of judged draft tokens are accepted"
         return Tile("Tokens a step", f"{expected[length]:.2f}", note)
     if artifact.verification is not None:
         drafting = [

@@ -22,28 +22,28 @@ from specpipe.evaluate.report.blocks import (
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
-    """The verdict, and everything that it rests on."""
-    found = artifact.verification
-    if found is None:
+    """Yields the verdict, and everything that it rests on."""
+    verification = artifact.verification
+    if verification is None:
         yield Missing("The output was not verified.", artifact.command("verify"))
         return
-    yield from _verdict(artifact, found)
-    yield _checks(artifact, found)
-    yield _ties(found)
-    faults = _divergences(found, "faults")
+    yield from _verdict(artifact, verification)
+    yield _checks(artifact, verification)
+    yield _ties(verification)
+    faults = _divergences(verification, "faults")
     if faults.rows:
         yield faults
-    if found["sampling"] is not None:
-        yield from _distributions(found["sampling"])
-    if found["gate"] is not None:
-        yield from _gate(found["gate"])
-    for sentence in found.get("notes", ()):  # those of earlier versions have none
+    if verification["sampling"] is not None:
+        yield from _distributions(verification["sampling"])
+    if verification["gate"] is not None:
+        yield from _gate(verification["gate"])
+    for sentence in verification.get("notes", ()):  # those of earlier versions have none
         yield Text(f"Note: {sentence}")
-    for sentence in found["skipped"]:
+    for sentence in verification["skipped"]:
         yield Text(f"Left out: {sentence}")
 
 
-def _verdict(artifact: Artifact, found: Json) -> Iterator[Block]:
+def _verdict(artifact: Artifact, verification: Json) -> Iterator[Block]:
     if artifact.changed:
         yield Notice(
             f"The repository is not the one that was verified: {artifact.changed[0]}"
@@ -51,12 +51,12 @@ def _verdict(artifact: Artifact, found: Json) -> Iterator[Block]:
             f"Run `{artifact.command('verify')}` again.",
             "bad",
         )
-    if found["reason"] is not None:
-        yield Notice(f"Failed: {found['reason']}", "bad")
-    elif found["verdict"] == "identical":
+    if verification["reason"] is not None:
+        yield Notice(f"Failed: {verification['reason']}", "bad")
+    elif verification["verdict"] == "identical":
         yield Notice("Every answer is, token for token, that of the target alone.", "good")
     else:
-        num_ties = found["num_ties"]
+        num_ties = verification["num_ties"]
         are = "is a numerical tie" if num_ties == 1 else "are numerical ties"
         yield Notice(
             "Every answer is, token for token, that of the target alone, but for "
@@ -66,7 +66,7 @@ def _verdict(artifact: Artifact, found: Json) -> Iterator[Block]:
         )
 
 
-def _checks(artifact: Artifact, found: Json) -> Table:
+def _checks(artifact: Artifact, verification: Json) -> Table:
     return Table(
         "Answers compared with those of the target alone",
         (
@@ -92,10 +92,10 @@ def _checks(artifact: Artifact, found: Json) -> Table:
                 count(check["total_draft_tokens"]),
                 percent(_rate(check)),
             ]
-            for check in found["checks"]
+            for check in verification["checks"]
         ],
-        note=f"{conditions.of_verification(artifact, found)}. A tie is "
-        f"{found['threshold']['rule']}.",
+        note=f"{conditions.of_verification(artifact, verification)}. A tie is "
+        f"{verification['threshold']['rule']}.",
     )
 
 
@@ -104,27 +104,27 @@ def _rate(check: Json) -> float | None:
     return check["total_accepted_draft_tokens"] / drafted if drafted else None
 
 
-def _ties(found: Json) -> Block:
-    table = _divergences(found, "ties")
+def _ties(verification: Json) -> Block:
+    table = _divergences(verification, "ties")
     return table if table.rows else Text("Numerical ties: none.")
 
 
-def _divergences(found: Json, kind: str) -> Table:
-    """The ties, or the faults, of all checks: where two streams part, and by how much."""
+def _divergences(verification: Json, kind: str) -> Table:
+    """Returns the ties, or the faults, of all checks: where two streams part, and by how much."""
     rows = [
         [
             f"{check['check']}, {check['side']}",
-            one["prompt"],
-            _shown(one.get("position")),
-            _token(one, "expected_id"),
-            _token(one, "found_id"),
-            _shown(one.get("margin")),
-            _shown(one.get("in_ulps")),
-            _shown(one.get("threshold")),
-            *([one["reason"] or ""] if kind == "faults" else []),
+            divergence["prompt"],
+            _figure(divergence.get("position")),
+            _token(divergence, "expected_id"),
+            _token(divergence, "found_id"),
+            _figure(divergence.get("margin")),
+            _figure(divergence.get("in_ulps")),
+            _figure(divergence.get("threshold")),
+            *([divergence["reason"] or ""] if kind == "faults" else []),
         ]
-        for check in found["checks"]
-        for one in check[kind]
+        for check in verification["checks"]
+        for divergence in check[kind]
     ]
     return Table(
         "Numerical ties" if kind == "ties" else "Faults",
@@ -144,7 +144,7 @@ def _divergences(found: Json, kind: str) -> Table:
     )
 
 
-def _shown(value: float | None) -> str:
+def _figure(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -180,7 +180,7 @@ def _distributions(sampling: Json) -> Iterator[Block]:
                 count(test["num_samples"]),
                 str(test["num_bins"]),
                 number(test["distance"], 3),
-                _shown(test["p_value"]),
+                _figure(test["p_value"]),
                 "flagged" if test["is_flagged"] else "passed",
             ]
             for test in tests

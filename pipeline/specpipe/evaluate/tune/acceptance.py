@@ -2,7 +2,7 @@
 
 K draft tokens, P prompts. A position is judged only in steps that accepted all before it, so its
 rate is conditional. What a step drafts first does not depend on how much it drafts, so the steps at
-the largest K tell of every smaller one.
+the largest K hold for every smaller one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from specpipe.speculative.request import Request
 Rounds = Mapping[tuple[int, int], int]
 """Number of steps by draft tokens that were judged and those of them accepted."""
 
-_NUM_RESAMPLES = 2000
-_PERCENTILES = (2.5, 97.5)
+_NUM_RESAMPLES = 2000  # 50 of them lie beyond each percentile
+_PERCENTILES = (2.5, 97.5)  # of a 95% interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, rounds: Sequence[Rounds], max_draft_len: int) -> Acceptance:
-        """Adds up the steps of each prompt."""
+        """Returns the sum over the steps of each prompt."""
         judged, accepted = (
             np.array([_counts(r, max_draft_len)[which] for r in rounds], dtype=np.float64)
             for which in (0, 1)
@@ -112,7 +112,7 @@ class Acceptance:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """By position; one that no step reached counts as never accepted."""
+        """Rates by position; one that no step reached counts as never accepted."""
         return tuple(position.rate or 0.0 for position in self.positions)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Acceptance:
 
 
 def _counts(rounds: Rounds, max_draft_len: int) -> tuple[list[int], list[int]]:
-    """How many steps judged and accepted each position."""
+    """Returns how many steps judged and accepted each position."""
     positions = range(1, max_draft_len + 1)
     judged = [
         sum(count for (k, n), count in rounds.items() if k >= i and n >= i - 1) for i in positions
@@ -130,7 +130,7 @@ def _counts(rounds: Rounds, max_draft_len: int) -> tuple[list[int], list[int]]:
 
 
 def _draw_rates(judged: Any, accepted: Any) -> Any:
-    """Rates [resamples, K] of prompts drawn with replacement, NaN where none of them got there."""
+    """Returns rates [resamples, K] of prompts drawn with replacement; NaN: none got there."""
     num_prompts = len(judged)
     if num_prompts < 2:
         return np.full((1, judged.shape[1]), np.nan)
@@ -140,7 +140,7 @@ def _draw_rates(judged: Any, accepted: Any) -> Any:
 
 
 def _interval(drawn: Any) -> dict[str, float]:
-    """No bounds where one prompt is all there is, or none got there."""
+    """Returns the bounds; {} where one prompt is all there is, or none got there."""
     drawn = drawn[~np.isnan(drawn)]
     if drawn.size < 2:
         return {}
@@ -149,7 +149,7 @@ def _interval(drawn: Any) -> dict[str, float]:
 
 
 def run_requests(pair: Pair, requests: Sequence[Request], *, at_once: int) -> dict[str, Rounds]:
-    """Runs requests, up to at_once of them together; the steps of each by its id."""
+    """Runs requests, up to at_once of them together; returns the steps of each by its id."""
     rounds: dict[str, Rounds] = {}
     waiting = deque(requests)
     num_running = 0

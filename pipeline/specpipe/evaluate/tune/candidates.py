@@ -47,7 +47,7 @@ class Subject:
 
 
 def own_pair(config: PipelineConfig, max_draft_len: int, work: Path, reporter: Reporter) -> Subject:
-    """The pair of the config, as it was built; built aside where it must draft more than that."""
+    """Returns the pair as it was built; builds another aside where it must draft more than that."""
     repository = repositories.built_repository(config)
     if max_draft_len > config.speculation.num_draft_tokens:
         derived = _derive(config, work / "own", [_num_draft_tokens(max_draft_len)])
@@ -58,7 +58,7 @@ def own_pair(config: PipelineConfig, max_draft_len: int, work: Path, reporter: R
 def candidate(
     checkpoint: str, config: PipelineConfig, max_draft_len: int, work: Path, reporter: Reporter
 ) -> Subject:
-    """The target with another draft: a folder, relative to the working directory, or a hub id.
+    """Returns the target with another draft: a folder, from the working directory, or a hub id.
 
     One that cannot be paired is a finding, and no failure.
     """
@@ -78,10 +78,10 @@ def candidate(
 
 
 def _derive(config: PipelineConfig, work: Path, overrides: Sequence[str]) -> PipelineConfig:
-    """The same config, built elsewhere, with some settings of its own."""
+    """Returns the same config, built elsewhere, with some settings of its own."""
     # The config may not be what its file says: --set had a say.
-    given = config.model_dump(mode="json", exclude_unset=True)
-    kept = [f"{section}={json.dumps(value)}" for section, value in given.items()]
+    settings = config.model_dump(mode="json", exclude_unset=True)
+    kept = [f"{section}={json.dumps(value)}" for section, value in settings.items()]
     elsewhere = f"output_dir={json.dumps(str(work.resolve()))}"
     return load_config(config.source, [*kept, elsewhere, *overrides])
 
@@ -91,7 +91,7 @@ def _num_draft_tokens(max_draft_len: int) -> str:
 
 
 def _folder_name(draft: str) -> str:
-    """Tells drafts apart whose folders have the same name."""
+    """Returns a name for a draft's folder that no other draft has, even one of the same name."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(draft).name)
     return f"{name}-{hashlib.sha256(draft.encode()).hexdigest()[:8]}"
 

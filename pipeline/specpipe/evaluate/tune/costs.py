@@ -24,11 +24,12 @@ from specpipe.speculative.request import Chunk, Request
 
 Clock = Callable[[], float]
 
-_MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 7, 31, 5.0  # of forwards
-_STEP_ROUNDS = 3
-_NUM_STEPS = 6
+_MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 7, 31, 5.0
+"""Rounds of forwards, odd for a median: the fewest, and the most that begin within the budget."""
+
+_STEP_ROUNDS, _NUM_STEPS = 3, 6  # rounds of whole steps, and steps of each. A guess.
 _MOST_DRAFT_LENGTHS = 9  # of verification; those between them lie on a line
-_PROMPT_TOKENS = 32
+_PROMPT_TOKENS = 32  # a short one: reading it is no part of a step
 _MOST_ANSWER_TOKENS = 1024  # more than the steps need, prompts that are still read included
 
 
@@ -48,11 +49,11 @@ class LoadCosts:
     drafting_rest_s: float
 
     def verify(self, num_draft_tokens: int) -> float:
-        """Between the lengths that were timed, interpolated."""
+        """Returns the seconds of a verification, interpolated between those that were timed."""
         return float(np.interp(num_draft_tokens, list(self.verify_s), list(self.verify_s.values())))
 
     def step_s(self, num_draft_tokens: int) -> float:
-        """A whole step: its forwards, and the rest, which grows evenly with K."""
+        """Returns the seconds of a step: its forwards, and the rest, which grows evenly with K."""
         share = num_draft_tokens / max(self.verify_s)
         rest_s = (1.0 - share) * self.plain_rest_s + share * self.drafting_rest_s
         return num_draft_tokens * self.draft_s + self.verify(num_draft_tokens) + rest_s
@@ -72,7 +73,7 @@ class LoadCosts:
 
 
 def draft_lengths(max_draft_len: int) -> tuple[int, ...]:
-    """Those whose verification is timed: all of a few, evenly chosen ones of many."""
+    """Returns the lengths whose verification is timed: all of a few, evenly chosen ones of many."""
     count = min(max_draft_len + 1, _MOST_DRAFT_LENGTHS)
     return tuple(sorted({round(length) for length in np.linspace(0, max_draft_len, count)}))
 
@@ -86,7 +87,7 @@ def measure(
     context: int,
     clock: Clock = time.perf_counter,
 ) -> list[LoadCosts]:
-    """Times a pair whose draft length is fixed, and that nobody else uses.
+    """Times a pair whose draft length is fixed, and that has no other requests.
 
     context is the length of the sequences that forwards are timed on; whole steps run on the
     beginning of the prompt.
@@ -131,11 +132,11 @@ class _Times:
     def clear(self) -> None:
         self._seconds.clear()
 
-    def median(self, what: str, batch_size: int, num_draft_tokens: int, context: int) -> float:
-        return median(self._seconds[what, batch_size, num_draft_tokens, context])
+    def median(self, timed: str, batch_size: int, num_draft_tokens: int, context: int) -> float:
+        return median(self._seconds[timed, batch_size, num_draft_tokens, context])
 
     def rest(self, batch_size: int, num_draft_tokens: int) -> float:
-        """What whole steps take beyond their forwards; noise may make it less than nothing."""
+        """Returns what whole steps take beyond their forwards; noise may make it negative."""
         forwards_s = num_draft_tokens * self.median("draft", batch_size, 0, 0)
         forwards_s += self.median("target", batch_size, num_draft_tokens, 0)
         return max(self.median("step", batch_size, num_draft_tokens, 0) - forwards_s, 0.0)

@@ -19,10 +19,12 @@ from specpipe.evaluate.bench.load import run_load
 from specpipe.evaluate.endpoints.base import Endpoint, Question
 
 _UNSTEADY = 1.3
-"""Highest / lowest round from which on a measurement says little: most gains are smaller."""
+"""Highest / lowest round from which on a measurement says little: most gains are smaller. A
+guess."""
 
 _CLOSE = 1.05
-"""A speed-up whose 95% interval is no wider than this factor either way is known well enough."""
+"""A speed-up whose 95% interval is no wider than this factor either way is certain enough. A
+guess."""
 
 _FEW_ROUNDS_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5% quantiles of Student's distribution with 1 to 9 degrees of freedom."""
@@ -40,7 +42,7 @@ class Cell:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all streams together, which are busy all the time."""
+        """Tokens a second of all streams together, which are busy all the time."""
         return self.concurrency * self.num_tokens / self.stream_s
 
     def to_json(self) -> dict[str, Any]:
@@ -69,12 +71,12 @@ class Measurement:
 
     @property
     def is_possible(self) -> bool:
-        """Whether acceptance allows it, but for what even a quiet machine's rounds differ by."""
+        """Whether acceptance allows the ratio, but for what rounds of a quiet machine differ by."""
         return self.tokens_a_step is None or self.speed_up <= self.tokens_a_step * _CLOSE
 
     @property
     def is_close(self) -> bool:
-        """Whether it is known well enough, whatever it is."""
+        """Whether the ratio is known well enough, whatever it is."""
         return self.low is not None and self.high is not None and self.high / self.low <= _CLOSE**2
 
 
@@ -114,24 +116,24 @@ def measure_cell(
 
 
 def whole_rounds(cells: Sequence[Cell], wanted: Mapping[int, Sequence[int]]) -> list[Cell]:
-    """Those cells whose round has all the draft lengths that are wanted at its load, by load.
+    """Returns the cells of whole rounds: those with all the draft lengths that a load wants.
 
     A round that was interrupted is measured anew: its sides were to run one after the other.
     """
-    found: dict[tuple[int, int], set[int]] = {}
+    measured: dict[tuple[int, int], set[int]] = {}
     for cell in cells:
-        found.setdefault((cell.concurrency, cell.round_number), set()).add(cell.num_draft_tokens)
+        measured.setdefault((cell.concurrency, cell.round_number), set()).add(cell.num_draft_tokens)
     return [
         cell
         for cell in cells
-        if set(wanted.get(cell.concurrency, ())) == found[cell.concurrency, cell.round_number]
+        if set(wanted.get(cell.concurrency, ())) == measured[cell.concurrency, cell.round_number]
     ]
 
 
 def compare(
     cells: Sequence[Cell], tokens_a_step: Mapping[int, float] | None = None
 ) -> list[Measurement]:
-    """Every draft length against the target alone at the same load; needs whole rounds.
+    """Returns every draft length against the target alone at the same load; needs whole rounds.
 
     tokens_a_step  by draft length, the most that its acceptance allows
     """
@@ -160,7 +162,7 @@ def compare(
 
 
 def doubt(rounds: Iterable[tuple[float, float]]) -> str | None:
-    """Says where rounds of one measurement, given as lowest and highest, are far apart."""
+    """Returns a warning where the lowest and highest round of one measurement are far apart."""
     spread = max((highest / lowest for lowest, highest in rounds), default=1.0)
     if spread < _UNSTEADY:
         return None
@@ -172,7 +174,7 @@ def doubt(rounds: Iterable[tuple[float, float]]) -> str | None:
 
 
 def _interval(ratios: Sequence[float]) -> dict[str, float]:
-    """The 95% interval of ratios, whose logarithms scatter alike on both sides."""
+    """Returns the 95% interval of ratios, whose logarithms scatter alike on both sides."""
     if len(ratios) < 2:
         return {}
     logs = [math.log(ratio) for ratio in ratios]
@@ -182,7 +184,7 @@ def _interval(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def _student_t(degrees: int) -> float:
-    """97.5% quantile (Abramowitz and Stegun, 26.7.5, from the tenth on)."""
+    """Returns Student's 97.5% quantile (Abramowitz and Stegun, 26.7.5, from the tenth on)."""
     if degrees <= len(_FEW_ROUNDS_T):
         return _FEW_ROUNDS_T[degrees - 1]
     z = 1.959964

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 def published_tokens(alpha: float, num_draft_tokens: int) -> float:
-    """Tokens that a step emits by eq. 1."""
+    """Returns how many tokens a step emits by eq. 1."""
     return sum(alpha**i for i in range(num_draft_tokens + 1))
 
 
 def published_speed_up(alpha: float, cost_ratio: float, num_draft_tokens: int) -> float:
-    """Speed with K draft tokens over that of the target alone, by theorem 3.8."""
+    """Returns the speed with K draft tokens over that of the target alone, by theorem 3.8."""
     return published_tokens(alpha, num_draft_tokens) / (num_draft_tokens * cost_ratio + 1.0)
 
 
 def expected_tokens(rates: Sequence[float], num_draft_tokens: int) -> float:
-    """Tokens that a step emits where position i is accepted at rates[i - 1], given those before it.
+    """Returns the tokens of a step that accepts position i at rates[i - 1], given those before it.
 
     1 + r1 + r1 r2 + ...: the target's own token, and each draft token that all before it reached.
     """
@@ -53,11 +53,11 @@ class Line:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> Line:
-    """The line of least squares through (x, y); with a single x it is flat."""
+    """Returns the line of least squares through (x, y); with a single x it is flat."""
     x, y = np.array(points, dtype=np.float64).T
     columns = [np.ones_like(x)] if np.ptp(x) == 0 else [np.ones_like(x), x]
-    found = [*np.linalg.lstsq(np.stack(columns, axis=1), y, rcond=None)[0].tolist(), 0.0]
-    intercept, slope = found[:2]
+    line = [*np.linalg.lstsq(np.stack(columns, axis=1), y, rcond=None)[0].tolist(), 0.0]
+    intercept, slope = line[:2]
     errors = np.abs(intercept + slope * x - y) / y
     return Line(intercept, slope, float(errors.max()))
 
@@ -87,7 +87,7 @@ class MemoryBound:
         )
 
     def speed_up(self, tokens: float, batch_size: int, num_draft_tokens: int) -> float:
-        """By forwards alone: what else a step takes has no part in this model."""
+        """Returns the speed-up by forwards alone: this model knows nothing else of a step."""
         plain = self.target.at(batch_size)
         step = num_draft_tokens * self.draft.at(batch_size) + self.target.at(
             batch_size * (num_draft_tokens + 1)
@@ -115,8 +115,9 @@ class Prediction:
 def predict(
     alpha: float, rates: Sequence[float], costs: Sequence[LoadCosts], max_draft_len: int
 ) -> list[Prediction]:
-    """Every draft length at every load. Only decoding counts: who reads the prompt is faster too,
-    or not, in neither model.
+    """Returns a prediction of every draft length at every load.
+
+    Both models are of decoding; neither says anything of reading the prompt.
     """
     memory_bound = MemoryBound.fit(costs)
     predictions = []

@@ -94,7 +94,7 @@ class Tuned:
             "digest": self.digest,
             "score": self.score,
             "acceptance": None if self.acceptance is None else self.acceptance.to_json(),
-            "kinds": {kind: found.to_json() for kind, found in self.kinds.items()},
+            "kinds": {kind: acceptance.to_json() for kind, acceptance in self.kinds.items()},
             "costs": [load.to_json() for load in self.costs],
             "memory_bound": None if self.memory_bound is None else asdict(self.memory_bound),
             "predictions": [asdict(prediction) for prediction in self.predictions],

@@ -11,7 +11,7 @@ from specpipe.evaluate.results import read_result, write_result
 
 KIND = "tune"
 _DECIDES = ("pair", "versions", "machine", "settings", "prompts")
-"""Of a result's header: a number that was measured under others is not of this run."""
+"""Keys of a result's header; a number that was measured under other values is of another run."""
 
 
 class Progress:
@@ -43,7 +43,7 @@ class Progress:
         self._data["measured"] = measured
 
     def entry(self, checkpoint: str, digest: str, report: Callable[[str], None]) -> dict[str, Any]:
-        """What was measured of a draft, to be added to; empty when its pair is another one now."""
+        """Returns what was measured of a draft, to be added to; empty when its pair has changed."""
         entry: dict[str, Any] | None = self._data["measured"].get(checkpoint)
         if entry is not None and entry.get("digest") == digest:
             return entry

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from specpipe.evaluate.tune.measure import Measurement
 
 _WORTHWHILE = 1.02
-"""A gain below this is not worth a second model: it may be noise, and costs memory."""
+"""A gain below this is not worth a second model, which costs memory. A guess."""
 
-_TIE = 0.01  # speed-ups that differ by less are one; fewer draft tokens are then better
+_TIE = 0.01  # speed-ups that differ by less are equal, and fewer draft tokens better. A guess.
 
 VLLM_VERSION = "0.24.0"
-"""Which brought `num_speculative_tokens_per_batch_size` (pull request 32374)."""
+"""The release that brought `num_speculative_tokens_per_batch_size` (pull request 32374)."""
 
 
 def pick(speed_ups: Mapping[int, float]) -> int:
-    """The draft length to allow at one load, from measured speed-ups by draft length; 0: none."""
+    """Returns the draft length to allow at one load, by measured speed-ups of each; 0: none."""
     best = max(speed_ups.values(), default=0.0)
     if best < _WORTHWHILE:
         return 0
@@ -64,7 +64,7 @@ def doubt(measurements: Sequence[Measurement]) -> str | None:
 
 
 def from_loads(best: Mapping[int, int]) -> Schedule:
-    """The table that `speculative` uses, from the draft length that is best at each load."""
+    """Returns the table that `speculative` uses, from the best draft length at each load."""
     steps: list[tuple[int, int]] = []
     from_batch_size = 1
     for load in sorted(best):
@@ -75,7 +75,7 @@ def from_loads(best: Mapping[int, int]) -> Schedule:
 
 
 def to_yaml(schedule: Schedule) -> str:
-    """The schedule as the YAML of a pair has it, below `speculation:`."""
+    """Returns the schedule as the YAML of a pair has it, below `speculation:`."""
     return "schedule:\n" + "".join(
         f"  - {{from_batch_size: {size}, num_draft_tokens: {length}}}\n"
         for size, length in schedule
@@ -92,12 +92,12 @@ class Form:
 
 
 def forms(best: Mapping[int, int], draft: str) -> list[Form]:
-    """The schedule for TensorRT-LLM's LLM API and for vLLM; `draft` names the checkpoint."""
+    """Returns the schedule for TensorRT-LLM's LLM API and vLLM; `draft` names the checkpoint."""
     return [*_tensorrt_llm(best), _vllm(best, draft)]
 
 
 def _tensorrt_llm(best: Mapping[int, int]) -> list[Form]:
-    """`draft_len_schedule` of `DraftTargetDecodingConfig`, of which there are two.
+    """Returns `draft_len_schedule` of `DraftTargetDecodingConfig`, of which there are two.
 
     1.2: each key is the smallest batch size of its length, and 1 must be among them with
     max_draft_len (tensorrt_llm/llmapi/llm_args.py, 1.2.1). From 1.3 on (pull request 10860) each
@@ -135,7 +135,7 @@ def _speculative_config(max_draft_len: int, schedule: Mapping[int, int]) -> str:
 
 
 def _upper_bounds(best: Mapping[int, int]) -> dict[int, int]:
-    """The last load of each run of equal lengths."""
+    """Returns the last load of each run of equal lengths."""
     loads = sorted(best)
     return {
         load: best[load]
@@ -145,7 +145,7 @@ def _upper_bounds(best: Mapping[int, int]) -> dict[int, int]:
 
 
 def _vllm(best: Mapping[int, int], draft: str) -> Form:
-    """`--speculative-config`; [first batch size, last one, K] (vLLM,
+    """Returns `--speculative-config`: [first batch size, last one, K] (vLLM,
     docs/features/speculative_decoding/dynamic_speculative_decoding.md).
     """
     name = f"vLLM {VLLM_VERSION}"

@@ -35,21 +35,21 @@ def _draft(draft: Tuned, source: str) -> list[str]:
     ]
     lines += _acceptance("all", draft.acceptance)
     if len(draft.kinds) > 1:
-        for kind, found in draft.kinds.items():
-            lines += _acceptance(kind, found)
+        for kind, acceptance in draft.kinds.items():
+            lines += _acceptance(kind, acceptance)
     lines += ["", *_costs(draft), "", *_speed_ups(draft)]
     if warning := doubt((m.lowest, m.highest) for m in draft.measurements):
         lines += ["", warning]
     return lines
 
 
-def _acceptance(name: str, found: Acceptance) -> list[str]:
+def _acceptance(name: str, acceptance: Acceptance) -> list[str]:
     rows = [
-        ["position", *(str(p.position) for p in found.positions)],
-        ["accepted / judged", *(f"{p.num_accepted}/{p.num_judged}" for p in found.positions)],
-        ["rate", *(_number(p.rate) for p in found.positions)],
-        ["95% interval", *(_interval(p.low, p.high) for p in found.positions)],
-        ["tokens a step", *(_number(e.tokens) for e in found.expected)],
+        ["position", *(str(p.position) for p in acceptance.positions)],
+        ["accepted / judged", *(f"{p.num_accepted}/{p.num_judged}" for p in acceptance.positions)],
+        ["rate", *(_number(p.rate) for p in acceptance.positions)],
+        ["95% interval", *(_interval(p.low, p.high) for p in acceptance.positions)],
+        ["tokens a step", *(_number(e.tokens) for e in acceptance.expected)],
     ]
     return [f"acceptance, {name}", *_table(rows)]
 
@@ -88,10 +88,10 @@ def _speed_ups(draft: Tuned) -> list[str]:
         ["concurrency", "K", "tokens a step", "published", "a + b rows", "predicted", "measured"]
     ]
     for p in draft.predictions:
-        found = measured.get((p.concurrency, p.num_draft_tokens))
-        shown = "" if found is None else f"{found.speed_up:.2f}"
-        if found is not None:
-            shown += f" ({_interval(found.lowest, found.highest)})"
+        measurement = measured.get((p.concurrency, p.num_draft_tokens))
+        shown = "" if measurement is None else f"{measurement.speed_up:.2f}"
+        if measurement is not None:
+            shown += f" ({_interval(measurement.lowest, measurement.highest)})"
         rows.append(
             [
                 str(p.concurrency),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from specpipe.config.document import parse_yaml, read_yaml
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError
 from specpipe.evaluate.tune.schedule import to_yaml
+from specpipe.machine.whole_file import written_whole
 from specpipe.speculative.adaptive import Schedule
 
 _SECTION, _SCHEDULE, _NUM_DRAFT_TOKENS = "speculation", "schedule", "num_draft_tokens"
@@ -35,15 +35,12 @@ def write_schedule(path: Path, schedule: Schedule) -> None:
         validate(parse_yaml(text, origin=str(path)).data, path)
     except (ConfigError, ValidationError) as exc:
         raise _by_hand(path, schedule) from exc
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        staged.write_text(text, encoding="utf-8", newline="")
-        shutil.copymode(path, staged)
-        staged.replace(path)
+        with written_whole(path) as staged:
+            staged.write_text(text, encoding="utf-8", newline="")
+            shutil.copymode(path, staged)
     except OSError as exc:
         raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def _with_schedule(path: Path, text: str, schedule: Schedule) -> str:
@@ -57,11 +54,11 @@ def _with_schedule(path: Path, text: str, schedule: Schedule) -> str:
     if not isinstance(values, yaml.MappingNode) or values.flow_style or not values.value:
         raise _by_hand(path, schedule)
     indent = values.start_mark.column
-    found = _find(values, _SCHEDULE)
-    if found is None:
+    setting = _find(values, _SCHEDULE)
+    if setting is None:
         at = _last_line(values) + 1
         return "".join([*lines[:at], *_indented(schedule, indent), *lines[at:]])
-    key, value = found
+    key, value = setting
     first, last = key.start_mark.line, _last_line(value)
     return "".join([*lines[:first], *_indented(schedule, indent), *lines[last + 1 :]])
 
@@ -69,9 +66,9 @@ def _with_schedule(path: Path, text: str, schedule: Schedule) -> str:
 def _with_num_draft_tokens(path: Path, text: str, num_draft_tokens: int) -> str:
     section = _find(_root(text, path), _SECTION)
     assert section is not None
-    found = _find(section[1], _NUM_DRAFT_TOKENS)
-    if found is not None:
-        start, end = found[1].start_mark.index, found[1].end_mark.index
+    setting = _find(section[1], _NUM_DRAFT_TOKENS)
+    if setting is not None:
+        start, end = setting[1].start_mark.index, setting[1].end_mark.index
         return f"{text[:start]}{num_draft_tokens}{text[end:]}"
     lines = text.splitlines(keepends=True)
     first = section[1].start_mark
@@ -89,7 +86,7 @@ def _find(node: yaml.Node | None, name: str) -> tuple[yaml.Node, yaml.Node] | No
 
 
 def _last_line(node: yaml.Node) -> int:
-    """The last line of a value; a block's own end mark is after the comments that follow it."""
+    """Returns the last line of a value; a block's own end mark is after the comments behind it."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _last_line(last[1] if isinstance(last, tuple) else last)

@@ -50,9 +50,9 @@ class Asked:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     draft_statuses: tuple[str, ...] = ()
-    """The words, each once, by which the server tells why it drafted or not."""
+    """The server's words, each once, for why it drafted or not."""
     is_lossless: bool = True
-    """False where the server itself says that it does not keep the target's output."""
+    """Whether the server keeps the target's output; False where it says itself that it does not."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +65,7 @@ class Asked:
 
 
 def ask_side(endpoint: Endpoint, cases: Sequence[Case], side: Side, sampling: Sampling) -> Asked:
-    """Asks every prompt; a seeded request has a seed of its own, the same one on every side."""
+    """Returns the answers to every prompt; a request's seed, if any, is the same on every side."""
     questions = [
         Question(
             token_ids=case.token_ids,

@@ -13,8 +13,11 @@ import numpy as np
 from specpipe.evaluate.verification.verdict import Floats
 
 MAX_NUM_BINS = 25
+"""Parts of a partition at most; a test of more parts needs more samples. A guess."""
+
 MIN_EXPECTED = 10.0
-"""Times that a part is expected in a sample, at least; chi-squared is off for much rarer ones."""
+"""Times that a part is expected in a sample, at least; chi-squared is inexact for rare parts. Twice
+the 5 of the usual rule."""
 
 Beginning = tuple[int, ...]
 """The first tokens of an answer; END where an end id came, OTHER for the pooled rest."""

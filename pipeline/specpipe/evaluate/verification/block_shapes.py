@@ -15,9 +15,10 @@ from specpipe.evaluate.verification.scorer import Scorer, Text, rows_of
 from specpipe.evaluate.verification.verdict import Floats
 
 _NUM_COMPETING = 100
-"""Of the best tokens, whose logits are compared between block shapes: no other one can win."""
+"""How many of the best tokens are compared between block shapes: no other one can win."""
 
 _QUANTILE = 0.999
+"""The quantile of differences that a tie may reach: the largest would depend on one outlier."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class BlockDifference:
 def measure_block_difference(
     scorer: Scorer, texts: Sequence[Text], block_sizes: Sequence[int]
 ) -> BlockDifference:
-    """Reads some texts otherwise than one token at a time: in blocks, and all together.
+    """Returns how reading texts in blocks, or together, differs from doing so token by token.
 
     What is compared are the distances of the best tokens' logits to the best one.
     """
@@ -42,8 +43,8 @@ def measure_block_difference(
     shapes += [(texts[i : i + at_once], 1, i) for i in range(0, len(texts), at_once)]
     moves = [
         _moves(plain[index], rows)
-        for some, block_size, first in shapes
-        for index, rows in enumerate(scorer.read(some, block_size), first)
+        for batch, block_size, first in shapes
+        for index, rows in enumerate(scorer.read(batch, block_size), first)
     ]
     if not moves:
         return BlockDifference(0.0, 0)
@@ -93,7 +94,7 @@ def measure_agreement(
 
 
 def _moves(plain: Floats, other: Floats) -> Floats:
-    """Both [N, V]: how far the best tokens' distances to the best one are apart."""
+    """Returns how far the best tokens' distances to the best one are apart in two sets [N, V]."""
     num_competing = min(_NUM_COMPETING, plain.shape[1])
     best = np.argpartition(-plain, num_competing - 1, axis=1)[:, :num_competing]
     first = plain.argmax(axis=1)[:, None]
@@ -104,5 +105,5 @@ def _moves(plain: Floats, other: Floats) -> Floats:
     with np.errstate(invalid="ignore"):  # ids that are not used, where few are
         moves = np.abs(distances[0] - distances[1])
     # The best token's distance to itself is no evidence.
-    found: Floats = moves[np.isfinite(moves) & (best != first)]
-    return found
+    evidence: Floats = moves[np.isfinite(moves) & (best != first)]
+    return evidence

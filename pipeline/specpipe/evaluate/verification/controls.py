@@ -36,7 +36,7 @@ class Engines:
 
     @classmethod
     def of(cls, repository: Path) -> Engines:
-        """Those of a built repository, with K as asked instead of the adaptive one."""
+        """Returns the engines of a built repository, with K as asked instead of adaptive."""
         folder = repository / SPECULATIVE / VERSION
         pair = read_pair(repository)
         return cls(
@@ -48,17 +48,17 @@ class Engines:
         )
 
     def load(self) -> Pair:
-        """The pair itself."""
+        """Returns the pair itself."""
         return load_runtime(self.runtime).load_pair(
             self.draft, self.target, self.options, self.tokenizer.detokenizer
         )
 
     def load_own_draft(self) -> Pair:
-        """The target as its own draft."""
+        """Returns the target as its own draft."""
         return dataclasses.replace(self, draft=self.target).load()
 
     def load_wrong_draft(self) -> Pair:
-        """The target with a draft that proposes what the target finds least likely."""
+        """Returns the target with a draft that proposes what the target finds least likely."""
         from specpipe.runtimes.pair.engine_pair import EnginePair
         from specpipe.runtimes.torch.pair import pair_of
 

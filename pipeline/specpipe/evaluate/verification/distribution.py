@@ -34,7 +34,10 @@ from specpipe.speculative.request import Sampling
 from specpipe.speculative.warp import softmax, warp
 
 FALSE_ALARM = 0.001
+"""The probability that all tests together flag a right distribution: once in 1000 verifications."""
+
 POWER = 0.9
+"""The probability that a test flags a distribution at the stated distance, as is usual."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ def sample_size(distance: float, num_tests: int) -> int:
 
 
 def holm(p_values: Sequence[float], level: float = FALSE_ALARM) -> list[bool]:
-    """Says which hypotheses are rejected, at a level for all of them together."""
+    """Returns which hypotheses are rejected, at a level for all of them together."""
     rejected = [False] * len(p_values)
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         if p_values[index] > level / (len(p_values) - rank):
@@ -120,7 +123,7 @@ def make_plans(
 ) -> list[Plan]:
     """Plans all tests, on the beginnings of those prompts that the target is least sure after.
 
-    Where it is sure, there is nothing to tell a wrong distribution by.
+    Where it is sure, a wrong distribution would not show.
     """
     settings = [s for s in settings if s.num_draft_tokens <= max_num_draft_tokens]
     short = [dataclasses.replace(case, token_ids=case.token_ids[:prompt_length]) for case in cases]
@@ -186,9 +189,9 @@ def _next_probs(
             end_token_ids=end_token_ids,
         )
         probs = softmax(scores)
-        found = {int(i): float(probs[i]) for i in np.flatnonzero(probs)}
-        end = sum(found.pop(i, 0.0) for i in end_token_ids)
-        return {**found, END: end} if end else found
+        by_token_id = {int(i): float(probs[i]) for i in np.flatnonzero(probs)}
+        end = sum(by_token_id.pop(i, 0.0) for i in end_token_ids)
+        return {**by_token_id, END: end} if end else by_token_id
 
     return next_probs
 
@@ -231,7 +234,7 @@ class Finding:
 
 
 def reason(tested: Finding) -> str | None:
-    """Why a test fails, as a sentence; None when it passes."""
+    """Returns, as a sentence, why a test fails; None when it passes."""
     if tested.num_failed:
         return f"sampling, {tested.plan.name}: {tested.num_failed} requests failed"
     if not tested.is_flagged:
@@ -247,10 +250,10 @@ def reason(tested: Finding) -> str | None:
 
 
 def objection(plan: Plan, endpoint: Endpoint) -> str | None:
-    """Why a server's sampled answers are not to be tested, in its own words; None: they are.
+    """Returns, in a server's words, why its sampled answers are not to be tested; None: they are.
 
-    It may refuse to sample, and it may say of an answer that it is otherwise distributed. Asked is
-    with the draft length that it has by itself, which no server refuses.
+    It may refuse to sample, and it may say of an answer that it is otherwise distributed. It is
+    asked with the draft length that it has by itself, which no server refuses.
     """
     question = dataclasses.replace(_question(plan, 0, 0), num_draft_tokens=None)
     (answer,) = ask(endpoint, [question])
@@ -298,7 +301,7 @@ def _run(
 
 
 def _question(plan: Plan, index: int, num_draft_tokens: int) -> Question:
-    """The seed makes the test repeatable; the request stays an unseeded one."""
+    """Returns a question that counts as unseeded; its seed makes the test repeatable."""
     return Question(
         token_ids=plan.case.token_ids,
         max_tokens=plan.setting.num_tokens + 1,

@@ -6,13 +6,14 @@ from specpipe.evaluate.verification.asking import Asked
 from specpipe.evaluate.verification.block_shapes import Agreement, less_chance
 
 MIN_OWN_ACCEPTANCE = 0.95
-"""A target that drafts for itself is right but for ties, each of which costs one step its rest."""
+"""The least that a target accepts of itself: ties excepted, each of which ends a step, it is 1."""
 
 MAX_WRONG_ACCEPTANCE = 0.05
+"""The most that may be accepted of tokens that the target finds least likely. A guess."""
 
 
 def is_often_wrong_about_itself(asked: Asked) -> bool:
-    """True for a target that drafts for itself and accepts less than one would that always agrees
+    """Returns whether a target that drafts for itself accepts too little for one that always agrees
     with itself.
     """
     rate = asked.acceptance_rate
@@ -34,7 +35,7 @@ def least_own_acceptance(asked: Asked, agreement: Agreement | None) -> float:
 
 
 def wrong_counts(asked: Asked, agreement: Agreement | None) -> list[str]:
-    """What the counts of draft tokens say against a side, a sentence each."""
+    """Returns what the counts of draft tokens say against a side, a sentence each."""
     side, rate = asked.side, asked.acceptance_rate
     if side.num_draft_tokens == 0:
         return ["the target alone drafted"] if asked.num_draft_tokens else []
@@ -54,7 +55,7 @@ def wrong_counts(asked: Asked, agreement: Agreement | None) -> list[str]:
 
 
 def remarks(asked: Asked, agreement: Agreement | None) -> list[str]:
-    """What the counts of a side that passed should not leave unsaid, a sentence each."""
+    """Returns what a reader should know of the counts of a side that passed, a sentence each."""
     rate = asked.acceptance_rate
     if asked.side.is_own_draft and agreement is not None and rate is not None:
         return [

@@ -25,9 +25,16 @@ from specpipe.evaluate.verification.verdict import (
 )
 from specpipe.speculative.request import GREEDY, Sampling
 
+CHECKPOINT_FACTOR = 8.0
+"""How much farther apart the logits of engine and checkpoint may be than those of two blocks. A
+guess."""
+
+DISAGREEMENT_FACTOR = 4.0
+"""How much more often both may choose differently than the checkpoint does by itself. A guess."""
+
 
 @dataclass(frozen=True)
-class Found:
+class CaseComparison:
     """The comparison of one prompt's streams."""
 
     case: str
@@ -45,8 +52,8 @@ class SideResult:
     side: Side
     verdict: Verdict
     num_identical: int
-    ties: tuple[Found, ...]
-    faults: tuple[Found, ...]
+    ties: tuple[CaseComparison, ...]
+    faults: tuple[CaseComparison, ...]
     num_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -69,8 +76,8 @@ class SideResult:
             "at_once": self.side.at_once,
             "verdict": self.verdict,
             "num_identical": self.num_identical,
-            "ties": [_found_json(found) for found in self.ties],
-            "faults": [_found_json(found) for found in self.faults],
+            "ties": [_case_json(differing) for differing in self.ties],
+            "faults": [_case_json(differing) for differing in self.faults],
             "num_tokens": self.num_tokens,
             "total_draft_tokens": self.num_draft_tokens,
             "total_accepted_draft_tokens": self.num_accepted_tokens,
@@ -94,7 +101,7 @@ def judge(
 
     agreement is what a target that drafts for itself is judged by; None: it always agrees.
     """
-    found: Mapping[Verdict, list[Found]] = {"identical": [], "tie": [], "fault": []}
+    by_verdict: Mapping[Verdict, list[CaseComparison]] = {"identical": [], "tie": [], "fault": []}
     for index, case in enumerate(cases):
         comparison = compare(
             reference.streams[index],
@@ -109,17 +116,17 @@ def judge(
             threshold,
             end_token_ids,
         )
-        found[comparison.verdict].append(Found(case.name, comparison))
+        by_verdict[comparison.verdict].append(CaseComparison(case.name, comparison))
     faults = draft_counts.wrong_counts(asked, agreement)
     notes = faults or draft_counts.remarks(asked, agreement)
-    verdicts: list[Verdict] = [verdict for verdict, those in found.items() if those]
+    verdicts: list[Verdict] = [verdict for verdict, members in by_verdict.items() if members]
     return SideResult(
         check=check,
         side=asked.side,
         verdict=worst([*verdicts, *(["fault"] if faults else [])]),  # type: ignore[list-item]
-        num_identical=len(found["identical"]),
-        ties=tuple(found["tie"]),
-        faults=tuple(found["fault"]),
+        num_identical=len(by_verdict["identical"]),
+        ties=tuple(by_verdict["tie"]),
+        faults=tuple(by_verdict["fault"]),
         num_tokens=asked.num_tokens,
         num_draft_tokens=asked.num_draft_tokens,
         num_accepted_tokens=asked.num_accepted_tokens,
@@ -141,8 +148,8 @@ def judge_target(
     Two implementations differ by more than two block shapes of one, hence the wider threshold. An
     engine with other weights than the checkpoint's may well equal itself with and without a draft.
 
-    Where rounding makes the threshold so wide that it tells little, agreement is what the two are
-    judged by in addition: how often the checkpoint chooses what was served.
+    Where rounding makes the threshold so wide that it proves little, the two are judged by their
+    agreement in addition: how often the checkpoint chooses what was served.
     """
     wide = dataclasses.replace(
         threshold,
@@ -186,10 +193,6 @@ def judge_target(
     return dataclasses.replace(result, verdict="fault", notes=(sentence,))
 
 
-CHECKPOINT_FACTOR = 8.0
-DISAGREEMENT_FACTOR = 4.0
-
-
 def _until_difference(
     stream: Stream, chosen: Sequence[int], end_token_ids: frozenset[int]
 ) -> Stream:
@@ -227,7 +230,7 @@ def _choice_at(
 def _choice(
     logits: Floats, text: Text, sampling: Sampling, end_token_ids: frozenset[int]
 ) -> Choice:
-    """How the target chooses what follows a text."""
+    """Returns how the target chooses what follows a text."""
     if sampling.is_greedy:
         return GreedyChoice(logits)
     return SeededChoice(logits, text, sampling, end_token_ids)
@@ -242,8 +245,8 @@ def own_agreement(
     block_size: int,
     end_token_ids: frozenset[int],
 ) -> Agreement:
-    """How often the target chooses the same along its own answers to some first cases, one token at
-    a time or in blocks.
+    """Returns how often the target chooses the same along its own answers to the first cases, one
+    token at a time or in blocks.
     """
     texts = [
         Text(case.token_ids, stream.token_ids, case.max_tokens)
@@ -265,10 +268,10 @@ def own_agreement(
     return measure_agreement(scorer, texts, block_size, choose)
 
 
-def _found_json(found: Found) -> dict[str, Any]:
-    divergence = found.comparison.divergence
+def _case_json(differing: CaseComparison) -> dict[str, Any]:
+    divergence = differing.comparison.divergence
     return {
-        "prompt": found.case,
-        "reason": found.comparison.reason,
+        "prompt": differing.case,
+        "reason": differing.comparison.reason,
         **({} if divergence is None else divergence.to_json()),
     }

@@ -21,7 +21,7 @@ from specpipe.errors import ConfigError
 from specpipe.evaluate.endpoints.base import Answer, Endpoint, Question, ask
 from specpipe.evaluate.prompts import Prompt, as_messages, digest, parse_prompt, read_json_lines
 
-_COMMAND_TIMEOUT_S = 60.0
+_COMMAND_TIMEOUT_S = 60.0  # after it an answer counts as wrong. A guess.
 
 Check = Callable[[str], bool]
 
@@ -47,17 +47,17 @@ class Gate:
         return digest([item.prompt for item in self.items])
 
     def as_chat(self) -> Gate:
-        """The same with each text as a user's message."""
+        """Returns the same gate with each text as a user's message."""
         prompts = as_messages([item.prompt for item in self.items])
         items = [replace(i, prompt=p) for i, p in zip(self.items, prompts, strict=True)]
         return replace(self, items=tuple(items))
 
 
 def load_gate(path: Path) -> Gate:
-    """Reads a file; ConfigError names the line and what was expected there."""
+    """Reads a file; raises ConfigError, with the line and what was expected there."""
     items: list[Item] = []
-    for where, given in read_json_lines(path):
-        fields = dict(given)
+    for where, line in read_json_lines(path):
+        fields = dict(line)
         expected = {key: fields.pop(key) for key in _CHECKS if key in fields}
         if len(expected) != 1:
             raise ConfigError(f"{where}: expected exactly one of {', '.join(_CHECKS)}")
@@ -92,14 +92,14 @@ def _command(value: Any, where: str) -> Check:
 
     def is_right(answer: str) -> bool:
         try:
-            done = subprocess.run(
+            finished = subprocess.run(
                 words, input=answer.encode(), capture_output=True, timeout=_COMMAND_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
             return False
         except OSError as exc:
             raise ConfigError(f"{where}: command {words[0]} does not run: {exc}") from exc
-        return done.returncode == 0
+        return finished.returncode == 0
 
     return is_right
 
@@ -170,7 +170,7 @@ def ask_gate(
     num_draft_tokens: int | None,
     at_once: int,
 ) -> list[Answer]:
-    """Asks everything greedily.
+    """Returns the greedy answers to all prompts.
 
     max_tokens is for prompts that do not say themselves.
     """
@@ -193,11 +193,8 @@ def judge_gate(
     speculative: Sequence[Answer],
     min_pass_rate: float | None = None,
 ) -> GateResult:
-    """Says which answers are right, those of the target alone and those of the pair."""
-    right_alone, right = (
-        [a.is_complete and item.is_right(a.text) for a, item in zip(some, gate.items, strict=True)]
-        for some in (alone, speculative)
-    )
+    """Returns which answers are right, those of the target alone and those of the pair."""
+    right_alone, right = _are_right(gate, alone), _are_right(gate, speculative)
     return GateResult(
         source=gate.source,
         digest=gate.digest,
@@ -212,3 +209,7 @@ def judge_gate(
         ),
         min_pass_rate=min_pass_rate,
     )
+
+
+def _are_right(gate: Gate, answers: Sequence[Answer]) -> list[bool]:
+    return [a.is_complete and i.is_right(a.text) for a, i in zip(answers, gate.items, strict=True)]

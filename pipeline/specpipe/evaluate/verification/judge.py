@@ -14,9 +14,10 @@ from specpipe.evaluate.verification.verdict import TieThreshold
 from specpipe.speculative.request import Sampling
 
 FLOAT32_MARGIN = 1e-4
+"""The largest margin of a tie in float32, some ten units in the last place of a logit of 100."""
 
 _NUM_TEXTS = 8
-"""Answers that are read in other block shapes, too."""
+"""Answers that are read in other block shapes, too; each takes forwards of its own. A guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +38,20 @@ class Judge:
     skipped: list[str] = field(default_factory=list)
 
     def threshold(self) -> TieThreshold:
-        """How large the margin of a tie may be."""
+        """Returns how large the margin of a tie may be."""
         if self.is_float32:
             return TieThreshold(dtype="float32", fixed=FLOAT32_MARGIN)
         texts = [
             Text(case.token_ids, stream.token_ids, case.max_tokens)
             for case, stream in zip(self.cases, self.asked["greedy"][0].streams, strict=True)
         ]
-        found = measure_block_difference(
+        difference = measure_block_difference(
             self.scorer, texts[:_NUM_TEXTS], [length + 1 for length in self.lengths]
         )
         return TieThreshold(
-            dtype=self.scorer.dtype, block_difference=found.value, rounding=self.scorer.rounding
+            dtype=self.scorer.dtype,
+            block_difference=difference.value,
+            rounding=self.scorer.rounding,
         )
 
     def sides(self, threshold: TieThreshold) -> list[SideResult]:

@@ -76,14 +76,14 @@ def encode(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def takes_draft_lengths(endpoint: Endpoint, case: Case) -> bool:
-    """False where the server refuses to leave the draft out: its library drafts in every step."""
+    """Returns False where the server cannot leave the draft out: its library always drafts."""
     question = Question(token_ids=case.token_ids, max_tokens=1, num_draft_tokens=0)
     error = record(endpoint, question).error
     return error is None or not error.startswith("num_draft_tokens is 0")
 
 
 def sides_of_target_alone(at_once: int) -> list[Side]:
-    """The first is what all others are compared with, the second the same in another shape."""
+    """Returns the side that all others are compared with, and the same in another shape."""
     return [
         Side(name="target alone", kind="reference", num_draft_tokens=0, at_once=1),
         Side(
@@ -96,7 +96,7 @@ def sides_of_target_alone(at_once: int) -> list[Side]:
 
 
 def sides_of_speculation(lengths: Sequence[int], at_once: int) -> list[Side]:
-    """One request at a time with the largest K; then every K, many at once."""
+    """Returns one request at a time with the largest K; then every K, many at once."""
     return [
         Side(
             name=f"K = {length}, {num} at once",
@@ -109,7 +109,7 @@ def sides_of_speculation(lengths: Sequence[int], at_once: int) -> list[Side]:
 
 
 def side_as_served(at_once: int) -> Side:
-    """K as the pair chooses it, and its draft or the text to take it from, step by step."""
+    """Returns the pair with K, and the source of draft tokens, as it chooses them step by step."""
     return Side(
         name=f"as served, {at_once} at once",
         kind="speculation",
@@ -119,7 +119,7 @@ def side_as_served(at_once: int) -> Side:
 
 
 def side_of_own_draft(length: int, at_once: int) -> Side:
-    """The target drafts for itself."""
+    """Returns the side on which the target drafts for itself."""
     return Side(
         name="the target as its own draft",
         kind="control",
@@ -130,7 +130,7 @@ def side_of_own_draft(length: int, at_once: int) -> Side:
 
 
 def side_of_wrong_draft(length: int, at_once: int) -> Side:
-    """No draft token is the target's."""
+    """Returns the side on which no draft token is the target's."""
     return Side(
         name="a draft that is always wrong",
         kind="control",

@@ -84,7 +84,7 @@ def changes(artifacts_dir: Path) -> list[str]:
         if name in recorded and recorded[name].sha256 == built.sha256:
             recorded[name] = built
     compared = compare_files(repository, recorded, trust_times=True)
-    return [f"{name} {what}" for name, what in compared.differences.items()]
+    return [f"{name} {change}" for name, change in compared.differences.items()]
 
 
 def refusal(artifacts_dir: Path) -> str | None:

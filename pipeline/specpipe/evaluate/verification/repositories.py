@@ -108,13 +108,13 @@ def _write(repository: Path, out: Path, pair: PairFile, *, draft: Role) -> Path:
 
 
 def _engine(repository: Path, role: Role) -> Path:
-    """The engine of one side: in a Triton model of its own, or in `speculative`."""
+    """Returns the engine of one side: in a Triton model of its own, or in `speculative`."""
     of_model = sorted((repository / role / VERSION).glob("*/config.json"))
     return of_model[0].parent if of_model else repository / SPECULATIVE / VERSION / role
 
 
 def _settings_of_target(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a runtime's settings say of the target, under the names of the draft."""
+    """Returns what a runtime's settings say of the target, under the names of the draft."""
     return {
         f"draft_{name.removeprefix('target_')}": value
         for name, value in settings.items()

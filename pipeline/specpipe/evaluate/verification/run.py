@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,20 +31,20 @@ from specpipe.evaluate.verification.asking import Asked, Side, ask_side
 from specpipe.evaluate.verification.gate import Gate, ask_gate, judge_gate, load_gate
 from specpipe.evaluate.verification.judge import Judge
 from specpipe.evaluate.verification.outcome import Findings, Options, Verification
-from specpipe.evaluate.verification.scorer import Scorer
+from specpipe.evaluate.verification.scorer import Scorer, work_folder
 from specpipe.evaluate.verification.subject import Subject
 from specpipe.machine.libraries import with_extras
-from specpipe.machine.manifest import Files, compare_files, files_below, relinked
-from specpipe.machine.signals import deferred
+from specpipe.machine.manifest import Files, compare_files
 from specpipe.runtimes.engine_fit import installed
 from specpipe.runtimes.runtime import require_library
 from specpipe.speculative.request import GREEDY, Sampling
 from specpipe.triton.server.server import Log
 
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=20_000, is_seeded=True)
+"""How seeded requests sample: as chat models are often asked, from any one seed."""
 
-_MAX_AT_ONCE = 32
-_FEW_TOKENS = 4
+_MAX_AT_ONCE = 32  # requests in flight: more take longer and show no more. A guess.
+_FEW_TOKENS = 4  # of a mean greedy answer, fewer than which show little. A guess.
 _LIBRARIES = ("torch", "scipy", "nvidia-pytriton")
 _IF_INSTALLED = ("tensorrt-rtx-cu13", "tensorrt", "tensorrt_llm")
 
@@ -54,7 +52,7 @@ _IF_INSTALLED = ("tensorrt-rtx-cu13", "tensorrt", "tensorrt_llm")
 def verify(
     config: PipelineConfig, options: Options, *, report: Log = lambda line: None
 ) -> Verification:
-    """Verifies a built pair and writes the result beside it; `report` hears how it goes on."""
+    """Verifies a built pair and writes the result next to it; `report` gets what is going on."""
     if options.distance is not None and importlib.util.find_spec("scipy") is None:
         raise RuntimeUnavailable(
             "testing unseeded sampling needs 'scipy', unless it is left out with --no-sampling: "
@@ -69,11 +67,11 @@ def verify(
     if options.is_chat:
         prompts = PromptSet(prompts.source, as_messages(prompts.prompts))
         gate = None if gate is None else gate.as_chat()
-    with _work_folder(repository) as made:
+    with work_folder(config) as work:
         subject = Subject(
             config,
             repository,
-            made,
+            work,
             is_in_process=options.is_in_process,
             is_float32=options.is_float32,
             max_num_draft_tokens=max(options.num_draft_tokens, default=0),
@@ -87,24 +85,12 @@ def verify(
                 f"{repository} was changed while it was verified: run `specpipe verify` again"
             )
         path = _write(config, subject, run.settings(), prompts, findings, files)
-    cache.hold(repository)  # notes what links to it were made and removed
+    cache.check_integrity(repository)  # notes what links to it were made and removed
     return Verification(findings, path, title=_title(config, subject, prompts, findings))
 
 
-@contextmanager
-def _work_folder(repository: Path) -> Iterator[Path]:
-    """A folder beside the repository, whose files may be linked into it."""
-    with deferred():
-        made = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
-    try:
-        yield made
-    finally:
-        with deferred(), relinked(files_below(repository).values()):
-            shutil.rmtree(made, ignore_errors=True)
-
-
 def _title(config: PipelineConfig, subject: Subject, prompts: PromptSet, findings: Findings) -> str:
-    """What was verified and on how much, in a line."""
+    """Returns what was verified and on how much, in a line."""
     place = "in this process"
     if subject.triton_version is not None:
         place = f"in Triton {subject.triton_version}"
@@ -123,7 +109,7 @@ def _write(
     findings: Findings,
     files: Files,
 ) -> Path:
-    """Writes the artifact's verdict; what other engines than its own came to stands elsewhere."""
+    """Writes the verdict, that of other engines than the artifact's elsewhere; returns the file."""
     libraries = [*_LIBRARIES, *(name for name in _IF_INSTALLED if installed(name) is not None)]
     data = {
         **results.header(
@@ -224,7 +210,7 @@ class _Run:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What was asked for, resolved."""
+        """Returns what was asked for, resolved."""
         return {
             **dataclasses.asdict(self._options),
             "gate": None if self._gate is None else self._gate.source,

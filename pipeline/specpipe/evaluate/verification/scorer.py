@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 
+from specpipe.build.artifacts import repository_dir
 from specpipe.build.pairing import PairContract
 from specpipe.build.stages.convert import convert
 from specpipe.checkpoints import source
 from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.checkpoints.unified_sections import Quantization
-from specpipe.errors import SpecpipeError
 from specpipe.evaluate.verification.verdict import Floats
 from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.manifest import compare_files, read_manifest
@@ -32,6 +32,7 @@ from specpipe.roles import Role
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
 from specpipe.runtimes.runtime import require_library
 from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, BuildTorchEngine
+from specpipe.stage import naming
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _MAX_NUM_TOKENS = 256
+"""Tokens of one forward of a scorer: bounds the memory of its logits. A guess."""
+
+_STEPS = {"fp8": "FP8", "fp8_per_token": "FP8", "int8": "INT8", "nvfp4": "FP4"}
+"""The format that activations are rounded to, by the name that `FORMATS` has for it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Scorer(Protocol):
     max_batch_size: int
 
     def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
-        """Logits [len(output) + 1, V] of each output token and the next one, for each text.
+        """Returns logits [len(output) + 1, V] of each output token and the next one, for each text.
 
         A prompt is read by itself; then outputs are read together, up to max_batch_size of them, in
         blocks of that many tokens. An id that no tokenizer entry uses has -inf.
@@ -122,7 +127,7 @@ class TorchScorer:
         return self._engine.allocate(prompt_length=prompt_length, max_tokens=max_tokens)
 
     def _read_prompt(self, sequence: int, prompt: Sequence[int]) -> Floats:
-        """Logits [1, V] after the prompt."""
+        """Returns the logits [1, V] after the prompt."""
         last = (len(prompt) - 1) // _MAX_NUM_TOKENS * _MAX_NUM_TOKENS
         for start in range(0, last, _MAX_NUM_TOKENS):
             self._forward([(sequence, prompt[start : start + _MAX_NUM_TOKENS])], [0])
@@ -141,8 +146,8 @@ class TorchScorer:
 @contextmanager
 def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterator[TorchScorer]:
     """Loads the target of a built pair; what has to be built for it is removed at the end."""
-    with _work_folder(config.artifacts_dir) as made:
-        engine = torch_engine(config, "target", made, dtype=dtype)
+    with work_folder(config) as work:
+        engine = torch_engine(config, "target", work, dtype=dtype)
         from specpipe.runtimes.torch.engine import TorchEngine
 
         contract = config.artifacts.contract
@@ -151,23 +156,21 @@ def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterat
             TorchEngine.load(engine),
             dtype=_engine_config(engine)["build_config"]["dtype"],
             rounding=engine_rounding(engine),
-            unused=unused,
+            unused=_contract(config).unused_token_ids,
         )
 
 
 @contextmanager
-def _work_folder(parent: Path) -> Iterator[Path]:
+def work_folder(config: PipelineConfig) -> Iterator[Path]:
+    """Yields a folder next to the repository, whose files may be linked into it."""
+    repository = repository_dir(config)
     with deferred():
-        made = Path(tempfile.mkdtemp(dir=parent, prefix=".scorer-"))
+        work = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
     try:
-        yield made
+        yield work
     finally:
-        with deferred():
-            shutil.rmtree(made, ignore_errors=True)
-
-
-_STEPS = {"fp8": "FP8", "fp8_per_token": "FP8", "int8": "INT8", "nvfp4": "FP4"}
-"""What a format rounds activations to."""
+        with deferred(), relinked(files_below(repository).values()):
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def engine_rounding(engine: Path) -> str | None:
@@ -189,7 +192,7 @@ def engine_rounding(engine: Path) -> str | None:
 def torch_engine(
     config: PipelineConfig,
     role: Role,
-    made: Path,
+    work: Path,
     *,
     dtype: Dtype | None = None,
     num_draft_tokens: int = 0,
@@ -212,7 +215,7 @@ def torch_engine(
         return built
     out = Artifacts(made).side(role).engine
     out.mkdir(parents=True)
-    checkpoint = _unified_checkpoint(config, role, made)
+    checkpoint = _unified_checkpoint(config, role, work)
     engine = config.engine
     stage = BuildTorchEngine(
         role=role,
@@ -224,10 +227,8 @@ def torch_engine(
         dtype=dtype or cast("Dtype", own["dtype"] if own else _stored_dtype(config, checkpoint)),
         device=engine.device,
     )
-    try:
+    with naming(f"the {role} cannot be scored by runtime 'torch'"):
         stage.run(out)
-    except SpecpipeError as exc:
-        raise type(exc)(f"the {role} cannot be scored by runtime 'torch': {exc}") from exc
     return out
 
 
@@ -237,17 +238,17 @@ def _served(config: PipelineConfig, role: Role) -> Path:
 
 
 def _engine_config(engine: Path) -> Mapping[str, Any]:
-    """The `config.json` of a torch engine; empty for an engine of another runtime, or none."""
+    """Returns the `config.json` of a torch engine; {} for one of another runtime, or none."""
     config = _read_json(engine / CONFIG_NAME)
     return config if config.get("runtime") == ENGINE_KIND else {}
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """A JSON object; empty where there is none."""
+    """Returns a JSON object; {} where there is none."""
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-        if isinstance(found, dict):
-            return found
+        data = json.loads(path.read_bytes())
+        if isinstance(data, dict):
+            return data
     return {}
 
 
@@ -259,7 +260,7 @@ def _is_as_built(engine: Path) -> bool:
 
 
 def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:
-    """What an engine of another runtime computes in: as configured, else as stored."""
+    """Returns what an engine of another runtime computes in: as configured, else as stored."""
     if config.engine.dtype != "auto":
         return config.engine.dtype
     return read_unified_config(checkpoint).dtype
@@ -285,7 +286,7 @@ def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:
 
 
 def _max_seq_len(config: PipelineConfig, role: Role) -> int:
-    """As the pair serves it, within the side's context."""
+    """Returns the longest sequence that the pair serves, within the side's context."""
     from specpipe.runtimes.pair_file import read_pair
 
     contract = config.artifacts.contract
@@ -293,3 +294,8 @@ def _max_seq_len(config: PipelineConfig, role: Role) -> int:
     context = limits.draft_max_seq_len if role == "draft" else limits.target_max_seq_len
     served = read_pair(config.artifacts.repository).options.max_seq_len
     return min(served, context)
+
+
+def _contract(config: PipelineConfig) -> PairContract:
+    path = config.artifacts_dir / "check" / "pair.json"
+    return PairContract.from_json(path.read_text(encoding="utf-8"))

@@ -21,7 +21,8 @@ from specpipe.speculative.request import Sampling
 from specpipe.speculative.warp import warp
 
 _MAX_SHIFT = 64.0  # no rounding moves a logit that far
-_NUM_BISECTIONS = 30
+_NUM_BISECTIONS = 30  # after these an error is known to a part in 10^9
+_NUM_RIVALS = 4  # that are tried at the edge of top-k, top-p or min-p, the nearest first. A guess.
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class SeededChoice:
         return float(abs(self.raw_logits.max()))
 
     def shortfall(self, token_ids: Collection[int]) -> float:
-        """Twice the least error in single logits under which one of the tokens is drawn.
+        """Returns twice the least error in single logits under which one of the tokens is drawn.
 
         An error may also move a token across the edge of top-k, top-p or min-p. Without such an
         edge, this is the difference of the scores, noise included, times the temperature.
@@ -73,7 +74,7 @@ class SeededChoice:
         return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
     def _is_drawn(self, token_id: int, error: float) -> bool:
-        """Says whether an error of that size in each logit can make the token the one drawn.
+        """Returns whether an error of that size in each logit can make the token the one drawn.
 
         Tried are the two that favour it: all others smaller; and those below and above some rival
         shifted so that it falls to the edge.
@@ -94,13 +95,13 @@ class SeededChoice:
         return False
 
     def _rivals(self, token_id: int) -> list[int]:
-        """The tokens that are drawn before this one, but for their exclusion; the least likely,
-        which are next to the edge, come first.
+        """Returns the tokens that are drawn before this one, but for their exclusion; the least
+        likely, which are next to the edge, come first.
         """
         scores = self._scores(self.raw_logits)
         untruncated = self.raw_logits / self.sampling.temperature + self._noise
         better = np.flatnonzero((scores > untruncated[token_id]) & np.isfinite(scores))
-        return [int(i) for i in better[np.argsort(self.raw_logits[better])][:4]]
+        return [int(i) for i in better[np.argsort(self.raw_logits[better])][:_NUM_RIVALS]]
 
     def _scores(self, logits: Floats) -> Floats:
         scores: Floats = self._noise + warp(

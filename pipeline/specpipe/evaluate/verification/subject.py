@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from specpipe.config.sections import PipelineConfig
@@ -25,13 +26,13 @@ from specpipe.triton.server.server import Log
 
 
 class Subject:
-    """A built pair, or its two checkpoints in float32; `made` is a folder for what that takes."""
+    """A built pair, or its two checkpoints in float32; `work` is a folder for what that takes."""
 
     def __init__(
         self,
         config: PipelineConfig,
         repository: Path,
-        made: Path,
+        work: Path,
         *,
         is_in_process: bool,
         is_float32: bool,
@@ -39,7 +40,7 @@ class Subject:
         report: Log,
     ) -> None:
         """max_num_draft_tokens is what engines in float32 are built for, if more than packaged."""
-        self._config, self._repository, self._made, self._report = config, repository, made, report
+        self._config, self._repository, self._work, self._report = config, repository, work, report
         self.is_in_process = is_in_process or is_float32
         self._is_float32 = is_float32
         self.engines = Engines.of(repository)
@@ -49,7 +50,7 @@ class Subject:
         self.may_copy = pair.options.prompt_lookup
         """Whether it takes draft tokens from the text of a request that runs alone."""
         self.triton_version: str | None = None
-        """Of the server that was asked, once one was."""
+        """The version of the server that was asked, once one was."""
         self.is_artifact = True
         """Whether the engines are those that are served."""
         if is_float32:
@@ -68,108 +69,85 @@ class Subject:
         """As `Runtime` has it; TensorRT-LLM's engines draw with a noise of their own."""
         return load_runtime(self.runtime).runs_own_loop
 
-    @contextmanager
-    def open_as_asked(self) -> Iterator[Endpoint]:
-        """The pair with K as a request asks, all of it drafted by the draft."""
+    def open_as_asked(self) -> AbstractContextManager[Endpoint]:
+        """Returns the pair with K as a request asks, all of it drafted by the draft."""
         if self.is_in_process:
-            with self._open_pair(self.engines.load()) as endpoint:
-                yield endpoint
-            return
-        self._report("starting Triton, with K as asked")
-        made = repositories.write_as_asked(self._repository, self._made / "as_asked")
-        with self._open_triton(made) as endpoint:
-            yield endpoint
+            return self._open_pair(self.engines.load)
+        return self._open_triton("with K as asked", repositories.write_as_asked, "as_asked")
 
-    @contextmanager
-    def open_as_served(self) -> Iterator[Endpoint]:
-        """The pair as it is."""
+    def open_as_served(self) -> AbstractContextManager[Endpoint]:
+        """Returns the pair as it is."""
         if self.is_in_process:
-            with closing(InProcess.load(self._repository)) as endpoint:
-                yield endpoint
-            return
-        self._report("starting Triton, as served")
-        with self._open_triton(self._repository) as endpoint:
-            yield endpoint
+            return _opened(lambda: InProcess.load(self._repository))
+        return self._open_triton("as served", lambda repository, out: repository, "as_served")
 
-    @contextmanager
-    def open_without_draft(self) -> Iterator[Endpoint]:
-        """The target alone, of a pair that drafts in every step of every request."""
-        self._report("starting Triton, without a draft")
-        made = repositories.write_without_draft(
-            self._config, self._repository, self._made / "without_draft"
-        )
-        with self._open_triton(made) as endpoint:
-            yield endpoint
+    def open_without_draft(self) -> AbstractContextManager[Endpoint]:
+        """Returns the target alone, of a pair that drafts in every step of every request."""
+        write = partial(repositories.write_without_draft, self._config)
+        return self._open_triton("without a draft", write, "without_draft")
 
-    @contextmanager
-    def open_own_draft(self) -> Iterator[Endpoint]:
-        """The target as its own draft."""
+    def open_own_draft(self) -> AbstractContextManager[Endpoint]:
+        """Returns the target as its own draft."""
         if self.runs_own_loop:
-            with self._open_pair(self.engines.load_own_draft()) as endpoint:
-                yield endpoint
-            return
-        self._report("starting Triton, with the target as its own draft")
-        made = repositories.write_own_draft(self._repository, self._made / "own_draft")
-        with self._open_triton(made) as endpoint:
-            yield endpoint
+            return self._open_pair(self.engines.load_own_draft)
+        how = "with the target as its own draft"
+        return self._open_triton(how, repositories.write_own_draft, "own_draft")
 
-    @contextmanager
-    def open_wrong_draft(self) -> Iterator[Endpoint]:
-        """The target with a draft that is always wrong."""
+    def open_wrong_draft(self) -> AbstractContextManager[Endpoint]:
+        """Returns the target with a draft that is always wrong."""
         if self.runs_own_loop:
-            with self._open_pair(self.engines.load_wrong_draft()) as endpoint:
-                yield endpoint
-            return
-        made = repositories.write_wrong_draft(self._repository, self._made / "wrong_draft")
-        self._report("starting Triton, with a draft that is always wrong")
-        with self._open_triton(made) as endpoint:
-            yield endpoint
+            return self._open_pair(self.engines.load_wrong_draft)
+        how = "with a draft that is always wrong"
+        return self._open_triton(how, repositories.write_wrong_draft, "wrong_draft")
+
+    def open_scorer(self) -> AbstractContextManager[Scorer]:
+        """Returns a scorer of texts by the target's own logits."""
+        return open_scorer(self._config, dtype="float32" if self._is_float32 else None)
+
+    def _open_pair(self, load: Callable[[], Pair]) -> AbstractContextManager[Endpoint]:
+        return _opened(lambda: InProcess(load(), self.tokenizer))
 
     @contextmanager
-    def _open_pair(self, pair: Pair) -> Iterator[Endpoint]:
-        """A pair in this process."""
-        with closing(InProcess(pair, self.tokenizer)) as endpoint:
-            yield endpoint
-
-    @contextmanager
-    def open_scorer(self) -> Iterator[Scorer]:
-        """The target's own logits."""
-        with open_scorer(self._config, dtype="float32" if self._is_float32 else None) as scorer:
-            yield scorer
-
-    @contextmanager
-    def _open_triton(self, repository: Path) -> Iterator[Endpoint]:
+    def _open_triton(
+        self, how: str, write: Callable[[Path, Path], Path], folder: str
+    ) -> Iterator[Endpoint]:
+        """Serves the repository that `write` makes of the artifact's in a folder of that name."""
+        repository = write(self._repository, self._work / folder)
+        self._report(f"starting Triton, {how}")
         with served(repository) as server:
             url, end_token_ids = server.http_url, self.end_token_ids
             self.triton_version = json.loads(fetch(f"{url}/v2", timeout_s=60.0))["version"]
-            with closing(
-                Speculative(url, secret=server.secret, end_token_ids=end_token_ids)
-            ) as endpoint:
+            speculative = Speculative(url, secret=server.secret, end_token_ids=end_token_ids)
+            with closing(speculative) as endpoint:
                 yield endpoint
 
     def _take_float32(self, max_num_draft_tokens: int) -> None:
-        """Both checkpoints for runtime torch; the artifact's own engines where they are that.
+        """Takes both checkpoints for runtime torch; the artifact's own engines where they are that.
 
         What a draft rounds has no part in what the target chooses.
         """
         options = self.engines.options
         longest = max(options.num_draft_tokens, max_num_draft_tokens)
-        target = torch_engine(
-            self._config, "target", self._made, dtype="float32", num_draft_tokens=longest
+        build = partial(
+            torch_engine, self._config, work=self._work, dtype="float32", num_draft_tokens=longest
         )
+        target = build("target")
         if (rounding := engine_rounding(target)) is not None:
             raise ConfigError(
                 f"--float32: the target rounds {rounding}, which makes a whole step of what "
                 "differs in the last place, so that its logits move by more than 1e-4 in float32, "
                 "too; leave it out"
             )
-        draft = torch_engine(
-            self._config, "draft", self._made, dtype="float32", num_draft_tokens=longest
-        )
         self.engines = dataclasses.replace(
             self.engines,
             runtime="torch",
-            draft=draft,
+            draft=build("draft"),
             target=target,
             options=dataclasses.replace(options, num_draft_tokens=longest, runtime_settings={}),
         )
+
+
+@contextmanager
+def _opened(load: Callable[[], InProcess]) -> Iterator[Endpoint]:
+    with closing(load()) as endpoint:
+        yield endpoint

@@ -7,22 +7,22 @@ from specpipe.evaluate.verification.exact import SideResult
 from specpipe.evaluate.verification.outcome import Verification
 
 
-def summary(done: Verification) -> list[str]:
+def summary(verification: Verification) -> list[str]:
     """Returns what a reader wants to know, line by line."""
-    findings = done.findings
+    findings = verification.findings
     width = max(len(_label(side)) for side in findings.sides) + 2
-    lines = [done.title] if done.title else []
+    lines = [verification.title] if verification.title else []
     lines += [f"{_label(side):{width}}{_counts(side)}" for side in findings.sides]
     # One near tie shows on many sides.
     ties: dict[str, int] = {}
     for side in findings.sides:
-        for found in side.ties:
-            tie = f"tie: {side.check}, {found.case}: {found.comparison.divergence}"
+        for differing in side.ties:
+            tie = f"tie: {side.check}, {differing.case}: {differing.comparison.divergence}"
             ties[tie] = ties.get(tie, 0) + 1
     lines += [f"{tie}, {_counted(number, 'time')}" for tie, number in ties.items()]
     for side in findings.sides:
-        for found in side.faults:
-            lines.append(f"fault: {_label(side)}, {found.case}: {found.comparison.reason}")
+        for differing in side.faults:
+            lines.append(f"fault: {_label(side)}, {differing.case}: {differing.comparison.reason}")
         lines += [f"note: {_label(side)}: {note}" for note in side.notes]
     lines.append(f"a tie is {findings.threshold}")
     if findings.tests:
@@ -47,7 +47,7 @@ def summary(done: Verification) -> list[str]:
         )
     lines += [f"note: {sentence}" for sentence in findings.notes]
     lines += [f"left out: {sentence}" for sentence in findings.skipped]
-    lines.append(f"verdict: {findings.verdict} ({done.path.name})")
+    lines.append(f"verdict: {findings.verdict} ({verification.path.name})")
     return lines
 
 

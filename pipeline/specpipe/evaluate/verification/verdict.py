@@ -2,8 +2,8 @@
 
 A forward over several tokens adds up in another order than one over a single token, so the last
 digits of its logits differ. Where the two best tokens are closer than that, either may win, and
-everything after it is another text. Such a tie is told from a fault by the target's own logits at
-the first difference; what comes after it says nothing and is not counted.
+everything after it is another text. The target's own logits at the first difference distinguish
+such a tie from a fault; what comes after it says nothing and is not counted.
 
 V is the vocabulary size; positions count output tokens from 0.
 """
@@ -55,7 +55,7 @@ class Choice(Protocol):
         """The size of its largest logit, which the unit in the last place goes by."""
 
     def shortfall(self, token_ids: Collection[int]) -> float:
-        """What the best of these tokens lacks to be chosen, as a difference of two logits.
+        """Returns what the best of these tokens lacks to be chosen, as a difference of two logits.
 
         0 for the token that is chosen, infinity for one that never is.
         """
@@ -171,7 +171,7 @@ IDENTICAL = Comparison("identical")
 
 def compare(
     expected: Stream,
-    found: Stream,
+    other: Stream,
     choice_at: Callable[[int], Choice],
     threshold: TieThreshold,
     end_token_ids: Collection[int] = (),
@@ -181,18 +181,18 @@ def compare(
     choice_at gives the target's choice at a position, after the tokens that both streams have
     before it. It is called for the first difference only.
     """
-    for stream in (expected, found):
+    for stream in (expected, other):
         if stream.error is not None:
             return Comparison("fault", reason=f"a request failed: {stream.error}")
-    position = _first_difference(expected.token_ids, found.token_ids)
+    position = _first_difference(expected.token_ids, other.token_ids)
     if position is None:
-        if expected.finish_reason != found.finish_reason:
-            reasons = f"{found.finish_reason} instead of {expected.finish_reason}"
+        if expected.finish_reason != other.finish_reason:
+            reasons = f"{other.finish_reason} instead of {expected.finish_reason}"
             return Comparison("fault", reason=f"equal tokens end otherwise: {reasons}")
         return IDENTICAL
-    ids = [_id_at(stream, position) for stream in (expected, found)]
+    ids = [_id_at(stream, position) for stream in (expected, other)]
     divergence = Divergence(position=position, expected_id=ids[0], found_id=ids[1])
-    for stream, token_id in zip((expected, found), ids, strict=True):
+    for stream, token_id in zip((expected, other), ids, strict=True):
         if token_id is None and not (stream.finish_reason == "stop" and end_token_ids):
             return Comparison(
                 "fault", divergence, f"a stream just ends at position {position}, without an end id"
