@@ -35,7 +35,7 @@ from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.sizes import kv_cache_bytes_per_token, weights_bytes
 from specpipe.checkpoints.unified import load_unified
 from specpipe.checkpoints.unified_config import UnifiedConfig
-from specpipe.errors import EngineBuildError, RuntimeUnavailable, SpecpipeError
+from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.machine.gpus import gpus_with_memory
 from specpipe.machine.memory import format_bytes, total_bytes
 from specpipe.quantization.texts import TokenIds, data_file, read_texts

@@ -77,7 +77,7 @@ def read_settled(
     0: after `timeout_s` that is reported, and what is there is taken.
     """
     end = time.monotonic() + timeout_s
-    while num_in_flight := total(found := read_counters(url), IN_FLIGHT):
+    while num_in_flight := total(samples := read_counters(url), IN_FLIGHT):
         if time.monotonic() >= end:
             report(
                 f"warning: {url}: {num_in_flight:.0f} requests are still in flight after "

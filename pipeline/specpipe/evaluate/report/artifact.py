@@ -156,7 +156,7 @@ def _read_if_there(path: Path, kind: str) -> Json | None:
 
 def _read_bench(artifacts: Artifacts) -> Json | None:
     """The newer one of `specpipe bench` and of the last nightly run."""
-    found = [
+    results = [
         _read_if_there(artifacts.result("bench"), "bench"),
         _read_if_there(artifacts.result("nightly-bench"), "bench"),
     ]
@@ -183,7 +183,7 @@ def _read_engine(repository: Path, role: Role) -> Json:
 
 def _read_manifests(folder: Path) -> tuple[Built, ...]:
     """All manifests that can be read, each after those that it was made from."""
-    found = {}
+    manifests = {}
     name = f"*{MANIFEST_SUFFIX}"
     for path in sorted(folder.glob(name)) + sorted(folder.glob(f"*/{name}")):
         artifact = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX))

@@ -64,9 +64,9 @@ def write_report(
         html = render(page)
         pictures = {f"{figure.slug}.png": drawing.to_png(figure.chart) for figure in page.figures}
     folder = Artifacts(artifacts_dir).report if output is None else output
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, picture in pictures.items():
-        _write(folder / name, picture)
+    for name, content in {**pictures, PAGE: html.encode()}.items():
+        with written_whole(folder / name) as staged:
+            staged.write_bytes(content)
     for slug in _SLUGS:
         if f"{slug}.png" not in pictures:
             (folder / f"{slug}.png").unlink(missing_ok=True)

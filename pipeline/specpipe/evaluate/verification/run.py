@@ -60,7 +60,7 @@ def verify(
         )
     require_library("torch", "torch", extra="torch")  # scores the target, after minutes of asking
     report("hashing the pair and what it was made from")
-    report(f"{repositories.hold_artifacts(config)}")
+    report(f"{repositories.check_artifacts(config)}")
     repository = config.artifacts.repository
     prompts = load_prompts(options.prompts, limit=options.limit)
     gate = None if options.gate is None else load_gate(options.gate)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 
-from specpipe.build.artifacts import repository_dir
 from specpipe.build.pairing import PairContract
 from specpipe.build.stages.convert import convert
 from specpipe.checkpoints import source
@@ -26,7 +25,7 @@ from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.evaluate.verification.verdict import Floats
 from specpipe.machine.artifacts import Artifacts
-from specpipe.machine.manifest import compare_files, read_manifest
+from specpipe.machine.manifest import compare_files, files_below, read_manifest, relinked
 from specpipe.machine.signals import deferred
 from specpipe.roles import Role
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
@@ -150,8 +149,6 @@ def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterat
         engine = torch_engine(config, "target", work, dtype=dtype)
         from specpipe.runtimes.torch.engine import TorchEngine
 
-        contract = config.artifacts.contract
-        unused = PairContract.from_json(contract.read_text(encoding="utf-8")).unused_token_ids
         yield TorchScorer(
             TorchEngine.load(engine),
             dtype=_engine_config(engine)["build_config"]["dtype"],
@@ -163,7 +160,7 @@ def open_scorer(config: PipelineConfig, *, dtype: Dtype | None = None) -> Iterat
 @contextmanager
 def work_folder(config: PipelineConfig) -> Iterator[Path]:
     """Yields a folder next to the repository, whose files may be linked into it."""
-    repository = repository_dir(config)
+    repository = config.artifacts.repository
     with deferred():
         work = Path(tempfile.mkdtemp(dir=repository.parent, prefix=".verify-"))
     try:
@@ -197,7 +194,7 @@ def torch_engine(
     dtype: Dtype | None = None,
     num_draft_tokens: int = 0,
 ) -> Path:
-    """Returns a torch engine of one side: the artifact's own, or one that is built below `made`.
+    """Returns a torch engine of one side: the artifact's own, or one that is built below `work`.
 
     dtype None is what the artifact's engine computes in.
     """
@@ -213,7 +210,7 @@ def torch_engine(
         and _is_as_built(built)
     ):
         return built
-    out = Artifacts(made).side(role).engine
+    out = Artifacts(work).side(role).engine
     out.mkdir(parents=True)
     checkpoint = _unified_checkpoint(config, role, work)
     engine = config.engine
@@ -279,7 +276,7 @@ def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:
         folder = source.resolve(
             side.checkpoint, revision=side.revision, base=config.base_dir, role=role
         ).path
-    out = Artifacts(made).side(role).checkpoint
+    out = Artifacts(work).side(role).checkpoint
     out.mkdir(parents=True)
     convert(folder, out)
     return out

@@ -56,7 +56,7 @@ class Subject:
         if is_float32:
             self._take_float32(max_num_draft_tokens)
             engines = (self.engines.draft, self.engines.target)
-            self.is_artifact = not any(engine.is_relative_to(made) for engine in engines)
+            self.is_artifact = not any(engine.is_relative_to(work) for engine in engines)
         self.tokenizer = self.engines.tokenizer
         self.end_token_ids = self.tokenizer.end_token_ids
 
