@@ -19,6 +19,7 @@ from specpipe.evaluate.report.artifact import read_artifact
 from specpipe.evaluate.report.blocks import Page
 from specpipe.evaluate.report.sections import make_page
 from specpipe.machine.artifacts import Artifacts
+from specpipe.machine.whole_file import written_whole
 
 PAGE = "report.html"
 

@@ -263,7 +263,7 @@ def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:
     return read_unified_config(checkpoint).dtype
 
 
-def _unified_checkpoint(config: PipelineConfig, role: Role, made: Path) -> Path:
+def _unified_checkpoint(config: PipelineConfig, role: Role, work: Path) -> Path:
     """The artifact's, else what is served in Hugging Face's layout, converted."""
     checkpoint = config.artifacts.side(role).checkpoint
     is_unified = "mapping" in _read_json(checkpoint / CONFIG_NAME)
@@ -286,13 +286,11 @@ def _max_seq_len(config: PipelineConfig, role: Role) -> int:
     """Returns the longest sequence that the pair serves, within the side's context."""
     from specpipe.runtimes.pair_file import read_pair
 
-    contract = config.artifacts.contract
-    limits = PairContract.from_json(contract.read_text(encoding="utf-8"))
+    limits = _contract(config)
     context = limits.draft_max_seq_len if role == "draft" else limits.target_max_seq_len
     served = read_pair(config.artifacts.repository).options.max_seq_len
     return min(served, context)
 
 
 def _contract(config: PipelineConfig) -> PairContract:
-    path = config.artifacts_dir / "check" / "pair.json"
-    return PairContract.from_json(path.read_text(encoding="utf-8"))
+    return PairContract.from_json(config.artifacts.contract.read_text(encoding="utf-8"))
