@@ -5,3 +5,5 @@ from __future__ import annotations
 from typing import Literal
 
 Role = Literal["draft", "target"]
+
+ROLES: tuple[Role, Role] = ("draft", "target")

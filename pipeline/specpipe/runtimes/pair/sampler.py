@@ -26,14 +26,15 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the verification of one request lets out; token_ids is None when the first row is
-    unusable.
+    """What one draft-verify round of a request lets out.
+
+    token_ids  accepted draft tokens and the target's own; None where its first row was unusable
     """
 
     token_ids: Sequence[int] | None
-    log_probs: Sequence[float] = ()
     num_draft_tokens: int = 0
     """Those that were judged: fewer than drafted when a later row was unusable."""
+    log_probs: Sequence[float] = ()
 
 
 class Sampler(Protocol):

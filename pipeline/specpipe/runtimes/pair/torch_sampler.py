@@ -164,8 +164,8 @@ def _with_log_probs(outcome: Outcome, raw_logits: torch.Tensor) -> Outcome:
     index = torch.tensor(list(outcome.token_ids), device=raw_logits.device)[:, None]
     return Outcome(
         outcome.token_ids,
-        log_probs.gather(1, index)[:, 0].tolist(),
         outcome.num_draft_tokens,
+        log_probs.gather(1, index)[:, 0].tolist(),
     )
 
 
