@@ -39,7 +39,8 @@ from measure import (
 
 from specpipe.build.load import load_config
 from specpipe.config.sections import PipelineConfig
-from specpipe.runtimes.pair.costs import CostTable, Role
+from specpipe.roles import Role
+from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.text.tokenizer import Tokenizer

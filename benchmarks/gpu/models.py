@@ -15,7 +15,7 @@ from benchmarks.gpu.tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_config, inflated_tensors, num_parameters, open_source
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.unified_config import UnifiedConfig
-from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine, avoid_cudnn_attention
+from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec, avoid_cudnn_attention
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import Weights, load_weights, unsupported
 from specpipe.runtimes.torch.memory import estimate_memory
@@ -126,7 +126,7 @@ def _spec(
     dtype: torch.dtype,
     max_seq_len: int,
     max_draft_len: int,
-) -> EngineSpec:
+) -> TorchEngineSpec:
     memory = estimate_memory(
         unified,
         dtype=str(dtype).removeprefix("torch."),
@@ -135,7 +135,7 @@ def _spec(
         max_draft_len=max_draft_len,
         max_num_tokens=max_seq_len,
     )
-    return EngineSpec(
+    return TorchEngineSpec(
         model=ModelConfig.from_unified(unified),
         dtype=dtype,
         device=device,

@@ -21,7 +21,7 @@ from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable
 from specpipe.machine.libraries import with_extras
 from specpipe.quantization import decoder
 from specpipe.quantization.calibrate import calibrate, modelopt_config
-from specpipe.quantization.decoder import Decoder, _rope_of_4
+from specpipe.quantization.decoder import LayerwiseDecoder, _rope_of_4
 from specpipe.quantization.quantized_config import quantized_config
 from specpipe.quantization.scales import expected_scales, read_scales
 from tests.quantization.checkpoints import scheme
@@ -283,15 +283,15 @@ def test_weights_of_one_layer_are_in_memory(
 ) -> None:
     weights = open_weights(write_toy_checkpoint(tmp_path, num_hidden_layers=4))
     held: list[tuple[int, int]] = []
-    take_layer = Decoder.take_layer
+    take_layer = LayerwiseDecoder.take_layer
 
-    def watched(self: Decoder, n: int) -> nn.Module:
+    def watched(self: LayerwiseDecoder, n: int) -> nn.Module:
         before = live_bytes()
         layer = take_layer(self, n)
         held.append((before, live_bytes() - before))
         return layer
 
-    monkeypatch.setattr(Decoder, "take_layer", watched)
+    monkeypatch.setattr(LayerwiseDecoder, "take_layer", watched)
     gc.collect()
     outside = live_bytes()
     gc.disable()  # what is freed must not wait for a cycle to be found
@@ -310,7 +310,7 @@ def test_plain_outputs_are_those_of_transformers(
     """Text by text, so that batches and their attention are checked, too."""
     for family in FAMILIES:
         folder = write_toy_checkpoint(tmp_path / family, family, **WINDOWS.get(family, {}))
-        made = Decoder(open_weights(folder), texts, torch.device("cpu"))
+        made = LayerwiseDecoder(open_weights(folder), texts, torch.device("cpu"))
         model = transformers_model(folder)
         with torch.no_grad():
             theirs = [model.model(torch.tensor([text])).last_hidden_state[0] for text in texts]

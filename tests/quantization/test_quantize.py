@@ -14,7 +14,7 @@ from specpipe.build.stages.convert import convert
 from specpipe.build.stages.quantize import Quantize, quantize
 from specpipe.checkpoints.checkpoint import read_safetensors_header
 from specpipe.checkpoints.unified import UnifiedCheckpoint, load_unified
-from specpipe.checkpoints.unified_sections import PLAIN
+from specpipe.checkpoints.unified_sections import UNQUANTIZED
 from specpipe.errors import CheckpointError, ConfigError
 from specpipe.quantization import numbers
 from specpipe.quantization.quantized_config import quantized_linears
@@ -221,7 +221,7 @@ def test_config_differs_in_nothing_but_quantization(
         "kv_cache_quant_algo": None,
         "exclude_modules": ["lm_head", "*vocab_embedding", "*ln_f"],
     }
-    assert config.quantized(PLAIN) == plain
+    assert config.quantized(UNQUANTIZED) == plain
     assert (config.logits_dtype, config.rotary_base, config.vocab_size) == (
         "float32",
         10000.0,

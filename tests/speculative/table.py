@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specpipe.speculative.request import Limits, Request
+from specpipe.speculative.request import Request, RequestLimits
 from specpipe.speculative.state import RequestState
 
 VOCAB_SIZE = 104
@@ -120,7 +120,7 @@ class PieceDetokenizer:
 def new_state(request: Request, *, max_num_draft_tokens: int = 8, **limits: int) -> RequestState:
     return RequestState(
         request,
-        Limits(
+        RequestLimits(
             max_num_draft_tokens=max_num_draft_tokens,
             max_seq_len=limits.get("max_seq_len", 1000),
             draft_max_seq_len=limits.get("draft_max_seq_len", 1000),

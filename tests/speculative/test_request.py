@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpipe.errors import RequestError
-from specpipe.speculative.request import Chunk, Limits, Request, Sampling
+from specpipe.speculative.request import Chunk, Request, RequestLimits, Sampling
 from specpipe.speculative.state import RequestState
 from tests.speculative.table import PieceDetokenizer
 
-LIMITS = Limits(max_num_draft_tokens=8, max_seq_len=1000, draft_max_seq_len=1000, vocab_size=300)
+LIMITS = RequestLimits(
+    max_num_draft_tokens=8, max_seq_len=1000, draft_max_seq_len=1000, vocab_size=300
+)
 
 WORDS = {
     10: "foo",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specpipe.errors import RequestError
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
-from specpipe.speculative.request import Chunk, Limits, Request
+from specpipe.speculative.request import Chunk, Request, RequestLimits
 from specpipe.speculative.state import RequestState
 from specpipe.triton.repository import contents
 
@@ -20,7 +20,7 @@ from specpipe.triton.repository import contents
 class EchoPair:
     def __init__(self, options: PairOptions, detokenizer: DetokenizerFactory) -> None:
         self._detokenizer = detokenizer
-        self._limits = Limits(
+        self._limits = RequestLimits(
             max_num_draft_tokens=options.num_draft_tokens,
             max_seq_len=options.max_seq_len,
             draft_max_seq_len=options.max_seq_len,

@@ -17,7 +17,7 @@ from specpipe.runtimes.pair.pair import KVUse, Occupancy
 from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.request import Chunk, Statistics
 from specpipe.triton.client import Client
-from specpipe.triton.metrics import FAMILIES, Counters
+from specpipe.triton.metrics import METRIC_FAMILIES, Counters
 from specpipe.triton.server.server import Server
 from tests.triton.asking import metrics
 from tests.triton.metric_family import Metric, MetricFamily
@@ -260,7 +260,7 @@ def promtool(*arguments: str, text: str = "") -> str:
 def test_promtool_has_no_complaint_but_about_tritons_own(quickstart_server: Server) -> None:
     with urllib.request.urlopen(quickstart_server.metrics_url, timeout=10) as response:
         text = response.read().decode()
-    assert text.count("# TYPE specpipe_") == len(FAMILIES)
+    assert text.count("# TYPE specpipe_") == len(METRIC_FAMILIES)
     complaints = promtool("check", "metrics", text=text).splitlines()
     assert [line for line in complaints if not line.startswith("nv_")] == []
 
@@ -279,12 +279,12 @@ def table(heading: str) -> list[list[str]]:
 
 def test_the_document_names_every_metric_with_its_type_and_label() -> None:
     documented = [(row[0].strip("`"), row[1], row[2].strip("`")) for row in table("name")]
-    assert documented == [(f.name, f.kind, f.label or "") for f in FAMILIES]
+    assert documented == [(f.name, f.kind, f.label or "") for f in METRIC_FAMILIES]
 
 
 def test_the_queries_of_the_document_are_promql_on_metrics_that_exist(tmp_path: Path) -> None:
     queries = [row[1].strip("`") for row in table("question")]
-    names = {family.name for family in FAMILIES}
+    names = {family.name for family in METRIC_FAMILIES}
     used = set(re.findall(r"specpipe_\w+", " ".join(queries)))
     assert {name.removesuffix("_bucket") for name in used} <= names
     rules = [{"record": f"query:{i}", "expr": query} for i, query in enumerate(queries)]

@@ -40,7 +40,7 @@ from specpipe.machine.manifest import (
     InputRecord,
     Manifest,
     compare_files,
-    damage,
+    file_faults,
     manifest_path,
     parse_manifest,
     read_manifest,
@@ -117,7 +117,7 @@ def check_integrity(artifact: Path, *, verify: bool = False) -> Integrity:
     if recorded is None:
         name = manifest_path(artifact).name
         return Integrity((f"its manifest {name} is missing",), Hashed(0, 0, 0.0))
-    return Integrity(tuple(damage(compared.differences)), compared.hashed)
+    return Integrity(tuple(file_faults(compared.differences)), compared.hashed)
 
 
 def changed_inputs(stage: Stage, artifact: Path) -> Integrity:
@@ -140,7 +140,7 @@ def changed_inputs(stage: Stage, artifact: Path) -> Integrity:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """What `build` did: nothing where there are no reasons."""
 
     reasons: tuple[str, ...]
@@ -155,7 +155,7 @@ def build(
     verify_inputs: bool = False,
     on_start: Callable[[list[str]], None] = lambda reasons: None,
     on_wait: Callable[[], None] = lambda: None,
-) -> Built:
+) -> BuildResult:
     """Makes the artifact unless it is there already; what is hashed as in `stale_reasons`.
 
     on_start gets the reasons before the stage runs; on_wait is called when another build of this
@@ -165,16 +165,16 @@ def build(
         comparison = _compare(stage, artifact, verify=verify, verify_inputs=verify_inputs)
         if not comparison.reasons:
             _note(artifact, comparison.recorded, comparison.current)
-            return Built((), 0.0)
+            return BuildResult((), 0.0)
         artifact.parent.mkdir(parents=True, exist_ok=True)
         with locked(_file_lock(artifact), on_wait):
             reasons = _compare(stage, artifact, verify=verify, verify_inputs=verify_inputs).reasons
             if not reasons:
-                return Built((), 0.0)
+                return BuildResult((), 0.0)
             on_start(reasons)
             started = time.monotonic()
             _make(stage, artifact, started)
-            return Built(tuple(reasons), time.monotonic() - started)
+            return BuildResult(tuple(reasons), time.monotonic() - started)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _compare(stage: Stage, artifact: Path, *, verify: bool, verify_inputs: bool)
         ]
         inputs.append(InputRecord(path, {**old.files, **compared.current}))
     compared = compare_files(artifact, recorded.outputs, trust_times=not verify)
-    reasons += [f"damaged: {sentence}" for sentence in damage(compared.differences)]
+    reasons += [f"damaged: {sentence}" for sentence in file_faults(compared.differences)]
     if len(inputs) < len(recorded.inputs):
         return _Comparison(reasons)
     outputs = {**recorded.outputs, **compared.current}

@@ -38,30 +38,30 @@ _PROGRAMS = ("trtllm-build", "mpirun")
 
 
 @dataclass(frozen=True)
-class Line:
+class DoctorLine:
     """One thing, and what there is of it."""
 
     subject: str
     text: str
 
 
-def examine() -> tuple[Line, ...]:
+def examine() -> tuple[DoctorLine, ...]:
     """Returns what the environment has; starts nothing but a Triton that ends at once."""
     return (
-        Line("python", f"{platform.python_version()} ({sys.executable})"),
-        Line("installed", libraries.describe()),
-        *(Line("conflict", text) for text in libraries.conflicts()),
-        *(Line(library, text) for library, text in versions(LIBRARIES).items()),
+        DoctorLine("python", f"{platform.python_version()} ({sys.executable})"),
+        DoctorLine("installed", libraries.describe()),
+        *(DoctorLine("conflict", text) for text in libraries.conflicts()),
+        *(DoctorLine(library, text) for library, text in versions(LIBRARIES).items()),
         *_tritonserver(),
-        *(Line(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),
+        *(DoctorLine(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),
         *_gpus(),
-        Line("docker", _docker()),
-        *(Line(f"runtime {name}", _runtime(name)) for name in RUNTIMES),
-        Line("quantization", _quantization()),
+        DoctorLine("docker", _docker()),
+        *(DoctorLine(f"runtime {name}", _runtime(name)) for name in RUNTIMES),
+        DoctorLine("quantization", _quantization()),
     )
 
 
-def _tritonserver() -> Iterator[Line]:
+def _tritonserver() -> Iterator[DoctorLine]:
     from specpipe.triton.server import installation, known_holes
     from specpipe.triton.server.command import server_environment
     from specpipe.triton.server.workspace import Workspace
@@ -69,26 +69,26 @@ def _tritonserver() -> Iterator[Line]:
     try:
         binary = installation.find_tritonserver()
     except SpecpipeError as exc:
-        yield Line("tritonserver", str(exc))
+        yield DoctorLine("tritonserver", str(exc))
         return
     try:
         with contextlib.closing(Workspace(binary)) as workspace:
             environment = server_environment(binary, Launch(), os.environ, workspace)
             installation.check(binary, environment)
     except SpecpipeError as exc:
-        yield Line("tritonserver", f"{binary.path}, which does not start here: {exc}")
+        yield DoctorLine("tritonserver", f"{binary.path}, which does not start here: {exc}")
         return
     version = known_holes.find_version(binary, os.environ)
-    yield Line("tritonserver", f"{version or 'version unknown'} ({binary.path})")
-    yield Line("known holes", known_holes.describe(version))
+    yield DoctorLine("tritonserver", f"{version or 'version unknown'} ({binary.path})")
+    yield DoctorLine("known holes", known_holes.describe(version))
 
 
-def _gpus() -> Iterator[Line]:
+def _gpus() -> Iterator[DoctorLine]:
     found = gpus_here()
     if not found:
-        yield Line("GPU", "none that NVIDIA's driver shows")
+        yield DoctorLine("GPU", "none that NVIDIA's driver shows")
     for number, gpu in enumerate(found):
-        yield Line(
+        yield DoctorLine(
             f"GPU {number}",
             f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}",
         )

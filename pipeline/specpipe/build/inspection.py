@@ -16,11 +16,12 @@ from specpipe.machine.manifest import (
     Hashed,
     Manifest,
     compare_files,
-    damage,
+    file_faults,
     read_anew,
     read_manifest,
 )
 from specpipe.machine.memory import format_bytes
+from specpipe.roles import ROLES
 from specpipe.runtimes.engine_description import (
     DescribedProfile,
     DescribedTensor,
@@ -30,8 +31,6 @@ from specpipe.runtimes.runtime import RUNTIMES, load_runtime
 
 _LINE_LENGTH = 76  # of values, behind a label of 24 characters: 100 together
 _NUMBER = re.compile(r"\d+")
-
-_ROLES = ("draft", "target")
 
 _ENGINE_FOLDERS = (".", "engine", "checkpoint")
 """Where an engine may be in the folder of its role; a backend may serve a checkpoint instead."""
@@ -78,9 +77,9 @@ def inspect(folder: Path, *, verify: bool = False) -> tuple[Inspection, ...]:
     inspection = _find(folder, verify)
     if inspection is not None:
         return (inspection,)
-    if not any((folder / role).is_dir() for role in _ROLES):
+    if not any((folder / role).is_dir() for role in ROLES):
         raise _no_engine(folder)
-    return tuple(_of_role(folder / role, verify) for role in _ROLES)
+    return tuple(_of_role(folder / role, verify) for role in ROLES)
 
 
 def _of_role(folder: Path, verify: bool) -> Inspection:
@@ -136,7 +135,7 @@ def _damage(
     none, in a repository, from what the engine itself records."""
     if manifest is not None:
         compared = compare_files(engine, manifest.outputs, trust_times=not verify)
-        return damage(compared.differences), compared.hashed
+        return file_faults(compared.differences), compared.hashed
     damages, total = [], Hashed(0, 0, 0.0)
     for file in () if description is None else description.files:
         path = engine / file.name

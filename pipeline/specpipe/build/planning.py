@@ -32,8 +32,8 @@ from specpipe.checkpoints import source
 from specpipe.checkpoints.checkpoint import (
     QUANT_CONFIG_NAME,
     QUANTIZATION_KEYS,
+    check_no_pickles,
     read_config,
-    refuse_pickles,
 )
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.files import is_there
@@ -240,7 +240,7 @@ def _unified(
 def check_weights(role: Role, folder: Path) -> None:
     """Refuses a folder of pickles, before there is anything else to do with it."""
     with naming(role):
-        refuse_pickles(folder)
+        check_no_pickles(folder)
 
 
 def check_architecture(role: Role, folder: Path) -> None:

@@ -25,7 +25,7 @@ PROMPTS = (
     "def read_json(path):\n    with open(path) as file:\n",
 )
 MAX_TOKENS = 128  # of an answer: enough for a function. A guess.
-NUM_ROUNDS = 3  # in which every prompt is answered both ways
+NUM_BENCH_ROUNDS = 3  # in which every prompt is answered both ways
 
 
 @dataclass
@@ -96,7 +96,7 @@ def compare(client: Client) -> tuple[Total, Total]:
     """
     alone, speculative = Total(), Total()
     client.generate(PROMPTS[0], max_tokens=8)
-    for _ in range(NUM_ROUNDS):
+    for _ in range(NUM_BENCH_ROUNDS):
         for prompt in PROMPTS:
             texts = [
                 _measure(client, prompt, total, num_draft_tokens)

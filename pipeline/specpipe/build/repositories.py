@@ -13,18 +13,18 @@ from specpipe.config.sections import PipelineConfig
 from specpipe.errors import RepositoryError
 from specpipe.machine.manifest import MANIFEST_SUFFIX, Hashed, read_anew
 
-_LISTED = 8  # files that a refusal names; the others are counted. A guess at what is read.
+_LISTED = 8  # files that a fault names; the others are counted. A guess at what is read.
 
 
 @dataclass(frozen=True)
 class BuiltRepository:
     """A Triton repository, held against its manifest.
 
-    refusal  why it is not what was built, as a sentence; None: it is
+    fault  why it is not what was built, as a sentence; None: it is
     """
 
     folder: Path
-    refusal: str | None
+    fault: str | None
     hashed: Hashed
 
 
@@ -44,10 +44,12 @@ def find_repository(config: PipelineConfig, *, verify: bool = False) -> BuiltRep
     if verify:
         read_anew()
     integrity = cache.check_integrity(folder, verify=verify)
-    return BuiltRepository(folder, _refusal(config, folder, integrity.damage), integrity.hashed)
+    return BuiltRepository(
+        folder, _damage_fault(config, folder, integrity.damage), integrity.hashed
+    )
 
 
-def _refusal(config: PipelineConfig, folder: Path, damage: Sequence[str]) -> str | None:
+def _damage_fault(config: PipelineConfig, folder: Path, damage: Sequence[str]) -> str | None:
     if not damage:
         return None
     listed = "; ".join(damage[:_LISTED])
@@ -61,8 +63,8 @@ def _refusal(config: PipelineConfig, folder: Path, damage: Sequence[str]) -> str
 def built_repository(config: PipelineConfig) -> Path:
     """Returns the Triton repository of a pair; raises RepositoryError for one that is not whole."""
     repository = find_repository(config)
-    if repository.refusal is not None:
-        raise RepositoryError(repository.refusal)
+    if repository.fault is not None:
+        raise RepositoryError(repository.fault)
     return repository.folder
 
 
@@ -74,16 +76,16 @@ def check_artifacts(config: PipelineConfig) -> Hashed:
     are nothing to compare with.
     """
     repository = find_repository(config, verify=True)
-    if repository.refusal is not None:
-        raise RepositoryError(repository.refusal)
+    if repository.fault is not None:
+        raise RepositoryError(repository.fault)
     total = repository.hashed
     for manifest in sorted(config.artifacts_dir.glob(f"*/*{MANIFEST_SUFFIX}")):
         artifact = manifest.with_name(manifest.name.removesuffix(MANIFEST_SUFFIX))
         if artifact.is_dir():
             integrity = cache.check_integrity(artifact, verify=True)
             total += integrity.hashed
-            if (refusal := _refusal(config, artifact, integrity.damage)) is not None:
-                raise RepositoryError(refusal)
+            if (fault := _damage_fault(config, artifact, integrity.damage)) is not None:
+                raise RepositoryError(fault)
     for planned in _local_plan(config):
         integrity = cache.changed_inputs(planned.stage, planned.artifact)
         total += integrity.hashed

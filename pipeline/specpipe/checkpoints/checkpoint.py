@@ -354,7 +354,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return named or files
 
 
-def refuse_pickles(folder: Path) -> None:
+def check_no_pickles(folder: Path) -> None:
     """Refuses a folder whose weights are pickles only; one without any weights passes."""
     if not _weight_files(folder) and any(
         path.suffix.lower() in _PICKLE_SUFFIXES for path in folder.iterdir()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specpipe.checkpoints.rules import Part, Split, Stage, TensorRule
+from specpipe.checkpoints.rules import Part, PipelineStage, Split, TensorRule
 
 
 def _linear(
@@ -47,7 +47,7 @@ def _norm(
     size: str = "hidden",
     when: str | None = None,
     *,
-    stage: Stage = "layer",
+    stage: PipelineStage = "layer",
     one_plus: bool = False,
 ) -> TensorRule:
     part = Part(f"{source}.weight", (size,), one_plus=one_plus)

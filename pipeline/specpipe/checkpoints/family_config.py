@@ -22,7 +22,7 @@ from specpipe.checkpoints.hf_config import (
 )
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
-from specpipe.checkpoints.unified_sections import PLAIN
+from specpipe.checkpoints.unified_sections import UNQUANTIZED
 from specpipe.errors import CheckpointError, ConfigError, show
 
 _MAX_LISTED_TP = 64  # the sizes that a message offers
@@ -122,7 +122,7 @@ def unified_config(
         "embedding_sharding_dim": 0,
         "tie_word_embeddings": flag(config, "tie_word_embeddings"),
         "mapping": {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},
-        "quantization": PLAIN.plain(),
+        "quantization": UNQUANTIZED.plain(),
         **family.fixed,
         **{key: flag(config, hf_key) for key, hf_key in family.biases.items()},
     }

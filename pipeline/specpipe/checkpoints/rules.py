@@ -7,7 +7,7 @@ from typing import Literal
 
 from specpipe.checkpoints.formats import Content
 
-Stage = Literal["layer", "first", "last"]
+PipelineStage = Literal["layer", "first", "last"]
 """The pipeline stage that holds a tensor: that of its layer, the first or the last."""
 
 Split = Literal["none", "rows", "columns", "kv_heads", "vocab"]
@@ -56,6 +56,6 @@ class TensorRule:
 
     name: str
     parts: tuple[Part, ...]
-    stage: Stage = "layer"
+    stage: PipelineStage = "layer"
     when: str | None = None
     dtype: str | None = None

@@ -18,7 +18,7 @@ from specpipe.checkpoints.hf_config import stretched_length
 from specpipe.checkpoints.quantized_rules import is_linear
 from specpipe.checkpoints.unified_config import Gemma2Config, UnifiedConfig
 from specpipe.checkpoints.unified_layout import tensor_rules
-from specpipe.checkpoints.unified_sections import PLAIN
+from specpipe.checkpoints.unified_sections import UNQUANTIZED
 
 
 def fit_trtllm_build(config: UnifiedConfig) -> UnifiedConfig:
@@ -50,7 +50,7 @@ def _excluded(config: UnifiedConfig) -> list[str] | None:
     if patterns is None or name is None or FORMATS[name].weight_dtype is not None:
         return patterns
     weights = []
-    for rule, layer in tensor_rules(config.quantized(PLAIN)):
+    for rule, layer in tensor_rules(config.quantized(UNQUANTIZED)):
         module, _, kind = rule.name.format(n=layer).rpartition(".")
         if layer is not None and kind == "weight" and is_linear(module):
             weights.append(f"{module}.weight")

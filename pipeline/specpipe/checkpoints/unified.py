@@ -47,7 +47,7 @@ from specpipe.checkpoints.weight_values import rounded
 from specpipe.errors import CheckpointError, SpecpipeError
 from specpipe.machine.own_json import write_object
 
-Read = Callable[[Part, int | None, int, int], Iterable[RawArray]]
+ReadPart = Callable[[Part, int | None, int, int], Iterable[RawArray]]
 """Yields the rows of a part and a layer, from one row up to another, in blocks."""
 
 
@@ -63,7 +63,7 @@ class RawTensor:
     data: RawArray
 
 
-def write_unified(out: Path, config: UnifiedConfig, read: Read) -> None:
+def write_unified(out: Path, config: UnifiedConfig, read: ReadPart) -> None:
     """Writes a unified checkpoint into the empty folder `out`.
 
     `read` gives what it is made of, in blocks of whole rows in `stored_dtype`. It is called
@@ -130,7 +130,9 @@ def _jobs(config: UnifiedConfig) -> Iterator[_Job]:
             rank_row += piece_shape(config, part)[0]
 
 
-def _copy(config: UnifiedConfig, job: _Job, read: Read, writers: list[SafetensorsWriter]) -> None:
+def _copy(
+    config: UnifiedConfig, job: _Job, read: ReadPart, writers: list[SafetensorsWriter]
+) -> None:
     tp_size = config.mapping.tp_size
     first = job.tensor.pp_rank * tp_size
     name, part = job.tensor.local_name, job.part

@@ -22,7 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from specpipe.checkpoints.files import is_there, read_json
-from specpipe.checkpoints.unified_sections import Count, ParallelMapping, Quantization, Section
+from specpipe.checkpoints.unified_sections import (
+    Count,
+    ParallelMapping,
+    Quantization,
+    UnifiedSection,
+)
 from specpipe.errors import CheckpointError, show, to_sentence
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -33,7 +38,7 @@ LayerTypes = list[Literal["sliding_attention", "full_attention"]]
 _MOST_FAULTS = 20  # in one message; a guess at what is still read
 
 
-class UnifiedConfig(Section):
+class UnifiedConfig(UnifiedSection):
     """What the supported families have in common; each adds its own keys behind.
 
     rotary_embedding_dim  channels of a head that rope turns, the first ones

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specpipe.checkpoints.checkpoint import RawArray
 from specpipe.checkpoints.families import FAMILIES
 from specpipe.checkpoints.quantized_rules import kv_cache_rule, quantized_rules
-from specpipe.checkpoints.rules import Part, Stage, TensorRule
+from specpipe.checkpoints.rules import Part, PipelineStage, TensorRule
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import CheckpointError, show
 
@@ -62,7 +62,9 @@ def tensor_rules(config: UnifiedConfig) -> Iterator[tuple[TensorRule, int | None
     ]
     kv_cache = kv_cache_rule(config)
 
-    def of_stage(stage: Stage, layer: int | None) -> Iterator[tuple[TensorRule, int | None]]:
+    def of_stage(
+        stage: PipelineStage, layer: int | None
+    ) -> Iterator[tuple[TensorRule, int | None]]:
         for rule in rules:
             if rule.stage == stage:
                 yield from ((made, layer) for made in quantized_rules(config, rule, layer))

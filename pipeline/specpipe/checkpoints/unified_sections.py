@@ -18,7 +18,7 @@ the embedding in weight-only formats and the last norm in fp8_pc_pt; and an empt
 that nothing is said (quantization/quantize.py, quantize_layers and fp8_rowwise_quantize)."""
 
 
-class Section(BaseModel):
+class UnifiedSection(BaseModel):
     """Strict and frozen; what checks it is made when the first one is, to import fast."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
@@ -28,7 +28,7 @@ class Section(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class ParallelMapping(Section):
+class ParallelMapping(UnifiedSection):
     """How the model is split: what specpipe writes of Mapping."""
 
     world_size: Count
@@ -48,7 +48,7 @@ class ParallelMapping(Section):
         return self
 
 
-class Quantization(Section):
+class Quantization(UnifiedSection):
     """How linears and KV cache are quantized: what specpipe writes of QuantConfig."""
 
     quant_algo: QuantAlgo | None = None
@@ -116,5 +116,5 @@ class Quantization(Section):
         raise ValueError(f"exclude_modules lacks {module}")
 
 
-PLAIN = Quantization(quant_algo=None, kv_cache_quant_algo=None)
+UNQUANTIZED = Quantization(quant_algo=None, kv_cache_quant_algo=None)
 """The `quantization` of a checkpoint in which nothing is quantized."""

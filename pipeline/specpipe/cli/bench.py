@@ -26,7 +26,7 @@ from specpipe.cli.progress import log
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
     from specpipe.evaluate.bench.metrics import CountTokens
-    from specpipe.evaluate.bench.run import Settings
+    from specpipe.evaluate.bench.run import BenchSettings
     from specpipe.text.tokenizer import Tokenizer
 
 
@@ -188,9 +188,9 @@ def bench(
         log(f"written: {output}")
 
 
-def _settings(concurrencies: tuple[int, ...], options: dict[str, Any]) -> Settings:
-    from specpipe.evaluate.bench.metrics import Limits
-    from specpipe.evaluate.bench.run import Settings
+def _settings(concurrencies: tuple[int, ...], options: dict[str, Any]) -> BenchSettings:
+    from specpipe.evaluate.bench.metrics import LatencyLimits
+    from specpipe.evaluate.bench.run import BenchSettings
     from specpipe.speculative.request import Sampling
 
     restricts = options["top_k"] > 1 or options["top_p"] < 1.0
@@ -198,7 +198,7 @@ def _settings(concurrencies: tuple[int, ...], options: dict[str, Any]) -> Settin
         raise click.UsageError(
             "--top-k and --top-p need --temperature: greedy has no use for them."
         )
-    return Settings(
+    return BenchSettings(
         concurrencies=concurrencies,
         rounds=options["rounds"],
         num_warm_up=options["num_warm_up"],
@@ -207,7 +207,7 @@ def _settings(concurrencies: tuple[int, ...], options: dict[str, Any]) -> Settin
         ),
         ignores_end=options["ignore_end"],
         seed=options["seed"],
-        limits=Limits(
+        limits=LatencyLimits(
             first_output_s=_seconds(options["ttft_limit_ms"]),
             output_token_s=_seconds(options["tpot_limit_ms"]),
         ),

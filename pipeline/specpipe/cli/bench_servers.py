@@ -15,7 +15,7 @@ from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
-    from specpipe.evaluate.bench.run import Side
+    from specpipe.evaluate.bench.run import BenchSide
 
 server_options = together(
     click.option(
@@ -72,7 +72,7 @@ def check(config: Path | None, options: dict[str, Any]) -> None:
 
 def open_sides(
     stack: ExitStack, config: PipelineConfig | None, options: dict[str, Any]
-) -> Sequence[Side]:
+) -> Sequence[BenchSide]:
     """Returns what is compared, opened, the baseline first; closing the stack closes it.
 
     Without --url the built pair is served meanwhile. The baseline is the other server, or the same
@@ -84,7 +84,7 @@ def open_sides(
     variable, num_draft_tokens = options["api_key_variable"], options["num_draft_tokens"]
     api_key = None if variable is None else os.environ[variable]
 
-    def opened(url: str, model: str | None, metrics_url: str | None) -> Side:
+    def opened(url: str, model: str | None, metrics_url: str | None) -> BenchSide:
         side = open_side(url, model=model, metrics_url=metrics_url, api_key=api_key)
         stack.callback(side.endpoint.close)
         return side

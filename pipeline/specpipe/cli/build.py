@@ -11,7 +11,7 @@ import click
 
 from specpipe.cli.options import json_option, load, pair_options, small_files_option
 from specpipe.cli.output import print_json, shown
-from specpipe.cli.progress import Progress, log_shown
+from specpipe.cli.progress import BuildProgress, log_shown
 
 if TYPE_CHECKING:
     from specpipe.build.execution import StageReport
@@ -55,7 +55,7 @@ def build(
                     click.echo(f"  $ {shlex.join(command)}")
         return
     with log_shown():
-        reports = execution.run(stages, Progress(), verify_inputs=verify_inputs)
+        reports = execution.run(stages, BuildProgress(), verify_inputs=verify_inputs)
     if as_json:
         print_json(
             {

@@ -64,7 +64,7 @@ def nightly(
     the summary is added to that of the job.
     """
     from specpipe.evaluate.nightly.all import reasons, run_all
-    from specpipe.evaluate.nightly.run import Options
+    from specpipe.evaluate.nightly.run import NightlyOptions
     from specpipe.evaluate.nightly.summary import write_summary
     from specpipe.machine.signals import deferred
 
@@ -72,7 +72,7 @@ def nightly(
         raise click.UsageError("--new-baseline compares with nothing: leave out --baseline.")
     if summary_path is not None:
         summary_path.parent.mkdir(parents=True, exist_ok=True)
-    finished_runs = run_all(configs, overrides, Options(**options), report=log)
+    finished_runs = run_all(configs, overrides, NightlyOptions(**options), report=log)
     summary = write_summary(finished_runs)
     if summary_path is not None:
         with deferred():

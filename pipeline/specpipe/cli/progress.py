@@ -18,7 +18,7 @@ def log(line: str) -> None:
     click.echo(line, err=True)
 
 
-class Progress:
+class BuildProgress:
     """Writes to stderr what a build does."""
 
     def started(self, stage: str, reasons: Sequence[str]) -> None:

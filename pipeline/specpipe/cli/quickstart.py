@@ -25,7 +25,7 @@ def quickstart(output: Path) -> None:
     from specpipe.build import execution, planning, repositories
     from specpipe.build import quickstart as pair
     from specpipe.build.load import load_config
-    from specpipe.cli.progress import Progress
+    from specpipe.cli.progress import BuildProgress
     from specpipe.triton.client import Client
     from specpipe.triton.server import launcher
 
@@ -37,7 +37,7 @@ def quickstart(output: Path) -> None:
 
     click.echo(f"\n--- specpipe build {option}")
     config = load_config(output / pair.CONFIG)
-    execution.run(planning.plan(config), Progress())
+    execution.run(planning.plan(config), BuildProgress())
     repository = repositories.built_repository(config)
 
     click.echo(f"\n--- a Triton on free ports, as specpipe serve {option}")

@@ -110,18 +110,16 @@ def serve(
     repository = repositories.find_repository(config, verify=verify_files)
     if verify_files:
         log(f"{shown(repository.folder)}: {repository.hashed}")
-    if repository.refusal is not None:
+    if repository.fault is not None:
         if not allow_damaged:
-            raise RepositoryError(
-                f"{repository.refusal}, or serve it as it is with --allow-damaged"
-            )
-        log(f"warning: {repository.refusal}; allowed by --allow-damaged")
+            raise RepositoryError(f"{repository.fault}, or serve it as it is with --allow-damaged")
+        log(f"warning: {repository.fault}; allowed by --allow-damaged")
     for line in repositories.outdated(config):
         log(f"warning: not what {config.source} says now: {line}")
-    if (refusal := record.refusal(config.artifacts_dir)) is not None:
+    if (fault := record.verification_fault(config.artifacts_dir)) is not None:
         if not allow_unverified:
-            raise RepositoryError(f"{refusal}, or serve it as it is with --allow-unverified")
-        log(f"warning: {refusal}; allowed by --allow-unverified")
+            raise RepositoryError(f"{fault}, or serve it as it is with --allow-unverified")
+        log(f"warning: {fault}; allowed by --allow-unverified")
     has_gpu = bool(gpus_here())
     log("starting Triton ...")
     started = time.monotonic()

@@ -20,7 +20,7 @@ from specpipe.cli.options import (
     prompts_options,
 )
 from specpipe.cli.output import print_result
-from specpipe.cli.progress import Progress, log
+from specpipe.cli.progress import BuildProgress, log
 from specpipe.errors import SpecpipeError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def tune(
 
     tuning = run.tune(
         load(config_path, overrides),
-        outcome.Options(concurrencies=concurrencies or (), **options),
+        outcome.TuneOptions(concurrencies=concurrencies or (), **options),
         report=log,
         reporter=_Progress(),
     )
@@ -126,7 +126,7 @@ def tune(
         log(f"{config_path}: schedule written; build again, and it is served")
 
 
-class _Progress(Progress):
+class _Progress(BuildProgress):
     """Writes to stderr what was built, and not why, nor what was there."""
 
     def started(self, stage: str, reasons: Sequence[str]) -> None: ...

@@ -80,7 +80,7 @@ def verify(
     (a numerical one, with its margin) or fault, and is written to verification.json beside the
     repository. Exit code 1 on a fault.
     """
-    from specpipe.evaluate.verification.outcome import Options
+    from specpipe.evaluate.verification.outcome import VerifyOptions
     from specpipe.evaluate.verification.run import verify as run
     from specpipe.evaluate.verification.summary import summary
 
@@ -90,9 +90,9 @@ def verify(
         raise click.UsageError("--distance has no effect with --no-sampling.")
     verification = run(
         load(config_path, overrides),
-        Options(
+        VerifyOptions(
             num_draft_tokens=num_draft_tokens or (),
-            distance=None if no_sampling else distance or Options.distance,
+            distance=None if no_sampling else distance or VerifyOptions.distance,
             **options,
         ),
         report=log,

@@ -142,7 +142,7 @@ class TritonParameters(Section):
         return data
 
     @model_validator(mode="after")
-    def _refuse_what_cannot_draft(self) -> TritonParameters:
+    def _check_can_draft(self) -> TritonParameters:
         for name, accepted, expected in _NEEDED:
             if getattr(self, name) not in accepted:
                 value = getattr(self, name)

@@ -91,7 +91,7 @@ class Lengths:
         return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
 
 
-class Encoder(Protocol):
+class PromptTokenizer(Protocol):
     """What lengths need of a tokenizer; `specpipe.text.tokenizer.Tokenizer` has it."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -175,7 +175,7 @@ def with_max_tokens(prompts: Sequence[Prompt], lengths: Lengths, *, seed: int) -
 
 
 def with_lengths(
-    prompts: Sequence[Prompt], lengths: Lengths, tokenizer: Encoder, *, seed: int
+    prompts: Sequence[Prompt], lengths: Lengths, tokenizer: PromptTokenizer, *, seed: int
 ) -> list[Prompt]:
     """Returns the prompts with each text cut or lengthened to a number of tokens.
 
@@ -197,7 +197,7 @@ def with_lengths(
     return resized
 
 
-def _cut(text: str, num_tokens: int, tokenizer: Encoder) -> str:
+def _cut(text: str, num_tokens: int, tokenizer: PromptTokenizer) -> str:
     """Returns a text cut to about that many tokens as the tokenizer will count them again."""
     token_ids = tokenizer.encode(text)
     num_kept = num_tokens

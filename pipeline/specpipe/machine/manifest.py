@@ -176,7 +176,7 @@ def compare_files(root: Path, old: Files, *, trust_times: bool) -> Compared:
     return Compared(differences, current, Hashed(len(sizes), sum(sizes), duration_s))
 
 
-def damage(differences: Mapping[str, str]) -> list[str]:
+def file_faults(differences: Mapping[str, str]) -> list[str]:
     """Returns sentences for what differs between an artifact and the records of its outputs."""
     words = {"is new": "was not built", "changed": "is not what was built", "is gone": "is missing"}
     return [f"file {name} {words[difference]}" for name, difference in differences.items()]

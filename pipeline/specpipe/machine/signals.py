@@ -58,7 +58,7 @@ def run(command: Callable[[], object]) -> NoReturn:
 
 
 @contextlib.contextmanager
-def raised() -> Iterator[Ending]:
+def raised() -> Iterator[Interruption]:
     """Raises KeyboardInterrupt for Ctrl-C meanwhile, SystemExit with 143 for SIGTERM.
 
     No signal gets lost. For the main thread, which alone may handle signals. One that is ignored,
@@ -69,7 +69,7 @@ def raised() -> Iterator[Ending]:
     before = {number: signal.getsignal(number) for number in (*handled, signal.SIGALRM)}
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    earlier, ending = _ending, Ending(sys.unraisablehook)
+    earlier, ending = _ending, Interruption(sys.unraisablehook)
     watcher = threading.Thread(target=ending.watch, args=(reader,), name="signals", daemon=True)
     hook, sys.unraisablehook, _ending = sys.unraisablehook, ending.report_unraisable, ending
     with deferred():
@@ -133,7 +133,7 @@ def thread_pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
     pool.shutdown()
 
 
-class Ending:
+class Interruption:
     """Which signal came first, and what is done about it; see `raised`."""
 
     def __init__(self, report: Callable[[Any], object]) -> None:
@@ -186,4 +186,4 @@ class Ending:
         os._exit(128 + number)
 
 
-_ending: Ending | None = None
+_ending: Interruption | None = None

@@ -27,13 +27,13 @@ from specpipe.checkpoints.formats import E4M3_MAX, FORMATS, Measured
 from specpipe.checkpoints.plain_weights import PlainWeights
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import CheckpointError
-from specpipe.quantization.decoder import Batch, Decoder, kv_amax
+from specpipe.quantization.decoder import Batch, LayerwiseDecoder, kv_amax
 from specpipe.quantization.quantized_config import quantized_config, quantized_linears
 
 if TYPE_CHECKING:
     from specpipe.config.sections import QuantizationConfig
 
-Run = Callable[[nn.Module, Batch], Tensor]
+RunModule = Callable[[nn.Module, Batch], Tensor]
 """Runs a module on a batch."""
 
 _SAME_INPUT = ("attention.qkv",), ("mlp.fc", "mlp.gate")
@@ -81,7 +81,7 @@ def calibrate(
         scales[module, kind] = _checked(module, kind, value)
 
     with torch.no_grad(), _quiet():
-        decoder = Decoder(weights, texts, torch.device(device))
+        decoder = LayerwiseDecoder(weights, texts, torch.device(device))
         for n in range(decoder.num_layers):
             layer = decoder.take_layer(n)
             of_layer = {m: linear.names for m, linear in linears.items() if linear.layer == n}
@@ -127,7 +127,7 @@ def _linears(config: UnifiedConfig, scheme: QuantizationConfig) -> dict[str, _Li
     return linears
 
 
-def _run_layer(n: int) -> Run:
+def _run_layer(n: int) -> RunModule:
     def run(layer: nn.Module, batch: Batch) -> Tensor:
         output = layer(batch.hidden, **batch.arguments[n])
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
@@ -141,7 +141,7 @@ def _calibrate_module(
     scheme: QuantizationConfig,
     linears: Mapping[str, Sequence[str]],
     batches: Sequence[Batch],
-    run: Run,
+    run: RunModule,
 ) -> list[Tensor]:
     """Has ModelOpt calibrate some linears below `root`; returns the plain outputs of `root`.
 
@@ -162,7 +162,7 @@ def _calibrate_module(
     mtq, preprocess_linear_fusion = _modelopt()
     for module, names in linears.items():
         for name in names:
-            root.get_submodule(name).register_forward_pre_hook(_refuse_infinity(module))
+            root.get_submodule(name).register_forward_pre_hook(_check_finite(module))
     mtq.quantize(root, modelopt_config(scheme, linears), forward_loop=run_all)
     for group in _SAME_INPUT:
         members = [
@@ -225,7 +225,7 @@ def _checked(module: str, kind: Measured, value: Tensor) -> npt.NDArray[np.float
     return array
 
 
-def _refuse_infinity(module: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+def _check_finite(module: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
     def hook(linear: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if not torch.isfinite(inputs[0]).all():
             raise CheckpointError(

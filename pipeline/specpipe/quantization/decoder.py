@@ -46,7 +46,7 @@ class Batch:
     arguments: Sequence[Mapping[str, Any]]
 
 
-class Decoder:
+class LayerwiseDecoder:
     """The embedded texts, and the layers that they have still to go through."""
 
     def __init__(

@@ -10,7 +10,7 @@ from specpipe.checkpoints.quantized_rules import is_quantized
 from specpipe.checkpoints.rules import Part, TensorRule
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.checkpoints.unified_layout import part_shape, tensor_rules
-from specpipe.checkpoints.unified_sections import PLAIN, Quantization
+from specpipe.checkpoints.unified_sections import UNQUANTIZED, Quantization
 from specpipe.config.sections import QuantizationConfig
 from specpipe.errors import ConfigError
 
@@ -61,7 +61,7 @@ def check_export(config: UnifiedConfig) -> None:
 
 def quantized_linears(config: UnifiedConfig) -> Iterator[tuple[str, TensorRule, int | None]]:
     """Yields name, plain rule and layer of every linear that a quantized config has quantized."""
-    for rule, layer in tensor_rules(config.quantized(PLAIN)):
+    for rule, layer in tensor_rules(config.quantized(UNQUANTIZED)):
         module, _, kind = rule.name.format(n=layer).rpartition(".")
         if kind == "weight" and is_quantized(config, module):
             yield module, rule, layer

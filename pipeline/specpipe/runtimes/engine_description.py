@@ -11,7 +11,7 @@ from typing import Any
 from specpipe.checkpoints.files import read_json
 from specpipe.errors import CheckpointError, EngineMismatch
 
-CONFIG_NAME = "config.json"
+ENGINE_CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class EngineDescription:
 def read_engine_config(folder: Path) -> dict[str, Any] | None:
     """Returns an engine's config.json; None where there is none that can be read."""
     try:
-        return read_json(folder / CONFIG_NAME)
+        return read_json(folder / ENGINE_CONFIG)
     except CheckpointError:
         return None
 
@@ -103,7 +103,7 @@ def is_built_by(config: Mapping[str, Any], runtime: str) -> bool:
 @contextmanager
 def reading_config(folder: Path) -> Iterator[None]:
     """Turns what a config.json lacks, or says in another form, into one sentence."""
-    path = folder / CONFIG_NAME
+    path = folder / ENGINE_CONFIG
     try:
         yield
     except KeyError as exc:

@@ -51,7 +51,7 @@ def release(version: str) -> str:
     return re.sub(r"(\.post\d+|\+.*)$", "", version)
 
 
-def refusal(
+def mismatch(
     repository: Path, faults: Sequence[str], unknown: Sequence[str], rebuild: str
 ) -> EngineMismatch:
     """One message with all that differs, all that is unknown, and what to do."""

@@ -26,7 +26,7 @@ class Repository:
         return (config for config in self.models.values() if config.platform == "ensemble")
 
 
-Rule = Callable[[Repository], Iterator[str]]
+LintRule = Callable[[Repository], Iterator[str]]
 
 
 @dataclass(frozen=True, kw_only=True)

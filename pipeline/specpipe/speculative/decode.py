@@ -10,27 +10,26 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from specpipe.speculative.noise import Purpose, gumbel, uniform
+from specpipe.speculative.noise import Floats, Purpose, gumbel, uniform
 from specpipe.speculative.request import Chunk, Request
 from specpipe.speculative.state import RequestState
 from specpipe.speculative.verify import Verified, verify_by_matching, verify_by_rejection
 from specpipe.speculative.warp import softmax, warp
 
-Floats = npt.NDArray[np.float64]
-
 UNUSABLE_LOGITS = "the target model returned NaN, or no token is allowed here"
 
 
-class Model(Protocol):
+class LanguageModel(Protocol):
     """A causal language model."""
 
     def logits(self, token_ids: Sequence[int], num_rows: int) -> Floats:
         """Returns raw logits [num_rows, V], those after each of the last num_rows tokens."""
 
 
-def decode(state: RequestState, target: Model, draft: Model | None = None) -> Iterator[Chunk]:
+def decode(
+    state: RequestState, target: LanguageModel, draft: LanguageModel | None = None
+) -> Iterator[Chunk]:
     """Runs one request to its end and yields what each step emits.
 
     A draft row with a NaN ends the draft there; a target row with one ends the request with an
@@ -61,7 +60,7 @@ def decode(state: RequestState, target: Model, draft: Model | None = None) -> It
 
 
 def _draft(
-    state: RequestState, draft: Model | None, num_draft_tokens: int
+    state: RequestState, draft: LanguageModel | None, num_draft_tokens: int
 ) -> tuple[list[int], list[Floats]]:
     """Returns draft tokens, at most num_draft_tokens, and the scores [V] of each choice."""
     token_ids: list[int] = []

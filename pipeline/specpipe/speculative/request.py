@@ -164,7 +164,7 @@ def check_prompt_length(num_tokens: int, max_seq_len: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """What a pair can hold for one request."""
 
     max_num_draft_tokens: int

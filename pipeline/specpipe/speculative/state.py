@@ -15,8 +15,8 @@ from specpipe.speculative.request import (
     Chunk,
     Detokenizer,
     FinishReason,
-    Limits,
     Request,
+    RequestLimits,
     Statistics,
 )
 
@@ -31,7 +31,7 @@ class RequestState:
     def __init__(
         self,
         request: Request,
-        limits: Limits,
+        limits: RequestLimits,
         detokenizer: Detokenizer,
         *,
         draft_length: DraftLength | None = None,

@@ -12,9 +12,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from specpipe.speculative.noise import Floats
 from specpipe.speculative.request import Sampling
-
-Floats = npt.NDArray[np.float64]
 
 
 def warp(

@@ -14,7 +14,7 @@ from specpipe.text.chat_messages import (
     shows_parts,
     with_joined_parts,
 )
-from specpipe.text.chat_worker import Answer, ChatWorker
+from specpipe.text.chat_worker import ChatWorker, Rendered
 
 _MAX_PROMPT_BYTES = 16 << 20  # 131,072 tokens of 128 bytes
 _PLAIN = [{"role": "user", "content": "Hello"}]
@@ -83,7 +83,7 @@ class ChatTemplate:
         self._worker.start()
 
 
-def _fault(answer: Answer, messages: str) -> str:
+def _fault(answer: Rendered, messages: str) -> str:
     verbs = {
         "compile": "does not compile",
         "refusal": f"refuses {messages}",

@@ -33,7 +33,7 @@ _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Rendered:
     """What became of a conversation: a prompt, or a fault in words that fit into a sentence.
 
     kind  of the fault: the template does not compile, it raised something itself, or rendering it
@@ -56,7 +56,7 @@ class ChatWorker:
         self._template = template
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._process: _Process | None = None
-        self._compile_fault: Answer | None = None
+        self._compile_fault: Rendered | None = None
 
     def start(self) -> None:
         """Starts the process, unless it runs, and has it compile the template."""
@@ -64,7 +64,7 @@ class ChatWorker:
         with self._lock:
             self._started()
 
-    def render(self, messages: list[Any], max_bytes: int) -> Answer:
+    def render(self, messages: list[Any], max_bytes: int) -> Rendered:
         """Returns one conversation rendered; replaces a process once that was killed meanwhile."""
         conversation = {"messages": messages, "max_bytes": max_bytes}
         request = json.dumps(conversation, ensure_ascii=False)
@@ -86,19 +86,19 @@ class ChatWorker:
         if self._pid != os.getpid():
             self._pid, self._lock, self._process = os.getpid(), threading.Lock(), None
 
-    def _started(self) -> Answer:
+    def _started(self) -> Rendered:
         """Returns what became of compiling; without a fault, a process is there."""
         if self._compile_fault is not None:
             return self._compile_fault
         if self._process is not None:
             if self._process.is_alive():
-                return Answer()
+                return Rendered()
             self._drop()
         try:
             self._process = _Process()
             compiled = self._process.ask(json.dumps(self._template), _START_S)
         except OSError as exc:
-            return Answer(fault=f"no process can be started for it: {exc.strerror}")
+            return Rendered(fault=f"no process can be started for it: {exc.strerror}")
         except _Ended as exc:
             self._drop()
             return replace(self._ended(exc), kind="compile")
@@ -112,13 +112,13 @@ class ChatWorker:
         self._process.end()
         self._process = None
 
-    def _ended(self, exc: _Ended) -> Answer:
+    def _ended(self, exc: _Ended) -> Rendered:
         if exc.code in (None, -signal.SIGPROF):
             seconds = f"{self._template['seconds']:g} s"
             limit = "serving.limits.chat_template_seconds"
-            return Answer(fault=f"it takes longer than {seconds} ({limit})")
+            return Rendered(fault=f"it takes longer than {seconds} ({limit})")
         name = signal.Signals(-exc.code).name if exc.code < 0 else f"exit code {exc.code}"
-        return Answer(fault=f"the process that renders it died ({name})")
+        return Rendered(fault=f"the process that renders it died ({name})")
 
 
 class _Ended(Exception):
@@ -150,7 +150,7 @@ class _Process:
     def is_alive(self) -> bool:
         return self._reaper.is_alive()
 
-    def ask(self, request: str, timeout_s: float) -> Answer:
+    def ask(self, request: str, timeout_s: float) -> Rendered:
         """Sends one line and returns the answer; raises _Ended where there is none."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -165,7 +165,7 @@ class _Process:
                 if not block:
                     raise EOFError
                 answer += block
-            return Answer(**json.loads(answer))
+            return Rendered(**json.loads(answer))
         except TimeoutError:
             raise _Ended(None) from None
         except (EOFError, OSError):

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from tokenizers import decoders
 
-Piece = Callable[[int], "str | None"]
+PieceOf = Callable[[int], "str | None"]
 """The string of a token id; None where decoding skips it: a special token, or no token at all."""
 
 _NO_TOKENS: Mapping[int, str] = MappingProxyType({})
@@ -117,7 +117,7 @@ class StreamingDetokenizer(_Detokenizer):
 
     def __init__(
         self,
-        piece: Piece,
+        piece: PieceOf,
         steps: Sequence[_Step],
         prompt_token_ids: Sequence[int] = (),
         hidden_tokens: Mapping[int, str] = _NO_TOKENS,

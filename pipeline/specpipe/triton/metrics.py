@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Literal
 
+from specpipe.roles import ROLES
 from specpipe.runtimes.pair.pair import Occupancy
 from specpipe.speculative.request import Chunk
 
@@ -42,7 +43,7 @@ _KV_CAPACITY = "specpipe_kv_cache_capacity_tokens"
 
 
 @dataclass(frozen=True)
-class Family:
+class MetricFamily:
     """A metric, of which there is one for each value of its label.
 
     values   those that are there from the start, others when they first occur
@@ -57,72 +58,74 @@ class Family:
     buckets: tuple[float, ...] = ()
 
 
-_ROLES = ("draft", "target")
-
-FAMILIES = (
-    Family(
+METRIC_FAMILIES = (
+    MetricFamily(
         _REQUESTS,
         "counter",
         "Finished requests by finish_reason",
         label="finish_reason",
         values=("stop", "length", "cancelled", "error"),
     ),
-    Family(_REFUSED, "counter", "Requests that were refused, by a limit or a full queue"),
-    Family(STEPS, "counter", "Draft-verify rounds of the loop, each for all running requests"),
-    Family(RESPONSES, "counter", "Responses that the loop handed on, each a chunk of an answer"),
-    Family("specpipe_input_tokens_total", "counter", "Prompt tokens of finished requests"),
-    Family("specpipe_output_tokens_total", "counter", "Output tokens of finished requests"),
-    Family(
+    MetricFamily(_REFUSED, "counter", "Requests that were refused, by a limit or a full queue"),
+    MetricFamily(
+        STEPS, "counter", "Draft-verify rounds of the loop, each for all running requests"
+    ),
+    MetricFamily(
+        RESPONSES, "counter", "Responses that the loop handed on, each a chunk of an answer"
+    ),
+    MetricFamily("specpipe_input_tokens_total", "counter", "Prompt tokens of finished requests"),
+    MetricFamily("specpipe_output_tokens_total", "counter", "Output tokens of finished requests"),
+    MetricFamily(
         "specpipe_request_steps_total",
         "counter",
         "Draft-verify rounds summed over finished requests",
     ),
-    Family(
+    MetricFamily(
         _BY_DRAFT_LENGTH,
         "counter",
         "Draft-verify rounds summed over finished requests, by their number of draft tokens",
         label="num_draft_tokens",
     ),
-    Family("specpipe_draft_tokens_total", "counter", "Draft tokens that the target verified"),
-    Family(
+    MetricFamily("specpipe_draft_tokens_total", "counter", "Draft tokens that the target verified"),
+    MetricFamily(
         _DRAFTED_AT,
         "counter",
         "Draft tokens that the target verified, by their position in the step",
         label="position",
     ),
-    Family(
+    MetricFamily(
         "specpipe_accepted_draft_tokens_total",
         "counter",
         "Draft tokens that the target accepted",
     ),
-    Family(
+    MetricFamily(
         _ACCEPTED_AT,
         "counter",
         "Draft tokens that the target accepted, by their position in the step",
         label="position",
     ),
-    Family(
+    MetricFamily(
         _QUEUE,
         "histogram",
         "Time that finished requests waited before they were started",
         buckets=(0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
     ),
-    Family(IN_FLIGHT, "gauge", "Requests that were taken and have not been answered in full"),
-    Family(_RUNNING, "gauge", "Requests that hold a place in the running batch"),
-    Family(_WAITING, "gauge", "Requests in the queue"),
-    Family(
+    MetricFamily(IN_FLIGHT, "gauge", "Requests that were taken and have not been answered in full"),
+    MetricFamily(_RUNNING, "gauge", "Requests that hold a place in the running batch"),
+    MetricFamily(_WAITING, "gauge", "Requests in the queue"),
+    MetricFamily(
         _KV_TOKENS,
         "gauge",
         "Positions of the KV cache that hold a token",
         label="role",
-        values=_ROLES,
+        values=ROLES,
     ),
-    Family(
+    MetricFamily(
         _KV_CAPACITY,
         "gauge",
         "Positions that the KV cache has in all",
         label="role",
-        values=_ROLES,
+        values=ROLES,
     ),
 )
 
@@ -156,10 +159,10 @@ class Counters:
                     kind=getattr(metric_family, family.kind.upper()),
                 ),
             )
-            for family in FAMILIES
+            for family in METRIC_FAMILIES
         }
         self._metrics: dict[Key, Any] = {}
-        for family in FAMILIES:
+        for family in METRIC_FAMILIES:
             for value in family.values if family.label else ("",):
                 self._metric((family.name, value))
         self._gauges: dict[Key, int] = {}

@@ -8,7 +8,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.runtimes.repository_layout import ENSEMBLE, POSTPROCESSING, PREPROCESSING, SPECULATIVE
 from specpipe.triton import serving
-from specpipe.triton.serving.tensors import Tensor
+from specpipe.triton.serving.tensors import TensorSpec
 
 # Parameters of our models; lint.py reads the same names.
 CANCELS = "cancels"  # the model to which a client's cancellation is sent
@@ -88,8 +88,8 @@ def _ensemble_name(name: str, face: set[str]) -> str:
 
 def _python_model(
     name: str,
-    inputs: Iterable[Tensor],
-    outputs: Iterable[Tensor],
+    inputs: Iterable[TensorSpec],
+    outputs: Iterable[TensorSpec],
     *,
     is_decoupled: bool = False,
     num_instances: int = 1,
@@ -113,7 +113,7 @@ def _python_model(
     return config
 
 
-def _inputs(tensors: Iterable[Tensor]) -> list[pb.ModelInput]:
+def _inputs(tensors: Iterable[TensorSpec]) -> list[pb.ModelInput]:
     """Returns declarations of optional inputs.
 
     Triton answers a missing required input of an ensemble with an empty success, so what a request
@@ -127,7 +127,7 @@ def _inputs(tensors: Iterable[Tensor]) -> list[pb.ModelInput]:
     ]
 
 
-def _outputs(tensors: Iterable[Tensor]) -> list[pb.ModelOutput]:
+def _outputs(tensors: Iterable[TensorSpec]) -> list[pb.ModelOutput]:
     return [
         pb.ModelOutput(name=tensor.name, data_type=f"TYPE_{tensor.dtype}", dims=tensor.dims)
         for tensor in tensors

@@ -18,7 +18,7 @@ from specpipe.build import cache
 from specpipe.build.pairing import check_pair
 from specpipe.build.quality.measure import CheckQuality, Measure, MeasuredSide
 from specpipe.build.quality.quality import PairLimits, cut_prompts, measure_acceptance
-from specpipe.build.quality.report import Acceptance, Form, Model, Report
+from specpipe.build.quality.report import ModelForm, ModelQuality, PairingAcceptance, QualityReport
 from specpipe.build.stages.convert import convert
 from specpipe.build.stages.quantize import quantize
 from specpipe.checkpoints.checkpoint import read_blocks, read_safetensors_header
@@ -52,13 +52,13 @@ class Made:
     stage: Measure
     folder: Path
 
-    def run(self) -> Report:
+    def run(self) -> QualityReport:
         out = self.folder / "quality"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         self.stage.run(out)
         assert sorted(path.name for path in out.iterdir()) == ["report.json", "report.txt"]
-        return Report.read(out / "report.json")
+        return QualityReport.read(out / "report.json")
 
 
 def make(folder: Path, *, num_draft_tokens: int = 4, **formats: dict[str, Any]) -> Made:
@@ -116,11 +116,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture(scope="module")
-def report(made: Made) -> Report:
+def report(made: Made) -> QualityReport:
     return made.run()
 
 
-def test_every_form_of_both_models_is_there(report: Report) -> None:
+def test_every_form_of_both_models_is_there(report: QualityReport) -> None:
     draft, target = report.models
     assert [form.name for form in draft.forms] == ["plain", "int4_wo"]
     assert [form.name for form in target.forms] == ["plain", "fp8 + fp8 KV"]
@@ -131,7 +131,7 @@ def test_every_form_of_both_models_is_there(report: Report) -> None:
     assert report.engines == "cpu, float32"
 
 
-def test_every_pairing_of_forms_drafts(report: Report, made: Made) -> None:
+def test_every_pairing_of_forms_drafts(report: QualityReport, made: Made) -> None:
     """Each pairing on its own, from the checkpoints, by a test that knows which it is."""
     # Three of twenty texts are held out.
     assert (report.num_prompts, report.num_draft_tokens) == (9, 4)
@@ -144,7 +144,7 @@ def test_every_pairing_of_forms_drafts(report: Report, made: Made) -> None:
             work = made.folder / f"{draft_name} {target_name}"
             engines = engine("draft", draft, work), engine("target", target, work)
             counts = measure_acceptance(*engines, prompts, limits)
-            expected.append(Acceptance.of(draft_name, target_name, counts))
+            expected.append(PairingAcceptance.of(draft_name, target_name, counts))
     assert list(report.acceptance) == expected
     assert len({(a.num_draft_tokens, a.num_accepted_tokens) for a in expected}) == 4
     assert all(0 < a.num_accepted_tokens < a.num_draft_tokens <= 9 * 118 for a in expected)
@@ -170,7 +170,7 @@ def engine(role: Role, checkpoint: Path | None, work: Path) -> TorchEngine:
     return TorchEngine.load(folder)
 
 
-def test_costs_are_in_proportion_and_the_texts_are_known_words(report: Report) -> None:
+def test_costs_are_in_proportion_and_the_texts_are_known_words(report: QualityReport) -> None:
     draft, target = (model.divergence for model in report.models)
     assert draft is not None and target is not None
     assert draft.num_positions == target.num_positions
@@ -180,7 +180,7 @@ def test_costs_are_in_proportion_and_the_texts_are_known_words(report: Report) -
     assert 0.8 < target.perplexity_ratio < 1.25
 
 
-def test_scales_of_one_everywhere_are_a_warning(report: Report, made: Made) -> None:
+def test_scales_of_one_everywhere_are_a_warning(report: QualityReport, made: Made) -> None:
     assert report.warnings == (
         "all KV cache scales of the target are exactly 1, as where nothing was calibrated: keys "
         "and values beyond 448 are cut off, small ones are lost",
@@ -189,7 +189,7 @@ def test_scales_of_one_everywhere_are_a_warning(report: Report, made: Made) -> N
     assert text.endswith(f"warning: {report.warnings[0]}\n")
 
 
-def test_the_same_inputs_give_the_same_report(report: Report, made: Made) -> None:
+def test_the_same_inputs_give_the_same_report(report: QualityReport, made: Made) -> None:
     assert made.run() == report
 
 
@@ -210,7 +210,7 @@ def test_without_drafting_there_is_no_acceptance(tmp_path: Path) -> None:
     assert (found.acceptance, found.num_prompts) == ((), 0)
 
 
-def test_a_scale_that_is_wrong_shows(tmp_path: Path, report: Report) -> None:
+def test_a_scale_that_is_wrong_shows(tmp_path: Path, report: QualityReport) -> None:
     """A target whose scales are half of what they should be is another model, and says so."""
     broken = make(tmp_path, target={"format": "fp8"})
     path = tmp_path / "target" / "rank0.safetensors"
@@ -272,12 +272,12 @@ def test_a_pair_larger_than_memory_is_refused_before_anything_runs(
 
 
 def limited(tmp_path: Path, **given: float) -> CheckQuality:
-    report = Report(
-        (Model("draft", Form("plain", 10, 2)),),
+    report = QualityReport(
+        (ModelQuality("draft", ModelForm("plain", 10, 2)),),
         "cpu, float32",
         acceptance=(
-            Acceptance("plain", "plain", 100, 50),
-            Acceptance("plain", "nvfp4", 100, 30),
+            PairingAcceptance("plain", "plain", 100, 50),
+            PairingAcceptance("plain", "nvfp4", 100, 30),
         ),
     )
     path = tmp_path / "quality" / "report.json"
@@ -357,7 +357,7 @@ def test_a_build_prints_the_report_and_fails_by_its_limits(tmp_path: Path, quiet
     assert built.stdout == f"{tmp_path}/engines/pair/model_repo\n"
     text = (tmp_path / "engines" / "pair" / "quality" / "report.txt").read_text()
     assert text in built.stderr
-    found = Report.read(tmp_path / "engines" / "pair" / "quality" / "report.json")
+    found = QualityReport.read(tmp_path / "engines" / "pair" / "quality" / "report.json")
     draft, target = (model.divergence for model in found.models)
     assert draft is not None and target is not None
     assert 0.005 < draft.mean_kl < 0.3 and draft.top1_agreement > 0.7  # four bits

@@ -9,42 +9,42 @@ from pathlib import Path
 import pytest
 
 from specpipe.build.quality.report import (
-    Acceptance,
     Divergence,
-    Form,
-    Model,
-    Report,
-    excesses,
+    ModelForm,
+    ModelQuality,
+    PairingAcceptance,
+    QualityReport,
+    limit_faults,
     to_text,
 )
 from specpipe.config.sections import QualityConfig
 from specpipe.speculative.metrics import AcceptanceCounts
 
 TEXTS = "112 texts of own.jsonl with 9,000 tokens, and 16 with 1,216 held out"
-DRAFT = Model(
+DRAFT = ModelQuality(
     "draft",
-    Form("plain", 1_787_136, 512),
-    Form("int4_awq", 1_264_384, 512),
+    ModelForm("plain", 1_787_136, 512),
+    ModelForm("int4_awq", 1_264_384, 512),
     Divergence(1200, 9.5, 9.975, 0.0625, 0.9),
     TEXTS,
 )
-TARGET = Model(
+TARGET = ModelQuality(
     "target",
-    Form("plain", 10_951_168, 3072),
-    Form("fp8 + fp8 KV", 6_536_448, 1536),
+    ModelForm("plain", 10_951_168, 3072),
+    ModelForm("fp8 + fp8 KV", 6_536_448, 1536),
     Divergence(1200, 5.25, 5.25, 0.00125, 0.9875),
     TEXTS,
 )
-REPORT = Report(
+REPORT = QualityReport(
     (DRAFT, TARGET),
     "cpu, float32",
     num_draft_tokens=4,
     num_prompts=16,
     acceptance=(
-        Acceptance("plain", "plain", 1000, 500),
-        Acceptance("plain", "fp8 + fp8 KV", 1000, 490, 0.0123),
-        Acceptance("int4_awq", "plain", 1100, 440),
-        Acceptance("int4_awq", "fp8 + fp8 KV", 1100, 462),
+        PairingAcceptance("plain", "plain", 1000, 500),
+        PairingAcceptance("plain", "fp8 + fp8 KV", 1000, 490, 0.0123),
+        PairingAcceptance("int4_awq", "plain", 1100, 440),
+        PairingAcceptance("int4_awq", "fp8 + fp8 KV", 1100, 462),
     ),
 )
 BROKEN = "all KV cache scales of the target are exactly 1"
@@ -70,7 +70,9 @@ def test_the_table() -> None:
 
 
 def test_a_model_that_is_not_quantized_is_only_listed() -> None:
-    report = Report((Model("draft", DRAFT.plain), replace(TARGET, texts="own")), "cuda, bfloat16")
+    report = QualityReport(
+        (ModelQuality("draft", DRAFT.plain), replace(TARGET, texts="own")), "cuda, bfloat16"
+    )
     assert to_text(report) == (
         "model   format        weights  KV/token  perplexity  mean KL, nats  top-1 agreement\n"
         "draft   plain          1.8 MB    0.5 kB           -              -                -\n"
@@ -99,7 +101,7 @@ def test_json_tells_ratios_too_and_comes_back(tmp_path: Path) -> None:
         0.42,
     ]
     assert values["acceptance_ratio"] == pytest.approx(0.84)
-    assert Report.read(path) == REPORT
+    assert QualityReport.read(path) == REPORT
 
 
 def test_the_error_of_a_rate_by_hand() -> None:
@@ -108,11 +110,15 @@ def test_the_error_of_a_rate_by_hand() -> None:
         for drafted, accepted in ((10, 8), (10, 2), (20, 10))
     ]
     # 20 of 40; off the rate by 3, -3 and 0: the root of 18 * 3 / 2, over 40.
-    found = Acceptance.of("plain", "fp8", counts)
+    found = PairingAcceptance.of("plain", "fp8", counts)
     assert (found.num_draft_tokens, found.num_accepted_tokens, found.rate) == (40, 20, 0.5)
     assert found.standard_error == pytest.approx(27**0.5 / 40)
-    assert Acceptance.of("plain", "fp8", counts[:1]) == Acceptance("plain", "fp8", 10, 8)
-    assert Acceptance.of("a", "b", [AcceptanceCounts()] * 2) == Acceptance("a", "b", 0, 0)
+    assert PairingAcceptance.of("plain", "fp8", counts[:1]) == PairingAcceptance(
+        "plain", "fp8", 10, 8
+    )
+    assert PairingAcceptance.of("a", "b", [AcceptanceCounts()] * 2) == PairingAcceptance(
+        "a", "b", 0, 0
+    )
 
 
 def limits(**given: float) -> QualityConfig:
@@ -126,7 +132,7 @@ def test_what_costs_too_much_names_figure_limit_and_setting() -> None:
         max_perplexity_ratio=1.04,
         min_acceptance_ratio=0.9,
     )
-    assert list(excesses(REPORT, given)) == [
+    assert list(limit_faults(REPORT, given)) == [
         "the draft in int4_awq has a mean KL of 0.0625 nats to its plain form; quality.max_mean_kl "
         "is 0.05",
         "the draft in int4_awq agrees with its plain form on the likeliest token at 0.9 of the "
@@ -145,13 +151,14 @@ def test_limits_that_are_met_exactly_are_kept() -> None:
         max_perplexity_ratio=1.05,
         min_acceptance_ratio=0.84,
     )
-    assert list(excesses(REPORT, exact)) == []
-    assert list(excesses(REPORT, QualityConfig())) == []
+    assert list(limit_faults(REPORT, exact)) == []
+    assert list(limit_faults(REPORT, QualityConfig())) == []
 
 
 def test_a_plain_pair_that_accepts_nothing_has_nothing_to_lose() -> None:
     nothing = replace(
-        REPORT, acceptance=(Acceptance("plain", "plain", 90, 0), Acceptance("a", "b", 90, 1))
+        REPORT,
+        acceptance=(PairingAcceptance("plain", "plain", 90, 0), PairingAcceptance("a", "b", 90, 1)),
     )
     assert nothing.acceptance_ratio is None
-    assert list(excesses(nothing, limits(min_acceptance_ratio=0.9))) == []
+    assert list(limit_faults(nothing, limits(min_acceptance_ratio=0.9))) == []

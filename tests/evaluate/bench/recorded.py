@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specpipe.evaluate.bench.load import Load
-from specpipe.evaluate.endpoints.base import Answer, Ending, Piece, Question, Usage
+from specpipe.evaluate.endpoints.base import Ending, Piece, Question, TimedAnswer, Usage
 
 QUESTION = Question(text="x", max_tokens=100)
 
@@ -18,7 +18,7 @@ def answer(
     text: str = "abcdefgh",
     ending: Ending = "complete",
     usage: Usage | None = None,
-) -> Answer:
+) -> TimedAnswer:
     """An answer whose outputs came at some times, each with some tokens (None: not told).
 
     Each output is one letter of `text`. A piece without output opens the stream, and one with the
@@ -28,7 +28,7 @@ def answer(
         Piece(text=text[index], num_tokens=count) for index, (_, count) in enumerate(outputs)
     ]
     last = Piece(finish_reason="length", usage=usage)
-    return Answer(
+    return TimedAnswer(
         question=QUESTION,
         started_s=started_s,
         ended_s=ended_s,
@@ -39,5 +39,5 @@ def answer(
     )
 
 
-def load(*answers: Answer, concurrency: int = 1) -> Load:
+def load(*answers: TimedAnswer, concurrency: int = 1) -> Load:
     return Load(concurrency=concurrency, answers=answers)

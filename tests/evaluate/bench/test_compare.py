@@ -6,20 +6,20 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from specpipe.evaluate.bench.compare import Comparison, compare, verdict  # noqa: E402
-from specpipe.evaluate.endpoints.base import Answer, Ending  # noqa: E402
+from specpipe.evaluate.bench.compare import RateComparison, compare, verdict  # noqa: E402
+from specpipe.evaluate.endpoints.base import Ending, TimedAnswer  # noqa: E402
 from tests.evaluate.bench.recorded import answer  # noqa: E402
 
 
 def took(
     seconds: float, num_tokens: int | None, *, ending: Ending = "complete", text: str = "a"
-) -> Answer:
+) -> TimedAnswer:
     """An answer that took so long, with all its tokens in one output."""
     return answer(0.0, [(seconds, num_tokens)], seconds, ending=ending, text=text)
 
 
-def at(concurrency: int, ratio: float, low: float | None, high: float | None) -> Comparison:
-    return Comparison(
+def at(concurrency: int, ratio: float, low: float | None, high: float | None) -> RateComparison:
+    return RateComparison(
         concurrency=concurrency,
         ratio=ratio,
         low=low,

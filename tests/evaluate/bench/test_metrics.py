@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specpipe.evaluate.bench.metrics import (
-    Acceptance,
+    AcceptanceTotals,
     Distribution,
-    Limits,
+    LatencyLimits,
     Timing,
     summarize,
     time_answer,
@@ -122,14 +122,14 @@ def test_nothing_complete_gives_no_times() -> None:
 @pytest.mark.parametrize(
     ("limits", "num_good"),
     [
-        (Limits(), 2),
-        (Limits(first_output_s=0.41), 2),
-        (Limits(first_output_s=0.3), 1),
-        (Limits(output_token_s=0.08), 1),
-        (Limits(first_output_s=0.3, output_token_s=0.05), 0),
+        (LatencyLimits(), 2),
+        (LatencyLimits(first_output_s=0.41), 2),
+        (LatencyLimits(first_output_s=0.3), 1),
+        (LatencyLimits(output_token_s=0.08), 1),
+        (LatencyLimits(first_output_s=0.3, output_token_s=0.05), 0),
     ],
 )
-def test_goodput_is_of_answers_within_the_limits(limits: Limits, num_good: int) -> None:
+def test_goodput_is_of_answers_within_the_limits(limits: LatencyLimits, num_good: int) -> None:
     """Two answers held one stream for 1.2 s."""
     found = summarize([load(SHORT_FIRST, LONG_FIRST)], limits=limits)
     assert found.good_answers_per_s == near(num_good / 1.2)
@@ -173,7 +173,7 @@ def test_acceptance_of_four_steps() -> None:
         total_accepted_draft_tokens=5,
         acceptance_histogram=(1, 1, 0, 0, 1),
     )
-    found = Acceptance.of([usage])
+    found = AcceptanceTotals.of([usage])
     assert found is not None
     assert found.to_json() == {
         "rate": 0.5,
@@ -189,7 +189,7 @@ def test_acceptance_of_four_steps() -> None:
 
 def test_acceptance_adds_up_tokens_and_not_rates() -> None:
     """3 of 4 and 1 of 12: together 4 of 16, whereas the mean of the rates is 0.42."""
-    found = Acceptance.of(
+    found = AcceptanceTotals.of(
         [
             Usage(total_draft_tokens=4, total_accepted_draft_tokens=3, num_steps=2),
             Usage(total_draft_tokens=12, total_accepted_draft_tokens=1, num_steps=6),
@@ -200,13 +200,15 @@ def test_acceptance_adds_up_tokens_and_not_rates() -> None:
 
 
 def test_nothing_drafted_has_no_rate() -> None:
-    found = Acceptance.of([Usage(total_draft_tokens=0, total_accepted_draft_tokens=0, num_steps=3)])
+    found = AcceptanceTotals.of(
+        [Usage(total_draft_tokens=0, total_accepted_draft_tokens=0, num_steps=3)]
+    )
     assert found is not None
     assert (found.rate, found.length, found.per_position) == (None, 1.0, None)
 
 
 def test_histograms_of_different_lengths_are_added_up() -> None:
-    found = Acceptance.of(
+    found = AcceptanceTotals.of(
         [
             Usage(
                 total_draft_tokens=4,
@@ -230,4 +232,4 @@ def test_histograms_of_different_lengths_are_added_up() -> None:
     ],
 )
 def test_acceptance_that_not_every_answer_tells_is_unknown(usages: list[Usage | None]) -> None:
-    assert Acceptance.of(usages) is None
+    assert AcceptanceTotals.of(usages) is None

@@ -8,12 +8,12 @@ import pytest
 
 from specpipe.errors import ServerError
 from specpipe.evaluate.bench.load import Load
-from specpipe.evaluate.bench.metrics import Limits
+from specpipe.evaluate.bench.metrics import LatencyLimits
 from specpipe.evaluate.bench.run import (
-    Measured,
+    BenchSettings,
+    BenchSide,
     Measurements,
-    Settings,
-    Side,
+    SideLoads,
     measure,
     result,
     write_records,
@@ -38,15 +38,15 @@ def answers_everything(question: Question) -> list[tuple[float, Piece]]:
     return [(0.0, Piece(text="x", num_tokens=1, finish_reason="stop"))]
 
 
-def side(name: str, num_draft_tokens: int | None = None) -> tuple[Side, Scripted]:
+def side(name: str, num_draft_tokens: int | None = None) -> tuple[BenchSide, Scripted]:
     endpoint = Scripted(answers_everything, name=f"endpoint of {name}")
-    return Side(name=name, endpoint=endpoint, num_draft_tokens=num_draft_tokens), endpoint
+    return BenchSide(name=name, endpoint=endpoint, num_draft_tokens=num_draft_tokens), endpoint
 
 
 def test_all_sides_are_asked_the_same_questions_in_the_same_order() -> None:
     without, asked_without = side("without", 0)
     drafting, asked_with = side("with", 4)
-    settings = Settings(
+    settings = BenchSettings(
         concurrencies=(1,),
         rounds=2,
         sampling=Sampling(temperature=0.8, top_p=0.9),
@@ -81,7 +81,7 @@ def test_all_sides_are_asked_the_same_questions_in_the_same_order() -> None:
 
 def test_greedy_questions_have_no_seed() -> None:
     only, endpoint = side("only")
-    measure([only], PROMPTS, Settings(concurrencies=(2,), rounds=1), report=lambda line: None)
+    measure([only], PROMPTS, BenchSettings(concurrencies=(2,), rounds=1), report=lambda line: None)
     assert not any(question.sampling.is_seeded for question in endpoint.asked)
 
 
@@ -90,30 +90,32 @@ def test_a_side_that_does_not_answer_is_told_before_anything_is_measured() -> No
         return [(0.0, ServerError("no such model"))]
 
     good, asked = side("good")
-    bad = Side(name="bad", endpoint=Scripted(refuses))
+    bad = BenchSide(name="bad", endpoint=Scripted(refuses))
     with pytest.raises(ServerError, match="^bad: no such model$"):
-        measure((good, bad), PROMPTS, Settings(), report=lambda line: None)
+        measure((good, bad), PROMPTS, BenchSettings(), report=lambda line: None)
     assert len(asked.asked) == 1
 
 
-def recorded(seconds: float) -> Measured:
+def recorded(seconds: float) -> SideLoads:
     """A load whose answers to the prompts a, b and c took so long each, with 10 tokens."""
     usage = Usage(
         num_output_tokens=10, num_steps=4, total_draft_tokens=8, total_accepted_draft_tokens=6
     )
     made = [answer(0.0, [(seconds / 2, 5), (seconds, 5)], seconds, usage=usage) for _ in range(3)]
-    return Measured([Load(concurrency=4, answers=tuple(made))], [PROMPTS.prompts])
+    return SideLoads([Load(concurrency=4, answers=tuple(made))], [PROMPTS.prompts])
 
 
 @pytest.fixture
 def measurements() -> Iterator[Measurements]:
-    without, with_ = (Side(name=n, endpoint=Scripted(answers_everything)) for n in ("no", "yes"))
+    without, with_ = (
+        BenchSide(name=n, endpoint=Scripted(answers_everything)) for n in ("no", "yes")
+    )
     yield Measurements((without, with_), {4: {"no": recorded(2.0), "yes": recorded(1.0)}})
 
 
 def test_the_result_has_each_side_and_their_comparison(measurements: Measurements) -> None:
     pytest.importorskip("scipy")
-    settings = Settings(concurrencies=(4,), limits=Limits(first_output_s=0.75))
+    settings = BenchSettings(concurrencies=(4,), limits=LatencyLimits(first_output_s=0.75))
     found = result(measurements, settings, count_tokens=None)
     json.dumps(found, allow_nan=False)
     assert found["sides"] == [
@@ -137,7 +139,7 @@ def test_the_result_has_each_side_and_their_comparison(measurements: Measurement
 
 def test_one_side_has_no_comparison(measurements: Measurements) -> None:
     alone = Measurements(measurements.sides[:1], {4: {"no": recorded(2.0)}})
-    found = result(alone, Settings(concurrencies=(4,)), count_tokens=None)
+    found = result(alone, BenchSettings(concurrencies=(4,)), count_tokens=None)
     assert (found["verdict"], found["loads"][0]["comparison"]) == (None, None)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from specpipe.errors import ServerError
 from specpipe.evaluate.endpoints import open_endpoint
-from specpipe.evaluate.endpoints.base import Answer, Question, Usage, record
+from specpipe.evaluate.endpoints.base import Question, TimedAnswer, Usage, record
 from specpipe.evaluate.endpoints.openai import OpenAI
 from specpipe.evaluate.endpoints.triton import Triton
 from specpipe.speculative.request import Sampling
@@ -27,7 +27,7 @@ QUESTION = Question(text="Hello", max_tokens=8)
 MESSAGES = ({"role": "user", "content": "Hello"},)
 
 
-def answered(events: Any, question: Question = QUESTION) -> Answer:
+def answered(events: Any, question: Question = QUESTION) -> TimedAnswer:
     """What a server's events come to."""
     with serving(lambda body: events) as server:
         return record(OpenAI(server.url, model="m"), question)

@@ -8,7 +8,7 @@ import pytest
 
 from specpipe.errors import ServerError
 from specpipe.evaluate.endpoints import takes_draft_length
-from specpipe.evaluate.endpoints.base import Answer, Question, Usage, ask, record
+from specpipe.evaluate.endpoints.base import Question, TimedAnswer, Usage, ask, record
 from specpipe.evaluate.endpoints.openai import OpenAI
 from specpipe.evaluate.endpoints.triton import Speculative, Triton
 from specpipe.speculative.request import Sampling
@@ -145,7 +145,7 @@ def test_a_server_that_is_not_there_is_a_failure(scheme: str) -> None:
     )
 
 
-def asked_for_ids(answer: Answer, prompt: tuple[int, ...], num_tokens: int) -> None:
+def asked_for_ids(answer: TimedAnswer, prompt: tuple[int, ...], num_tokens: int) -> None:
     repeated = (prompt * num_tokens)[:num_tokens]
     assert (answer.ending, answer.error, answer.token_ids) == ("complete", None, repeated)
     assert [piece.num_tokens for piece in answer.pieces] == [2] * (num_tokens // 2) + [1]

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from specpipe.evaluate.nightly.record import (
     Accepted,
-    Asked,
     CheckpointUsed,
+    Conditions,
     Run,
     SpeedUp,
     StageRun,
-    Verified,
+    VerificationResult,
 )
 
-ASKED = Asked(
+ASKED = Conditions(
     prompts="5f0c", num_draft_tokens=4, served_by="Triton", machine="Xeon (8 cores), 1 x H100"
 )
 
@@ -38,7 +38,7 @@ def good_run() -> Run:
         },
         stages=[StageRun(stage="check", reasons=(), duration_s=0.0)],
         asked=ASKED,
-        verification=Verified(verdict="identical", reason=None, num_ties=0),
+        verification=VerificationResult(verdict="identical", reason=None, num_ties=0),
         acceptance=Accepted(num_draft_tokens=1000, num_accepted_tokens=540),
         speed_ups=[speed_up(1, 1.5, 1.4, 1.6), speed_up(8, 1.2, 1.1, 1.3)],
         sizes_bytes={

@@ -31,7 +31,7 @@ from specpipe.cli.nightly import nightly  # noqa: E402
 from specpipe.evaluate.nightly import facts, record  # noqa: E402
 from specpipe.evaluate.nightly.all import run_all  # noqa: E402
 from specpipe.evaluate.nightly.record import CheckpointUsed, Run  # noqa: E402
-from specpipe.evaluate.nightly.run import Finished, Options, _PairRun  # noqa: E402
+from specpipe.evaluate.nightly.run import Finished, NightlyOptions, _PairRun  # noqa: E402
 from specpipe.evaluate.verification import run as verification  # noqa: E402
 from specpipe.evaluate.verification.outcome import Findings, Verification  # noqa: E402
 from specpipe.evaluate.verification.verdict import TieThreshold  # noqa: E402
@@ -67,7 +67,7 @@ def run(folder: Path, **options: Any) -> Finished:
 
 def run_many(paths: Sequence[Path], **options: Any) -> list[Finished]:
     return run_all(
-        paths, [], Options(**{"is_in_process": True, **options}), report=lambda line: None
+        paths, [], NightlyOptions(**{"is_in_process": True, **options}), report=lambda line: None
     )
 
 

@@ -33,7 +33,7 @@ def test_a_good_run_comes_back_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outcome", ["bad", "unfinished"])
 def test_only_a_good_run_takes_the_place_of_a_good_one(
-    tmp_path: Path, outcome: record.Outcome
+    tmp_path: Path, outcome: record.RunOutcome
 ) -> None:
     record.keep(tmp_path, HEADER, good_run())
     record.keep(tmp_path, HEADER, replace(next_run(), outcome=outcome, reasons=["worse"]))

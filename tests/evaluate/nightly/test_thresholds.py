@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specpipe.config.nightly import NightlyConfig
-from specpipe.evaluate.nightly.record import Accepted, Run, SpeedUp, Verified
+from specpipe.evaluate.nightly.record import Accepted, Run, SpeedUp, VerificationResult
 from specpipe.evaluate.nightly.thresholds import is_too_slow, judge
 from tests.evaluate.nightly.recorded import ASKED, good_run, next_run, speed_up
 
@@ -67,11 +67,15 @@ def test_acceptance_of_other_questions_is_not_compared(asked: dict[str, Any], wh
 
 
 def test_a_fault_and_a_tie() -> None:
-    fault = Verified(verdict="fault", reason="greedy, K = 4, 1 at once: prompt a: bad", num_ties=0)
+    fault = VerificationResult(
+        verdict="fault", reason="greedy, K = 4, 1 at once: prompt a: bad", num_ties=0
+    )
     assert reasons(replace(next_run(), verification=fault), good_run()) == [
         "verification: greedy, K = 4, 1 at once: prompt a: bad"
     ]
-    tie = replace(next_run(), verification=Verified(verdict="tie", reason=None, num_ties=2))
+    tie = replace(
+        next_run(), verification=VerificationResult(verdict="tie", reason=None, num_ties=2)
+    )
     assert reasons(tie, good_run()) == []
     assert reasons(tie, good_run(), allow_ties=False) == [
         "verification: 2 numerical ties, and nightly.allow_ties is false"

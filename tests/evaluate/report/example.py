@@ -11,20 +11,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specpipe.evaluate.bench.compare import Comparison
-from specpipe.evaluate.bench.metrics import Acceptance as BenchAcceptance
-from specpipe.evaluate.bench.metrics import Distribution, Summary
+from specpipe.evaluate.bench.compare import RateComparison
+from specpipe.evaluate.bench.metrics import AcceptanceTotals, Distribution, Summary
 from specpipe.evaluate.results import write_result
 from specpipe.evaluate.tune import schedule
-from specpipe.evaluate.tune.acceptance import Acceptance
+from specpipe.evaluate.tune.acceptance import AcceptanceEstimate
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Measurement
 from specpipe.evaluate.tune.model import Prediction
 from specpipe.evaluate.tune.outcome import Tuned
 from specpipe.evaluate.verification import record
-from specpipe.evaluate.verification.exact import CaseComparison, Side, SideResult
-from specpipe.evaluate.verification.verdict import Comparison as Compared
-from specpipe.evaluate.verification.verdict import Divergence, TieThreshold
+from specpipe.evaluate.verification.exact import CaseComparison, SideResult, VerifySide
+from specpipe.evaluate.verification.verdict import FirstDifference, StreamComparison, TieThreshold
 from specpipe.machine.manifest import InputRecord, Manifest, manifest_path, record_files
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair_file import PairFile
@@ -116,16 +114,18 @@ def header(kind: str, settings: Mapping[str, Any], source: str = "code") -> dict
 
 def write_verification(folder: Path, *, prompt: str = "fibonacci", fault: bool = False) -> None:
     """One tie on a prompt of that name, and a fault if asked for."""
-    divergence = Divergence(
+    divergence = FirstDifference(
         position=9, expected_id=11, found_id=None, margin=0.03125, in_ulps=1.0, threshold=0.0625
     )
-    tie = CaseComparison(prompt, Compared("tie", divergence))
-    compared = Compared("fault", divergence, "position 9: an end instead of 11")
+    tie = CaseComparison(prompt, StreamComparison("tie", divergence))
+    compared = StreamComparison("fault", divergence, "position 9: an end instead of 11")
     wrong = CaseComparison(prompt, compared)
     sides = [
         SideResult(
             check="greedy",
-            side=Side(name="K = 1, 8 at once", kind="speculation", num_draft_tokens=1, at_once=8),
+            side=VerifySide(
+                name="K = 1, 8 at once", kind="speculation", num_draft_tokens=1, at_once=8
+            ),
             verdict="identical",
             num_identical=12,
             ties=(),
@@ -136,7 +136,9 @@ def write_verification(folder: Path, *, prompt: str = "fibonacci", fault: bool =
         ),
         SideResult(
             check="greedy",
-            side=Side(name="K = 4, 8 at once", kind="speculation", num_draft_tokens=4, at_once=8),
+            side=VerifySide(
+                name="K = 4, 8 at once", kind="speculation", num_draft_tokens=4, at_once=8
+            ),
             verdict="fault" if fault else "tie",
             num_identical=10,
             ties=(tie,),
@@ -197,7 +199,7 @@ def write_bench(folder: Path, *, side: str = SPECULATION, source: str = "code") 
     }
     loads = []
     for concurrency, ratio, rates in ((1, 1.8, (50.0, 90.0)), (8, 0.9, (200.0, 180.0))):
-        compared = Comparison(
+        compared = RateComparison(
             concurrency=concurrency,
             ratio=ratio,
             low=ratio - 0.05,
@@ -225,7 +227,7 @@ def write_bench(folder: Path, *, side: str = SPECULATION, source: str = "code") 
 
 def _summary(concurrency: int, rate: float, *, has_draft: bool) -> Summary:
     token_s = concurrency / rate
-    acceptance = BenchAcceptance(
+    acceptance = AcceptanceTotals(
         num_draft_tokens=1000 if has_draft else 0,
         num_accepted_tokens=640 if has_draft else 0,
         num_steps=400,
@@ -259,7 +261,7 @@ Position 1 was judged in 6 steps and accepted in 5; position 2 judged in 5, acce
 
 
 def write_tune(folder: Path, *, draft: str = "../models/draft") -> None:
-    acceptance = Acceptance.of(ROUNDS, 4)
+    acceptance = AcceptanceEstimate.of(ROUNDS, 4)
     best = {1: 4, 8: 0}
     own = Tuned(
         checkpoint=draft,
@@ -304,7 +306,7 @@ def write_tune(folder: Path, *, draft: str = "../models/draft") -> None:
         **header("tune", settings),
         "context": 102,
         "drafts": [own.to_json(), other.to_json()],
-        "forms": [asdict(form) for form in schedule.forms(best, draft)],
+        "forms": [asdict(form) for form in schedule.server_settings(best, draft)],
     }
     write_result(folder / "results" / "tune.json", data)
 

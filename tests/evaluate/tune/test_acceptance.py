@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specpipe.errors import ServerError
-from specpipe.evaluate.tune.acceptance import Acceptance, run_requests
+from specpipe.evaluate.tune.acceptance import AcceptanceEstimate, run_requests
 from tests.runtimes.table_engine import make_pair
 from tests.speculative.table import (
     TableModel,
@@ -18,7 +18,7 @@ from tests.speculative.table import (
 
 def test_recorded_steps() -> None:
     """Four steps: drafted 4, 4, 2, 0; accepted 4, 1, 0, 0."""
-    found = Acceptance.of([{(4, 4): 1, (4, 1): 1, (2, 0): 1, (0, 0): 1}], 4)
+    found = AcceptanceEstimate.of([{(4, 4): 1, (4, 1): 1, (2, 0): 1, (0, 0): 1}], 4)
     assert found.num_steps == 4
     assert (found.num_draft_tokens, found.num_accepted_tokens) == (10, 5)
     # Position 1 was judged by the three steps that drafted, 2 by the two that accepted it.
@@ -35,12 +35,12 @@ def test_recorded_steps() -> None:
 
 
 def test_a_step_that_drafted_less_says_nothing_of_later_positions() -> None:
-    found = Acceptance.of([{(1, 1): 6, (2, 1): 1, (2, 2): 1}], 2)
+    found = AcceptanceEstimate.of([{(1, 1): 6, (2, 1): 1, (2, 2): 1}], 2)
     assert [(p.num_judged, p.num_accepted) for p in found.positions] == [(8, 8), (2, 1)]
 
 
 def test_a_position_that_no_step_reached() -> None:
-    found = Acceptance.of([{(3, 0): 5}, {(3, 1): 1, (3, 0): 4}], 3)
+    found = AcceptanceEstimate.of([{(3, 0): 5}, {(3, 1): 1, (3, 0): 4}], 3)
     assert [p.rate for p in found.positions] == [0.1, 0.0, None]
     assert found.rates == (0.1, 0.0, 0.0)
     assert (found.positions[2].low, found.positions[2].high) == (None, None)
@@ -48,7 +48,7 @@ def test_a_position_that_no_step_reached() -> None:
 
 
 def test_nothing_drafted() -> None:
-    found = Acceptance.of([{(0, 0): 9}], 1)
+    found = AcceptanceEstimate.of([{(0, 0): 9}], 1)
     assert (found.num_steps, found.num_draft_tokens, found.alpha) == (9, 0, None)
     assert found.positions[0].rate is None
 
@@ -57,7 +57,7 @@ def test_interval_draws_prompts_and_not_steps() -> None:
     """Of two prompts, drawing two gives rates 0, 1/2 and 1, the ends a quarter of the time each;
     that there are a thousand steps of each does not make it narrower.
     """
-    found = Acceptance.of([{(1, 0): 1000}, {(1, 1): 1000}], 1)
+    found = AcceptanceEstimate.of([{(1, 0): 1000}, {(1, 1): 1000}], 1)
     (position,) = found.positions
     assert (position.low, position.rate, position.high) == (0.0, 0.5, 1.0)
     (expected,) = found.expected
@@ -65,9 +65,9 @@ def test_interval_draws_prompts_and_not_steps() -> None:
 
 
 def test_prompts_that_are_alike_leave_no_doubt_and_one_prompt_no_interval() -> None:
-    alike = Acceptance.of([{(1, 0): 1, (1, 1): 3}] * 5, 1).positions[0]
+    alike = AcceptanceEstimate.of([{(1, 0): 1, (1, 1): 3}] * 5, 1).positions[0]
     assert (alike.low, alike.high) == (0.75, 0.75)
-    alone = Acceptance.of([{(1, 0): 1, (1, 1): 3}], 1).positions[0]
+    alone = AcceptanceEstimate.of([{(1, 0): 1, (1, 1): 3}], 1).positions[0]
     assert (alone.low, alone.high) == (None, None)
 
 

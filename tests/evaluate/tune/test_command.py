@@ -14,7 +14,7 @@ from specpipe.cli.group import main
 from specpipe.cli.tune import tune
 from specpipe.evaluate.prompts import PromptSet
 from specpipe.evaluate.tune import model, outcome, run, schedule
-from specpipe.evaluate.tune.acceptance import Acceptance
+from specpipe.evaluate.tune.acceptance import AcceptanceEstimate
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Measurement
 from specpipe.evaluate.tune.outcome import Tuned, Tuning
@@ -24,7 +24,7 @@ COSTS = (
     LoadCosts(1, 0.001, {0: 0.010, 1: 0.011, 2: 0.012}, 0.0, 0.0),
     LoadCosts(4, 0.002, {0: 0.013, 1: 0.017, 2: 0.021}, 0.001, 0.002),
 )
-ACCEPTANCE = Acceptance.of([{(2, 2): 6, (2, 1): 2, (2, 0): 2}] * 2, 2)
+ACCEPTANCE = AcceptanceEstimate.of([{(2, 2): 6, (2, 1): 2, (2, 0): 2}] * 2, 2)
 
 
 def made_up(path: Path, *others: Tuned) -> Tuning:
@@ -51,7 +51,7 @@ def made_up(path: Path, *others: Tuned) -> Tuning:
         best=best,
     )
     drafts = sorted((own, *others), key=lambda draft: draft.score, reverse=True)
-    forms = tuple(schedule.forms(best, "org/draft"))
+    forms = tuple(schedule.server_settings(best, "org/draft"))
     return Tuning(drafts=tuple(drafts), forms=forms, prompts=PromptSet("code", ()), path=path)
 
 
@@ -151,13 +151,13 @@ def test_what_is_not_certain_is_not_recommended(
 
 def invoke(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str
-) -> tuple[outcome.Options, str]:
+) -> tuple[outcome.TuneOptions, str]:
     """Runs the command on a config of its own; what it asked for, and stdout."""
-    given: list[outcome.Options] = []
+    given: list[outcome.TuneOptions] = []
     result = tmp_path / "tune.json"
     result.write_text('{"kind": "tune"}')
 
-    def fake(config: object, options: outcome.Options, **_: object) -> Tuning:
+    def fake(config: object, options: outcome.TuneOptions, **_: object) -> Tuning:
         given.append(options)
         return made_up(result)
 
@@ -171,7 +171,7 @@ def invoke(
 
 def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options, _ = invoke(monkeypatch, tmp_path)
-    assert options == outcome.Options()
+    assert options == outcome.TuneOptions()
     options, _ = invoke(
         monkeypatch,
         tmp_path,
@@ -180,7 +180,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         *("--candidate", "a", "--candidate", "b", "--concurrency", "1,4,8"),
         *("--max-draft-len", "6", "--best", "3", "--rounds", "5", "--no-resume"),
     )
-    assert options == outcome.Options(
+    assert options == outcome.TuneOptions(
         prompts="chat",
         limit=5,
         is_chat=True,

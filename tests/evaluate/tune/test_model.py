@@ -6,22 +6,22 @@ import pytest
 
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.model import (
-    Line,
+    LinearFit,
     MemoryBound,
     Prediction,
-    expected_tokens,
     fit_line,
+    measured_tokens,
     predict,
     published_speed_up,
-    published_tokens,
 )
+from specpipe.speculative.adaptive import expected_tokens
 
 
 def test_tokens_of_the_published_model() -> None:
-    assert published_tokens(0.5, 3) == 1.875  # 1 + 1/2 + 1/4 + 1/8
-    assert published_tokens(0.0, 5) == 1.0
-    assert published_tokens(1.0, 5) == 6.0
-    assert published_tokens(0.9, 0) == 1.0
+    assert expected_tokens(0.5, 3) == 1.875  # 1 + 1/2 + 1/4 + 1/8
+    assert expected_tokens(0.0, 5) == 1.0
+    assert expected_tokens(1.0, 5) == 6.0
+    assert expected_tokens(0.9, 0) == 1.0
 
 
 def test_speed_up_of_the_published_model() -> None:
@@ -32,10 +32,10 @@ def test_speed_up_of_the_published_model() -> None:
 
 def test_tokens_by_position() -> None:
     rates = (0.5, 0.5, 0.8)
-    assert expected_tokens(rates, 0) == 1.0
-    assert expected_tokens(rates, 1) == 1.5
-    assert expected_tokens(rates, 3) == pytest.approx(1.95)  # 1 + 0.5 + 0.25 + 0.2
-    assert expected_tokens((1.0, 0.0, 1.0), 3) == 2.0  # nothing comes after a sure rejection
+    assert measured_tokens(rates, 0) == 1.0
+    assert measured_tokens(rates, 1) == 1.5
+    assert measured_tokens(rates, 3) == pytest.approx(1.95)  # 1 + 0.5 + 0.25 + 0.2
+    assert measured_tokens((1.0, 0.0, 1.0), 3) == 2.0  # nothing comes after a sure rejection
 
 
 def test_line_through_exact_points() -> None:
@@ -53,7 +53,7 @@ def test_line_of_least_squares_through_others() -> None:
 
 
 def test_one_load_tells_no_slope() -> None:
-    flat = Line(pytest.approx(2.0), 0.0, pytest.approx(1.0))  # 2 for 1 is twice too much
+    flat = LinearFit(pytest.approx(2.0), 0.0, pytest.approx(1.0))  # 2 for 1 is twice too much
     assert fit_line([(4, 1.0), (4, 3.0)]) == flat
 
 

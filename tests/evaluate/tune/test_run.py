@@ -19,7 +19,7 @@ from specpipe.evaluate.report.page import write_report
 from specpipe.evaluate.tune import costs, measure, run
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Cell
-from specpipe.evaluate.tune.outcome import Options, Tuning
+from specpipe.evaluate.tune.outcome import TuneOptions, Tuning
 from specpipe.evaluate.verification.record import repository_digest
 from specpipe.machine.manifest import manifest_path, read_manifest, record_files
 from specpipe.runtimes.pair.pair import PairOptions
@@ -29,12 +29,12 @@ from tests.evaluate.tune.conftest import QUICKSTART, ROOT
 from tests.quiet import Quiet
 
 TARGET = str(ROOT / "models" / "python-code" / "target")
-OPTIONS = Options(limit=3, max_tokens=24, concurrencies=(1, 4), rounds=2, num_best=1)
+OPTIONS = TuneOptions(limit=3, max_tokens=24, concurrencies=(1, 4), rounds=2, num_best=1)
 
 
 def tune(
     config: PipelineConfig,
-    options: Options = OPTIONS,
+    options: TuneOptions = OPTIONS,
     report: Callable[[str], None] = lambda line: None,
 ) -> Tuning:
     return run.tune(config, options, report=report, reporter=Quiet())
@@ -372,10 +372,10 @@ def test_tensorrt_llm_does_not_run_in_this_process() -> None:
 
 
 def test_loads_double_up_to_the_largest_batch(built: Path, config: PipelineConfig) -> None:
-    assert run._loads(config, Options()) == (1, 2, 4, 8)
+    assert run._loads(config, TuneOptions()) == (1, 2, 4, 8)
     twelve = load_config(QUICKSTART, [f"output_dir={built}", "engine.max_batch_size=12"])
-    assert run._loads(twelve, Options()) == (1, 2, 4, 8, 12)
-    assert run._loads(config, Options(concurrencies=(4, 1, 4))) == (1, 4)
+    assert run._loads(twelve, TuneOptions()) == (1, 2, 4, 8, 12)
+    assert run._loads(config, TuneOptions(concurrencies=(4, 1, 4))) == (1, 4)
 
 
 def test_a_prompt_that_does_not_fit_is_named(config: PipelineConfig, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_yaml_is_read_back(tmp_path: Path) -> None:
 
 
 def test_forms_of_others() -> None:
-    lowest, later, vllm = schedule.forms({1: 4, 2: 4, 4: 2, 8: 0}, "org/draft")
+    lowest, later, vllm = schedule.server_settings({1: 4, 2: 4, 4: 2, 8: 0}, "org/draft")
     # {1: 4, 3: 2, 5: 0}: from 1, from 3, from 5 on
     assert lowest.text is not None and later.text is not None and vllm.text is not None
     assert yaml.safe_load(lowest.text) == {
@@ -86,7 +86,7 @@ def test_forms_of_others() -> None:
 
 
 def test_tensorrt_llm_never_drafts_more_than_at_the_lowest_load() -> None:
-    lowest, later, vllm = schedule.forms({1: 1, 4: 3, 8: 2}, "d")
+    lowest, later, vllm = schedule.server_settings({1: 1, 4: 3, 8: 2}, "d")
     assert lowest.text is not None and "{1: 1}" in lowest.text
     assert later.text is not None and "{8: 1}" in later.text
     assert "so 1 is the most" in lowest.note
@@ -95,9 +95,9 @@ def test_tensorrt_llm_never_drafts_more_than_at_the_lowest_load() -> None:
 
 
 def test_where_drafting_does_not_pay_there_is_no_form() -> None:
-    forms = schedule.forms({1: 0, 8: 0}, "d")
+    forms = schedule.server_settings({1: 0, 8: 0}, "d")
     assert [form.text for form in forms] == [None, None, None]
-    first, _, vllm = schedule.forms({1: 0, 8: 2}, "d")
+    first, _, vllm = schedule.server_settings({1: 0, 8: 2}, "d")
     assert first.text is None
     assert vllm.text is not None
     assert json.loads(vllm.text)["num_speculative_tokens_per_batch_size"] == [[1, 1, 0], [2, 8, 2]]

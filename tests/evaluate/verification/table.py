@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from specpipe.evaluate.endpoints.in_process import InProcess
-from specpipe.evaluate.verification.scorer import Text
-from specpipe.evaluate.verification.verdict import Floats
+from specpipe.evaluate.verification.scorer import ScoredText
+from specpipe.speculative.noise import Floats
 from tests.runtimes.table_engine import HasLogits, make_pair
 from tests.speculative.table import NoisyModel
 
@@ -62,7 +62,7 @@ class TableScorer:
     def __init__(self, model: HasLogits, *, in_blocks: HasLogits | None = None) -> None:
         self.model, self.in_blocks = model, in_blocks or model
 
-    def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
+    def read(self, texts: Sequence[ScoredText], block_size: int = 1) -> list[Floats]:
         model = self.model if block_size == 1 else self.in_blocks
         return [
             np.asarray(model.logits([*text.prompt, *text.output], len(text.output) + 1), np.float64)
@@ -77,7 +77,7 @@ class RowScorer(TableScorer):
         self.row = np.full(100, -5.0)
         self.row[list(logits)] = list(logits.values())
 
-    def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
+    def read(self, texts: Sequence[ScoredText], block_size: int = 1) -> list[Floats]:
         return [np.tile(self.row, (len(text.output) + 1, 1)) for text in texts]
 
 

@@ -11,13 +11,13 @@ from specpipe.evaluate.verification.block_shapes import (
     measure_agreement,
     measure_block_difference,
 )
-from specpipe.evaluate.verification.scorer import Text
+from specpipe.evaluate.verification.scorer import ScoredText
 from tests.evaluate.verification.table import TableScorer
 from tests.speculative.table import TableModel, half_rule, target_rule
 
 TEXTS = [
-    Text(prompt=(4, 5), output=(10, 20, 30, 40, 50, 60), max_tokens=8),
-    Text(prompt=(4, 5, 6), output=(), max_tokens=8),
+    ScoredText(prompt=(4, 5), output=(10, 20, 30, 40, 50, 60), max_tokens=8),
+    ScoredText(prompt=(4, 5, 6), output=(), max_tokens=8),
 ]
 SCORER = TableScorer(TableModel(target_rule), in_blocks=TableModel(half_rule))
 """In blocks it chooses otherwise where the length is odd: 3 of the first text's 7 rows, after 3, 5

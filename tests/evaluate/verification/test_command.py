@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from specpipe.cli.verify import verify
 from specpipe.config.sections import PipelineConfig
 from specpipe.evaluate.verification import run
-from specpipe.evaluate.verification.asking import Asked, Case, Side
+from specpipe.evaluate.verification.asking import Case, SideAnswers, VerifySide
 from specpipe.evaluate.verification.exact import judge
 from specpipe.evaluate.verification.gate import GateResult
 from specpipe.evaluate.verification.outcome import Findings, Verification
@@ -38,11 +38,11 @@ def findings(
 ) -> Findings:
     """Two streams, compared by the target's logits where they part."""
     sides = [
-        Side(name=name, kind=kind, num_draft_tokens=k, at_once=1)
+        VerifySide(name=name, kind=kind, num_draft_tokens=k, at_once=1)
         for name, kind, k in (("target alone", "reference", 0), ("K = 4", "speculation", 4))
     ]
     alone, speculative = (
-        Asked(side=side, streams=(Stream(ids, "length"),), num_draft_tokens=2 * number)
+        SideAnswers(side=side, streams=(Stream(ids, "length"),), num_draft_tokens=2 * number)
         for number, (side, ids) in enumerate(zip(sides, (expected, found), strict=True))
     )
     judged = judge(

@@ -21,18 +21,18 @@ from specpipe.evaluate.verification.bins import END, MAX_NUM_BINS, OTHER, Beginn
 from specpipe.evaluate.verification.distribution import (  # noqa: E402
     FALSE_ALARM,
     Finding,
-    Plan,
+    PlannedTest,
     Setting,
     _test,
     holm,
     make_plans,
-    objection,
     reason,
     run_tests,
     sample_size,
+    skip_reason,
 )
 from specpipe.runtimes.pair import torch_sampler as torch_sampling  # noqa: E402
-from specpipe.runtimes.pair.sampler import Drafted, Outcome  # noqa: E402
+from specpipe.runtimes.pair.sampler import Drafted, RoundResult  # noqa: E402
 from specpipe.speculative import noise  # noqa: E402
 from specpipe.speculative.noise import Purpose  # noqa: E402
 from specpipe.speculative.request import Sampling  # noqa: E402
@@ -83,7 +83,7 @@ SETTING = Setting(name="T = 1", sampling=Sampling(temperature=1.0), num_draft_to
 def biased_verify(*, accepts_the_argmax: bool = False, draws_from_the_target: bool = False) -> Any:
     """The accept test of the torch runtime with a fault in it."""
 
-    def verify(drafted: Drafted, choices: Any, first: int, end: int) -> Outcome:
+    def verify(drafted: Drafted, choices: Any, first: int, end: int) -> RoundResult:
         accepted: list[int] = []
         pairs = zip(drafted.token_ids, drafted.probs, strict=True)
         for index, (token_id, draft_probs) in enumerate(pairs, first):
@@ -100,9 +100,9 @@ def biased_verify(*, accepts_the_argmax: bool = False, draws_from_the_target: bo
             residual = (target_probs - draft_probs).clamp_min(0.0)
             weights = target_probs if accepts_the_argmax or draws_from_the_target else residual
             accepted += torch_sampling._draw(weights.log()[None], [row], Purpose.RECOVERED)
-            return Outcome(accepted, num_draft_tokens=len(drafted.token_ids))
+            return RoundResult(accepted, num_draft_tokens=len(drafted.token_ids))
         bonus = choices.token_ids[first + len(accepted)]
-        return Outcome([*accepted, bonus], num_draft_tokens=len(drafted.token_ids))
+        return RoundResult([*accepted, bonus], num_draft_tokens=len(drafted.token_ids))
 
     return verify
 
@@ -169,7 +169,7 @@ def test_a_target_that_samples_otherwise_than_its_logits_is_told_from_a_wrong_ru
 def test_a_failed_request_is_no_sample_and_a_fault() -> None:
     """The pair drafts 8 tokens at most, so that 9 are refused."""
     setting = Setting(name="T = 1", sampling=Sampling(temperature=1.0), num_draft_tokens=9)
-    plan = Plan(
+    plan = PlannedTest(
         case=CASES[0],
         setting=setting,
         bins=Bins(np.array([1.0]), {(OTHER,): 0}, frozenset({()})),
@@ -202,7 +202,7 @@ def test_a_failed_request_is_no_sample_and_a_fault() -> None:
 def test_a_server_may_object_to_being_tested_and_does_not_by_failing(
     event: Piece | Exception, said: str | None
 ) -> None:
-    plan = Plan(
+    plan = PlannedTest(
         case=CASES[0],
         setting=SETTING,
         bins=Bins(np.array([1.0]), {(OTHER,): 0}, frozenset({()})),
@@ -210,7 +210,7 @@ def test_a_server_may_object_to_being_tested_and_does_not_by_failing(
         seed=0,
     )
     server = Scripted(lambda question: [(0.1, event)])
-    assert objection(plan, server) == said
+    assert skip_reason(plan, server) == said
     (question,) = server.asked
     assert (question.num_draft_tokens, question.sampling.temperature) == (None, 1.0)
 
@@ -235,7 +235,7 @@ def test_the_power_is_what_is_promised_and_the_false_alarms_too(num_bins: int) -
     wrong[num_shifted : 2 * num_shifted] -= DISTANCE / num_shifted
     assert np.abs(wrong - right).sum() / 2 == pytest.approx(DISTANCE)
     bins = Bins(right, {(i,): i for i in range(num_bins)}, frozenset({()}))
-    plan = Plan(
+    plan = PlannedTest(
         case=CASES[0], setting=SETTING, bins=bins, num_samples=sample_size(DISTANCE, 1), seed=0
     )
     generator = np.random.default_rng(7)

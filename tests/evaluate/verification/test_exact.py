@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from specpipe.evaluate.verification.asking import Asked, Case, Side, ask_side  # noqa: E402
+from specpipe.evaluate.verification.asking import Case, SideAnswers, VerifySide, ask_side  # noqa: E402
 from specpipe.evaluate.verification.block_shapes import Agreement  # noqa: E402
 from specpipe.evaluate.verification.draft_counts import least_own_acceptance  # noqa: E402
 from specpipe.evaluate.verification.exact import SideResult, judge, judge_target, own_agreement  # noqa: E402
@@ -24,13 +24,13 @@ from tests.speculative.table import (  # noqa: E402
 )
 
 CASES = [Case(name=f"p{i}", token_ids=(4, 5 + i), max_tokens=17) for i in range(3)]
-ALONE = Side(name="target alone", kind="reference", num_draft_tokens=0, at_once=1)
-K3 = Side(name="K = 3, 2 at once", kind="speculation", num_draft_tokens=3, at_once=2)
+ALONE = VerifySide(name="target alone", kind="reference", num_draft_tokens=0, at_once=1)
+K3 = VerifySide(name="K = 3, 2 at once", kind="speculation", num_draft_tokens=3, at_once=2)
 THRESHOLD = TieThreshold(dtype="float32")
 SEEDED = Sampling(temperature=0.8, seed=3, is_seeded=True)
 
 
-def judged(reference: Asked, asked: Asked, sampling: Sampling = GREEDY) -> SideResult:
+def judged(reference: SideAnswers, asked: SideAnswers, sampling: Sampling = GREEDY) -> SideResult:
     return judge(
         "greedy",
         reference,
@@ -91,12 +91,12 @@ def test_the_own_draft_and_the_wrong_draft_accept_what_they_must() -> None:
 
 
 def counted(
-    side: Side, drafted: int, accepted: int, *, draft_statuses: tuple[str, ...] = ()
+    side: VerifySide, drafted: int, accepted: int, *, draft_statuses: tuple[str, ...] = ()
 ) -> SideResult:
     streams = tuple(Stream((9, 9), "length") for _ in CASES)
     return judged(
-        Asked(side=ALONE, streams=streams),
-        Asked(
+        SideAnswers(side=ALONE, streams=streams),
+        SideAnswers(
             side=side,
             streams=streams,
             num_draft_tokens=drafted,
@@ -139,8 +139,10 @@ def test_a_target_that_does_not_always_agree_with_itself_may_accept_less() -> No
         streams = tuple(Stream((9, 9), "length") for _ in CASES)
         return judge(
             "greedy",
-            Asked(side=ALONE, streams=streams),
-            Asked(side=side, streams=streams, num_draft_tokens=100, num_accepted_tokens=accepted),
+            SideAnswers(side=ALONE, streams=streams),
+            SideAnswers(
+                side=side, streams=streams, num_draft_tokens=100, num_accepted_tokens=accepted
+            ),
             CASES,
             scorer=TableScorer(TableModel(target_rule)),
             sampling=GREEDY,
@@ -165,7 +167,7 @@ def test_a_target_that_does_not_always_agree_with_itself_may_accept_less() -> No
 
 def test_a_long_block_is_accepted_where_all_its_choices_agree() -> None:
     """K = 3, no chance left: (0.5 + 0.25 + 0.125) / 3 = 0.2917, times 0.95."""
-    asked = Asked(side=K3, streams=(), num_draft_tokens=3 * 10**12)
+    asked = SideAnswers(side=K3, streams=(), num_draft_tokens=3 * 10**12)
     agreement = Agreement(5 * 10**11, 10**12)
     assert least_own_acceptance(asked, agreement) == pytest.approx(0.95 * 0.875 / 3, abs=1e-4)
     assert least_own_acceptance(asked, None) == 0.95
@@ -173,7 +175,7 @@ def test_a_long_block_is_accepted_where_all_its_choices_agree() -> None:
 
 def test_agreement_is_that_of_the_choices_of_a_request_seeds_included() -> None:
     """In blocks half of the rows are of another rule; with a flat target the seed decides all."""
-    reference = Asked(side=ALONE, streams=tuple(Stream((9,) * 6, "length") for _ in CASES))
+    reference = SideAnswers(side=ALONE, streams=tuple(Stream((9,) * 6, "length") for _ in CASES))
 
     def found(scorer: TableScorer, sampling: Sampling) -> Agreement:
         return own_agreement(
@@ -201,7 +203,7 @@ def test_as_served_may_draft_nothing() -> None:
     assert counted(as_served, 0, 0).notes == ("as served, nothing was drafted here",)
 
 
-def changed(asked: Asked, index: int, stream: Stream) -> Asked:
+def changed(asked: SideAnswers, index: int, stream: Stream) -> SideAnswers:
     streams = list(asked.streams)
     streams[index] = stream
     return dataclasses.replace(asked, streams=tuple(streams), num_draft_tokens=9)
@@ -292,10 +294,10 @@ def test_a_checkpoint_that_seldom_chooses_what_is_served_is_another_one() -> Non
 
 def test_a_server_that_goes_on_where_its_checkpoint_ends_is_at_fault() -> None:
     ends = TableModel(lambda context: 2)
-    reference = Asked(side=ALONE, streams=tuple(Stream((9, 9), "length") for _ in CASES))
-    early = Asked(side=ALONE, streams=tuple(Stream((), "stop") for _ in CASES))
+    reference = SideAnswers(side=ALONE, streams=tuple(Stream((9, 9), "length") for _ in CASES))
+    early = SideAnswers(side=ALONE, streams=tuple(Stream((), "stop") for _ in CASES))
 
-    def against(asked: Asked) -> SideResult:
+    def against(asked: SideAnswers) -> SideResult:
         return judge_target(
             asked,
             CASES,

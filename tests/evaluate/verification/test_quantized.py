@@ -18,7 +18,7 @@ from specpipe.build.load import load_config  # noqa: E402
 from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.errors import ConfigError  # noqa: E402
 from specpipe.evaluate.verification import run  # noqa: E402
-from specpipe.evaluate.verification.outcome import Options  # noqa: E402
+from specpipe.evaluate.verification.outcome import VerifyOptions  # noqa: E402
 from specpipe.evaluate.verification.scorer import engine_rounding, open_scorer, rows_of  # noqa: E402
 from tests.evaluate.verification.conftest import QUICKSTART, record_anew  # noqa: E402
 from tests.evaluate.verification.test_run import by_name, verified  # noqa: E402
@@ -85,7 +85,7 @@ def test_a_quantized_engine_with_other_weights_is_a_fault(
 
 def test_float32_is_refused_where_rounding_makes_steps(built: PipelineConfig) -> None:
     with pytest.raises(ConfigError) as caught:
-        run.verify(built, Options(limit=1, is_float32=True, distance=None))
+        run.verify(built, VerifyOptions(limit=1, is_float32=True, distance=None))
     assert str(caught.value) == (
         "--float32: the target rounds activations to FP8, which makes a whole step of what differs "
         "in the last place, so that its logits move by more than 1e-4 in float32, too; leave it out"
@@ -94,7 +94,7 @@ def test_float32_is_refused_where_rounding_makes_steps(built: PipelineConfig) ->
 
 def test_float32_holds_for_quantized_weights_and_a_draft_that_rounds(tmp_path: Path) -> None:
     config = build(tmp_path, "int4_wo", draft="fp8_pc_pt")
-    done = run.verify(config, Options(limit=1, max_tokens=12, is_float32=True, distance=None))
+    done = run.verify(config, VerifyOptions(limit=1, max_tokens=12, is_float32=True, distance=None))
     assert (done.findings.verdict, done.findings.threshold.fixed) == ("identical", 1e-4)
 
 

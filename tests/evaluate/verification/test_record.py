@@ -33,7 +33,7 @@ def verified(artifacts: Path, verdict: str = "identical", reason: str | None = N
 
 
 def test_what_was_never_verified_may_be_served(artifacts: Path) -> None:
-    assert record.refusal(artifacts) is None
+    assert record.verification_fault(artifacts) is None
     assert record.read(artifacts) is None
     assert record.changes(artifacts) == []
 
@@ -41,19 +41,19 @@ def test_what_was_never_verified_may_be_served(artifacts: Path) -> None:
 @pytest.mark.parametrize("verdict", ["identical", "tie"])
 def test_what_passed_may_be_served(artifacts: Path, verdict: str) -> None:
     verified(artifacts, verdict)
-    assert record.refusal(artifacts) is None
+    assert record.verification_fault(artifacts) is None
 
 
 def test_a_fault_is_refused_with_its_reason(artifacts: Path) -> None:
     verified(artifacts, "fault", "greedy, K = 4: prompt p: position 3")
-    assert record.refusal(artifacts) == (
+    assert record.verification_fault(artifacts) == (
         "pair did not pass its verification: greedy, K = 4: prompt p: position 3"
     )
 
 
 def test_ties_that_strict_did_not_allow_are_refused(artifacts: Path) -> None:
     verified(artifacts, "tie", "2 numerical ties, and --strict allows none")
-    assert record.refusal(artifacts) == (
+    assert record.verification_fault(artifacts) == (
         "pair did not pass its verification: 2 numerical ties, and --strict allows none"
     )
 
@@ -61,7 +61,7 @@ def test_ties_that_strict_did_not_allow_are_refused(artifacts: Path) -> None:
 def test_a_changed_file_is_refused(artifacts: Path) -> None:
     verified(artifacts)
     (artifacts / "model_repo" / "speculative" / "1" / "model.py").write_text("other code")
-    assert record.refusal(artifacts) == (
+    assert record.verification_fault(artifacts) == (
         "pair was changed since it was verified (speculative/1/model.py changed): run `specpipe "
         "verify` again"
     )
@@ -78,7 +78,7 @@ def test_all_changes_are_counted(artifacts: Path) -> None:
     model = artifacts / "model_repo" / "speculative"
     (model / "config.pbtxt").unlink()
     (model / "1" / "pair.json").write_text("{}")
-    assert record.refusal(artifacts) == (
+    assert record.verification_fault(artifacts) == (
         "pair was changed since it was verified (speculative/config.pbtxt is gone and 1 more): run "
         "`specpipe verify` again"
     )
@@ -88,7 +88,7 @@ def test_a_file_that_was_only_touched_or_moved_is_no_change(artifacts: Path) -> 
     verified(artifacts)
     os.utime(artifacts / "model_repo" / "speculative" / "1" / "model.py")
     moved = artifacts.rename(artifacts.with_name("moved"))
-    assert record.refusal(moved) is None
+    assert record.verification_fault(moved) is None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_damaged_result_is_no_permission(artifacts: Path, damage: Any, message
     verified(artifacts)
     path = artifacts / "verification.json"
     path.write_text(damage(json.loads(path.read_text())))
-    refusal = record.refusal(artifacts)
+    refusal = record.verification_fault(artifacts)
     assert refusal is not None and refusal.startswith(str(path)) and message in refusal
 
 

@@ -20,7 +20,7 @@ from specpipe.cli.verify import verify  # noqa: E402
 from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.errors import ConfigError, RepositoryError  # noqa: E402
 from specpipe.evaluate.verification import judge, record, run  # noqa: E402
-from specpipe.evaluate.verification.outcome import Findings, Options, Verification  # noqa: E402
+from specpipe.evaluate.verification.outcome import Findings, Verification, VerifyOptions  # noqa: E402
 from specpipe.evaluate.verification.summary import summary  # noqa: E402
 from specpipe.runtimes.pair import torch_sampler as torch_sampling  # noqa: E402
 from specpipe.runtimes.pair_file import PairFile  # noqa: E402
@@ -41,7 +41,7 @@ SMALL = {
 
 
 def verified(config: PipelineConfig, **options: Any) -> Verification:
-    return run.verify(config, Options(**{**SMALL, **options}))
+    return run.verify(config, VerifyOptions(**{**SMALL, **options}))
 
 
 def by_name(done: Verification) -> dict[str, str]:
@@ -74,7 +74,7 @@ def test_a_sound_pair_is_identical_on_every_side(copied: Copy) -> None:
     )
     assert len(done.findings.tests) == 10
     assert done.path == config.artifacts_dir / "verification.json"
-    assert record.refusal(config.artifacts_dir) is None
+    assert record.verification_fault(config.artifacts_dir) is None
     assert not [p for p in config.artifacts_dir.iterdir() if p.name.startswith(".verify")]
 
     data = json.loads(done.path.read_text())
@@ -151,7 +151,7 @@ def test_a_wrong_accept_rule_is_a_fault_and_is_not_served(
     assert done.findings.reason is not None
     assert done.findings.reason.startswith("greedy, K = 4, 1 at once: prompt ")
     refusal = f"python-code did not pass its verification: {done.findings.reason}"
-    assert record.refusal(config.artifacts_dir) == refusal
+    assert record.verification_fault(config.artifacts_dir) == refusal
     monkeypatch.undo()
     assert serve(config, monkeypatch) == (
         [],
@@ -162,7 +162,7 @@ def test_a_wrong_accept_rule_is_a_fault_and_is_not_served(
         f"warning: {refusal}; allowed by --allow-unverified\nstarting Triton ...\n",
     )
     assert verified(config).findings.verdict == "identical"
-    assert record.refusal(config.artifacts_dir) is None
+    assert record.verification_fault(config.artifacts_dir) is None
 
 
 def test_an_engine_with_other_weights_is_a_fault_though_it_equals_itself(copied: Copy) -> None:
@@ -188,7 +188,7 @@ def test_a_swapped_engine_after_the_verification_is_not_served(copied: Copy) -> 
     config = copied()
     verified(config)
     change_weights(config.artifacts_dir / "model_repo" / "speculative" / "1" / "draft")
-    assert record.refusal(config.artifacts_dir) == (
+    assert record.verification_fault(config.artifacts_dir) == (
         "python-code was changed since it was verified (speculative/1/draft/model.safetensors "
         "changed): run `specpipe verify` again"
     )

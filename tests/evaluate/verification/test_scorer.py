@@ -13,14 +13,14 @@ torch = pytest.importorskip("torch")
 
 from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.evaluate.verification.block_shapes import measure_block_difference  # noqa: E402
-from specpipe.evaluate.verification.scorer import Text, open_scorer, rows_of, torch_engine  # noqa: E402
+from specpipe.evaluate.verification.scorer import ScoredText, open_scorer, rows_of, torch_engine  # noqa: E402
 
 Copy = Callable[..., PipelineConfig]
 
 TEXTS = [
-    Text(prompt=(5, 900, 77, 12), output=tuple(range(100, 130)), max_tokens=40),
-    Text(prompt=tuple(range(300, 600)), output=(8, 9, 10), max_tokens=40),
-    Text(prompt=(5,), output=(), max_tokens=40),
+    ScoredText(prompt=(5, 900, 77, 12), output=tuple(range(100, 130)), max_tokens=40),
+    ScoredText(prompt=tuple(range(300, 600)), output=(8, 9, 10), max_tokens=40),
+    ScoredText(prompt=(5,), output=(), max_tokens=40),
 ]
 
 

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from specpipe.evaluate.verification.scorer import Text
+from specpipe.evaluate.verification.scorer import ScoredText
 from specpipe.evaluate.verification.seeded import SeededChoice
 from specpipe.speculative.noise import Purpose, gumbel
 from specpipe.speculative.request import Sampling
 
-TEXT = Text(prompt=(1, 2, 3), output=(4,), max_tokens=8)
+TEXT = ScoredText(prompt=(1, 2, 3), output=(4,), max_tokens=8)
 NOISE = gumbel(5, 4, Purpose.TOKEN, 6)
 """At position 4, the fifth token of prompt and output."""
 

@@ -20,7 +20,7 @@ from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.errors import ConfigError  # noqa: E402
 from specpipe.evaluate import serving  # noqa: E402
 from specpipe.evaluate.verification import record, run  # noqa: E402
-from specpipe.evaluate.verification.outcome import Options  # noqa: E402
+from specpipe.evaluate.verification.outcome import VerifyOptions  # noqa: E402
 from specpipe.evaluate.verification.repositories import write_as_asked  # noqa: E402
 from specpipe.runtimes.launch import Launch  # noqa: E402
 from specpipe.runtimes.pair_file import read_pair  # noqa: E402
@@ -48,7 +48,7 @@ _sampling.verify_by_matching = lambda draft, target: _Verified((*draft, target[l
 
 def test_a_sound_pair_is_identical_through_triton(copied: Copy) -> None:
     config = copied()
-    done = run.verify(config, Options(limit=3, max_tokens=12, distance=0.4))
+    done = run.verify(config, VerifyOptions(limit=3, max_tokens=12, distance=0.4))
     assert (done.findings.verdict, done.findings.reason, done.findings.skipped) == (
         "identical",
         None,
@@ -64,7 +64,7 @@ def test_a_sound_pair_is_identical_through_triton(copied: Copy) -> None:
     data = json.loads(done.path.read_text())
     assert data["settings"]["served_by"] == "Triton"
     assert re.fullmatch(r"\d+\.\d+\.\d+", data["versions"]["triton"])
-    assert record.refusal(config.artifacts_dir) is None
+    assert record.verification_fault(config.artifacts_dir) is None
 
 
 def test_a_server_that_believes_its_draft_is_a_fault(copied: Copy) -> None:
@@ -72,13 +72,13 @@ def test_a_server_that_believes_its_draft_is_a_fault(copied: Copy) -> None:
     model = config.artifacts_dir / "model_repo" / "speculative" / "1" / "model.py"
     model.write_text(_BELIEVES_THE_DRAFT + model.read_text())
     record_anew(config)
-    done = run.verify(config, Options(limit=2, max_tokens=12, distance=None))
+    done = run.verify(config, VerifyOptions(limit=2, max_tokens=12, distance=None))
     verdicts = {f"{side.check}, {side.side.name}": side.verdict for side in done.findings.sides}
     assert verdicts["greedy, target alone, 8 at once"] == "identical"
     assert verdicts["greedy, K = 4, 8 at once"] == "fault"
     # Its rule is the server's own; in this process it is right.
     assert verdicts["greedy, a draft that is always wrong"] == "identical"
-    refusal = record.refusal(config.artifacts_dir)
+    refusal = record.verification_fault(config.artifacts_dir)
     assert refusal == f"python-code did not pass its verification: {done.findings.reason}"
 
 
@@ -99,7 +99,7 @@ def test_engines_that_run_in_triton_only_are_scored_by_their_checkpoint(
     monkeypatch.setattr(TensorRTLLMRuntime, "launch", lambda *_, **__: Launch())
 
     done = run.verify(
-        config, Options(limit=2, max_tokens=12, num_draft_tokens=(2, 8), distance=0.4)
+        config, VerifyOptions(limit=2, max_tokens=12, num_draft_tokens=(2, 8), distance=0.4)
     )
     assert (done.findings.verdict, done.findings.reason) == ("identical", None)
     assert [f"{side.check}, {side.side.name}" for side in done.findings.sides] == [
@@ -119,7 +119,7 @@ def test_engines_that_run_in_triton_only_are_scored_by_their_checkpoint(
     )
     assert len(done.findings.tests) == 10
     with pytest.raises(ConfigError, match="--in-process: the engines of runtime tensorrt_llm do"):
-        run.verify(config, Options(is_in_process=True))
+        run.verify(config, VerifyOptions(is_in_process=True))
 
 
 def test_the_repository_with_k_as_asked_leaves_the_artifact_as_it_is(
@@ -165,7 +165,7 @@ def test_a_library_that_drafts_in_every_step_is_asked_for_the_target_alone_by_it
     gate = tmp_path / "gate.jsonl"
     gate.write_text(json.dumps({"prompt": "import os\nimport sy", "regex": "."}) + "\n")
 
-    done = run.verify(config, Options(limit=2, max_tokens=8, distance=0.4, gate=gate))
+    done = run.verify(config, VerifyOptions(limit=2, max_tokens=8, distance=0.4, gate=gate))
     findings = done.findings
     assert (findings.reason, [f"{side.check}, {side.side.name}" for side in findings.sides]) == (
         None,

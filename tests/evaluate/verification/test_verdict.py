@@ -10,10 +10,10 @@ import pytest
 
 from specpipe.evaluate.verification.verdict import (
     IDENTICAL,
-    Comparison,
-    Divergence,
+    FirstDifference,
     GreedyChoice,
     Stream,
+    StreamComparison,
     TieThreshold,
     compare,
     unit_in_last_place,
@@ -52,9 +52,9 @@ def test_case_a7_a_equal_logits_are_a_tie() -> None:
         stream(*SHARED, 40, 50, 51), stream(*SHARED, 41, 60, 61),
         choice_at(t40=7.8125, t41=7.8125), BF16,
     )  # fmt: skip
-    assert found == Comparison(
+    assert found == StreamComparison(
         "tie",
-        Divergence(
+        FirstDifference(
             position=9, expected_id=40, found_id=41, margin=0.0, in_ulps=0.0, threshold=0.03125
         ),
     )
@@ -66,9 +66,9 @@ def test_case_a7_b_one_step_of_bfloat16_is_a_tie() -> None:
         stream(*SHARED, 40, 50), stream(*SHARED, 41, 60),
         choice_at(t40=7.8125, t41=7.78125), BF16,
     )  # fmt: skip
-    assert found == Comparison(
+    assert found == StreamComparison(
         "tie",
-        Divergence(
+        FirstDifference(
             position=9, expected_id=40, found_id=41, margin=0.03125, in_ulps=1.0, threshold=0.03125
         ),
     )
@@ -80,9 +80,9 @@ def test_case_a7_c_a_wide_margin_is_a_fault() -> None:
         stream(*SHARED[:4], 40, 50, 51), stream(*SHARED[:4], 41, 60, 61),
         choice_at(t40=9.5, t41=6.0), BF16,
     )  # fmt: skip
-    assert found == Comparison(
+    assert found == StreamComparison(
         "fault",
-        Divergence(
+        FirstDifference(
             position=4, expected_id=40, found_id=41, margin=3.5, in_ulps=56.0, threshold=0.0625
         ),
         "position 4: 41 instead of 40, margin 3.5 = 56 units in the last place (threshold 0.0625)",
@@ -141,21 +141,23 @@ def test_a_token_that_can_never_be_chosen_is_a_fault_without_a_margin() -> None:
     found = compare(
         stream(*SHARED, 40), stream(*SHARED, 99), choice_at(t40=1.0, t99=-math.inf), BF16
     )
-    assert found == Comparison(
+    assert found == StreamComparison(
         "fault",
-        Divergence(position=9, expected_id=40, found_id=99),
+        FirstDifference(position=9, expected_id=40, found_id=99),
         "position 9: 99 instead of 40, a token that the target can never choose",
     )
 
 
 def test_equal_tokens_that_end_otherwise_are_a_fault() -> None:
     found = compare(stream(*SHARED), stream(*SHARED, finish_reason="stop"), never, BF16)
-    assert found == Comparison("fault", reason="equal tokens end otherwise: stop instead of length")
+    assert found == StreamComparison(
+        "fault", reason="equal tokens end otherwise: stop instead of length"
+    )
 
 
 def test_a_failed_request_is_a_fault() -> None:
     found = compare(stream(*SHARED), Stream((), None, "out of memory"), never, BF16)
-    assert found == Comparison("fault", reason="a request failed: out of memory")
+    assert found == StreamComparison("fault", reason="a request failed: out of memory")
 
 
 def test_the_difference_between_block_shapes_widens_the_threshold() -> None:

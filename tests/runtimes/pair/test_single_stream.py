@@ -13,8 +13,7 @@ import torch
 from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
-from specpipe.runtimes.pair.sampler import Drafted
-from specpipe.runtimes.pair.single_stream import Verified
+from specpipe.runtimes.pair.sampler import Drafted, RoundResult
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.lookup import PromptLookup
@@ -54,7 +53,7 @@ class TableRounds:
         self.copied: list[int] = []
         self.num_dropped = 0
         self._text: list[int] = []
-        self._under_way: deque[Verified] = deque()
+        self._under_way: deque[RoundResult] = deque()
         self._num_read = 0
 
     def begin(
@@ -101,9 +100,9 @@ class TableRounds:
         self.launched.append(num_draft_tokens)
         if is_copied:
             self.copied.append(num_draft_tokens)
-        self._under_way.append(Verified(list(outcome.token_ids), num_draft_tokens))
+        self._under_way.append(RoundResult(list(outcome.token_ids), num_draft_tokens))
 
-    def take(self) -> Verified:
+    def take(self) -> RoundResult:
         return self._under_way.popleft()
 
     def drop(self) -> None:
@@ -321,11 +320,11 @@ class Unusable(TableRounds):
 
     num_bad = 1
 
-    def take(self) -> Verified:
+    def take(self) -> RoundResult:
         verified = super().take()
         if len(self.launched) > 3 and self.num_bad:
             self.num_bad -= 1
-            return Verified(None, 0)
+            return RoundResult(None, 0)
         return verified
 
 

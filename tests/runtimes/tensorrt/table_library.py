@@ -25,7 +25,7 @@ from specpipe.runtimes.tensorrt.build import ENGINE_KIND
 from specpipe.runtimes.tensorrt.cuda import Cuda
 from specpipe.runtimes.tensorrt.cuda_runner import CudaRunner
 from specpipe.runtimes.tensorrt.engine import TensorRTEngine
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec
 from specpipe.runtimes.torch.pair import pair_of
 from tests.runtimes.table_engine import HasLogits
 from tests.runtimes.tensorrt.gpus import Gpu, HostGpu
@@ -308,7 +308,9 @@ def tensorrt_pair(
     trt = TableLibrary(gpu, {"target": target, "draft": draft})
     settings = {"max_batch_size": 4, "max_seq_len": 500, "max_num_tokens": 16, "adaptive": False}
     specs = {
-        role: EngineSpec.read(write_engine(folder / role, role, vocab_size=model.vocab_size))
+        role: TensorRTEngineSpec.read(
+            write_engine(folder / role, role, vocab_size=model.vocab_size)
+        )
         for role, model in (("draft", draft), ("target", target))
     }
     runners = {role: CudaRunner(spec, 0, trt=trt, cuda=Cuda(gpu)) for role, spec in specs.items()}

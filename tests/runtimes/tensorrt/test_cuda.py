@@ -17,7 +17,7 @@ from specpipe.machine.libraries import with_extras
 from specpipe.runtimes.tensorrt import cuda as cuda_module
 from specpipe.runtimes.tensorrt.cuda import Cuda
 from specpipe.runtimes.tensorrt.cuda_runner import KERNELS_NAME, CudaRunner
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec
 from tests.runtimes.tensorrt.gpus import CudaGpu, HostGpu
 from tests.runtimes.tensorrt.table_library import TableLibrary, write_engine
 from tests.speculative.table import TableModel, target_rule
@@ -30,7 +30,7 @@ def gpu(request: pytest.FixtureRequest) -> HostGpu | CudaGpu:
 
 def load(gpu: HostGpu | CudaGpu, folder: Path, **library: Any) -> tuple[CudaRunner, TableLibrary]:
     trt = TableLibrary(gpu, {"target": TableModel(target_rule)}, **library)
-    runner = CudaRunner(EngineSpec.read(folder), 0, trt=trt, cuda=Cuda(gpu.cudart))
+    runner = CudaRunner(TensorRTEngineSpec.read(folder), 0, trt=trt, cuda=Cuda(gpu.cudart))
     return runner, trt
 
 
@@ -141,7 +141,7 @@ def test_close_gives_all_memory_back(tmp_path: Path) -> None:
 def test_the_gpu_is_chosen_in_each_thread_that_runs(tmp_path: Path) -> None:
     gpu = HostGpu(("A", 9, 0), ("B", 8, 9))
     trt = TableLibrary(gpu, {"target": TableModel(target_rule)})
-    spec = EngineSpec.read(write_engine(tmp_path / "engine"))
+    spec = TensorRTEngineSpec.read(write_engine(tmp_path / "engine"))
     runner = CudaRunner(spec, 1, trt=trt, cuda=Cuda(gpu))
     for call in (lambda: runner.clear(0, 0, 1), lambda: run(runner, [[9]]), runner.close):
         gpu.device = 0

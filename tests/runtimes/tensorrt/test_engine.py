@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from specpipe.runtimes.tensorrt.engine import TensorRTEngine
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec
 from tests.runtimes.tensorrt.table_library import write_engine
 
 VOCAB_SIZE = 1000
@@ -76,7 +76,7 @@ def engine(recorder: Recorder, tmp_path: Path) -> TensorRTEngine:
         max_draft_len=4,
         max_num_tokens=12,
     )
-    return TensorRTEngine(EngineSpec.read(folder), recorder)
+    return TensorRTEngine(TensorRTEngineSpec.read(folder), recorder)
 
 
 def start(engine: TensorRTEngine, token_ids: Sequence[int] = ()) -> int:

@@ -11,7 +11,7 @@ from specpipe import __version__
 from specpipe.build.stages.convert import convert
 from specpipe.errors import EngineMismatch
 from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec, check_files
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec, check_files
 from specpipe.runtimes.tensorrt.shapes import Profile
 from tests.runtimes.tensorrt.table_library import write_engine
 from tests.toy import write_toy_checkpoint
@@ -49,7 +49,7 @@ def test_an_engine_as_built(tmp_path: Path, weights: Any) -> None:
         engine = tmp_path / "engine"
         engine.mkdir()
         PlaceWeights(role="target", plan=plan, checkpoint=checkpoint).run(engine)
-    spec = EngineSpec.read(engine)
+    spec = TensorRTEngineSpec.read(engine)
     check_files(spec)
     assert (spec.library, spec.compute_capabilities) == ("tensorrt_rtx", ("8.6", "12.0"))
     assert (spec.max_batch_size, spec.max_seq_len, spec.max_draft_len) == (3, 60, 4)
@@ -70,7 +70,7 @@ def test_what_is_no_engine_of_this_runtime(tmp_path: Path) -> None:
         if text is not None:
             (tmp_path / "config.json").write_text(text)
         with pytest.raises(EngineMismatch) as caught:
-            EngineSpec.read(tmp_path)
+            TensorRTEngineSpec.read(tmp_path)
         assert str(caught.value) == f"{tmp_path} is not an engine of runtime 'tensorrt'"
 
 
@@ -78,14 +78,14 @@ def test_an_engine_of_another_runtime_or_format(tmp_path: Path) -> None:
     folder = write_engine(tmp_path / "engine")
     change(folder, lambda config: config.update(runtime={"name": "torch", "format": 1}))
     with pytest.raises(EngineMismatch) as caught:
-        EngineSpec.read(folder)
+        TensorRTEngineSpec.read(folder)
     assert str(caught.value) == (
         f"{folder} was built for {{'name': 'torch', 'format': 1}}, specpipe {__version__} runs "
         "{'name': 'tensorrt', 'format': 1}; build it again"
     )
     change(folder, lambda config: config.update(runtime={"name": "tensorrt", "format": 0}))
     with pytest.raises(EngineMismatch, match="'format': 0}, .*; build it again"):
-        EngineSpec.read(folder)
+        TensorRTEngineSpec.read(folder)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_config_that_is_not_whole(
     folder = write_engine(tmp_path / "engine")
     change(folder, edit)
     with pytest.raises(EngineMismatch, match=f"^{folder}/config.json {message}$"):
-        EngineSpec.read(folder)
+        TensorRTEngineSpec.read(folder)
 
 
 @pytest.mark.parametrize("name", ["rank0.engine", "rank0_managed_weights.safetensors"])
@@ -111,14 +111,14 @@ def test_a_missing_file(tmp_path: Path, name: str) -> None:
     (folder / "rank0_managed_weights.safetensors").touch()
     (folder / name).unlink()
     with pytest.raises(EngineMismatch) as caught:
-        EngineSpec.read(folder)
+        TensorRTEngineSpec.read(folder)
     assert str(caught.value) == f"{folder} has no {name}: build the engine again"
 
 
 def test_a_damaged_engine(tmp_path: Path) -> None:
     folder = write_engine(tmp_path / "engine", weights={"w": [2]}, weights_bytes=8)
     (folder / "rank0_managed_weights.safetensors").write_bytes(b"12345678")
-    spec = EngineSpec.read(folder)
+    spec = TensorRTEngineSpec.read(folder)
     check_files(spec)
     engine = folder / "rank0.engine"
     data = engine.read_bytes()

@@ -23,7 +23,7 @@ from specpipe.runtimes.tensorrt.build import BuildTensorRTEngine, PlaceWeights
 from specpipe.runtimes.tensorrt.cuda import Cuda
 from specpipe.runtimes.tensorrt.cuda_runner import CudaRunner
 from specpipe.runtimes.tensorrt.engine import TensorRTEngine
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.pair import pair_of
 from specpipe.speculative.request import GREEDY, Request, Sampling
@@ -69,7 +69,7 @@ def interpreted(checkpoint: Path, work: Path, torch_engine: TorchEngine) -> Tens
     """The engine of a unified checkpoint, with the limits of another runtime's."""
     limits = {"max_seq_len": MAX_SEQ_LEN, "max_draft_len": MAX_DRAFT_LEN}
     network = build_network(checkpoint, dtype="float32", **limits)
-    spec = EngineSpec.read(
+    spec = TensorRTEngineSpec.read(
         write_engine(
             work,
             vocab_size=torch_engine.vocab_size,
@@ -141,7 +141,7 @@ class InterpretedContext(TableContext):
 class InterpretedLibrary(TableLibrary):
     """TensorRT with one engine, whose network is interpreted."""
 
-    def __init__(self, gpu: HostGpu, spec: EngineSpec, network: Network) -> None:
+    def __init__(self, gpu: HostGpu, spec: TensorRTEngineSpec, network: Network) -> None:
         super().__init__(gpu, {"": TableModel(target_rule, spec.vocab_size)})
         self.context_class = InterpretedContext
         self.spec, self.network = spec, network
@@ -192,7 +192,7 @@ def test_the_memory_that_is_bound_is_what_the_network_takes(
         PlaceWeights(role="target", plan=plan, checkpoint=checkpoint).run(engine)
     else:
         engine = plan
-    spec = EngineSpec.read(engine)
+    spec = TensorRTEngineSpec.read(engine)
     network = build_network(
         checkpoint, dtype=dtype, weights_are_inputs=weights == "beside", **limits
     )

@@ -10,7 +10,7 @@ import pytest
 
 from specpipe.checkpoints.unified import load_unified
 from specpipe.errors import EngineBuildError
-from specpipe.runtimes.tensorrt.graph import Graph, Tensor
+from specpipe.runtimes.tensorrt.graph import Graph, ITensor
 from specpipe.runtimes.tensorrt.weights import CheckpointWeights
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.runtimes.torch.engine import TorchEngine
@@ -70,22 +70,22 @@ def test_the_head_too_and_a_part_that_stays_plain(format: str, tmp_path: Path) -
 
 
 class WithoutPrequant(Graph):
-    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+    def multiply(self, a: ITensor, b: ITensor) -> ITensor:
         return a if "prequant" in b.name else super().multiply(a, b)
 
-    def weight(self, name: str, *, rank: int) -> Tensor:
+    def weight(self, name: str, *, rank: int) -> ITensor:
         made = super().weight(name, rank=rank)
         made.name = name
         return made
 
 
 class WithoutRounding(Graph):
-    def round_fp8(self, x: Tensor, scale: Tensor) -> Tensor:
+    def round_fp8(self, x: ITensor, scale: ITensor) -> ITensor:
         return x
 
 
 class WithScaleSquared(Graph):
-    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
+    def dequantize(self, x: ITensor, scale: ITensor) -> ITensor:
         return super().dequantize(x, self.multiply(scale, scale))
 
 

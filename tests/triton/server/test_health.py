@@ -14,7 +14,7 @@ import pytest
 from specpipe.errors import RequestError, ServerError
 from specpipe.runtimes.pair.admission import OVERDUE
 from specpipe.triton.server import processes
-from specpipe.triton.server.health import Health, NeededProcesses, Progress
+from specpipe.triton.server.health import Health, ModelProgress, NeededProcesses
 from specpipe.triton.server.options import ServeOptions
 
 WaitUntil = Callable[..., bool]
@@ -47,7 +47,7 @@ class Processes(NeededProcesses):
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
 
-    def trouble(self) -> str | None:
+    def fault(self) -> str | None:
         return None
 
     def cpu_s(self) -> dict[str, float]:
@@ -264,7 +264,7 @@ def test_silence_of_a_series_of_probes_adds_up(watch: Watch) -> None:
 
 def test_counters_of_another_model_are_not_taken_for_ours() -> None:
     clock = Clock()
-    progress = Progress(clock)
+    progress = ModelProgress(clock)
     counts = {"entered": 1, "refused": 0, "left": 1, "steps": 1, "responses": 1}
     progress.see(PAGE.format(**counts), {})
     progress.begin()
@@ -308,18 +308,18 @@ def test_a_process_that_is_stopped_counts_when_it_still_is(
     needed = NeededProcesses(leader.pid)
     os.kill(child, signal.SIGSTOP)
     assert wait_until(lambda: state(child) == "T")
-    assert needed.trouble() is None
+    assert needed.fault() is None
     os.kill(child, signal.SIGCONT)
     assert wait_until(lambda: state(child) == "S")
-    assert needed.trouble() is None
+    assert needed.fault() is None
     for pid in (child, leader.pid):
         os.kill(pid, signal.SIGSTOP)
         assert wait_until(lambda pid=pid: state(pid) == "T")
-        assert needed.trouble() is None
-        assert needed.trouble() == f"{processes.look(pid).name} (pid {pid}) is stopped"  # type: ignore[union-attr]
+        assert needed.fault() is None
+        assert needed.fault() == f"{processes.look(pid).name} (pid {pid}) is stopped"  # type: ignore[union-attr]
         os.kill(pid, signal.SIGCONT)
         assert wait_until(lambda pid=pid: state(pid) == "S")
-        assert needed.trouble() is None
+        assert needed.fault() is None
 
 
 def test_a_dead_child_counts_and_the_childs_own_child_does_not(
@@ -330,12 +330,12 @@ def test_a_dead_child_counts_and_the_childs_own_child_does_not(
     of_mpi = NeededProcesses(leader.pid, uses_mpi=True)
     os.kill(grandchild, signal.SIGKILL)
     assert wait_until(lambda: state(grandchild) == "Z")
-    assert needed.trouble() is None
-    died = of_mpi.trouble()
+    assert needed.fault() is None
+    died = of_mpi.fault()
     assert died is not None and died.endswith(f"(pid {grandchild}) died")
     os.kill(child, signal.SIGKILL)
     assert wait_until(lambda: state(child) == "Z")
-    died = needed.trouble()
+    died = needed.fault()
     assert died is not None and died.endswith(f"(pid {child}) died")
 
 
@@ -344,7 +344,7 @@ def test_a_leader_that_is_gone_is_named(family: tuple[subprocess.Popen[str], int
     needed = NeededProcesses(leader.pid)
     leader.kill()
     leader.wait()
-    gone = needed.trouble()
+    gone = needed.fault()
     assert gone is not None and gone.endswith(f"(pid {leader.pid}) is gone")
 
 
@@ -354,7 +354,7 @@ def test_a_later_process_with_the_same_id_is_another_one() -> None:
         processes.Process(os.getpid(), "python", 1, os.getsid(0), "S", start_ticks=1, cpu_s=0)
     ]
     needed._names = {os.getpid(): "postprocessing"}
-    assert needed.trouble() == f"postprocessing (pid {os.getpid()}) is gone"
+    assert needed.fault() == f"postprocessing (pid {os.getpid()}) is gone"
 
 
 def state(pid: int) -> str | None:

@@ -365,7 +365,7 @@ def test_what_was_allowed_is_written_into_the_log(
 
 
 class Gone(NeededProcesses):
-    def trouble(self) -> str:
+    def fault(self) -> str:
         return "tritonserver (pid 1) is gone"
 
 

@@ -422,7 +422,7 @@ def test_looking_for_the_nearest_name_takes_no_time() -> None:
     """With a name of 1 MB it took seconds."""
     start = time.perf_counter()
     with pytest.raises(RequestError):
-        serving.refuse_unknown(["max_tokens" * 100_000])
+        serving.check_known(["max_tokens" * 100_000])
     assert time.perf_counter() - start < 1
 
 
@@ -813,7 +813,7 @@ def told(tokenizer: Tokenizer, output: list[str], **inputs: Any) -> tuple[str, i
         tensors[name] = serving.as_array(serving.input_tensor(name), [value])
     generation = parse_request(tensors, tokenizer, limits=LIMITS)
     request = generation.request
-    limits = requests.Limits(
+    limits = requests.RequestLimits(
         max_num_draft_tokens=4, max_seq_len=64, draft_max_seq_len=64, vocab_size=1000
     )
     state = RequestState(request, limits, tokenizer.detokenizer(request.text_token_ids))

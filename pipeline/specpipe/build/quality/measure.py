@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specpipe.build.pairing import PairContract
 from specpipe.build.quality.report import (
-    PLAIN,
+    PLAIN_FORM,
     REPORT_JSON,
     REPORT_TEXT,
-    Acceptance,
-    Form,
-    Model,
-    Report,
-    excesses,
+    ModelForm,
+    ModelQuality,
+    PairingAcceptance,
+    QualityReport,
+    limit_faults,
     to_text,
 )
 from specpipe.build.stages.convert import convert
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.torch.engine import TorchEngine
     from specpipe.speculative.metrics import AcceptanceCounts
 
-QUALITY = "quality"
+QUALITY_FOLDER = "quality"
 """The name of the stage that measures."""
 
 _KV_SCALE = ".kv_cache_scaling_factor"
@@ -90,7 +90,7 @@ class Measure:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
-    name = QUALITY
+    name = QUALITY_FOLDER
 
     def inputs(self) -> StageInputs:
         files = [self.contract]
@@ -164,8 +164,8 @@ class CheckQuality:
         )
 
     def run(self, out: Path) -> None:
-        report = Report.read(self.report)
-        exceeded = list(excesses(report, self.limits))
+        report = QualityReport.read(self.report)
+        exceeded = list(limit_faults(report, self.limits))
         if exceeded:
             lines = "".join(f"\n  - {line}" for line in exceeded)
             raise EngineBuildError(
@@ -181,7 +181,7 @@ class CheckQuality:
 class _Engine:
     """A form of a model as an engine folder, and its unified config."""
 
-    form: Form
+    form: ModelForm
     folder: Path
 
 
@@ -202,7 +202,7 @@ class _Measurement:
                 self._described[side.role] = texts.description
         assert self._held_out, "a pair in which nothing is quantized was measured"
 
-    def report(self) -> Report:
+    def report(self) -> QualityReport:
         from specpipe.build.quality.quality import cut_prompts
 
         models = []
@@ -213,7 +213,7 @@ class _Measurement:
                 models.append(self._compare(side.role, engines[side.role]))
         prompts = cut_prompts(self._held_out.get("target") or self._held_out["draft"])
         has_draft = self._stage.num_draft_tokens > 0
-        return Report(
+        return QualityReport(
             models=tuple(models),
             engines=_engine_words(engines["target"][0].folder),
             num_draft_tokens=self._stage.num_draft_tokens,
@@ -260,21 +260,21 @@ class _Measurement:
         longest = max(len(text) for texts in self._held_out.values() for text in texts)
         return min(longest + MAX_OUTPUT_TOKENS, context)
 
-    def _compare(self, role: Role, engines: list[_Engine]) -> Model:
+    def _compare(self, role: Role, engines: list[_Engine]) -> ModelQuality:
         from specpipe.build.quality.quality import compare, record
 
         if role not in self._held_out:
-            return Model(role, engines[0].form)
+            return ModelQuality(role, engines[0].form)
         texts, logits = self._held_out[role], self._work / "logits"
         plain, quantized = engines
         record(_load(plain.folder), texts, logits)
         divergence = compare(_load(quantized.folder), texts, logits)
         logits.unlink()
-        return Model(role, plain.form, quantized.form, divergence, self._described[role])
+        return ModelQuality(role, plain.form, quantized.form, divergence, self._described[role])
 
     def _acceptance(
         self, engines: Mapping[Role, list[_Engine]], prompts: list[tuple[int, ...]]
-    ) -> tuple[Acceptance, ...]:
+    ) -> tuple[PairingAcceptance, ...]:
         from specpipe.build.quality.quality import PairLimits, measure_acceptance
 
         limits = PairLimits(
@@ -291,7 +291,7 @@ class _Measurement:
 
         columns = [against(_load(target.folder)) for target in engines["target"]]
         return tuple(
-            Acceptance.of(draft.form.name, target.form.name, columns[column][row])
+            PairingAcceptance.of(draft.form.name, target.form.name, columns[column][row])
             for row, draft in enumerate(engines["draft"])
             for column, target in enumerate(engines["target"])
         )
@@ -321,12 +321,12 @@ def _plain_bytes(side: MeasuredSide, dtype: str, device: str) -> int:
     return weights_bytes(unified_config({**plain, "dtype": wanted}, limits=side.limits))
 
 
-def form_of(config: UnifiedConfig) -> Form:
+def form_of(config: UnifiedConfig) -> ModelForm:
     """Returns the name and the sizes of the form that a unified config describes."""
-    names = [config.format or PLAIN]
+    names = [config.format or PLAIN_FORM]
     if config.quantization.kv_cache_quant_algo is not None:
         names.append("fp8 KV")
-    return Form(" + ".join(names), weights_bytes(config), kv_cache_bytes_per_token(config))
+    return ModelForm(" + ".join(names), weights_bytes(config), kv_cache_bytes_per_token(config))
 
 
 def _load(folder: Path) -> TorchEngine:

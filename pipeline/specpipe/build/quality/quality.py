@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specpipe.build.quality.report import Divergence
 from specpipe.errors import EngineBuildError
+from specpipe.quantization.texts import TokenIds
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
@@ -38,8 +39,6 @@ which any draft can follow."""
 _MAX_PROMPT_TOKENS = 128  # of a text, so that no long one takes most of the time. A guess.
 _FORWARD_ROWS = 128  # positions whose logits are in memory at once. A guess.
 _COMPARED_ROWS = 16  # those that are in memory in float64, several times over. A guess.
-
-TokenIds = Sequence[int]
 
 
 class DivergenceSum:
@@ -188,7 +187,7 @@ class _NoText:
     def settle(self) -> str:
         return ""
 
-    def append(self, token_ids: TokenIds) -> str:
+    def append(self, token_ids: Sequence[int]) -> str:
         return ""
 
     def flush(self) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specpipe.speculative.metrics import AcceptanceCounts
 
 REPORT_JSON, REPORT_TEXT = "report.json", "report.txt"
-PLAIN = "plain"
+PLAIN_FORM = "plain"
 """What a form that is not quantized is called."""
 
 
@@ -46,7 +46,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Form:
+class ModelForm:
     """One form of a model.
 
     name  "plain", or its format, with "+ fp8 KV" where the KV cache is quantized too
@@ -58,25 +58,25 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelQuality:
     """Both forms of a model; only one of a model that is not quantized.
 
     texts  where the texts are from that it was calibrated and measured on, and how many there are
     """
 
     role: Role
-    plain: Form
-    quantized: Form | None = None
+    plain: ModelForm
+    quantized: ModelForm | None = None
     divergence: Divergence | None = None
     texts: str | None = None
 
     @property
-    def forms(self) -> tuple[Form, ...]:
+    def forms(self) -> tuple[ModelForm, ...]:
         return (self.plain,) if self.quantized is None else (self.plain, self.quantized)
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class PairingAcceptance:
     """What one pairing of forms drafted and accepted.
 
     standard_error  of the rate, were the prompts drawn at random; None for fewer than two
@@ -89,7 +89,7 @@ class Acceptance:
     standard_error: float | None = None
 
     @classmethod
-    def of(cls, draft: str, target: str, prompts: Sequence[AcceptanceCounts]) -> Acceptance:
+    def of(cls, draft: str, target: str, prompts: Sequence[AcceptanceCounts]) -> PairingAcceptance:
         """Returns the sum over the prompts; the error is that of a ratio of two sums."""
         drafted = sum(counts.num_draft_tokens for counts in prompts)
         accepted = sum(counts.num_accepted_tokens for counts in prompts)
@@ -110,7 +110,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Report:
+class QualityReport:
     """What quantization costs a pair, as measured.
 
     engines     device and dtype that both models computed in
@@ -119,11 +119,11 @@ class Report:
     warnings    what the numbers do not show, a sentence each
     """
 
-    models: tuple[Model, ...]
+    models: tuple[ModelQuality, ...]
     engines: str
     num_draft_tokens: int = 0
     num_prompts: int = 0
-    acceptance: tuple[Acceptance, ...] = ()
+    acceptance: tuple[PairingAcceptance, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -145,7 +145,7 @@ class Report:
         return json.dumps(values, indent=2) + "\n"
 
     @classmethod
-    def read(cls, path: Path) -> Report:
+    def read(cls, path: Path) -> QualityReport:
         """Returns the report that `to_json` wrote."""
 
         values: dict[str, Any] = json.loads(path.read_bytes())
@@ -156,24 +156,24 @@ class Report:
             if measured is not None:
                 del measured["perplexity_ratio"]
                 model["divergence"] = Divergence(**measured)
-            model["plain"] = Form(**model["plain"])
-            model["quantized"] = model["quantized"] and Form(**model["quantized"])
-            models.append(Model(**model))
+            model["plain"] = ModelForm(**model["plain"])
+            model["quantized"] = model["quantized"] and ModelForm(**model["quantized"])
+            models.append(ModelQuality(**model))
         pairings = []
         for pairing in values.pop("acceptance"):
             del pairing["acceptance_rate"]
-            pairings.append(Acceptance(**pairing))
+            pairings.append(PairingAcceptance(**pairing))
         warnings = tuple(values.pop("warnings"))
         return cls(models=tuple(models), acceptance=tuple(pairings), warnings=warnings, **values)
 
 
-def excesses(report: Report, limits: QualityConfig) -> Iterator[str]:
+def limit_faults(report: QualityReport, limits: QualityConfig) -> Iterator[str]:
     """Yields what costs more than the config allows: the figure, its limit and the setting."""
     for model in report.models:
         measured = model.divergence
         if measured is None:
             continue
-        who = f"the {model.role} in {model.quantized.name if model.quantized else PLAIN}"
+        who = f"the {model.role} in {model.quantized.name if model.quantized else PLAIN_FORM}"
         if limits.max_mean_kl is not None and measured.mean_kl > limits.max_mean_kl:
             yield (
                 f"{who} has a mean KL of {measured.mean_kl:.4g} nats to its plain form; "
@@ -208,7 +208,7 @@ def excesses(report: Report, limits: QualityConfig) -> Iterator[str]:
         )
 
 
-def to_text(report: Report) -> str:
+def to_text(report: QualityReport) -> str:
     """Returns the report as tables, for people."""
     tables = [_models_table(report)]
     if report.acceptance:
@@ -223,7 +223,7 @@ def to_text(report: Report) -> str:
     return "\n\n".join([*tables, "\n".join(notes)]) + "\n"
 
 
-def _models_table(report: Report) -> str:
+def _models_table(report: QualityReport) -> str:
     header = (
         "model",
         "format",
@@ -252,9 +252,9 @@ def _models_table(report: Report) -> str:
     return _table(rows, num_texts=2)
 
 
-def _acceptance_table(report: Report) -> str:
+def _acceptance_table(report: QualityReport) -> str:
     targets = list(dict.fromkeys(pairing.target for pairing in report.acceptance))
-    rates: Mapping[tuple[str, str], Acceptance] = {
+    rates: Mapping[tuple[str, str], PairingAcceptance] = {
         (pairing.draft, pairing.target): pairing for pairing in report.acceptance
     }
     rows: list[Sequence[str]] = [("acceptance rate", *(f"target {name}" for name in targets))]
@@ -267,7 +267,7 @@ def _acceptance_table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _rate(pairing: Acceptance) -> str:
+def _rate(pairing: PairingAcceptance) -> str:
     if pairing.rate is None:
         return "-"
     error = "" if pairing.standard_error is None else f" ± {pairing.standard_error:.3f}"

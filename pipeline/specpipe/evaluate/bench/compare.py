@@ -12,19 +12,19 @@ import numpy as np
 
 from specpipe.errors import RuntimeUnavailable
 from specpipe.evaluate.bench.metrics import CountTokens, time_answer
-from specpipe.evaluate.endpoints.base import Answer
+from specpipe.evaluate.endpoints.base import TimedAnswer
 from specpipe.machine.libraries import with_extras
 
-Outcome = Literal["gain", "loss", "no difference"]
+ComparisonOutcome = Literal["gain", "loss", "no difference"]
 
-Table = np.ndarray[Any, np.dtype[np.float64]]
+Rates = np.ndarray[Any, np.dtype[np.float64]]
 
 CONFIDENCE = 0.95
 _NUM_RESAMPLES = 9999  # scipy's own default
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RateComparison:
     """One concurrency: rate of a side / rate of the baseline, with the interval of the ratio.
 
     low, high              None with less than two prompts
@@ -42,7 +42,7 @@ class Comparison:
     num_differing_prompts: int
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ComparisonOutcome:
         """A gain or a loss only where the whole interval says so."""
         if self.low is not None and self.low > 1.0:
             return "gain"
@@ -55,13 +55,13 @@ class Comparison:
 
 
 def compare(
-    baseline: Mapping[str, Sequence[Answer]],
-    side: Mapping[str, Sequence[Answer]],
+    baseline: Mapping[str, Sequence[TimedAnswer]],
+    side: Mapping[str, Sequence[TimedAnswer]],
     *,
     concurrency: int,
     count_tokens: CountTokens | None = None,
     seed: int = 0,
-) -> Comparison | None:
+) -> RateComparison | None:
     """Returns the comparison of the answers to each prompt, by its name; None if there is none.
 
     A prompt has one answer for each round, on both sides. The ratio is that of tokens per second of
@@ -84,7 +84,7 @@ def compare(
     if len(spent) > 1:
         drawn_low, drawn_high = _interval(table.sum(axis=2).T, seed)
         low, high = min(drawn_low, *by_round), max(drawn_high, *by_round)
-    return Comparison(
+    return RateComparison(
         concurrency=concurrency,
         ratio=float(_ratio(*table.sum(axis=2).T)),
         low=low,
@@ -97,7 +97,7 @@ def compare(
     )
 
 
-def verdict(comparisons: Sequence[Comparison], *, side: str, baseline: str) -> str:
+def verdict(comparisons: Sequence[RateComparison], *, side: str, baseline: str) -> str:
     """Returns where one side gains, where it loses, and where that turns, in words."""
     subject, than = _begun(side), f" than {baseline}"
     if not comparisons:
@@ -122,7 +122,7 @@ def _begun(name: str) -> str:
     return name if "://" in name else name[:1].upper() + name[1:]
 
 
-def _turning_points(ordered: Sequence[Comparison]) -> list[str]:
+def _turning_points(ordered: Sequence[RateComparison]) -> list[str]:
     decided = [comparison for comparison in ordered if comparison.outcome != "no difference"]
     sentences = []
     for earlier, later in zip(decided, decided[1:], strict=False):
@@ -134,7 +134,7 @@ def _turning_points(ordered: Sequence[Comparison]) -> list[str]:
     return sentences
 
 
-def _figure(comparison: Comparison) -> str:
+def _figure(comparison: RateComparison) -> str:
     if comparison.low is None or comparison.high is None:
         return f"{comparison.concurrency} ({comparison.ratio:.2f} times its rate)"
     return (
@@ -148,7 +148,7 @@ def _listed(words: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _spent(answers: Sequence[Answer], count_tokens: CountTokens | None) -> Table | None:
+def _spent(answers: Sequence[TimedAnswer], count_tokens: CountTokens | None) -> Rates | None:
     """Returns the tokens and the seconds of each answer, [2, rounds].
 
     None for a prompt that says nothing of speed: an answer is not complete, or its tokens were not
@@ -177,7 +177,7 @@ def require_scipy() -> None:
         raise RuntimeUnavailable(f"comparing two sides needs 'scipy': {with_extras('evaluate')}")
 
 
-def _interval(table: Table, seed: int) -> tuple[float, float]:
+def _interval(table: Rates, seed: int) -> tuple[float, float]:
     """Returns the bias-corrected and accelerated bootstrap interval (Efron 1987) of the ratio."""
     from scipy import stats
 

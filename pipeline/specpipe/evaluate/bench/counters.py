@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from specpipe.errors import ServerError
-from specpipe.evaluate.bench.metrics import Acceptance
+from specpipe.evaluate.bench.metrics import AcceptanceTotals
+from specpipe.machine.callables import Log
 from specpipe.machine.prometheus import Samples, by_labels, parse_samples, total
 from specpipe.machine.web import fetch, to_words
 from specpipe.triton.metrics import IN_FLIGHT
@@ -68,7 +68,7 @@ def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
 
 
 def read_settled(
-    url: str, *, report: Callable[[str], None], timeout_s: float = _SETTLE_TIMEOUT_S
+    url: str, *, report: Log, timeout_s: float = _SETTLE_TIMEOUT_S
 ) -> dict[str, float]:
     """Returns what a metrics endpoint reports once every answered request is counted there.
 
@@ -100,7 +100,7 @@ def acceptance(grown: Samples) -> dict[str, Any] | None:
         if not by_labels(grown, names.drafted):
             continue
         steps = total(grown, names.steps) or 0.0
-        totals = Acceptance(
+        totals = AcceptanceTotals(
             num_draft_tokens=round(total(grown, names.drafted) or 0),
             num_accepted_tokens=round(total(grown, names.accepted) or 0),
             num_steps=round(steps),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.evaluate.bench.load import Load
-from specpipe.evaluate.bench.metrics import Acceptance, CountTokens, time_answer
-from specpipe.evaluate.endpoints.base import Answer
+from specpipe.evaluate.bench.metrics import AcceptanceTotals, CountTokens, time_answer
+from specpipe.evaluate.endpoints.base import TimedAnswer
 from specpipe.machine.whole_file import written_whole
 
 _WORKER = "specpipe"
@@ -35,7 +35,7 @@ def _records(loads: Iterable[Load], count_tokens: CountTokens | None) -> Iterato
 
 
 def _record(
-    number: int, load: Load, answer: Answer, count_tokens: CountTokens | None
+    number: int, load: Load, answer: TimedAnswer, count_tokens: CountTokens | None
 ) -> dict[str, Any]:
     def nanoseconds(time_s: float) -> int:
         # To the microsecond: a float of seconds since 1970 holds no more.
@@ -63,7 +63,7 @@ def _record(
     return record
 
 
-def _metrics(answer: Answer, count_tokens: CountTokens | None) -> dict[str, Any]:
+def _metrics(answer: TimedAnswer, count_tokens: CountTokens | None) -> dict[str, Any]:
     timing = time_answer(answer, count_tokens)
     usage = answer.usage
     milliseconds = {
@@ -91,9 +91,9 @@ def _metrics(answer: Answer, count_tokens: CountTokens | None) -> dict[str, Any]
     return metrics
 
 
-def _acceptance(answer: Answer) -> dict[str, Any] | None:
+def _acceptance(answer: TimedAnswer) -> dict[str, Any] | None:
     """Returns acceptance as aiperf has it: of the steps with draft tokens, hence of a histogram."""
-    acceptance = Acceptance.of([answer.usage])
+    acceptance = AcceptanceTotals.of([answer.usage])
     if acceptance is None or acceptance.histogram is None or not any(acceptance.histogram):
         return None
     num_steps = sum(acceptance.histogram)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
 from specpipe.errors import SpecpipeError
-from specpipe.evaluate.endpoints.base import Answer, Clock, Endpoint, Question, record
+from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, record
+from specpipe.machine.callables import Clock
 from specpipe.machine.signals import thread_pool
 
 Item = TypeVar("Item")
@@ -24,7 +25,7 @@ class Load:
     """
 
     concurrency: int
-    answers: tuple[Answer, ...]
+    answers: tuple[TimedAnswer, ...]
     epoch_s: float = 0.0
 
 
@@ -74,7 +75,7 @@ class _Work:
         self._num_taken = -num_warm_up  # up to 0 they are warm-up
         self._num_left = len(questions)
         self._is_stopped = False
-        self.answers: list[Answer | None] = [None] * len(questions)
+        self.answers: list[TimedAnswer | None] = [None] * len(questions)
 
     def run_stream(self) -> None:
         """Asks until all measured answers are there, or another stream failed."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specpipe.evaluate.bench.load import Load
-from specpipe.evaluate.endpoints.base import Answer, Usage
+from specpipe.evaluate.endpoints.base import TimedAnswer, Usage
 
 CountTokens = Callable[[str], int]
 
@@ -60,7 +60,7 @@ class Timing:
         return self.decode_s / self.num_decoded_tokens if self.num_decoded_tokens else None
 
 
-def time_answer(answer: Answer, count_tokens: CountTokens | None = None) -> Timing:
+def time_answer(answer: TimedAnswer, count_tokens: CountTokens | None = None) -> Timing:
     """Returns the times of a complete answer.
 
     Tokens are as the server counts them; where it does not, `count_tokens` counts them.
@@ -119,7 +119,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acceptance:
+class AcceptanceTotals:
     """Drafted and accepted tokens, added up over answers.
 
     num_steps  None where a server does not report it; each server counts its own way whether steps
@@ -133,7 +133,7 @@ class Acceptance:
     histogram: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, usages: Sequence[Usage | None]) -> Acceptance | None:
+    def of(cls, usages: Sequence[Usage | None]) -> AcceptanceTotals | None:
         """Returns the sum over answers; None unless each reports what was drafted and accepted."""
         reported = [usage for usage in usages if usage is not None]
         drafted = [usage.total_draft_tokens for usage in reported]
@@ -179,7 +179,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class LatencyLimits:
     """What an answer must keep to be good; None: no limit."""
 
     first_output_s: float | None = None
@@ -218,7 +218,7 @@ class Summary:
     output_token_s: Distribution | None
     gap_s: Distribution | None
     latency_s: Distribution | None
-    acceptance: Acceptance | None
+    acceptance: AcceptanceTotals | None
     tokens_counted_by: str
 
     @property
@@ -249,7 +249,10 @@ class Summary:
 
 
 def summarize(
-    loads: Sequence[Load], *, limits: Limits | None = None, count_tokens: CountTokens | None = None
+    loads: Sequence[Load],
+    *,
+    limits: LatencyLimits | None = None,
+    count_tokens: CountTokens | None = None,
 ) -> Summary:
     """Returns the sum of loads of one side at one concurrency."""
     (concurrency,) = {load.concurrency for load in loads}
@@ -257,7 +260,7 @@ def summarize(
     complete = [answer for answer in answers if answer.is_complete]
     timings = [time_answer(answer, count_tokens) for answer in complete]
     stream_s = sum(answer.ended_s - answer.started_s for answer in answers)
-    num_good = sum((limits or Limits()).are_kept(timing) for timing in timings)
+    num_good = sum((limits or LatencyLimits()).are_kept(timing) for timing in timings)
     counts = [timing.num_output_tokens for timing in timings]
     num_output_tokens = None if None in counts else _sum(counts)
     input_counts = [answer.usage.num_input_tokens for answer in complete if answer.usage]
@@ -283,7 +286,7 @@ def summarize(
         output_token_s=_output_token_times(timings),
         gap_s=Distribution.of(gap for timing in timings for gap in timing.gaps_s),
         latency_s=Distribution.of(timing.latency_s for timing in timings),
-        acceptance=Acceptance.of([answer.usage for answer in complete]),
+        acceptance=AcceptanceTotals.of([answer.usage for answer in complete]),
         tokens_counted_by=_counted_by(complete, count_tokens),
     )
 
@@ -299,7 +302,7 @@ def _output_token_times(timings: Sequence[Timing]) -> Distribution | None:
     return Distribution.of((time_s for time_s in times_s if time_s is not None), mean=mean)
 
 
-def _counted_by(complete: Sequence[Answer], count_tokens: CountTokens | None) -> str:
+def _counted_by(complete: Sequence[TimedAnswer], count_tokens: CountTokens | None) -> str:
     """Returns who counted the output tokens of the answers."""
     if all(answer.num_output_tokens is not None for answer in complete):
         return "server"

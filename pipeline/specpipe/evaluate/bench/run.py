@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,17 @@ from typing import Any
 from specpipe.errors import ServerError
 from specpipe.evaluate.bench import compare, counters, export, gpu
 from specpipe.evaluate.bench.load import Load, in_turns, run_load
-from specpipe.evaluate.bench.metrics import CountTokens, Limits, Summary, summarize
-from specpipe.evaluate.endpoints.base import Answer, Endpoint, Question, record
+from specpipe.evaluate.bench.metrics import CountTokens, LatencyLimits, Summary, summarize
+from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, record
 from specpipe.evaluate.prompts import Prompt, PromptSet
+from specpipe.machine.callables import Log
 from specpipe.speculative.request import GREEDY, Sampling
 
 DEFAULT_MAX_TOKENS = 128  # of an answer, where neither its prompt nor --max-tokens says
 
-Report = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class BenchSide:
     """One of the two things that are compared, or the only one.
 
     num_draft_tokens  None: as the server was set up
@@ -38,7 +37,7 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchSettings:
     """How a benchmark asks; the same for all sides.
 
     num_warm_up  answers thrown away before each load; one for each stream at least
@@ -51,7 +50,7 @@ class Settings:
     sampling: Sampling = GREEDY
     ignores_end: bool = False
     seed: int = 0
-    limits: Limits = Limits()
+    limits: LatencyLimits = LatencyLimits()
 
     def to_json(self) -> dict[str, Any]:
         sampling = self.sampling
@@ -70,7 +69,7 @@ class Settings:
 
 
 @dataclass
-class Measured:
+class SideLoads:
     """All loads of one side at one concurrency, with the prompts of their answers."""
 
     loads: list[Load] = field(default_factory=list)
@@ -79,9 +78,9 @@ class Measured:
     """How much the server's counters grew in all loads, by name."""
     gpu_use: gpu.GpuUse = field(default_factory=gpu.GpuUse)
 
-    def answers_by_prompt(self) -> dict[str, list[Answer]]:
+    def answers_by_prompt(self) -> dict[str, list[TimedAnswer]]:
         """Returns the answers to each prompt, by its name."""
-        answers: dict[str, list[Answer]] = {}
+        answers: dict[str, list[TimedAnswer]] = {}
         for load, prompts in zip(self.loads, self.prompts, strict=True):
             for prompt, answer in zip(prompts, load.answers, strict=True):
                 answers.setdefault(prompt.name, []).append(answer)
@@ -95,11 +94,11 @@ class Measurements:
     The first side is the baseline of the second.
     """
 
-    sides: tuple[Side, ...]
-    by_concurrency: dict[int, dict[str, Measured]]
+    sides: tuple[BenchSide, ...]
+    by_concurrency: dict[int, dict[str, SideLoads]]
 
     def summaries(
-        self, limits: Limits, count_tokens: CountTokens | None
+        self, limits: LatencyLimits, count_tokens: CountTokens | None
     ) -> dict[int, dict[str, Summary]]:
         """Returns what each side came to at each concurrency."""
         return {
@@ -110,7 +109,7 @@ class Measurements:
             for concurrency, by_side in self.by_concurrency.items()
         }
 
-    def comparisons(self, count_tokens: CountTokens | None) -> list[compare.Comparison]:
+    def comparisons(self, count_tokens: CountTokens | None) -> list[compare.RateComparison]:
         """Returns the second side against the first at each concurrency where that can be told."""
         if len(self.sides) < 2:
             return []
@@ -128,7 +127,7 @@ class Measurements:
 
 
 def measure(
-    sides: Sequence[Side], prompts: PromptSet, settings: Settings, *, report: Report
+    sides: Sequence[BenchSide], prompts: PromptSet, settings: BenchSettings, *, report: Log
 ) -> Measurements:
     """Asks all prompts on all sides, in turns, at each concurrency.
 
@@ -139,7 +138,7 @@ def measure(
     for side in sides:
         _check(side, prompts.prompts[0], settings)
     by_concurrency = {
-        concurrency: {side.name: Measured() for side in sides}
+        concurrency: {side.name: SideLoads() for side in sides}
         for concurrency in settings.concurrencies
     }
     for concurrency, measured in by_concurrency.items():
@@ -152,7 +151,7 @@ def measure(
 
 
 def result(
-    measurements: Measurements, settings: Settings, *, count_tokens: CountTokens | None
+    measurements: Measurements, settings: BenchSettings, *, count_tokens: CountTokens | None
 ) -> dict[str, Any]:
     """Returns the JSON of a benchmark, without its header."""
     sides = measurements.sides
@@ -205,7 +204,7 @@ def write_records(
             )
 
 
-def _check(side: Side, prompt: Prompt, settings: Settings) -> None:
+def _check(side: BenchSide, prompt: Prompt, settings: BenchSettings) -> None:
     question = replace(_question(side, prompt, settings, 0), max_tokens=1)
     answer = record(side.endpoint, question)
     if not answer.is_complete:
@@ -213,12 +212,12 @@ def _check(side: Side, prompt: Prompt, settings: Settings) -> None:
 
 
 def _add_load(
-    measured: Measured,
-    side: Side,
+    measured: SideLoads,
+    side: BenchSide,
     prompts: Sequence[tuple[int, Prompt]],
     concurrency: int,
-    settings: Settings,
-    report: Report,
+    settings: BenchSettings,
+    report: Log,
 ) -> None:
     def read() -> dict[str, float]:
         url = side.metrics_url
@@ -236,7 +235,7 @@ def _add_load(
     measured.prompts.append(tuple(prompt for _, prompt in prompts))
 
 
-def _question(side: Side, prompt: Prompt, settings: Settings, number: int) -> Question:
+def _question(side: BenchSide, prompt: Prompt, settings: BenchSettings, number: int) -> Question:
     """Returns a question that is the same on every side and in every round, but for its K."""
     sampling = settings.sampling
     if not sampling.is_greedy:

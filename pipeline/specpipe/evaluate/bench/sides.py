@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from specpipe.evaluate.bench.run import Side
+from specpipe.evaluate.bench.run import BenchSide
 from specpipe.evaluate.endpoints import open_endpoint
 from specpipe.machine.web import is_here
 
@@ -14,9 +14,9 @@ WITHOUT, WITH = "the target alone", "speculation"
 
 def open_side(
     url: str, *, model: str | None, metrics_url: str | None, api_key: str | None = None
-) -> Side:
+) -> BenchSide:
     """Returns the side that a URL names; nothing is asked yet. Its endpoint is to be closed."""
-    return Side(
+    return BenchSide(
         name=url,
         endpoint=open_endpoint(url, model=model, api_key=api_key),
         metrics_url=metrics_url,
@@ -24,7 +24,9 @@ def open_side(
     )
 
 
-def without_and_with(side: Side, num_draft_tokens: int | None = None) -> tuple[Side, Side]:
+def without_and_with(
+    side: BenchSide, num_draft_tokens: int | None = None
+) -> tuple[BenchSide, BenchSide]:
     """Returns a side as two, the baseline first: the target alone, and speculation.
 
     num_draft_tokens is for speculation; None: as the server was set up.
@@ -35,7 +37,7 @@ def without_and_with(side: Side, num_draft_tokens: int | None = None) -> tuple[S
     )
 
 
-def named_apart(against: Side, side: Side) -> tuple[Side, Side]:
+def named_apart(against: BenchSide, side: BenchSide) -> tuple[BenchSide, BenchSide]:
     """Returns both with names that differ, as those of two models of one server do not."""
     if against.name != side.name:
         return against, side

@@ -7,20 +7,19 @@ an endpoint, and how it is spoken to, stays in the endpoint's file.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
 from specpipe.errors import CutStream, RequestError, ServerError, SpecpipeError, show
+from specpipe.machine.callables import Clock
 from specpipe.machine.signals import thread_pool
 from specpipe.speculative.request import GREEDY, FinishReason, Sampling, Statistics
 
 Ending = Literal["complete", "failed", "cut"]
 """How an answer ended: as it should; with an error; or it just stopped coming."""
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,7 @@ class Endpoint(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class TimedAnswer:
     """A timed answer; times are readings of one clock, in seconds.
 
     ended_s     when the stream was over, its connection included
@@ -178,7 +177,9 @@ class Answer:
         return None if None in counts else sum(count or 0 for count in counts)
 
 
-def record(endpoint: Endpoint, question: Question, *, clock: Clock = time.perf_counter) -> Answer:
+def record(
+    endpoint: Endpoint, question: Question, *, clock: Clock = time.perf_counter
+) -> TimedAnswer:
     """Returns the answer, with the time of each piece; a failure is part of it, to be counted."""
     pieces: list[Piece] = []
     arrivals_s: list[float] = []
@@ -192,7 +193,7 @@ def record(endpoint: Endpoint, question: Question, *, clock: Clock = time.perf_c
     except SpecpipeError as exc:
         ending = "cut" if isinstance(exc, CutStream) else "failed"
         error = str(exc)
-    return Answer(
+    return TimedAnswer(
         question=question,
         started_s=started_s,
         ended_s=clock(),
@@ -209,7 +210,7 @@ def ask(
     *,
     at_once: int = 1,
     clock: Clock = time.perf_counter,
-) -> list[Answer]:
+) -> list[TimedAnswer]:
     """Returns the answers to the questions in their order; up to `at_once` are asked at a time."""
     with thread_pool(at_once) as pool:
         return list(pool.map(lambda question: record(endpoint, question, clock=clock), questions))

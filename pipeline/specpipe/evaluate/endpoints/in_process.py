@@ -18,7 +18,7 @@ from specpipe.runtimes.runtime import load_runtime
 from specpipe.speculative.request import Chunk, Request
 from specpipe.triton.loop import PairLoop
 from specpipe.triton.repository.contents import load_tokenizer
-from specpipe.triton.serving.requests import Encoder
+from specpipe.triton.serving.requests import RequestTokenizer
 
 
 class InProcess:
@@ -26,7 +26,7 @@ class InProcess:
 
     name = "in process"
 
-    def __init__(self, pair: Pair, tokenizer: Encoder) -> None:
+    def __init__(self, pair: Pair, tokenizer: RequestTokenizer) -> None:
         self._tokenizer = tokenizer
         # A fault of the pair fails what was asked, and not this process.
         self._loop = PairLoop(pair, on_fault=lambda: None)

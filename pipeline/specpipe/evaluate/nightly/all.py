@@ -8,14 +8,15 @@ from pathlib import Path
 
 from specpipe.build.load import load_config
 from specpipe.errors import ConfigError, RuntimeUnavailable, SpecpipeError
-from specpipe.evaluate.nightly.run import Finished, Options, Report, failed, run_pair
+from specpipe.evaluate.nightly.run import Finished, NightlyOptions, failed, run_pair
+from specpipe.machine.callables import Log
 from specpipe.machine.libraries import with_extras
 
 _LIBRARIES = ("scipy", "matplotlib", "torch")
 
 
 def run_all(
-    config_paths: Sequence[Path], overrides: Sequence[str], options: Options, *, report: Report
+    config_paths: Sequence[Path], overrides: Sequence[str], options: NightlyOptions, *, report: Log
 ) -> list[Finished]:
     """Runs every config and returns what became of each, in their order."""
     for library in _LIBRARIES:  # hours before the first of them is used

@@ -94,11 +94,11 @@ def accepted(verified: Findings) -> Accepted | None:
 
 def speed_ups(measured: Measurements) -> list[SpeedUp]:
     """Returns what speculation gained at each concurrency, and how many answers failed."""
-    from specpipe.evaluate.bench.metrics import Limits
+    from specpipe.evaluate.bench.metrics import LatencyLimits
 
     comparisons = {comparison.concurrency: comparison for comparison in measured.comparisons(None)}
     speed_ups = []
-    for concurrency, by_side in measured.summaries(Limits(), None).items():
+    for concurrency, by_side in measured.summaries(LatencyLimits(), None).items():
         errors: Counter[str] = Counter()
         for summary in by_side.values():
             errors.update(summary.errors)

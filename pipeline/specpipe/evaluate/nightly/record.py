@@ -24,9 +24,9 @@ from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.signals import deferred
 from specpipe.machine.whole_file import written_whole
 
-KIND = "nightly"
+NIGHTLY_KIND = "nightly"
 
-Outcome = Literal["good", "bad", "unfinished"]
+RunOutcome = Literal["good", "bad", "unfinished"]
 """What became of a run: good; under a threshold; or a step of it could not be done."""
 
 
@@ -53,7 +53,7 @@ class StageRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class VerificationResult:
     """What verification came to; reason is a sentence for a fault."""
 
     verdict: Literal["identical", "tie", "fault"]
@@ -92,7 +92,7 @@ class SpeedUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Conditions:
     """What the numbers depend on besides the artifact: runs with other values are not compared.
 
     prompts  digest of the prompts, the lengths of their answers included
@@ -115,14 +115,14 @@ class Run:
     pair: str
     config: str
     made_at: str
-    outcome: Outcome = "unfinished"
+    outcome: RunOutcome = "unfinished"
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     compared_with: str | None = None
     checkpoints: dict[str, CheckpointUsed] = field(default_factory=dict)
     stages: list[StageRun] = field(default_factory=list)
-    asked: Asked | None = None
-    verification: Verified | None = None
+    asked: Conditions | None = None
+    verification: VerificationResult | None = None
     acceptance: Accepted | None = None
     speed_ups: list[SpeedUp] = field(default_factory=list)
     sizes_bytes: dict[str, int] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def read_last_good(path: Path) -> Run | None:
     """Returns a last good run; None where there is none, RepositoryError where it is damaged."""
     if not path.exists():
         return None
-    data = read_result(path, KIND)
+    data = read_result(path, NIGHTLY_KIND)
     try:
         run = _RUNS.validate_python(data)  # without what the header says beside, for readers
         if run.outcome != "good" or run.asked is None:

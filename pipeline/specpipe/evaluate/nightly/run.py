@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,17 +18,16 @@ from specpipe.build import execution, planning
 from specpipe.errors import RepositoryError
 from specpipe.evaluate import prompts, results
 from specpipe.evaluate.nightly import facts, record
-from specpipe.evaluate.nightly.record import Asked, Run, SpeedUp, StageRun, Verified
+from specpipe.evaluate.nightly.record import Conditions, Run, SpeedUp, StageRun, VerificationResult
 from specpipe.evaluate.nightly.thresholds import is_too_slow, judge
 from specpipe.failures import sentence
 from specpipe.machine.artifacts import Artifacts
+from specpipe.machine.callables import Log
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
-    from specpipe.evaluate.bench.run import Measurements, Side
+    from specpipe.evaluate.bench.run import BenchSide, Measurements
     from specpipe.evaluate.verification.outcome import Findings
-
-Report = Callable[[str], None]
 
 _LIBRARIES = ("torch", "nvidia-pytriton", "tritonclient", "scipy")
 _MOST_MEASUREMENTS = 3
@@ -36,7 +35,7 @@ _MOST_MEASUREMENTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class NightlyOptions:
     """How runs are made.
 
     is_in_process    whether pairs run in this process instead of a Triton
@@ -58,7 +57,7 @@ class Finished:
     last: Run | None = None
 
 
-def run_pair(config: PipelineConfig, options: Options, *, report: Report) -> Finished:
+def run_pair(config: PipelineConfig, options: NightlyOptions, *, report: Log) -> Finished:
     """Makes one run and keeps it; a second run of the pair waits. Failures end up in the run."""
     with record.locked(
         config.artifacts_dir,
@@ -75,7 +74,7 @@ def failed(pair: str, config: Path, exc: Exception) -> Run:
 class _PairRun:
     """The steps of one run, and what they have found so far."""
 
-    def __init__(self, config: PipelineConfig, options: Options, report: Report) -> None:
+    def __init__(self, config: PipelineConfig, options: NightlyOptions, report: Log) -> None:
         self._config, self._options, self._report = config, options, report
         self._limits = config.nightly
         self._run = Run(pair=config.name, config=str(config.source), made_at=_now())
@@ -104,7 +103,7 @@ class _PairRun:
         run.checkpoints = facts.checkpoints_used(self._config, stages)
         run.sizes_bytes = facts.sizes(stages)
         verified = self._verify()
-        run.verification = Verified(
+        run.verification = VerificationResult(
             verdict=verified.verdict, reason=verified.reason, num_ties=verified.num_ties
         )
         run.acceptance = facts.accepted(verified)
@@ -137,10 +136,10 @@ class _PairRun:
             artifacts = Artifacts(folder / artifacts.folder.name)
         return record.read_last_good(artifacts.result("nightly"))
 
-    def _asked(self, prompt_set: prompts.PromptSet) -> Asked:
+    def _asked(self, prompt_set: prompts.PromptSet) -> Conditions:
         machine = results.machine()
         gpus = Counter(gpu["name"] for gpu in machine["gpus"])
-        return Asked(
+        return Conditions(
             prompts=prompt_set.digest,
             num_draft_tokens=self._config.speculation.num_draft_tokens,
             served_by="this process" if self._options.is_in_process else "Triton",
@@ -159,7 +158,7 @@ class _PairRun:
         limits = self._limits
         verification = verify(
             self._config,
-            outcome.Options(
+            outcome.VerifyOptions(
                 prompts=self._source(),
                 limit=limits.num_prompts,
                 max_tokens=limits.max_tokens,
@@ -194,7 +193,7 @@ class _PairRun:
         from specpipe.evaluate.bench.sides import without_and_with
 
         limits = self._limits
-        settings = bench.Settings(concurrencies=limits.concurrencies, rounds=limits.rounds)
+        settings = bench.BenchSettings(concurrencies=limits.concurrencies, rounds=limits.rounds)
         with self._served() as served:
             measured = bench.measure(
                 without_and_with(served), prompt_set, settings, report=self._report
@@ -214,9 +213,9 @@ class _PairRun:
         return measured
 
     @contextlib.contextmanager
-    def _served(self) -> Iterator[Side]:
+    def _served(self) -> Iterator[BenchSide]:
         """Yields the pair as it is served."""
-        from specpipe.evaluate.bench.run import Side
+        from specpipe.evaluate.bench.run import BenchSide
         from specpipe.evaluate.bench.sides import WITH
         from specpipe.evaluate.endpoints.in_process import InProcess
         from specpipe.evaluate.endpoints.triton import Triton
@@ -225,14 +224,16 @@ class _PairRun:
         repository = self._config.artifacts.repository
         if self._options.is_in_process:
             with contextlib.closing(InProcess.load(repository)) as pair:
-                yield Side(name=WITH, endpoint=pair, is_local=True)
+                yield BenchSide(name=WITH, endpoint=pair, is_local=True)
             return
         self._report("starting Triton, for the benchmark")
         with (
             served(repository) as server,
             contextlib.closing(Triton(server.grpc_url)) as ensemble,
         ):
-            yield Side(name=WITH, endpoint=ensemble, metrics_url=server.metrics_url, is_local=True)
+            yield BenchSide(
+                name=WITH, endpoint=ensemble, metrics_url=server.metrics_url, is_local=True
+            )
 
     def _check_unchanged(self) -> None:
         """Refuses numbers of a repository that was built again since it was verified."""
@@ -252,7 +253,7 @@ class _PairRun:
 
     def _header(self) -> dict[str, Any]:
         return results.header(
-            record.KIND,
+            record.NIGHTLY_KIND,
             pair=self._config.name,
             settings=self._limits.model_dump(mode="json"),
             prompts=self._prompts,
@@ -263,7 +264,7 @@ class _PairRun:
 class _Build:
     """Notes what became of each stage."""
 
-    def __init__(self, run: Run, report: Report) -> None:
+    def __init__(self, run: Run, report: Log) -> None:
         self._run, self._report = run, report
 
     def started(self, stage: str, reasons: Sequence[str]) -> None:

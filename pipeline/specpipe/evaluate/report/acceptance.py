@@ -11,8 +11,8 @@ from specpipe.evaluate.report.blocks import (
     Column,
     Figure,
     Missing,
+    Paragraph,
     Table,
-    Text,
     count,
     interval,
     number,
@@ -33,7 +33,7 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
     if artifact.tune is None:
         return
     own = own_draft(artifact.tune)["acceptance"]
-    yield Text(
+    yield Paragraph(
         f"Over all positions the target accepts {percent(own['alpha'], 1)} % of the draft tokens "
         f"that it judges (the α of Leviathan et al. 2023), in {count(own['num_steps'])} steps."
     )

@@ -16,20 +16,18 @@ from specpipe.evaluate.verification import record
 from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.manifest import MANIFEST_SUFFIX, Manifest, read_manifest
 from specpipe.machine.own_json import read_object, reason
-from specpipe.roles import Role
+from specpipe.roles import ROLES, Role
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
 
 Json = Mapping[str, Any]
-
-ROLES: tuple[Role, Role] = ("draft", "target")
 
 _YAML = (".yaml", ".yml")
 _HUB_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltArtifact:
     """One artifact of the build; `path` is relative to the folder of all."""
 
     path: str
@@ -41,7 +39,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceCheckpoint:
     """The checkpoint that a model was built from: a folder, or a hub id at a commit."""
 
     path: str
@@ -71,7 +69,7 @@ class Artifact:
 
     folder: Path
     name: str
-    built: tuple[Built, ...]
+    built: tuple[BuiltArtifact, ...]
     runtime: str
     options: Json
     engines: Mapping[Role, Json]
@@ -80,7 +78,7 @@ class Artifact:
     bench: Json | None = None
     tune: Json | None = None
     quality: Json | None = None
-    sources: Mapping[Role, Source] = field(default_factory=dict)
+    sources: Mapping[Role, SourceCheckpoint] = field(default_factory=dict)
 
     @property
     def packaged_at(self) -> str | None:
@@ -181,7 +179,7 @@ def _read_engine(repository: Path, role: Role) -> Json:
         return {}
 
 
-def _read_manifests(folder: Path) -> tuple[Built, ...]:
+def _read_manifests(folder: Path) -> tuple[BuiltArtifact, ...]:
     """All manifests that can be read, each after those that it was made from."""
     manifests = {}
     name = f"*{MANIFEST_SUFFIX}"
@@ -196,7 +194,8 @@ def _read_manifests(folder: Path) -> tuple[Built, ...]:
         return 1 + max((depth(other, (*above, name)) for other in made_from), default=-1)
 
     return tuple(
-        Built(name, manifests[name]) for name in sorted(manifests, key=lambda n: (depth(n), n))
+        BuiltArtifact(name, manifests[name])
+        for name in sorted(manifests, key=lambda n: (depth(n), n))
     )
 
 
@@ -206,9 +205,9 @@ def _inputs_among(manifests: Mapping[str, Manifest], name: str) -> list[str]:
     return [o for o in manifests if o != name and any(f"/{o}/" in path for path in paths)]
 
 
-def _sources(built: Sequence[Built]) -> dict[Role, Source]:
+def _sources(built: Sequence[BuiltArtifact]) -> dict[Role, SourceCheckpoint]:
     """Returns the checkpoints: what the first artifact of each role read that no stage made."""
-    sources: dict[Role, Source] = {}
+    sources: dict[Role, SourceCheckpoint] = {}
     for role in ROLES:
         first = next((b for b in built if b.path.startswith(f"{role}/")), None)
         sizes: dict[str, int] = {}
@@ -220,5 +219,5 @@ def _sources(built: Sequence[Built]) -> dict[Role, Source]:
             sizes[folder] = sizes.get(folder, 0) + size
         if sizes:
             folder = next(iter(sizes))
-            sources[role] = Source(folder, sizes[folder])
+            sources[role] = SourceCheckpoint(folder, sizes[folder])
     return sources

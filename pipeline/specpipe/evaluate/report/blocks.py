@@ -22,7 +22,7 @@ class Block(Protocol):
 
 
 @dataclass(frozen=True)
-class Text:
+class Paragraph:
     """A paragraph."""
 
     kind: ClassVar[str] = "text"
@@ -93,7 +93,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of the page."""
 
     slug: str
@@ -119,7 +119,7 @@ class Page:
     subtitle: str
     made_at: str
     tiles: Sequence[Tile] = ()
-    sections: Sequence[Section] = field(default_factory=tuple)
+    sections: Sequence[PageSection] = field(default_factory=tuple)
 
     @property
     def figures(self) -> list[Figure]:

@@ -15,8 +15,8 @@ from specpipe.evaluate.report.blocks import (
     Figure,
     Missing,
     Notice,
+    Paragraph,
     Table,
-    Text,
     interval,
     number,
     outdated,
@@ -36,9 +36,9 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
     yield from outdated(artifact, tune, "tune")
     own = own_draft(tune)
     if own["best"] is not None:
-        yield Text(_best_words(own["best"]))
+        yield Paragraph(_best_words(own["best"]))
     for sentence in own.get("doubts", ()):
-        yield Text(f"Nothing is recommended: {sentence}.")
+        yield Paragraph(f"Nothing is recommended: {sentence}.")
     if warning := doubt((m["lowest"], m["highest"]) for m in own["measurements"]):
         yield Notice(warning)
     yield from _figures(artifact)
@@ -49,7 +49,7 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
         yield Code(to_yaml(own["schedule"]).rstrip(), "specpipe (below speculation: in the YAML)")
     for form in tune["forms"]:
         if form["text"] is None:
-            yield Text(f"{form['name']}: {form['note']}.")
+            yield Paragraph(f"{form['name']}: {form['note']}.")
         else:
             yield Code(form["text"].rstrip(), f"{form['name']} ({form['note']})")
 

@@ -21,7 +21,7 @@ from specpipe.evaluate.report.sections import make_page
 from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.whole_file import written_whole
 
-PAGE = "report.html"
+PAGE_NAME = "report.html"
 
 _HERE = Path(__file__).parent
 _SLUGS = (
@@ -65,13 +65,13 @@ def write_report(
         html = render(page)
         pictures = {f"{figure.slug}.png": drawing.to_png(figure.chart) for figure in page.figures}
     folder = Artifacts(artifacts_dir).report if output is None else output
-    for name, content in {**pictures, PAGE: html.encode()}.items():
+    for name, content in {**pictures, PAGE_NAME: html.encode()}.items():
         with written_whole(folder / name) as staged:
             staged.write_bytes(content)
     for slug in _SLUGS:
         if f"{slug}.png" not in pictures:
             (folder / f"{slug}.png").unlink(missing_ok=True)
-    return Written(folder / PAGE, tuple(folder / name for name in pictures))
+    return Written(folder / PAGE_NAME, tuple(folder / name for name in pictures))
 
 
 def render(page: Page) -> str:

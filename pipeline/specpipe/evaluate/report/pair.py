@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from specpipe.evaluate.report import conditions
-from specpipe.evaluate.report.artifact import ROLES, Artifact
+from specpipe.evaluate.report.artifact import Artifact
 from specpipe.evaluate.report.blocks import UNKNOWN, Block, Column, Table, size
-from specpipe.roles import Role
+from specpipe.roles import ROLES, Role
 
-Read = Callable[[Artifact, Role], str]
+ReadCell = Callable[[Artifact, Role], str]
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
@@ -33,7 +33,7 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
     )
 
 
-def _of_model(*keys: str) -> Read:
+def _of_model(*keys: str) -> ReadCell:
     def read(artifact: Artifact, role: Role) -> str:
         config = artifact.engines[role].get("pretrained_config", {})
         values = [config.get(key) for key in keys]
@@ -42,7 +42,7 @@ def _of_model(*keys: str) -> Read:
     return read
 
 
-def _of_build(key: str) -> Read:
+def _of_build(key: str) -> ReadCell:
     def read(artifact: Artifact, role: Role) -> str:
         return str(artifact.engines[role].get("build_config", {}).get(key, UNKNOWN))
 
@@ -59,7 +59,7 @@ def checkpoint_name(artifact: Artifact, role: Role) -> str:
     return "/".join(Path(source.name).parts[-3:])
 
 
-_PROPERTIES: tuple[tuple[str, Read], ...] = (
+_PROPERTIES: tuple[tuple[str, ReadCell], ...] = (
     ("checkpoint", checkpoint_name),
     ("architecture", _of_model("architecture")),
     (

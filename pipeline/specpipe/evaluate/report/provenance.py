@@ -9,7 +9,7 @@ from typing import Any
 
 from specpipe.evaluate.report import conditions
 from specpipe.evaluate.report.artifact import Artifact, Json
-from specpipe.evaluate.report.blocks import UNKNOWN, Block, Column, Table, Text, number, size
+from specpipe.evaluate.report.blocks import UNKNOWN, Block, Column, Paragraph, Table, number, size
 from specpipe.evaluate.report.pair import checkpoint_name
 
 _BEGINNING = 16
@@ -93,7 +93,7 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
     )
     if artifact.verification is not None:
         digest = artifact.verification["repository"]["digest"]
-        yield Text(f"SHA-256 of the repository that was verified: {digest}")
+        yield Paragraph(f"SHA-256 of the repository that was verified: {digest}")
 
 
 def _hardware(result: Json) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specpipe.evaluate.report import conditions
-from specpipe.evaluate.report.artifact import ROLES, Artifact, Json
+from specpipe.evaluate.report.artifact import Artifact, Json
 from specpipe.evaluate.report.blocks import (
     UNKNOWN,
     Block,
@@ -13,13 +13,14 @@ from specpipe.evaluate.report.blocks import (
     Figure,
     Missing,
     Notice,
+    Paragraph,
     Table,
-    Text,
     number,
     percent,
     size,
 )
 from specpipe.evaluate.report.charts import Axis, Chart, Panel, Series
+from specpipe.roles import ROLES
 
 
 def blocks(artifact: Artifact) -> Iterator[Block]:
@@ -33,7 +34,7 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
                 artifact.command("build"),
             )
         else:
-            yield Text("Nothing is quantized.")
+            yield Paragraph("Nothing is quantized.")
         return
     yield _forms(quality)
     yield from _figures(artifact)

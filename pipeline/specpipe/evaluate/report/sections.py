@@ -15,8 +15,9 @@ from specpipe.evaluate.report import (
     tiles,
     verification,
 )
-from specpipe.evaluate.report.artifact import ROLES, Artifact, Json
-from specpipe.evaluate.report.blocks import Page, Section
+from specpipe.evaluate.report.artifact import Artifact, Json
+from specpipe.evaluate.report.blocks import Page, PageSection
+from specpipe.roles import ROLES
 
 
 def make_page(artifact: Artifact, made_at: datetime) -> Page:
@@ -27,7 +28,7 @@ def make_page(artifact: Artifact, made_at: datetime) -> Page:
         made_at=made_at.strftime("%Y-%m-%d %H:%M UTC"),
         tiles=list(tiles.tiles(artifact)),
         sections=[
-            Section(slug, title, list(blocks(artifact)))
+            PageSection(slug, title, list(blocks(artifact)))
             for slug, title, blocks in (
                 ("pair", "The pair", pair.blocks),
                 ("verification", "Is the output the target's?", verification.blocks),

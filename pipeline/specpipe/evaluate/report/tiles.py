@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from specpipe.evaluate.report.artifact import ROLES, Artifact, own_draft
+from specpipe.evaluate.report.artifact import Artifact, own_draft
 from specpipe.evaluate.report.blocks import UNKNOWN, Tile, Tone, interval, percent, size
+from specpipe.roles import ROLES
 
 _VERDICT_TONES: dict[str, Tone] = {"identical": "good", "tie": "good", "fault": "bad"}
 _OUTCOME_TONES: dict[str, Tone] = {"gain": "good", "loss": "bad"}

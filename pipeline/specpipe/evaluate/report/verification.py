@@ -12,8 +12,8 @@ from specpipe.evaluate.report.blocks import (
     Column,
     Missing,
     Notice,
+    Paragraph,
     Table,
-    Text,
     Tone,
     count,
     number,
@@ -38,9 +38,9 @@ def blocks(artifact: Artifact) -> Iterator[Block]:
     if verification["gate"] is not None:
         yield from _gate(verification["gate"])
     for sentence in verification.get("notes", ()):  # those of earlier versions have none
-        yield Text(f"Note: {sentence}")
+        yield Paragraph(f"Note: {sentence}")
     for sentence in verification["skipped"]:
-        yield Text(f"Left out: {sentence}")
+        yield Paragraph(f"Left out: {sentence}")
 
 
 def _verdict(artifact: Artifact, verification: Json) -> Iterator[Block]:
@@ -106,7 +106,7 @@ def _rate(check: Json) -> float | None:
 
 def _ties(verification: Json) -> Block:
     table = _divergences(verification, "ties")
-    return table if table.rows else Text("Numerical ties: none.")
+    return table if table.rows else Paragraph("Numerical ties: none.")
 
 
 def _divergences(verification: Json, kind: str) -> Table:
@@ -157,7 +157,7 @@ def _token(divergence: Json, key: str) -> str:
 def _distributions(sampling: Json) -> Iterator[Block]:
     tests = sampling["tests"]
     num_flagged = sum(test["is_flagged"] for test in tests)
-    yield Text(
+    yield Paragraph(
         f"Unseeded sampling: {num_flagged} of {len(tests)} tests found another distribution than "
         f"the target's. One at a total-variation distance of {sampling['distance']:g} is found "
         f"with a probability of {sampling['power']:g}, a right one is called wrong with "

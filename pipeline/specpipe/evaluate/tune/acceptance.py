@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from specpipe.errors import ServerError
-from specpipe.evaluate.tune.model import expected_tokens
+from specpipe.evaluate.tune.model import measured_tokens
 from specpipe.runtimes.pair.pair import Pair
 from specpipe.speculative.request import Request
 
-Rounds = Mapping[tuple[int, int], int]
+RoundCounts = Mapping[tuple[int, int], int]
 """Number of steps by draft tokens that were judged and those of them accepted."""
 
 _NUM_RESAMPLES = 2000  # 50 of them lie beyond each percentile
@@ -58,7 +58,7 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acceptance:
+class AcceptanceEstimate:
     """Acceptance over some prompts. Intervals hold 95%, drawing prompts: steps of one are alike.
 
     alpha  accepted over judged at all positions, the α of the published model; None where nothing
@@ -74,7 +74,7 @@ class Acceptance:
     expected: tuple[Expected, ...]
 
     @classmethod
-    def of(cls, rounds: Sequence[Rounds], max_draft_len: int) -> Acceptance:
+    def of(cls, rounds: Sequence[RoundCounts], max_draft_len: int) -> AcceptanceEstimate:
         """Returns the sum over the steps of each prompt."""
         judged, accepted = (
             np.array([_counts(r, max_draft_len)[which] for r in rounds], dtype=np.float64)
@@ -103,7 +103,7 @@ class Acceptance:
             expected=tuple(
                 Expected(
                     num_draft_tokens=length,
-                    tokens=expected_tokens([rate or 0.0 for rate in rates], length),
+                    tokens=measured_tokens([rate or 0.0 for rate in rates], length),
                     **_interval(drawn_tokens[:, length - 1]),
                 )
                 for length in range(1, max_draft_len + 1)
@@ -119,7 +119,7 @@ class Acceptance:
         return asdict(self)
 
 
-def _counts(rounds: Rounds, max_draft_len: int) -> tuple[list[int], list[int]]:
+def _counts(rounds: RoundCounts, max_draft_len: int) -> tuple[list[int], list[int]]:
     """Returns how many steps judged and accepted each position."""
     positions = range(1, max_draft_len + 1)
     judged = [
@@ -148,9 +148,11 @@ def _interval(drawn: Any) -> dict[str, float]:
     return {"low": float(low), "high": float(high)}
 
 
-def run_requests(pair: Pair, requests: Sequence[Request], *, at_once: int) -> dict[str, Rounds]:
+def run_requests(
+    pair: Pair, requests: Sequence[Request], *, at_once: int
+) -> dict[str, RoundCounts]:
     """Runs requests, up to at_once of them together; returns the steps of each by its id."""
-    rounds: dict[str, Rounds] = {}
+    rounds: dict[str, RoundCounts] = {}
     waiting = deque(requests)
     num_running = 0
     while waiting or num_running:

@@ -22,7 +22,7 @@ from specpipe.runtimes.repository_layout import link_folder
 
 
 @dataclass(frozen=True)
-class Subject:
+class CandidatePair:
     """A pair to measure: a draft with the target.
 
     checkpoint  the draft's, as it was named
@@ -46,18 +46,20 @@ class Subject:
         )
 
 
-def own_pair(config: PipelineConfig, max_draft_len: int, work: Path, reporter: Reporter) -> Subject:
+def own_pair(
+    config: PipelineConfig, max_draft_len: int, work: Path, reporter: Reporter
+) -> CandidatePair:
     """Returns the pair as it was built; builds another aside where it must draft more than that."""
     repository = repositories.built_repository(config)
     if max_draft_len > config.speculation.num_draft_tokens:
         derived = _derive(config, work / "own", [_num_draft_tokens(max_draft_len)])
         repository = _build(derived, config, ("draft/", "target/"), reporter)
-    return Subject(config.draft.checkpoint, is_own=True, repository=repository)
+    return CandidatePair(config.draft.checkpoint, is_own=True, repository=repository)
 
 
 def candidate(
     checkpoint: str, config: PipelineConfig, max_draft_len: int, work: Path, reporter: Reporter
-) -> Subject:
+) -> CandidatePair:
     """Returns the target with another draft: a folder, from the working directory, or a hub id.
 
     One that cannot be paired is a finding, and no failure.
@@ -73,8 +75,8 @@ def candidate(
         derived = _derive(config, work / _folder_name(draft), overrides)
         repository = _build(derived, config, ("target/",), reporter)
     except (PairingError, CheckpointError) as exc:
-        return Subject(checkpoint, is_own=False, repository=None, reason=str(exc))
-    return Subject(checkpoint, is_own=False, repository=repository)
+        return CandidatePair(checkpoint, is_own=False, repository=None, reason=str(exc))
+    return CandidatePair(checkpoint, is_own=False, repository=repository)
 
 
 def _derive(config: PipelineConfig, work: Path, overrides: Sequence[str]) -> PipelineConfig:

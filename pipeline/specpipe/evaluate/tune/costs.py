@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from specpipe.errors import ServerError
-from specpipe.runtimes.pair.costs import Role, time_forward
+from specpipe.machine.callables import Clock
+from specpipe.roles import Role
+from specpipe.runtimes.pair.costs import time_forward
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.speculative.request import Chunk, Request
-
-Clock = Callable[[], float]
 
 _MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 7, 31, 5.0
 """Rounds of forwards, odd for a median: the fewest, and the most that begin within the budget."""

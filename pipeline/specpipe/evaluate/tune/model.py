@@ -18,21 +18,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specpipe.speculative.adaptive import expected_tokens
+
 if TYPE_CHECKING:
     from specpipe.evaluate.tune.costs import LoadCosts
 
 
-def published_tokens(alpha: float, num_draft_tokens: int) -> float:
-    """Returns how many tokens a step emits by eq. 1."""
-    return sum(alpha**i for i in range(num_draft_tokens + 1))
-
-
 def published_speed_up(alpha: float, cost_ratio: float, num_draft_tokens: int) -> float:
     """Returns the speed with K draft tokens over that of the target alone, by theorem 3.8."""
-    return published_tokens(alpha, num_draft_tokens) / (num_draft_tokens * cost_ratio + 1.0)
+    return expected_tokens(alpha, num_draft_tokens) / (num_draft_tokens * cost_ratio + 1.0)
 
 
-def expected_tokens(rates: Sequence[float], num_draft_tokens: int) -> float:
+def measured_tokens(rates: Sequence[float], num_draft_tokens: int) -> float:
     """Returns the tokens of a step that accepts position i at rates[i - 1], given those before it.
 
     1 + r1 + r1 r2 + ...: the target's own token, and each draft token that all before it reached.
@@ -41,7 +38,7 @@ def expected_tokens(rates: Sequence[float], num_draft_tokens: int) -> float:
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """y = intercept + slope · x, and how far the worst measurement is from it, in parts of it."""
 
     intercept: float
@@ -52,14 +49,14 @@ class Line:
         return self.intercept + self.slope * x
 
 
-def fit_line(points: Sequence[tuple[float, float]]) -> Line:
+def fit_line(points: Sequence[tuple[float, float]]) -> LinearFit:
     """Returns the line of least squares through (x, y); with a single x it is flat."""
     x, y = np.array(points, dtype=np.float64).T
     columns = [np.ones_like(x)] if np.ptp(x) == 0 else [np.ones_like(x), x]
     line = [*np.linalg.lstsq(np.stack(columns, axis=1), y, rcond=None)[0].tolist(), 0.0]
     intercept, slope = line[:2]
     errors = np.abs(intercept + slope * x - y) / y
-    return Line(intercept, slope, float(errors.max()))
+    return LinearFit(intercept, slope, float(errors.max()))
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,8 @@ class MemoryBound:
     target  over B (K + 1) rows
     """
 
-    draft: Line
-    target: Line
+    draft: LinearFit
+    target: LinearFit
 
     @classmethod
     def fit(cls, costs: Sequence[LoadCosts]) -> MemoryBound:
@@ -124,7 +121,7 @@ def predict(
     for load in costs:
         cost_ratio = load.draft_s / load.verify(0)
         for length in range(1, max_draft_len + 1):
-            tokens = expected_tokens(rates, length)
+            tokens = measured_tokens(rates, length)
             predictions.append(
                 Prediction(
                     concurrency=load.batch_size,

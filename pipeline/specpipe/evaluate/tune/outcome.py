@@ -10,7 +10,7 @@ from typing import Any
 
 from specpipe.evaluate.prompts import PromptSet
 from specpipe.evaluate.tune import model, schedule
-from specpipe.evaluate.tune.acceptance import Acceptance
+from specpipe.evaluate.tune.acceptance import AcceptanceEstimate
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Measurement
 from specpipe.evaluate.tune.model import Prediction
@@ -18,7 +18,7 @@ from specpipe.speculative.adaptive import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class TuneOptions:
     """What is tuned, and on what.
 
     prompts        a built-in set's name or a file; the first `limit` of it
@@ -63,8 +63,8 @@ class Tuned:
     is_own: bool
     reason: str | None = None
     digest: str | None = None
-    acceptance: Acceptance | None = None
-    kinds: dict[str, Acceptance] = dataclasses.field(default_factory=dict)
+    acceptance: AcceptanceEstimate | None = None
+    kinds: dict[str, AcceptanceEstimate] = dataclasses.field(default_factory=dict)
     costs: tuple[LoadCosts, ...] = ()
     memory_bound: model.MemoryBound | None = None
     predictions: tuple[Prediction, ...] = ()
@@ -110,7 +110,7 @@ class Tuning:
     """The whole result; drafts are ranked, the best one first."""
 
     drafts: tuple[Tuned, ...]
-    forms: tuple[schedule.Form, ...]
+    forms: tuple[schedule.ServerSetting, ...]
     prompts: PromptSet
     path: Path
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specpipe.errors import RepositoryError
 from specpipe.evaluate.results import read_result, write_result
+from specpipe.machine.callables import Log
 
-KIND = "tune"
+TUNE_KIND = "tune"
 _DECIDES = ("pair", "versions", "machine", "settings", "prompts")
 """Keys of a result's header; a number that was measured under other values is of another run."""
 
 
-class Progress:
+class TuneProgress:
     """The measurements of each draft, by its checkpoint, each written when it is there.
 
     What a draft's entry holds is the business of run.py; `digest` is that of the pair that it was
@@ -25,12 +26,12 @@ class Progress:
         self._path = path
         self._data: dict[str, Any] = {**header, "measured": {}}
 
-    def resume(self, report: Callable[[str], None]) -> None:
+    def resume(self, report: Log) -> None:
         """Takes over what an earlier run of the same kind left; says why where it cannot."""
         if not self._path.exists():
             return
         try:
-            earlier = read_result(self._path, KIND)
+            earlier = read_result(self._path, TUNE_KIND)
             measured = dict(earlier["measured"])
         except (RepositoryError, KeyError, TypeError, ValueError):
             report(f"starting anew: {self._path} is damaged")
@@ -42,7 +43,7 @@ class Progress:
         report(f"going on with the run of {earlier['made_at']}")
         self._data["measured"] = measured
 
-    def entry(self, checkpoint: str, digest: str, report: Callable[[str], None]) -> dict[str, Any]:
+    def entry(self, checkpoint: str, digest: str, report: Log) -> dict[str, Any]:
         """Returns what was measured of a draft, to be added to; empty when its pair has changed."""
         entry: dict[str, Any] | None = self._data["measured"].get(checkpoint)
         if entry is not None and entry.get("digest") == digest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -27,12 +27,13 @@ from specpipe.evaluate.endpoints.base import Endpoint, Question
 from specpipe.evaluate.endpoints.in_process import InProcess
 from specpipe.evaluate.prompts import Prompt, PromptSet, as_messages, load_prompts
 from specpipe.evaluate.tune import costs, measure, model, schedule
-from specpipe.evaluate.tune.acceptance import Acceptance, Rounds, run_requests
-from specpipe.evaluate.tune.candidates import Subject, candidate, own_pair
+from specpipe.evaluate.tune.acceptance import AcceptanceEstimate, RoundCounts, run_requests
+from specpipe.evaluate.tune.candidates import CandidatePair, candidate, own_pair
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Cell
-from specpipe.evaluate.tune.outcome import Options, Tuned, Tuning
-from specpipe.evaluate.tune.progress import KIND, Progress
+from specpipe.evaluate.tune.outcome import Tuned, TuneOptions, Tuning
+from specpipe.evaluate.tune.progress import TUNE_KIND, TuneProgress
+from specpipe.machine.callables import Log
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import Pair
 from specpipe.runtimes.pair_file import read_pair
@@ -45,10 +46,10 @@ _WORK = ".tune"
 _LIBRARIES = ("torch", "numpy")
 _NO_TIME_LIMIT_S = 1e9
 
-Report = Callable[[str], None]
 
-
-def tune(config: PipelineConfig, options: Options, *, report: Report, reporter: Reporter) -> Tuning:
+def tune(
+    config: PipelineConfig, options: TuneOptions, *, report: Log, reporter: Reporter
+) -> Tuning:
     """Tunes a built pair and writes the result beside it.
 
     Raises ConfigError for what cannot be tuned. `report` hears how it goes on, `reporter` what is
@@ -80,7 +81,7 @@ class _Case:
 class _Run:
     """What the steps of one tuning share."""
 
-    def __init__(self, config: PipelineConfig, options: Options, report: Report) -> None:
+    def __init__(self, config: PipelineConfig, options: TuneOptions, report: Log) -> None:
         self._config, self._options, self._report = config, options, report
         _check_runtime(config)
         self.max_draft_len = _max_draft_len(config, options)
@@ -96,19 +97,19 @@ class _Run:
             self._max_seq_len - self.max_draft_len - 1,
         )
         self._header = results.header(
-            KIND,
+            TUNE_KIND,
             pair=config.name,
             settings=self._settings(),
             prompts=self._prompts,
             libraries=_LIBRARIES,
         )
-        self._progress = Progress(config.artifacts.result("tune.unfinished"), self._header)
+        self._progress = TuneProgress(config.artifacts.result("tune.unfinished"), self._header)
         if config.speculation.prompt_lookup:
             report("speculation.prompt_lookup is off while the draft is measured")
         for line in repositories.outdated(config):
             report(f"warning: not what {config.source} says now: {line}")
 
-    def tune(self, subjects: Sequence[Subject]) -> Tuning:
+    def tune(self, subjects: Sequence[CandidatePair]) -> Tuning:
         if self._options.resumes:
             self._progress.resume(self._report)
         entries = {
@@ -129,7 +130,7 @@ class _Run:
 
     def _conclude(self, ranked: Sequence[Tuned]) -> Tuning:
         own = next(draft for draft in ranked if draft.is_own)
-        forms = [] if own.best is None else schedule.forms(own.best, self._own_draft())
+        forms = [] if own.best is None else schedule.server_settings(own.best, self._own_draft())
         path = self._config.artifacts.result("tune")
         results.write_result(
             path,
@@ -149,7 +150,7 @@ class _Run:
         folder = (self._config.base_dir / Path(checkpoint).expanduser()).resolve()
         return str(folder) if folder.is_dir() else checkpoint
 
-    def _observe(self, subject: Subject, entry: dict[str, Any] | None) -> Tuned:
+    def _observe(self, subject: CandidatePair, entry: dict[str, Any] | None) -> Tuned:
         """Costs, acceptance and what they promise; what the entry has is not measured again."""
         if entry is None or subject.repository is None:
             return Tuned(
@@ -167,7 +168,7 @@ class _Run:
                     self._progress.save()
         rounds = _rounds_from_json(entry["rounds"])
         found = tuple(LoadCosts.from_json(load) for load in entry["costs"])
-        acceptance = Acceptance.of(list(rounds.values()), self.max_draft_len)
+        acceptance = AcceptanceEstimate.of(list(rounds.values()), self.max_draft_len)
         return Tuned(
             checkpoint=subject.checkpoint,
             is_own=subject.is_own,
@@ -191,7 +192,7 @@ class _Run:
             context=self._context,
         )
 
-    def _run_prompts(self, pair: Pair) -> dict[str, Rounds]:
+    def _run_prompts(self, pair: Pair) -> dict[str, RoundCounts]:
         requests = [
             Request(
                 request_id=case.prompt.name,
@@ -204,13 +205,16 @@ class _Run:
         ]
         return run_requests(pair, requests, at_once=max(self._loads))
 
-    def _kinds(self, rounds: dict[str, Rounds]) -> dict[str, Acceptance]:
-        by_kind: dict[str, list[Rounds]] = {}
+    def _kinds(self, rounds: dict[str, RoundCounts]) -> dict[str, AcceptanceEstimate]:
+        by_kind: dict[str, list[RoundCounts]] = {}
         for case in self._cases:
             by_kind.setdefault(case.prompt.kind, []).append(rounds[case.prompt.name])
-        return {kind: Acceptance.of(found, self.max_draft_len) for kind, found in by_kind.items()}
+        return {
+            kind: AcceptanceEstimate.of(found, self.max_draft_len)
+            for kind, found in by_kind.items()
+        }
 
-    def _measure(self, subject: Subject, draft: Tuned, entry: dict[str, Any]) -> Tuned:
+    def _measure(self, subject: CandidatePair, draft: Tuned, entry: dict[str, Any]) -> Tuned:
         """Measures the best few predictions at each load, and picks what is best there."""
         assert subject.repository is not None
         wanted = {load: [0, *self._best_few(draft, load)] for load in self._loads}
@@ -273,7 +277,7 @@ class _Run:
         return sorted(p.num_draft_tokens for p in here[: self._options.num_best])
 
     def _cell(
-        self, subject: Subject, endpoint: Endpoint, load: int, length: int, number: int
+        self, subject: CandidatePair, endpoint: Endpoint, load: int, length: int, number: int
     ) -> Cell:
         self._report(f"{subject.checkpoint}: concurrency {load}, round {number + 1}, K = {length}")
         return measure.measure_cell(
@@ -350,12 +354,12 @@ def _check_runtime(config: PipelineConfig) -> None:
         )
 
 
-def _prompts(options: Options) -> PromptSet:
+def _prompts(options: TuneOptions) -> PromptSet:
     found = load_prompts(options.prompts, limit=options.limit)
     return PromptSet(found.source, as_messages(found.prompts)) if options.is_chat else found
 
 
-def _max_draft_len(config: PipelineConfig, options: Options) -> int:
+def _max_draft_len(config: PipelineConfig, options: TuneOptions) -> int:
     built = config.speculation.num_draft_tokens
     wanted = built if options.max_draft_len is None else options.max_draft_len
     if wanted < 1:
@@ -366,7 +370,7 @@ def _max_draft_len(config: PipelineConfig, options: Options) -> int:
     return wanted
 
 
-def _loads(config: PipelineConfig, options: Options) -> tuple[int, ...]:
+def _loads(config: PipelineConfig, options: TuneOptions) -> tuple[int, ...]:
     most = config.engine.max_batch_size
     if not options.concurrencies:
         doubled = (2**power for power in range(most.bit_length()))
@@ -380,7 +384,7 @@ def _loads(config: PipelineConfig, options: Options) -> tuple[int, ...]:
     return tuple(sorted(set(options.concurrencies)))
 
 
-def _rounds_to_json(rounds: dict[str, Rounds]) -> dict[str, Any]:
+def _rounds_to_json(rounds: dict[str, RoundCounts]) -> dict[str, Any]:
     """By prompt: draft tokens, accepted ones, number of steps."""
     return {
         name: [[drafted, accepted, count] for (drafted, accepted), count in sorted(found.items())]
@@ -388,7 +392,7 @@ def _rounds_to_json(rounds: dict[str, Rounds]) -> dict[str, Any]:
     }
 
 
-def _rounds_from_json(data: dict[str, Any]) -> dict[str, Rounds]:
+def _rounds_from_json(data: dict[str, Any]) -> dict[str, RoundCounts]:
     return {
         name: {(drafted, accepted): count for drafted, accepted, count in found}
         for name, found in data.items()

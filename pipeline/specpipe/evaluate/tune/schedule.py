@@ -83,7 +83,7 @@ def to_yaml(schedule: Schedule) -> str:
 
 
 @dataclass(frozen=True)
-class Form:
+class ServerSetting:
     """A setting of another program, and what is to be known about it; no text: it has no form."""
 
     name: str
@@ -91,12 +91,12 @@ class Form:
     note: str
 
 
-def forms(best: Mapping[int, int], draft: str) -> list[Form]:
+def server_settings(best: Mapping[int, int], draft: str) -> list[ServerSetting]:
     """Returns the schedule for TensorRT-LLM's LLM API and vLLM; `draft` names the checkpoint."""
     return [*_tensorrt_llm(best), _vllm(best, draft)]
 
 
-def _tensorrt_llm(best: Mapping[int, int]) -> list[Form]:
+def _tensorrt_llm(best: Mapping[int, int]) -> list[ServerSetting]:
     """Returns `draft_len_schedule` of `DraftTargetDecodingConfig`, of which there are two.
 
     1.2: each key is the smallest batch size of its length, and 1 must be among them with
@@ -109,19 +109,19 @@ def _tensorrt_llm(best: Mapping[int, int]) -> list[Form]:
     lowest, later = "TensorRT-LLM 1.2", "TensorRT-LLM 1.3"
     if most == 0:
         note = "drafting does not pay at the lowest load: leave speculative_config out"
-        return [Form(lowest, None, note), Form(later, None, note)]
+        return [ServerSetting(lowest, None, note), ServerSetting(later, None, note)]
     capped = {load: min(best[load], most) for load in loads}
     note = ""
     if capped != dict(best):
         note = f"; it cannot draft more than at the lowest load, so {most} is the most"
     steps = from_loads(capped)
     return [
-        Form(
+        ServerSetting(
             lowest,
             _speculative_config(most, dict(steps)),
             f"from that batch size on{note}",
         ),
-        Form(
+        ServerSetting(
             later,
             _speculative_config(most, _upper_bounds(capped)),
             f"up to that batch size, and nothing above the last{note}",
@@ -144,14 +144,16 @@ def _upper_bounds(best: Mapping[int, int]) -> dict[int, int]:
     }
 
 
-def _vllm(best: Mapping[int, int], draft: str) -> Form:
+def _vllm(best: Mapping[int, int], draft: str) -> ServerSetting:
     """Returns `--speculative-config`: [first batch size, last one, K] (vLLM,
     docs/features/speculative_decoding/dynamic_speculative_decoding.md).
     """
     name = f"vLLM {VLLM_VERSION}"
     most = max(best.values())
     if most == 0:
-        return Form(name, None, "drafting does not pay at any load: leave --speculative-config out")
+        return ServerSetting(
+            name, None, "drafting does not pay at any load: leave --speculative-config out"
+        )
     ranges = []
     first = 1
     for last, length in _upper_bounds(best).items():
@@ -163,7 +165,7 @@ def _vllm(best: Mapping[int, int], draft: str) -> Form:
         "num_speculative_tokens": most,
         "num_speculative_tokens_per_batch_size": ranges,
     }
-    return Form(
+    return ServerSetting(
         name,
         json.dumps(config),
         "batch sizes from, to; before this release num_speculative_tokens is all there is; vLLM "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specpipe.evaluate.tune.acceptance import Acceptance
+from specpipe.evaluate.tune.acceptance import AcceptanceEstimate
 from specpipe.evaluate.tune.measure import doubt
 from specpipe.evaluate.tune.outcome import Tuned, Tuning
 from specpipe.evaluate.tune.schedule import to_yaml
@@ -43,7 +43,7 @@ def _draft(draft: Tuned, source: str) -> list[str]:
     return lines
 
 
-def _acceptance(name: str, acceptance: Acceptance) -> list[str]:
+def _acceptance(name: str, acceptance: AcceptanceEstimate) -> list[str]:
     rows = [
         ["position", *(str(p.position) for p in acceptance.positions)],
         ["accepted / judged", *(f"{p.num_accepted}/{p.num_judged}" for p in acceptance.positions)],

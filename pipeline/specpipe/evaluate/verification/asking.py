@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specpipe.evaluate.endpoints.base import Answer, Endpoint, Question, ask
+from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, ask
 from specpipe.evaluate.verification.verdict import Stream
 from specpipe.speculative.request import Sampling
 
-Kind = Literal["reference", "speculation", "control"]
+SideKind = Literal["reference", "speculation", "control"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class VerifySide:
     """One way of asking all prompts.
 
     num_draft_tokens  0: the target alone; None: as the pair is served
@@ -34,7 +34,7 @@ class Side:
     """
 
     name: str
-    kind: Kind
+    kind: SideKind
     num_draft_tokens: int | None
     at_once: int
     is_wrong_draft: bool = False
@@ -42,10 +42,10 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SideAnswers:
     """What one side answered, in the order of the prompts."""
 
-    side: Side
+    side: VerifySide
     streams: tuple[Stream, ...]
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -64,7 +64,9 @@ class Asked:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
 
-def ask_side(endpoint: Endpoint, cases: Sequence[Case], side: Side, sampling: Sampling) -> Asked:
+def ask_side(
+    endpoint: Endpoint, cases: Sequence[Case], side: VerifySide, sampling: Sampling
+) -> SideAnswers:
     """Returns the answers to every prompt; a request's seed, if any, is the same on every side."""
     questions = [
         Question(
@@ -77,7 +79,7 @@ def ask_side(endpoint: Endpoint, cases: Sequence[Case], side: Side, sampling: Sa
     ]
     answers = ask(endpoint, questions, at_once=side.at_once)
     usages = [answer.usage for answer in answers if answer.usage is not None]
-    return Asked(
+    return SideAnswers(
         side=side,
         streams=tuple(_stream(answer) for answer in answers),
         num_draft_tokens=sum(usage.total_draft_tokens or 0 for usage in usages),
@@ -94,7 +96,7 @@ def case_sampling(sampling: Sampling, index: int) -> Sampling:
     return dataclasses.replace(sampling, seed=sampling.seed + index)
 
 
-def _stream(answer: Answer) -> Stream:
+def _stream(answer: TimedAnswer) -> Stream:
     error = answer.error
     if error is None and answer.token_ids is None:
         error = f"{answer.ending}, without token ids"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specpipe.evaluate.verification.verdict import Floats
+from specpipe.speculative.noise import Floats
 
 MAX_NUM_BINS = 25
 """Parts of a partition at most; a test of more parts needs more samples. A guess."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specpipe.evaluate.verification.scorer import Scorer, Text, rows_of
-from specpipe.evaluate.verification.verdict import Floats
+from specpipe.evaluate.verification.scorer import ScoredText, Scorer, rows_of
+from specpipe.speculative.noise import Floats
 
 _NUM_COMPETING = 100
 """How many of the best tokens are compared between block shapes: no other one can win."""
@@ -30,7 +30,7 @@ class BlockDifference:
 
 
 def measure_block_difference(
-    scorer: Scorer, texts: Sequence[Text], block_sizes: Sequence[int]
+    scorer: Scorer, texts: Sequence[ScoredText], block_sizes: Sequence[int]
 ) -> BlockDifference:
     """Returns how reading texts in blocks, or together, differs from doing so token by token.
 
@@ -78,7 +78,7 @@ def less_chance(rate: float, num_trials: float) -> float:
 
 def measure_agreement(
     scorer: Scorer,
-    texts: Sequence[Text],
+    texts: Sequence[ScoredText],
     block_size: int,
     choose: Callable[[int, Floats], Sequence[int]],
 ) -> Agreement:

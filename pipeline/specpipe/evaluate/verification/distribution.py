@@ -28,8 +28,8 @@ import numpy as np
 from specpipe.evaluate.endpoints.base import Endpoint, Question, ask
 from specpipe.evaluate.verification.asking import Case
 from specpipe.evaluate.verification.bins import END, MAX_NUM_BINS, Beginning, Bins, make_bins
-from specpipe.evaluate.verification.scorer import Scorer, Text, rows_of
-from specpipe.evaluate.verification.verdict import Floats
+from specpipe.evaluate.verification.scorer import ScoredText, Scorer, rows_of
+from specpipe.speculative.noise import Floats
 from specpipe.speculative.request import Sampling
 from specpipe.speculative.warp import softmax, warp
 
@@ -95,7 +95,7 @@ def holm(p_values: Sequence[float], level: float = FALSE_ALARM) -> list[bool]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlannedTest:
     """A test that is to be made: what is asked, how often, and what is expected."""
 
     case: Case
@@ -120,7 +120,7 @@ def make_plans(
     prompt_length: int = 16,
     settings: Sequence[Setting] = SETTINGS,
     seed: int = 0,
-) -> list[Plan]:
+) -> list[PlannedTest]:
     """Plans all tests, on the beginnings of those prompts that the target is least sure after.
 
     Where it is sure, a wrong distribution would not show.
@@ -130,13 +130,13 @@ def make_plans(
     logits = {case.name: rows_of(scorer, _text(case, ()))[-1] for case in short}
     open_ones = sorted(short, key=lambda case: -_entropy(softmax(logits[case.name])))[:num_prompts]
     num_samples = sample_size(distance, len(open_ones) * len(settings))
-    plans: list[Plan] = []
+    plans: list[PlannedTest] = []
     for case in open_ones:
         for setting in settings:
             sampling = _with_clear_cut(setting.sampling, logits[case.name])
             chosen = dataclasses.replace(setting, sampling=sampling)
             plans.append(
-                Plan(
+                PlannedTest(
                     case=case,
                     setting=chosen,
                     bins=make_bins(
@@ -151,8 +151,8 @@ def make_plans(
     return plans
 
 
-def _text(case: Case, output: Beginning) -> Text:
-    return Text(case.token_ids, output, case.max_tokens)
+def _text(case: Case, output: Beginning) -> ScoredText:
+    return ScoredText(case.token_ids, output, case.max_tokens)
 
 
 def _entropy(probs: Floats) -> float:
@@ -204,7 +204,7 @@ class Finding:
     target_p_value   the same test of the target without a draft, made where the first one flags
     """
 
-    plan: Plan
+    plan: PlannedTest
     statistic: float
     p_value: float
     distance: float
@@ -249,7 +249,7 @@ def reason(tested: Finding) -> str | None:
     return text
 
 
-def objection(plan: Plan, endpoint: Endpoint) -> str | None:
+def skip_reason(plan: PlannedTest, endpoint: Endpoint) -> str | None:
     """Returns, in a server's words, why its sampled answers are not to be tested; None: they are.
 
     It may refuse to sample, and it may say of an answer that it is otherwise distributed. It is
@@ -266,7 +266,7 @@ def objection(plan: Plan, endpoint: Endpoint) -> str | None:
     return None
 
 
-def run_tests(plans: Sequence[Plan], endpoint: Endpoint, *, at_once: int) -> list[Finding]:
+def run_tests(plans: Sequence[PlannedTest], endpoint: Endpoint, *, at_once: int) -> list[Finding]:
     """Makes all tests; where one flags, the target alone is tested as well."""
     tested = [_run(plan, endpoint, at_once) for plan in plans]
     flagged = holm([test.p_value for test in tested])
@@ -283,7 +283,7 @@ def run_tests(plans: Sequence[Plan], endpoint: Endpoint, *, at_once: int) -> lis
 
 
 def _run(
-    plan: Plan, endpoint: Endpoint, at_once: int, *, num_draft_tokens: int | None = None
+    plan: PlannedTest, endpoint: Endpoint, at_once: int, *, num_draft_tokens: int | None = None
 ) -> Finding:
     setting = plan.setting
     if num_draft_tokens is None:
@@ -300,7 +300,7 @@ def _run(
     return _test(plan, beginnings)
 
 
-def _question(plan: Plan, index: int, num_draft_tokens: int) -> Question:
+def _question(plan: PlannedTest, index: int, num_draft_tokens: int) -> Question:
     """Returns a question that counts as unseeded; its seed makes the test repeatable."""
     return Question(
         token_ids=plan.case.token_ids,
@@ -310,7 +310,7 @@ def _question(plan: Plan, index: int, num_draft_tokens: int) -> Question:
     )
 
 
-def _test(plan: Plan, beginnings: Counter[Beginning]) -> Finding:
+def _test(plan: PlannedTest, beginnings: Counter[Beginning]) -> Finding:
     from scipy import stats
 
     counts = np.zeros(len(plan.bins.probs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specpipe.evaluate.verification.asking import Asked
+from specpipe.evaluate.verification.asking import SideAnswers
 from specpipe.evaluate.verification.block_shapes import Agreement, less_chance
 
 MIN_OWN_ACCEPTANCE = 0.95
@@ -12,7 +12,7 @@ MAX_WRONG_ACCEPTANCE = 0.05
 """The most that may be accepted of tokens that the target finds least likely. A guess."""
 
 
-def is_often_wrong_about_itself(asked: Asked) -> bool:
+def is_often_wrong_about_itself(asked: SideAnswers) -> bool:
     """Returns whether a target that drafts for itself accepts too little for one that always agrees
     with itself.
     """
@@ -20,7 +20,7 @@ def is_often_wrong_about_itself(asked: Asked) -> bool:
     return asked.side.is_own_draft and rate is not None and rate < MIN_OWN_ACCEPTANCE
 
 
-def least_own_acceptance(asked: Asked, agreement: Agreement | None) -> float:
+def least_own_acceptance(asked: SideAnswers, agreement: Agreement | None) -> float:
     """Returns what a target that drafts for itself accepts at least.
 
     The i-th draft token of a step is accepted where its choice, read one token at a time, is i
@@ -34,7 +34,7 @@ def least_own_acceptance(asked: Asked, agreement: Agreement | None) -> float:
     return MIN_OWN_ACCEPTANCE * less_chance(rate, asked.num_draft_tokens / len(lengths))
 
 
-def wrong_counts(asked: Asked, agreement: Agreement | None) -> list[str]:
+def wrong_counts(asked: SideAnswers, agreement: Agreement | None) -> list[str]:
     """Returns what the counts of draft tokens say against a side, a sentence each."""
     side, rate = asked.side, asked.acceptance_rate
     if side.num_draft_tokens == 0:
@@ -54,7 +54,7 @@ def wrong_counts(asked: Asked, agreement: Agreement | None) -> list[str]:
     return []
 
 
-def remarks(asked: Asked, agreement: Agreement | None) -> list[str]:
+def remarks(asked: SideAnswers, agreement: Agreement | None) -> list[str]:
     """Returns what a reader should know of the counts of a side that passed, a sentence each."""
     rate = asked.acceptance_rate
     if asked.side.is_own_draft and agreement is not None and rate is not None:
@@ -67,6 +67,6 @@ def remarks(asked: Asked, agreement: Agreement | None) -> list[str]:
     return []
 
 
-def _why(asked: Asked) -> str:
+def _why(asked: SideAnswers) -> str:
     words = ", ".join(asked.draft_statuses)
     return f" (draft status: {words})" if words else ""

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpipe.evaluate.verification import draft_counts
-from specpipe.evaluate.verification.asking import Asked, Case, Side, case_sampling
+from specpipe.evaluate.verification.asking import Case, SideAnswers, VerifySide, case_sampling
 from specpipe.evaluate.verification.block_shapes import Agreement, less_chance, measure_agreement
-from specpipe.evaluate.verification.scorer import Scorer, Text, rows_of
+from specpipe.evaluate.verification.scorer import ScoredText, Scorer, rows_of
 from specpipe.evaluate.verification.seeded import SeededChoice
 from specpipe.evaluate.verification.verdict import (
     Choice,
-    Comparison,
-    Floats,
     GreedyChoice,
     Stream,
+    StreamComparison,
     TieThreshold,
     Verdict,
     compare,
     worst,
 )
+from specpipe.speculative.noise import Floats
 from specpipe.speculative.request import GREEDY, Sampling
 
 CHECKPOINT_FACTOR = 8.0
@@ -38,7 +38,7 @@ class CaseComparison:
     """The comparison of one prompt's streams."""
 
     case: str
-    comparison: Comparison
+    comparison: StreamComparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class SideResult:
     """
 
     check: str
-    side: Side
+    side: VerifySide
     verdict: Verdict
     num_identical: int
     ties: tuple[CaseComparison, ...]
@@ -87,8 +87,8 @@ class SideResult:
 
 def judge(
     check: str,
-    reference: Asked,
-    asked: Asked,
+    reference: SideAnswers,
+    asked: SideAnswers,
     cases: Sequence[Case],
     *,
     scorer: Scorer,
@@ -135,7 +135,7 @@ def judge(
 
 
 def judge_target(
-    reference: Asked,
+    reference: SideAnswers,
     cases: Sequence[Case],
     *,
     scorer: Scorer,
@@ -159,14 +159,14 @@ def judge_target(
     )
     streams, num_same = [], 0
     for case, stream in zip(cases, reference.streams, strict=True):
-        rows = rows_of(scorer, Text(case.token_ids, stream.token_ids, case.max_tokens))
+        rows = rows_of(scorer, ScoredText(case.token_ids, stream.token_ids, case.max_tokens))
         chosen = [int(i) for i in rows.argmax(axis=1)]
         streams.append(_until_difference(stream, chosen, end_token_ids))
         num_same += sum(a == b for a, b in zip(stream.token_ids, chosen, strict=False))
-    side = Side(
+    side = VerifySide(
         name="the target's checkpoint, scored", kind="control", num_draft_tokens=0, at_once=1
     )
-    by_checkpoint = Asked(side=side, streams=tuple(streams))
+    by_checkpoint = SideAnswers(side=side, streams=tuple(streams))
     # The checkpoint is what is expected here, the server what is found.
     result = judge(
         "checkpoint",
@@ -221,14 +221,14 @@ def _choice_at(
     end_token_ids: frozenset[int],
 ) -> Callable[[int], Choice]:
     def choice(position: int) -> Choice:
-        text = Text(case.token_ids, reference.token_ids[:position], case.max_tokens)
+        text = ScoredText(case.token_ids, reference.token_ids[:position], case.max_tokens)
         return _choice(rows_of(scorer, text)[-1], text, sampling, end_token_ids)
 
     return choice
 
 
 def _choice(
-    logits: Floats, text: Text, sampling: Sampling, end_token_ids: frozenset[int]
+    logits: Floats, text: ScoredText, sampling: Sampling, end_token_ids: frozenset[int]
 ) -> Choice:
     """Returns how the target chooses what follows a text."""
     if sampling.is_greedy:
@@ -237,7 +237,7 @@ def _choice(
 
 
 def own_agreement(
-    reference: Asked,
+    reference: SideAnswers,
     cases: Sequence[Case],
     *,
     scorer: Scorer,
@@ -249,7 +249,7 @@ def own_agreement(
     token at a time or in blocks.
     """
     texts = [
-        Text(case.token_ids, stream.token_ids, case.max_tokens)
+        ScoredText(case.token_ids, stream.token_ids, case.max_tokens)
         for case, stream in zip(cases, reference.streams, strict=False)
     ]
 

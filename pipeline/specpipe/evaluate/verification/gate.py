@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.errors import ConfigError
-from specpipe.evaluate.endpoints.base import Answer, Endpoint, Question, ask
+from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, ask
 from specpipe.evaluate.prompts import Prompt, as_messages, digest, parse_prompt, read_json_lines
 
 _COMMAND_TIMEOUT_S = 60.0  # after it an answer counts as wrong. A guess.
 
-Check = Callable[[str], bool]
+AnswerCheck = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
-class Item:
+class CheckedPrompt:
     """A prompt, and whether an answer to it is right."""
 
     prompt: Prompt
-    is_right: Check
+    is_right: AnswerCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Gate:
     """What a file of prompts and expected answers asks for."""
 
     source: str
-    items: tuple[Item, ...]
+    items: tuple[CheckedPrompt, ...]
 
     @property
     def digest(self) -> str:
@@ -55,7 +55,7 @@ class Gate:
 
 def load_gate(path: Path) -> Gate:
     """Reads a file; raises ConfigError, with the line and what was expected there."""
-    items: list[Item] = []
+    items: list[CheckedPrompt] = []
     for where, line in read_json_lines(path):
         fields = dict(line)
         expected = {key: fields.pop(key) for key in _CHECKS if key in fields}
@@ -65,19 +65,19 @@ def load_gate(path: Path) -> Gate:
         prompt = parse_prompt(
             fields, where=where, name=f"{path.name}:{len(items) + 1}", kind=path.stem
         )
-        items.append(Item(prompt, _CHECKS[kind](value, where)))
+        items.append(CheckedPrompt(prompt, _CHECKS[kind](value, where)))
     if not items:
         raise ConfigError(f"{path} has no prompts")
     return Gate(source=str(path), items=tuple(items))
 
 
-def _exact(value: Any, where: str) -> Check:
+def _exact(value: Any, where: str) -> AnswerCheck:
     if not isinstance(value, str):
         raise ConfigError(f"{where}: exact is {value!r}: expected a text")
     return lambda answer: answer.strip() == value.strip()
 
 
-def _regex(value: Any, where: str) -> Check:
+def _regex(value: Any, where: str) -> AnswerCheck:
     try:
         pattern = re.compile(value)
     except (re.error, TypeError) as exc:
@@ -85,7 +85,7 @@ def _regex(value: Any, where: str) -> Check:
     return lambda answer: pattern.search(answer) is not None
 
 
-def _command(value: Any, where: str) -> Check:
+def _command(value: Any, where: str) -> AnswerCheck:
     words = shlex.split(value) if isinstance(value, str) else value
     if not words or not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
         raise ConfigError(f'{where}: command is {value!r}: expected a list such as ["grep", "4"]')
@@ -104,7 +104,7 @@ def _command(value: Any, where: str) -> Check:
     return is_right
 
 
-_CHECKS: Mapping[str, Callable[[Any, str], Check]] = {
+_CHECKS: Mapping[str, Callable[[Any, str], AnswerCheck]] = {
     "exact": _exact,
     "regex": _regex,
     "command": _command,
@@ -169,7 +169,7 @@ def ask_gate(
     max_tokens: int,
     num_draft_tokens: int | None,
     at_once: int,
-) -> list[Answer]:
+) -> list[TimedAnswer]:
     """Returns the greedy answers to all prompts.
 
     max_tokens is for prompts that do not say themselves.
@@ -189,8 +189,8 @@ def ask_gate(
 def judge_gate(
     gate: Gate,
     *,
-    alone: Sequence[Answer],
-    speculative: Sequence[Answer],
+    alone: Sequence[TimedAnswer],
+    speculative: Sequence[TimedAnswer],
     min_pass_rate: float | None = None,
 ) -> GateResult:
     """Returns which answers are right, those of the target alone and those of the pair."""
@@ -211,5 +211,5 @@ def judge_gate(
     )
 
 
-def _are_right(gate: Gate, answers: Sequence[Answer]) -> list[bool]:
+def _are_right(gate: Gate, answers: Sequence[TimedAnswer]) -> list[bool]:
     return [a.is_complete and i.is_right(a.text) for a, i in zip(answers, gate.items, strict=True)]

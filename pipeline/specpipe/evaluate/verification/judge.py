@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specpipe.evaluate.verification import draft_counts, exact
-from specpipe.evaluate.verification.asking import Asked, Case
+from specpipe.evaluate.verification.asking import Case, SideAnswers
 from specpipe.evaluate.verification.block_shapes import Agreement, measure_block_difference
 from specpipe.evaluate.verification.exact import SideResult
-from specpipe.evaluate.verification.scorer import Scorer, Text
+from specpipe.evaluate.verification.scorer import ScoredText, Scorer
 from specpipe.evaluate.verification.verdict import TieThreshold
 from specpipe.speculative.request import Sampling
 
@@ -30,7 +30,7 @@ class Judge:
 
     scorer: Scorer
     cases: Sequence[Case]
-    asked: Mapping[str, Sequence[Asked]]
+    asked: Mapping[str, Sequence[SideAnswers]]
     samplings: Mapping[str, Sampling]
     lengths: Sequence[int]
     end_token_ids: frozenset[int]
@@ -42,7 +42,7 @@ class Judge:
         if self.is_float32:
             return TieThreshold(dtype="float32", fixed=FLOAT32_MARGIN)
         texts = [
-            Text(case.token_ids, stream.token_ids, case.max_tokens)
+            ScoredText(case.token_ids, stream.token_ids, case.max_tokens)
             for case, stream in zip(self.cases, self.asked["greedy"][0].streams, strict=True)
         ]
         difference = measure_block_difference(
@@ -78,7 +78,7 @@ class Judge:
         return results
 
     def _side(
-        self, check: str, reference: Asked, other: Asked, threshold: TieThreshold
+        self, check: str, reference: SideAnswers, other: SideAnswers, threshold: TieThreshold
     ) -> SideResult:
         seems_wrong = draft_counts.is_often_wrong_about_itself(other)
         return exact.judge(

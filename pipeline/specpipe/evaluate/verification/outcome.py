@@ -14,7 +14,7 @@ from specpipe.evaluate.verification.verdict import TieThreshold, Verdict, worst
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class VerifyOptions:
     """What is verified, and how closely.
 
     prompts           a built-in set's name or a file; the first `limit` of it

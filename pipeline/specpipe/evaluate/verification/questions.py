@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from specpipe.errors import ConfigError
 from specpipe.evaluate.endpoints.base import Endpoint, Question, record
 from specpipe.evaluate.prompts import Prompt, PromptSet
-from specpipe.evaluate.verification.asking import Case, Side
+from specpipe.evaluate.verification.asking import Case, VerifySide
 from specpipe.text.tokenizer import Tokenizer
 
 
@@ -82,11 +82,11 @@ def takes_draft_lengths(endpoint: Endpoint, case: Case) -> bool:
     return error is None or not error.startswith("num_draft_tokens is 0")
 
 
-def sides_of_target_alone(at_once: int) -> list[Side]:
+def sides_of_target_alone(at_once: int) -> list[VerifySide]:
     """Returns the side that all others are compared with, and the same in another shape."""
     return [
-        Side(name="target alone", kind="reference", num_draft_tokens=0, at_once=1),
-        Side(
+        VerifySide(name="target alone", kind="reference", num_draft_tokens=0, at_once=1),
+        VerifySide(
             name=f"target alone, {at_once} at once",
             kind="control",
             num_draft_tokens=0,
@@ -95,10 +95,10 @@ def sides_of_target_alone(at_once: int) -> list[Side]:
     ]
 
 
-def sides_of_speculation(lengths: Sequence[int], at_once: int) -> list[Side]:
+def sides_of_speculation(lengths: Sequence[int], at_once: int) -> list[VerifySide]:
     """Returns one request at a time with the largest K; then every K, many at once."""
     return [
-        Side(
+        VerifySide(
             name=f"K = {length}, {num} at once",
             kind="speculation",
             num_draft_tokens=length,
@@ -108,9 +108,9 @@ def sides_of_speculation(lengths: Sequence[int], at_once: int) -> list[Side]:
     ]
 
 
-def side_as_served(at_once: int) -> Side:
+def side_as_served(at_once: int) -> VerifySide:
     """Returns the pair with K, and the source of draft tokens, as it chooses them step by step."""
-    return Side(
+    return VerifySide(
         name=f"as served, {at_once} at once",
         kind="speculation",
         num_draft_tokens=None,
@@ -118,9 +118,9 @@ def side_as_served(at_once: int) -> Side:
     )
 
 
-def side_of_own_draft(length: int, at_once: int) -> Side:
+def side_of_own_draft(length: int, at_once: int) -> VerifySide:
     """Returns the side on which the target drafts for itself."""
-    return Side(
+    return VerifySide(
         name="the target as its own draft",
         kind="control",
         num_draft_tokens=length,
@@ -129,9 +129,9 @@ def side_of_own_draft(length: int, at_once: int) -> Side:
     )
 
 
-def side_of_wrong_draft(length: int, at_once: int) -> Side:
+def side_of_wrong_draft(length: int, at_once: int) -> VerifySide:
     """Returns the side on which no draft token is the target's."""
-    return Side(
+    return VerifySide(
         name="a draft that is always wrong",
         kind="control",
         num_draft_tokens=length,

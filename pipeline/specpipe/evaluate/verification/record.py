@@ -22,7 +22,7 @@ from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.manifest import FileRecord, Files, compare_files, read_manifest, record_files
 from specpipe.machine.own_json import reason
 
-KIND = "verify"
+VERIFY_KIND = "verify"
 
 _FILES = TypeAdapter(dict[str, FileRecord])
 
@@ -56,7 +56,7 @@ def read(artifacts_dir: Path) -> dict[str, Any] | None:
     path = Artifacts(artifacts_dir).verification
     if not path.exists():
         return None
-    data = read_result(path, KIND)
+    data = read_result(path, VERIFY_KIND)
     try:
         if data["reason"] is None and data["verdict"] not in ("identical", "tie"):
             raise ValueError(f"its verdict is {quoted(data['verdict'])}")
@@ -87,7 +87,7 @@ def changes(artifacts_dir: Path) -> list[str]:
     return [f"{name} {change}" for name, change in compared.differences.items()]
 
 
-def refusal(artifacts_dir: Path) -> str | None:
+def verification_fault(artifacts_dir: Path) -> str | None:
     """Returns why an artifact is not to be served, as a sentence; None where it may be."""
     try:
         data = read(artifacts_dir)

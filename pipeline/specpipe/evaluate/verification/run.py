@@ -24,21 +24,21 @@ from specpipe.build import cache, repositories
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable, ServerError
 from specpipe.evaluate import results
-from specpipe.evaluate.endpoints.base import Answer, Endpoint
+from specpipe.evaluate.endpoints.base import Endpoint, TimedAnswer
 from specpipe.evaluate.prompts import PromptSet, as_messages, load_prompts
 from specpipe.evaluate.verification import distribution, questions, record
-from specpipe.evaluate.verification.asking import Asked, Side, ask_side
+from specpipe.evaluate.verification.asking import SideAnswers, VerifySide, ask_side
 from specpipe.evaluate.verification.gate import Gate, ask_gate, judge_gate, load_gate
 from specpipe.evaluate.verification.judge import Judge
-from specpipe.evaluate.verification.outcome import Findings, Options, Verification
+from specpipe.evaluate.verification.outcome import Findings, Verification, VerifyOptions
 from specpipe.evaluate.verification.scorer import Scorer, work_folder
 from specpipe.evaluate.verification.subject import Subject
+from specpipe.machine.callables import Log
 from specpipe.machine.libraries import with_extras
 from specpipe.machine.manifest import Files, compare_files
 from specpipe.runtimes.engine_fit import installed
 from specpipe.runtimes.runtime import require_library
 from specpipe.speculative.request import GREEDY, Sampling
-from specpipe.triton.server.server import Log
 
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=20_000, is_seeded=True)
 """How seeded requests sample: as chat models are often asked, from any one seed."""
@@ -50,7 +50,7 @@ _IF_INSTALLED = ("tensorrt-rtx-cu13", "tensorrt", "tensorrt_llm")
 
 
 def verify(
-    config: PipelineConfig, options: Options, *, report: Log = lambda line: None
+    config: PipelineConfig, options: VerifyOptions, *, report: Log = lambda line: None
 ) -> Verification:
     """Verifies a built pair and writes the result next to it; `report` gets what is going on."""
     if options.distance is not None and importlib.util.find_spec("scipy") is None:
@@ -113,7 +113,11 @@ def _write(
     libraries = [*_LIBRARIES, *(name for name in _IF_INSTALLED if installed(name) is not None)]
     data = {
         **results.header(
-            record.KIND, pair=config.name, settings=settings, prompts=prompts, libraries=libraries
+            record.VERIFY_KIND,
+            pair=config.name,
+            settings=settings,
+            prompts=prompts,
+            libraries=libraries,
         ),
         **findings.to_json(),
     }
@@ -132,7 +136,7 @@ class _Run:
     def __init__(
         self,
         subject: Subject,
-        options: Options,
+        options: VerifyOptions,
         prompts: PromptSet,
         gate: Gate | None,
         report: Log,
@@ -151,8 +155,8 @@ class _Run:
             max_seq_len=served.max_seq_len,
         )
         self._drafts_always = False
-        self._asked: dict[str, list[Asked]] = {}
-        self._gate_answers: dict[bool, list[Answer]] = {}
+        self._asked: dict[str, list[SideAnswers]] = {}
+        self._gate_answers: dict[bool, list[TimedAnswer]] = {}
         self._notes: list[str] = []
         self._skipped: list[str] = []
         self._samplings = {"greedy": GREEDY}
@@ -253,11 +257,13 @@ class _Run:
         self._ask_more(endpoint, sides)
         self._ask_gate(endpoint, with_draft=True)
 
-    def _ask_more(self, endpoint: Endpoint, sides: Sequence[Side]) -> None:
+    def _ask_more(self, endpoint: Endpoint, sides: Sequence[VerifySide]) -> None:
         for check in self._samplings:
             self._asked.setdefault(check, []).extend(self._ask(endpoint, sides, check))
 
-    def _ask(self, endpoint: Endpoint, sides: Sequence[Side], check: str) -> list[Asked]:
+    def _ask(
+        self, endpoint: Endpoint, sides: Sequence[VerifySide], check: str
+    ) -> list[SideAnswers]:
         asked = []
         for side in sides:
             self._report(f"{check}: {side.name}")
@@ -297,7 +303,7 @@ class _Run:
             questions.side_of_wrong_draft(longest, self._at_once), self._subject.open_wrong_draft()
         )
 
-    def _ask_control(self, side: Side, opening: AbstractContextManager[Endpoint]) -> None:
+    def _ask_control(self, side: VerifySide, opening: AbstractContextManager[Endpoint]) -> None:
         with ExitStack() as stack:
             try:
                 endpoint = stack.enter_context(opening)
@@ -306,7 +312,7 @@ class _Run:
                 return
             self._ask_more(endpoint, [side])
 
-    def _plan_distributions(self) -> list[distribution.Plan]:
+    def _plan_distributions(self) -> list[distribution.PlannedTest]:
         if self._options.distance is None:
             self._skipped.append("unseeded sampling: not asked for")
             return []
@@ -321,11 +327,11 @@ class _Run:
             )
 
     def _test_distributions(
-        self, plans: list[distribution.Plan], endpoint: Endpoint
+        self, plans: list[distribution.PlannedTest], endpoint: Endpoint
     ) -> list[distribution.Finding]:
         if not plans:
             return []
-        objection = distribution.objection(plans[0], endpoint)
+        objection = distribution.skip_reason(plans[0], endpoint)
         if objection is None and self._drafts_always:
             objection = "the tests need other draft lengths than the one that this pair has"
         if objection is not None:

@@ -23,14 +23,15 @@ from specpipe.build.stages.convert import convert
 from specpipe.checkpoints import source
 from specpipe.checkpoints.unified_config import read_unified_config
 from specpipe.checkpoints.unified_sections import Quantization
-from specpipe.evaluate.verification.verdict import Floats
 from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.manifest import compare_files, files_below, read_manifest, relinked
 from specpipe.machine.signals import deferred
 from specpipe.roles import Role
+from specpipe.runtimes.engine_description import ENGINE_CONFIG
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
 from specpipe.runtimes.runtime import require_library
-from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, BuildTorchEngine
+from specpipe.runtimes.torch.build import ENGINE_KIND, BuildTorchEngine
+from specpipe.speculative.noise import Floats
 from specpipe.stage import naming
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _STEPS = {"fp8": "FP8", "fp8_per_token": "FP8", "int8": "INT8", "nvfp4": "FP4"}
 
 
 @dataclass(frozen=True)
-class Text:
+class ScoredText:
     """A prompt and the beginning of its output.
 
     max_tokens  what its request allowed the output; some models' positions depend on it
@@ -68,7 +69,7 @@ class Scorer(Protocol):
     rounding: str | None
     max_batch_size: int
 
-    def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
+    def read(self, texts: Sequence[ScoredText], block_size: int = 1) -> list[Floats]:
         """Returns logits [len(output) + 1, V] of each output token and the next one, for each text.
 
         A prompt is read by itself; then outputs are read together, up to max_batch_size of them, in
@@ -76,7 +77,7 @@ class Scorer(Protocol):
         """
 
 
-def rows_of(scorer: Scorer, text: Text) -> Floats:
+def rows_of(scorer: Scorer, text: ScoredText) -> Floats:
     """Returns the logits [len(output) + 1, V] of a text that is read one token after another."""
     return scorer.read([text])[0]
 
@@ -97,7 +98,7 @@ class TorchScorer:
         self._engine = engine
         self._unused = unused
 
-    def read(self, texts: Sequence[Text], block_size: int = 1) -> list[Floats]:
+    def read(self, texts: Sequence[ScoredText], block_size: int = 1) -> list[Floats]:
         sequences: list[int] = []
         try:
             rows = []
@@ -120,7 +121,7 @@ class TorchScorer:
                 self._engine.free(sequence)
         return [np.concatenate(parts) for parts in rows]
 
-    def _allocate(self, text: Text) -> int:
+    def _allocate(self, text: ScoredText) -> int:
         prompt_length = len(text.prompt)
         max_tokens = min(prompt_length + text.max_tokens, self._engine.max_seq_len)
         return self._engine.allocate(prompt_length=prompt_length, max_tokens=max_tokens)
@@ -236,7 +237,7 @@ def _served(config: PipelineConfig, role: Role) -> Path:
 
 def _engine_config(engine: Path) -> Mapping[str, Any]:
     """Returns the `config.json` of a torch engine; {} for one of another runtime, or none."""
-    config = _read_json(engine / CONFIG_NAME)
+    config = _read_json(engine / ENGINE_CONFIG)
     return config if config.get("runtime") == ENGINE_KIND else {}
 
 
@@ -266,8 +267,8 @@ def _stored_dtype(config: PipelineConfig, checkpoint: Path) -> str:
 def _unified_checkpoint(config: PipelineConfig, role: Role, work: Path) -> Path:
     """The artifact's, else what is served in Hugging Face's layout, converted."""
     checkpoint = config.artifacts.side(role).checkpoint
-    is_unified = "mapping" in _read_json(checkpoint / CONFIG_NAME)
-    if is_unified and "architectures" not in _read_json(_served(config, role) / CONFIG_NAME):
+    is_unified = "mapping" in _read_json(checkpoint / ENGINE_CONFIG)
+    if is_unified and "architectures" not in _read_json(_served(config, role) / ENGINE_CONFIG):
         return checkpoint
     side = config.draft if role == "draft" else config.target
     if side.quantization is not None:

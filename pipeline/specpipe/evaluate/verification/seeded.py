@@ -14,9 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from specpipe.evaluate.verification.scorer import Text
-from specpipe.evaluate.verification.verdict import Floats
-from specpipe.speculative.noise import Purpose, gumbel
+from specpipe.evaluate.verification.scorer import ScoredText
+from specpipe.speculative.noise import Floats, Purpose, gumbel
 from specpipe.speculative.request import Sampling
 from specpipe.speculative.warp import warp
 
@@ -30,7 +29,7 @@ class SeededChoice:
     """The largest of the warped logits [V] plus noise wins."""
 
     raw_logits: Floats
-    text: Text
+    text: ScoredText
     sampling: Sampling
     end_token_ids: frozenset[int] = frozenset()
 

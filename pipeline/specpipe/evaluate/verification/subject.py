@@ -18,11 +18,11 @@ from specpipe.evaluate.serving import served
 from specpipe.evaluate.verification import repositories
 from specpipe.evaluate.verification.controls import Engines
 from specpipe.evaluate.verification.scorer import Scorer, engine_rounding, open_scorer, torch_engine
+from specpipe.machine.callables import Log
 from specpipe.machine.web import fetch
 from specpipe.runtimes.pair.pair import Pair
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.runtime import load_runtime
-from specpipe.triton.server.server import Log
 
 
 class Subject:

@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
+
+from specpipe.speculative.noise import Floats
 
 Verdict = Literal["identical", "tie", "fault"]
-
-Floats = npt.NDArray[np.float64]
 
 _SEVERITY: tuple[Verdict, ...] = ("identical", "tie", "fault")
 
@@ -125,7 +124,7 @@ def unit_in_last_place(dtype: str, magnitude: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence:
+class FirstDifference:
     """The first difference of two streams; an id is None where a stream ends there.
 
     margin   what the worse of both tokens lacks to be the target's choice, as a logit difference;
@@ -158,15 +157,15 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StreamComparison:
     """The verdict over two streams, and what it rests on; reason is a sentence for a fault."""
 
     verdict: Verdict
-    divergence: Divergence | None = None
+    divergence: FirstDifference | None = None
     reason: str | None = None
 
 
-IDENTICAL = Comparison("identical")
+IDENTICAL = StreamComparison("identical")
 
 
 def compare(
@@ -175,7 +174,7 @@ def compare(
     choice_at: Callable[[int], Choice],
     threshold: TieThreshold,
     end_token_ids: Collection[int] = (),
-) -> Comparison:
+) -> StreamComparison:
     """Compares the target's own stream with another one of the same request.
 
     choice_at gives the target's choice at a position, after the tokens that both streams have
@@ -183,18 +182,18 @@ def compare(
     """
     for stream in (expected, other):
         if stream.error is not None:
-            return Comparison("fault", reason=f"a request failed: {stream.error}")
+            return StreamComparison("fault", reason=f"a request failed: {stream.error}")
     position = _first_difference(expected.token_ids, other.token_ids)
     if position is None:
         if expected.finish_reason != other.finish_reason:
             reasons = f"{other.finish_reason} instead of {expected.finish_reason}"
-            return Comparison("fault", reason=f"equal tokens end otherwise: {reasons}")
+            return StreamComparison("fault", reason=f"equal tokens end otherwise: {reasons}")
         return IDENTICAL
     ids = [_id_at(stream, position) for stream in (expected, other)]
-    divergence = Divergence(position=position, expected_id=ids[0], found_id=ids[1])
+    divergence = FirstDifference(position=position, expected_id=ids[0], found_id=ids[1])
     for stream, token_id in zip((expected, other), ids, strict=True):
         if token_id is None and not (stream.finish_reason == "stop" and end_token_ids):
-            return Comparison(
+            return StreamComparison(
                 "fault", divergence, f"a stream just ends at position {position}, without an end id"
             )
     choice = choice_at(position)
@@ -203,14 +202,14 @@ def compare(
 
 
 def _judge(
-    divergence: Divergence, magnitude: float, margin: float, threshold: TieThreshold
-) -> Comparison:
+    divergence: FirstDifference, magnitude: float, margin: float, threshold: TieThreshold
+) -> StreamComparison:
     allowed = threshold.at(magnitude)
     if not math.isfinite(margin):
-        return Comparison(
+        return StreamComparison(
             "fault", divergence, f"{divergence}, a token that the target can never choose"
         )
-    divergence = Divergence(
+    divergence = FirstDifference(
         position=divergence.position,
         expected_id=divergence.expected_id,
         found_id=divergence.found_id,
@@ -219,8 +218,8 @@ def _judge(
         threshold=allowed,
     )
     if margin <= allowed:
-        return Comparison("tie", divergence)
-    return Comparison("fault", divergence, str(divergence))
+        return StreamComparison("tie", divergence)
+    return StreamComparison("fault", divergence, str(divergence))
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

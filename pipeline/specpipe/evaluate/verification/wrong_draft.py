@@ -18,8 +18,6 @@ from specpipe.evaluate.verification.repositories import VOCAB_SIZE
 
 _STRIDE = 7919  # a prime: neighbours get ids that are far apart
 
-Tensors = Mapping[str, npt.NDArray[Any]]
-
 
 class TritonPythonModel:
     """What Triton loads; its answers come whole, as those of the model that it stands for."""
@@ -37,7 +35,7 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(n, a) for n, a in arrays.items()])
 
 
-def answer(tensors: Tensors, vocab_size: int) -> dict[str, npt.NDArray[Any]]:
+def answer(tensors: Mapping[str, npt.NDArray[Any]], vocab_size: int) -> dict[str, npt.NDArray[Any]]:
     """Returns as many tokens as are asked for."""
     num_tokens = int(tensors["request_output_len"].reshape(-1)[0])
     position = int(tensors["input_lengths"].reshape(-1)[0])

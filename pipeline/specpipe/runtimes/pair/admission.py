@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specpipe.errors import RequestError
+from specpipe.machine.callables import Clock
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.speculative.request import Request
 
@@ -50,9 +51,7 @@ class Waiting:
 class WaitingRequests:
     """The queue in front of a pair, by priority and then by arrival."""
 
-    def __init__(
-        self, options: PairOptions, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, options: PairOptions, *, clock: Clock = time.monotonic) -> None:
         self._options, self._clock = options, clock
         self._heap: list[Waiting] = []
         self._arrivals = itertools.count()

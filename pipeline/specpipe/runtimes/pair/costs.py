@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specpipe.roles import Role
 from specpipe.speculative.adaptive import StepCosts
 
 if TYPE_CHECKING:
     from specpipe.runtimes.pair.engine import Engine
-
-Role = Literal["draft", "target"]
 
 _MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 3, 30, 2.0  # of timing at start: guesses
 _CONTEXT = 256  # tokens before those that are timed: attention is a part of the costs

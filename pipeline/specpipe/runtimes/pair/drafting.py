@@ -50,7 +50,7 @@ class Drafting:
         self._engine, self._sampler = engine, sampler
         self._options, self._costs = options, costs
 
-    def length(self, running: RunningSequences) -> int:
+    def num_cached(self, running: RunningSequences) -> int:
         """Returns how many tokens of a request the draft has cached."""
         if running.draft_sequence is None:
             return 0
@@ -81,7 +81,7 @@ class Drafting:
             end = num_target_cached + self._options.max_num_tokens
             # The last token stays for the first draft step, which needs a row to score.
             end = min(end, self._engine.max_seq_len, len(token_ids) - 1)
-            piece = token_ids[self.length(running) : end]
+            piece = token_ids[self.num_cached(running) : end]
             if piece:
                 batch.append((sequence, piece[: self._options.max_num_tokens]))
         if batch:
@@ -91,7 +91,7 @@ class Drafting:
         """Reads all of a text that the draft lacks, but for the last token."""
         assert running.draft_sequence is not None
         token_ids = running.state.token_ids
-        while (start := self.length(running)) < len(token_ids) - 1:
+        while (start := self.num_cached(running)) < len(token_ids) - 1:
             piece = token_ids[start : min(start + self._options.max_num_tokens, len(token_ids) - 1)]
             self._engine.forward([(running.draft_sequence, piece)], [0])
 
@@ -150,7 +150,7 @@ class Drafting:
             if sequence is None:
                 state.skip_draft("no_room")
                 continue
-            unread = state.token_ids[self.length(running) :]
+            unread = state.token_ids[self.num_cached(running) :]
             if len(unread) > self._options.max_num_tokens:
                 state.skip_draft("not_ready")
                 late.append((sequence, unread[: self._options.max_num_tokens]))

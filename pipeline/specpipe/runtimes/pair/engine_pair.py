@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from specpipe.machine.callables import Clock
+from specpipe.roles import Role
 from specpipe.runtimes.pair.admission import Waiting
-from specpipe.runtimes.pair.costs import CostTable, Role, timed
+from specpipe.runtimes.pair.costs import CostTable, timed
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine, SequenceId
 from specpipe.runtimes.pair.pair import DetokenizerFactory, KVUse, Occupancy, PairOptions
 from specpipe.runtimes.pair.queued_pair import QueuedPair
-from specpipe.runtimes.pair.sampler import Drafted, Outcome, Sampler
+from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Sampler
 from specpipe.runtimes.pair.single_stream import Rounds, SingleStream
 from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.decode import UNUSABLE_LOGITS
-from specpipe.speculative.request import Chunk, Limits, Request
+from specpipe.speculative.request import Chunk, Request, RequestLimits
 
 
 class EnginePair(QueuedPair[RunningSequences]):
@@ -41,7 +43,7 @@ class EnginePair(QueuedPair[RunningSequences]):
         *,
         costs: CostTable | None = None,
         rounds: Rounds | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """costs decides the draft length of adaptive requests; None keeps it fixed.
@@ -50,7 +52,7 @@ class EnginePair(QueuedPair[RunningSequences]):
         on_close gives back what the engines hold outside this process's own memory.
         """
         self.costs = costs if options.adaptive else None
-        limits = Limits(
+        limits = RequestLimits(
             max_num_draft_tokens=options.num_draft_tokens,
             max_seq_len=min(options.max_seq_len, target.max_seq_len),
             draft_max_seq_len=draft.max_seq_len,
@@ -94,7 +96,7 @@ class EnginePair(QueuedPair[RunningSequences]):
         """Returns what the pair holds; a sequence keeps all positions of its slot to its end."""
         num_tokens = {
             "target": sum(self._target.length(r.target_sequence) for r in self._running),
-            "draft": sum(self._drafting.length(r) for r in self._running),
+            "draft": sum(self._drafting.num_cached(r) for r in self._running),
         }
         kv_caches = {
             role: KVUse(num_tokens[role], engine.max_batch_size * engine.max_seq_len)
@@ -138,15 +140,15 @@ class EnginePair(QueuedPair[RunningSequences]):
         for running, token_ids in prefill:
             batch.append((running.target_sequence, token_ids))
             num_logits.append(0)
-        num_cached = [self._drafting.length(r) for r in decoding]
+        num_cached = [self._drafting.num_cached(r) for r in decoding]
         num_rows = len(num_logits) * max(num_logits)
         with timed(self.costs, "target", None if prefill else num_rows):
             logits = self._target.forward(batch, num_logits)
-            outcomes = self._sampler.verify(logits, drafted) if decoding else []
-        for running, draft, outcome, cached in zip(
-            decoding, drafted, outcomes, num_cached, strict=True
+            results = self._sampler.verify(logits, drafted) if decoding else []
+        for running, draft, result, cached in zip(
+            decoding, drafted, results, num_cached, strict=True
         ):
-            self._take(running, draft, outcome, cached)
+            self._take(running, draft, result, cached)
 
     def _alone(self) -> RunningSequences | None:
         """Returns the request that runs alone, if the device can run it by itself."""
@@ -178,7 +180,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             may_draft = stream.may_draft(state) and fits_draft
             draft_sequence = self._drafting.sequence(running) if may_draft else None
             # Rounds want all of the text but its last two tokens.
-            num_unread = len(state.token_ids) - self._drafting.length(running)
+            num_unread = len(state.token_ids) - self._drafting.num_cached(running)
             is_behind = draft_sequence is not None and num_unread > 2
             stream.begin(
                 state,
@@ -189,21 +191,22 @@ class EnginePair(QueuedPair[RunningSequences]):
             if is_behind:
                 self._drafting.catch_up(running)
         taken = stream.step()
-        if taken.token_ids is None:
+        result = taken.result
+        if result.token_ids is None:
             stream.end()
-            if taken.drafted:
+            if taken.num_drafted:
                 running.is_draft_suspect = True
             else:
                 self._end(running, "error", UNUSABLE_LOGITS)
             return
-        if taken.drafted and not taken.judged:
+        if taken.num_drafted and not result.num_draft_tokens:
             state.skip_draft("draft_failed")
-        self._target.skip(running.target_sequence, len(taken.token_ids))
+        self._target.skip(running.target_sequence, len(result.token_ids))
         if taken.num_draft_cached is not None and running.draft_sequence is not None:
-            num_new = taken.num_draft_cached - self._drafting.length(running)
+            num_new = taken.num_draft_cached - self._drafting.num_cached(running)
             self._draft.skip(running.draft_sequence, num_new)
         chunk = state.accept(
-            taken.token_ids, num_draft_tokens=taken.judged, is_copied=taken.is_copied
+            result.token_ids, num_draft_tokens=result.num_draft_tokens, is_copied=taken.is_copied
         )
         self._emit(running, chunk)
 
@@ -227,31 +230,35 @@ class EnginePair(QueuedPair[RunningSequences]):
         return decoding, prefill
 
     def _take(
-        self, running: RunningSequences, drafted: Drafted, outcome: Outcome, num_draft_cached: int
+        self,
+        running: RunningSequences,
+        drafted: Drafted,
+        result: RoundResult,
+        num_draft_cached: int,
     ) -> None:
-        """Hands the outcome to the request and cuts both caches back to what it accepted."""
+        """Hands the result to the request and cuts both caches back to what it accepted."""
         state = running.state
         num_before = len(state.token_ids)
-        if outcome.token_ids is None and not drafted.token_ids:
+        if result.token_ids is None and not drafted.token_ids:
             self._end(running, "error", UNUSABLE_LOGITS)
             return
-        if outcome.token_ids is None:
+        if result.token_ids is None:
             # Attention gives later positions the weight 0, but 0 times the NaN of a draft token's
             # values is NaN: only a step without draft tokens shows what the target scores.
             running.is_draft_suspect = True
             self._cut_back(running, num_before - 1, num_draft_cached)
             return
-        if drafted.token_ids and not outcome.num_draft_tokens:
+        if drafted.token_ids and not result.num_draft_tokens:
             state.skip_draft("draft_failed")
         chunk = state.accept(
-            outcome.token_ids,
-            outcome.log_probs,
-            num_draft_tokens=outcome.num_draft_tokens,
+            result.token_ids,
+            result.log_probs,
+            num_draft_tokens=result.num_draft_tokens,
             is_copied=drafted.is_copied,
         )
         self._emit(running, chunk)
         if chunk.finish_reason is None:
-            self._cut_back(running, num_before + len(outcome.token_ids) - 1, num_draft_cached)
+            self._cut_back(running, num_before + len(result.token_ids) - 1, num_draft_cached)
 
     def _cut_back(self, running: RunningSequences, num_valid: int, num_draft_cached: int) -> None:
         """Forgets what both caches hold beyond the first num_valid tokens."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from specpipe.machine.callables import Clock
 from specpipe.runtimes.pair.admission import OVERDUE, Waiting, WaitingRequests
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.speculative.adaptive import DraftLength
-from specpipe.speculative.request import Chunk, FinishReason, Limits, Request
+from specpipe.speculative.request import Chunk, FinishReason, Request, RequestLimits
 from specpipe.speculative.state import RequestState
 
 
@@ -38,12 +38,12 @@ class QueuedPair(ABC, Generic[R]):
     def __init__(
         self,
         options: PairOptions,
-        limits: Limits,
+        limits: RequestLimits,
         detokenizer: DetokenizerFactory,
         *,
         max_batch_size: int,
         has_lookup: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         """max_batch_size is how many requests may run; has_lookup: they may copy draft tokens."""
         self._options, self._limits, self._detokenizer = options, limits, detokenizer
@@ -55,7 +55,7 @@ class QueuedPair(ABC, Generic[R]):
 
     def submit(self, request: Request) -> str:
         self._limits.check(request)
-        self._refuse_unsupported(request)
+        self._check_request(request)
         self._waiting.put(request, num_running=len(self._running))
         return request.request_id
 
@@ -79,7 +79,7 @@ class QueuedPair(ABC, Generic[R]):
     def _start(self, waiting: Waiting) -> None:
         """Adds a request to those that run."""
 
-    def _refuse_unsupported(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         """Raises RequestError for an input that this pair would ignore."""
 
     def _has_room(self, request: Request) -> bool:

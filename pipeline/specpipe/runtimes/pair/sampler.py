@@ -25,7 +25,7 @@ class Drafted:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundResult:
     """What one draft-verify round of a request lets out.
 
     token_ids  accepted draft tokens and the target's own; None where its first row was unusable
@@ -46,5 +46,5 @@ class Sampler(Protocol):
         Returns for each whether it got one: with a NaN it drafts no further in this step.
         """
 
-    def verify(self, logits: Logits, drafted: Sequence[Drafted]) -> list[Outcome]:
+    def verify(self, logits: Logits, drafted: Sequence[Drafted]) -> list[RoundResult]:
         """Runs the accept test of each request on its K + 1 rows of logits [sum(K + 1), V]."""

@@ -14,25 +14,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.speculative.adaptive import StepCosts, most_draft_tokens
 from specpipe.speculative.request import Sampling
 from specpipe.speculative.state import RequestState
 
 MOST_UNDER_WAY = 2
 """Rounds launched and not yet taken: one that runs, and one for when it ends."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What a round let out.
-
-    token_ids         accepted draft tokens and the target's own; None where its first row was
-                      unusable
-    num_draft_tokens  those that were judged
-    """
-
-    token_ids: list[int] | None
-    num_draft_tokens: int
 
 
 class Rounds(Protocol):
@@ -67,7 +55,7 @@ class Rounds(Protocol):
         is_copied      its draft tokens are copied from the text, as PromptLookup does
         """
 
-    def take(self) -> Verified:
+    def take(self) -> RoundResult:
         """Waits for the oldest round under way and returns what it let out."""
 
     def drop(self) -> None:
@@ -75,15 +63,14 @@ class Rounds(Protocol):
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A round of the stream: Verified, and how many tokens each engine has cached after it.
+class StreamRound:
+    """A round of the stream, and how many tokens the draft has cached after it.
 
     num_draft_cached  None: as many as before
     """
 
-    token_ids: list[int] | None
-    drafted: int
-    judged: int
+    result: RoundResult
+    num_drafted: int
     is_copied: bool
     num_draft_cached: int | None
 
@@ -153,7 +140,7 @@ class SingleStream:
         self._under_way.clear()
         self._state = None
 
-    def step(self) -> Taken:
+    def step(self) -> StreamRound:
         """Keeps the device busy, and takes in the oldest round."""
         state = self._state
         assert state is not None
@@ -162,19 +149,13 @@ class SingleStream:
         ):
             self._launch(state, self._next(state))
         launched = self._under_way.popleft()
-        verified = self._rounds.take()
+        result = self._rounds.take()
         num_drafted, num_cached = launched.num_draft_tokens, None
-        if num_drafted and not launched.is_copied and verified.token_ids is not None:
+        if num_drafted and not launched.is_copied and result.token_ids is not None:
             # The draft read all of the text and of its own tokens, but the last of those.
             before = len(state.token_ids)
-            num_cached = min(before - 1 + num_drafted, before - 1 + len(verified.token_ids))
-        return Taken(
-            verified.token_ids,
-            num_drafted,
-            verified.num_draft_tokens,
-            launched.is_copied,
-            num_cached,
-        )
+            num_cached = min(before - 1 + num_drafted, before - 1 + len(result.token_ids))
+        return StreamRound(result, num_drafted, launched.is_copied, num_cached)
 
     def _is_sure_to_end(self, state: RequestState) -> bool:
         """Returns whether the rounds under way, of one token at least, emit all that is wanted."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specpipe.runtimes.pair.sampler import Drafted, Outcome
+from specpipe.runtimes.pair.sampler import Drafted, RoundResult
 from specpipe.speculative import noise
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
 from specpipe.speculative.request import Request, Sampling
@@ -68,20 +68,20 @@ class TorchSampler:
         return choices.is_usable
 
     @torch.inference_mode()
-    def verify(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[Outcome]:
+    def verify(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[RoundResult]:
         rows = [_row(d, d.token_ids[:i]) for d in drafted for i in range(len(d.token_ids) + 1)]
         raw = logits.clone() if any(d.state.request.return_log_probs for d in drafted) else logits
         choices = _Choices(self._usable_columns(logits), rows, Purpose.RECOVERED)
-        outcomes = []
+        results = []
         first = 0
         for draft in drafted:
             end = first + len(draft.token_ids) + 1
-            outcome = _verify(draft, choices, first, end)
-            if draft.state.request.return_log_probs and outcome.token_ids is not None:
-                outcome = _with_log_probs(outcome, raw[first : first + len(outcome.token_ids)])
-            outcomes.append(outcome)
+            result = _verify(draft, choices, first, end)
+            if draft.state.request.return_log_probs and result.token_ids is not None:
+                result = _with_log_probs(result, raw[first : first + len(result.token_ids)])
+            results.append(result)
             first = end
-        return outcomes
+        return results
 
     def _usable_columns(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, V] of ids that all three have; writes into its argument."""
@@ -129,17 +129,17 @@ class _Choices:
         return self._scores[self._place[index]].softmax(dim=-1)
 
 
-def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> Outcome:
+def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> RoundResult:
     """Returns the accept test of one request, on rows first ... end of choices."""
     usable = choices.is_usable[first:end]
     num_rows = usable.index(False) if False in usable else len(usable)
     if num_rows == 0:
-        return Outcome(None)
+        return RoundResult(None)
     # A later row counts only if the draft tokens before it stand, which the next step decides.
     token_ids = drafted.token_ids[: num_rows - 1]
     if _is_matched(drafted.state.request.sampling):
         verified = verify_by_matching(token_ids, choices.token_ids[first : first + num_rows])
-        return Outcome(verified.token_ids, num_draft_tokens=len(token_ids))
+        return RoundResult(verified.token_ids, num_draft_tokens=len(token_ids))
     accepted: list[int] = []
     for index, (token_id, draft_probs) in enumerate(
         zip(token_ids, drafted.probs, strict=False), first
@@ -153,18 +153,18 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> Outcom
         residual = (target_probs - draft_probs).clamp_min(0.0)
         weights = residual if residual.sum() > 0 else target_probs
         accepted += _draw(weights.log()[None], [row], Purpose.RECOVERED)
-        return Outcome(accepted, num_draft_tokens=len(token_ids))
+        return RoundResult(accepted, num_draft_tokens=len(token_ids))
     bonus = choices.token_ids[first + len(accepted)]
-    return Outcome([*accepted, bonus], num_draft_tokens=len(token_ids))
+    return RoundResult([*accepted, bonus], num_draft_tokens=len(token_ids))
 
 
-def _with_log_probs(outcome: Outcome, raw_logits: torch.Tensor) -> Outcome:
-    assert outcome.token_ids is not None
+def _with_log_probs(result: RoundResult, raw_logits: torch.Tensor) -> RoundResult:
+    assert result.token_ids is not None
     log_probs = raw_logits.float().log_softmax(dim=-1)
-    index = torch.tensor(list(outcome.token_ids), device=raw_logits.device)[:, None]
-    return Outcome(
-        outcome.token_ids,
-        outcome.num_draft_tokens,
+    index = torch.tensor(list(result.token_ids), device=raw_logits.device)[:, None]
+    return RoundResult(
+        result.token_ids,
+        result.num_draft_tokens,
         log_probs.gather(1, index)[:, 0].tolist(),
     )
 

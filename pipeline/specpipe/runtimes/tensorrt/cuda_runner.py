@@ -23,8 +23,8 @@ from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import ENGINE_NAME, WEIGHTS_NAME
 from specpipe.runtimes.tensorrt.cuda import Cuda, SharedArrays
-from specpipe.runtimes.tensorrt.engine import Int32s, Rows, step_inputs
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec
+from specpipe.runtimes.tensorrt.engine import Int32s, LogitRows, step_inputs
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec
 from specpipe.runtimes.tensorrt.shapes import Profile
 
 KERNELS_NAME = f".{ENGINE_NAME}.kernels"
@@ -34,7 +34,7 @@ KERNELS_NAME = f".{ENGINE_NAME}.kernels"
 class CudaRunner:
     """The `Runner` of a loaded engine: its KV cache, all it reads and writes, and one stream."""
 
-    def __init__(self, spec: EngineSpec, device: int, *, trt: Any, cuda: Cuda) -> None:
+    def __init__(self, spec: TensorRTEngineSpec, device: int, *, trt: Any, cuda: Cuda) -> None:
         """Loads an engine; that it was built for this GPU and library was checked before."""
         self._spec, self._device, self._trt, self._cuda = spec, device, trt, cuda
         self._logger = libraries.make_logger(trt)
@@ -58,7 +58,7 @@ class CudaRunner:
 
     def run(
         self, first_slot: int, input_ids: Int32s, write_indices: Int32s, logits_indices: Int32s
-    ) -> Rows:
+    ) -> LogitRows:
         self._cuda("cudaSetDevice", self._device)  # each thread has its own
         inputs = step_inputs(input_ids, write_indices, logits_indices)
         batch_size, num_tokens = input_ids.shape
@@ -80,7 +80,7 @@ class CudaRunner:
         self._check(context.execution.execute_async_v3(self._stream), "did not run")
         self._logits.to_host(self._stream, len(logits_indices) * self._spec.vocab_size)
         self._cuda("cudaStreamSynchronize", self._stream)
-        logits: Rows = self._logits.host[shapes.LOGITS].reshape(-1, self._spec.vocab_size)
+        logits: LogitRows = self._logits.host[shapes.LOGITS].reshape(-1, self._spec.vocab_size)
         return logits[: len(logits_indices)]
 
     def clear(self, slot: int, start: int, stop: int) -> None:
@@ -222,7 +222,7 @@ class _Context:
     first_slot: int | None = None
 
 
-def _input_sizes(spec: EngineSpec) -> dict[str, int]:
+def _input_sizes(spec: TensorRTEngineSpec) -> dict[str, int]:
     """Returns the greatest number of elements of each input of a run."""
     sizes: dict[str, int] = {}
     for profile in spec.profiles:

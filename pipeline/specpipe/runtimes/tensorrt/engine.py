@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specpipe.runtimes.pair.engine import SequenceId
 from specpipe.runtimes.tensorrt import shapes
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec
-
-SequenceId = int
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec
 
 Int32s = NDArray[np.int32]
 
-Rows = NDArray[np.float32]
+LogitRows = NDArray[np.float32]
 """Logits [R, V]."""
 
 
@@ -31,7 +30,7 @@ class Runner(Protocol):
 
     def run(
         self, first_slot: int, input_ids: Int32s, write_indices: Int32s, logits_indices: Int32s
-    ) -> Rows:
+    ) -> LogitRows:
         """Runs input_ids [B, N] in B slots from first_slot on; returns float32 logits [R, V].
 
         write_indices [B] are the positions at which the tokens begin, logits_indices [R] the rows
@@ -69,7 +68,7 @@ class _Sequence:
 class TensorRTEngine:
     """The sequences of one engine. One thread uses it at a time."""
 
-    def __init__(self, spec: EngineSpec, runner: Runner) -> None:
+    def __init__(self, spec: TensorRTEngineSpec, runner: Runner) -> None:
         self._spec, self._runner = spec, runner
         self.vocab_size = spec.vocab_size
         self.max_seq_len = spec.max_seq_len
@@ -125,7 +124,7 @@ class TensorRTEngine:
             runs.append(short)
         if len(runs) == 1:
             return torch.from_numpy(self._run(runs[0]))
-        rows: dict[int, Rows] = {}
+        rows: dict[int, LogitRows] = {}
         for run in runs:
             logits, first = self._run(run).copy(), 0
             for piece in run:
@@ -165,7 +164,7 @@ class TensorRTEngine:
                 f"most {most}"
             )
 
-    def _run(self, pieces: Sequence[_Piece]) -> Rows:
+    def _run(self, pieces: Sequence[_Piece]) -> LogitRows:
         """Runs the slots from the first to the last of the pieces as one rectangle.
 
         A slot between them that has no piece is given padding where its next tokens will come. One

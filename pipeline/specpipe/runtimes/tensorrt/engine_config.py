@@ -35,7 +35,7 @@ _OF_A_STEP = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSpec:
+class TensorRTEngineSpec:
     """What an engine folder's `config.json` says.
 
     compute_capabilities  of the GPUs that the engine was built for, as "8.9"
@@ -67,7 +67,7 @@ class EngineSpec:
     memory: MemoryEstimate
 
     @classmethod
-    def read(cls, folder: Path) -> EngineSpec:
+    def read(cls, folder: Path) -> TensorRTEngineSpec:
         """Reads an engine's folder; EngineMismatch where it is none, or one that is not whole."""
         config = _read_config(folder)
         with reading_config(folder):
@@ -124,14 +124,14 @@ class EngineSpec:
         return tuple(name for name in self.inputs if name not in no_weights)
 
 
-def check_files(spec: EngineSpec) -> None:
+def check_files(spec: TensorRTEngineSpec) -> None:
     """Reads the engine; EngineMismatch where it is not the one that config.json describes."""
-    faults = "; ".join(damages(spec))
+    faults = "; ".join(size_faults(spec))
     if faults:
         raise EngineMismatch(f"{spec.folder}: {faults}: build the engine again")
 
 
-def damages(spec: EngineSpec) -> Iterator[str]:
+def size_faults(spec: TensorRTEngineSpec) -> Iterator[str]:
     """Yields how the files of an engine differ from what its config.json says, a sentence each."""
     sizes = {ENGINE_NAME: spec.engine_bytes, WEIGHTS_NAME: spec.weights_bytes}
     for name, built in sizes.items():

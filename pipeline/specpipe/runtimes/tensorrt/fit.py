@@ -9,10 +9,12 @@ from specpipe.config.engine import ComputeCapability
 from specpipe.errors import EngineMismatch
 from specpipe.machine.gpus import Gpu
 from specpipe.runtimes.engine_fit import release
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec
 
 
-def differences(spec: EngineSpec, gpus: Sequence[Gpu], library_version: str | None) -> list[str]:
+def fit_faults(
+    spec: TensorRTEngineSpec, gpus: Sequence[Gpu], library_version: str | None
+) -> list[str]:
     """Returns what keeps an engine from running here, a sentence each; what is unknown is none."""
     diffs = []
     if library_version is not None and release(library_version) != release(spec.library_version):
@@ -35,7 +37,7 @@ def buildable(gpus: Sequence[Gpu]) -> list[str]:
     return [capability for capability in capabilities if capability in get_args(ComputeCapability)]
 
 
-def find_device(specs: Sequence[EngineSpec], gpus: Sequence[Gpu]) -> int:
+def find_device(specs: Sequence[TensorRTEngineSpec], gpus: Sequence[Gpu]) -> int:
     """Returns the first GPU that all engines were built for; EngineMismatch without one."""
     for index, gpu in enumerate(gpus):
         if all(_runs_on(spec, gpu) for spec in specs):
@@ -63,5 +65,5 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _runs_on(spec: EngineSpec, gpu: Gpu) -> bool:
+def _runs_on(spec: TensorRTEngineSpec, gpu: Gpu) -> bool:
     return gpu.compute_capability in spec.compute_capabilities

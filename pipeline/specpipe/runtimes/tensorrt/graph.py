@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from specpipe.errors import EngineBuildError
 
-Tensor = Any
+ITensor = Any
 """An ITensor of the library."""
 
 
-class Weights(Protocol):
+class NetworkWeights(Protocol):
     """The tensors of a checkpoint in the dtype of the engine."""
 
     dtype: str
@@ -41,7 +41,9 @@ class Weights(Protocol):
 class Graph:
     """A network and the library that it belongs to."""
 
-    def __init__(self, trt: Any, network: Any, weights: Weights, *, weights_are_inputs: bool):
+    def __init__(
+        self, trt: Any, network: Any, weights: NetworkWeights, *, weights_are_inputs: bool
+    ):
         self.trt, self.network, self._weights = trt, network, weights
         self._weights_are_inputs = weights_are_inputs
         self._dtypes = {
@@ -60,7 +62,7 @@ class Graph:
         self._scope: list[str] = []
         self._named: Counter[str] = Counter()
         self._alive: list[NDArray[Any]] = []
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, ITensor] = {}
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -71,18 +73,18 @@ class Graph:
         finally:
             self._scope.pop()
 
-    def input(self, name: str, dtype: Any, shape: Sequence[int]) -> Tensor:
+    def input(self, name: str, dtype: Any, shape: Sequence[int]) -> ITensor:
         """Adds an input; the profiles give the range of a size that is -1."""
         return self._checked(self.network.add_input(name, dtype, tuple(shape)), name)
 
-    def output(self, tensor: Tensor, name: str) -> None:
+    def output(self, tensor: ITensor, name: str) -> None:
         tensor.name = name
         self.network.mark_output(tensor)
 
     def has_weight(self, name: str) -> bool:
         return name in self._weights
 
-    def weight(self, name: str, *, rank: int) -> Tensor:
+    def weight(self, name: str, *, rank: int) -> ITensor:
         """Returns a tensor of the checkpoint, with axes of size 1 before its own up to `rank`."""
         if name not in self._tensors:
             shape = self._weights.shape(name)
@@ -95,78 +97,78 @@ class Graph:
         assert len(self._tensors[name].shape) == rank
         return self._tensors[name]
 
-    def constant(self, values: Any, dtype: Any, name: str = "constant") -> Tensor:
+    def constant(self, values: Any, dtype: Any, name: str = "constant") -> ITensor:
         """Returns numbers that are part of the network, float32 or int64 as `dtype` says."""
         kind = {self.float32: np.float32, self.int64: np.int64, self.int32: np.int32}[dtype]
         return self._constant(np.ascontiguousarray(values, kind), dtype, name)
 
-    def scalar(self, value: float, *, rank: int) -> Tensor:
+    def scalar(self, value: float, *, rank: int) -> ITensor:
         """Returns one float32 number as a tensor of `rank` axes."""
         return self.constant(np.full((1,) * rank, value), self.float32, "scalar")
 
     def _constant(
         self, array: NDArray[Any], dtype: Any, name: str, shape: tuple[int, ...] | None = None
-    ) -> Tensor:
+    ) -> ITensor:
         shape = array.shape if shape is None else shape
         self._alive.append(array)
         weights = self.trt.Weights(dtype, array.ctypes.data, math.prod(shape))
         return self._added(self.network.add_constant(shape, weights), name)
 
-    def round_fp8(self, x: Tensor, scale: Tensor) -> Tensor:
+    def round_fp8(self, x: ITensor, scale: ITensor) -> ITensor:
         """Returns x rounded to FP8 at a scale; a product that follows is taken in FP8."""
         layer = self.network.add_quantize(x, scale, self.trt.DataType.FP8)
         return self.dequantize(self._added(layer, "quantize"), scale)
 
-    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
+    def dequantize(self, x: ITensor, scale: ITensor) -> ITensor:
         """Returns x · scale in the dtype of the engine.
 
         Scales of blocks of the last axis have fewer columns than x, which gives the block size.
         """
         return self._added(self.network.add_dequantize(x, scale, self.dtype), "dequantize")
 
-    def cast(self, x: Tensor, dtype: Any) -> Tensor:
+    def cast(self, x: ITensor, dtype: Any) -> ITensor:
         if x.dtype == dtype:
             return x
         return self._added(self.network.add_cast(x, dtype), "cast")
 
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
+    def add(self, a: ITensor, b: ITensor) -> ITensor:
         return self._elementwise(a, b, "SUM", "add")
 
-    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+    def multiply(self, a: ITensor, b: ITensor) -> ITensor:
         return self._elementwise(a, b, "PROD", "multiply")
 
-    def _elementwise(self, a: Tensor, b: Tensor, operation: str, name: str) -> Tensor:
+    def _elementwise(self, a: ITensor, b: ITensor, operation: str, name: str) -> ITensor:
         kind = getattr(self.trt.ElementWiseOperation, operation)
         return self._added(self.network.add_elementwise(a, b, kind), name)
 
-    def mean(self, x: Tensor) -> Tensor:
+    def mean(self, x: ITensor) -> ITensor:
         """Returns the mean over the last axis, which stays with size 1."""
         last = 1 << (len(x.shape) - 1)
         kind = self.trt.ReduceOperation.AVG
         return self._added(self.network.add_reduce(x, kind, last, True), "mean")
 
-    def reciprocal_sqrt(self, x: Tensor) -> Tensor:
+    def reciprocal_sqrt(self, x: ITensor) -> ITensor:
         root = self._added(self.network.add_unary(x, self.trt.UnaryOperation.SQRT), "sqrt")
         return self._added(self.network.add_unary(root, self.trt.UnaryOperation.RECIP), "recip")
 
-    def sigmoid(self, x: Tensor) -> Tensor:
+    def sigmoid(self, x: ITensor) -> ITensor:
         kind = self.trt.ActivationType.SIGMOID
         return self._added(self.network.add_activation(x, kind), "sigmoid")
 
-    def matmul(self, x: Tensor, weight: Tensor) -> Tensor:
+    def matmul(self, x: ITensor, weight: ITensor) -> ITensor:
         """Returns x [..., in] times the transpose of weight [..., out, in]."""
         operation = self.trt.MatrixOperation
         layer = self.network.add_matrix_multiply(x, operation.NONE, weight, operation.TRANSPOSE)
         return self._added(layer, "matmul")
 
-    def gather(self, x: Tensor, indices: Tensor) -> Tensor:
+    def gather(self, x: ITensor, indices: ITensor) -> ITensor:
         """Returns the rows of x that the indices name."""
         return self._added(self.network.add_gather(x, indices, 0), "gather")
 
-    def shape(self, x: Tensor) -> Tensor:
+    def shape(self, x: ITensor) -> ITensor:
         return self._added(self.network.add_shape(x), "shape")
 
-    def slice(self, x: Tensor, start: Sequence[int], size: Tensor) -> Tensor:
+    def slice(self, x: ITensor, start: Sequence[int], size: ITensor) -> ITensor:
         """Returns the part of x from `start` on; `size` is a tensor, one number for each axis."""
         rank = len(x.shape)
         layer = self.network.add_slice(x, tuple(start), (1,) * rank, (1,) * rank)
@@ -175,12 +177,12 @@ class Graph:
 
     def reshape(
         self,
-        x: Tensor,
+        x: ITensor,
         shape: Sequence[int],
         *,
         before: Sequence[int] | None = None,
         after: Sequence[int] | None = None,
-    ) -> Tensor:
+    ) -> ITensor:
         """Permutes axes, reshapes (0: the size is kept, -1: whatever is left), permutes again."""
         layer = self.network.add_shuffle(x)
         if before is not None:
@@ -191,20 +193,20 @@ class Graph:
         return self._added(layer, "reshape")
 
     def rotary_embedding(
-        self, x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, size: int
-    ) -> Tensor:
+        self, x: ITensor, cos: ITensor, sin: ITensor, position_ids: ITensor, size: int
+    ) -> ITensor:
         """Turns channels i and i + size / 2 of x [B, H, N, D] together, as their position says."""
         layer = self.network.add_rotary_embedding(x, cos, sin, False, size)
         layer.set_input(3, position_ids)
         return self._added(layer, "rotary_embedding")
 
-    def update_kv_cache(self, cache: Tensor, update: Tensor, write_indices: Tensor) -> Tensor:
+    def update_kv_cache(self, cache: ITensor, update: ITensor, write_indices: ITensor) -> ITensor:
         """Writes update [B, H_kv, N, D] into the cache, in place."""
         mode = self.trt.KVCacheMode.LINEAR
         layer = self.network.add_kv_cache_update(cache, update, write_indices, mode)
         return self._added(layer, "kv_cache_update")
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    def attention(self, query: ITensor, key: ITensor, value: ITensor, lengths: ITensor) -> ITensor:
         """Returns attention with unscaled scores.
 
         Query n of sequence b sees the first lengths[b] - N + n + 1 keys.
@@ -223,7 +225,7 @@ class Graph:
         layer.name = self._unique_name("attention")
         return layer.get_output(0)
 
-    def _added(self, layer: Any, name: str) -> Tensor:
+    def _added(self, layer: Any, name: str) -> ITensor:
         self._checked(layer, name)
         layer.name = self._unique_name(name)
         return layer.get_output(0)

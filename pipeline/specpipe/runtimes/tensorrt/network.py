@@ -15,9 +15,9 @@ from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import EngineBuildError
 from specpipe.runtimes.tensorrt import shapes
-from specpipe.runtimes.tensorrt.graph import Graph, Tensor
+from specpipe.runtimes.tensorrt.graph import Graph, ITensor
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding", "lm_head"
 
@@ -25,10 +25,10 @@ _EMBEDDING, _HEAD = "transformer.vocab_embedding", "lm_head"
 def check_supported(role: str, config: UnifiedConfig, *, max_seq_len: int) -> None:
     """Raises EngineBuildError for a unified config that this network would compute otherwise."""
     architecture = config.architecture
-    if architecture not in FAMILIES:
+    if architecture not in ARCHITECTURES:
         raise EngineBuildError(
             f"{role}: runtime 'tensorrt' does not build {architecture}; it builds "
-            f"{', '.join(FAMILIES)}; engine.runtime torch runs it"
+            f"{', '.join(ARCHITECTURES)}; engine.runtime torch runs it"
         )
     algorithms = config.quantization
     if config.format is not None and config.format not in TENSORRT_FORMATS:
@@ -68,13 +68,13 @@ class _Step:
                    the shape of the queries [B, H, N, D] and of keys or values, as tensors
     """
 
-    position_ids: Tensor
-    write_indices: Tensor
-    key_value_lengths: Tensor
-    cos: Tensor
-    sin: Tensor
-    query_shape: Tensor
-    key_shape: Tensor
+    position_ids: ITensor
+    write_indices: ITensor
+    key_value_lengths: ITensor
+    cos: ITensor
+    sin: ITensor
+    query_shape: ITensor
+    key_shape: ITensor
 
 
 def build_decoder(graph: Graph, config: UnifiedConfig, *, capacity: int) -> None:
@@ -99,13 +99,13 @@ def _head(config: UnifiedConfig) -> str:
     return _EMBEDDING if shares_embedding(config) else _HEAD
 
 
-def _step(graph: Graph, config: UnifiedConfig, input_ids: Tensor, capacity: int) -> _Step:
+def _step(graph: Graph, config: UnifiedConfig, input_ids: ITensor, capacity: int) -> _Step:
     cos, sin = rotary_tables(config, capacity)
     with graph.scope("step"):
         sizes = graph.gather(graph.shape(input_ids), graph.constant([0, 0, 1, 1], graph.int64))
         variable = graph.multiply(sizes, graph.constant([1, 0, 1, 0], graph.int64))
 
-        def heads(count: int) -> Tensor:
+        def heads(count: int) -> ITensor:
             """Returns the shape [B, count, N, D]."""
             fixed = graph.constant([0, count, 0, config.head_size], graph.int64)
             return graph.add(variable, fixed)
@@ -135,8 +135,8 @@ def rotary_tables(config: UnifiedConfig, capacity: int) -> tuple[Any, Any]:
 
 
 def _layer(
-    graph: Graph, config: UnifiedConfig, hidden: Tensor, n: int, step: _Step, capacity: int
-) -> Tensor:
+    graph: Graph, config: UnifiedConfig, hidden: ITensor, n: int, step: _Step, capacity: int
+) -> ITensor:
     """Returns the hidden states [B, N, C] after one layer."""
     prefix = f"transformer.layers.{n}"
     epsilon = config.norm_epsilon
@@ -150,8 +150,8 @@ def _layer(
 
 
 def _attention(
-    graph: Graph, config: UnifiedConfig, x: Tensor, n: int, step: _Step, capacity: int
-) -> Tensor:
+    graph: Graph, config: UnifiedConfig, x: ITensor, n: int, step: _Step, capacity: int
+) -> ITensor:
     """Returns grouped-query attention [B, N, C] over the KV cache, which it writes first."""
     prefix = f"transformer.layers.{n}.attention"
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -178,13 +178,13 @@ def _attention(
     return _linear(graph, config, joined, f"{prefix}.dense")
 
 
-def _rotate(graph: Graph, x: Tensor, step: _Step, size: int) -> Tensor:
+def _rotate(graph: Graph, x: ITensor, step: _Step, size: int) -> ITensor:
     """Returns x [B, heads, N, D] rotated; in float32, so that far positions keep their angle."""
     x = graph.cast(x, graph.float32)
     return graph.rotary_embedding(x, step.cos, step.sin, step.position_ids, size)
 
 
-def _mlp(graph: Graph, config: UnifiedConfig, x: Tensor, prefix: str) -> Tensor:
+def _mlp(graph: Graph, config: UnifiedConfig, x: ITensor, prefix: str) -> ITensor:
     """Returns silu(x · fc) · (x · gate) · proj; `fc` is TensorRT-LLM's name for gate_proj."""
     activated = graph.cast(_linear(graph, config, x, f"{prefix}.fc"), graph.float32)
     activated = graph.cast(graph.multiply(activated, graph.sigmoid(activated)), graph.dtype)
@@ -192,7 +192,7 @@ def _mlp(graph: Graph, config: UnifiedConfig, x: Tensor, prefix: str) -> Tensor:
     return _linear(graph, config, gated, f"{prefix}.proj")
 
 
-def _linear(graph: Graph, config: UnifiedConfig, x: Tensor, name: str) -> Tensor:
+def _linear(graph: Graph, config: UnifiedConfig, x: ITensor, name: str) -> ITensor:
     """Returns x · Wᵀ + b, with x and W rounded as the format of a quantized linear has it."""
     rank = len(x.shape)
     with graph.scope(name.rpartition(".")[2]):
@@ -205,8 +205,8 @@ def _linear(graph: Graph, config: UnifiedConfig, x: Tensor, name: str) -> Tensor
 
 
 def _quantized(
-    graph: Graph, config: UnifiedConfig, x: Tensor, weight: Tensor, name: str
-) -> tuple[Tensor, Tensor]:
+    graph: Graph, config: UnifiedConfig, x: ITensor, weight: ITensor, name: str
+) -> tuple[ITensor, ITensor]:
     """Returns the factors of a quantized linear, whose making TensorRT fuses with the product."""
     rank = len(x.shape)
     if config.quantization.activations == "fp8":
@@ -217,7 +217,7 @@ def _quantized(
     return x, graph.dequantize(weight, graph.weight(f"{name}.weights_scaling_factor", rank=rank))
 
 
-def _rms_norm(graph: Graph, x: Tensor, name: str, epsilon: float) -> Tensor:
+def _rms_norm(graph: Graph, x: ITensor, name: str, epsilon: float) -> ITensor:
     """Returns x / sqrt(mean(x²) + ε) · w, rounded as in transformers, where w comes last."""
     rank = len(x.shape)
     with graph.scope(name.rpartition(".")[2]):

@@ -17,8 +17,8 @@ from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt.cuda import Cuda
 from specpipe.runtimes.tensorrt.cuda_runner import CudaRunner
 from specpipe.runtimes.tensorrt.engine import TensorRTEngine
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec, check_files
-from specpipe.runtimes.tensorrt.fit import differences, find_device
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec, check_files
+from specpipe.runtimes.tensorrt.fit import find_device, fit_faults
 from specpipe.runtimes.torch.pair import pair_of
 
 
@@ -29,7 +29,7 @@ def load_pair(
 
     Whatever can be known not to run is refused before anything is loaded.
     """
-    specs = [EngineSpec.read(folder) for folder in (draft, target)]
+    specs = [TensorRTEngineSpec.read(folder) for folder in (draft, target)]
     for spec in specs:
         check_limits(spec.folder, spec, options)
     modules = {spec.library: libraries.load(spec.library) for spec in specs}
@@ -53,13 +53,13 @@ def load_pair(
         raise
 
 
-def _device(specs: Sequence[EngineSpec], modules: dict[str, Any], cuda: Cuda) -> int:
+def _device(specs: Sequence[TensorRTEngineSpec], modules: dict[str, Any], cuda: Cuda) -> int:
     """Returns the GPU that can run all engines, and has room for them."""
     gpus = cuda.gpus()
     faults = [
         f"{spec.folder}: {fault}"
         for spec in specs
-        for fault in differences(spec, gpus, modules[spec.library].__version__)
+        for fault in fit_faults(spec, gpus, modules[spec.library].__version__)
     ]
     if faults:
         raise EngineMismatch("\n".join([*faults, "build them again"]))
@@ -70,7 +70,7 @@ def _device(specs: Sequence[EngineSpec], modules: dict[str, Any], cuda: Cuda) ->
     return device
 
 
-def _needs(spec: EngineSpec) -> MemoryEstimate:
+def _needs(spec: TensorRTEngineSpec) -> MemoryEstimate:
     """Returns what must be on the GPU; weights that are streamed need not be."""
     if spec.weight_streaming and spec.weights_bytes is None:
         return replace(spec.memory, weights_bytes=0)

@@ -11,16 +11,14 @@ from pathlib import Path
 
 from specpipe.errors import ConfigError, EngineMismatch
 from specpipe.machine.gpus import Gpu, gpus_here
-from specpipe.roles import Role
-from specpipe.runtimes.engine_fit import installed, limits, refusal
+from specpipe.roles import ROLES
+from specpipe.runtimes.engine_fit import installed, limits, mismatch
 from specpipe.runtimes.launch import Launch, LaunchMode
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
 from specpipe.runtimes.tensorrt import library as libraries
-from specpipe.runtimes.tensorrt.engine_config import EngineSpec, damages
-from specpipe.runtimes.tensorrt.fit import buildable, differences
-
-ROLES: tuple[Role, ...] = ("draft", "target")
+from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec, size_faults
+from specpipe.runtimes.tensorrt.fit import buildable, fit_faults
 
 
 def launch(
@@ -41,14 +39,14 @@ def launch(
     library = None
     for role in ROLES:
         try:
-            spec = EngineSpec.read(version / role)
+            spec = TensorRTEngineSpec.read(version / role)
         except EngineMismatch as exc:
             faults.append(f"{role}: {exc}")
             continue
         library = spec.library
         libraries.require(library)
         version_here = installed(libraries.DISTRIBUTIONS[library])
-        differing = [*differences(spec, gpus, version_here), *damages(spec)]
+        differing = [*fit_faults(spec, gpus, version_here), *size_faults(spec)]
         for name, built, served in limits(spec, options):
             if built < served:
                 differing.append(f"built for {name} {built}, to be served with {served}")
@@ -58,7 +56,7 @@ def launch(
     if not gpus:
         unknown["the GPU here is unknown: NVIDIA's driver shows none"] = None
     if faults or (unknown and not allow_unknown_facts):
-        raise refusal(repository, faults, list(unknown), _rebuild(build_command, library, gpus))
+        raise mismatch(repository, faults, list(unknown), _rebuild(build_command, library, gpus))
     return Launch(
         notes=tuple(f"{sentence}; allowed by --allow-unknown-engine-facts" for sentence in unknown)
     )

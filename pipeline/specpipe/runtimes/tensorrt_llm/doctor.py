@@ -28,7 +28,7 @@ LAUNCH_SCRIPT = "scripts/launch_triton_server.py"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TableComparison:
     """One table against its original; no differences: they agree.
 
     subject   what was compared
@@ -40,7 +40,7 @@ class Comparison:
     differences: tuple[str, ...]
 
 
-def compare_image(app_dir: Path) -> tuple[Release, tuple[Comparison, ...]]:
+def compare_image(app_dir: Path) -> tuple[Release, tuple[TableComparison, ...]]:
     """Compares everything with the installed release, or the default one where none is.
 
     Raises RuntimeUnavailable where there is nothing to compare with.
@@ -78,7 +78,7 @@ def compare_image(app_dir: Path) -> tuple[Release, tuple[Comparison, ...]]:
         ),
     )
     return release, tuple(
-        Comparison(subject, examined, tuple(_caught(differences)))
+        TableComparison(subject, examined, tuple(_caught(differences)))
         for subject, examined, differences in compared
     )
 

@@ -17,6 +17,7 @@ from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import CheckpointError, EngineBuildError
 from specpipe.machine.own_json import write_object
 from specpipe.roles import Role
+from specpipe.runtimes.engine_description import ENGINE_CONFIG
 from specpipe.runtimes.plan import check_context
 from specpipe.stage import StageInputs
 from specpipe.version import __version__
@@ -24,7 +25,6 @@ from specpipe.version import __version__
 ENGINE_KIND = {"name": "torch", "format": 1}
 """Stands in an engine's config.json as `runtime`; the format numbers the layout of its weights."""
 
-CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 
 
@@ -85,7 +85,7 @@ class BuildTorchEngine:
             "pretrained_config": checkpoint.config.plain(),
             "build_config": build_config,
         }
-        write_object(out / CONFIG_NAME, config)
+        write_object(out / ENGINE_CONFIG, config)
 
     def _check(self, config: UnifiedConfig) -> None:
         """Refuses what the engine would compute otherwise than the checkpoint means it."""

@@ -15,19 +15,18 @@ from torch import Tensor
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
 from specpipe.machine.memory import MemoryEstimate, available_bytes, check_room
-from specpipe.runtimes.engine_description import reading_config
-from specpipe.runtimes.torch.build import CONFIG_NAME, ENGINE_KIND, WEIGHTS_NAME
+from specpipe.runtimes.engine_description import ENGINE_CONFIG, reading_config
+from specpipe.runtimes.pair.engine import SequenceId
+from specpipe.runtimes.torch.build import ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.kernels import usable_kernel
 from specpipe.runtimes.torch.kv_cache import KVCache, Span
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model import Model, ModelConfig
 from specpipe.version import __version__
 
-SequenceId = int
-
 
 @dataclass(frozen=True)
-class EngineSpec:
+class TorchEngineSpec:
     """What an engine folder's `config.json` says."""
 
     model: ModelConfig
@@ -40,8 +39,8 @@ class EngineSpec:
     has_fp8_kv_cache: bool = False
 
     @classmethod
-    def read(cls, folder: Path) -> EngineSpec:
-        path = folder / CONFIG_NAME
+    def read(cls, folder: Path) -> TorchEngineSpec:
+        path = folder / ENGINE_CONFIG
         try:
             config = json.loads(path.read_bytes())
             runtime = config["runtime"]
@@ -99,7 +98,7 @@ class _Sequence:
 class TorchEngine:
     """A decoder and the KV cache of the sequences that run on it. One thread uses it at a time."""
 
-    def __init__(self, spec: EngineSpec, model: Model) -> None:
+    def __init__(self, spec: TorchEngineSpec, model: Model) -> None:
         self._spec = spec
         self._model = model
         self.vocab_size = spec.model.vocab_size
@@ -126,7 +125,7 @@ class TorchEngine:
     @classmethod
     def load(cls, folder: Path, *, num_threads: int | None = None) -> TorchEngine:
         """Loads a built engine; `num_threads` sets torch's threads for the whole process."""
-        spec = EngineSpec.read(folder)
+        spec = TorchEngineSpec.read(folder)
         check_memory([folder])
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -249,7 +248,7 @@ def avoid_cudnn_attention(device: torch.device) -> None:
 
 def check_memory(folders: Sequence[Path]) -> None:
     """Refuses engines that together do not fit into what memory is left."""
-    specs = [EngineSpec.read(folder) for folder in folders]
+    specs = [TorchEngineSpec.read(folder) for folder in folders]
     on_gpu = specs[0].device.type == "cuda"
     available = torch.cuda.mem_get_info()[0] if on_gpu else available_bytes()
     needs = [(folder, spec.memory) for folder, spec in zip(folders, specs, strict=True)]

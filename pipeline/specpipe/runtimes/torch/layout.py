@@ -50,7 +50,7 @@ _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Rule:
+class LayoutRule:
     """One tensor of the engine.
 
     sources       the unified tensors that it is joined from, along their output channels
@@ -108,7 +108,7 @@ def _entries(checkpoint: UnifiedCheckpoint, dtype: str, kernel: Kernel | None) -
         )
 
 
-def engine_rules(config: ModelConfig, source: QuantizedSource) -> Iterator[Rule]:
+def engine_rules(config: ModelConfig, source: QuantizedSource) -> Iterator[LayoutRule]:
     """Yields every tensor that an engine can have, in the order of the forward pass."""
     num_kv_heads, group_size, head_size = config.num_kv_heads, config.group_size, config.head_size
     rotary_size = config.rotary.size
@@ -139,18 +139,18 @@ def engine_rules(config: ModelConfig, source: QuantizedSource) -> Iterator[Rule]
     def swap_halves(x: Tensor) -> Tensor:
         return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
 
-    yield Rule("embedding.weight", (_EMBEDDING,), as_is)
+    yield LayoutRule("embedding.weight", (_EMBEDDING,), as_is)
     for n in range(config.num_layers):
         of, to = f"transformer.layers.{n}", f"layers.{n}"
-        yield Rule(f"{to}.attention_norm.weight", (f"{of}.input_layernorm.weight",), as_is)
-        yield Rule(f"{to}.qkv.weight", (f"{of}.attention.qkv.weight",), qkv)
-        yield Rule(f"{to}.qkv.bias", (f"{of}.attention.qkv.bias",), qkv)
-        yield Rule(f"{to}.q_norm.weight", (f"{of}.attention.q_layernorm.weight",), pair)
-        yield Rule(f"{to}.k_norm.weight", (f"{of}.attention.k_layernorm.weight",), pair)
+        yield LayoutRule(f"{to}.attention_norm.weight", (f"{of}.input_layernorm.weight",), as_is)
+        yield LayoutRule(f"{to}.qkv.weight", (f"{of}.attention.qkv.weight",), qkv)
+        yield LayoutRule(f"{to}.qkv.bias", (f"{of}.attention.qkv.bias",), qkv)
+        yield LayoutRule(f"{to}.q_norm.weight", (f"{of}.attention.q_layernorm.weight",), pair)
+        yield LayoutRule(f"{to}.k_norm.weight", (f"{of}.attention.k_layernorm.weight",), pair)
         kv_cache_scale = f"{of}.attention.kv_cache_scaling_factor"
-        yield Rule(f"{to}.kv_cache.scale", (kv_cache_scale,), as_is)
-        yield Rule(f"{to}.dense.weight", (f"{of}.attention.dense.weight",), dense, True)
-        yield Rule(f"{to}.dense.bias", (f"{of}.attention.dense.bias",), as_is)
+        yield LayoutRule(f"{to}.kv_cache.scale", (kv_cache_scale,), as_is)
+        yield LayoutRule(f"{to}.dense.weight", (f"{of}.attention.dense.weight",), dense, True)
+        yield LayoutRule(f"{to}.dense.bias", (f"{of}.attention.dense.bias",), as_is)
         if config.has_branch_norms:
             norms = {
                 "dense_norm": "post_layernorm",
@@ -160,32 +160,32 @@ def engine_rules(config: ModelConfig, source: QuantizedSource) -> Iterator[Rule]
         else:
             norms = {"mlp_norm": "post_layernorm"}
         for name, norm in norms.items():
-            yield Rule(f"{to}.{name}.weight", (f"{of}.{norm}.weight",), as_is)
+            yield LayoutRule(f"{to}.{name}.weight", (f"{of}.{norm}.weight",), as_is)
         for kind in ("weight", "bias"):
             fc, gate = f"{of}.mlp.fc.{kind}", f"{of}.mlp.gate.{kind}"
             if config.activation == "swiglu":  # fc has both halves, the activated one last
-                yield Rule(f"{to}.mlp_in.{kind}", (fc,), swap_halves)
+                yield LayoutRule(f"{to}.mlp_in.{kind}", (fc,), swap_halves)
             elif source.are_alike(f"{of}.mlp.fc", f"{of}.mlp.gate"):
-                yield Rule(f"{to}.mlp_in.{kind}", (fc, gate), as_is)
+                yield LayoutRule(f"{to}.mlp_in.{kind}", (fc, gate), as_is)
             else:
-                yield Rule(f"{to}.mlp_fc.{kind}", (fc,), as_is)
-                yield Rule(f"{to}.mlp_gate.{kind}", (gate,), as_is)
-            yield Rule(f"{to}.mlp_out.{kind}", (f"{of}.mlp.proj.{kind}",), as_is)
-    yield Rule("norm.weight", ("transformer.ln_f.weight",), as_is)
-    yield Rule("head.weight", (_HEAD,), as_is)
+                yield LayoutRule(f"{to}.mlp_fc.{kind}", (fc,), as_is)
+                yield LayoutRule(f"{to}.mlp_gate.{kind}", (gate,), as_is)
+            yield LayoutRule(f"{to}.mlp_out.{kind}", (f"{of}.mlp.proj.{kind}",), as_is)
+    yield LayoutRule("norm.weight", ("transformer.ln_f.weight",), as_is)
+    yield LayoutRule("head.weight", (_HEAD,), as_is)
 
 
-def _is_transposed(rule: Rule, shape: tuple[int, ...]) -> bool:
+def _is_transposed(rule: LayoutRule, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and rule.sources != (_EMBEDDING,)  # rows of the embedding are looked up
 
 
-def _shape(checkpoint: UnifiedCheckpoint, rule: Rule) -> tuple[int, ...]:
+def _shape(checkpoint: UnifiedCheckpoint, rule: LayoutRule) -> tuple[int, ...]:
     shapes = [checkpoint.shape(source) for source in rule.sources]
     joined = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     return joined[::-1] if _is_transposed(rule, joined) else joined
 
 
-def arranged(source: QuantizedSource, rule: Rule) -> Tensor:
+def arranged(source: QuantizedSource, rule: LayoutRule) -> Tensor:
     """Reads a tensor of the engine: a view of what was read, where nothing is to be moved."""
     tensors = [source.read(name) for name in rule.sources]
     joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]

@@ -9,7 +9,7 @@ from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
 from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
 from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.checkpoints.unified_layout import tensor_rules, whole_shape
-from specpipe.checkpoints.unified_sections import PLAIN
+from specpipe.checkpoints.unified_sections import UNQUANTIZED
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.torch.fused_sizes import (
     LONGEST_RECORDED,
@@ -70,7 +70,7 @@ def estimate_memory(
 
 
 def _weight_bytes(config: UnifiedConfig, dtype: str, kernel: Kernel | None) -> Iterator[int]:
-    for rule, layer in tensor_rules(config.quantized(PLAIN)):
+    for rule, layer in tensor_rules(config.quantized(UNQUANTIZED)):
         module, _, kind = rule.name.format(n=layer).rpartition(".")
         shape = whole_shape(config, rule)
         if kind == "weight" and is_quantized(config, module):

@@ -21,7 +21,7 @@ from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.runtimes.pair.single_stream import Rounds
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
-from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine, check_memory
+from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec, check_memory
 
 Kernels = Literal["auto", "fused", "plain"]
 
@@ -62,7 +62,7 @@ def unfused(folders: Sequence[Path], kernels: Kernels) -> str | None:
 
 
 def _unfused(folder: Path) -> str | None:
-    spec = EngineSpec.read(folder)
+    spec = TorchEngineSpec.read(folder)
     if spec.device.type != "cuda":
         return f"{folder} was built for a CPU"
     if importlib.util.find_spec("triton") is None:

@@ -23,7 +23,7 @@ from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
 
 _ROWS = 1024  # that are dequantized at a time; an even number, as two of int4 share their bytes
 
-Tensors = Mapping[Content, Tensor]
+TensorsByContent = Mapping[Content, Tensor]
 """Rows of a linear's weight, under "quantized" (also one still plain), and their scales."""
 
 
@@ -155,7 +155,7 @@ class QuantizedSource:
         return (kernel, *scales)
 
     def _by_rows(
-        self, module: str, make: Callable[[Tensors], Tensor], dtype: torch.dtype
+        self, module: str, make: Callable[[TensorsByContent], Tensor], dtype: torch.dtype
     ) -> Tensor:
         """Returns what `make` gives for the rows of a linear, block by block, as `dtype`."""
         weight = self.read(f"{module}.weight")
@@ -167,7 +167,7 @@ class QuantizedSource:
             made[start : start + len(rows)] = rows
         return made
 
-    def _blocks(self, module: str, weight: Tensor) -> Iterator[tuple[int, Tensors]]:
+    def _blocks(self, module: str, weight: Tensor) -> Iterator[tuple[int, TensorsByContent]]:
         packed = 2 if self._made.packs == "out" else 1
         scales = {
             scale.content: self.read(f"{module}.{scale.content}") for scale in self._made.scales
@@ -192,18 +192,18 @@ class QuantizedSource:
     def _built_scales(self, weight: Tensor) -> Tensor:
         return numbers.row_scales(weight, 2.0 ** (self._made.bits - 1)).to(weight.dtype)
 
-    def _dequantized(self, tensors: Tensors) -> Tensor:
+    def _dequantized(self, tensors: TensorsByContent) -> Tensor:
         assert self.config.format is not None
         return numbers.dequantize(self.config.format, tensors)
 
-    def _fp8_bits(self, tensors: Tensors) -> Tensor:
+    def _fp8_bits(self, tensors: TensorsByContent) -> Tensor:
         weight = tensors["quantized"]
         if self._made.weights == "int4":
             values = numbers.dequantize_int4(weight, tensors["weights_scaling_factor"])
             weight = numbers.quantize_fp8(values, tensors["weights_scaling_factor_2"])
         return weight.view(torch.uint8)
 
-    def _integers(self, tensors: Tensors) -> Tensor:
+    def _integers(self, tensors: TensorsByContent) -> Tensor:
         weight = tensors["quantized"]
         if self._made.is_stored:
             return numbers.unpack_rows(weight)

@@ -17,7 +17,7 @@ from specpipe.errors import CheckpointError
 
 _ORIGINAL = "original_max_position_embeddings"
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Rotary:
     scaling: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in ROPE_TYPES:
             raise CheckpointError(
-                f"rope type '{self.kind}' is not supported; supported: {', '.join(KINDS)}"
+                f"rope type '{self.kind}' is not supported; supported: {', '.join(ROPE_TYPES)}"
             )
 
     @property

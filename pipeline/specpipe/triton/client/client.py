@@ -162,7 +162,7 @@ class Client:
 
 
 def _inputs(prompt: str | None, settings: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
-    serving.refuse_unknown(settings)
+    serving.check_known(settings)
     inputs = {name: value for name, value in settings.items() if value is not None}
     if prompt is not None:
         inputs["text_input"] = prompt

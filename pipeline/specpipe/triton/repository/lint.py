@@ -25,7 +25,7 @@ from specpipe.errors import RepositoryError, to_sentence
 from specpipe.machine.own_json import reason
 from specpipe.runtimes.config_pbtxt import parameter, read_config
 from specpipe.runtimes.pair_file import PairFile
-from specpipe.runtimes.repository_rule import Repository, Rule, ServedPair
+from specpipe.runtimes.repository_rule import LintRule, Repository, ServedPair
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.triton import serving
 from specpipe.triton.model_config import (
@@ -72,7 +72,7 @@ def lint(folder: Path) -> list[str]:
     return faults + [fault for rule in RULES for fault in _apply(rule, repository)]
 
 
-def _apply(rule: Rule, repository: Repository) -> Iterator[str]:
+def _apply(rule: LintRule, repository: Repository) -> Iterator[str]:
     """What a rule finds; also where a file of the repository has not the form that it takes."""
     try:
         yield from rule(repository)
@@ -300,7 +300,7 @@ def _pairs(repository: Repository) -> Iterator[str]:
         yield from load_runtime(pair.runtime).lint(repository, served)
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[LintRule, ...] = (
     _files,
     _steps,
     _tensors,

@@ -10,9 +10,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from specpipe.machine.callables import Clock
 from specpipe.machine.prometheus import parse_samples, total
 from specpipe.runtimes.pair.admission import is_for_load
 from specpipe.runtimes.repository_layout import POSTPROCESSING, PREPROCESSING, SPECULATIVE
@@ -43,8 +44,6 @@ _FLOW: Mapping[str, tuple[str | None, str]] = {
     POSTPROCESSING: (metrics.RESPONSES, _POSTPROCESSED),
 }
 """By model: the count of what it is fed, and of what it has finished."""
-
-Clock = Callable[[], float]
 
 
 class Probed(Protocol):
@@ -80,7 +79,7 @@ class NeededProcesses:
         self._names = {process.pid: processes.model_name(process) for process in self._needed}
         self._was_stopped: set[int] = set()
 
-    def trouble(self) -> str | None:
+    def fault(self) -> str | None:
         """Returns what befell one of the processes; None while all are well.
 
         Stopped counts the second time in a row: a debugger stops a process for moments.
@@ -117,7 +116,7 @@ def _with_children(pids: set[int], session: Iterable[processes.Process]) -> set[
     return pids | {process.pid for process in session if process.parent in pids}
 
 
-class Progress:
+class ModelProgress:
     """Since when which model has work, and finished none.
 
     Work comes to preprocessing with each probe, and to each later model from the one before it.
@@ -195,7 +194,7 @@ class Health:
     def __init__(self, server: Probed, clock: Clock = time.monotonic) -> None:
         self._server, self._clock = server, clock
         self._processes = server.needed_processes()
-        self._progress = Progress(clock)
+        self._progress = ModelProgress(clock)
         self._results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._next_probe_s = clock() + server.options.probe_interval_s
         self._probing_since: float | None = None
@@ -204,7 +203,7 @@ class Health:
 
     def look(self) -> str | None:
         """Returns why the server has to be replaced; None while it serves. Waits for nothing."""
-        if (reason := self._processes.trouble()) is not None:
+        if (reason := self._processes.fault()) is not None:
             return reason
         if self._probing_since is not None:
             try:

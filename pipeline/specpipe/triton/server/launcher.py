@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from specpipe.errors import ServerError, SpecpipeError
+from specpipe.machine.callables import Log
 from specpipe.runtimes.launch import LaunchMode
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.runtime import load_runtime
@@ -23,18 +24,16 @@ from specpipe.triton.server import known_holes
 from specpipe.triton.server.health import LOOK_INTERVAL_S, Health
 from specpipe.triton.server.installation import find_tritonserver
 from specpipe.triton.server.options import ServeOptions
-from specpipe.triton.server.server import Log, Server, running
+from specpipe.triton.server.server import Server, running
 
-__all__ = ["Report", "ServeOptions", "Server", "running", "serve"]
-
-Report = Callable[[str], None]
+__all__ = ["ServeOptions", "Server", "running", "serve"]
 
 
 def serve(
     repository: Path,
     options: ServeOptions,
     *,
-    report: Report,
+    report: Log,
     mpi_mode: LaunchMode = "auto",
     allow_unknown_engine_facts: bool = False,
     build_command: str = "specpipe build",
@@ -82,7 +81,7 @@ def serve(
         raise KeyboardInterrupt
 
 
-def _supervise(server: Server, health: Health, signals: _Signals, report: Report) -> None:
+def _supervise(server: Server, health: Health, signals: _Signals, report: Log) -> None:
     """Watches until a signal comes; restarts, at once, or after pauses that grow while it fails."""
     while not signals.wait(min(LOOK_INTERVAL_S, server.options.probe_interval_s)):
         reason = health.look()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from specpipe.errors import ServerError, SpecpipeError
+from specpipe.machine.callables import Log
 from specpipe.machine.prometheus import parse_samples, total
 from specpipe.machine.signals import deferred
 from specpipe.machine.web import fetch, parse_url
@@ -42,8 +43,6 @@ from specpipe.triton.server.installation import TritonBinary, find_tritonserver
 from specpipe.triton.server.options import ServeOptions
 from specpipe.triton.server.start_failure import StartWatch
 from specpipe.triton.server.workspace import Workspace
-
-Log = Callable[[str], None]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PROBE_PROMPT = "Hello"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+from specpipe.machine.callables import Clock
 from specpipe.triton.server import processes
 from specpipe.triton.server.log_lines import WITHOUT_GPU
 
@@ -37,7 +38,7 @@ class StartWatch:
         leader: int,
         *,
         uses_mpi: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`leader` is tritonserver, or the mpirun that started it; it leads their session."""
         self._leader, self._uses_mpi, self._clock = leader, uses_mpi, clock

@@ -21,9 +21,9 @@ from specpipe.triton.serving.answers import (
 )
 from specpipe.triton.serving.requests import (
     Generation,
+    check_known,
     input_tensor,
     parse_request,
-    refuse_unknown,
 )
 from specpipe.triton.serving.tensors import (
     CANCEL,
@@ -72,6 +72,6 @@ __all__ = [
     "parse_statistics",
     "read_cancel",
     "read_chunk",
-    "refuse_unknown",
+    "check_known",
     "write_cancel",
 ]

@@ -10,10 +10,10 @@ from specpipe.config.limits import ServedLimits
 from specpipe.errors import RequestError
 
 if TYPE_CHECKING:
-    from specpipe.triton.serving.tensors import Tensor
+    from specpipe.triton.serving.tensors import TensorSpec
 
 
-def check_sizes(tensor: Tensor, array: np.ndarray[Any, Any], limits: ServedLimits) -> None:
+def check_sizes(tensor: TensorSpec, array: np.ndarray[Any, Any], limits: ServedLimits) -> None:
     """Raises RequestError, with both numbers, for too many values or too many bytes of them.
 
     An input of many values is a list of words.

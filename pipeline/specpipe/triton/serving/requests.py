@@ -45,7 +45,7 @@ _STAND_IN = (0,)
 """Stands for the prompt in the JSON, since the prompt travels as a tensor of its own."""
 
 
-class Encoder(Protocol):
+class RequestTokenizer(Protocol):
     """What preprocessing needs of a tokenizer; `specpipe.text.tokenizer.Tokenizer` has it."""
 
     @property
@@ -126,13 +126,13 @@ def _first_fault(error: ValidationError | UnicodeDecodeError) -> str:
 
 def input_tensor(name: str) -> Input:
     """Returns an input of the ensemble by name."""
-    refuse_unknown((name,))
+    check_known((name,))
     return INPUTS_BY_NAME[name]
 
 
 def parse_request(
     tensors: Tensors,
-    tokenizer: Encoder,
+    tokenizer: RequestTokenizer,
     *,
     limits: ServedLimits,
     parameters: str = "",
@@ -145,7 +145,7 @@ def parse_request(
     Greedy unless temperature > 0, top_k > 1, 0 < top_p < 1 or min_p > 0 is given; temperature is
     then 1 unless given. A top_k or top_p of 0 is unset, as NVIDIA's clients send it.
     """
-    _refuse_parameters(parameters, limits)
+    _check_parameters(parameters, limits)
     inputs: dict[str, list[Any]] = {}
     for name, array in tensors.items():
         tensor = INPUTS_BY_NAME[name]
@@ -184,7 +184,7 @@ def parse_request(
     return Generation(request=request, stream=scalar("stream", False))
 
 
-def refuse_unknown(names: Iterable[str]) -> None:
+def check_known(names: Iterable[str]) -> None:
     """Raises RequestError for a name that is no input of the ensemble; it names the nearest one."""
     for name in names:
         if name not in INPUTS_BY_NAME:
@@ -195,7 +195,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
             raise RequestError(f"unknown request parameter '{show(name)}': {advice}")
 
 
-def _refuse_parameters(text: str, limits: ServedLimits) -> None:
+def _check_parameters(text: str, limits: ServedLimits) -> None:
     """Refuses request parameters: as such Triton delivers a mistyped key of HTTP `generate`.
 
     It delivers `id` so, too, which is its own and changes nothing.
@@ -207,7 +207,7 @@ def _refuse_parameters(text: str, limits: ServedLimits) -> None:
     except (ValueError, RecursionError) as exc:
         raise RequestError("the request parameters are no JSON that can be read") from exc
     names = [name for name in parameters if name != "id"]
-    refuse_unknown(names)
+    check_known(names)
     if names:
         raise RequestError(f"{names[0]} is an input: send it beside text_input, not as a parameter")
 
@@ -226,7 +226,7 @@ def _check_neutral(tensor: Input, array: np.ndarray[Any, Any], limits: ServedLim
 
 
 def _encode_prompt(
-    tensors: Tensors, text: str | None, tokenizer: Encoder, limits: ServedLimits
+    tensors: Tensors, text: str | None, tokenizer: RequestTokenizer, limits: ServedLimits
 ) -> list[int]:
     messages = tensors.get(_MESSAGES.name)
     if (text is None) == (messages is None):
@@ -242,7 +242,7 @@ def _encode_prompt(
     )
 
 
-def _end_token_ids(end_id: int | None, tokenizer: Encoder) -> frozenset[int]:
+def _end_token_ids(end_id: int | None, tokenizer: RequestTokenizer) -> frozenset[int]:
     """Returns the end id that was given, else the checkpoint's; -1 is none, for benchmarks."""
     if end_id is None:
         return tokenizer.end_token_ids
@@ -253,7 +253,7 @@ def _end_token_ids(end_id: int | None, tokenizer: Encoder) -> frozenset[int]:
     return frozenset(() if end_id == -1 else (end_id,))
 
 
-def _sampling(scalar: Any, bad_words: Sequence[str], tokenizer: Encoder) -> Sampling:
+def _sampling(scalar: Any, bad_words: Sequence[str], tokenizer: RequestTokenizer) -> Sampling:
     top_k, top_p, min_p = scalar("top_k", 0), scalar("top_p", 0.0), scalar("min_p", 0.0)
     is_restricted = top_k > 1 or 0 < top_p < 1 or min_p > 0
     seed = scalar("seed")

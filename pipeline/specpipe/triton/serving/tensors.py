@@ -16,7 +16,7 @@ Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSpec:
     """One input or output of a Triton model; -1 in `dims` is any size."""
 
     name: str
@@ -29,7 +29,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Input(Tensor):
+class Input(TensorSpec):
     """An input of the ensemble.
 
     `neutral` marks one that nothing here implements, and holds the values that ask for nothing:
@@ -93,62 +93,62 @@ ENSEMBLE_INPUTS: tuple[Input, ...] = (
     Input("guided_decoding_guide", "STRING", neutral=("",)),
 )
 
-TEXT_OUTPUT = Tensor("text_output", "STRING", (-1,))
+TEXT_OUTPUT = TensorSpec("text_output", "STRING", (-1,))
 
-STATISTICS_OUTPUTS: tuple[Tensor, ...] = (
-    Tensor("finish_reason", "STRING"),
-    Tensor("error", "STRING"),
-    Tensor("acceptance_rate", "FP32"),
-    Tensor("draft_status", "STRING"),
-    Tensor("total_accepted_draft_tokens", "INT32"),
-    Tensor("total_draft_tokens", "INT32"),
-    Tensor("num_steps", "INT32"),
-    Tensor("num_input_tokens", "INT32"),
-    Tensor("num_output_tokens", "INT32"),
-    Tensor("seed_used", "UINT64"),
-    Tensor("is_lossless", "BOOL"),
+STATISTICS_OUTPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("finish_reason", "STRING"),
+    TensorSpec("error", "STRING"),
+    TensorSpec("acceptance_rate", "FP32"),
+    TensorSpec("draft_status", "STRING"),
+    TensorSpec("total_accepted_draft_tokens", "INT32"),
+    TensorSpec("total_draft_tokens", "INT32"),
+    TensorSpec("num_steps", "INT32"),
+    TensorSpec("num_input_tokens", "INT32"),
+    TensorSpec("num_output_tokens", "INT32"),
+    TensorSpec("seed_used", "UINT64"),
+    TensorSpec("is_lossless", "BOOL"),
 )
 """In the last data response alone; `error` after a failure."""
 
-UNFILLED_OUTPUTS: tuple[Tensor, ...] = (
-    Tensor("context_logits", "FP32", (-1, -1)),
-    Tensor("generation_logits", "FP32", (-1, -1, -1)),
-    Tensor("kv_cache_alloc_new_blocks", "INT32"),
-    Tensor("kv_cache_reused_blocks", "INT32"),
-    Tensor("kv_cache_alloc_total_blocks", "INT32"),
-    Tensor("arrival_time_ns", "INT64"),
-    Tensor("first_scheduled_time_ns", "INT64"),
-    Tensor("first_token_time_ns", "INT64"),
-    Tensor("last_token_time_ns", "INT64"),
+UNFILLED_OUTPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("context_logits", "FP32", (-1, -1)),
+    TensorSpec("generation_logits", "FP32", (-1, -1, -1)),
+    TensorSpec("kv_cache_alloc_new_blocks", "INT32"),
+    TensorSpec("kv_cache_reused_blocks", "INT32"),
+    TensorSpec("kv_cache_alloc_total_blocks", "INT32"),
+    TensorSpec("arrival_time_ns", "INT64"),
+    TensorSpec("first_scheduled_time_ns", "INT64"),
+    TensorSpec("first_token_time_ns", "INT64"),
+    TensorSpec("last_token_time_ns", "INT64"),
 )
 """Outputs of NVIDIA's ensemble that are never sent: a client may name them in its request."""
 
-GENERATION_OUTPUTS: tuple[Tensor, ...] = (
-    Tensor("cum_log_probs", "FP32", (-1,)),
-    Tensor("output_log_probs", "FP32", (-1, -1)),
-    Tensor("batch_index", "INT32"),
-    Tensor("sequence_index", "INT32"),
+GENERATION_OUTPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("cum_log_probs", "FP32", (-1,)),
+    TensorSpec("output_log_probs", "FP32", (-1, -1)),
+    TensorSpec("batch_index", "INT32"),
+    TensorSpec("sequence_index", "INT32"),
     *STATISTICS_OUTPUTS,
     *UNFILLED_OUTPUTS,
 )
 
-ENSEMBLE_OUTPUTS: tuple[Tensor, ...] = (TEXT_OUTPUT, *GENERATION_OUTPUTS)
+ENSEMBLE_OUTPUTS: tuple[TensorSpec, ...] = (TEXT_OUTPUT, *GENERATION_OUTPUTS)
 
 # Between the models of the ensemble.
-REQUEST = Tensor("request", "STRING")  # a Generation as JSON
-INPUT_IDS = Tensor("input_ids", "INT32", (-1,))  # the prompt's token ids
-TEXT = Tensor("text", "STRING")  # one chunk's text
-STREAM_ID = Tensor("stream_id", "STRING")  # names the request that a chunk belongs to
-OUTPUT_IDS = Tensor("output_ids", "INT32", (-1,))  # one chunk's token ids, where asked for
-CANCEL = Tensor("cancel", "STRING")  # the stream id to cancel, in a request that has no other
-SIGNATURE = Tensor("signature", "STRING")  # says that a model of the ensemble made the rest
+REQUEST = TensorSpec("request", "STRING")  # a Generation as JSON
+INPUT_IDS = TensorSpec("input_ids", "INT32", (-1,))  # the prompt's token ids
+TEXT = TensorSpec("text", "STRING")  # one chunk's text
+STREAM_ID = TensorSpec("stream_id", "STRING")  # names the request that a chunk belongs to
+OUTPUT_IDS = TensorSpec("output_ids", "INT32", (-1,))  # one chunk's token ids, where asked for
+CANCEL = TensorSpec("cancel", "STRING")  # the stream id to cancel, in a request that has no other
+SIGNATURE = TensorSpec("signature", "STRING")  # says that a model of the ensemble made the rest
 
-PREPROCESSING_INPUTS: tuple[Tensor, ...] = ENSEMBLE_INPUTS
-PREPROCESSING_OUTPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS, SIGNATURE)
-SPECULATIVE_INPUTS: tuple[Tensor, ...] = (REQUEST, INPUT_IDS, CANCEL, SIGNATURE)
-SPECULATIVE_OUTPUTS: tuple[Tensor, ...] = (TEXT, STREAM_ID, OUTPUT_IDS, *GENERATION_OUTPUTS)
-POSTPROCESSING_INPUTS: tuple[Tensor, ...] = (TEXT, STREAM_ID)
-POSTPROCESSING_OUTPUTS: tuple[Tensor, ...] = (TEXT_OUTPUT,)
+PREPROCESSING_INPUTS: tuple[TensorSpec, ...] = ENSEMBLE_INPUTS
+PREPROCESSING_OUTPUTS: tuple[TensorSpec, ...] = (REQUEST, INPUT_IDS, SIGNATURE)
+SPECULATIVE_INPUTS: tuple[TensorSpec, ...] = (REQUEST, INPUT_IDS, CANCEL, SIGNATURE)
+SPECULATIVE_OUTPUTS: tuple[TensorSpec, ...] = (TEXT, STREAM_ID, OUTPUT_IDS, *GENERATION_OUTPUTS)
+POSTPROCESSING_INPUTS: tuple[TensorSpec, ...] = (TEXT, STREAM_ID)
+POSTPROCESSING_OUTPUTS: tuple[TensorSpec, ...] = (TEXT_OUTPUT,)
 
 INPUTS_BY_NAME = {tensor.name: tensor for tensor in ENSEMBLE_INPUTS}
 
@@ -158,13 +158,13 @@ TENSORS_BY_NAME = {
 }
 
 
-def as_array(tensor: Tensor, values: Sequence[Any]) -> np.ndarray[Any, Any]:
+def as_array(tensor: TensorSpec, values: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Returns the values in the tensor's dtype and shape, the batch dimension of 1 included."""
     shape = (1,) * len(tensor.dims) + (len(values),)
     return np.array(values, dtype=tensor.numpy_dtype).reshape(shape)
 
 
-def values_of(tensor: Tensor, tensors: Tensors) -> list[Any]:
+def values_of(tensor: TensorSpec, tensors: Tensors) -> list[Any]:
     """Returns a tensor's elements as Python values."""
     array = array_of(tensor, tensors)
     if tensor.dtype == "STRING":
@@ -177,7 +177,7 @@ def values_of(tensor: Tensor, tensors: Tensors) -> list[Any]:
     return values
 
 
-def array_of(tensor: Tensor, tensors: Tensors) -> np.ndarray[Any, Any]:
+def array_of(tensor: TensorSpec, tensors: Tensors) -> np.ndarray[Any, Any]:
     """Returns a tensor that must be there, in its dtype."""
     array = tensors.get(tensor.name)
     if array is None:
@@ -187,7 +187,7 @@ def array_of(tensor: Tensor, tensors: Tensors) -> np.ndarray[Any, Any]:
     return array
 
 
-def single_of(tensor: Tensor, tensors: Tensors) -> bytes:
+def single_of(tensor: TensorSpec, tensors: Tensors) -> bytes:
     """Returns the only element of a tensor of strings."""
     array = array_of(tensor, tensors)
     if array.size != 1:
@@ -202,7 +202,7 @@ def signature_of(tensors: Tensors) -> bytes:
     return signature if len(signature) <= LONGEST_ID else b""
 
 
-def decode_utf8(tensor: Tensor, value: bytes | str) -> str:
+def decode_utf8(tensor: TensorSpec, value: bytes | str) -> str:
     if isinstance(value, str):
         return value
     try:

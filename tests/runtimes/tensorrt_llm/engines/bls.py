@@ -7,8 +7,9 @@ from typing import Any
 
 from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.runtimes.tensorrt_llm.engines.bls import BlsPair
-from specpipe.runtimes.tensorrt_llm.engines.engine_calls import Acceptance, EngineModel
-from specpipe.speculative.request import Limits
+from specpipe.runtimes.tensorrt_llm.engines.engine_calls import EngineModel
+from specpipe.runtimes.tensorrt_llm.engines.engine_config import AcceptTest
+from specpipe.speculative.request import RequestLimits
 from tests.speculative.table import WordDetokenizer
 from tests.tensorrt_llm_stand_ins.triton_backend.stand_in import EngineLimits, Scorer, StandInModel
 
@@ -33,7 +34,7 @@ def make_bls_pair(
     *,
     vocab_size: int = 104,
     draft_max_seq_len: int = MAX_SEQ_LEN,
-    acceptance: Acceptance = "exact",
+    acceptance: AcceptTest = "exact",
     detokenizer: DetokenizerFactory = lambda prompt: WordDetokenizer(),
     clock: Callable[[], float] | None = None,
     **options: Any,
@@ -50,7 +51,7 @@ def make_bls_pair(
         draft,
         target,
         made,
-        Limits(
+        RequestLimits(
             max_num_draft_tokens=made.num_draft_tokens,
             max_seq_len=made.max_seq_len,
             draft_max_seq_len=draft_max_seq_len - 1,

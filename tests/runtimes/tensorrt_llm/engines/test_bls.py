@@ -20,9 +20,9 @@ from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.tensorrt_llm.engines.bls import BlsPair, TritonModel, load_pair, read_limits
 from specpipe.runtimes.tensorrt_llm.engines.call_times import CallTimes
 from specpipe.runtimes.tensorrt_llm.engines.engine_calls import (
+    BackendTensors,
     EngineCallError,
     EngineModel,
-    Tensors,
     step_seed,
 )
 from specpipe.speculative.noise import Purpose
@@ -57,8 +57,8 @@ class Answers(StandInModel):
         self.answers = list(answers)
 
     def generate(
-        self, request_id: str, tensors: Tensors, outputs: Sequence[str]
-    ) -> Iterator[Tensors]:
+        self, request_id: str, tensors: BackendTensors, outputs: Sequence[str]
+    ) -> Iterator[BackendTensors]:
         answer = self.answers.pop(0) if self.answers else None
         if answer is None:
             yield from super().generate(request_id, tensors, outputs)
@@ -79,8 +79,8 @@ class Hanging(StandInModel):
         self.stopped: list[str] = []
 
     def generate(
-        self, request_id: str, tensors: Tensors, outputs: Sequence[str]
-    ) -> Iterator[Tensors]:
+        self, request_id: str, tensors: BackendTensors, outputs: Sequence[str]
+    ) -> Iterator[BackendTensors]:
         for response in super().generate(request_id, tensors, outputs):
             self.go.acquire()
             yield response
@@ -543,8 +543,8 @@ def test_with_a_seed_the_same_request_returns_the_same_tokens() -> None:
 def test_an_error_of_a_model_ends_that_request_once(name: str) -> None:
     class Failing(StandInModel):
         def generate(
-            self, request_id: str, tensors: Tensors, outputs: Sequence[str]
-        ) -> Iterator[Tensors]:
+            self, request_id: str, tensors: BackendTensors, outputs: Sequence[str]
+        ) -> Iterator[BackendTensors]:
             if tensors["input_ids"][0, 0] == 9 and len(self.requests) > 4:
                 raise EngineCallError(f"the {self.name} model failed: out of KV cache blocks")
             return super().generate(request_id, tensors, outputs)
@@ -577,8 +577,8 @@ def test_a_target_that_returns_something_else_than_the_draft_tokens_is_an_error(
 def test_an_exception_while_a_request_runs_is_that_requests_own() -> None:
     class Broken(StandInModel):
         def generate(
-            self, request_id: str, tensors: Tensors, outputs: Sequence[str]
-        ) -> Iterator[Tensors]:
+            self, request_id: str, tensors: BackendTensors, outputs: Sequence[str]
+        ) -> Iterator[BackendTensors]:
             if tensors["input_ids"][0, 0] == 9:
                 raise ZeroDivisionError("as asked")
             return super().generate(request_id, tensors, outputs)
@@ -902,7 +902,7 @@ def response(error: str | None = None, **arrays: Any) -> Any:
     )
 
 
-def ask(answer: Callable[[Any, bool], Any], *, is_decoupled: bool) -> list[Tensors]:
+def ask(answer: Callable[[Any, bool], Any], *, is_decoupled: bool) -> list[BackendTensors]:
     model: EngineModel = TritonModel(FakeTriton(answer), "target", is_decoupled=is_decoupled)
     return list(model.generate("3", {"input_ids": np.array([[1]])}, ("output_ids",)))
 

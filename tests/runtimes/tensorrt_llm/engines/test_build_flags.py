@@ -11,7 +11,7 @@ from specpipe.roles import Role
 from specpipe.runtimes.tensorrt_llm.engines.build_flags import (
     FLAGS,
     NOT_PASSED,
-    EngineSpec,
+    BuildSpec,
     arguments,
     flags,
     values,
@@ -21,7 +21,7 @@ from tests.runtimes.tensorrt_llm import plans
 from tests.tensorrt_llm_stand_ins import fake_trtllm_build
 
 
-def spec(role: Role = "target", **changes: object) -> EngineSpec:
+def spec(role: Role = "target", **changes: object) -> BuildSpec:
     fields: dict[str, object] = {
         "role": role,
         "version": "1.2.1",
@@ -34,10 +34,10 @@ def spec(role: Role = "target", **changes: object) -> EngineSpec:
         "gather_logits": False,
         "flags": BuildFlags(),
     }
-    return EngineSpec(**{**fields, **changes})
+    return BuildSpec(**{**fields, **changes})
 
 
-def line(of: EngineSpec, timing_cache: File | None = None) -> list[str]:
+def line(of: BuildSpec, timing_cache: File | None = None) -> list[str]:
     words = arguments(
         of,
         checkpoint=File(Path("/in"), "checkpoint"),
@@ -47,7 +47,7 @@ def line(of: EngineSpec, timing_cache: File | None = None) -> list[str]:
     return [str(word.here) if isinstance(word, File) else word for word in words]
 
 
-def options(of: EngineSpec) -> dict[str, str]:
+def options(of: BuildSpec) -> dict[str, str]:
     """The flags that take a value."""
     words = line(of)
     return {

@@ -9,7 +9,7 @@ import pytest
 from specpipe.config.tensorrt_llm_parameters import FIXED_PARAMETERS, TritonParameters
 from specpipe.errors import RepositoryError
 from specpipe.runtimes.tensorrt_llm.engines import contract
-from specpipe.runtimes.tensorrt_llm.engines.contract import Tensor
+from specpipe.runtimes.tensorrt_llm.engines.contract import BackendTensor
 
 
 def test_names_by_release() -> None:
@@ -56,18 +56,18 @@ def test_required_inputs() -> None:
 @pytest.mark.parametrize(
     "expected",
     [
-        Tensor("input_ids", "INT32", (-1,), is_ragged=True),
-        Tensor("draft_input_ids", "INT32", (-1,), is_ragged=True),
-        Tensor("draft_logits", "${logits_datatype}", (-1, -1), is_ragged=True),
-        Tensor("stop_words_list", "INT32", (2, -1), is_ragged=True),
-        Tensor("end_id", "INT32", (1,), is_scalar=True),
-        Tensor("seed", "UINT64", (1,), is_scalar=True),
-        Tensor("streaming", "BOOL", (1,), is_scalar=True),
-        Tensor("mrope_position_deltas", "INT64", (1,)),
-        Tensor("lora_config", "INT32", (-1, 3), is_ragged=True),
+        BackendTensor("input_ids", "INT32", (-1,), is_ragged=True),
+        BackendTensor("draft_input_ids", "INT32", (-1,), is_ragged=True),
+        BackendTensor("draft_logits", "${logits_datatype}", (-1, -1), is_ragged=True),
+        BackendTensor("stop_words_list", "INT32", (2, -1), is_ragged=True),
+        BackendTensor("end_id", "INT32", (1,), is_scalar=True),
+        BackendTensor("seed", "UINT64", (1,), is_scalar=True),
+        BackendTensor("streaming", "BOOL", (1,), is_scalar=True),
+        BackendTensor("mrope_position_deltas", "INT64", (1,)),
+        BackendTensor("lora_config", "INT32", (-1, 3), is_ragged=True),
     ],
 )
-def test_an_input_as_the_template_has_it(expected: Tensor) -> None:
+def test_an_input_as_the_template_has_it(expected: BackendTensor) -> None:
     found = {tensor.name: tensor for tensor in contract.inputs("1.2.1")}
     assert found[expected.name] == expected
 

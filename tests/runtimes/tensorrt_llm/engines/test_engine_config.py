@@ -9,7 +9,7 @@ import pytest
 from specpipe.errors import EngineBuildError, EngineMismatch
 from specpipe.roles import Role
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import (
-    Acceptance,
+    AcceptTest,
     Wanted,
     check_built,
     check_engines,
@@ -53,7 +53,7 @@ def faults_of_pair(
     draft: dict[str, Any] | None = None,
     target: dict[str, Any] | None = None,
     num_draft_tokens: int = 4,
-    acceptance: Acceptance = "exact",
+    acceptance: AcceptTest = "exact",
 ) -> list[str]:
     draft_engine = write_engine(folder / "d", "draft", **(draft or {}))
     target_engine = write_engine(folder / "t", "target", **(target or {}))

@@ -16,11 +16,11 @@ from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt_llm.engines import serve
 from specpipe.runtimes.tensorrt_llm.engines.serve import (
     EngineFacts,
+    EngineUse,
     Here,
-    Use,
-    differences,
+    fit_faults,
     plan_launch,
-    unknowns,
+    unknown_facts,
 )
 from tests.runtimes.tensorrt_llm.engines.folders import package
 
@@ -32,17 +32,17 @@ BUILT = EngineFacts(
     max_batch_size=4,
 )
 SAME = Here(tensorrt_llm="0.17.0", tensorrt="10.8.0.43", compute_capabilities=("8.9",))
-USE = Use(world_size=1, max_batch_size=4, gpu_ids=(0,))
+USE = EngineUse(world_size=1, max_batch_size=4, gpu_ids=(0,))
 
 
 def test_equal_facts_pass() -> None:
-    assert list(differences(BUILT, SAME, USE)) == []
-    assert list(unknowns(BUILT, SAME)) == []
+    assert list(fit_faults(BUILT, SAME, USE)) == []
+    assert list(unknown_facts(BUILT, SAME)) == []
 
 
 def test_all_differences_are_listed() -> None:
     here = Here(tensorrt_llm="0.20.0", tensorrt="10.10.0.31", compute_capabilities=("9.0",))
-    assert list(differences(BUILT, here, USE)) == [
+    assert list(fit_faults(BUILT, here, USE)) == [
         "built with TensorRT-LLM 0.17.0, here is 0.20.0",
         "built with TensorRT 10.8.0.43, here is 10.10.0.31",
         "built for compute capability 8.9, GPU 0 has 9.0",
@@ -75,25 +75,25 @@ def test_all_differences_are_listed() -> None:
         ),
     ],
 )
-def test_a_single_difference_is_found(here: Here, use: Use, difference: str) -> None:
-    assert list(differences(BUILT, here, use)) == [difference]
+def test_a_single_difference_is_found(here: Here, use: EngineUse, difference: str) -> None:
+    assert list(fit_faults(BUILT, here, use)) == [difference]
 
 
 def test_a_smaller_batch_than_built_for_and_the_way_of_packaging_are_no_differences() -> None:
     here = replace(SAME, tensorrt="10.8.0.43.post1", tensorrt_llm="0.17.0+cu124")
-    assert list(differences(BUILT, here, replace(USE, max_batch_size=2))) == []
+    assert list(fit_faults(BUILT, here, replace(USE, max_batch_size=2))) == []
 
 
 def test_what_one_side_does_not_say_is_unknown_and_no_difference() -> None:
     built = replace(BUILT, compute_capability=None, world_size=None)
     here = replace(SAME, tensorrt=None)
-    assert list(differences(built, here, USE)) == []
-    assert list(unknowns(built, here)) == [
+    assert list(fit_faults(built, here, USE)) == []
+    assert list(unknown_facts(built, here)) == [
         "the TensorRT here is unknown",
         "the compute capability that it was built for is unknown",
         "the number of ranks that it was built for is unknown",
     ]
-    assert list(unknowns(BUILT, replace(SAME, compute_capabilities=()))) == [
+    assert list(unknown_facts(BUILT, replace(SAME, compute_capabilities=()))) == [
         "the compute capability here is unknown"
     ]
 

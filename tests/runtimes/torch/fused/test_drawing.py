@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.pair.sampler import Drafted, Outcome
+from specpipe.runtimes.pair.sampler import Drafted, RoundResult
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.fused.decoder import Decoder
 from specpipe.runtimes.torch.fused.drawing import Drawing, Settings, Text
@@ -104,7 +104,7 @@ def score(by_model: Decoder, logits: Tensor) -> None:
         by_model.best[block, : len(logits)] = part.max(dim=-1).values
 
 
-def step_by_step(draft: Tensor, target: Tensor, sampling: Sampling) -> Outcome:
+def step_by_step(draft: Tensor, target: Tensor, sampling: Sampling) -> RoundResult:
     state = new_state(
         request(prompt_length=PROMPT_LENGTH, sampling=sampling), vocab_size=draft.shape[1]
     )

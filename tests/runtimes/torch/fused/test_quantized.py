@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specpipe.checkpoints.unified import load_unified
-from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine
+from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec
 from specpipe.runtimes.torch.engine import load_weights as load_tensors
 from specpipe.runtimes.torch.fused import attention, kernels, scoring
 from specpipe.runtimes.torch.fused.engine import FusedEngine
@@ -387,7 +387,7 @@ def built(
         name: tensor.to(dtype) if tensor.dtype == torch.bfloat16 else tensor
         for name, tensor in load_tensors(path, torch.device(DEVICE)).items()
     }
-    spec = replace(EngineSpec.read(folder), device=torch.device(DEVICE), dtype=dtype)
+    spec = replace(TorchEngineSpec.read(folder), device=torch.device(DEVICE), dtype=dtype)
     assert unsupported(spec.model, tensors.get) is None
     with torch.inference_mode():
         fused = FusedEngine(spec, load_weights(spec.model, tensors.get))

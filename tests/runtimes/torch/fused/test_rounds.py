@@ -13,7 +13,7 @@ import torch
 
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
-from specpipe.runtimes.pair.single_stream import Verified
+from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
@@ -87,7 +87,7 @@ def own_draft() -> Stream:
     return stream(toy_config(**TARGET), toy_config(**TARGET))
 
 
-def run(on: Stream, lengths: Sequence[int], *, is_copied: bool = False) -> list[Verified]:
+def run(on: Stream, lengths: Sequence[int], *, is_copied: bool = False) -> list[RoundResult]:
     found = []
     for num_draft_tokens in lengths:
         on.rounds.launch(num_draft_tokens, num_positions=100, is_copied=is_copied)
@@ -95,7 +95,7 @@ def run(on: Stream, lengths: Sequence[int], *, is_copied: bool = False) -> list[
     return found
 
 
-def emitted(found: Sequence[Verified]) -> list[int]:
+def emitted(found: Sequence[RoundResult]) -> list[int]:
     return [token_id for verified in found for token_id in verified.token_ids or []]
 
 
@@ -167,7 +167,7 @@ def test_copied_tokens_are_judged_as_those_of_the_draft_are() -> None:
     for num_tokens, is_copied in ((4, True), (1, True), (2, False), (3, True), (0, False)):
         wanted = num_right(text[:start], text[start:], num_tokens) if is_copied else num_tokens
         (verified,) = run(on, [num_tokens], is_copied=is_copied)
-        assert verified == Verified(text[start : start + wanted + 1], num_tokens)
+        assert verified == RoundResult(text[start : start + wanted + 1], num_tokens)
         start += wanted + 1
         accepted.append(wanted)
     assert 0 < accepted[0] < 4
@@ -255,7 +255,7 @@ def test_the_draft_may_lack_one_token_more_than_the_target() -> None:
             pool.fill_(torch.nan)
     on.draft.forward([(on.draft_sequence, PROMPT[:-2])], [0])
     (verified,) = run(on, [2])
-    assert verified == Verified(greedy(on, 3), 2)
+    assert verified == RoundResult(greedy(on, 3), 2)
 
 
 def test_only_usable_tokens_are_emitted() -> None:
@@ -269,7 +269,7 @@ def test_a_target_without_a_usable_logit_emits_nothing() -> None:
     on = own_draft()
     with torch.inference_mode():
         on.target.decoder.weights.norm.fill_(torch.nan)
-    assert run(on, [2, 0]) == [Verified(None, 0), Verified(None, 0)]
+    assert run(on, [2, 0]) == [RoundResult(None, 0), RoundResult(None, 0)]
 
 
 def test_a_draft_without_a_usable_logit_costs_acceptance_only() -> None:
@@ -288,10 +288,10 @@ def test_a_draft_token_that_the_target_cannot_read_shows_without_it() -> None:
     with torch.inference_mode():
         on.target.decoder.weights.embedding[second] = torch.nan
     assert run(on, [3, 0, 0, 0]) == [
-        Verified(None, 0),
-        Verified([first], 0),
-        Verified([second], 0),
-        Verified(None, 0),
+        RoundResult(None, 0),
+        RoundResult([first], 0),
+        RoundResult([second], 0),
+        RoundResult(None, 0),
     ]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specpipe.machine.memory import MemoryEstimate
-from specpipe.runtimes.torch.engine import EngineSpec, TorchEngine
+from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import load_weights
 from specpipe.runtimes.torch.model import Model, ModelConfig
@@ -107,10 +107,10 @@ def toy_weights(config: ModelConfig, *, seed: int = 0, **shapes: bool) -> dict[s
     return weights
 
 
-def toy_spec(config: ModelConfig, **limits: int) -> EngineSpec:
+def toy_spec(config: ModelConfig, **limits: int) -> TorchEngineSpec:
     sizes: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 100, "max_draft_len": 4, **limits}
     memory = MemoryEstimate(weights_bytes=0, kv_cache_bytes=0, workspace_bytes=0)
-    return EngineSpec(model=config, dtype=torch.float32, device=DEVICE, memory=memory, **sizes)
+    return TorchEngineSpec(model=config, dtype=torch.float32, device=DEVICE, memory=memory, **sizes)
 
 
 def toy_engines(

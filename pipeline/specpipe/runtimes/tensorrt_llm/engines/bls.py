@@ -21,33 +21,34 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from specpipe.errors import FAULT, EngineMismatch, RuntimeUnavailable
+from specpipe.machine.callables import Clock
 from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.runtimes.pair.queued_pair import QueuedPair, Running
 from specpipe.runtimes.tensorrt_llm.engines import contract
 from specpipe.runtimes.tensorrt_llm.engines.call_times import MIN_TIMED_TOKENS, CallTimes
 from specpipe.runtimes.tensorrt_llm.engines.engine_calls import (
-    Acceptance,
+    BackendTensors,
     DraftTokens,
     EngineCall,
     EngineCallError,
     EngineCalls,
     EngineModel,
-    Tensors,
+    check_request,
     read_tokens,
     read_verified,
-    refuse_unsupported,
     stop_tensors,
 )
+from specpipe.runtimes.tensorrt_llm.engines.engine_config import AcceptTest
 from specpipe.speculative.adaptive import most_draft_tokens
-from specpipe.speculative.request import Chunk, FinishReason, Limits, Request
+from specpipe.speculative.request import Chunk, FinishReason, Request, RequestLimits
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -82,11 +83,11 @@ class BlsPair(QueuedPair[_Running]):
         draft: EngineModel,
         target: EngineModel,
         options: PairOptions,
-        limits: Limits,
+        limits: RequestLimits,
         detokenizer: DetokenizerFactory,
         *,
-        acceptance: Acceptance = "exact",
-        clock: Callable[[], float] = time.monotonic,
+        acceptance: AcceptTest = "exact",
+        clock: Clock = time.monotonic,
     ) -> None:
         """limits are those of the engines; a pair that adapts learns from the calls' times."""
         super().__init__(
@@ -120,8 +121,8 @@ class BlsPair(QueuedPair[_Running]):
     def close(self) -> None:
         """Nothing to do: the engines are Triton's."""
 
-    def _refuse_unsupported(self, request: Request) -> None:
-        refuse_unsupported(request)
+    def _check_request(self, request: Request) -> None:
+        check_request(request)
 
     def _adapts(self, request: Request) -> bool:
         return self._times is not None and not _has_one_length(request)
@@ -262,7 +263,7 @@ class BlsPair(QueuedPair[_Running]):
 
     def _responses(
         self, running: _Running, model: EngineModel, call: EngineCall
-    ) -> Iterator[Tensors]:
+    ) -> Iterator[BackendTensors]:
         """The responses to one request; those after the end of ours are read and dropped."""
         with running.lock:
             if running.state.is_finished:
@@ -300,8 +301,8 @@ class TritonModel:
         self._ended_lock = threading.Lock()
 
     def generate(
-        self, request_id: str, tensors: Tensors, outputs: Sequence[str]
-    ) -> Iterator[Tensors]:
+        self, request_id: str, tensors: BackendTensors, outputs: Sequence[str]
+    ) -> Iterator[BackendTensors]:
         request = self._pb_utils.InferenceRequest(
             model_name=self._name,
             request_id=request_id,
@@ -367,7 +368,7 @@ def load_pair(
     )
 
 
-def read_limits(draft: Path, target: Path, options: PairOptions) -> Limits:
+def read_limits(draft: Path, target: Path, options: PairOptions) -> RequestLimits:
     """What the engines can hold, from the `config.json` in each folder."""
     configs = [json.loads((folder / "config.json").read_bytes()) for folder in (draft, target)]
     draft_build, target_build = (config["build_config"] for config in configs)
@@ -382,7 +383,7 @@ def read_limits(draft: Path, target: Path, options: PairOptions) -> Limits:
                 f"the {role} engine was built for {name} {build[name]}, the pair is to serve "
                 f"{wanted}; build it again"
             )
-    return Limits(
+    return RequestLimits(
         max_num_draft_tokens=options.num_draft_tokens,
         max_seq_len=options.max_seq_len,
         # An engine counts every token that it is asked for, also the last draft token, which it

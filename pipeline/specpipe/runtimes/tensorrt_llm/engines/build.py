@@ -18,7 +18,7 @@ from specpipe.errors import CheckpointError, EngineBuildError
 from specpipe.runtimes.plan import EngineStages, Side
 from specpipe.runtimes.tensorrt_llm.capabilities import capabilities
 from specpipe.runtimes.tensorrt_llm.engines import toolbox
-from specpipe.runtimes.tensorrt_llm.engines.build_flags import EngineSpec, arguments, as_settings
+from specpipe.runtimes.tensorrt_llm.engines.build_flags import BuildSpec, arguments, as_settings
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import (
     FACTS_NAME,
     BuiltEngine,
@@ -48,7 +48,7 @@ def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> Engin
     settings = pair.engine.tensorrt_llm
     build = BuildEngine(
         checkpoint=side.artifacts.checkpoint,
-        spec=EngineSpec(
+        spec=BuildSpec(
             role=side.role,
             version=settings.version,
             max_batch_size=pair.engine.max_batch_size,
@@ -79,7 +79,7 @@ class BuildEngine:
     """
 
     checkpoint: Path
-    spec: EngineSpec
+    spec: BuildSpec
     world_size: int
     image: str
     gpu_ids: tuple[int, ...]

@@ -20,7 +20,7 @@ from specpipe.runtimes.tensorrt_llm.formats import SUPPORT
 if TYPE_CHECKING:
     from specpipe.config.tensorrt_llm import BuildFlags
 
-Kind = Literal["text", "texts", "number", "choice", "toggle", "switch"]
+FlagKind = Literal["text", "texts", "number", "choice", "toggle", "switch"]
 """What follows a flag.
 
 text    one value; texts: one or more
@@ -48,7 +48,7 @@ class Flag:
     """
 
     name: str
-    kind: Kind
+    kind: FlagKind
     default: Value = None
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -190,7 +190,7 @@ def flags(version: str) -> tuple[Flag, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSpec:
+class BuildSpec:
     """What one engine of a pair is to be.
 
     max_seq_len     tokens of prompt and answer
@@ -218,7 +218,7 @@ class EngineSpec:
         return self.role == "target"
 
 
-def values(spec: EngineSpec) -> dict[str, Value]:
+def values(spec: BuildSpec) -> dict[str, Value]:
     """Returns the value of every flag for an engine, but for paths; None: it is not given."""
     settings = spec.flags
     num_tokens_per_request = spec.num_draft_tokens + 1 if spec.is_target else 1
@@ -252,7 +252,7 @@ def values(spec: EngineSpec) -> dict[str, Value]:
     return defaults | given | decided
 
 
-def _by_format(spec: EngineSpec) -> dict[str, Value]:
+def _by_format(spec: BuildSpec) -> dict[str, Value]:
     """The flags that the weights decide where the config leaves them open.
 
     NVIDIA advises the GEMM plugin for float16 and bfloat16 weights and against it for FP8
@@ -273,7 +273,7 @@ def _by_format(spec: EngineSpec) -> dict[str, Value]:
 
 
 def arguments(
-    spec: EngineSpec, *, checkpoint: File, out: File, timing_cache: File | None
+    spec: BuildSpec, *, checkpoint: File, out: File, timing_cache: File | None
 ) -> list[Word]:
     """Returns all that follows `trtllm-build`; every flag that has a value is written out.
 
@@ -299,7 +299,7 @@ def arguments(
     return [*line, *spec.extra_args]
 
 
-def as_settings(spec: EngineSpec) -> dict[str, Any]:
+def as_settings(spec: BuildSpec) -> dict[str, Any]:
     """Returns the values for a manifest; those that do not change the engine are left out."""
     decided: dict[str, Any] = {
         name: value

@@ -48,7 +48,7 @@ _LOGITS_TYPES = {"float32": "FP32", "float16": "FP16"}
 
 
 @dataclass(frozen=True)
-class Tensor:
+class BackendTensor:
     """One input or output, without the batch dimension; -1 in `dims` is any size.
 
     is_ragged  requests of different sizes may share a batch
@@ -63,12 +63,12 @@ class Tensor:
     is_scalar: bool = False
 
 
-def _scalar(name: str, dtype: str, *, optional: bool = True) -> Tensor:
-    return Tensor(name, dtype, optional=optional, is_scalar=True)
+def _scalar(name: str, dtype: str, *, optional: bool = True) -> BackendTensor:
+    return BackendTensor(name, dtype, optional=optional, is_scalar=True)
 
 
-def _ragged(name: str, dtype: str, *dims: int) -> Tensor:
-    return Tensor(name, dtype, dims or (-1,), is_ragged=True)
+def _ragged(name: str, dtype: str, *dims: int) -> BackendTensor:
+    return BackendTensor(name, dtype, dims or (-1,), is_ragged=True)
 
 
 _INPUTS = (
@@ -116,8 +116,8 @@ _INPUTS = (
     _ragged("prompt_table_extra_ids", "UINT64"),
     _scalar("prompt_vocab_size", "INT32"),
     _ragged("cross_attention_mask", "BOOL", -1, -1),
-    Tensor("mrope_rotary_cos_sin", "FP32", (-1,)),
-    Tensor("mrope_position_deltas", "INT64"),
+    BackendTensor("mrope_rotary_cos_sin", "FP32", (-1,)),
+    BackendTensor("mrope_position_deltas", "INT64"),
     _scalar("lora_task_id", "UINT64"),
     _ragged("lora_weights", "FP16", -1, -1),
     _ragged("lora_config", "INT32", -1, 3),
@@ -137,27 +137,27 @@ _INPUTS = (
 )
 
 OUTPUTS = (
-    Tensor("output_ids", "INT32", (-1, -1)),
-    Tensor("sequence_length", "INT32", (-1,)),
-    Tensor("cum_log_probs", "FP32", (-1,)),
-    Tensor("output_log_probs", "FP32", (-1, -1)),
-    Tensor("context_logits", LOGITS, (-1, -1)),
-    Tensor("generation_logits", LOGITS, (-1, -1, -1)),
-    Tensor("batch_index", "INT32"),
-    Tensor("sequence_index", "INT32"),
-    Tensor("context_phase_params", "UINT8", (-1,)),
-    Tensor("kv_cache_alloc_new_blocks", "INT32"),
-    Tensor("kv_cache_reused_blocks", "INT32"),
-    Tensor("kv_cache_alloc_total_blocks", "INT32"),
-    Tensor("arrival_time_ns", "INT64"),
-    Tensor("first_scheduled_time_ns", "INT64"),
-    Tensor("first_token_time_ns", "INT64"),
-    Tensor("last_token_time_ns", "INT64"),
-    Tensor("acceptance_rate", "FP32"),
-    Tensor("total_accepted_draft_tokens", "INT32"),
-    Tensor("total_draft_tokens", "INT32"),
-    Tensor("num_input_tokens", "INT32"),
-    Tensor("num_output_tokens", "INT32"),
+    BackendTensor("output_ids", "INT32", (-1, -1)),
+    BackendTensor("sequence_length", "INT32", (-1,)),
+    BackendTensor("cum_log_probs", "FP32", (-1,)),
+    BackendTensor("output_log_probs", "FP32", (-1, -1)),
+    BackendTensor("context_logits", LOGITS, (-1, -1)),
+    BackendTensor("generation_logits", LOGITS, (-1, -1, -1)),
+    BackendTensor("batch_index", "INT32"),
+    BackendTensor("sequence_index", "INT32"),
+    BackendTensor("context_phase_params", "UINT8", (-1,)),
+    BackendTensor("kv_cache_alloc_new_blocks", "INT32"),
+    BackendTensor("kv_cache_reused_blocks", "INT32"),
+    BackendTensor("kv_cache_alloc_total_blocks", "INT32"),
+    BackendTensor("arrival_time_ns", "INT64"),
+    BackendTensor("first_scheduled_time_ns", "INT64"),
+    BackendTensor("first_token_time_ns", "INT64"),
+    BackendTensor("last_token_time_ns", "INT64"),
+    BackendTensor("acceptance_rate", "FP32"),
+    BackendTensor("total_accepted_draft_tokens", "INT32"),
+    BackendTensor("total_draft_tokens", "INT32"),
+    BackendTensor("num_input_tokens", "INT32"),
+    BackendTensor("num_output_tokens", "INT32"),
 )
 """The outputs from 0.20 on, in the template's order."""
 
@@ -174,7 +174,7 @@ _SINCE_0_20 = frozenset(
 )
 
 
-def inputs(version: str) -> tuple[Tensor, ...]:
+def inputs(version: str) -> tuple[BackendTensor, ...]:
     """Returns the inputs of a release, in its template's order."""
     if _has_new_names(version):
         return _INPUTS
@@ -185,7 +185,7 @@ def inputs(version: str) -> tuple[Tensor, ...]:
     )
 
 
-def outputs(version: str) -> tuple[Tensor, ...]:
+def outputs(version: str) -> tuple[BackendTensor, ...]:
     """Returns the outputs of a release, in its template's order."""
     if _has_new_names(version):
         return OUTPUTS
@@ -216,11 +216,11 @@ def logits_type(logits_dtype: str) -> str:
     return _LOGITS_TYPES[logits_dtype]
 
 
-Use = Literal["setting", "planned", "fixed", "unset"]
+ParameterUse = Literal["setting", "planned", "fixed", "unset"]
 """Who decides a parameter's value: the section `engine.tensorrt_llm.parameters`, specpipe from the
 rest of the config, drafting as such, or nobody, since it belongs to something else."""
 
-Kind = Literal["bool", "int", "float", "ints", "text"]
+ParameterKind = Literal["bool", "int", "float", "ints", "text"]
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,8 @@ class Parameter:
     """
 
     key: str
-    kind: Kind
-    use: Use
+    kind: ParameterKind
+    use: ParameterUse
     default: str | None = None
     placeholder: str | None = None
     choices: tuple[str, ...] = ()
@@ -246,16 +246,18 @@ class Parameter:
 
 
 def _setting(
-    key: str, kind: Kind, default: str | None, note: str, *, choices: tuple[str, ...] = ()
+    key: str, kind: ParameterKind, default: str | None, note: str, *, choices: tuple[str, ...] = ()
 ) -> Parameter:
     return Parameter(key, kind, "setting", default, key, choices, note=note)
 
 
-def _planned(key: str, kind: Kind, default: str | None, placeholder: str, note: str) -> Parameter:
+def _planned(
+    key: str, kind: ParameterKind, default: str | None, placeholder: str, note: str
+) -> Parameter:
     return Parameter(key, kind, "planned", default, placeholder, note=note)
 
 
-def _unset(key: str, kind: Kind, note: str) -> Parameter:
+def _unset(key: str, kind: ParameterKind, note: str) -> Parameter:
     return Parameter(key, kind, "unset", None, key, note=note)
 
 

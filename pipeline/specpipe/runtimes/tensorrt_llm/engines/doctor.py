@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from specpipe.runtimes.tensorrt_llm.engines import build_flags, contract
 from specpipe.runtimes.tensorrt_llm.engines.build_flags import Flag
-from specpipe.runtimes.tensorrt_llm.engines.contract import Tensor
+from specpipe.runtimes.tensorrt_llm.engines.contract import BackendTensor
 
 TEMPLATE = "all_models/inflight_batcher_llm/tensorrt_llm/config.pbtxt"
 
@@ -140,7 +140,9 @@ def template_differences(text: str, version: str) -> Iterator[str]:
             yield f"parameter {key} is '{there[key]}'; the contract has '{expected}'"
 
 
-def _tensor_differences(kind: str, declared: Any, expected: tuple[Tensor, ...]) -> Iterator[str]:
+def _tensor_differences(
+    kind: str, declared: Any, expected: tuple[BackendTensor, ...]
+) -> Iterator[str]:
     there = {tensor.name: tensor for tensor in declared}
     here = {tensor.name: tensor for tensor in expected}
     for name in sorted(there.keys() - here.keys()):
@@ -169,7 +171,7 @@ def _describe(declared: Any) -> dict[str, object]:
     return described
 
 
-def _describe_expected(tensor: Tensor) -> Mapping[str, object]:
+def _describe_expected(tensor: BackendTensor) -> Mapping[str, object]:
     return {
         "type": tensor.dtype,
         "dims": list(tensor.dims),

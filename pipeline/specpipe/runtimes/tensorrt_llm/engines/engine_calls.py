@@ -20,7 +20,7 @@ bad words   Are sent as they are: the engine looks for their beginnings in its p
             uses go with them.
 
 Sampling settings that the engine cannot honour, or not as the other runtimes do, are refused by
-name; see `refuse_unsupported`. What was read: TensorRT-LLM 1.x as of the commits in contract.py,
+name; see `check_request`. What was read: TensorRT-LLM 1.x as of the commits in contract.py,
 cpp/tensorrt_llm/{layers,kernels,batch_manager}. None of it was run against TensorRT-LLM.
 
 V is the vocabulary, K draft tokens.
@@ -30,19 +30,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from specpipe.errors import RequestError, SpecpipeError
 from specpipe.runtimes.tensorrt_llm.engines import contract
+from specpipe.runtimes.tensorrt_llm.engines.engine_config import AcceptTest
 from specpipe.speculative.noise import MASK_32, Purpose, philox
 from specpipe.speculative.request import Request
 
-Tensors = Mapping[str, npt.NDArray[Any]]
-
-Acceptance = Literal["exact", "logits"]
+BackendTensors = Mapping[str, npt.NDArray[Any]]
 
 NO_END_ID = -1
 """What TensorRT-LLM's own benchmarks send to ignore end ids."""
@@ -70,8 +69,8 @@ class EngineModel(Protocol):
     """The Triton model of one engine. Requests of different ids may run at once."""
 
     def generate(
-        self, request_id: str, tensors: Tensors, outputs: Sequence[str]
-    ) -> Iterator[Tensors]:
+        self, request_id: str, tensors: BackendTensors, outputs: Sequence[str]
+    ) -> Iterator[BackendTensors]:
         """Runs one request; its responses as they come, one unless it streams.
 
         Raises EngineCallError. To be read to its end.
@@ -85,7 +84,7 @@ class EngineModel(Protocol):
 class EngineCall:
     """One request: its input tensors, batch dimension included, and the outputs to ask for."""
 
-    tensors: Tensors
+    tensors: BackendTensors
     outputs: tuple[str, ...] = _OUTPUTS
 
 
@@ -97,7 +96,7 @@ class DraftTokens:
     logits: npt.NDArray[Any] | None = None
 
 
-def refuse_unsupported(request: Request) -> None:
+def check_request(request: Request) -> None:
     """Raises RequestError for a sampling setting that the engines cannot honour.
 
     presence_penalty and frequency_penalty: the engine counts the prompt's tokens too, and subtracts
@@ -143,7 +142,7 @@ class EngineCalls:
     """
 
     request: Request
-    acceptance: Acceptance = "exact"
+    acceptance: AcceptTest = "exact"
     unused_token_ids: tuple[int, ...] = ()
 
     @property
@@ -174,7 +173,7 @@ class EngineCalls:
         call["return_generation_logits"] = _array("return_generation_logits", [True])
         return EngineCall(call, (*_OUTPUTS, _LOGITS_OUTPUT))
 
-    def read_draft(self, response: Tensors, num_draft_tokens: int) -> DraftTokens:
+    def read_draft(self, response: BackendTensors, num_draft_tokens: int) -> DraftTokens:
         """The draft tokens of the draft's response.
 
         Those that were drafted greedily end before an end id: after it there is nothing to draft,
@@ -251,13 +250,13 @@ def step_seed(seed: int, position: int, purpose: Purpose) -> int:
     return int(low | high << 32)
 
 
-def stop_tensors() -> Tensors:
+def stop_tensors() -> BackendTensors:
     """The inputs of a request that cancels; those that the model demands are not looked at."""
     values = {"input_ids": 0, "input_lengths": 1, "request_output_len": 1, "stop": True}
     return {name: _array(name, [value]) for name, value in values.items()}
 
 
-def read_tokens(response: Tensors) -> list[int]:
+def read_tokens(response: BackendTensors) -> list[int]:
     """The token ids of one response."""
     try:
         num_tokens = int(response["sequence_length"].reshape(-1)[0])
@@ -267,7 +266,7 @@ def read_tokens(response: Tensors) -> list[int]:
     return token_ids
 
 
-def read_verified(response: Tensors, drafted: DraftTokens) -> list[int]:
+def read_verified(response: BackendTensors, drafted: DraftTokens) -> list[int]:
     """The tokens that a verification lets out: accepted draft tokens, then the target's own."""
     token_ids = read_tokens(response)
     num_accepted = len(token_ids) - 1

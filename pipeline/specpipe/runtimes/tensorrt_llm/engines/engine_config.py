@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from specpipe.errors import EngineBuildError, EngineMismatch
 from specpipe.roles import Role
-
-CONFIG_NAME = "config.json"
+from specpipe.runtimes.engine_description import ENGINE_CONFIG
 
 FACTS_NAME = "specpipe.json"
 """What the engine was built with; serving compares it with what would run the engine."""
@@ -69,7 +68,7 @@ class BuiltEngine:
 
 def read_engine(folder: Path) -> BuiltEngine:
     """Reads an engine's config.json; raises EngineMismatch where it is none of TensorRT-LLM's."""
-    path = folder / CONFIG_NAME
+    path = folder / ENGINE_CONFIG
     try:
         config = json.loads(path.read_bytes())
         pretrained, build = config["pretrained_config"], config["build_config"]
@@ -100,7 +99,7 @@ def read_engine(folder: Path) -> BuiltEngine:
             gather_generation_logits=bool(build["gather_generation_logits"]),
         )
     except FileNotFoundError as exc:
-        raise EngineMismatch(f"{folder} has no {CONFIG_NAME}: build the engine again") from exc
+        raise EngineMismatch(f"{folder} has no {ENGINE_CONFIG}: build the engine again") from exc
     except KeyError as exc:
         raise EngineMismatch(
             f"{path} has no {exc.args[0]}, so it is not that of a TensorRT-LLM engine: "
@@ -124,7 +123,7 @@ def _num_rank_files(folder: Path) -> int:
     return rank
 
 
-Acceptance = Literal["exact", "logits"]
+AcceptTest = Literal["exact", "logits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +144,7 @@ class Wanted:
     max_seq_len: int
     num_draft_tokens: int
     logits_dtype: str
-    acceptance: Acceptance
+    acceptance: AcceptTest
 
 
 def check_built(folder: Path, wanted: Wanted) -> BuiltEngine:
@@ -167,7 +166,7 @@ def check_built(folder: Path, wanted: Wanted) -> BuiltEngine:
 
 
 def check_engines(
-    draft: Path, target: Path, *, num_draft_tokens: int, acceptance: Acceptance
+    draft: Path, target: Path, *, num_draft_tokens: int, acceptance: AcceptTest
 ) -> None:
     """Raises EngineMismatch, a line for each fault, when two engines cannot run as a pair.
 
@@ -184,7 +183,7 @@ def check_engines(
 
 
 def pair_faults(
-    draft: BuiltEngine, target: BuiltEngine, *, num_draft_tokens: int, acceptance: Acceptance
+    draft: BuiltEngine, target: BuiltEngine, *, num_draft_tokens: int, acceptance: AcceptTest
 ) -> Iterator[str]:
     """Yields what keeps two engines from running as a pair, whether their files are there or not.
 
@@ -245,7 +244,7 @@ def _file_faults(engine: BuiltEngine) -> Iterator[str]:
         )
 
 
-def _drafting_faults(engine: BuiltEngine, acceptance: Acceptance) -> Iterator[str]:
+def _drafting_faults(engine: BuiltEngine, acceptance: AcceptTest) -> Iterator[str]:
     """What both engines of a pair need, whatever their role."""
     if engine.kv_cache_type != "PAGED":
         yield (
@@ -299,7 +298,7 @@ def _speculation_faults(role: Role, engine: BuiltEngine, num_draft_tokens: int) 
 
 
 def _agreement_faults(
-    draft: BuiltEngine, target: BuiltEngine, acceptance: Acceptance
+    draft: BuiltEngine, target: BuiltEngine, acceptance: AcceptTest
 ) -> Iterator[str]:
     if draft.version != target.version:
         yield (

@@ -22,12 +22,12 @@ from tritonclient.grpc import model_config_pb2 as pb
 from specpipe.errors import EngineMismatch, RepositoryError
 from specpipe.machine.own_json import read_object
 from specpipe.runtimes.config_pbtxt import parameter
+from specpipe.runtimes.engine_description import ENGINE_CONFIG
 from specpipe.runtimes.engine_limits import limit_faults
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.repository_rule import Repository, ServedPair
 from specpipe.runtimes.tensorrt_llm.engines import contract
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import (
-    CONFIG_NAME,
     BuiltEngine,
     pair_faults,
     read_engine,
@@ -98,7 +98,7 @@ def _engines(repository: Repository) -> Iterator[_EngineModel]:
             built = read_engine(engine)
         except EngineMismatch:
             continue
-        facts = read_object(engine / CONFIG_NAME)
+        facts = read_object(engine / ENGINE_CONFIG)
         yield _EngineModel(config, engine, built, facts["pretrained_config"])
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.checkpoints.unified_config import UnifiedConfig
+from specpipe.runtimes.engine_description import ENGINE_CONFIG
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.tensorrt_llm import kv_plan
 from specpipe.runtimes.tensorrt_llm.engines.contract import DRAFT, ENGINE_DIR, TARGET
-from specpipe.runtimes.tensorrt_llm.engines.engine_config import CONFIG_NAME, read_engine
+from specpipe.runtimes.tensorrt_llm.engines.engine_config import read_engine
 from specpipe.runtimes.tensorrt_llm.engines.refusals import check_window
 
 if TYPE_CHECKING:
@@ -81,4 +82,4 @@ def write_models(
         (out / role / "config.pbtxt").write_text(text, encoding="utf-8")
         described = out / SPECULATIVE / VERSION / role
         described.mkdir(parents=True)
-        shutil.copyfile(engine / CONFIG_NAME, described / CONFIG_NAME)
+        shutil.copyfile(engine / ENGINE_CONFIG, described / ENGINE_CONFIG)

@@ -12,7 +12,7 @@ from specpipe.roles import Role
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.repository_layout import VERSION
 from specpipe.runtimes.tensorrt_llm.engines import contract
-from specpipe.runtimes.tensorrt_llm.engines.contract import Parameter, Tensor
+from specpipe.runtimes.tensorrt_llm.engines.contract import BackendTensor, Parameter
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import BuiltEngine
 
 
@@ -46,7 +46,7 @@ def engine_model(role: Role, engine: BuiltEngine, options: PairOptions) -> pb.Mo
     return config
 
 
-def _input(tensor: Tensor, logits: str) -> pb.ModelInput:
+def _input(tensor: BackendTensor, logits: str) -> pb.ModelInput:
     return pb.ModelInput(
         name=tensor.name,
         data_type=_type(tensor, logits),
@@ -57,7 +57,7 @@ def _input(tensor: Tensor, logits: str) -> pb.ModelInput:
     )
 
 
-def _type(tensor: Tensor, logits: str) -> str:
+def _type(tensor: BackendTensor, logits: str) -> str:
     return f"TYPE_{logits if tensor.dtype == contract.LOGITS else tensor.dtype}"
 
 

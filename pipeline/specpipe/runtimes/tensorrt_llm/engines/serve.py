@@ -16,15 +16,13 @@ from specpipe.config.tensorrt_llm_versions import RELEASES, SupportedVersion
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
 from specpipe.machine.gpus import gpus_here
 from specpipe.machine.own_json import read_object, reason
-from specpipe.roles import Role
-from specpipe.runtimes.engine_fit import installed, refusal, release
+from specpipe.roles import ROLES
+from specpipe.runtimes.engine_fit import installed, mismatch, release
 from specpipe.runtimes.launch import Launch, LaunchMode
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import VERSION
 from specpipe.runtimes.tensorrt_llm.engines.contract import ENGINE_DIR
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import FACTS_NAME
-
-ROLES: tuple[Role, ...] = ("draft", "target")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,7 @@ class Here:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class EngineUse:
     """How the repository uses an engine."""
 
     world_size: int
@@ -83,7 +81,7 @@ def facts_here() -> Here:
     )
 
 
-def differences(built: EngineFacts, here: Here, use: Use) -> Iterator[str]:
+def fit_faults(built: EngineFacts, here: Here, use: EngineUse) -> Iterator[str]:
     """Yields what differs between an engine and what would run it, a sentence each."""
     for name, then, now in (
         ("TensorRT-LLM", built.tensorrt_llm, here.tensorrt_llm),
@@ -111,7 +109,7 @@ def differences(built: EngineFacts, here: Here, use: Use) -> Iterator[str]:
         )
 
 
-def unknowns(built: EngineFacts, here: Here) -> Iterator[str]:
+def unknown_facts(built: EngineFacts, here: Here) -> Iterator[str]:
     """Yields what cannot be compared, a sentence each."""
     for name, then, now in (
         ("TensorRT-LLM", built.tensorrt_llm, here.tensorrt_llm),
@@ -149,17 +147,17 @@ def launch(
     used_gpus: set[int] = set()
     for role in ROLES:
         built = EngineFacts.read(repository / role / VERSION / ENGINE_DIR)
-        use = Use(
+        use = EngineUse(
             world_size=settings[f"{role}_world_size"],
             max_batch_size=options.max_batch_size,
             gpu_ids=tuple(settings[f"{role}_gpu_ids"]),
         )
         used_gpus.update(use.gpu_ids)
-        faults += [f"{role}: {fault}" for fault in differences(built, here, use)]
-        unknown += [f"{role}: {sentence}" for sentence in unknowns(built, here)]
+        faults += [f"{role}: {fault}" for fault in fit_faults(built, here, use)]
+        unknown += [f"{role}: {sentence}" for sentence in unknown_facts(built, here)]
     if faults or (unknown and not allow_unknown_facts):
         command = _rebuild(build_command, here, used_gpus)
-        raise refusal(repository, faults, unknown, command)
+        raise mismatch(repository, faults, unknown, command)
     notes = tuple(f"{sentence}; allowed by --allow-unknown-engine-facts" for sentence in unknown)
     sizes = [settings[f"{role}_world_size"] for role in ROLES]
     return plan_launch(sizes, mode, num_gpus=len(here.compute_capabilities), notes=notes)

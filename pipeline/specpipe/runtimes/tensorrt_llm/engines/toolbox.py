@@ -126,7 +126,7 @@ class Tool:
         inside = [str(word.mounted) if isinstance(word, File) else word for word in words]
         return [*line, self.image, *inside]
 
-    def run(self, words: Sequence[Word]) -> Outcome:
+    def run(self, words: Sequence[Word]) -> ToolResult:
         """Runs the program to its end, whatever that is; each line it prints goes to the log."""
         _require_program()
         native = is_native()
@@ -139,11 +139,11 @@ class Tool:
                 text = text.rstrip()
                 kept.append(text)
                 _LOG.info("%s/%s: %s", self.role, self.task, text)
-            return Outcome(process.wait(), tuple(kept))
+            return ToolResult(process.wait(), tuple(kept))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ToolResult:
     """How a tool ended, and the last lines that it printed."""
 
     exit_code: int

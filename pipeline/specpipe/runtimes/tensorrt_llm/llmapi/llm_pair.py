@@ -28,11 +28,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specpipe.errors import RequestError
+from specpipe.machine.callables import Clock
 from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.runtimes.pair.queued_pair import QueuedPair, Running
 from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import spelling
-from specpipe.speculative.request import Chunk, Limits, Request, Sampling
+from specpipe.speculative.request import Chunk, Request, RequestLimits, Sampling
 
 _NO_END_ID = -1  # what TensorRT-LLM itself puts in for ignore_eos
 
@@ -95,12 +96,12 @@ class LlmPair(QueuedPair[_Running]):
         options: PairOptions,
         detokenizer: DetokenizerFactory,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         """llm is a `tensorrt_llm.LLM`, sampling_params the class of that name."""
         settings = options.runtime_settings
         vocab_sizes = (settings["draft_vocab_size"], settings["target_vocab_size"])
-        limits = Limits(
+        limits = RequestLimits(
             max_num_draft_tokens=options.num_draft_tokens,
             max_seq_len=options.max_seq_len,
             draft_max_seq_len=options.max_seq_len,
@@ -140,7 +141,7 @@ class LlmPair(QueuedPair[_Running]):
         self._thread.join()
         self._loop.close()
 
-    def _refuse_unsupported(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         """Raises RequestError for an input that would be ignored, or change what it should not."""
         sampling = request.sampling
         num_draft_tokens = self._options.num_draft_tokens
@@ -151,7 +152,7 @@ class LlmPair(QueuedPair[_Running]):
                 "leave it out"
             )
         for name in _NEVER_APPLIED:
-            self._refuse_unless_default(sampling, name)
+            self._check_default(sampling, name)
         if sampling.is_greedy:
             return
         if sampling.is_seeded:
@@ -161,7 +162,7 @@ class LlmPair(QueuedPair[_Running]):
             )
         for name in ("temperature", "top_k", "top_p", "min_p"):
             if name not in spelling(self._version).sampling:
-                self._refuse_unless_default(sampling, name)
+                self._check_default(sampling, name)
         if request.return_log_probs:
             raise RequestError(
                 "return_log_probs: TensorRT-LLM's pytorch backend gives the log-probabilities of "
@@ -181,7 +182,7 @@ class LlmPair(QueuedPair[_Running]):
                 "only where draft and target have as many embedding rows; send temperature 0"
             )
 
-    def _refuse_unless_default(self, sampling: Sampling, name: str) -> None:
+    def _check_default(self, sampling: Sampling, name: str) -> None:
         value = getattr(sampling, name)
         if value != getattr(_DEFAULTS, name):
             shown = "given" if name == "bad_words" else value

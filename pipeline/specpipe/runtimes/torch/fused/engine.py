@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.torch.engine import EngineSpec
+from specpipe.runtimes.torch.engine import TorchEngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
@@ -50,7 +50,7 @@ class _Row:
 class FusedEngine:
     """A decoder and the KV cache of the sequences that run on it. One thread uses it at a time."""
 
-    def __init__(self, spec: EngineSpec, weights: Weights) -> None:
+    def __init__(self, spec: TorchEngineSpec, weights: Weights) -> None:
         self.spec = spec
         self.vocab_size = spec.model.vocab_size
         self.max_seq_len = spec.max_seq_len

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY, Verified
+from specpipe.runtimes.pair.sampler import RoundResult
+from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.drawing import Drawing, Mode, Settings, Text
 from specpipe.runtimes.torch.fused.engine import FusedEngine
@@ -176,14 +177,14 @@ class FusedRounds:
         left_unread = 0 if is_drafting else num_draft_tokens + 1
         self._under_way.append(_UnderWay(told, done, left_unread))
 
-    def take(self) -> Verified:
+    def take(self) -> RoundResult:
         """Waits for the oldest round under way and says what came of it."""
         under_way = self._under_way.popleft()
         if under_way.done is not None:
             under_way.done.synchronize()
         num_emitted, num_judged, *token_ids = under_way.result.tolist()
         self._num_unread += min(under_way.num_unread, num_emitted)
-        return Verified(token_ids[:num_emitted] if num_emitted else None, num_judged)
+        return RoundResult(token_ids[:num_emitted] if num_emitted else None, num_judged)
 
     def drop(self) -> None:
         """Waits for what is under way and forgets it: the sequence has ended, or goes elsewhere."""
