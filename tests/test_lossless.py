@@ -14,8 +14,8 @@ from specpipe.build.stages.convert import convert
 from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.torch.build import BuildTorchEngine
+from specpipe.speculative.draft_choice import DraftChoice
 from specpipe.speculative.request import GREEDY, Request, Sampling
-from specpipe.speculative.state import RequestState
 from specpipe.text.tokenizer import Tokenizer
 
 pytest.importorskip("torch")
@@ -188,13 +188,13 @@ def test_output_with_prompt_lookup_is_that_of_the_target_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_copied = []
-    next_num_copied_tokens = RequestState.next_num_copied_tokens
+    next_num_copied_tokens = DraftChoice.next_num_copied_tokens
 
     def recorded(*arguments: Any, **options: Any) -> int:
         num_copied.append(next_num_copied_tokens(*arguments, **options))
         return num_copied[-1]
 
-    monkeypatch.setattr(RequestState, "next_num_copied_tokens", recorded)
+    monkeypatch.setattr(DraftChoice, "next_num_copied_tokens", recorded)
     chooses = load(engines, setting, tokenizer, chooses_drafts=True)
     for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
         output = answers(chooses, tokenizer, sampling, num_draft_tokens=None, at_once=1)

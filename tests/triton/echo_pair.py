@@ -73,7 +73,7 @@ class EchoPair:
             raise ZeroDivisionError("as asked")
         if _is_due(state, prompt, "fail"):
             return state.finish("error", "a target row is NaN")
-        num_draft_tokens = min(state.next_num_draft_tokens(), 1)
+        num_draft_tokens = min(state.drafts.next_num_draft_tokens(), 1)
         ids = state.request.prompt_token_ids
         first = state.num_output_tokens
         tokens = [ids[(first + i) % len(ids)] for i in range(num_draft_tokens + 1)]

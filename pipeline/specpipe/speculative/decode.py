@@ -36,7 +36,7 @@ def decode(
     error when the output gets to it.
     """
     while not state.is_finished:
-        limit = state.next_num_draft_tokens() if draft is not None else 0
+        limit = state.drafts.next_num_draft_tokens() if draft is not None else 0
         draft_token_ids, draft_scores = _draft(state, draft, limit)
         rows = target.logits([*state.token_ids, *draft_token_ids], len(draft_token_ids) + 1)
         num_usable = next((i for i, row in enumerate(rows) if not _is_usable(row)), len(rows))
@@ -47,7 +47,7 @@ def decode(
         rows, draft_token_ids = rows[:num_usable], draft_token_ids[: num_usable - 1]
         draft_scores = draft_scores[: len(draft_token_ids)]
         if not draft_token_ids and (limit or draft is None):
-            state.skip_draft("off_by_config" if draft is None else "draft_failed")
+            state.drafts.skip("off_by_config" if draft is None else "draft_failed")
         scores = np.stack([_warp(state, row, draft_token_ids[:i]) for i, row in enumerate(rows)])
         verified = _verify(
             state.request, len(state.token_ids), draft_token_ids, draft_scores, scores

@@ -197,6 +197,11 @@ class RequestLimits:
                     f"token id {show(token_id)} is outside the vocabulary of {self.vocab_size}"
                 )
 
+    def num_tokens_left(self, request: Request, num_tokens: int) -> int:
+        """The tokens that a request whose prompt and output have num_tokens may still emit."""
+        num_output_tokens = num_tokens - len(request.prompt_token_ids)
+        return min(request.max_tokens - num_output_tokens, self.max_seq_len - num_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:

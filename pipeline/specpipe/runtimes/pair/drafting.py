@@ -75,7 +75,8 @@ class Drafting:
         """
         batch = []
         for running, num_target_cached in prefill:
-            if not running.state.is_speculative or (sequence := self.sequence(running)) is None:
+            drafts = running.state.drafts
+            if not drafts.is_speculative or (sequence := self.sequence(running)) is None:
                 continue
             token_ids = running.state.token_ids
             end = num_target_cached + self._options.max_num_tokens
@@ -124,8 +125,8 @@ class Drafting:
             return None
         state = running.state
         copying = replace(costs, draft_step=0.0)
-        num_copied = state.next_num_copied_tokens(copying, costs, most=most)
-        return Drafted(state, state.copy(num_copied), is_copied=True) if num_copied else None
+        num_copied = state.drafts.next_num_copied_tokens(copying, costs, most=most)
+        return Drafted(state, state.drafts.copy(num_copied), is_copied=True) if num_copied else None
 
     def _propose(
         self,
@@ -141,18 +142,18 @@ class Drafting:
             state = running.state
             if running.is_draft_suspect:
                 running.is_draft_suspect = False
-                state.skip_draft("draft_failed", most=most)
+                state.drafts.skip("draft_failed", most=most)
                 continue
-            num_draft_tokens = state.next_num_draft_tokens(costs, most=most)
+            num_draft_tokens = state.drafts.next_num_draft_tokens(costs, most=most)
             if num_draft_tokens == 0:
                 continue
             sequence = self.sequence(running)
             if sequence is None:
-                state.skip_draft("no_room")
+                state.drafts.skip("no_room")
                 continue
             unread = state.token_ids[self.num_cached(running) :]
             if len(unread) > self._options.max_num_tokens:
-                state.skip_draft("not_ready")
+                state.drafts.skip("not_ready")
                 late.append((sequence, unread[: self._options.max_num_tokens]))
             else:
                 proposals.append(_Proposal(sequence, draft, num_draft_tokens, unread))
@@ -170,7 +171,7 @@ class Drafting:
             for proposal, is_drafted in zip(proposals, has_token, strict=True):
                 token_ids = proposal.drafted.token_ids
                 if not token_ids:
-                    proposal.drafted.state.skip_draft("draft_failed")
+                    proposal.drafted.state.drafts.skip("draft_failed")
                 if is_drafted and len(token_ids) < proposal.num_draft_tokens:
                     proposal.unread = [token_ids[-1]]
                     still_drafting.append(proposal)
@@ -191,7 +192,7 @@ def _worthwhile(
     def rate(cap: int) -> float:
         lengths = [_capped(p, cap) for p in proposals]
         expected = sum(
-            p.drafted.state.expected_tokens(length)
+            p.drafted.state.drafts.expected_tokens(length)
             for p, length in zip(proposals, lengths, strict=True)
         )
         return (num_plain + expected) / costs.step_seconds([*lengths, *[0] * num_plain])
@@ -205,10 +206,10 @@ def _worthwhile(
         if proposal.num_draft_tokens:
             worthwhile.append(proposal)
         else:
-            proposal.drafted.state.skip_draft("does_not_pay")
+            proposal.drafted.state.drafts.skip("does_not_pay")
     return worthwhile
 
 
 def _capped(proposal: _Proposal, cap: int) -> int:
-    names_draft_length = proposal.drafted.state.names_draft_length
+    names_draft_length = proposal.drafted.state.drafts.names_draft_length
     return proposal.num_draft_tokens if names_draft_length else min(proposal.num_draft_tokens, cap)

@@ -163,12 +163,12 @@ class EnginePair(QueuedPair[RunningSequences]):
         """Returns the draft tokens of those that decode in this step, in their order."""
         streams = self._stream is not None and self.costs is not None
         alone = self._alone() if streams else None
-        if alone is None or alone.state.names_draft_length:
+        if alone is None or alone.state.drafts.names_draft_length:
             return self._drafting.draft(decoding)
         # This step is that of a prompt: its token need not wait for the draft, which reads the
         # prompt while the device is busy with the rounds that come next.
         most = most_draft_tokens(self._options.schedule, len(decoding))
-        alone.state.skip_draft("not_ready", most=most)
+        alone.state.drafts.skip("not_ready", most=most)
         return [Drafted(r.state) for r in decoding]
 
     def _stream_step(self, stream: SingleStream, running: RunningSequences) -> None:
@@ -200,7 +200,7 @@ class EnginePair(QueuedPair[RunningSequences]):
                 self._end(running, "error", UNUSABLE_LOGITS)
             return
         if taken.num_drafted and not result.num_draft_tokens:
-            state.skip_draft("draft_failed")
+            state.drafts.skip("draft_failed")
         self._target.skip(running.target_sequence, len(result.token_ids))
         if taken.num_draft_cached is not None and running.draft_sequence is not None:
             num_new = taken.num_draft_cached - self._drafting.num_cached(running)
@@ -249,7 +249,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             self._cut_back(running, num_before - 1, num_draft_cached)
             return
         if drafted.token_ids and not result.num_draft_tokens:
-            state.skip_draft("draft_failed")
+            state.drafts.skip("draft_failed")
         chunk = state.accept(
             result.token_ids,
             result.log_probs,

@@ -105,7 +105,7 @@ class SingleStream:
 
     def may_draft(self, state: RequestState) -> bool:
         """Returns whether a request, or else the load that it is alone, lets the draft draft."""
-        return state.is_speculative and (state.names_draft_length or self._most != 0)
+        return state.drafts.is_speculative and (state.drafts.names_draft_length or self._most != 0)
 
     def begin(
         self,
@@ -130,7 +130,7 @@ class SingleStream:
             sampling=state.request.sampling,
         )
         if reads_meanwhile and not self._is_fixed(state):
-            state.skip_draft("not_ready")
+            state.drafts.skip("not_ready")
             while len(self._under_way) < MOST_UNDER_WAY and not self._is_sure_to_end(state):
                 self._launch(state, _Launched(0))
 
@@ -164,7 +164,7 @@ class SingleStream:
 
     def _is_fixed(self, state: RequestState) -> bool:
         """Returns whether the draft length of a request is not ours to choose."""
-        return self._costs is None or state.names_draft_length
+        return self._costs is None or state.drafts.names_draft_length
 
     def _depends(self, state: RequestState) -> bool:
         """Returns whether a fixed draft length may be less when the rounds under way are taken.
@@ -175,7 +175,8 @@ class SingleStream:
         if not self._is_fixed(state) or not self._has_draft:
             return False
         ahead = self._most_tokens_under_way()
-        lengths = {state.next_num_draft_tokens(most=self._most, num_ahead=n) for n in (0, ahead)}
+        choose = state.drafts.next_num_draft_tokens
+        lengths = {choose(most=self._most, num_ahead=n) for n in (0, ahead)}
         return len(lengths) > 1
 
     def _most_tokens_under_way(self) -> int:
@@ -183,19 +184,20 @@ class SingleStream:
 
     def _next(self, state: RequestState) -> _Launched:
         """Returns the round to launch."""
+        drafts = state.drafts
         if self._copy_costs is not None:
             drafting = self._costs if self._has_draft else None
-            num_copied = state.next_num_copied_tokens(self._copy_costs, drafting, most=self._most)
+            num_copied = drafts.next_num_copied_tokens(self._copy_costs, drafting, most=self._most)
             if num_copied:
                 return _Launched(num_copied, is_copied=True)
         if not self._has_draft:
-            state.skip_draft("no_room", most=self._most)
+            drafts.skip("no_room", most=self._most)
             return _Launched(0)
         # A trial is one round: the next drafts only once its result is known.
         is_drafting = any(r.num_draft_tokens and not r.is_copied for r in self._under_way)
-        if is_drafting and state.is_draft_on_trial:
+        if is_drafting and drafts.is_on_trial:
             return _Launched(0)
-        return _Launched(state.next_num_draft_tokens(self._costs, most=self._most))
+        return _Launched(drafts.next_num_draft_tokens(self._costs, most=self._most))
 
     def _launch(self, state: RequestState, launched: _Launched) -> None:
         num_ahead = self._most_tokens_under_way() + launched.num_draft_tokens + 1

@@ -184,18 +184,18 @@ class BlsPair(QueuedPair[_Running]):
         if num_banned_end is not None:
             num_draft_tokens = min(num_draft_tokens, num_banned_end - 1)
             if not num_draft_tokens:
-                state.skip_draft("too_short")
+                state.drafts.skip("too_short")
         if num_draft_tokens:
             drafted = self._ask_draft(running, num_draft_tokens)
             if drafted.token_ids:
                 self._verify(running, drafted)
             else:
-                state.skip_draft("nothing_proposed")
+                state.drafts.skip("nothing_proposed")
                 self._continue(running, 1)
             return
         num_tokens = state.request.max_tokens - state.num_output_tokens
         follows_load = bool(self._options.schedule) and not _has_one_length(state.request)
-        if state.is_speculative and (follows_load or not running.draft_length_is_fixed):
+        if state.drafts.is_speculative and (follows_load or not running.draft_length_is_fixed):
             num_tokens = min(num_tokens, _NUM_PLAIN_TOKENS)
         num_tokens = min(num_tokens, self._limits.max_seq_len - len(state.token_ids))
         self._continue(running, min(num_tokens, num_banned_end or num_tokens))
@@ -205,12 +205,12 @@ class BlsPair(QueuedPair[_Running]):
         if not _has_one_length(running.state.request):
             most = most_draft_tokens(self._options.schedule, len(self._running))
         if self._times is None or running.draft_length_is_fixed:
-            return running.state.next_num_draft_tokens(most=most)
+            return running.state.drafts.next_num_draft_tokens(most=most)
         num_left = running.state.request.max_tokens - running.state.num_output_tokens
         if self._times.lacks_plain_step and num_left >= MIN_TIMED_TOKENS:
-            running.state.skip_draft("not_ready", most=most)
+            running.state.drafts.skip("not_ready", most=most)
             return 0
-        return running.state.next_num_draft_tokens(self._times.costs(), most=most)
+        return running.state.drafts.next_num_draft_tokens(self._times.costs(), most=most)
 
     def _ask_draft(self, running: _Running, num_draft_tokens: int) -> DraftTokens:
         call = running.calls.draft(running.state.token_ids, num_draft_tokens)

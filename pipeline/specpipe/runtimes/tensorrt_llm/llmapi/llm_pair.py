@@ -283,8 +283,8 @@ class LlmPair(QueuedPair[_Running]):
             is_plain = not running.has_prefilled and len(ids) == 1
             running.has_prefilled = True
             if is_plain:
-                state.skip_draft("too_short")
-            num_drafted = 0 if is_plain else max(state.next_num_draft_tokens(), len(ids) - 1)
+                state.drafts.skip("too_short")
+            num_drafted = 0 if is_plain else max(state.drafts.next_num_draft_tokens(), len(ids) - 1)
             chunk = state.accept(ids, probs, num_draft_tokens=num_drafted)
             self._emit(running, _with_counts(chunk, part))
             if state.is_finished:

@@ -1,0 +1,159 @@
+"""What one request drafts in its next step: how many tokens, drafted or copied, or why none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specpipe.speculative.adaptive import DraftLength, StepCosts, promise
+from specpipe.speculative.draft_status import PASSING, DraftStatus
+from specpipe.speculative.lookup import PromptLookup
+from specpipe.speculative.request import Request, RequestLimits
+
+
+class DraftChoice:
+    """A loop asks before each step; `RequestState.accept` tells what came of it."""
+
+    def __init__(
+        self,
+        request: Request,
+        limits: RequestLimits,
+        token_ids: Sequence[int],
+        *,
+        draft_length: DraftLength | None = None,
+        has_lookup: bool = False,
+    ) -> None:
+        """token_ids are prompt and output of the request, which grow while it runs.
+
+        draft_length adapts the draft length to acceptance and costs; None keeps it fixed.
+        has_lookup  whether draft tokens may be copied from the text, where it does not matter to
+                    what is emitted how they were found
+        """
+        self._request, self._limits, self._token_ids = request, limits, token_ids
+        self._draft_length = draft_length
+        wanted = request.num_draft_tokens
+        self._max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
+        sampling = request.sampling
+        self._lookup: PromptLookup | None = None
+        if has_lookup and self.is_speculative and (sampling.is_greedy or sampling.is_seeded):
+            self._lookup = PromptLookup(request.prompt_token_ids)
+        self.status: DraftStatus = "not_started"
+        if not self.is_speculative:
+            is_configured = limits.max_num_draft_tokens > 0
+            self.status = "off_by_request" if is_configured else "off_by_config"
+
+    @property
+    def is_speculative(self) -> bool:
+        """False for a request that will never draft."""
+        return self._max_num_draft_tokens > 0
+
+    @property
+    def names_draft_length(self) -> bool:
+        """True for a request that is drafted as it says, neither less by acceptance nor by load."""
+        return self._request.num_draft_tokens is not None
+
+    @property
+    def is_on_trial(self) -> bool:
+        """True when the last draft length was chosen to see whether drafting pays again."""
+        return self._draft_length is not None and self._draft_length.is_trial
+
+    def next_num_draft_tokens(
+        self, costs: StepCosts | None = None, *, most: int | None = None, num_ahead: int = 0
+    ) -> int:
+        """How many tokens to draft in the next step; 0 makes it a plain one-token step.
+
+        Never more than could be emitted beside the target's own token, nor than the draft's context
+        holds. Costs, and `most`, what the load allows, are for requests that name no draft length.
+        num_ahead says how many tokens there may be by then that were not yet accepted here.
+        """
+        limit = self._draft_limit(most, num_ahead)
+        if limit < 1:
+            self._note(self._why_none(most, num_ahead))
+            return 0
+        if self.names_draft_length or self._draft_length is None or costs is None:
+            return limit
+        chosen = self._draft_length.choose(limit, costs)
+        if not chosen:
+            self._note("does_not_pay")
+        return chosen
+
+    def skip(self, reason: DraftStatus, *, most: int | None = None) -> None:
+        """Tells the request why a step drafts nothing, unless it has a reason of its own."""
+        self._note(self._why_none(most) or reason)
+
+    def next_num_copied_tokens(
+        self, copying: StepCosts, drafting: StepCosts | None, *, most: int | None = None
+    ) -> int:
+        """How many draft tokens to copy from the text in the next step; 0: it is not to copy any.
+
+        So it is where drafting promises more, and where the request cannot copy. drafting is None
+        while there is no draft. Neither its context nor `most` limits what is copied: both are of
+        the draft. A named draft length is copied in full, or drafted.
+        """
+        if self._lookup is None or self._draft_length is None:
+            return 0
+        self._lookup.extend(self._token_ids[self._lookup.length :])
+        limit, draft_limit = self._token_limit(), self._draft_limit(most)
+        if self.names_draft_length:
+            drafted = copied = 0.0
+            if drafting is not None and draft_limit > 0:
+                a = self._draft_length.acceptance_probability
+                drafted = promise(a, draft_limit, drafting)
+            if limit > 0:
+                copied = promise(self._lookup.acceptance_probability, limit, copying)
+            return limit if copied > drafted else 0
+        promised = 1.0
+        if drafting is not None:
+            promised = self._draft_length.promise(draft_limit, drafting)
+        return self._lookup.choose(limit, copying, instead_of=promised)
+
+    def copy(self, num_tokens: int) -> list[int]:
+        """Returns as many draft tokens as `next_num_copied_tokens` said, copied from the text."""
+        assert self._lookup is not None
+        return self._lookup.copy(num_tokens)
+
+    def expected_tokens(self, num_draft_tokens: int) -> float:
+        """What a step with that many draft tokens should emit; only for an adaptive request."""
+        assert self._draft_length is not None
+        return self._draft_length.expected_tokens(num_draft_tokens)
+
+    def observe(self, num_draft_tokens: int, num_accepted_tokens: int, *, is_copied: bool) -> None:
+        """Takes in what a step accepted of its draft tokens."""
+        if num_draft_tokens:
+            is_trial = self.is_on_trial and not is_copied
+            self._note("does_not_pay" if is_trial else "drafted")
+        if self._draft_length is None:
+            return
+        if is_copied:
+            self._draft_length.observe_others(num_accepted_tokens + 1)
+        else:
+            self._draft_length.observe(
+                num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens
+            )
+
+    def _token_limit(self, num_ahead: int = 0) -> int:
+        """The most draft tokens that the request has a use for; less than 1: none."""
+        num_left = self._limits.num_tokens_left(self._request, len(self._token_ids))
+        return min(self._max_num_draft_tokens, num_left - num_ahead - 1)
+
+    def _draft_limit(self, most: int | None, num_ahead: int = 0) -> int:
+        """The same, of those that the draft has room for and the load allows."""
+        limit = min(self._token_limit(num_ahead), self._draft_room(num_ahead))
+        return limit if most is None or self.names_draft_length else min(limit, most)
+
+    def _draft_room(self, num_ahead: int = 0) -> int:
+        """The most draft tokens that the draft's context has room for."""
+        return self._limits.draft_max_seq_len - len(self._token_ids) - num_ahead + 1
+
+    def _why_none(self, most: int | None, num_ahead: int = 0) -> DraftStatus | None:
+        """What leaves no draft token to `_draft_limit`; None where there is one."""
+        if self._token_limit(num_ahead) < 1:
+            return "too_short"
+        if self._draft_room(num_ahead) < 1:
+            return "no_room"
+        return None if self._draft_limit(most, num_ahead) > 0 else "off_by_schedule"
+
+    def _note(self, status: DraftStatus | None) -> None:
+        """Keeps what the last step says of drafting, unless it is of that step alone."""
+        is_passing = status in PASSING and self.status != "not_started"
+        if status is not None and self.is_speculative and not is_passing:
+            self.status = status
