@@ -141,7 +141,9 @@ def test_what_clients_need_is_open(echo_server: Server, grpc_client: Any) -> Non
 
 def test_private_regions_cannot_be_registered(echo_server: Server, grpc_client: Any) -> None:
     """Not even by who knows their names, which an error of Triton 2.51 may tell."""
-    regions = [path.name for path in Path("/dev/shm").glob(f"{echo_server._shared_memory_prefix}*")]
+    regions = [
+        path.name for path in Path("/dev/shm").glob(f"{echo_server.triton.shared_memory_prefix}*")
+    ]
     assert regions
     for name in regions:
         path = "/v2/systemsharedmemory/region/x/register"

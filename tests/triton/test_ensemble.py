@@ -300,12 +300,12 @@ def test_a_wrong_type_from_who_knows_the_secret_leaves_other_streams_alone(
 
 
 def test_the_secret_is_in_no_command_line_log_file_or_message(echo_server: Server) -> None:
-    process = echo_server._process
+    process = echo_server.triton._process
     assert process is not None
     pids = session_pids(process.pid)
     assert len(pids) > 3
     assert not any(echo_server.secret in argument for pid in pids for argument in arguments(pid))
-    assert not any(echo_server.secret in line for line in echo_server.last_log_lines)
+    assert not any(echo_server.secret in line for line in echo_server.triton.last_log_lines)
     files = [path for path in echo_server._repository.rglob("*") if path.is_file()]
     assert not any(echo_server.secret.encode() in path.read_bytes() for path in files)
     _, text = post(echo_server, {"text_input": PROMPT, "max_tokens": 3}, model="preprocessing")

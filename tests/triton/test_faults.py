@@ -127,7 +127,7 @@ def url(request: pytest.FixtureRequest, server: Server) -> str:
 
 def assert_clean_end(server: Server) -> None:
     """Triton found no request in flight when it was told to stop, and ended by itself."""
-    log = server.last_log_lines
+    log = server.triton.last_log_lines
     in_flight = [line for line in log if "that have in-flight inferences" in line]
     assert len(in_flight) == 1 and "Found 0 model versions" in in_flight[0], log[-20:]
     assert any("Found 0 live models" in line for line in log), log[-20:]
@@ -135,7 +135,9 @@ def assert_clean_end(server: Server) -> None:
 
 def waited_s(server: Server) -> int:
     """How long Triton said that it waits for something to end, by a line a second."""
-    return sum(bool(re.search(r"Timeout \d+: Found", line)) for line in server.last_log_lines)
+    return sum(
+        bool(re.search(r"Timeout \d+: Found", line)) for line in server.triton.last_log_lines
+    )
 
 
 def stream(url: str, prompt: str = PROMPT, **settings: Any) -> list[Completion]:
@@ -480,8 +482,8 @@ def test_a_triton_that_is_killed_ends_generate_at_once_with_its_text(
     asking = [start_generate(url) for url in server.urls]
     with ThreadPoolExecutor() as pool:
         begun = [process.stdout.read(1) for process in asking if process.stdout is not None]
-        assert server._process is not None
-        os.kill(server._process.pid, signal.SIGKILL)
+        assert server.triton._process is not None
+        os.kill(server.triton._process.pid, signal.SIGKILL)
         rests = list(pool.map(lambda process: process.communicate(timeout=30), asking))
     for url, process, first, (rest, errors) in zip(server.urls, asking, begun, rests, strict=True):
         assert process.returncode == 1
@@ -541,7 +543,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(echo_repository: Callable[..
 
     with launcher.running(echo_repository(), log=fail) as server:
         assert stream(server.http_url, "a b", max_tokens=2)[-1].finish_reason == "length"
-        assert server.last_log_lines
+        assert server.triton.last_log_lines
 
 
 def start_generate(url: str) -> subprocess.Popen[str]:

@@ -283,7 +283,7 @@ def test_ranks_start_in_the_repository_and_end_together(
             "--load-model=draft",
             "--load-model=target",
         ]
-        assert server._triton_pid() == ranks[0]["pid"]
+        assert server.triton.triton_pid() == ranks[0]["pid"]
     finally:
         server.stop()
     # A SIGTERM to mpirun would have killed rank 0 before it had drained.
@@ -311,11 +311,11 @@ def test_the_real_triton_under_mpirun(mpirun: Path, echo_repository: Callable[..
     ports = ServeOptions(http_port=0, grpc_port=0, metrics_port=0)
     server = Server(echo_repository(), ports, launch=launch, binary=find_tritonserver())
     server.start()
-    pid = server._triton_pid()
+    pid = server.triton.triton_pid()
     session = os.getsid(pid)
     try:
         assert processes.arguments(pid)[0].endswith("tritonserver")
-        assert not server._has_lost_model()
+        assert not server.triton.has_lost_model()
         assert server.needed_processes().cpu_s().keys() == {
             "mpirun",
             "tritonserver",

@@ -196,7 +196,7 @@ def check(case: Case, answer: list[Completion] | str, expected: str | None) -> N
 
 def memory_of_models(server: Server) -> dict[str, int]:
     """Anonymous memory of each model's process."""
-    process = server._process
+    process = server.triton._process
     assert process is not None
     found = {}
     for children in Path(f"/proc/{process.pid}/task").glob("*/children"):

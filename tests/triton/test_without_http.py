@@ -32,7 +32,7 @@ def server(echo_repository: Callable[..., Path]) -> Iterator[Server]:
 
 def test_it_answers_and_lets_streams_finish_at_the_end(server: Server) -> None:
     assert server.urls == (server.grpc_url,)
-    assert not any("HTTPService" in line for line in server.last_log_lines)
+    assert not any("HTTPService" in line for line in server.triton.last_log_lines)
     server.probe()
     begun = threading.Semaphore(0)
 
@@ -54,7 +54,7 @@ def test_it_answers_and_lets_streams_finish_at_the_end(server: Server) -> None:
         server.stop()
         assert [answer.result() for answer in answers] == [alone] * 4
     assert alone[-1] == "length"
-    log = server.last_log_lines
+    log = server.triton.last_log_lines
     assert any("Found 0 model versions that have in-flight inferences" in line for line in log)
 
 

@@ -136,6 +136,6 @@ class _Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
-            self._server.signal_all(signal.SIGKILL)
+            self._server.triton.signal_all(signal.SIGKILL)
         self.number = number
         self._event.set()

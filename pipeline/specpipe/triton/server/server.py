@@ -11,14 +11,10 @@ import http.client
 import os
 import re
 import secrets
-import signal
-import subprocess
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.machine.callables import Log
@@ -30,26 +26,22 @@ from specpipe.triton import metrics
 from specpipe.triton.client import Client
 from specpipe.triton.client.grpc_transport import open_grpc
 from specpipe.triton.secret import VARIABLE, secret_of_start
-from specpipe.triton.server import installation, processes, start_failure
+from specpipe.triton.server import installation, start_failure
 from specpipe.triton.server.addresses import check_ports, client_host, settle
 from specpipe.triton.server.command import (
-    MPI_RUN,
     server_command,
     server_environment,
-    shared_memory_argument,
 )
 from specpipe.triton.server.health import NeededProcesses
 from specpipe.triton.server.installation import TritonBinary, find_tritonserver
 from specpipe.triton.server.options import ServeOptions
 from specpipe.triton.server.start_failure import StartWatch
+from specpipe.triton.server.triton_process import EXIT_TIME_S, TritonProcess
 from specpipe.triton.server.workspace import Workspace
 
-_SHARED_MEMORY = Path("/dev/shm")
 _PROBE_PROMPT = "Hello"
-_MAX_LOG_LINES = 200
 _ADMIN_KEY = "SPECPIPE_ADMIN_KEY"
 _ANSWER_TIME_S = 2.0  # what a server that answers takes at most to say so
-_EXIT_TIME_S = 10.0  # what Triton may take to unload its models
 _DRAIN_INTERVAL_S = 0.5
 _MAX_NUM_STUCK = 6  # looks without a step; the loop reports its steps once a second
 
@@ -73,12 +65,9 @@ class Server:
         self._repository = repository.resolve()
         self._launch = Launch() if launch is None else launch
         self._binary = find_tritonserver() if binary is None else binary
-        self._log = log
-        self._last_lines: deque[str] = deque(maxlen=_MAX_LOG_LINES)
-        self._process: subprocess.Popen[str] | None = None
-        self._log_reader: threading.Thread | None = None
+        self.triton = TritonProcess(log, uses_mpi=self._launch.uses_mpi)
+        """What runs, with the processes of its models."""
         self._workspace: Workspace | None = None
-        self._shared_memory_prefix = f"specpipe_{os.getpid()}_{id(self):x}_"
         self._admin_key = _admin_key(os.environ)
         self._num_steps: float | None = None
         self.secret = secret_of_start(os.environ)
@@ -106,49 +95,24 @@ class Server:
     def _client_host(self) -> str:
         return client_host(self.options.host)
 
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def last_log_lines(self) -> list[str]:
-        """What Triton and the models wrote last."""
-        return list(self._last_lines)
-
     def start(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
         """Starts Triton and waits until it answers; raises ServerError with the reason."""
         check_ports(self.options)
-        self._last_lines.clear()
         self._num_steps = None
         with deferred():
             workspace = self._workspace = Workspace(self._binary, self._repository)
         environment = server_environment(self._binary, self._launch, os.environ, workspace)
         installation.check(self._binary, environment)
-        with deferred():
-            self._process = subprocess.Popen(
-                self._command(workspace),
-                cwd=self._repository,
-                env={**environment, VARIABLE: self.secret},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # a session of its own, for `kill`
-            )
-            assert self._process.stdout is not None
-            self._log_reader = threading.Thread(
-                target=self._read_log, args=(self._process.stdout,), name="triton-log", daemon=True
-            )
-            self._log_reader.start()
+        environment = {**environment, VARIABLE: self.secret}
+        self.triton.start(self._command(workspace), self._repository, environment)
         deadline = time.monotonic() + self.options.startup_timeout_s
-        watch = StartWatch(self._process.pid, uses_mpi=self._launch.uses_mpi)
+        watch = StartWatch(self.triton.pid, uses_mpi=self._launch.uses_mpi)
         while not is_interrupted() and not self._is_live():
-            if not self.is_running:
+            if not self.triton.is_running:
                 self._give_up("Triton did not start")
             if (fault := watch.fault()) is not None:
                 self._give_up(f"Triton did not start: {fault}")
-            if any(map(start_failure.has_failed, self.last_log_lines)):
+            if any(map(start_failure.has_failed, self.triton.last_log_lines)):
                 # It would load the other models first, however long that takes, and then end.
                 self._give_up("Triton did not start")
             if time.monotonic() > deadline:
@@ -164,7 +128,7 @@ class Server:
 
     def _give_up(self, what: str) -> NoReturn:
         self.kill()
-        raise ServerError(f"{what}: {start_failure.words(self.last_log_lines)}")
+        raise ServerError(f"{what}: {start_failure.words(self.triton.last_log_lines)}")
 
     def probe(self) -> None:
         """Sends one request for one token through everything; raises when no answer comes."""
@@ -178,8 +142,7 @@ class Server:
 
     def needed_processes(self) -> NeededProcesses:
         """Those that run now and have to go on (health.py)."""
-        assert self._process is not None
-        return NeededProcesses(self._process.pid, uses_mpi=self._launch.uses_mpi)
+        return self.triton.needed_processes()
 
     def makes_progress(self) -> bool:
         """True when the loop ran steps since the last call: busy, however long a probe waits."""
@@ -189,12 +152,12 @@ class Server:
     def stop(self) -> None:
         """Lets running requests finish, up to the drain limit, then ends the process group."""
         try:
-            if self.is_running:
+            if self.triton.is_running:
                 with self._kept_at_work():
                     is_done = self._drain()
-                if is_done and not self._has_lost_model():
+                if is_done and not self.triton.has_lost_model():
                     # Not for longer: idle connections of clients would keep Triton for its limit.
-                    self._wait(_EXIT_TIME_S)
+                    self.triton.wait(EXIT_TIME_S)
         finally:
             self.kill()
 
@@ -209,16 +172,16 @@ class Server:
         """
         if not self.options.allow_http:
             yield
-            self._terminate()
+            self.triton.terminate()
             return
         connection = http.client.HTTPConnection(
-            self._client_host, self.options.http_port, timeout=_EXIT_TIME_S
+            self._client_host, self.options.http_port, timeout=EXIT_TIME_S
         )
         with contextlib.closing(connection):
             with contextlib.suppress(OSError, http.client.HTTPException):
                 connection.request("GET", "/v2/health/live")
                 connection.getresponse().read()
-            self._terminate()
+            self.triton.terminate()
             yield
 
     def _drain(self) -> bool:
@@ -230,80 +193,25 @@ class Server:
         last_num: float | None = -1.0
         num_stuck = 0
         self.makes_progress()
-        while self.is_running and time.monotonic() < deadline:
+        while self.triton.is_running and time.monotonic() < deadline:
             num_in_flight = self._read_metric(metrics.IN_FLIGHT)
             if num_in_flight == last_num == 0:
                 return True
             is_stuck = num_in_flight == last_num and not self.makes_progress()
-            num_stuck = num_stuck + 1 if is_stuck and self._has_lost_model() else 0
+            num_stuck = num_stuck + 1 if is_stuck and self.triton.has_lost_model() else 0
             if num_stuck == _MAX_NUM_STUCK:
                 return False
             last_num = num_in_flight
-            self._wait(_DRAIN_INTERVAL_S)
-        return not self.is_running
-
-    def _wait(self, seconds: float) -> None:
-        """Waits for the end of Triton, at most some seconds."""
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-
-    def _has_lost_model(self) -> bool:
-        """True when Triton is stopped, or a child of it is or died: a model's process.
-
-        Triton reaps those that it unloads itself, which it does once no request is in flight.
-        """
-        assert self._process is not None
-        triton = self._triton_pid()
-        return any(
-            process.state in processes.DEAD | processes.STOPPED
-            for process in processes.of_session(self._process.pid)
-            if triton in (process.pid, process.parent)
-        )
-
-    def _triton_pid(self) -> int:
-        """The process of the Triton that answers: with MPI, the first rank's."""
-        assert self._process is not None
-        if self._launch.uses_mpi:
-            mark = shared_memory_argument(self._shared_memory_prefix, 0)
-            for pid in processes.session_pids(self._process.pid):
-                arguments = processes.arguments(pid)
-                if mark in arguments and MPI_RUN[1] not in arguments:
-                    return pid
-        return self._process.pid
-
-    def _terminate(self) -> None:
-        """Asks Triton to end. Not mpirun, which would kill all ranks a moment later.
-
-        Open MPI 5.0 sends SIGKILL half a second after it passed SIGTERM on. Other ranks end when
-        the first one does.
-        """
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._triton_pid(), signal.SIGTERM)
+            self.triton.wait(_DRAIN_INTERVAL_S)
+        return not self.triton.is_running
 
     @deferred()
     def kill(self) -> None:
         """Ends all processes at once and removes what they leave behind."""
-        if self._process is not None:
-            processes.kill_session(self._process.pid)
-            # One that hangs in the kernel does not even die; the next start finds its ports taken.
-            self._wait(_EXIT_TIME_S)
-            assert self._log_reader is not None
-            self._log_reader.join(timeout=5)
-            self._process = None
-        for left in _SHARED_MEMORY.glob(f"{self._shared_memory_prefix}*"):
-            left.unlink(missing_ok=True)
+        self.triton.kill()
         if self._workspace is not None:
             self._workspace.close()
             self._workspace = None
-
-    def signal_all(self, number: signal.Signals) -> None:
-        """Sends a signal to Triton and the processes of its models.
-
-        mpirun gives each rank a process group of its own, but leaves all in one session.
-        """
-        if self._process is not None:
-            processes.signal_session(self._process.pid, number)
 
     def _command(self, workspace: Workspace) -> list[str]:
         return server_command(
@@ -311,19 +219,10 @@ class Server:
             workspace.repository,
             self.options,
             self._launch,
-            shared_memory_prefix=self._shared_memory_prefix,
+            shared_memory_prefix=self.triton.shared_memory_prefix,
             backends=workspace.backends,
             admin_key=self._admin_key,
         )
-
-    def _read_log(self, lines: IO[str]) -> None:
-        with lines:
-            for line in lines:
-                self._last_lines.append(line.rstrip("\n"))
-                # A log that cannot be written, such as a closed terminal, must not end this thread:
-                # with nobody at the other end of its pipe each line fails Triton and the models.
-                with contextlib.suppress(OSError, ValueError):
-                    self._log(line.rstrip("\n"))
 
     def _is_live(self) -> bool:
         if not self.options.allow_http:
