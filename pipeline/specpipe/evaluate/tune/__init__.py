@@ -1,5 +1,6 @@
 """The draft length that pays, from measurements: acceptance × costs → a model → what was measured.
 
+workload.py    what every draft is asked, in tokens
 acceptance.py  how often each draft position is accepted, on the user's prompts
 costs.py       what a draft step, a verification and the rest of a step take, by load
 model.py       both put together: what a draft length should gain

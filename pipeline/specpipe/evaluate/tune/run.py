@@ -12,10 +12,9 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from specpipe.build import repositories
@@ -23,9 +22,8 @@ from specpipe.build.execution import Reporter
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, RuntimeUnavailable
 from specpipe.evaluate import results
-from specpipe.evaluate.endpoints.base import Endpoint, Question
+from specpipe.evaluate.endpoints.base import Endpoint
 from specpipe.evaluate.endpoints.in_process import InProcess
-from specpipe.evaluate.prompts import Prompt, PromptSet, as_messages, load_prompts
 from specpipe.evaluate.tune import costs, measure, model, schedule
 from specpipe.evaluate.tune.acceptance import AcceptanceEstimate, RoundCounts, run_requests
 from specpipe.evaluate.tune.candidates import CandidatePair, candidate, own_pair
@@ -33,18 +31,13 @@ from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Cell
 from specpipe.evaluate.tune.outcome import Tuned, TuneOptions, Tuning
 from specpipe.evaluate.tune.progress import TUNE_KIND, TuneProgress
+from specpipe.evaluate.tune.workload import Workload
 from specpipe.machine.callables import Log
 from specpipe.runtimes.pair.engine_pair import EnginePair
-from specpipe.runtimes.pair.pair import Pair
-from specpipe.runtimes.pair_file import read_pair
-from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
 from specpipe.runtimes.runtime import load_runtime
-from specpipe.speculative.request import Request, Sampling
-from specpipe.triton.repository.contents import load_tokenizer
 
 _WORK = ".tune"
 _LIBRARIES = ("torch", "numpy")
-_NO_TIME_LIMIT_S = 1e9
 
 
 def tune(
@@ -71,13 +64,6 @@ def tune(
     return tuning
 
 
-@dataclass(frozen=True)
-class _Case:
-    prompt: Prompt
-    token_ids: tuple[int, ...]
-    max_tokens: int
-
-
 class _Run:
     """What the steps of one tuning share."""
 
@@ -87,20 +73,12 @@ class _Run:
         self.max_draft_len = _max_draft_len(config, options)
         self._loads = _loads(config, options)
         repository = repositories.built_repository(config)
-        self._prompts = _prompts(options)
-        self._tokenizer = load_tokenizer(repository)
-        self._max_seq_len = read_pair(repository).options.max_seq_len
-        self._cases = [self._case(prompt) for prompt in self._prompts.prompts]
-        self._sampling = Sampling(temperature=options.temperature)
-        self._context = min(
-            int(median(len(case.token_ids) + case.max_tokens // 2 for case in self._cases)),
-            self._max_seq_len - self.max_draft_len - 1,
-        )
+        self._workload = Workload(repository, options, self.max_draft_len)
         self._header = results.header(
             TUNE_KIND,
             pair=config.name,
             settings=self._settings(),
-            prompts=self._prompts,
+            prompts=self._workload.prompts,
             libraries=_LIBRARIES,
         )
         self._progress = TuneProgress(config.artifacts.result("tune.unfinished"), self._header)
@@ -136,13 +114,14 @@ class _Run:
             path,
             {
                 **self._header,
-                "context": self._context,
+                "context": self._workload.context,
                 "drafts": [draft.to_json() for draft in ranked],
                 "forms": [asdict(form) for form in forms],
             },
         )
         self._progress.remove()
-        return Tuning(drafts=tuple(ranked), forms=tuple(forms), prompts=self._prompts, path=path)
+        prompts = self._workload.prompts
+        return Tuning(drafts=tuple(ranked), forms=tuple(forms), prompts=prompts, path=path)
 
     def _own_draft(self) -> str:
         """What others are to call the pair's draft: its folder, or the hub id."""
@@ -157,14 +136,17 @@ class _Run:
                 checkpoint=subject.checkpoint, is_own=subject.is_own, reason=subject.reason
             )
         if "costs" not in entry or "rounds" not in entry:
-            with closing(self._load(subject.repository)) as pair:
+            with closing(self._workload.load(subject.repository)) as pair:
                 if "costs" not in entry:
                     self._report(f"{subject.checkpoint}: timing steps")
                     entry["costs"] = [load.to_json() for load in self._time(pair)]
                     self._progress.save()
                 if "rounds" not in entry:
-                    self._report(f"{subject.checkpoint}: acceptance on {self._prompts.source}")
-                    entry["rounds"] = _rounds_to_json(self._run_prompts(pair))
+                    prompts = self._workload.prompts
+                    self._report(f"{subject.checkpoint}: acceptance on {prompts.source}")
+                    requests = self._workload.requests()
+                    rounds = run_requests(pair, requests, at_once=max(self._loads))
+                    entry["rounds"] = _rounds_to_json(rounds)
                     self._progress.save()
         rounds = _rounds_from_json(entry["rounds"])
         found = tuple(LoadCosts.from_json(load) for load in entry["costs"])
@@ -174,7 +156,10 @@ class _Run:
             is_own=subject.is_own,
             digest=entry["digest"],
             acceptance=acceptance,
-            kinds=self._kinds(rounds),
+            kinds={
+                kind: AcceptanceEstimate.of(of_kind, self.max_draft_len)
+                for kind, of_kind in self._workload.by_kind(rounds).items()
+            },
             costs=found,
             memory_bound=model.MemoryBound.fit(found),
             predictions=tuple(
@@ -183,36 +168,13 @@ class _Run:
         )
 
     def _time(self, pair: EnginePair) -> list[LoadCosts]:
-        longest = max((case.token_ids for case in self._cases), key=len)
         return costs.measure(
             pair,
-            longest,
+            self._workload.longest_prompt,
             batch_sizes=self._loads,
             max_draft_len=self.max_draft_len,
-            context=self._context,
+            context=self._workload.context,
         )
-
-    def _run_prompts(self, pair: Pair) -> dict[str, RoundCounts]:
-        requests = [
-            Request(
-                request_id=case.prompt.name,
-                prompt_token_ids=case.token_ids,
-                max_tokens=case.max_tokens,
-                sampling=dataclasses.replace(self._sampling, seed=number),
-                end_token_ids=self._tokenizer.end_token_ids,
-            )
-            for number, case in enumerate(self._cases)
-        ]
-        return run_requests(pair, requests, at_once=max(self._loads))
-
-    def _kinds(self, rounds: dict[str, RoundCounts]) -> dict[str, AcceptanceEstimate]:
-        by_kind: dict[str, list[RoundCounts]] = {}
-        for case in self._cases:
-            by_kind.setdefault(case.prompt.kind, []).append(rounds[case.prompt.name])
-        return {
-            kind: AcceptanceEstimate.of(found, self.max_draft_len)
-            for kind, found in by_kind.items()
-        }
 
     def _measure(self, subject: CandidatePair, draft: Tuned, entry: dict[str, Any]) -> Tuned:
         """Measures the best few predictions at each load, and picks what is best there."""
@@ -224,7 +186,8 @@ class _Run:
         rounds = self._open_rounds(cells, most)
         first = next(rounds, None)
         if first is not None:
-            with closing(InProcess(self._load(subject.repository), self._tokenizer)) as endpoint:
+            pair = self._workload.load(subject.repository)
+            with closing(InProcess(pair, self._workload.tokenizer)) as endpoint:
                 for load, number in chain([first], rounds):
                     lengths = wanted[load]
                     for length in lengths if number % 2 == 0 else reversed(lengths):
@@ -282,54 +245,11 @@ class _Run:
         self._report(f"{subject.checkpoint}: concurrency {load}, round {number + 1}, K = {length}")
         return measure.measure_cell(
             endpoint,
-            [
-                Question(
-                    token_ids=case.token_ids,
-                    max_tokens=case.max_tokens,
-                    num_draft_tokens=length,
-                    sampling=dataclasses.replace(self._sampling, seed=seed),
-                )
-                for seed, case in enumerate(self._cases)
-            ],
+            self._workload.questions(length),
             concurrency=load,
             num_draft_tokens=length,
             round_number=number,
         )
-
-    def _load(self, repository: Path) -> EnginePair:
-        """The pair with K as asked, drafted by the draft, and for as long as it takes."""
-        packaged = read_pair(repository)
-        folder = repository / SPECULATIVE / VERSION
-        pair = load_runtime(packaged.runtime).load_pair(
-            folder / "draft",
-            folder / "target",
-            dataclasses.replace(
-                packaged.options,
-                num_draft_tokens=self.max_draft_len,
-                adaptive=False,
-                schedule=(),
-                prompt_lookup=False,
-                request_timeout_s=_NO_TIME_LIMIT_S,
-            ),
-            self._tokenizer.detokenizer,
-        )
-        assert isinstance(pair, EnginePair)
-        return pair
-
-    def _case(self, prompt: Prompt) -> _Case:
-        if prompt.messages is not None:
-            token_ids = self._tokenizer.encode_messages([dict(m) for m in prompt.messages])
-        else:
-            assert prompt.text is not None
-            token_ids = self._tokenizer.encode(prompt.text)
-        room = self._max_seq_len - len(token_ids)
-        if room < 1:
-            raise ConfigError(
-                f"{self._prompts.source}: prompt {prompt.name} has {len(token_ids)} tokens; prompt "
-                f"and answer together may have {self._max_seq_len} (engine.max_seq_len)"
-            )
-        max_tokens = min(prompt.max_tokens or self._options.max_tokens, room)
-        return _Case(prompt, tuple(token_ids), max_tokens)
 
     def _settings(self) -> dict[str, Any]:
         options = self._options
@@ -352,11 +272,6 @@ def _check_runtime(config: PipelineConfig) -> None:
             "in: what a draft's acceptance is on your prompts, --set engine.runtime=torch with a "
             "build of its own tells; the costs of TensorRT-LLM it does not"
         )
-
-
-def _prompts(options: TuneOptions) -> PromptSet:
-    found = load_prompts(options.prompts, limit=options.limit)
-    return PromptSet(found.source, as_messages(found.prompts)) if options.is_chat else found
 
 
 def _max_draft_len(config: PipelineConfig, options: TuneOptions) -> int:

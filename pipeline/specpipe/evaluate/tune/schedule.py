@@ -1,4 +1,4 @@
-"""The draft length for each load, from what was measured, and the forms that others want it in.
+"""The draft length for each load, from what was measured, and the settings of others that say it.
 
 A load is a number of requests that decode at once. What is best at a measured load holds from just
 above the measured one below it: between two loads the higher one decides, at which drafting pays
