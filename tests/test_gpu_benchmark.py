@@ -21,7 +21,7 @@ from benchmarks.gpu.tensors import FP8, engine_tensors, fp8_tensors
 from benchmarks.inflate import Size, inflated_tensors, open_source
 from benchmarks.source_prompts import main as write_prompts
 from specpipe.checkpoints.family_config import unified_config
-from specpipe.runtimes.torch.model import ModelConfig
+from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.text.tokenizer import Tokenizer
 from tests.runtimes.torch.engines import build_engine
 from tests.toy import write_toy_checkpoint

@@ -19,7 +19,8 @@ from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec, avoid_c
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import Weights, load_weights, unsupported
 from specpipe.runtimes.torch.memory import estimate_memory
-from specpipe.runtimes.torch.model import Model, ModelConfig
+from specpipe.runtimes.torch.model import Model
+from specpipe.runtimes.torch.model_shape import ModelConfig
 
 _STD = 0.02
 

@@ -14,7 +14,7 @@ from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.checkpoints.unified_layout import part_shape, source_rows, tensor_rules
 from specpipe.checkpoints.unified_sections import Quantization
 from specpipe.runtimes.torch.layout import arranged, engine_rules
-from specpipe.runtimes.torch.model import ModelConfig
+from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.runtimes.torch.quantized_source import QuantizedSource
 
 ReadTensor = Callable[[str], "Tensor | None"]

@@ -145,10 +145,8 @@ class EnginePair(QueuedPair[RunningSequences]):
         with timed(self.costs, "target", None if prefill else num_rows):
             logits = self._target.forward(batch, num_logits)
             results = self._sampler.verify(logits, drafted) if decoding else []
-        for running, draft, result, cached in zip(
-            decoding, drafted, results, num_cached, strict=True
-        ):
-            self._take(running, draft, result, cached)
+        for verified in zip(decoding, drafted, results, num_cached, strict=True):
+            self._take(*verified)
 
     def _alone(self) -> RunningSequences | None:
         """Returns the request that runs alone, if the device can run it by itself."""

@@ -21,7 +21,8 @@ from specpipe.runtimes.torch.build import ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.kernels import usable_kernel
 from specpipe.runtimes.torch.kv_cache import KVCache, Span
 from specpipe.runtimes.torch.memory import estimate_memory
-from specpipe.runtimes.torch.model import Model, ModelConfig
+from specpipe.runtimes.torch.model import Model
+from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.version import __version__
 
 

@@ -40,7 +40,7 @@ from specpipe.checkpoints.weight_values import check_finite, in_tensor
 from specpipe.errors import CheckpointError
 from specpipe.quantization.tensors import TORCH_DTYPES, as_raw
 from specpipe.runtimes.torch.kernel_choice import Kernel
-from specpipe.runtimes.torch.model import ModelConfig
+from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.runtimes.torch.quantized_layout import Arrangement, Entry, quantized_entries
 from specpipe.runtimes.torch.quantized_source import QuantizedSource
 

@@ -18,7 +18,7 @@ from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
-from specpipe.runtimes.torch.model import ModelConfig
+from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.request import GREEDY, Chunk, Request, Sampling
 from tests.runtimes.table_engine import ids

@@ -11,7 +11,7 @@ from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.fused.weights import load_weights
 from specpipe.runtimes.torch.fused_sizes import max_parts, spare_positions
 from specpipe.runtimes.torch.memory import estimate_memory
-from specpipe.runtimes.torch.model import ModelConfig
+from specpipe.runtimes.torch.model_shape import ModelConfig
 from tests import toy
 from tests.runtimes.torch.fused.toy import toy_spec, toy_weights
 

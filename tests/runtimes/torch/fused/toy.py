@@ -11,7 +11,8 @@ from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import load_weights
-from specpipe.runtimes.torch.model import Model, ModelConfig
+from specpipe.runtimes.torch.model import Model
+from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.runtimes.torch.rotary import Rotary
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -40,7 +40,7 @@ from specpipe.runtimes.torch.fused_sizes import (
     power_of_2_above,
     power_of_2_below,
 )
-from specpipe.runtimes.torch.model import ModelConfig
+from specpipe.runtimes.torch.model_shape import ModelConfig
 
 _EMBED_BLOCK = 1024
 _BEST_BLOCKS = 64

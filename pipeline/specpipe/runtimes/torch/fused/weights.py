@@ -18,7 +18,7 @@ from specpipe.runtimes.torch.fused.linear import (
     stored_kind,
 )
 from specpipe.runtimes.torch.fused.tiles import MIN_BLOCK
-from specpipe.runtimes.torch.model import ModelConfig
+from specpipe.runtimes.torch.model_shape import ModelConfig
 
 _MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 16, 128
 
