@@ -16,7 +16,7 @@ from specpipe.build.load import load_config
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
 from specpipe.evaluate.report.page import write_report
-from specpipe.evaluate.tune import costs, measure, run
+from specpipe.evaluate.tune import costs, measure, run, workload
 from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Cell
 from specpipe.evaluate.tune.outcome import TuneOptions, Tuning
@@ -346,7 +346,7 @@ def test_nothing_is_copied_while_the_draft_is_measured(
             loaded.append(options)
             return super().load_pair(draft, target, options, *rest)
 
-    monkeypatch.setattr(run, "load_runtime", lambda name: Noted())
+    monkeypatch.setattr(workload, "load_runtime", lambda name: Noted())
     said: list[str] = []
     tune(config, report=said.append)
     assert said[0] == "speculation.prompt_lookup is off while the draft is measured"

@@ -331,11 +331,11 @@ class _Run:
     ) -> list[distribution.Finding]:
         if not plans:
             return []
-        objection = distribution.skip_reason(plans[0], endpoint)
-        if objection is None and self._drafts_always:
-            objection = "the tests need other draft lengths than the one that this pair has"
-        if objection is not None:
-            self._skipped.append(f"unseeded sampling: {objection}")
+        reason = distribution.skip_reason(plans[0], endpoint)
+        if reason is None and self._drafts_always:
+            reason = "the tests need other draft lengths than the one that this pair has"
+        if reason is not None:
+            self._skipped.append(f"unseeded sampling: {reason}")
             return []
         samples = plans[0].num_samples
         self._report(f"sampling: {len(plans)} tests of {samples} answers each")
