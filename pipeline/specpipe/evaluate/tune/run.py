@@ -31,7 +31,7 @@ from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import Cell
 from specpipe.evaluate.tune.outcome import Tuned, TuneOptions, Tuning
 from specpipe.evaluate.tune.progress import TUNE_KIND, TuneProgress
-from specpipe.evaluate.tune.workload import Workload
+from specpipe.evaluate.tune.workload import TuneWorkload
 from specpipe.machine.callables import Log
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.runtime import load_runtime
@@ -73,7 +73,7 @@ class _Run:
         self.max_draft_len = _max_draft_len(config, options)
         self._loads = _loads(config, options)
         repository = repositories.built_repository(config)
-        self._workload = Workload(repository, options, self.max_draft_len)
+        self._workload = TuneWorkload(repository, options, self.max_draft_len)
         self._header = results.header(
             TUNE_KIND,
             pair=config.name,

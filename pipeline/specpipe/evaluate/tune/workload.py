@@ -30,7 +30,7 @@ class _Case:
     max_tokens: int
 
 
-class Workload:
+class TuneWorkload:
     """The prompts as the pair's own repository has them in tokens; others have that tokenizer."""
 
     def __init__(self, repository: Path, options: TuneOptions, max_draft_len: int) -> None:
