@@ -2,8 +2,7 @@
 
 Sources: TensorRT-LLM, examples/quantization/quantize.py (names), builder.py (what is refused on
 compute capability 10.0 to 11.9), docs/source/legacy/reference/support-matrix.md and precision.md;
-NVIDIA ModelOpt 0.47, modelopt/torch/export/quant_utils.py (scales, packing). That `int4_awq` and
-`w4a8_awq` fall under the builder's refusal was not seen to happen; NVIDIA lists neither there.
+NVIDIA ModelOpt 0.47, modelopt/torch/export/quant_utils.py (scales, packing).
 """
 
 from __future__ import annotations
