@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from specpipe import __version__
 from specpipe.build import cache
 from specpipe.errors import SpecpipeError
 from specpipe.stage import StageInputs
+from specpipe.version import BUILDS_ALIKE
 
 
 @dataclass(frozen=True)
@@ -182,11 +184,21 @@ def test_times_are_trusted_only_for_the_same_path(source: Path, artifact: Path) 
     assert cache.stale_reasons(Join((source / "b",)), artifact) == [f"input {source}/b changed"]
 
 
+def test_an_upgrade_that_builds_alike_builds_nothing_again(
+    source: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specpipe.machine.provenance.__version__", "0.1.0")
+    cache.build(Join((source,)), artifact)
+    monkeypatch.undo()
+    assert cache.stale_reasons(Join((source,)), artifact) == []
+    assert __version__ in BUILDS_ALIKE
+
+
 def test_versions_count(source: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.build(Join((source,), libraries=("no-such-library",)), artifact)
     monkeypatch.setattr("specpipe.machine.provenance.__version__", "9.9.9")
     assert cache.stale_reasons(Join((source,), libraries=("pyyaml",)), artifact) == [
-        "specpipe was 0.1.0, is now 9.9.9",
+        f"specpipe was {__version__}, is now 9.9.9",
         f"pyyaml was not set, is now {importlib.metadata.version('pyyaml')}",
         "no-such-library was not installed, is now not set",
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from specpipe import __version__
 from specpipe.runtimes.tensorrt.library import EXTRAS
 from tests.installed import FROM_HERE, ROOT, Environment, build, extras_of, run
 
@@ -73,7 +74,7 @@ def test_an_editable_install_stays_one(
     assert hint == f"{environment.python} -m pip install -e '{checkout}[evaluate]'"
     run(["sh", "-c", f"{hint} {shlex.join(FROM_HERE)}"], cwd=empty)
     assert environment.ask("describe()", cwd=empty) == (
-        f"specpipe-llm 0.1.0, editable, in {checkout}"
+        f"specpipe-llm {__version__}, editable, in {checkout}"
     )
 
 
@@ -136,7 +137,7 @@ def test_a_stranger_of_the_earlier_name_is_found(
     assert environment.ask(f"*{here}", cwd=empty) == told.format("files that are")
     lines = run([environment.bin / "specpipe", "doctor"], cwd=empty).splitlines()
     told_of = {tuple(line.split(maxsplit=1)) for line in lines}
-    assert ("installed", f"specpipe-llm 0.1.0 in {environment.site_packages}") in told_of
+    assert ("installed", f"specpipe-llm {__version__} in {environment.site_packages}") in told_of
     assert ("conflict", told.format("files that are")) in told_of
 
 

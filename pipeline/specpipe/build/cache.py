@@ -49,6 +49,7 @@ from specpipe.machine.manifest import (
 )
 from specpipe.machine.signals import deferred, thread_pool
 from specpipe.stage import Stage
+from specpipe.version import BUILDS_ALIKE
 
 NOT_BUILT = "not built yet"
 """The reason of a stage whose artifact is missing, or cannot be read by this version."""
@@ -189,7 +190,11 @@ def _compare(stage: Stage, artifact: Path, *, verify: bool, verify_inputs: bool)
     if recorded is None or not artifact.is_dir():
         return _Comparison([NOT_BUILT])
     wanted = stage.inputs()
-    reasons = _value_reasons(recorded.versions, provenance.versions(wanted.libraries))
+    versions = provenance.versions(wanted.libraries)
+    builder = recorded.versions.get("specpipe")
+    if {builder, versions["specpipe"]} <= BUILDS_ALIKE:
+        versions["specpipe"] = str(builder)
+    reasons = _value_reasons(recorded.versions, versions)
     reasons += _value_reasons(recorded.settings, _as_json(wanted.settings))
     inputs = []
     for root, old in _pair_up(wanted.files, recorded.inputs):
