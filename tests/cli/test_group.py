@@ -419,6 +419,7 @@ def test_check_says_what_format_would_fit() -> None:
     fitting = run(*command)
     assert fitting.exit_code == 0, fitting.stderr
     assert "largest batch × length that fits: 238 × 1024, 127 × 2048, " in fitting.stdout
+    assert "note: engine.max_num_tokens 8192 bounds the sum of the texts" in fitting.stdout
     plain = run(*command, "--set", "target.quantization=null")
     assert plain.exit_code == 1
     assert "would fit: target in fp8" in plain.stdout

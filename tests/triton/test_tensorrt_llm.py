@@ -197,14 +197,44 @@ def test_what_the_engines_cannot_honour_is_refused_by_name(server: Server) -> No
         client.generate("def f():", max_tokens=4, presence_penalty=0.5)
 
 
+def change_target(repository: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes what the target's engine says of itself, behind the back of `speculative`."""
+    engine = repository / "target" / "1" / "engine" / "config.json"
+    config = json.loads(engine.read_bytes())
+    change(config)
+    engine.unlink()
+    engine.write_text(json.dumps(config))
+
+
+def test_a_target_that_drops_draft_tokens_under_load_answers_as_it_does_alone(
+    tmp_path: Path, binary: TritonBinary, target_alone: list[str]
+) -> None:
+    folder = write_repository(tmp_path / "model_repo")
+    change_target(folder, lambda config: config.update(stand_in={"drops": "random"}))
+    with launcher.running(folder, binary=binary) as server:
+        for num_draft_tokens in (1, 3, 8):
+            found = texts(
+                server,
+                PROMPTS,
+                at_once=8,
+                stream=True,
+                max_tokens=MAX_TOKENS,
+                num_draft_tokens=num_draft_tokens,
+            )
+            assert found == target_alone
+        counted = metrics(server, "specpipe_")
+    drafted, unverified, accepted = (
+        counted[f"specpipe_{kind}_draft_tokens_total".replace("__", "_")]
+        for kind in ("", "unverified", "accepted")
+    )
+    assert 0 < accepted <= drafted
+    assert unverified > 0
+
+
 def test_an_engines_error_reaches_the_client_once(tmp_path: Path, binary: TritonBinary) -> None:
     """The target verifies fewer draft tokens than its description in `speculative` says."""
     folder = write_repository(tmp_path / "model_repo")
-    engine = folder / "target" / "1" / "engine" / "config.json"
-    config = json.loads(engine.read_bytes())
-    config["build_config"]["max_draft_len"] = 2
-    engine.unlink()
-    engine.write_text(json.dumps(config))
+    change_target(folder, lambda config: config["build_config"].update(max_draft_len=2))
     with launcher.running(folder, binary=binary) as server, Client(server.grpc_url) as client:
         message = "^the target model failed: .*Draft tokens length .8. exceeds maximum draft tokens"
         with pytest.raises((RequestError, ServerError), match=message):

@@ -16,7 +16,7 @@ target/calibrate ─→ target/quantize ─┴→ quality ─→ quality_limits
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,9 @@ def check(
     """
     pair = _plan_pair(config, small_files)
     runtime = load_runtime(config.engine.runtime)
+    contract = check_pair(pair.draft.folder, pair.target.folder, config.serving.limits)
     return Checked(
-        check_pair(pair.draft.folder, pair.target.folder, config.serving.limits),
+        replace(contract, notes=(*contract.notes, *runtime.plan_notes(pair))),
         {side.role: runtime.estimate_memory(pair, side) for side in (pair.draft, pair.target)},
         plan_memory(config, pair, runtime, gpus) if gpus else None,
     )

@@ -51,7 +51,7 @@ FIXED_PARAMETERS = {
 class TritonParameters(Section):
     """Parameters of the Triton models of both engines, by TensorRT-LLM's names."""
 
-    max_tokens_in_paged_kv_cache: int | None = Field(default=None, ge=1)
+    max_tokens_in_paged_kv_cache: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Tokens that each KV cache holds; none: what engine.max_batch_size requests need."""
 
     kv_cache_host_memory_bytes: int = Field(default=0, ge=0)
@@ -75,7 +75,8 @@ class TritonParameters(Section):
     """How requests share a batch; V1 is static batching, which TensorRT-LLM 1.x refuses."""
 
     enable_chunked_context: bool = True
-    """Whether prompts longer than engine.max_num_tokens are prefilled in chunks."""
+    """Whether prompts longer than engine.max_num_tokens are prefilled in chunks; left out with
+    acceptance logits: no, where engine.max_num_tokens holds the longest text."""
 
     max_queue_delay_microseconds: int = Field(default=0, ge=0)
     """Microseconds that Triton waits for more requests to hand over together."""

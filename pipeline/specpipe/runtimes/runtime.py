@@ -53,6 +53,9 @@ class Backend(Protocol[Plan]):
     def serving_settings(self, pair: Plan) -> Mapping[str, Any]:
         """The `runtime_settings` of the pair's options."""
 
+    def plan_notes(self, pair: Plan) -> Iterable[str]:
+        """What is worth knowing of a pair before it is built, a sentence each."""
+
     def estimate_memory(self, pair: Plan, side: Side) -> MemoryEstimate:
         """What one engine will take."""
 

@@ -12,6 +12,7 @@ DraftStatus = Literal[
     "does_not_pay",
     "no_room",
     "draft_failed",
+    "not_verified",
     "too_short",
     "not_ready",
     "nothing_proposed",
@@ -28,6 +29,7 @@ does_not_pay       the adaptive choice finds no gain, by acceptance, costs and l
                    tried now and then
 no_room            the draft's context or its KV cache has no room for the text
 draft_failed       the draft model gave no usable number, or made the target give none
+not_verified       the engine dropped the draft tokens under load, and went on by itself
 too_short          no step had a use for a draft token: the target gives the last one itself
 not_ready          the draft had yet to read the text, or what a plain step costs was being timed
 nothing_proposed   the draft ended the text at once

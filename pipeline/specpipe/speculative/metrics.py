@@ -14,12 +14,17 @@ class AcceptanceCounts:
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_unverified_tokens: int = 0
+    """Draft tokens that an engine dropped; they count as neither drafted nor rejected."""
     steps: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Number of steps by draft tokens that were judged and those of them accepted."""
 
-    def record(self, *, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+    def record(
+        self, *, num_draft_tokens: int, num_accepted_tokens: int, num_unverified_tokens: int = 0
+    ) -> None:
         """Counts one step."""
         self.num_steps += 1
+        self.num_unverified_tokens += num_unverified_tokens
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
         self.steps[num_draft_tokens, num_accepted_tokens] += 1

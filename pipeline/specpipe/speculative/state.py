@@ -78,18 +78,28 @@ class RequestState:
         log_probs: Sequence[float] = (),
         *,
         num_draft_tokens: int,
+        num_accepted: int | None = None,
+        num_unverified: int = 0,
         is_copied: bool = False,
     ) -> Chunk:
         """Takes in what one step verified: accepted draft tokens, then the target's own token.
 
-        log_probs has one entry per token when the request asked for them. is_copied says that the
-        draft tokens were not the draft's. Returns what may be emitted now, which is empty while a
-        character is incomplete or a stop string may be under way.
+        log_probs       one for each token when the request asked for them
+        num_accepted    where the target went on by itself, or stopped short; None: all but its own
+        num_unverified  draft tokens besides num_draft_tokens that it was given and did not judge;
+                        a step that has some says nothing about the draft
+        is_copied       whether the draft tokens were not the draft's
+
+        Returns what may be emitted now, which is empty while a character is incomplete or a stop
+        string may be under way.
         """
         assert not self.is_finished
-        num_accepted = len(token_ids) - 1
-        assert 0 <= num_accepted <= num_draft_tokens
-        self.drafts.observe(num_draft_tokens, num_accepted, is_copied=is_copied)
+        num_accepted = len(token_ids) - 1 if num_accepted is None else num_accepted
+        assert 0 <= num_accepted <= min(num_draft_tokens, len(token_ids))
+        if num_unverified:
+            self.drafts.skip("not_verified")
+        else:
+            self.drafts.observe(num_draft_tokens, num_accepted, is_copied=is_copied)
         try:
             for row, token_id in enumerate(token_ids):
                 self._append(token_id, log_probs[row] if log_probs else None)
@@ -100,7 +110,11 @@ class RequestState:
                     break
         except Exception:
             return self._fail()
-        self.counts.record(num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted)
+        self.counts.record(
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted,
+            num_unverified_tokens=num_unverified,
+        )
         return self._chunk()
 
     def finish(self, reason: FinishReason, error: str | None = None) -> Chunk:

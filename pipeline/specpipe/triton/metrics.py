@@ -35,6 +35,7 @@ _REFUSED = "specpipe_refused_requests_total"
 _BY_DRAFT_LENGTH = "specpipe_request_steps_by_draft_length_total"
 _DRAFTED_AT = "specpipe_draft_tokens_by_position_total"
 _ACCEPTED_AT = "specpipe_accepted_draft_tokens_by_position_total"
+_UNVERIFIED = "specpipe_unverified_draft_tokens_total"
 _QUEUE = "specpipe_request_queue_seconds"
 _RUNNING = "specpipe_requests_running"
 _WAITING = "specpipe_requests_waiting"
@@ -87,6 +88,11 @@ METRIC_FAMILIES = (
         label="num_draft_tokens",
     ),
     MetricFamily("specpipe_draft_tokens_total", "counter", "Draft tokens that the target verified"),
+    MetricFamily(
+        _UNVERIFIED,
+        "counter",
+        "Draft tokens that TensorRT-LLM dropped under load instead of verifying them",
+    ),
     MetricFamily(
         _DRAFTED_AT,
         "counter",
@@ -236,6 +242,7 @@ def _counted(last: Chunk) -> Counter[Key]:
         for name, field in _STATISTICS.items():
             counted[name, ""] = getattr(last.statistics, field)
     if last.counts is not None:
+        counted[_UNVERIFIED, ""] = last.counts.num_unverified_tokens
         for name, by_value in (
             (_BY_DRAFT_LENGTH, last.counts.by_draft_length),
             (_DRAFTED_AT, last.counts.drafted_at),

@@ -55,6 +55,12 @@ def bls(draft: TableModel = TARGET, **options: Any) -> Pair:
     return make_bls_pair(timed, target, **{"num_draft_tokens": 4, "adaptive": True, **options})
 
 
+def dropping() -> Pair:
+    """A target that drops what it is given to verify."""
+    draft, target = stand_ins(TARGET, WRONG, drops="all")
+    return make_bls_pair(draft, target, num_draft_tokens=4)
+
+
 def last(pair: Pair, asked: Request) -> Chunk:
     """The last chunk of a request, all of whose text is the target's."""
     chunks = run(pair, [asked])[asked.request_id]
@@ -176,6 +182,7 @@ CAUSES: list[tuple[str, int, Callable[[], Chunk]]] = [
     ("no_room", 0, lambda: last(stream(draft_max_seq_len=8), request("r", 9))),
     ("no_room", 0, at_the_second_place),
     ("draft_failed", 0, lambda: last(engines(Nan(target_rule), costs=None), request())),
+    ("not_verified", 0, lambda: last(dropping(), request())),
     ("too_short", 0, lambda: last(engines(costs=None), request(max_tokens=1))),
     ("too_short", 0, lambda: last(bls(), request(max_tokens=1))),
     ("not_ready", 0, lambda: last(stream(costs=single_stream.COSTS), request(max_tokens=2))),

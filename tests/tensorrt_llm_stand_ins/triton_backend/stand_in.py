@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -49,6 +49,9 @@ _HONOURED = {
 }
 
 
+Drops = Literal["none", "some", "all", "random"]
+
+
 class Refused(Exception):
     """The backend's answer is an error."""
 
@@ -65,13 +68,19 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine was built for, from its config.json; max_draft_len 0: it cannot verify."""
+    """What an engine was built for, from its config.json; max_draft_len 0: it cannot verify.
+
+    drops  which draft tokens the scheduler takes away, the last ones first, as it does where they
+           do not fit (cpp/tensorrt_llm/batch_manager/microBatchScheduler.cpp, fitDraftTokens)
+    """
 
     max_seq_len: int
     max_draft_len: int = 0
     logits_dtype: str = "FP32"
     gathers_logits: bool = False
     is_decoupled: bool = False
+    drops: Drops = "none"
+    drop_seed: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, is_decoupled: bool) -> EngineLimits:
@@ -88,7 +97,19 @@ class EngineLimits:
             logits_dtype=contract.logits_type(config["pretrained_config"]["logits_dtype"]),
             gathers_logits=build["gather_generation_logits"],
             is_decoupled=is_decoupled,
+            **config.get("stand_in", {}),
         )
+
+    def num_kept(self, most: int, *seeds: int) -> int:
+        """How many draft tokens the scheduler leaves to a request, whichever tokens they are."""
+        random = np.random.default_rng([self.drop_seed, most, *seeds])
+        kept = {
+            "none": most,
+            "some": int(random.integers(1, max(most, 2))),
+            "all": 0,
+            "random": int(random.integers(0, most + 1)),
+        }
+        return min(kept[self.drops], most)
 
 
 @dataclass
@@ -230,6 +251,7 @@ def read(tensors: Tensors, limits: EngineLimits, vocab_size: int) -> Generation:
         draft_logits = tensors["draft_logits"][0]
         if draft_logits.shape != (len(draft_ids), vocab_size):
             raise Refused(f"draft_logits are {draft_logits.shape}")
+    del draft_ids[limits.num_kept(len(draft_ids), scalar("seed", 0), *prompt) :]
     return Generation(
         prompt=prompt,
         num_tokens=num_tokens,

@@ -5,7 +5,7 @@ Importing this imports neither TensorRT nor NumPy; building, loading and plannin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,9 @@ class TensorRTRuntime:
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         return {}
+
+    def plan_notes(self, pair: PairPlan) -> Iterable[str]:
+        return ()
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
         from specpipe.runtimes.tensorrt import plan

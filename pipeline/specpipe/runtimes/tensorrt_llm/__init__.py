@@ -5,7 +5,7 @@ Planning imports neither TensorRT-LLM nor Triton; a backend is imported by the m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,9 @@ class TensorRTLLMRuntime:
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         return _planned(pair.engine).serving_settings(pair)
+
+    def plan_notes(self, pair: PairPlan) -> Iterable[str]:
+        return _planned(pair.engine).plan_notes(pair)
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
         return _planned(pair.engine).estimate_memory(pair, side)

@@ -53,6 +53,9 @@ class TorchRuntime:
         kernels = pair.engine.kernels
         return {} if kernels == "auto" else {"kernels": kernels}
 
+    def plan_notes(self, pair: PairPlan) -> Iterable[str]:
+        return ()
+
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
         from specpipe.runtimes.torch import plan
 

@@ -17,13 +17,18 @@ MAX_SEQ_LEN = 500
 
 
 def stand_ins(
-    target: Scorer, draft: Scorer, *, draft_max_seq_len: int = MAX_SEQ_LEN
+    target: Scorer, draft: Scorer, *, draft_max_seq_len: int = MAX_SEQ_LEN, **scheduler: Any
 ) -> tuple[StandInModel, StandInModel]:
-    """The models `draft` and `target`, for up to 8 draft tokens."""
+    """The models `draft` and `target`, for up to 8 draft tokens.
+
+    scheduler  what it does with draft tokens, as EngineLimits has it
+    """
     return (
         StandInModel("draft", draft, EngineLimits(draft_max_seq_len, gathers_logits=True)),
         StandInModel(
-            "target", target, EngineLimits(MAX_SEQ_LEN, max_draft_len=8, is_decoupled=True)
+            "target",
+            target,
+            EngineLimits(MAX_SEQ_LEN, max_draft_len=8, is_decoupled=True, **scheduler),
         ),
     )
 

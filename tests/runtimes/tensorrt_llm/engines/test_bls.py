@@ -21,8 +21,11 @@ from specpipe.runtimes.tensorrt_llm.engines.bls import BlsPair, TritonModel, loa
 from specpipe.runtimes.tensorrt_llm.engines.call_times import CallTimes
 from specpipe.runtimes.tensorrt_llm.engines.engine_calls import (
     BackendTensors,
+    DraftTokens,
     EngineCallError,
     EngineModel,
+    TargetTokens,
+    read_verified,
     step_seed,
 )
 from specpipe.speculative.noise import Purpose
@@ -295,6 +298,65 @@ def test_stop_strings_are_found_in_the_text_and_never_sent(
     assert not any("stop_words_list" in t for t in [*draft.requests, *target.requests])
 
 
+@pytest.mark.parametrize("draft_name", DRAFT_RULES)
+@pytest.mark.parametrize("drops", ["some", "all", "random"])
+@pytest.mark.parametrize("num_draft_tokens", range(9))
+def test_a_scheduler_may_drop_draft_tokens(
+    draft_name: str, drops: Any, num_draft_tokens: int
+) -> None:
+    """Of 8 streams; each token comes once, and what was dropped is no evidence on the draft."""
+    draft, target = stand_ins(
+        TableModel(target_rule), TableModel(DRAFT_RULES[draft_name]), drops=drops
+    )
+    pair = make_bls_pair(draft, target, num_draft_tokens=num_draft_tokens, max_batch_size=8)
+    requests = [request(f"{p}", p, max_tokens=9 + 3 * p) for p in range(1, 9)]
+    chunks = run(pair, requests)
+    assert {n: ids(c) for n, c in chunks.items()} == {
+        r.request_id: greedy_reference(r) for r in requests
+    }
+    lasts = [c[-1] for c in chunks.values()]
+    assert {last.finish_reason for last in lasts} == {"length"}
+    for last in lasts:
+        assert last.counts is not None and last.statistics is not None
+        counted = last.statistics
+        assert counted.total_accepted_draft_tokens <= counted.total_draft_tokens
+        if drops == "all" and draft_name == "wrong" and num_draft_tokens:
+            assert (counted.total_draft_tokens, counted.draft_status) == (0, "not_verified")
+            assert last.counts.num_unverified_tokens > 0
+        if draft_name == "self":
+            assert last.counts.num_unverified_tokens == 0 or drops != "all"
+
+
+def test_what_was_dropped_is_told_from_what_was_rejected() -> None:
+    """Draft tokens 10 to 13, of a target that says 10 to 14, 10 11 9 and 10 11 9 8 7."""
+    answers = {
+        (10, 11, 12, 13, 14): TargetTokens([10, 11, 12, 13, 14], 4, 0),
+        (10, 11, 9): TargetTokens([10, 11, 9], 2, 0),
+        (9,): TargetTokens([9], 0, 0),
+        (10, 11): TargetTokens([10, 11], 2, 2),
+        (10, 11, 9, 8, 7): TargetTokens([10, 11, 9, 8, 7], 2, 2),
+        (9, 10, 11): TargetTokens([9, 10, 11], 0, 4),
+    }
+    for answer, expected in answers.items():
+        response = {
+            "output_ids": np.array([[answer]], np.int32),
+            "sequence_length": np.array([[len(answer)]], np.int32),
+        }
+        assert read_verified(response, DraftTokens((10, 11, 12, 13))) == expected
+
+
+def test_a_round_that_was_not_verified_teaches_nothing() -> None:
+    """A draft that is always wrong is not given up: nothing was seen of it."""
+    draft, target = stand_ins(
+        TableModel(target_rule), TableModel(DRAFT_RULES["wrong"]), drops="all"
+    )
+    pair = make_bls_pair(draft, target, num_draft_tokens=4, adaptive=True)
+    chunks = run(pair, [request(max_tokens=100)])["r"]
+    assert ids(chunks) == greedy_reference(request(max_tokens=100))
+    assert statistics(chunks).draft_status == "not_verified"
+    assert statistics(chunks).acceptance_rate == 0.0
+
+
 def test_counts_are_those_of_all_rounds() -> None:
     """Drafted 4, 4, 2 and none; accepted 4, 1, 0 and none."""
     script = [10, 11, 12, 13, 14, 15, 16, 17, 2]
@@ -482,12 +544,13 @@ class Remembering(NoisyModel):
 
 
 @pytest.mark.parametrize("acceptance", ["exact", "logits"])
-def test_sampled_output_has_the_targets_distribution(acceptance: Any) -> None:
+@pytest.mark.parametrize("drops", ["none", "random"])
+def test_sampled_output_has_the_targets_distribution(acceptance: Any, drops: Any) -> None:
     """The first two tokens of 2,000 requests, an end id among them, at a low temperature and with
     truncation.
     """
     target_model, draft_model = Remembering(3), Remembering(4, blend=0.6)
-    draft, target = stand_ins(target_model, draft_model)
+    draft, target = stand_ins(target_model, draft_model, drops=drops)
     pair = make_bls_pair(draft, target, num_draft_tokens=2, acceptance=acceptance, vocab_size=12)
     sampling = Sampling(temperature=0.8, top_k=6)
     prompt, end_id, num_requests = (1, 2, 3), 5, 2000
@@ -563,14 +626,14 @@ def test_an_error_of_a_model_ends_that_request_once(name: str) -> None:
     assert chunks["bad"][-1].finish_reason == "error"
 
 
-def test_a_target_that_returns_something_else_than_the_draft_tokens_is_an_error() -> None:
+@pytest.mark.parametrize(("answer", "number"), [((), 0), ((4, 5, 6, 7), 4)])
+def test_a_target_that_returns_no_token_or_too_many_is_an_error(
+    answer: Sequence[int], number: int
+) -> None:
     draft, target = stand_ins(TableModel(target_rule), TableModel(target_rule))
-    chunks = run(
-        make_bls_pair(draft, Answers(target, [(4, 5, 6)]), num_draft_tokens=2), [request()]
-    )
+    chunks = run(make_bls_pair(draft, Answers(target, [answer]), num_draft_tokens=2), [request()])
     assert chunks["r"][-1].error == (
-        "the target was given the draft tokens [25, 83] and returned [4, 5, 6], which is no "
-        "beginning of them and one token more"
+        f"the target was given 2 draft tokens and returned {number} tokens, expected 1 to 3"
     )
 
 

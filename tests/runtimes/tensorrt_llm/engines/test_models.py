@@ -147,7 +147,6 @@ def test_every_parameter_is_written(tmp_path: Path) -> None:
         "lora_cache_max_adapter_size": "",
         "lora_cache_gpu_memory_fraction": "",
         "lora_cache_host_memory_bytes": "",
-        "lora_prefetch_dir": "",
         "decoding_mode": "top_k_top_p",
         "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
         "lookahead_window_size": "",
@@ -184,6 +183,21 @@ def test_settings_reach_both_models(tmp_path: Path) -> None:
         assert config.dynamic_batching.default_queue_policy.max_queue_size == 64
         assert parameters(folder, role)["iter_stats_max_iterations"] == "10"
         assert parameters(folder, role)["gpu_weights_percent"] == "0.5"
+
+
+def test_draft_logits_are_compared_in_whole_contexts_where_one_iteration_holds_them(
+    tmp_path: Path,
+) -> None:
+    def chunked(acceptance: str, max_num_tokens: int, **parameters: bool) -> bool:
+        settings = {"acceptance": acceptance, "parameters": parameters}
+        pair = plan(tmp_path, max_num_tokens=max_num_tokens, tensorrt_llm=settings)
+        written: bool = models.serving_settings(pair)["parameters"]["enable_chunked_context"]
+        return written
+
+    assert chunked("exact", 4100)
+    assert not chunked("logits", 4100)
+    assert chunked("logits", 4099)
+    assert chunked("logits", 4100, enable_chunked_context=True)
 
 
 def test_the_logits_type_is_the_engine_s(tmp_path: Path) -> None:

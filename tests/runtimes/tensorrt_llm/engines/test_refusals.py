@@ -367,11 +367,13 @@ def test_quantization_leaves_the_vocabulary_as_it_is(tmp_path: Path) -> None:
 def test_prompts_that_no_iteration_could_take(tmp_path: Path) -> None:
     whole = {"parameters": {"enable_chunked_context": False}}
     assert refused(tmp_path, max_num_tokens=2048) == []
-    assert refused(tmp_path, max_num_tokens=2048, tensorrt_llm=whole) == [
-        "engine.max_num_tokens 2048 is less than engine.max_seq_len 4096, so that the longest"
-        " prompts would never run: raise it, or set"
-        " engine.tensorrt_llm.parameters.enable_chunked_context to true"
-    ]
+    for max_num_tokens in (2048, 4099):
+        assert refused(tmp_path, max_num_tokens=max_num_tokens, tensorrt_llm=whole) == [
+            f"engine.max_num_tokens {max_num_tokens} is less than engine.max_seq_len 4096 and 4 "
+            "draft tokens, so that the longest texts would end all requests that run: raise it, or "
+            "set engine.tensorrt_llm.parameters.enable_chunked_context to true"
+        ]
+    assert refused(tmp_path, max_num_tokens=4100, tensorrt_llm=whole) == []
     assert refused(tmp_path, tensorrt_llm={"build": {"opt_num_tokens": 9000}}) == [
         "engine.tensorrt_llm.build.opt_num_tokens 9000 is more than engine.max_num_tokens 8192"
     ]

@@ -12,6 +12,7 @@ from specpipe.runtimes.tensorrt_llm.engines.describe import describe as describe
 from specpipe.runtimes.tensorrt_llm.engines.models import serving_settings as serving_settings
 from specpipe.runtimes.tensorrt_llm.engines.models import write_models as write_models
 from specpipe.runtimes.tensorrt_llm.engines.refusals import check_window
+from specpipe.runtimes.tensorrt_llm.engines.refusals import plan_notes as plan_notes
 from specpipe.runtimes.tensorrt_llm.engines.serve import launch as launch
 
 if TYPE_CHECKING:

@@ -41,6 +41,7 @@ from specpipe.runtimes.tensorrt_llm.engines.engine_calls import (
     EngineCallError,
     EngineCalls,
     EngineModel,
+    TargetTokens,
     check_request,
     read_tokens,
     read_verified,
@@ -230,9 +231,10 @@ class BlsPair(QueuedPair[_Running]):
         start = time.perf_counter()
         for response in self._responses(running, self._target, call):
             seconds = time.perf_counter() - start
-            if self._times is not None and running.has_target_prompt:
+            taken = read_verified(response, drafted)
+            if self._times is not None and running.has_target_prompt and not taken.num_unverified:
                 self._times.observe_verify(len(drafted.token_ids), seconds)
-            self._accept(running, read_verified(response, drafted), len(drafted.token_ids))
+            self._accept(running, taken, len(drafted.token_ids))
         running.has_target_prompt = True
 
     def _continue(self, running: _Running, num_tokens: int) -> None:
@@ -243,18 +245,23 @@ class BlsPair(QueuedPair[_Running]):
             token_ids = read_tokens(response)
             arrivals += [time.perf_counter()] * len(token_ids)
             for token_id in token_ids:
-                self._accept(running, [token_id], 0)
+                self._accept(running, TargetTokens([token_id], 0, 0), 0)
         running.has_target_prompt = True
         if self._times is not None:
             self._times.observe_stream(arrivals)
         if not arrivals and not running.state.is_finished:
             raise EngineCallError(f"the target was asked for {num_tokens} tokens, returned none")
 
-    def _accept(self, running: _Running, token_ids: Sequence[int], num_draft_tokens: int) -> None:
+    def _accept(self, running: _Running, taken: TargetTokens, num_draft_tokens: int) -> None:
         with running.lock:
             if running.state.is_finished:
                 return
-            chunk = running.state.accept(token_ids, num_draft_tokens=num_draft_tokens)
+            chunk = running.state.accept(
+                taken.token_ids,
+                num_draft_tokens=num_draft_tokens - taken.num_unverified,
+                num_accepted=taken.num_accepted,
+                num_unverified=taken.num_unverified,
+            )
             if chunk.token_ids or chunk.text or chunk.finish_reason is not None:
                 self._chunks.append(chunk)
         with self._steps_lock:

@@ -216,9 +216,10 @@ def logits_type(logits_dtype: str) -> str:
     return _LOGITS_TYPES[logits_dtype]
 
 
-ParameterUse = Literal["setting", "planned", "fixed", "unset"]
+ParameterUse = Literal["setting", "planned", "fixed", "unset", "absent"]
 """Who decides a parameter's value: the section `engine.tensorrt_llm.parameters`, specpipe from the
-rest of the config, drafting as such, or nobody, since it belongs to something else."""
+rest of the config, drafting as such, or nobody, since it belongs to something else; what is absent
+is not even written, since an empty value would count as one."""
 
 ParameterKind = Literal["bool", "int", "float", "ints", "text"]
 
@@ -362,7 +363,14 @@ PARAMETERS = (
     _unset("lora_cache_max_adapter_size", "int", "adapters"),
     _unset("lora_cache_gpu_memory_fraction", "float", "adapters"),
     _unset("lora_cache_host_memory_bytes", "int", "adapters"),
-    _unset("lora_prefetch_dir", "text", "adapters"),
+    Parameter(
+        "lora_prefetch_dir",
+        "text",
+        "absent",
+        None,
+        "lora_prefetch_dir",
+        note="adapters; an empty one is taken for a folder",
+    ),
     _setting(
         "decoding_mode",
         "text",

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,6 +95,22 @@ class DraftTokens:
 
     token_ids: tuple[int, ...] = ()
     logits: npt.NDArray[Any] | None = None
+
+
+@dataclass(frozen=True)
+class TargetTokens:
+    """What a target that was given K draft tokens lets out: one token or more, all of them its own.
+
+    Under load TensorRT-LLM's scheduler drops draft tokens, some or all, without a word
+    (cpp/tensorrt_llm/batch_manager/microBatchScheduler.cpp, fitDraftTokens); with none left the
+    target answers as many tokens as it was asked for, by itself. The tokens are what it would have
+    answered anyway. Those that begin the draft's are accepted; where not just one more follows, the
+    other draft tokens were not verified, or cannot be told from such.
+    """
+
+    token_ids: list[int]
+    num_accepted: int
+    num_unverified: int
 
 
 def check_request(request: Request) -> None:
@@ -266,19 +283,19 @@ def read_tokens(response: BackendTensors) -> list[int]:
     return token_ids
 
 
-def read_verified(response: BackendTensors, drafted: DraftTokens) -> list[int]:
-    """The tokens that a verification lets out: accepted draft tokens, then the target's own."""
+def read_verified(response: BackendTensors, drafted: DraftTokens) -> TargetTokens:
+    """Returns what the target lets out; EngineCallError where that cannot be the answer."""
     token_ids = read_tokens(response)
-    num_accepted = len(token_ids) - 1
-    if not (
-        0 <= num_accepted <= len(drafted.token_ids)
-        and token_ids[:num_accepted] == list(drafted.token_ids[:num_accepted])
-    ):
+    num_drafted = len(drafted.token_ids)
+    if not 0 < len(token_ids) <= num_drafted + 1:
         raise EngineCallError(
-            f"the target was given the draft tokens {list(drafted.token_ids)} and returned "
-            f"{token_ids}, which is no beginning of them and one token more"
+            f"the target was given {num_drafted} draft tokens and returned {len(token_ids)} "
+            f"tokens, expected 1 to {num_drafted + 1}"
         )
-    return token_ids
+    pairs = zip(token_ids, drafted.token_ids, strict=False)
+    num_accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    is_verified = len(token_ids) == num_accepted + 1
+    return TargetTokens(token_ids, num_accepted, 0 if is_verified else num_drafted - num_accepted)
 
 
 def _prompt(token_ids: Sequence[int], num_tokens: int) -> dict[str, npt.NDArray[Any]]:

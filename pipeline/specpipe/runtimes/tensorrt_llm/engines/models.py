@@ -24,7 +24,7 @@ from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folde
 from specpipe.runtimes.tensorrt_llm import kv_plan
 from specpipe.runtimes.tensorrt_llm.engines.contract import DRAFT, ENGINE_DIR, TARGET
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import read_engine
-from specpipe.runtimes.tensorrt_llm.engines.refusals import check_window
+from specpipe.runtimes.tensorrt_llm.engines.refusals import check_window, holds_longest_round
 
 if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import PairOptions
@@ -56,8 +56,22 @@ def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
         "acceptance": settings.acceptance,
         "kv_cache_free_gpu_mem_fraction": kv_plan.cache_fraction(pair),
         **planned,
-        "parameters": settings.parameters.model_dump(),
+        "parameters": _parameters(pair),
     }
+
+
+def _parameters(pair: PairPlan) -> dict[str, Any]:
+    """The section `parameters`, with what follows from other settings where it says nothing.
+
+    How the engine keeps the rows of draft logits when it cuts draft tokens was not found in its
+    sources; it cuts them only where contexts are chunked.
+    """
+    settings = pair.engine.tensorrt_llm
+    parameters = settings.parameters.model_dump()
+    is_left_out = "enable_chunked_context" not in settings.parameters.model_fields_set
+    if settings.acceptance == "logits" and is_left_out and holds_longest_round(pair):
+        parameters["enable_chunked_context"] = False
+    return parameters
 
 
 def _windows(config: UnifiedConfig) -> list[int | None] | None:

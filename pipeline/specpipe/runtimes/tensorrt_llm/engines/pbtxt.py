@@ -19,7 +19,8 @@ from specpipe.runtimes.tensorrt_llm.engines.engine_config import BuiltEngine
 def engine_model(role: Role, engine: BuiltEngine, options: PairOptions) -> pb.ModelConfig:
     """Returns the config of one engine's model.
 
-    Every parameter of the template is there, an empty one where the backend's default holds.
+    Every parameter of the template is there but those that must be absent, an empty one where the
+    backend's default holds.
     """
     logits = contract.logits_type(engine.logits_dtype)
     parameters = options.runtime_settings["parameters"]
@@ -72,6 +73,8 @@ def _parameters(role: Role, engine: BuiltEngine, options: PairOptions) -> Iterat
         "participant_ids": None,  # the orchestrator spawns its workers
     }
     for parameter in contract.PARAMETERS:
+        if parameter.use == "absent":
+            continue
         yield parameter.key, _text(_value(parameter, planned, settings["parameters"]))
 
 

@@ -267,13 +267,36 @@ def _vocab_faults(pair: PairPlan) -> Iterator[str]:
         )
 
 
+def holds_longest_round(pair: PairPlan) -> bool:
+    """Returns whether one iteration of the target can read the longest text with its draft tokens.
+
+    One that it could not would end every request that runs (a check in
+    batch_manager/microBatchScheduler.cpp, which trtGptModelInflightBatching.cpp lets through).
+    """
+    return pair.engine.max_num_tokens >= pair.max_seq_len + pair.num_draft_tokens
+
+
+def plan_notes(pair: PairPlan) -> Iterator[str]:
+    """Yields what is worth knowing of a pair that can be built."""
+    engine = pair.engine
+    yield (
+        f"engine.max_num_tokens {engine.max_num_tokens} bounds the sum of the texts, prompts "
+        "included, of the requests that the target verifies at once: TensorRT-LLM takes a whole "
+        "text for each round until its reuse of the KV cache is known, and drops draft tokens, or "
+        "makes requests wait, where the sum is more. "
+        "specpipe_unverified_draft_tokens_total counts them"
+    )
+
+
 def _token_faults(pair: PairPlan) -> Iterator[str]:
     engine = pair.engine
     num_tokens = engine.max_num_tokens
-    if num_tokens < pair.max_seq_len and not engine.tensorrt_llm.parameters.enable_chunked_context:
+    is_chunked = engine.tensorrt_llm.parameters.enable_chunked_context
+    if not is_chunked and not holds_longest_round(pair):
         yield (
             f"engine.max_num_tokens {num_tokens} is less than engine.max_seq_len "
-            f"{pair.max_seq_len}, so that the longest prompts would never run: raise it, or set "
+            f"{pair.max_seq_len} and {pair.num_draft_tokens} draft tokens, so that the longest "
+            "texts would end all requests that run: raise it, or set "
             "engine.tensorrt_llm.parameters.enable_chunked_context to true"
         )
     flags = engine.tensorrt_llm.build

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,11 @@ def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
         "target_vocab_size": pair.target.unified.vocab_size,
         "llm": model_yaml.llm_arguments(pair),
     }
+
+
+def plan_notes(pair: PairPlan) -> Iterable[str]:
+    """Returns none."""
+    return ()
 
 
 def write_models(
