@@ -9,7 +9,7 @@ import click
 from specpipe.cli.output import shown
 
 
-@click.command()
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--config",

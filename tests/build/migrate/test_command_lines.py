@@ -153,6 +153,22 @@ def test_what_else_vllm_is_told() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "engine"),
+    [
+        ("--max-model-len auto", {}),
+        ("--max-model-len -1", {}),
+        ("--max-model-len 2K --max-model-len 1k", {"max_seq_len": 1000}),
+        ("--max-model-len 25.6k", {"max_seq_len": 25600}),
+        ("--dtype half --dtype auto", {"dtype": "auto"}),
+        ("--enforce-eager --no-enforce-eager --disable-chunked-prefill -q awq -qawq", {}),
+    ],
+)
+def test_forms_that_the_parser_of_vllm_takes(flags: str, engine: dict[str, Any]) -> None:
+    migration = migrated(f"vllm serve a/target {flags}", draft="a/draft")
+    assert data_of(migration)["engine"] == {"runtime": "torch", **engine}
+
+
 def test_the_yaml_of_vllm_is_below_its_command_line(tmp_path: Path) -> None:
     """vLLM 0.33.0, vllm/utils/argparse_utils.py, load_config_file."""
     (tmp_path / "vllm.yaml").write_text(

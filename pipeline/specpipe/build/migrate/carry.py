@@ -64,10 +64,10 @@ def carry(given: Iterable[Given]) -> Settings:
     The values of flags that are not carried are not repeated: one may be a key or a token.
     """
     settings = Settings()
-    for one in given:
+    for one in {id(one.flag): one for one in given}.values():  # the last of each counts
         flag, value = one.flag, one.value
         meant = flag.meaning(value)
-        told = f"{one.name} {show(value)}"
+        told = one.name if flag.kind == "switch" else f"{one.name} {show(value)}"
         if isinstance(meant, Refused):
             raise ConfigError(f"{told}: {meant.why}")
         if isinstance(meant, Left):

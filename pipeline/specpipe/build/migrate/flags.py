@@ -95,6 +95,8 @@ class Flag:
 
         Raises ConfigError, naming the flag as it was written.
         """
+        if isinstance(value, Hashable) and value in self.values:
+            return value
         reader = _READERS[self.kind]
         try:
             found = reader.read(value)

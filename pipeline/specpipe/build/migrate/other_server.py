@@ -20,6 +20,7 @@ from specpipe.build.migrate.trtllm_serve import TRTLLM_SERVE
 from specpipe.build.migrate.vllm import VLLM
 from specpipe.config.document import read_yaml
 from specpipe.config.engine import TensorRTEngineConfig, TensorRTLLMEngineConfig, TorchEngineConfig
+from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, show
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.section import Section
@@ -168,15 +169,17 @@ def _migrate(server: Server, settings: Settings, source: str, wanted: Wanted) ->
     if settings.left:
         comment += f"\nNot carried: {', '.join(name.split()[0] for name in settings.left)}."
     write(data, output, comment)
-    told["behaviour"] = behaviour.SERVED_BY_TRITON + (
-        behaviour.OWN_LOOP
-        if load_runtime(runtime).runs_own_loop
-        else behaviour.of_backend_pytorch(config.engine.tensorrt_llm.version)
-        if config.engine.runtime == "tensorrt_llm"
-        and config.engine.tensorrt_llm.backend == "pytorch"
-        else ()
-    )
+    told["behaviour"] = behaviour.SERVED_BY_TRITON + _behaviour(config)
     return Migration(output, told)
+
+
+def _behaviour(config: PipelineConfig) -> tuple[str, ...]:
+    engine = config.engine
+    if load_runtime(engine.runtime).runs_own_loop:
+        return behaviour.OWN_LOOP
+    if engine.runtime == "tensorrt_llm" and engine.tensorrt_llm.backend == "pytorch":
+        return behaviour.of_backend_pytorch(engine.tensorrt_llm.version)
+    return ()
 
 
 def _settle_models(server: Server, settings: Settings, wanted: Wanted) -> None:
