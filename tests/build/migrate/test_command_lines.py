@@ -162,6 +162,7 @@ def test_what_else_vllm_is_told() -> None:
         ("--max-model-len 25.6k", {"max_seq_len": 25600}),
         ("--dtype half --dtype auto", {"dtype": "auto"}),
         ("--enforce-eager --no-enforce-eager --disable-chunked-prefill -q awq -qawq", {}),
+        ("--hf-token --hf-token abc --max-model-len=64", {"max_seq_len": 64}),
     ],
 )
 def test_forms_that_the_parser_of_vllm_takes(flags: str, engine: dict[str, Any]) -> None:
@@ -265,6 +266,7 @@ speculative_config:
   decoding_type: DraftTarget
   max_draft_len: 4
   speculative_model: meta-llama/Llama-3.2-1B-Instruct
+  draft_len_schedule: {4: 4, 16: 2}
 kv_cache_config:
   free_gpu_memory_fraction: 0.8
   enable_block_reuse: false

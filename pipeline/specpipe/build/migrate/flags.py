@@ -22,6 +22,7 @@ Kind = Literal[
     "mapping",
     "ranges",
     "any",
+    "optional",
 ]
 
 METHOD = "method"
@@ -235,5 +236,6 @@ _READERS: dict[Kind, _Reader] = {
     "several": _Reader("a list", _several),
     "mapping": _Reader("a mapping, as a JSON object is", _mapping),
     "ranges": _Reader("lists of first batch size, last and draft tokens, without gaps", _ranges),
+    "optional": _Reader("a value, or none", lambda value: value),
     "any": _Reader("a value", lambda value: value),
 }

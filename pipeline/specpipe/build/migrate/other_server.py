@@ -130,7 +130,7 @@ def _with_file(server: Server, given: list[Given]) -> list[Given]:
 
 
 def _file(server: Server, path: Path) -> list[Given]:
-    data = read_yaml(path).data
+    data = read_yaml(path, number_keys=True).data
     if not isinstance(data, (dict, type(None))):
         raise ConfigError(f"{path} holds no settings: expected keys with values")
     unknown: list[str] = []

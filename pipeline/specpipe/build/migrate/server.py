@@ -132,6 +132,8 @@ def parse(server: Server, words: Sequence[str]) -> tuple[list[str], list[Given]]
                 value.append(rest.pop(0))
         elif equals:
             value = inline
+        elif flag.kind == "optional":
+            value = rest.pop(0) if rest and not rest[0].startswith("-") else True
         elif rest and (not rest[0].startswith("-") or rest[0][1:2].isdigit()):
             value = rest.pop(0)
         else:

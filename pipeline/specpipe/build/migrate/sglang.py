@@ -86,6 +86,7 @@ _CARRIED = (
 )
 
 _LEFT = (
+    Flag(("--model-checksum",), "optional", note=reasons.LOADING),
     *left_out(reasons.MEMORY, values="mem-fraction-static max-total-tokens"),
     *left_out(
         "engine.max_num_tokens bounds a forward, prompts and all", values="max-prefill-tokens"
@@ -132,7 +133,7 @@ _LEFT = (
     *left_out(reasons.MODEL_FILES, values="json-model-override-args model-impl"),
     *left_out(
         reasons.LOADING,
-        values="load-format model-loader-extra-config download-dir model-checksum weight-version "
+        values="load-format model-loader-extra-config download-dir weight-version "
         "speculative-draft-load-format decrypted-config-file decrypted-draft-config-file "
         "remote-instance-weight-loader-seed-instance-ip "
         "remote-instance-weight-loader-seed-instance-service-port "

@@ -152,8 +152,10 @@ _LEFT = (
         values="ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs ssl-ciphers",
         switches="enable-ssl-refresh",
     ),
-    *left_out(
-        "set HF_TOKEN for `specpipe build`; a repository in Triton needs no hub", values="hf-token"
+    Flag(
+        ("--hf-token",),
+        "optional",
+        note="set HF_TOKEN for `specpipe build`; a repository in Triton needs no hub",
     ),
     *left_out(reasons.REMOTE_CODE, values="code-revision", switches="trust-remote-code"),
     *left_out(
