@@ -33,6 +33,17 @@ NUM_VERIFIED = "verified"
 """Tokens that a step verifies, where a setting's key stands: of a chain, one more than drafted."""
 
 
+DTYPES = {
+    "auto": "auto",
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+"""Names of number formats, as vLLM and SGLang have them, and what they are here."""
+
+
 @dataclass(frozen=True)
 class Left:
     """A value that is not carried, and why."""

@@ -8,17 +8,8 @@ docs/advanced_features/speculative_decoding.md@067ad4d3.
 from __future__ import annotations
 
 from specpipe.build.migrate import reasons
-from specpipe.build.migrate.flags import METHOD, NUM_VERIFIED, Flag, Left, Same, left_out
+from specpipe.build.migrate.flags import DTYPES, METHOD, NUM_VERIFIED, Flag, Left, Same, left_out
 from specpipe.build.migrate.server import Server
-
-_DTYPES = {
-    "auto": "auto",
-    "half": "float16",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float": "float32",
-    "float32": "float32",
-}
 
 _METHODS = {"STANDALONE": "draft_model", "NGRAM": "ngram"}
 
@@ -31,7 +22,7 @@ _CARRIED = (
         "name",
         "which names the folder of the artifacts; the model in Triton is `ensemble`",
     ),
-    Flag(("--dtype",), "text", "engine.dtype", values=_DTYPES, closed=True),
+    Flag(("--dtype",), "text", "engine.dtype", values=DTYPES, closed=True),
     Flag(("--device",), "text", "engine.device"),
     Flag(("--context-length",), "sglang size", "engine.max_seq_len"),
     Flag(("--max-running-requests",), "whole", "engine.max_batch_size"),

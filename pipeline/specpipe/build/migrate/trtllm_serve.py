@@ -3,7 +3,10 @@
 Source: TensorRT-LLM, tensorrt_llm/commands/serve.py@00209af1 (1.2 era) and @4c05a748 (1.1 era). The
 keys are the arguments of LLM: tensorrt_llm/llmapi/llm_args.py (id 55143598664, 1.3 era:
 TorchLlmArgs, KvCacheConfig, DraftTargetDecodingConfig), tests/unittest/api_stability/references/
-llm.yaml@000a01de (1.1 era) and docs/source/features/speculative-decoding.md@04c8822c.
+llm.yaml@000a01de (1.1 era) and docs/source/features/speculative-decoding.md@04c8822c. Of the
+command line of 1.3 only these flags more are known, from its callers (ids 60577437702 and
+53107869947): --hf_revision, --served_model_name, --kv_cache_dtype, --video_pruning_rate and
+--no-telemetry.
 """
 
 from __future__ import annotations
@@ -257,7 +260,7 @@ OPTIONS = _CARRIED_KEYS + _LEFT_KEYS
 """The keys of the YAML."""
 
 _FLAGS = (
-    Flag(("--revision",), "text", "target.revision"),
+    Flag(("--revision", "--hf_revision"), "text", "target.revision"),
     Flag(("--backend",), "text", _TENSORRT_LLM + "backend", values=_BACKENDS, closed=True),
     Flag(("--tensor_parallel_size", "--tp_size"), "whole", "target.tp_size"),
     Flag(("--pipeline_parallel_size", "--pp_size"), "whole", "target.pp_size"),
@@ -300,10 +303,17 @@ _FLAGS = (
         reasons.PHASES,
         values="metadata_server_config_file server_role disagg_cluster_uri",
     ),
-    *left_out(reasons.TEXT_ONLY, values="media_io_kwargs"),
+    Flag(
+        ("--kv_cache_dtype",),
+        "text",
+        values={"auto": Same("the KV cache is what the checkpoint says")},
+        others=Left(reasons.FP8_CACHE),
+    ),
+    *left_out(reasons.TEXT_ONLY, values="media_io_kwargs video_pruning_rate"),
     *left_out(reasons.FRONT_END, values="reasoning_parser tool_parser", switches="grpc"),
     *left_out(reasons.LOGS, values="log_level", switches="fail_fast_on_attention_window_too_large"),
     *left_out(reasons.TRACES, values="otlp_traces_endpoint"),
+    *left_out("specpipe reports nothing to anybody", switches="telemetry no-telemetry"),
 )
 
 TRTLLM_SERVE = Server(

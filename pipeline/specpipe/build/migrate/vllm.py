@@ -9,17 +9,8 @@ vllm/utils/argparse_utils.py (FlexibleArgumentParser).
 from __future__ import annotations
 
 from specpipe.build.migrate import reasons
-from specpipe.build.migrate.flags import METHOD, Flag, Left, Put, Same, left_out
+from specpipe.build.migrate.flags import DTYPES, METHOD, Flag, Left, Put, Same, left_out
 from specpipe.build.migrate.server import Server
-
-_DTYPES = {
-    "auto": "auto",
-    "half": "float16",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float": "float32",
-    "float32": "float32",
-}
 
 _METHODS = {
     "draft_model": "draft_model",
@@ -99,7 +90,7 @@ _CARRIED = (
         "name",
         "which names the folder of the artifacts; the model in Triton is `ensemble`",
     ),
-    Flag(("--dtype",), "text", "engine.dtype", values=_DTYPES, closed=True),
+    Flag(("--dtype",), "text", "engine.dtype", values=DTYPES, closed=True),
     Flag(("--device",), "text", "engine.device"),
     Flag(
         ("--max-model-len",),
