@@ -28,10 +28,8 @@ Kind = Literal[
 METHOD = "method"
 """What drafts, where a setting's key stands: `draft_model` or `ngram`. It is no setting."""
 
-
 NUM_VERIFIED = "verified"
 """Tokens that a step verifies, where a setting's key stands: of a chain, one more than drafted."""
-
 
 DTYPES = {
     "auto": "auto",

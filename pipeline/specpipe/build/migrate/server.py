@@ -155,12 +155,14 @@ def _spelled(server: Server, name: str) -> str:
 def _nested(keys: list[str], value: str) -> dict[str, Any]:
     """Returns what `--a.b value` stands for: a number, true or a mapping where it is JSON."""
     try:
-        found = json.loads(value)
+        inmost = json.loads(value)
     except (ValueError, RecursionError):
-        found = value
-    for key in reversed(keys):
+        inmost = value
+    *outer, last = keys
+    found: dict[str, Any] = {last: inmost}
+    for key in reversed(outer):
         found = {key: found}
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def expand(flag: Flag, name: str, value: Any, unknown: list[str]) -> Iterator[Given]:
