@@ -79,8 +79,8 @@ _SENTENCES = (
     ),
     _since("total_draft_tokens and acceptance_rate are those of TensorRT-LLM's request metrics."),
     _since(
-        "There is no Triton image with this TensorRT-LLM: docs/tensorrt_llm.md says how one is "
-        "made of TensorRT-LLM's own."
+        "There is no Triton image with this TensorRT-LLM: Triton goes into TensorRT-LLM's own "
+        "image (docker/)."
     ),
 )
 
