@@ -105,7 +105,12 @@ def _name(target: Source) -> str:
     """Returns the name of the target's repository or folder, or of the folder around `target/`."""
     folder = target.path.parent if target.path.name == "target" else target.path
     name = folder.name if target.revision is None else target.name.rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "pair"
+    return as_name(name)
+
+
+def as_name(text: str) -> str:
+    """Returns a text as the name of a pair, without the characters that a name cannot have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "pair"
 
 
 def _checkpoint(resolved: Source, folder: Path) -> str:

@@ -51,8 +51,12 @@ class Document:
         return line
 
 
-def read_yaml(path: Path) -> Document:
-    """Reads a file that holds one YAML document; raises ConfigError with its line otherwise."""
+def read_yaml(path: Path, *, number_keys: bool = False) -> Document:
+    """Reads a file that holds one YAML document; raises ConfigError with its line otherwise.
+
+    With `number_keys` keys may be whole numbers, as other programs' files have them, and come as
+    text.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -69,10 +73,10 @@ def read_yaml(path: Path) -> Document:
         ) from exc
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
-    return parse_yaml(text, origin=str(path))
+    return parse_yaml(text, origin=str(path), number_keys=number_keys)
 
 
-def parse_yaml(text: str, *, origin: str) -> Document:
+def parse_yaml(text: str, *, origin: str, number_keys: bool = False) -> Document:
     """Parses one YAML document; `origin` begins the messages: a path, or a command-line option."""
     try:
         loader = _Loader(text)
@@ -84,7 +88,8 @@ def parse_yaml(text: str, *, origin: str) -> Document:
         ) from exc
     try:
         root = loader.get_single_node()
-        return Document(_Builder(loader, origin).build(root) if root else None, root)
+        builder = _Builder(loader, origin, number_keys)
+        return Document(builder.build(root) if root else None, root)
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         where = f"{origin}:{mark.line + 1}" if mark else origin
@@ -113,9 +118,10 @@ class _Loader(yaml.SafeLoader):
 class _Builder:
     """Builds Python values from nodes; an aliased node is built once and shared."""
 
-    def __init__(self, loader: yaml.SafeLoader, origin: str) -> None:
+    def __init__(self, loader: yaml.SafeLoader, origin: str, number_keys: bool) -> None:
         self._loader = loader
         self._origin = origin
+        self._number_keys = number_keys
         self._built: dict[yaml.Node, Any] = {}
         self._open: set[yaml.Node] = set()
 
@@ -145,6 +151,8 @@ class _Builder:
                 merged |= self._merged(value)
                 continue
             name = self._scalar(key) if isinstance(key, yaml.ScalarNode) else None
+            if self._number_keys and type(name) is int:
+                name = str(name)
             if not isinstance(name, str):
                 is_scalar = isinstance(key, yaml.ScalarNode)
                 shown = f"the key {show(key.value)}" if is_scalar else "this key"

@@ -7,7 +7,9 @@ import yaml
 from click.testing import CliRunner
 
 from specpipe.build.load import load_config
-from specpipe.build.migrate import migrate
+from specpipe.build.migrate.behaviour import of_backend_pytorch
+from specpipe.build.migrate.engines import change
+from specpipe.build.migrate.engines import from_engines as migrate
 from specpipe.cli.group import main
 from specpipe.errors import ConfigError
 
@@ -60,7 +62,7 @@ def test_settings_that_change_and_those_that_stay(tmp_path: Path) -> None:
             },
         },
     }
-    assert migration.settings == (
+    assert migration.sections["settings"] == (
         "name: 'llama-pytorch', was 'llama', so that both can be built side by side",
         "engine.tensorrt_llm.backend: 'pytorch', was not given",
         "engine.tensorrt_llm.image: left out, since it has no effect with backend pytorch",
@@ -80,7 +82,7 @@ def test_a_format_that_backend_pytorch_does_not_read_is_left_out(tmp_path: Path)
         "target.quantization: left out, since backend pytorch does not read int8_sq: the target is"
         " served as its checkpoint is; formats that it reads: fp8, fp8_pc_pt, int4_awq, w4a8_awq,"
         " nvfp4"
-    ) in migration.settings
+    ) in migration.sections["settings"]
     assert load_config(migration.output).target.quantization is None
 
 
@@ -88,14 +90,59 @@ def test_a_schedule_is_left_out(tmp_path: Path) -> None:
     level = "schedule: [{from_batch_size: 4, num_draft_tokens: 2}]"
     text = LLAMA.replace("adaptive: true", f"adaptive: true, {level}")
     migration = migrate(written(tmp_path, text))
-    assert migration.settings[-1] == "speculation.schedule: left out, since K is fixed"
+    assert migration.sections["settings"][-1] == "speculation.schedule: left out, since K is fixed"
     assert load_config(migration.output).speculation.limits == ()
 
 
 def test_behaviour_is_told(tmp_path: Path) -> None:
-    behaviour = migrate(written(tmp_path, LLAMA)).behaviour
+    behaviour = migrate(written(tmp_path, LLAMA)).sections["behaviour"]
     for word in ("No engine is built", "same GPUs", "num_draft_tokens", "lossless", "seed"):
         assert any(word in line for line in behaviour), word
+
+
+def test_behaviour_is_that_of_the_release() -> None:
+    before, since = (of_backend_pytorch(version) for version in ("1.2.1", "1.4.0rc4"))
+    assert of_backend_pytorch("1.0.0") == before
+    assert of_backend_pytorch("1.3.0rc29") == since
+    told = (" ".join(before), " ".join(since))
+    for words, holds in (
+        ("Sampled output with a draft is not lossless", (True, False)),
+        ("sampled output in its distribution", (False, True)),
+        ("return_log_probs works for greedy requests", (True, False)),
+        ("return_log_probs is refused", (False, True)),
+        ("Llama or Qwen3", (False, True)),
+        ("engine.tensorrt_llm.enable_penalty", (False, True)),
+        ("No engine is built", (True, True)),
+    ):
+        assert tuple(words in text for text in told) == holds, words
+
+
+def test_another_release_is_chosen(tmp_path: Path) -> None:
+    path = written(tmp_path, LLAMA)
+    migration = migrate(path, version="1.2.1")
+    assert load_config(migration.output).engine.tensorrt_llm.version == "1.2.1"
+    assert (
+        "engine.tensorrt_llm.version: '1.2.1', was '1.1.0', as --to says"
+        in migration.sections["settings"]
+    )
+    with pytest.raises(ConfigError, match=r"cannot be migrated: --to '1\.9'.*expected one of"):
+        migrate(path, tmp_path / "b.yaml", version="1.9")
+
+
+def test_one_engine_keeps_the_schedule_and_shares_the_kv_cache(tmp_path: Path) -> None:
+    text = LLAMA.replace(
+        "adaptive: true", "schedule: [{from_batch_size: 4, num_draft_tokens: 2}]"
+    ).replace("fp8, export: true", "fp8, kv_cache: fp8")
+    text = text.replace("1B-Instruct\n", "1B-Instruct\n  quantization: {format: fp8}\n")
+    config = load_config(written(tmp_path, text))
+    data = yaml.safe_load(text)
+    sentences = change(data, config, tmp_path / "b.yaml", "1.4.0rc4", is_one_engine=True)
+    assert data["speculation"]["schedule"] == [{"from_batch_size": 4, "num_draft_tokens": 2}]
+    assert data["draft"]["quantization"] == {"format": "fp8", "kv_cache": "fp8"}
+    assert (
+        "draft.quantization.kv_cache: 'fp8', was not given, as the target's: both models share its "
+        "format" in sentences
+    )
 
 
 def test_a_smaller_split_of_the_target_goes_to_the_draft(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`specpipe migrate`: a config for TensorRT-LLM's engines, turned into one for its LLM API.
+"""A config for TensorRT-LLM's engines, turned into one for its LLM API.
 
 After 1.2 TensorRT-LLM has no engines any more (docs/source/legacy/tensorrt-backend-removal.md), so
 backend `pytorch` is where a pair for backend `tensorrt` goes on.
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
-
-from specpipe.build.load import load_config, validate
-from specpipe.config.document import read_yaml, write_new
-from specpipe.config.messages import explain, show
-from specpipe.config.sections import PipelineConfig, json_schema
+from specpipe.build.load import load_config
+from specpipe.build.migrate import behaviour
+from specpipe.build.migrate.migration import Migration, check, write
+from specpipe.config.document import read_yaml
+from specpipe.config.messages import show
+from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError
 from specpipe.runtimes.tensorrt_llm.formats import FORMATS_READ
 
@@ -26,36 +24,12 @@ _SUFFIX = "-pytorch"
 
 _BUILD_SETTINGS = ("image", "build", "extra_build_args", "parameters", "draft_gpu_ids")
 
-_BEHAVIOUR = (
-    "No engine is built: the checkpoints go into the repository, quantized where the config says "
-    "so, and TensorRT-LLM loads them when Triton starts, which takes longer than loading engines.",
-    "Draft and target run on the same GPUs and are split alike.",
-    "Every request drafts speculation.num_draft_tokens in each step: K neither adapts nor drops to "
-    "0 under load, and num_draft_tokens in a request is refused unless it is that number.",
-    "Greedy output stays that of the target alone. Sampled output with a draft is not lossless in "
-    "TensorRT-LLM, so requests with a temperature are refused unless "
-    "engine.tensorrt_llm.acceptance is logits.",
-    "seed with a temperature, min_p, min_tokens, bad_words and repetition, presence and frequency "
-    "penalties are refused by name; TensorRT-LLM would ignore them.",
-    "return_log_probs works for greedy requests.",
-    "total_draft_tokens and acceptance_rate are counted from the steps unless TensorRT-LLM's "
-    "request metrics have them.",
-)
 
-
-@dataclass(frozen=True)
-class Migration:
-    """A config that was written, and what is to be known about it, as sentences."""
-
-    output: Path
-    settings: tuple[str, ...]
-    behaviour: tuple[str, ...]
-
-
-def migrate(path: Path, output: Path | None = None) -> Migration:
+def from_engines(path: Path, output: Path | None = None, version: str | None = None) -> Migration:
     """Writes a config for backend pytorch next to one for backend tensorrt; comments are lost.
 
-    Raises ConfigError where there is nothing to migrate or the file is there already.
+    `version` is the TensorRT-LLM to serve with; none: the one that the config has. Raises
+    ConfigError where there is nothing to migrate or the file is there already.
     """
     config = load_config(path)
     engine = config.engine
@@ -71,21 +45,28 @@ def migrate(path: Path, output: Path | None = None) -> Migration:
         )
     output = output or path.with_name(f"{path.stem}{_SUFFIX}{path.suffix}")
     data: dict[str, Any] = copy.deepcopy(read_yaml(path).data)
-    settings = list(_change(data, config, output))
-    try:
-        validate(data, output)
-    except ValidationError as exc:
-        schema = json_schema()
-        faults = "; ".join(explain(error, schema) for error in exc.errors(include_url=False))
-        raise ConfigError(f"{path} cannot be migrated: {faults}") from None
-    text = f"# Made from {path.name} by `specpipe migrate`.\n"
-    text += yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
-    write_new(output, text)
-    return Migration(output, tuple(settings), _BEHAVIOUR)
+    served = version or engine.tensorrt_llm.version
+    is_one_engine = behaviour.is_one_engine(served)
+    settings = tuple(change(data, config, output, version, is_one_engine=is_one_engine))
+    names = {} if version is None else {"engine.tensorrt_llm.version": f"--to {show(version)}"}
+    check(data, output, str(path), names)
+    write(data, output, f"Made from {path.name} by `specpipe migrate`.")
+    told = behaviour.of_backend_pytorch(served)
+    return Migration(output, {"settings": settings, "behaviour": told})
 
 
-def _change(data: dict[str, Any], config: PipelineConfig, output: Path) -> list[str]:
-    """Changes the settings in place; returns a sentence for each change."""
+def change(
+    data: dict[str, Any],
+    config: PipelineConfig,
+    output: Path,
+    version: str | None = None,
+    *,
+    is_one_engine: bool = False,
+) -> list[str]:
+    """Changes the settings in place; returns a sentence for each change.
+
+    `is_one_engine` says that the draft runs inside the target's engine with the new `version`.
+    """
     sentences = []
 
     def put(section: dict[str, Any], prefix: str, key: str, value: Any, why: str) -> None:
@@ -102,6 +83,8 @@ def _change(data: dict[str, Any], config: PipelineConfig, output: Path) -> list[
     tensorrt_llm = data["engine"].setdefault("tensorrt_llm", {})
     prefix = "engine.tensorrt_llm."
     put(tensorrt_llm, prefix, "backend", "pytorch", "")
+    if version is not None:
+        put(tensorrt_llm, prefix, "version", version, ", as --to says")
     for key in _BUILD_SETTINGS:
         drop(tensorrt_llm, prefix, key, ", since it has no effect with backend pytorch")
     for key in ("tp_size", "pp_size"):
@@ -122,9 +105,15 @@ def _change(data: dict[str, Any], config: PipelineConfig, output: Path) -> list[
         else:
             why = ", since backend pytorch serves the exported folder anyway"
             drop(data[role]["quantization"], f"{role}.quantization.", "export", why)
+    draft, target = config.draft.quantization, config.target.quantization
+    is_read = "quantization" in data["draft"]  # a format that is not read is gone by now
+    if is_one_engine and is_read and draft and target and draft.kv_cache != target.kv_cache:
+        why = ", as the target's: both models share its format"
+        put(data["draft"]["quantization"], "draft.quantization.", "kv_cache", target.kv_cache, why)
     if (data.get("speculation") or {}).get("adaptive"):
         put(data["speculation"], "speculation.", "adaptive", False, ", since K is fixed")
-    drop(data.get("speculation") or {}, "speculation.", "schedule", ", since K is fixed")
+    if not is_one_engine:
+        drop(data.get("speculation") or {}, "speculation.", "schedule", ", since K is fixed")
     _move_paths(data, config, output)
     return sentences
 

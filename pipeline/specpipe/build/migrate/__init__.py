@@ -1,0 +1,1 @@
+"""`specpipe migrate`: a YAML for what somebody runs today, from its own settings."""
