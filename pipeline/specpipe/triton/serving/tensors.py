@@ -22,6 +22,8 @@ class TensorSpec:
     name: str
     dtype: str
     dims: tuple[int, ...] = (1,)
+    meaning: str = ""
+    """One sentence for the reference."""
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -50,31 +52,91 @@ _NUMPY_DTYPES: dict[str, type[Any]] = {
 }
 
 ENSEMBLE_INPUTS: tuple[Input, ...] = (
-    Input("text_input", "STRING"),
-    Input("messages", "STRING"),
-    Input("max_tokens", "INT32"),
-    Input("num_draft_tokens", "INT32"),
-    Input("stream", "BOOL"),
-    Input("temperature", "FP32"),
-    Input("top_k", "INT32"),
-    Input("top_p", "FP32"),
-    Input("min_p", "FP32"),
-    Input("seed", "UINT64"),
-    Input("repetition_penalty", "FP32"),
-    Input("presence_penalty", "FP32"),
-    Input("frequency_penalty", "FP32"),
-    Input("min_tokens", "INT32"),
-    Input("bad_words", "STRING", (-1,)),
-    Input("stop_words", "STRING", (-1,)),
-    Input("end_id", "INT32"),
-    Input("pad_id", "INT32"),
-    Input("priority", "INT32"),
-    Input("timeout_s", "FP32"),
-    Input("exclude_input_in_output", "BOOL"),
-    Input("return_log_probs", "BOOL"),
-    Input("return_perf_metrics", "BOOL"),
-    Input("return_num_input_tokens", "BOOL"),
-    Input("return_num_output_tokens", "BOOL"),
+    Input("text_input", "STRING", meaning="The prompt; this or `messages` is required."),
+    Input(
+        "messages",
+        "STRING",
+        meaning="A conversation as JSON, which the checkpoint's chat template renders.",
+    ),
+    Input("max_tokens", "INT32", meaning="The most tokens of the answer; required."),
+    Input(
+        "num_draft_tokens",
+        "INT32",
+        meaning="Draft tokens in every step; 0: no speculation; left out: as many as pay.",
+    ),
+    Input("stream", "BOOL", meaning="Whether the answer comes in parts."),
+    Input("temperature", "FP32", meaning="Divides the logits before sampling; 0: greedy."),
+    Input(
+        "top_k", "INT32", meaning="Sample from that many likeliest tokens; 0: from all, 1: greedy."
+    ),
+    Input(
+        "top_p",
+        "FP32",
+        meaning="Sample from the likeliest tokens that hold this probability; 0 or 1: from all.",
+    ),
+    Input(
+        "min_p",
+        "FP32",
+        meaning="Leave out tokens less likely than this part of the likeliest one's probability.",
+    ),
+    Input(
+        "seed",
+        "UINT64",
+        meaning="Makes a sampled answer repeat; left out: a random one, see `seed_used`.",
+    ),
+    Input(
+        "repetition_penalty",
+        "FP32",
+        meaning="Above 1, tokens of prompt and answer become less likely.",
+    ),
+    Input(
+        "presence_penalty",
+        "FP32",
+        meaning="Is subtracted from the logits of tokens that the answer has.",
+    ),
+    Input(
+        "frequency_penalty", "FP32", meaning="The same for each time that the answer has the token."
+    ),
+    Input("min_tokens", "INT32", meaning="Tokens before which no end id is chosen."),
+    Input("bad_words", "STRING", (-1,), meaning="Texts whose tokens are never chosen in a row."),
+    Input(
+        "stop_words", "STRING", (-1,), meaning="Texts that end the answer, and are not part of it."
+    ),
+    Input(
+        "end_id",
+        "INT32",
+        meaning="A token that ends the answer, instead of the checkpoint's; -1: none does.",
+    ),
+    Input("pad_id", "INT32", meaning="Accepted, and without effect: an answer has no padding."),
+    Input("priority", "INT32", meaning="Of requests that wait, a lower number goes first."),
+    Input(
+        "timeout_s",
+        "FP32",
+        meaning="Seconds after which the answer ends; shortens `serving.request_timeout_s`.",
+    ),
+    Input(
+        "exclude_input_in_output", "BOOL", meaning="False: the text begins with the decoded prompt."
+    ),
+    Input(
+        "return_log_probs",
+        "BOOL",
+        meaning="Whether `cum_log_probs` and `output_log_probs` are filled.",
+    ),
+    Input(
+        "return_perf_metrics",
+        "BOOL",
+        meaning="Accepted, and without effect: counts are always sent.",
+    ),
+    Input(
+        "return_num_input_tokens",
+        "BOOL",
+        meaning="Accepted, and without effect: the count is always sent.",
+    ),
+    Input(
+        "return_num_output_tokens",
+        "BOOL",
+        meaning="Accepted, and without effect: the count is always sent.",
+    ),
     Input("return_context_logits", "BOOL", neutral=(False,)),
     Input("return_generation_logits", "BOOL", neutral=(False,)),
     Input("num_return_sequences", "INT32", neutral=(1,)),
@@ -93,41 +155,57 @@ ENSEMBLE_INPUTS: tuple[Input, ...] = (
     Input("guided_decoding_guide", "STRING", neutral=("",)),
 )
 
-TEXT_OUTPUT = TensorSpec("text_output", "STRING", (-1,))
+_NEVER_SENT = "Never sent; NVIDIA's ensemble has it."
+
+TEXT_OUTPUT = TensorSpec("text_output", "STRING", (-1,), meaning="The text of this response.")
 
 STATISTICS_OUTPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("finish_reason", "STRING"),
-    TensorSpec("error", "STRING"),
-    TensorSpec("acceptance_rate", "FP32"),
-    TensorSpec("draft_status", "STRING"),
-    TensorSpec("total_accepted_draft_tokens", "INT32"),
-    TensorSpec("total_draft_tokens", "INT32"),
-    TensorSpec("num_steps", "INT32"),
-    TensorSpec("num_input_tokens", "INT32"),
-    TensorSpec("num_output_tokens", "INT32"),
-    TensorSpec("seed_used", "UINT64"),
-    TensorSpec("is_lossless", "BOOL"),
+    TensorSpec(
+        "finish_reason",
+        "STRING",
+        meaning="In the last response: `stop`, `length`, `cancelled` or `error`.",
+    ),
+    TensorSpec("error", "STRING", meaning="What failed, where `finish_reason` is `error`."),
+    TensorSpec(
+        "acceptance_rate",
+        "FP32",
+        meaning="Accepted draft tokens by verified ones; 0.0 where nothing was drafted.",
+    ),
+    TensorSpec("draft_status", "STRING", meaning="Why drafting was on or off at the end."),
+    TensorSpec(
+        "total_accepted_draft_tokens", "INT32", meaning="Draft tokens that the target accepted."
+    ),
+    TensorSpec("total_draft_tokens", "INT32", meaning="Draft tokens that the target verified."),
+    TensorSpec("num_steps", "INT32", meaning="Draft-verify steps of the answer."),
+    TensorSpec("num_input_tokens", "INT32", meaning="Tokens of the prompt."),
+    TensorSpec("num_output_tokens", "INT32", meaning="Tokens of the answer."),
+    TensorSpec("seed_used", "UINT64", meaning="The seed that the answer was drawn with."),
+    TensorSpec(
+        "is_lossless",
+        "BOOL",
+        meaning="False only where TensorRT-LLM's backend `pytorch` samples with a draft.",
+    ),
 )
 """In the last data response alone; `error` after a failure."""
 
 UNFILLED_OUTPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("context_logits", "FP32", (-1, -1)),
-    TensorSpec("generation_logits", "FP32", (-1, -1, -1)),
-    TensorSpec("kv_cache_alloc_new_blocks", "INT32"),
-    TensorSpec("kv_cache_reused_blocks", "INT32"),
-    TensorSpec("kv_cache_alloc_total_blocks", "INT32"),
-    TensorSpec("arrival_time_ns", "INT64"),
-    TensorSpec("first_scheduled_time_ns", "INT64"),
-    TensorSpec("first_token_time_ns", "INT64"),
-    TensorSpec("last_token_time_ns", "INT64"),
+    TensorSpec("context_logits", "FP32", (-1, -1), meaning=_NEVER_SENT),
+    TensorSpec("generation_logits", "FP32", (-1, -1, -1), meaning=_NEVER_SENT),
+    TensorSpec("kv_cache_alloc_new_blocks", "INT32", meaning=_NEVER_SENT),
+    TensorSpec("kv_cache_reused_blocks", "INT32", meaning=_NEVER_SENT),
+    TensorSpec("kv_cache_alloc_total_blocks", "INT32", meaning=_NEVER_SENT),
+    TensorSpec("arrival_time_ns", "INT64", meaning=_NEVER_SENT),
+    TensorSpec("first_scheduled_time_ns", "INT64", meaning=_NEVER_SENT),
+    TensorSpec("first_token_time_ns", "INT64", meaning=_NEVER_SENT),
+    TensorSpec("last_token_time_ns", "INT64", meaning=_NEVER_SENT),
 )
 """Outputs of NVIDIA's ensemble that are never sent: a client may name them in its request."""
 
 GENERATION_OUTPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("cum_log_probs", "FP32", (-1,)),
-    TensorSpec("output_log_probs", "FP32", (-1, -1)),
-    TensorSpec("batch_index", "INT32"),
-    TensorSpec("sequence_index", "INT32"),
+    TensorSpec("cum_log_probs", "FP32", (-1,), meaning="The sum of `output_log_probs`."),
+    TensorSpec("output_log_probs", "FP32", (-1, -1), meaning="The log probability of each token."),
+    TensorSpec("batch_index", "INT32", meaning="Always 0: a response belongs to one request."),
+    TensorSpec("sequence_index", "INT32", meaning="Always 0: a request has one answer."),
     *STATISTICS_OUTPUTS,
     *UNFILLED_OUTPUTS,
 )
