@@ -24,6 +24,7 @@ SHOWN = (
     "docs/**/*.md",
     "docs/**/*.png",
     "docs/**/*.svg",
+    "docs/site.css",
     "examples/**/*",
     "models/README.md",
     "pipeline/**/*.py",
