@@ -164,7 +164,7 @@ def rotary_linear(
         bias = tl.load(bias_ptr + first_column + n).to(tl.float32)[:, None]
     scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
     begin(PDL)
-    norms = unnormed(squares_ptr, row_scales_ptr, num_parts, PARTS, ROWS, KIND)
+    norms = unnormed(squares_ptr, row_scales_ptr, num_rows, num_parts, PARTS, ROWS, KIND)
     x = product(
         scaled_ptr, weight_ptr, scale_ptr, first_column, 0, C, num_rows,
         (H + 2 * H_KV) * D, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND, WAYS, held, HELD,
@@ -353,7 +353,7 @@ def gated_linear(
     begin(PDL)
     fc = no_sums(BLOCK_N, ROWS, WAYS)
     gate = no_sums(BLOCK_N, ROWS, WAYS)
-    norms = unnormed(squares_ptr, row_scales_ptr, num_parts, PARTS, ROWS, KIND)
+    norms = unnormed(squares_ptr, row_scales_ptr, num_rows, num_parts, PARTS, ROWS, KIND)
     in_one: tl.constexpr = 2 if KIND == INT4 else 1
     if HELD > 0:
         held_x = held_inputs(scaled_ptr, 0, num_rows, C, HELD, WAYS, ROWS)

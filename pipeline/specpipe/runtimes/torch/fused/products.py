@@ -333,11 +333,15 @@ def column_scales(
 
 
 @triton.jit
-def blocks_of_rows(ptr, num_blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
-    """What the kernel before left of each row, block by block of its channels: [BLOCKS, ROWS]."""
-    block = tl.arange(0, BLOCKS)
-    place = block[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    return tl.load(ptr + place, mask=block[:, None] < num_blocks, other=0.0)
+def blocks_of_rows(ptr, num_rows, num_blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+    """What the kernel before left of each row, block by block of its channels: [BLOCKS, ROWS].
+
+    ptr is that of the first row, behind which the last block may have fewer than ROWS.
+    """
+    block = tl.arange(0, BLOCKS)[:, None]
+    row = tl.arange(0, ROWS)[None, :]
+    is_there = (block < num_blocks) & (row < num_rows)
+    return tl.load(ptr + block * ROWS + row, mask=is_there, other=0.0)
 
 
 @triton.jit
@@ -348,7 +352,7 @@ def inverse_length(squares, epsilon, C: tl.constexpr):
 
 @triton.jit
 def unnormed(
-    squares_ptr, row_scales_ptr, num_parts,
+    squares_ptr, row_scales_ptr, num_rows, num_parts,
     PARTS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
 ):
     """What `normed` has to know of each row, to be read before the product.
@@ -358,9 +362,10 @@ def unnormed(
     if KIND == FP8:
         found = 1.0
     elif KIND == FP8_PER_TOKEN:
-        found = tl.load(row_scales_ptr + tl.arange(0, ROWS))[None, :]
+        row = tl.arange(0, ROWS)
+        found = tl.load(row_scales_ptr + row, mask=row < num_rows, other=0.0)[None, :]
     else:
-        found = blocks_of_rows(squares_ptr, num_parts, PARTS, ROWS)
+        found = blocks_of_rows(squares_ptr, num_rows, num_parts, PARTS, ROWS)
     return found
 
 

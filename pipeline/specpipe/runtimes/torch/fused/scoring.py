@@ -41,7 +41,7 @@ def score(
     scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
     begin(PDL)
     norms = unnormed(
-        squares_ptr + first_row, row_scales_ptr + first_row, num_parts, PARTS, ROWS, KIND
+        squares_ptr + first_row, row_scales_ptr + first_row, num_rows, num_parts, PARTS, ROWS, KIND
     )
     logits = product(
         scaled_ptr + first_row * C, weight_ptr, scale_ptr, first_column, 0, C, num_rows,
