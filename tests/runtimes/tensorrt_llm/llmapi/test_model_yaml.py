@@ -160,12 +160,13 @@ def test_settings_that_1_4_is_told_of(
     }
 
 
-def test_batch_sizes_of_a_schedule_are_numbers_in_the_file() -> None:
+def test_batch_sizes_of_a_schedule_are_numbers_to_tensorrt_llm() -> None:
     text = model_yaml.to_text(
         {"model": "target", "speculative_config": {"draft_len_schedule": {"3": 4, "16": 2}}},
         "1.4.0",
     )
-    assert yaml.safe_load(text)["speculative_config"] == {"draft_len_schedule": {3: 4, 16: 2}}
+    resolved = model_yaml.resolve(yaml.safe_load(text), draft=Path("/d"), target=Path("/t"))
+    assert resolved["speculative_config"] == {"draft_len_schedule": {3: 4, 16: 2}}
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.4.0"])
@@ -227,7 +228,7 @@ def test_the_file_is_what_the_arguments_are() -> None:
         "speculative_config:\n"
         "  speculative_model: draft\n"
     )
-    assert model_yaml.resolve_paths(
+    assert model_yaml.resolve(
         yaml.safe_load(text), draft=Path("/r/draft"), target=Path("/r/target")
     ) == {"model": "/r/target", "speculative_config": {"speculative_model": "/r/draft"}}
 

@@ -115,7 +115,7 @@ def load_pair(
             "installed; set engine.tensorrt_llm.version to the one that serves, and build again"
         )
     path = target.parent / model_yaml.MODEL_YAML
-    arguments = model_yaml.resolve_paths(
+    arguments = model_yaml.resolve(
         yaml.safe_load(path.read_text(encoding="utf-8")), draft=draft, target=target
     )
     try:

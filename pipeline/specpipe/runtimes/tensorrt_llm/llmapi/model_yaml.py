@@ -182,7 +182,7 @@ def draft_len_schedule(
     """Returns the schedule as 1.3 and later have it: draft tokens by the last batch size of each.
 
     The smallest key must have num_draft_tokens, and above the last nothing would be drafted (pull
-    request 10860). Keys are texts, as JSON has them.
+    request 10860). Keys are texts, as JSON and our YAML have them.
     """
     levels = schedule if schedule[0][0] == 1 else ((1, num_draft_tokens), *schedule)
     ends = [following - 1 for following, _ in levels[1:]] + [max_batch_size]
@@ -191,22 +191,21 @@ def draft_len_schedule(
 
 def to_text(arguments: dict[str, Any], version: str) -> str:
     """Writes the arguments as the YAML file has them."""
-    drafting = arguments.get(SPECULATIVE_CONFIG, {})
-    if DRAFT_LEN_SCHEDULE in drafting:
-        by_size = {int(size): most for size, most in drafting[DRAFT_LEN_SCHEDULE].items()}
-        arguments = {
-            **arguments,
-            SPECULATIVE_CONFIG: {**drafting, DRAFT_LEN_SCHEDULE: by_size},
-        }
     return _HEADER.format(version=version) + yaml.safe_dump(arguments, sort_keys=False)
 
 
-def resolve_paths(arguments: dict[str, Any], *, draft: Path, target: Path) -> dict[str, Any]:
-    """Returns the arguments with the folders where they lie now."""
+def resolve(arguments: dict[str, Any], *, draft: Path, target: Path) -> dict[str, Any]:
+    """Returns the file's arguments as `LLM` takes them: folders where they lie, batch sizes as
+    numbers.
+    """
     resolved = {**arguments, "model": str(target)}
-    if SPECULATIVE_CONFIG in arguments:
-        resolved[SPECULATIVE_CONFIG] = {
-            key: str(draft) if value == DRAFT_FOLDER else value
-            for key, value in arguments[SPECULATIVE_CONFIG].items()
-        }
-    return resolved
+    if SPECULATIVE_CONFIG not in arguments:
+        return resolved
+    drafting = {
+        key: str(draft) if value == DRAFT_FOLDER else value
+        for key, value in arguments[SPECULATIVE_CONFIG].items()
+    }
+    if DRAFT_LEN_SCHEDULE in drafting:
+        by_size = {int(size): most for size, most in drafting[DRAFT_LEN_SCHEDULE].items()}
+        drafting[DRAFT_LEN_SCHEDULE] = by_size
+    return {**resolved, SPECULATIVE_CONFIG: drafting}
