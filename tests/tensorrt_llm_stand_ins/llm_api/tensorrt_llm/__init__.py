@@ -372,9 +372,7 @@ class LLM:
             if getattr(params, name):
                 return f"{name} is not supported with one-model speculative decoding."
         if _has_penalties(params) and not self._drafting.enable_penalty:
-            return (
-                "repetition_penalty / presence_penalty / frequency_penalty require enable_penalty"
-            )
+            return "penalties require enable_penalty with one-model speculative decoding."
         return None
 
     def _sampling(self, params: SamplingParams, prompt_len: int) -> Sampling:
