@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +14,13 @@ import pytest
 from pydantic import ValidationError
 
 from specpipe.build import execution, planning, repositories
+from specpipe.build.load import load_config
+from specpipe.config.sections import PipelineConfig
+from specpipe.errors import ConfigError
 from specpipe.runtimes.pair_file import PairFile
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
-from specpipe.speculative.request import Request
+from specpipe.speculative.request import Chunk, Request
 from specpipe.triton.repository import lint
 from tests.quiet import Quiet
 from tests.runtimes.table_engine import ids, run
@@ -27,6 +31,7 @@ from tests.tensorrt_llm_stand_ins.llm_api import installed
 from tests.tensorrt_llm_stand_ins.llm_api_lines import DIFFERENCES, VERSIONS, line
 from tests.toy import write_toy_checkpoint
 
+ROOT = Path(__file__).parents[4]
 TWO_ENGINES, ONE_ENGINE = ("1.0", "1.1", "1.2"), ("1.3", "1.4")
 
 
@@ -58,6 +63,26 @@ def target_alone(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 PROMPT = (40, 41, 42, 43, 44)
 
 
+@contextmanager
+def loaded(repository: Path) -> Iterator[LlmPair]:
+    version = repository / "speculative" / "1"
+    pair = load_runtime("tensorrt_llm").load_pair(
+        version / "draft",
+        version / "target",
+        PairFile.read(version / "pair.json").options,
+        lambda prompt: WordDetokenizer(),
+    )
+    assert isinstance(pair, LlmPair)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def answer(pair: LlmPair) -> list[Chunk]:
+    return run(pair, [Request(request_id="r", prompt_token_ids=PROMPT, max_tokens=20)])["r"]
+
+
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_what_is_packaged_for_a_line_is_served_by_it(
     tmp_path: Path, fake: ModuleType, target_alone: list[int], num_draft_tokens: int
@@ -72,19 +97,9 @@ def test_what_is_packaged_for_a_line_is_served_by_it(
     execution.run(planning.plan(config), Quiet())
     repository = repositories.built_repository(config)
     assert lint.lint(repository) == []
-    version = repository / "speculative" / "1"
-    pair = load_runtime("tensorrt_llm").load_pair(
-        version / "draft",
-        version / "target",
-        PairFile.read(version / "pair.json").options,
-        lambda prompt: WordDetokenizer(),
-    )
-    assert isinstance(pair, LlmPair)
-    try:
-        chunks = run(pair, [Request(request_id="r", prompt_token_ids=PROMPT, max_tokens=20)])["r"]
+    with loaded(repository) as pair:
+        chunks = answer(pair)
         assert pair._llm.arguments["kv_cache_config"].enable_block_reuse is False
-    finally:
-        pair.close()
     assert ids(chunks) == target_alone
     last = chunks[-1].statistics
     assert last is not None
@@ -102,25 +117,56 @@ def test_all_settings_of_one_engine_are_arguments_of_it(tmp_path: Path) -> None:
     )
     execution.run(planning.plan(config), Quiet())
     assert [r.reasons for r in execution.preview(planning.plan(config))] == [()] * 4
-    version = repositories.built_repository(config) / "speculative" / "1"
-    with installed(VERSIONS["1.4"]):
-        pair = load_runtime("tensorrt_llm").load_pair(
-            version / "draft",
-            version / "target",
-            PairFile.read(version / "pair.json").options,
-            lambda prompt: WordDetokenizer(),
-        )
-        assert isinstance(pair, LlmPair)
+    repository = repositories.built_repository(config)
+    with installed(VERSIONS["1.4"]), loaded(repository) as pair:
         given = pair._llm.arguments["speculative_config"]
-        pair.close()
     assert given.model_dump(exclude_none=True) == {
         "max_draft_len": 4,
-        "speculative_model": str(version / "draft"),
+        "speculative_model": str(repository / "speculative" / "1" / "draft"),
         "use_rejection_sampling": True,
         "enable_penalty": True,
         "draft_len_schedule": {2: 4, 8: 1},
     }
     assert given.levels() == ((1, 4), (3, 1), (9, 0))
+
+
+def committed(name: str, folder: Path, version: str) -> PipelineConfig:
+    """A config of configs/ for the quickstart pair, on one GPU."""
+    overrides: dict[str, object] = {
+        "output_dir": folder,
+        "engine.max_seq_len": 512,
+        "engine.tensorrt_llm.target_gpu_ids": "null",
+        "engine.tensorrt_llm.version": version,
+    }
+    for role in ("draft", "target"):
+        overrides |= {f"{role}.checkpoint": PAIR / role, f"{role}.tp_size": 1}
+    return load_config(
+        ROOT / "configs" / f"{name}.yaml", tuple(f"{k}={v}" for k, v in overrides.items())
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "taken_by"),
+    [("llama-pytorch-1.4", tuple(VERSIONS)), ("llama-pytorch-1.4-fp8", ONE_ENGINE)],
+)
+def test_a_committed_config_is_served_by_the_lines_that_take_it(
+    name: str, taken_by: tuple[str, ...], tmp_path: Path, target_alone: list[int]
+) -> None:
+    """The other lines would not count what a schedule drafts."""
+    for one in VERSIONS:
+        if one not in taken_by:
+            with pytest.raises(ConfigError, match=r"speculation\.schedule is .*1\.3\.0rc23"):
+                committed(name, tmp_path, VERSIONS[one])
+            continue
+        config = committed(name, tmp_path, VERSIONS[one])
+        execution.run(planning.plan(config), Quiet())
+        repository = repositories.built_repository(config)
+        assert lint.lint(repository) == []
+        with installed(VERSIONS[one]), loaded(repository) as pair:
+            token_ids = ids(answer(pair))
+        if name == "llama-pytorch-1.4":
+            assert token_ids == target_alone
+        assert len(token_ids) == 20
 
 
 def drafting(fake: ModuleType, folder: Path, **fields: Any) -> Any:
