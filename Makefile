@@ -47,7 +47,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/hadolint docker/Dockerfile docker/Dockerfile.tensorrt-llm
+	$(VENV)/bin/hadolint docker/Dockerfile*
 	$(VENV)/bin/shellcheck .ci/run examples/curl.sh
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/actionlint .github/workflows/nightly.yml
 	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml

@@ -27,7 +27,8 @@ from specpipe.speculative.request import Chunk, Request, Sampling
 from tests.tensorrt_llm_stand_ins.llm_api_lines import UNKNOWN_FAMILIES
 
 from . import engines
-from .llmapi import HERE, VERSION, TorchLlmArgs
+from .llmapi import HERE, VERSION
+from .llmapi.llm_args import TorchLlmArgs
 
 __version__ = VERSION
 

@@ -1,4 +1,4 @@
-"""The configs of tensorrt_llm.llmapi that specpipe makes; strict, as TensorRT-LLM's are."""
+"""The arguments of `LLM` and of the configs that specpipe makes; strict, as TensorRT-LLM's are."""
 
 from __future__ import annotations
 
