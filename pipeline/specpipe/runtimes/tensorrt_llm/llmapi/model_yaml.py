@@ -201,7 +201,7 @@ def resolve(arguments: dict[str, Any], *, draft: Path, target: Path) -> dict[str
     resolved = {**arguments, "model": str(target)}
     if SPECULATIVE_CONFIG not in arguments:
         return resolved
-    drafting = {
+    drafting: dict[str, Any] = {
         key: str(draft) if value == DRAFT_FOLDER else value
         for key, value in arguments[SPECULATIVE_CONFIG].items()
     }
