@@ -140,6 +140,8 @@ def committed(name: str, folder: Path, version: str) -> PipelineConfig:
     }
     for role in ("draft", "target"):
         overrides |= {f"{role}.checkpoint": PAIR / role, f"{role}.tp_size": 1}
+    if name.endswith("fp8"):
+        overrides["target.quantization.calibration"] = "{num_samples: 2, max_seq_len: 16}"
     return load_config(
         ROOT / "configs" / f"{name}.yaml", tuple(f"{k}={v}" for k, v in overrides.items())
     )
