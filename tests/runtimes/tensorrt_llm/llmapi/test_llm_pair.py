@@ -625,18 +625,25 @@ def test_penalties_are_given_on_where_they_are_enabled(
 
 
 def test_counts_are_tensorrt_llm_s_own_under_a_schedule(make_one_engine: MakePair) -> None:
-    """Alone a request drafts 4 tokens a step, and beside two others 2."""
+    """Alone a request drafts 4 tokens a step, and beside two others, which begin with it, 2."""
     speculative = {"draft_len_schedule": {1: 4, 4: 2}}
-    schedule = ((2, 2),)
-    with make_one_engine(schedule=schedule, speculative_config=speculative) as pair:
+    begun = threading.Event()
+    with make_one_engine(schedule=((2, 2),), speculative_config=speculative) as pair:
         alone = run(pair, [request()])["r"][-1].statistics
-        together = run(pair, [request("a"), request("b"), request("c")])
+        with set_at_the_end(begun):
+            pair._llm._inbox.put(begun.wait)
+            for name in "abc":
+                pair.submit(request(name))
+            pair._admit()
+            assert wait_until(lambda: pair._llm._inbox.qsize() == 3)
+        chunks = steps_until(pair, lambda _: not pair.has_work())
     assert alone is not None
     assert (alone.total_draft_tokens, alone.draft_status) == (13, "drafted")
-    for chunks in together.values():
-        last = chunks[-1].statistics
+    for name in "abc":
+        own = [chunk for chunk in chunks if chunk.request_id == name]
+        last = own[-1].statistics
         assert last is not None
-        assert ids(chunks) == greedy_reference(request())
+        assert ids(own) == greedy_reference(request())
         assert last.total_draft_tokens == last.total_accepted_draft_tokens
         assert last.draft_status == "drafted"
         assert last.num_steps > alone.num_steps
