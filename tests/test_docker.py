@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 import yaml
 
-from specpipe.config.tensorrt_llm_versions import DEFAULT_VERSION, RELEASES
+from specpipe.config.tensorrt_llm_versions import (
+    DEFAULT_VERSION,
+    FIRST_WITHOUT_ENGINES,
+    RELEASES,
+    serving_image,
+)
 from tests.installed import extras_of
 
 DOCKER = Path(__file__).parents[1] / "docker"
-TENSORRT_LLM = "Dockerfile.tensorrt-llm"
+TENSORRT_LLM, PYTORCH = "Dockerfile.tensorrt-llm", "Dockerfile.tensorrt-llm-pytorch"
+ALL = ("Dockerfile", TENSORRT_LLM, PYTORCH)
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
@@ -37,13 +43,29 @@ def test_the_image_is_that_of_the_default_release() -> None:
     ]
 
 
-def test_both_images_are_of_one_triton() -> None:
-    (_, argument), *_ = instructions("Dockerfile")
-    assert argument == f"TRITON_IMAGE=nvcr.io/nvidia/tritonserver:{RELEASES['1.2.1'].triton}-py3"
+def test_all_images_are_of_one_triton() -> None:
+    argument = f"TRITON_IMAGE=nvcr.io/nvidia/tritonserver:{RELEASES['1.2.1'].triton}-py3"
+    assert instructions("Dockerfile")[0] == ("ARG", argument)
+    assert ("ARG", argument) in instructions(PYTORCH)
+
+
+def test_without_engines_triton_comes_into_tensorrt_llm_s_image() -> None:
+    found = instructions(PYTORCH)
+    (_, version), *_ = found
+    assert version == f"TENSORRT_LLM_VERSION={FIRST_WITHOUT_ENGINES}"
+    *_, last = [arguments for name, arguments in found if name == "FROM"]
+    image = last.replace("${TENSORRT_LLM_VERSION}", FIRST_WITHOUT_ENGINES)
+    assert image == serving_image(FIRST_WITHOUT_ENGINES)
+    copied = [
+        words for name, words in found if name == "COPY" and words.startswith("--from=triton")
+    ]
+    for part in ("bin", "lib", "backends/python"):
+        assert f"--from=triton /opt/tritonserver/{part} /opt/tritonserver/{part}" in copied
 
 
 @pytest.mark.parametrize(
-    ("name", "default"), [("Dockerfile", "torch,evaluate"), (TENSORRT_LLM, "evaluate")]
+    ("name", "default"),
+    [("Dockerfile", "torch,evaluate"), (TENSORRT_LLM, "evaluate"), (PYTORCH, "evaluate")],
 )
 def test_the_image_is_told_which_extras_it_has(name: str, default: str, wheel: Path) -> None:
     found = instructions(name)
@@ -60,14 +82,14 @@ def text_of_all() -> str:
     return "".join(path.read_text() for path in sorted(DOCKER.iterdir()))
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", TENSORRT_LLM])
+@pytest.mark.parametrize("name", ALL)
 def test_an_image_runs_as_a_user_and_says_how_it_is(name: str) -> None:
     found = dict(instructions(name))
     assert found["USER"] == "1000:1000"
     assert found["ENTRYPOINT"] == '["specpipe"]'
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", TENSORRT_LLM])
+@pytest.mark.parametrize("name", ALL)
 def test_a_user_without_a_home_can_write_every_cache(name: str) -> None:
     made = [arguments for name, arguments in instructions(name) if name == "RUN"]
     assert made[-1].endswith("mkdir --mode=1777 /cache")
@@ -82,7 +104,7 @@ def test_a_user_without_a_home_can_write_every_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400])
-@pytest.mark.parametrize("name", ["Dockerfile", TENSORRT_LLM])
+@pytest.mark.parametrize("name", ALL)
 def test_the_health_check_asks_the_server_and_no_proxy(
     name: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,18 +131,18 @@ def test_the_health_check_asks_the_server_and_no_proxy(
 def test_command_lines_listen_on_this_machine_and_have_shared_memory() -> None:
     lines = re.sub(r"\\\n#\s*", "", text_of_all()).splitlines()
     runs = [line for line in lines if line.startswith("#   docker run")]
-    assert len(runs) == 3
+    assert len(runs) == 4
     for line in runs:
         assert "--shm-size" in line
         assert re.findall(r"-p (\S+)", line) in ([], ["127.0.0.1:8000:8000", "127.0.0.1:8001:8001"])
         assert ("0.0.0.0" in line) == ("-p " in line)
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", TENSORRT_LLM])
+@pytest.mark.parametrize("name", ALL)
 def test_what_is_copied_is_let_into_the_build(name: str) -> None:
     allowed = (DOCKER.parent / ".dockerignore").read_text().splitlines()
     for instruction, arguments in instructions(name):
-        if instruction == "COPY":
+        if instruction == "COPY" and not arguments.startswith("--from="):
             *sources, _ = arguments.split()
             for source in sources:
                 assert (DOCKER.parent / source).exists()

@@ -140,9 +140,15 @@ def test_the_plan_of_mistral_quantizes_both(tmp_path: Path) -> None:
     ]
 
 
-def test_the_plan_of_the_pytorch_backend_builds_no_engine(tmp_path: Path) -> None:
-    stages = plan("llama-pytorch", tmp_path)
+@pytest.mark.parametrize("name", ["llama-pytorch", "llama-pytorch-1.4"])
+def test_the_plan_of_the_pytorch_backend_builds_no_engine(name: str, tmp_path: Path) -> None:
+    stages = plan(name, tmp_path)
     assert stages == {"check": [], "draft/collect": [], "target/collect": [], "package": []}
+
+
+def test_the_plan_of_the_pytorch_backend_quantizes_where_it_is_told(tmp_path: Path) -> None:
+    stages = list(plan("llama-pytorch-1.4-fp8", tmp_path))
+    assert stages == ["check", "target/calibrate", "draft/collect", "target/export", "package"]
 
 
 def test_the_plan_of_tensorrt_engines(tmp_path: Path) -> None:

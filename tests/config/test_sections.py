@@ -142,6 +142,8 @@ def test_defaults_of_runtime_tensorrt_llm() -> None:
         "extra_build_args": [],
         "kv_cache_free_gpu_mem_fraction": None,
         "acceptance": "exact",
+        "enable_block_reuse": None,
+        "enable_penalty": False,
     }
 
 
@@ -343,7 +345,29 @@ LLM = "engine.tensorrt_llm"
         ),
         (
             [f"{LLM}.version=0.19.0"],
-            f"{LLM}.version is '0.19.0': expected one of '1.0.0', '1.1.0', '1.2.0', '1.2.1'",
+            f"{LLM}.version is '0.19.0': expected one of '1.0.0', '1.1.0', '1.2.0', '1.2.1', or"
+            " with backend pytorch a release of 1.3 or 1.4 from 1.3.0rc23 on",
+        ),
+        (
+            [f"{LLM}.version=1.4.0rc4"],
+            f"{LLM}.version is '1.4.0rc4': expected one of 1.0.0, 1.1.0, 1.2.0, 1.2.1, since"
+            " TensorRT-LLM builds no engines from 1.3.0rc23 on; or engine.tensorrt_llm.backend"
+            " pytorch",
+        ),
+        (
+            [f"{LLM}.version=1.2"],
+            f"{LLM}.version is 1.2: expected one of '1.0.0', '1.1.0', '1.2.0', '1.2.1' or text"
+            " (of 1.3 or 1.4, from 1.3.0rc23 on)",
+        ),
+        (
+            [f"{LLM}.enable_penalty=true"],
+            f"{LLM}.enable_penalty is true: expected nothing here, since it has no effect with"
+            " backend tensorrt",
+        ),
+        (
+            [f"{LLM}.enable_block_reuse=false"],
+            f"{LLM}.enable_block_reuse is false: expected nothing here, since it has no effect with"
+            " backend tensorrt",
         ),
         (
             [f"{LLM}.kv_cache_free_gpu_mem_fraction=1"],

@@ -25,6 +25,7 @@ from tests.speculative.table import (
     target_rule,
 )
 from tests.tensorrt_llm_stand_ins.llm_api import installed, table_pair
+from tests.tensorrt_llm_stand_ins.llm_api_lines import VERSIONS
 
 Make = Callable[..., AbstractContextManager[Pair]]
 """Makes a pair from the target's model and the draft's, and PairOptions."""
@@ -47,14 +48,17 @@ def bls(target: TableModel, draft: TableModel, **options: Any) -> Iterator[Pair]
     yield make_bls_pair(*stand_ins(target, draft), **options)
 
 
-@pytest.fixture(params=["engines", "tensorrt", "bls", "bls by logits", "llm"])
+PAIRS = ("engines", "tensorrt", "bls", "bls by logits", "llm 1.2", "llm 1.4")
+
+
+@pytest.fixture(params=PAIRS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     if request.param == "engines":
         yield engines
     elif request.param == "tensorrt":
         yield lambda target, draft, **o: tensorrt_pair(tmp_path, target, draft, **o)
-    elif request.param == "llm":
-        with installed() as fake:
+    elif request.param.startswith("llm"):
+        with installed(VERSIONS[request.param.removeprefix("llm ")]) as fake:
             yield lambda target, draft, **o: table_pair(fake, tmp_path, target, draft, **o)
     else:
         acceptance = "logits" if "logits" in request.param else "exact"
@@ -166,7 +170,9 @@ def test_what_a_pair_holds_follows_its_requests(make: Make) -> None:
         assert (pair.occupancy().num_running, pair.occupancy().num_waiting) == (0, 0)
 
 
+@pytest.mark.parametrize("make", [name for name in PAIRS if name != "llm 1.4"], indirect=True)
 def test_the_last_chunk_tells_the_steps_behind_the_statistics(make: Make) -> None:
+    """But where TensorRT-LLM counts by itself, which it does for the whole request."""
     with make(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=3) as pair:
         *others, last = run(pair, [request(max_tokens=10)])["r"]
     assert all(chunk.counts is None and chunk.queue_s is None for chunk in others)

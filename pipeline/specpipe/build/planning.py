@@ -166,6 +166,7 @@ def _plan_pair(config: PipelineConfig, small_files: Path | None) -> PairPlan:
         max_seq_len=_max_seq_len(config, target),
         num_draft_tokens=config.speculation.num_draft_tokens,
         measures=quantizes and config.quality.measure,
+        schedule=config.speculation.limits,
     )
 
 

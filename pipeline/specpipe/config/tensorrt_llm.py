@@ -172,7 +172,8 @@ class TensorRTLLMConfig(Section):
     PyTorch."""
 
     version: SupportedVersion = DEFAULT_VERSION
-    """The TensorRT-LLM that builds and serves; an engine runs under no other."""
+    """The TensorRT-LLM that builds and serves; an engine runs under no other. Backend tensorrt has
+    none after 1.2.1."""
 
     image: str | None = Field(default=None, min_length=1)
     """The container image to build in, by tag or digest; none: NVIDIA's Triton for `version`."""
@@ -201,6 +202,14 @@ class TensorRTLLMConfig(Section):
     acceptance: Literal["exact", "logits"] = "exact"
     """What a draft token is accepted by: that the target samples the same, or a comparison of both
     models' logits."""
+
+    enable_block_reuse: bool | None = None
+    """Whether backend pytorch keeps the KV cache of prompts for later ones that begin alike; none:
+    TensorRT-LLM's own default, which is yes. With a draft it may cost acceptance."""
+
+    enable_penalty: bool = False
+    """Whether requests with a draft may have penalties, which takes GPU memory; with backend
+    pytorch from 1.3.0rc27 on."""
 
     parameters: TritonParameters = TritonParameters()
     """Parameters of TensorRT-LLM's Triton backend, for both engines."""

@@ -1,26 +1,93 @@
-"""TensorRT-LLM releases: the Triton image of each, and the TensorRT and CUDA inside it.
+"""TensorRT-LLM releases: the image of each, and for engines the TensorRT and CUDA inside it.
 
-An engine runs only under the TensorRT-LLM and TensorRT that built it, so one row of this table is
+An engine runs only under the TensorRT-LLM and TensorRT that built it, so one row of the table is
 built with and served with. Source: triton-inference-server/server, docs/introduction/
 compatibility.md and the Dockerfiles of its release branches, as of 2026-08; of several images with
 one TensorRT-LLM the newest is taken. Left out is 25.11, whose TensorRT-LLM 1.0.3.2510 is no release
-of its own. From 1.3 on there is no engine path: no `trtllm-build` and no `tensorrt` backend
-(TensorRT-LLM, docs/source/legacy/tensorrt-backend-removal.md).
+of its own.
+
+Engines end with 1.2.1: from 1.3.0rc23 on (d41ab33d, 2026-07-31) there is no `trtllm-build` and no
+`tensorrt` backend (TensorRT-LLM, docs/source/legacy/tensorrt-backend-removal.md@c83651ab), and no
+Triton image has TensorRT-LLM. Backend `pytorch` goes on, in an image of TensorRT-LLM's own. Of 1.3
+the candidates before that one are left out: between 1.2 and them the draft mode, what it samples
+and the keys of draft_len_schedule changed one by one, and in which candidate was not found out.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from pydantic import AfterValidator, WithJsonSchema
+
+from specpipe.config import messages
 from specpipe.errors import ConfigError
 
-SupportedVersion = Literal["1.0.0", "1.1.0", "1.2.0", "1.2.1"]
-"""The releases that specpipe builds with and serves."""
+EngineVersion = Literal["1.0.0", "1.1.0", "1.2.0", "1.2.1"]
+"""The releases that build engines; all of them have backend `pytorch`, too."""
 
-DEFAULT_VERSION: SupportedVersion = "1.2.1"
+ENGINE_VERSIONS: tuple[str, ...] = get_args(EngineVersion)
+
+DEFAULT_VERSION: EngineVersion = "1.2.1"
+
+FIRST_WITHOUT_ENGINES = "1.3.0rc23"
+"""The first release that only has backend `pytorch`, and the first such that specpipe knows."""
+
+_WITHOUT_ENGINES = r"1\.[34]\.[0-9]{1,3}(rc[0-9]{1,3}|\.post[0-9]{1,3})?"
+
+_PARTS = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:rc(\d+))?")
+
+
+def version_order(version: str) -> tuple[float, ...]:
+    """Returns what sorts versions: 1.3.0rc22 before 1.3.0rc23 before 1.3.0; () for no version."""
+    found = _PARTS.match(version)
+    if found is None:
+        return ()
+    major, minor, micro, candidate = (None if n is None else int(n) for n in found.groups())
+    return (major or 0, minor or 0, micro or 0, math.inf if candidate is None else candidate)
+
+
+def is_without_engines(version: str) -> bool:
+    """Whether a release is one of those that have backend `pytorch` only."""
+    return version_order(version) >= version_order(FIRST_WITHOUT_ENGINES)
+
+
+def _check_version(version: str) -> str:
+    if version in ENGINE_VERSIONS or (
+        re.fullmatch(_WITHOUT_ENGINES, version) and is_without_engines(version)
+    ):
+        return version
+    choices = ", ".join(f"'{one}'" for one in ENGINE_VERSIONS)
+    raise messages.broken_rule(
+        "engine.tensorrt_llm.version",
+        version,
+        f"one of {choices}, or with backend pytorch a release of 1.3 or 1.4 from "
+        f"{FIRST_WITHOUT_ENGINES} on",
+    )
+
+
+SupportedVersion = Annotated[
+    str,
+    AfterValidator(_check_version),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(ENGINE_VERSIONS), "type": "string"},
+                {
+                    "description": f"Of 1.3 or 1.4, from {FIRST_WITHOUT_ENGINES} on.",
+                    "pattern": f"^{_WITHOUT_ENGINES}$",
+                    "type": "string",
+                },
+            ]
+        }
+    ),
+]
+"""The releases that specpipe serves with, by either backend."""
 
 _REGISTRY = "nvcr.io/nvidia/tritonserver"
+_OWN_REGISTRY = "nvcr.io/nvidia/tensorrt-llm/release"
 
 
 @dataclass(frozen=True)
@@ -74,12 +141,19 @@ def release(version: str) -> Release:
     """Returns the row of a release; raises ConfigError, naming those that can be built with."""
     found = RELEASES.get(version)
     if found is None:
-        known = ", ".join(get_args(SupportedVersion))
         raise ConfigError(
-            f"TensorRT-LLM {version} is not known to specpipe: "
-            f"set engine.tensorrt_llm.version to one of {known}"
+            f"TensorRT-LLM {version} is not known to build engines: "
+            f"set engine.tensorrt_llm.version to one of {', '.join(ENGINE_VERSIONS)}"
         )
     return found
+
+
+def serving_image(version: str) -> str:
+    """Returns NVIDIA's image that has a release of `SupportedVersion`.
+
+    Where there are no engines it is TensorRT-LLM's own, which has no Triton.
+    """
+    return f"{_OWN_REGISTRY}:{version}" if is_without_engines(version) else release(version).image
 
 
 def version_number(version: str) -> tuple[int, ...]:

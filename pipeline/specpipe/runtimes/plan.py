@@ -20,6 +20,7 @@ from specpipe.stage import PlannedStage
 
 if TYPE_CHECKING:
     from specpipe.config.sections import CheckpointConfig
+    from specpipe.speculative.adaptive import Schedule
 
 EngineT = TypeVar("EngineT", bound=EngineConfig, covariant=True)
 
@@ -71,6 +72,7 @@ class PlanFor(Generic[EngineT]):
     engine       the YAML's section, which is that of the runtime it names
     max_seq_len  tokens of prompt and answer together, for the target
     measures     whether what quantization costs is measured, which reads unified checkpoints
+    schedule     the most tokens that the draft drafts by load
     """
 
     draft: Side
@@ -79,6 +81,7 @@ class PlanFor(Generic[EngineT]):
     max_seq_len: int
     num_draft_tokens: int
     measures: bool = False
+    schedule: Schedule = ()
 
     def max_seq_len_of(self, side: Side) -> int:
         """A draft with a shorter context stops drafting there; the request goes on."""

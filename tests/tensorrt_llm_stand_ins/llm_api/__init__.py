@@ -16,14 +16,16 @@ from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
 from specpipe.speculative.request import Detokenizer
 from tests.runtimes.table_engine import HasLogits, make_pair
 from tests.speculative.table import WordDetokenizer
+from tests.tensorrt_llm_stand_ins.llm_api_lines import VERSION_VARIABLE, VERSIONS
 
 FOLDER = Path(__file__).parent
 
 
 @contextmanager
-def installed() -> Iterator[ModuleType]:
-    """Makes `import tensorrt_llm` find the fake, and forgets it afterwards."""
+def installed(version: str = VERSIONS["1.2"]) -> Iterator[ModuleType]:
+    """Makes `import tensorrt_llm` find the fake of a release, and forgets it afterwards."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VERSION_VARIABLE, version)
         patch.syspath_prepend(str(FOLDER))
         import tensorrt_llm
 
@@ -53,6 +55,7 @@ def table_pair(
     *,
     num_draft_tokens: int = 4,
     settings: dict[str, Any] | None = None,
+    speculative_config: dict[str, Any] | None = None,
     detokenizer: Callable[[Sequence[int]], Detokenizer] = lambda prompt: WordDetokenizer(),
     **options: Any,
 ) -> Iterator[LlmPair]:
@@ -65,8 +68,11 @@ def table_pair(
         max_queue_size=10**6,
         **{**arguments, "max_batch_size": 64},
     )
+    settings = settings or runtime_settings(tensorrt_llm=fake.__version__)
     speculative = fake.llmapi.DraftTargetDecodingConfig(
-        max_draft_len=num_draft_tokens or 1, speculative_model=str(tmp_path)
+        max_draft_len=num_draft_tokens or 1,
+        **{fake.llmapi.HERE.draft_names[0]: str(tmp_path)},
+        **(speculative_config or {}),
     )
     llm = fake.LLM(
         tmp_path,
@@ -81,7 +87,7 @@ def table_pair(
         fake.SamplingParams,
         PairOptions(
             num_draft_tokens=num_draft_tokens,
-            runtime_settings=settings or runtime_settings(),
+            runtime_settings=settings,
             **limits,
         ),
         detokenizer,

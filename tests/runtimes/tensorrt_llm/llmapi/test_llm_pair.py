@@ -27,6 +27,7 @@ from tests.speculative.table import (
     wrong_rule,
 )
 from tests.tensorrt_llm_stand_ins.llm_api import installed, runtime_settings, table_pair
+from tests.tensorrt_llm_stand_ins.llm_api_lines import VERSIONS
 
 MakePair = Callable[..., AbstractContextManager[LlmPair]]
 
@@ -37,8 +38,13 @@ def fake() -> Iterator[ModuleType]:
         yield module
 
 
-@pytest.fixture
-def make(fake: ModuleType, tmp_path: Path) -> MakePair:
+@pytest.fixture(params=["1.3", "1.4"])
+def one_engine(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    with installed(VERSIONS[request.param]) as module:
+        yield module
+
+
+def maker(fake: ModuleType, tmp_path: Path) -> MakePair:
     """Makes a pair over rules; without any, the draft is always right."""
 
     def pair(target: Any = None, draft: Any = None, **settings: Any) -> Any:
@@ -46,6 +52,16 @@ def make(fake: ModuleType, tmp_path: Path) -> MakePair:
         return table_pair(fake, tmp_path, target, draft or target, **settings)
 
     return pair
+
+
+@pytest.fixture
+def make(fake: ModuleType, tmp_path: Path) -> MakePair:
+    return maker(fake, tmp_path)
+
+
+@pytest.fixture
+def make_one_engine(one_engine: ModuleType, tmp_path: Path) -> MakePair:
+    return maker(one_engine, tmp_path)
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
@@ -493,3 +509,157 @@ def test_a_request_of_a_release_that_gives_no_usable_log_probs_fails(
         (chunk,) = run(pair, [request(return_log_probs=True)])["r"]
     assert chunk.finish_reason == "error"
     assert str(chunk.error).startswith("TensorRT-LLM failed: AttributeError: ")
+
+
+# Where the draft runs in the target's engine: 1.3 and 1.4.
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "logits"])
+def test_sampling_with_a_draft_is_lossless_unless_it_accepts_by_logits(
+    make_one_engine: MakePair, one_engine: ModuleType, acceptance: str
+) -> None:
+    settings = runtime_settings(tensorrt_llm=one_engine.__version__, acceptance=acceptance)
+    sampling = Sampling(temperature=0.7, top_k=8, top_p=0.9)
+    with make_one_engine(settings=settings) as pair:
+        last = run(pair, [request(max_tokens=3, sampling=sampling)])["r"][-1]
+        greedy = run(pair, [request("g", max_tokens=3)])["g"][-1]
+        asked, _ = pair._llm.asked
+    assert (asked.temperature, asked.top_k, asked.top_p) == (0.7, 8, 0.9)
+    assert last.statistics is not None and greedy.statistics is not None
+    assert (last.statistics.is_lossless, greedy.statistics.is_lossless) == (
+        acceptance == "exact",
+        True,
+    )
+
+
+@pytest.mark.parametrize(("acceptance", "is_refused"), [("exact", False), ("logits", True)])
+def test_vocabularies_of_other_sizes_are_a_matter_of_logits_only(
+    make_one_engine: MakePair, one_engine: ModuleType, acceptance: str, is_refused: bool
+) -> None:
+    settings = runtime_settings(
+        tensorrt_llm=one_engine.__version__, acceptance=acceptance, target_vocab_size=128
+    )
+    with make_one_engine(settings=settings) as pair:
+        if is_refused:
+            with pytest.raises(RequestError, match="as many embedding rows"):
+                pair.submit(request(sampling=SAMPLED))
+            return
+        assert len(ids(run(pair, [request(max_tokens=3, sampling=SAMPLED)])["r"])) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"return_log_probs": True}, "return_log_probs: .* no log-probabilities with a draft"),
+        ({"sampling": Sampling(repetition_penalty=1.2)}, r"repetition_penalty is 1\.2: "),
+        ({"sampling": Sampling(min_tokens=2)}, "min_tokens is 2: "),
+        ({"sampling": Sampling(bad_words=((5,),))}, "bad_words is given: "),
+        ({"sampling": Sampling(temperature=0.7, min_p=0.1)}, r"min_p is 0\.1: "),
+        ({"sampling": Sampling(temperature=0.7, seed=3, is_seeded=True)}, "seed: .*one generator"),
+        ({"num_draft_tokens": 2}, "num_draft_tokens is 2: .* drafts 4 tokens in every step"),
+    ],
+)
+def test_what_one_engine_cannot_honour_is_refused_by_name(
+    make_one_engine: MakePair, changes: dict[str, Any], expected: str
+) -> None:
+    with make_one_engine() as pair:
+        with pytest.raises(RequestError, match=f"^{expected}"):
+            pair.submit(request(**changes))
+        assert pair._llm.asked == []
+
+
+def test_log_probs_without_a_draft(make_one_engine: MakePair) -> None:
+    with make_one_engine(num_draft_tokens=0) as pair:
+        chunks = run(pair, [request(return_log_probs=True, max_tokens=5)])["r"]
+    assert sum(len(chunk.log_probs) for chunk in chunks) == 5
+
+
+@pytest.mark.parametrize("name", ["logprobs", "min_p", "repetition_penalty"])
+def test_a_refusal_of_tensorrt_llm_s_own_is_the_request_s_error(
+    make_one_engine: MakePair, name: str
+) -> None:
+    """Were it not refused before."""
+    with make_one_engine() as pair:
+        params = pair._new_sampling_params
+
+        def with_more(given: Any) -> Any:
+            asked = params(given)
+            setattr(asked, name, 2)
+            return asked
+
+        pair._new_sampling_params = with_more  # type: ignore[method-assign]
+        last = run(pair, [request()])["r"][-1]
+    assert last.finish_reason == "error" and last.error is not None
+    assert last.error.startswith("TensorRT-LLM ") and "speculative decoding" in last.error
+
+
+PENALTIES = (
+    Sampling(repetition_penalty=1.3),
+    Sampling(presence_penalty=0.5, frequency_penalty=0.25),
+    Sampling(temperature=0.7, frequency_penalty=0.5),
+)
+
+
+@pytest.mark.parametrize("sampling", PENALTIES)
+def test_penalties_are_given_on_where_they_are_enabled(
+    make_one_engine: MakePair, one_engine: ModuleType, sampling: Sampling
+) -> None:
+    """The prompt counts for repetition alone, as it does elsewhere."""
+    settings = runtime_settings(tensorrt_llm=one_engine.__version__, enable_penalty=True)
+    with make_one_engine(settings=settings, speculative_config={"enable_penalty": True}) as pair:
+        chunks = run(pair, [request(max_tokens=5, sampling=sampling), request("plain")])
+        (asked, plain) = pair._llm.asked
+    assert len(ids(chunks["r"])) == 5
+    assert (
+        asked.repetition_penalty,
+        asked.presence_penalty,
+        asked.frequency_penalty,
+        asked.prompt_ignore_length,
+    ) == (
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        len(request().prompt_token_ids),
+    )
+    assert (plain.repetition_penalty, plain.prompt_ignore_length) == (None, None)
+
+
+def test_counts_are_tensorrt_llm_s_own_under_a_schedule(make_one_engine: MakePair) -> None:
+    """Alone a request drafts 4 tokens a step, and beside two others, which begin with it, 2."""
+    speculative = {"draft_len_schedule": {1: 4, 4: 2}}
+    begun = threading.Event()
+    with make_one_engine(schedule=((2, 2),), speculative_config=speculative) as pair:
+        alone = run(pair, [request()])["r"][-1].statistics
+        with set_at_the_end(begun):
+            pair._llm._inbox.put(begun.wait)
+            for name in "abc":
+                pair.submit(request(name))
+            pair._admit()
+            assert wait_until(lambda: pair._llm._inbox.qsize() == 3)
+        chunks = steps_until(pair, lambda _: not pair.has_work())
+    assert alone is not None
+    assert (alone.total_draft_tokens, alone.draft_status) == (13, "drafted")
+    for name in "abc":
+        own = [chunk for chunk in chunks if chunk.request_id == name]
+        last = own[-1].statistics
+        assert last is not None
+        assert ids(own) == greedy_reference(request())
+        assert last.total_draft_tokens == last.total_accepted_draft_tokens
+        assert last.draft_status == "drafted"
+        assert last.num_steps > alone.num_steps
+
+
+def test_counts_that_are_inferred_follow_the_schedule(
+    make_one_engine: MakePair, one_engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the metrics are zeros all the same; a draft that is always wrong."""
+    monkeypatch.setattr(one_engine.LLM, "fills_metrics", False)
+    with make_one_engine(
+        draft=TableModel(wrong_rule),
+        schedule=((1, 4), (2, 1)),
+        speculative_config={"draft_len_schedule": {1: 4, 4: 1}},
+    ) as pair:
+        chunks = run(pair, [request("a", max_tokens=6), request("b", max_tokens=6)])
+    last = chunks["a"][-1].statistics
+    assert last is not None
+    assert (last.total_draft_tokens, last.draft_status) == (4, "decided_by_engine")

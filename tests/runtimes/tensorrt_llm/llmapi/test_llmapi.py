@@ -276,6 +276,6 @@ def test_checkpoints_that_tensorrt_llm_cannot_load(tmp_path: Path, fake: ModuleT
     path = target.parent / "model.yaml"
     path.write_text(path.read_text() + "no_such_argument: 1\n")
     with pytest.raises(
-        RuntimeUnavailable, match=r"could not load .*model\.yaml: ValueError: 1 validation error"
+        RuntimeUnavailable, match=r"could not load .*model\.yaml: ValidationError: 1 validation"
     ):
         backend.load_pair(draft, target, options, lambda p: WordDetokenizer())

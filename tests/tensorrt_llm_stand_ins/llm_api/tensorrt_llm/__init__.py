@@ -1,16 +1,17 @@
 """Stands in for TensorRT-LLM's LLM API, its names, fields and manners, over the torch runtime.
 
-Faithful to TensorRT-LLM 1.2 (llmapi/llm.py, llmapi/llm_args.py, sampling_params.py,
-executor/result.py, _torch/pyexecutor/sampler.py), as far as a caller can tell: unknown arguments
-are refused, the first step of a request gives one token and each later one up to max_draft_len + 1,
-an end id stays in the token ids and an id of stop_token_ids is cut off, an aborted request ends as
-cancelled, results can be awaited only in an event loop that was there when the request was made,
-and sampling applies temperature, top_k and top_p and nothing else.
+Faithful to TensorRT-LLM (llmapi/llm.py, llmapi/llm_args.py, sampling_params.py, executor/result.py,
+_torch/pyexecutor/sampler.py), as far as a caller can tell: unknown arguments and those of another
+type are refused, the first step of a request gives one token and each later one up to
+max_draft_len + 1, an end id stays in the token ids and an id of stop_token_ids is cut off, an
+aborted request ends as cancelled, and results can be awaited only in an event loop that was there
+when the request was made. What a release line does otherwise is in llm_api_lines.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import queue
 import threading
@@ -23,11 +24,13 @@ from typing import Any
 
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.speculative.request import Chunk, Request, Sampling
+from tests.tensorrt_llm_stand_ins.llm_api_lines import UNKNOWN_FAMILIES
 
 from . import engines
-from .llmapi import LLM_ARGUMENTS, DraftTargetDecodingConfig, KvCacheConfig
+from .llmapi import HERE, VERSION
+from .llmapi.llm_args import TorchLlmArgs
 
-__version__ = "1.2.1"
+__version__ = VERSION
 
 ACTIVE_FILE = "FAKE_TENSORRT_LLM_ACTIVE"
 """Names a file that always holds the number of running requests, for another process to read."""
@@ -60,6 +63,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    prompt_ignore_length: int | None = None
     length_penalty: float | None = None
     early_stopping: int | None = None
     no_repeat_ngram_size: int | None = None
@@ -202,8 +206,8 @@ class RequestOutput:
 class LLM:
     """tensorrt_llm.LLM with backend pytorch; its executor is a thread."""
 
-    fills_metrics = False
-    """Whether the metrics of a request count draft tokens, as releases after 1.2 do."""
+    fills_metrics: bool = HERE.fills_metrics
+    """Whether the metrics of a request count draft tokens."""
 
     def __init__(
         self,
@@ -218,20 +222,16 @@ class LLM:
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in kwargs.keys() - LLM_ARGUMENTS:
-            raise ValueError(f"1 validation error for TorchLlmArgs\n{name}\n  Extra inputs")
-        for name, kind in (
-            ("speculative_config", DraftTargetDecodingConfig),
-            ("kv_cache_config", KvCacheConfig),
-        ):
-            if name in kwargs and not isinstance(kwargs[name], kind):
-                raise ValueError(f"1 validation error for TorchLlmArgs\n{name}\n  no {kind}")
+        arguments = TorchLlmArgs(**kwargs)
         if not Path(model).is_dir():
             raise ValueError(f"{model} is neither a folder nor a hub id")
         self.arguments = {"model": model, "skip_tokenizer_init": skip_tokenizer_init, **kwargs}
         self.asked: list[SamplingParams] = []
         self.num_aborted = 0
-        speculative = kwargs.get("speculative_config")
+        self._drafting = speculative = arguments.speculative_config
+        _check_family(Path(model), is_drafted_for=speculative is not None)
+        if speculative is not None:
+            _check_draft(Path(model), Path(speculative.speculative_model))
         self._pair: EnginePair = engines.make_pair(
             Path(model),
             Path(speculative.speculative_model) if speculative else None,
@@ -239,6 +239,7 @@ class LLM:
             max_seq_len=kwargs["max_seq_len"],
             max_num_tokens=kwargs["max_num_tokens"],
             num_draft_tokens=speculative.max_draft_len if speculative else 0,
+            schedule=speculative.levels() if speculative else (),
         )
         self._running: dict[str, tuple[RequestOutput, SamplingParams, int]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -276,15 +277,22 @@ class LLM:
                 f"The sum of prompt length ({len(inputs)}), query length (0) should not exceed "
                 f"max_num_tokens ({max_num_tokens})"
             )
+        if sampling_params.logprobs and self._drafting and not HERE.has_log_probs:
+            raise ValueError(
+                "The following output options are not supported with speculative decoding: logprobs"
+            )
         output = RequestOutput(self, uuid.uuid4().hex, list(inputs))
+        self.asked.append(sampling_params)
+        if refusal := self._refusal(sampling_params):
+            output._send(ValueError(refusal))
+            return output
         request = Request(
             request_id=output.request_id,
             prompt_token_ids=tuple(inputs),
             max_tokens=sampling_params.max_tokens,
-            sampling=_sampling(sampling_params),
+            sampling=self._sampling(sampling_params, len(inputs)),
             return_log_probs=bool(sampling_params.logprobs),
         )
-        self.asked.append(sampling_params)
         self._inbox.put(partial(self._begin, request, output, sampling_params))
         return output
 
@@ -357,10 +365,62 @@ class LLM:
         if path := os.environ.get(ACTIVE_FILE):
             Path(path).write_text(str(len(self._running)))
 
+    def _refusal(self, params: SamplingParams) -> str | None:
+        """What admission says of a request that cannot be honoured with a draft."""
+        if self._drafting is None or not HERE.is_one_engine:
+            return None
+        for name in HERE.refused:
+            if getattr(params, name):
+                return f"{name} is not supported with one-model speculative decoding."
+        if _has_penalties(params) and not self._drafting.enable_penalty:
+            return "penalties require enable_penalty with one-model speculative decoding."
+        return None
 
-def _sampling(params: SamplingParams) -> Sampling:
-    if params.is_greedy:
-        return Sampling()
-    return Sampling(
-        temperature=params.temperature or 1.0, top_k=params.top_k or 0, top_p=params.top_p or 1.0
+    def _sampling(self, params: SamplingParams, prompt_len: int) -> Sampling:
+        """What of the parameters has an effect."""
+        applied: dict[str, Any] = {}
+        if not params.is_greedy and "temperature" in HERE.applied:
+            applied = {
+                "temperature": params.temperature or 1.0,
+                "top_k": params.top_k or 0,
+                "top_p": params.top_p or 1.0,
+            }
+        if _has_penalties(params) and HERE.has_penalties and self._drafting is not None:
+            # The torch runtime counts the output alone, TensorRT-LLM the prompt from there on.
+            assert params.prompt_ignore_length == prompt_len
+            applied |= {
+                "repetition_penalty": params.repetition_penalty or 1.0,
+                "presence_penalty": params.presence_penalty or 0.0,
+                "frequency_penalty": params.frequency_penalty or 0.0,
+            }
+        return Sampling(**applied)
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty not in (None, 1.0) or any(
+        (params.presence_penalty, params.frequency_penalty)
     )
+
+
+def _check_family(target: Path, *, is_drafted_for: bool) -> None:
+    """Refuses a family that the zoo has not, or that cannot hold a draft; a rule has no config."""
+    path = target / "config.json"
+    family = json.loads(path.read_text())["architectures"][0] if path.is_file() else None
+    if family in UNKNOWN_FAMILIES:
+        raise ValueError(f"Unknown architecture for AutoModelForCausalLM: {family}")
+    if family and is_drafted_for and HERE.targets and family not in HERE.targets:
+        raise AttributeError(f"'{family}' object has no attribute 'draft_config'")
+
+
+def _check_draft(target: Path, draft: Path) -> None:
+    caches = {_kv_dtype(target), _kv_dtype(draft)}
+    if HERE.has_one_kv_dtype and len(caches) > 1:
+        raise ValueError(f"the draft's KV cache would be overwritten: {caches}")
+
+
+def _kv_dtype(checkpoint: Path) -> str | None:
+    path = checkpoint / "hf_quant_config.json"
+    if not path.is_file():
+        return None
+    quantization: dict[str, Any] = json.loads(path.read_text())["quantization"]
+    return quantization.get("kv_cache_quant_algo")

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from specpipe.config.tensorrt_llm_versions import RELEASES, SupportedVersion
+from specpipe.config.tensorrt_llm_versions import ENGINE_VERSIONS, RELEASES
 from specpipe.errors import ConfigError, RepositoryError, RuntimeUnavailable
 from specpipe.machine.gpus import gpus_here
 from specpipe.machine.own_json import read_object, reason
@@ -207,7 +207,7 @@ def _rebuild(build_command: str, here: Here, used_gpus: Iterable[int]) -> str:
     """The command that builds for this machine, whatever the config says."""
     found = {here.compute_capabilities[i : i + 1] for i in used_gpus}
     sets = {}
-    if here.tensorrt_llm in get_args(SupportedVersion):
+    if here.tensorrt_llm in ENGINE_VERSIONS:
         sets["version"] = here.tensorrt_llm
     if len(found) == 1 and (capabilities := found.pop()):
         sets["compute_capability"] = capabilities[0]

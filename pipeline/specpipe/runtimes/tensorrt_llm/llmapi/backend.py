@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from specpipe.config.tensorrt_llm_versions import release
+from specpipe.config.tensorrt_llm_versions import serving_image
 from specpipe.errors import ConfigError, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.launch import Launch
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
@@ -52,6 +52,8 @@ def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
         "draft_vocab_size": pair.draft.unified.vocab_size,
         "target_vocab_size": pair.target.unified.vocab_size,
         "llm": model_yaml.llm_arguments(pair),
+        # Only where it is on, so that what was packaged before stays up to date.
+        **({"enable_penalty": True} if settings.enable_penalty else {}),
     }
 
 
@@ -103,7 +105,7 @@ def load_pair(
     if importlib.util.find_spec("tensorrt_llm") is None:
         raise RuntimeUnavailable(
             "runtime 'tensorrt_llm' needs 'tensorrt_llm', which comes with NVIDIA's image "
-            f"{release(version).image}"
+            f"{serving_image(version)}"
         )
     if settings["target_gpu_ids"] is not None:
         # TensorRT-LLM opens the devices when it is imported, and its workers inherit that:
@@ -112,13 +114,13 @@ def load_pair(
     tensorrt_llm: Any = importlib.import_module("tensorrt_llm")
     llmapi: Any = importlib.import_module("tensorrt_llm.llmapi")
     installed = str(tensorrt_llm.__version__)
-    if model_yaml.release_line(installed) != model_yaml.release_line(version):
+    if not model_yaml.serves(installed, version):
         raise EngineMismatch(
             f"the repository was written for TensorRT-LLM {version}, and {installed} is "
             "installed; set engine.tensorrt_llm.version to the one that serves, and build again"
         )
     path = target.parent / model_yaml.MODEL_YAML
-    arguments = model_yaml.resolve_paths(
+    arguments = model_yaml.resolve(
         yaml.safe_load(path.read_text(encoding="utf-8")), draft=draft, target=target
     )
     try:
@@ -126,8 +128,9 @@ def load_pair(
             fields = dict(arguments[model_yaml.SPECULATIVE_CONFIG])
             del fields[model_yaml.DECODING_TYPE]  # the class says it, whatever its name is
             arguments[model_yaml.SPECULATIVE_CONFIG] = llmapi.DraftTargetDecodingConfig(**fields)
-        if "kv_cache_config" in arguments:
-            arguments["kv_cache_config"] = llmapi.KvCacheConfig(**arguments["kv_cache_config"])
+        if model_yaml.KV_CACHE_CONFIG in arguments:
+            kv_cache = llmapi.KvCacheConfig(**arguments[model_yaml.KV_CACHE_CONFIG])
+            arguments[model_yaml.KV_CACHE_CONFIG] = kv_cache
     except (TypeError, ValueError) as exc:
         raise EngineMismatch(f"TensorRT-LLM {installed} refuses {path}: {exc}") from exc
     try:

@@ -1,19 +1,30 @@
 """The pair behind TensorRT-LLM's LLM API, which drafts and verifies by itself.
 
-What it promises less than the pairs whose loop is specpipe's own, and why. Sources are TensorRT-LLM
-1.0 to 1.2, tensorrt_llm/_torch/pyexecutor/sampler.py and sampling_utils.py (`TorchSampler`, which
-draws for both models whenever there is a draft model), and tensorrt_llm/sampling_params.py:
+What it promises less than the pairs whose loop is specpipe's own, and why.
+
+Sources for 1.0 to 1.2 are TensorRT-LLM, tensorrt_llm/_torch/pyexecutor/sampler.py and
+sampling_utils.py (`TorchSampler`, which draws for both models whenever there is a draft model), and
+tensorrt_llm/sampling_params.py:
 
 - Greedy output equals that of the target alone, up to numerical ties: a draft token counts where
   it equals the target's own.
 - Sampled output is not lossless with a draft. Draft tokens are then accepted by probabilities, but
   a draft that was drawn greedily is weighed with the softmax of its logits instead of certainty,
   and so too much of it is accepted. Such requests are refused unless `acceptance: logits` asks for
-  them. (Later than 1.2 the weight is 1; which release brought that was not found out.)
+  them.
 - One random generator serves all requests, so no seed can be honoured.
 - Penalties, bad words and min_p are not applied; min_tokens counts the prompt's tokens, too. 1.0
   applies no temperature.
 - All requests draft max_draft_len tokens in every step.
+
+Sources from 1.3.0rc23 on, where both models are one engine, are the `SpecSampler` of all such modes
+(tensorrt_llm/_torch/speculative, id 57364433433) and llmapi/llm_args.py (id 55143598664):
+
+- The target samples every position and drafts that match count, so sampled output is lossless, too.
+  `acceptance: logits` is TensorRT-LLM's use_rejection_sampling, a prototype: not called lossless.
+- Log-probabilities are refused with a draft (pull request 18401), as are min_p, bad words and
+  min_tokens. Penalties need `enable_penalty` (pull request 17701).
+- All requests of a batch draft alike, as many as draft_len_schedule says.
 """
 
 from __future__ import annotations
@@ -33,18 +44,14 @@ from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.runtimes.pair.queued_pair import QueuedPair, Running
 from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import spelling
+from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.request import Chunk, Request, RequestLimits, Sampling
 
 _NO_END_ID = -1  # what TensorRT-LLM itself puts in for ignore_eos
 
 _DEFAULTS = Sampling()
-_NEVER_APPLIED = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "bad_words",
-)
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_NEVER_APPLIED = ("min_tokens", "bad_words")
 
 
 @dataclass(eq=False)
@@ -83,10 +90,11 @@ class LlmPair(QueuedPair[_Running]):
     bring comes to `step` through a queue. `num_steps` counts the parts that came: each is a
     draft-verify round of one request, since TensorRT-LLM streams once an iteration.
 
-    Counts of draft tokens are those of TensorRT-LLM's request metrics where it fills them in, which
-    1.0 to 1.2 are not known to do with a draft model. Else every step but the first counts as
-    num_draft_tokens drafted, or as many as could still be emitted, and what it gave beyond one
-    token as accepted.
+    Counts of draft tokens are those of TensorRT-LLM's request metrics where it fills them in: the
+    PyTorch flow does so since pull request 17082 (2026-07-30, about 1.3.0rc23), and before has
+    zeros. Else every step but the first counts as num_draft_tokens drafted, or as many as the
+    schedule has for the requests that run and as could still be emitted, and what it gave beyond
+    one token as accepted.
     """
 
     def __init__(
@@ -112,7 +120,9 @@ class LlmPair(QueuedPair[_Running]):
         )
         self._llm, self._sampling_params = llm, sampling_params
         self._version: str = settings["tensorrt_llm"]
+        self._spelling = spelling(self._version)
         self._acceptance: str = settings["acceptance"]
+        self._enables_penalty: bool = settings.get("enable_penalty", False)
         self._has_one_vocab_size = len(set(vocab_sizes)) == 1
         self._events: queue.SimpleQueue[_Part | _Failure | Exception | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -151,8 +161,14 @@ class LlmPair(QueuedPair[_Running]):
                 f"drafts {num_draft_tokens} tokens in every step (speculation.num_draft_tokens); "
                 "leave it out"
             )
-        for name in _NEVER_APPLIED:
+        for name in _NEVER_APPLIED if self._enables_penalty else (*_PENALTIES, *_NEVER_APPLIED):
             self._check_default(sampling, name)
+        is_one_engine = self._spelling.is_one_engine and num_draft_tokens > 0
+        if request.return_log_probs and is_one_engine:
+            raise RequestError(
+                f"return_log_probs: TensorRT-LLM {self._version} gives no log-probabilities with a "
+                "draft; leave it out"
+            )
         if sampling.is_greedy:
             return
         if sampling.is_seeded:
@@ -161,14 +177,14 @@ class LlmPair(QueuedPair[_Running]):
                 "leave it out"
             )
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            if name not in spelling(self._version).sampling:
+            if name not in self._spelling.sampling:
                 self._check_default(sampling, name)
         if request.return_log_probs:
             raise RequestError(
                 "return_log_probs: TensorRT-LLM's pytorch backend gives the log-probabilities of "
                 "greedy tokens only; send temperature 0 or leave it out"
             )
-        if num_draft_tokens == 0:
+        if num_draft_tokens == 0 or (is_one_engine and self._acceptance == "exact"):
             return
         if self._acceptance != "logits":
             raise RequestError(
@@ -216,6 +232,11 @@ class LlmPair(QueuedPair[_Running]):
             arguments["temperature"] = sampling.temperature
             arguments["top_k"] = sampling.top_k or None
             arguments["top_p"] = sampling.top_p
+        penalties = {name: getattr(sampling, name) for name in _PENALTIES}
+        if penalties != {name: getattr(_DEFAULTS, name) for name in _PENALTIES}:
+            arguments |= penalties
+            # Presence and frequency are of the output alone; repetition counts the prompt as well.
+            arguments["prompt_ignore_length"] = len(request.prompt_token_ids)
         return self._sampling_params(**arguments)
 
     async def _generate(self, running: _Running, request: Request) -> None:
@@ -284,7 +305,9 @@ class LlmPair(QueuedPair[_Running]):
             running.has_prefilled = True
             if is_plain:
                 state.drafts.skip("too_short")
-            num_drafted = 0 if is_plain else max(state.drafts.next_num_draft_tokens(), len(ids) - 1)
+            most = most_draft_tokens(self._options.schedule, len(self._running))
+            planned = state.drafts.next_num_draft_tokens(most=most)
+            num_drafted = 0 if is_plain else max(planned, len(ids) - 1)
             chunk = state.accept(ids, probs, num_draft_tokens=num_drafted)
             self._emit(running, _with_counts(chunk, part))
             if state.is_finished:
@@ -298,7 +321,8 @@ class LlmPair(QueuedPair[_Running]):
     def _leave(self, running: _Running, chunk: Chunk) -> None:
         statistics = chunk.statistics
         is_sampled = not running.state.request.sampling.is_greedy
-        if statistics is not None and is_sampled and self._options.num_draft_tokens > 0:
+        drafts_by_logits = self._options.num_draft_tokens > 0 and self._acceptance == "logits"
+        if statistics is not None and is_sampled and drafts_by_logits:
             statistics = replace(statistics, is_lossless=False)
         is_inferred = chunk.counts is not None
         if statistics is not None and is_inferred and statistics.draft_status == "drafted":

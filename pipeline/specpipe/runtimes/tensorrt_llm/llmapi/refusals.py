@@ -9,11 +9,16 @@ from specpipe.checkpoints.checkpoint import QUANT_CONFIG_NAME, QUANTIZATION_KEYS
 from specpipe.checkpoints.formats import FORMATS
 from specpipe.config.faults import Fault, without_effect
 from specpipe.config.tensorrt_llm import BuildFlags, TensorRTLLMConfig
+from specpipe.config.tensorrt_llm_versions import FIRST_WITHOUT_ENGINES, version_order
 from specpipe.errors import EngineBuildError
 from specpipe.machine.gpus import sm_of
 from specpipe.runtimes.tensorrt_llm.capabilities import FP8_SM, capabilities
 from specpipe.runtimes.tensorrt_llm.formats import FORMATS_READ
-from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import spelling
+from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import (
+    FIRST_WITH_PENALTIES,
+    ONE_ENGINE_TARGETS,
+    spelling,
+)
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
 _FP8_BLOCK_SIZE = [128, 128]
+_NVFP4_GROUP_SIZE = 16
 
 
 def setting_faults(config: PipelineConfig, settings: TensorRTLLMConfig) -> Iterator[Fault]:
@@ -54,13 +60,8 @@ def setting_faults(config: PipelineConfig, settings: TensorRTLLMConfig) -> Itera
             True,
             "false: backend pytorch drafts num_draft_tokens in every step of every request",
         )
-    if config.speculation.schedule:
-        yield Fault(
-            "speculation.schedule",
-            [level.model_dump() for level in config.speculation.schedule],
-            "nothing: backend pytorch does not tell how much it drafted in a step, so with its "
-            "draft_len_schedule the counts would be wrong",
-        )
+    yield from _schedule_faults(config, settings)
+    yield from _penalty_faults(config, settings)
     if settings.draft_gpu_ids not in (None, settings.target_gpu_ids):
         yield Fault(
             "engine.tensorrt_llm.draft_gpu_ids",
@@ -91,6 +92,40 @@ def setting_faults(config: PipelineConfig, settings: TensorRTLLMConfig) -> Itera
         )
 
 
+def _schedule_faults(config: PipelineConfig, settings: TensorRTLLMConfig) -> Iterator[Fault]:
+    speculation = config.speculation
+    if not speculation.schedule:
+        return
+    first = speculation.schedule[0]
+    if not spelling(settings.version).is_one_engine:
+        yield Fault(
+            "speculation.schedule",
+            [level.model_dump() for level in speculation.schedule],
+            f"nothing: backend pytorch of TensorRT-LLM {settings.version} does not tell how much "
+            "it drafted, so with its draft_len_schedule the counts would be wrong; "
+            f"{FIRST_WITHOUT_ENGINES} and later do",
+        )
+    elif first.from_batch_size == 1 and first.num_draft_tokens != speculation.num_draft_tokens:
+        yield Fault(
+            "speculation.schedule.0.num_draft_tokens",
+            first.num_draft_tokens,
+            f"{speculation.num_draft_tokens}, which is speculation.num_draft_tokens: "
+            "TensorRT-LLM wants it of the smallest batches",
+        )
+
+
+def _penalty_faults(config: PipelineConfig, settings: TensorRTLLMConfig) -> Iterator[Fault]:
+    if not settings.enable_penalty:
+        return
+    key = "engine.tensorrt_llm.enable_penalty"
+    if version_order(settings.version) < version_order(FIRST_WITH_PENALTIES):
+        yield Fault(
+            key, True, f"false: TensorRT-LLM has it from {FIRST_WITH_PENALTIES} on, not earlier"
+        )
+    elif config.speculation.num_draft_tokens == 0:
+        yield without_effect(key, True, "speculation.num_draft_tokens 0")
+
+
 def _changed(section: Any, default: Any) -> list[str]:
     names = type(section).model_fields
     return [name for name in names if getattr(section, name) != getattr(default, name)]
@@ -104,10 +139,54 @@ def check_plan(pair: PairPlan) -> None:
             f"{pair.max_seq_len}: TensorRT-LLM's pytorch backend drafts up to the last one; set "
             f"engine.max_seq_len to {pair.draft.context_length} at most"
         )
+    version = pair.engine.tensorrt_llm.version
     known = capabilities(pair)
     for side in (pair.draft, pair.target):
+        _check_family(side, version)
         _check_gpu(side, known[side.role])
-        _check_quantization(side, pair.engine.tensorrt_llm.version)
+        _check_quantization(side, version)
+    if pair.num_draft_tokens > 0 and spelling(version).is_one_engine:
+        _check_one_engine(pair, version)
+
+
+def _check_family(side: Side, version: str) -> None:
+    """Refuses a family that no release of the PyTorch backend has.
+
+    Source: TensorRT-LLM, tensorrt_llm/_torch/models/_arch_index.py@065ff9e9 (id 57385838927), which
+    has Gemma 3 and 4 but not 2. A modeling_gemma2.py (04d175ac) is that of pull request 13612,
+    which was open in 2026.
+    """
+    if side.unified.architecture == "Gemma2ForCausalLM":
+        raise EngineBuildError(
+            f"{side.role}: Gemma2ForCausalLM is not among the models of backend pytorch in "
+            f"TensorRT-LLM {version}, nor in any later release that specpipe knows of; runtime "
+            "torch runs it, and backend tensorrt up to 1.2.1"
+        )
+
+
+def _check_one_engine(pair: PairPlan, version: str) -> None:
+    """Refuses pairs that one engine cannot hold.
+
+    Source: TensorRT-LLM, tensorrt_llm/_torch/models/modeling_speculative.py (id 51970737270) and
+    the loader (id 54640543954).
+    """
+    family = pair.target.unified.architecture
+    if family not in ONE_ENGINE_TARGETS:
+        raise EngineBuildError(
+            f"target: TensorRT-LLM {version} drafts for {' and '.join(ONE_ENGINE_TARGETS)} only, "
+            f"and this is {family}; set speculation.num_draft_tokens to 0, or "
+            "engine.tensorrt_llm.version to 1.2.1"
+        )
+    of_draft, of_target = (
+        side.unified.quantization.kv_cache_quant_algo for side in (pair.draft, pair.target)
+    )
+    if of_draft != of_target:
+        raise EngineBuildError(
+            f"the draft's KV cache is {of_draft or 'not quantized'} and the target's "
+            f"{of_target or 'not quantized'}: TensorRT-LLM {version} gives the draft's the dtype "
+            "of the target's; set draft.quantization.kv_cache and target.quantization.kv_cache "
+            "alike"
+        )
 
 
 def _check_gpu(side: Side, compute_capability: str | None) -> None:
@@ -143,9 +222,7 @@ def _check_quantization(side: Side, version: str) -> None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     known = spelling(version).quant_methods
-    if method in known and (
-        method != "fp8" or quantization.get("weight_block_size") == _FP8_BLOCK_SIZE
-    ):
+    if method in known and _has_read_blocks(method, quantization):
         return
     readable = " and ".join(
         f"fp8 in blocks of {_FP8_BLOCK_SIZE}" if name == "fp8" else name for name in sorted(known)
@@ -156,3 +233,10 @@ def _check_quantization(side: Side, version: str) -> None:
         f"({QUANT_CONFIG_NAME}), {readable}; set {side.role}.quantization on the checkpoint that "
         "it was quantized from"
     )
+
+
+def _has_read_blocks(method: str, quantization: dict[str, Any]) -> bool:
+    """Whether as many weights share a scale as the method is read with."""
+    if method == "fp8":
+        return bool(quantization.get("weight_block_size") == _FP8_BLOCK_SIZE)
+    return method != "nvfp4" or quantization.get("group_size") in (None, _NVFP4_GROUP_SIZE)
