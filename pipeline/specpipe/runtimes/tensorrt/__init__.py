@@ -59,6 +59,12 @@ class TensorRTRuntime:
                 f"tensorrt, and {with_extras('tensorrt')}"
             )
 
+    def settings_here(self) -> Mapping[str, str]:
+        from specpipe.runtimes.tensorrt.fit import buildable
+
+        is_rtx = library.is_installed("tensorrt_rtx") and bool(buildable(gpus_here()))
+        return {"library": "tensorrt_rtx" if is_rtx else "tensorrt"}
+
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         from specpipe.runtimes.tensorrt import plan
 

@@ -40,6 +40,9 @@ class TorchRuntime:
     def require_serving(self) -> None:
         self.require()  # a CPU will do
 
+    def settings_here(self) -> Mapping[str, str]:
+        return {}
+
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         from specpipe.runtimes.torch import plan
 
