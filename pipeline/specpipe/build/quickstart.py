@@ -7,10 +7,13 @@ import importlib.util
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from specpipe.build import planning
+from specpipe.build.load import load_config
 from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
 from specpipe.machine.libraries import shipped, with_extras
 from specpipe.machine.whole_file import written_whole
@@ -58,6 +61,16 @@ def settings_here(runtime: str) -> dict[str, str]:
     require_installed("the verification", "scipy", extra="evaluate")
     settings = {f"engine.{key}": value for key, value in chosen.settings_here().items()}
     return {"name": f"{NAME}-{runtime}", "engine.runtime": runtime, **settings}
+
+
+def packaged_settings(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Returns what packaging would write of the pair for its runtime, without building anything.
+
+    Raises what planning does: ConfigError for settings that specpipe does not know.
+    """
+    package = planning.plan(load_config(shipped(CONFIG), overrides))[-1].stage
+    settings: Mapping[str, Any] = package.inputs().settings["runtime_settings"]
+    return settings
 
 
 def require_libraries() -> None:

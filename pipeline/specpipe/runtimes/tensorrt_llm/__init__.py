@@ -60,6 +60,11 @@ class TensorRTLLMRuntime:
                 "with `--gpus all`"
             )
 
+    def machine_facts(self) -> Mapping[str, str]:
+        from specpipe.runtimes.tensorrt_llm import doctor
+
+        return doctor.machine_facts()
+
     def settings_here(self) -> Mapping[str, str]:
         from specpipe.runtimes.engine_fit import installed
         from specpipe.runtimes.tensorrt_llm.engines import toolbox
