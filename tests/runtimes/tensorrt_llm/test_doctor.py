@@ -26,6 +26,7 @@ from specpipe.runtimes.tensorrt_llm import doctor
 from specpipe.runtimes.tensorrt_llm.differences import Difference
 from specpipe.runtimes.tensorrt_llm.engines import contract
 from specpipe.runtimes.tensorrt_llm.engines.doctor import (
+    TEMPLATE,
     HelpFlag,
     flag_differences,
     parse_help,
@@ -504,7 +505,8 @@ def test_an_image_without_engines(image: Path, monkeypatch: pytest.MonkeyPatch) 
     """As TensorRT-LLM's own, into which Triton was copied."""
     (image / "bin/trtllm-build").unlink()
     monkeypatch.setattr(doctor, "BACKEND_DIR", image / "nowhere")
-    result = CliRunner().invoke(main, ["doctor", "--tensorrt-llm", "--app-dir", "nowhere"])
+    (image / "app" / TEMPLATE).unlink()
+    result = run(image)
     assert result.exit_code == 0, result.output
     assert [line.partition(" (")[0] for line in result.stdout.splitlines()] == [
         "versions",

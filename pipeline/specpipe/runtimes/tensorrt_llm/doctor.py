@@ -63,7 +63,8 @@ def compare_image(app_dir: Path, packaged: Packaged) -> tuple[str, tuple[TableCo
             f"NVIDIA's image, {RELEASES[DEFAULT_VERSION].image}"
         )
     known = version or DEFAULT_VERSION
-    has_engines = toolbox.is_native() or BACKEND_DIR.is_dir() or app_dir.is_dir()
+    template = app_dir / engines.TEMPLATE  # TensorRT-LLM's own image has /app, too, without it
+    has_engines = toolbox.is_native() or BACKEND_DIR.is_dir() or template.is_file()
     backends = ("tensorrt", "pytorch") if has_engines else ("pytorch",)
     compared: list[tuple[str, str, Callable[[], Iterable[Difference]]]] = [
         (
