@@ -76,7 +76,7 @@ def test_gpus_and_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["GPU 1"] == "NVIDIA H100, compute capability 9.0, driver 590.44.01"
     assert found["docker"] == f"28.2.2 ({tmp_path}/docker)"
     assert found["runtime tensorrt_llm"] == (
-        "builds here; not served here: TensorRT-LLM is not installed: run `specpipe serve` in a"
+        "builds here; not served here: TensorRT-LLM is not installed: run specpipe in a"
         " container made from nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
         " (docker/Dockerfile.tensorrt-llm)"
     )

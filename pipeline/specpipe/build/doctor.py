@@ -5,36 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specpipe.build.stages.calibrate import require_libraries
-from specpipe.errors import SpecpipeError
+from specpipe.errors import ServerError, SpecpipeError
 from specpipe.machine import libraries
 from specpipe.machine.gpus import gpus_here
 from specpipe.machine.provenance import versions
 from specpipe.runtimes.launch import Launch
-from specpipe.runtimes.runtime import RUNTIMES, load_runtime
-from specpipe.runtimes.tensorrt_llm.engines.toolbox import docker_version
+from specpipe.runtimes.runtime import RUNTIMES, Runtime, load_runtime
+
+if TYPE_CHECKING:
+    from specpipe.triton.server.installation import TritonBinary
 
 LIBRARIES = (
     "huggingface_hub",
     "numpy",
     "protobuf",
     "tokenizers",
-    "torch",
     "transformers",
     "nvidia-modelopt",
     "tritonclient",
     "nvidia-pytriton",
-    "tensorrt-rtx-cu13",
-    "tensorrt",
-    "cuda-bindings",
-    "tensorrt_llm",
 )
-_PROGRAMS = ("trtllm-build", "mpirun")
 
 
 @dataclass(frozen=True)
@@ -53,30 +49,50 @@ def examine() -> tuple[DoctorLine, ...]:
         *(DoctorLine("conflict", text) for text in libraries.conflicts()),
         *(DoctorLine(library, text) for library, text in versions(LIBRARIES).items()),
         *_tritonserver(),
-        *(DoctorLine(program, shutil.which(program) or "not on PATH") for program in _PROGRAMS),
         *_gpus(),
-        DoctorLine("docker", _docker()),
-        *(DoctorLine(f"runtime {name}", _runtime(name)) for name in RUNTIMES),
+        *(line for name in RUNTIMES for line in _runtime(name)),
         DoctorLine("quantization", _quantization()),
     )
 
 
-def _tritonserver() -> Iterator[DoctorLine]:
-    from specpipe.triton.server import installation, known_holes
+def find_triton() -> TritonBinary:
+    """Returns the tritonserver of this machine; ServerError where its models cannot start here."""
+    from specpipe.triton.server import installation
     from specpipe.triton.server.command import server_environment
     from specpipe.triton.server.workspace import Workspace
 
-    try:
-        binary = installation.find_tritonserver()
-    except SpecpipeError as exc:
-        yield DoctorLine("tritonserver", str(exc))
-        return
+    binary = installation.find_tritonserver()
     try:
         with contextlib.closing(Workspace(binary)) as workspace:
             environment = server_environment(binary, Launch(), os.environ, workspace)
             installation.check(binary, environment)
     except SpecpipeError as exc:
-        yield DoctorLine("tritonserver", f"{binary.path}, which does not start here: {exc}")
+        raise ServerError(f"{binary.path}, which does not start here: {exc}") from exc
+    return binary
+
+
+def describe_stub() -> str:
+    """Returns which Python and NumPy Triton's models work with, beside those that are here.
+
+    Raises ServerError where they cannot start here.
+    """
+    import numpy as np
+
+    binary = find_triton()
+    numpy = {True: "1 and 2", False: "1", None: "unknown"}[binary.takes_numpy_2()]
+    return (
+        f"{binary.stub} works with Python {binary.python_version() or 'unknown'} and NumPy "
+        f"{numpy}; here are {platform.python_version()} and {np.__version__}"
+    )
+
+
+def _tritonserver() -> Iterator[DoctorLine]:
+    from specpipe.triton.server import known_holes
+
+    try:
+        binary = find_triton()
+    except SpecpipeError as exc:
+        yield DoctorLine("tritonserver", str(exc))
         return
     version = known_holes.find_version(binary, os.environ)
     yield DoctorLine("tritonserver", f"{version or 'version unknown'} ({binary.path})")
@@ -94,19 +110,16 @@ def _gpus() -> Iterator[DoctorLine]:
         )
 
 
-def _docker() -> str:
-    docker = shutil.which("docker")
-    if docker is None:
-        return "not on PATH"
-    version = docker_version(docker)
-    return (
-        f"{docker}, but its daemon does not answer" if version is None else f"{version} ({docker})"
-    )
-
-
-def _runtime(name: str) -> str:
-    """Returns what a runtime can do here; building and serving say which library they miss."""
+def _runtime(name: str) -> Iterator[DoctorLine]:
+    """Yields what a runtime finds here, and what it can therefore do."""
     runtime = load_runtime(name)
+    for subject, text in runtime.machine_facts().items():
+        yield DoctorLine(subject, text)
+    yield DoctorLine(f"runtime {name}", _what_it_does(runtime))
+
+
+def _what_it_does(runtime: Runtime) -> str:
+    """Returns what a runtime can do here; building and serving say which library they miss."""
     try:
         runtime.require()
     except SpecpipeError as exc:

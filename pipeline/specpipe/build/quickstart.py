@@ -7,17 +7,22 @@ import importlib.util
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from specpipe.build import planning
+from specpipe.build.load import load_config
 from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
 from specpipe.machine.libraries import shipped, with_extras
 from specpipe.machine.whole_file import written_whole
+from specpipe.runtimes.runtime import load_runtime, require_installed
 from specpipe.triton.client import Client
 from specpipe.triton.server.installation import find_tritonserver
 
 CONFIG = "configs/quickstart.yaml"
+NAME = "python-code"  # what that calls the pair
 PROMPTS = (
     "def fibonacci(n):\n",
     "class Stack:\n    def __init__(self):\n        self.items = []\n",
@@ -43,6 +48,29 @@ class Total:
     def rate(self) -> float:
         """Output tokens per second."""
         return self.output_tokens / self.seconds
+
+
+def settings_here(runtime: str) -> dict[str, str]:
+    """Returns the settings, by dotted key, with which a runtime runs the pair on this machine.
+
+    Raises RuntimeUnavailable where it cannot. Each runtime's artifacts have a folder of their own.
+    """
+    chosen = load_runtime(runtime)
+    chosen.require_serving()
+    chosen.require()
+    require_installed("the verification", "scipy", extra="evaluate")
+    settings = {f"engine.{key}": value for key, value in chosen.settings_here().items()}
+    return {"name": f"{NAME}-{runtime}", "engine.runtime": runtime, **settings}
+
+
+def packaged_settings(overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Returns what packaging would write of the pair for its runtime, without building anything.
+
+    Raises what planning does: ConfigError for settings that specpipe does not know.
+    """
+    package = planning.plan(load_config(shipped(CONFIG), overrides))[-1].stage
+    settings: Mapping[str, Any] = package.inputs().settings["runtime_settings"]
+    return settings
 
 
 def require_libraries() -> None:

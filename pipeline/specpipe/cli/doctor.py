@@ -38,20 +38,31 @@ def doctor(compares_image: bool, app_dir: Path, as_json: bool) -> None:
             as_json=as_json,
         )
         return
+    from specpipe.build.doctor import describe_stub
+    from specpipe.build.quickstart import packaged_settings
+    from specpipe.errors import ServerError
+    from specpipe.runtimes.tensorrt_llm.differences import TableComparison, refused
     from specpipe.runtimes.tensorrt_llm.doctor import compare_image
 
-    release, comparisons = compare_image(app_dir)
+    version, comparisons = compare_image(app_dir, packaged_settings)
+    try:
+        stub = TableComparison("Triton's Python models", describe_stub(), ())
+    except ServerError as exc:
+        stub = TableComparison("Triton's Python models", "tritonserver", (refused(str(exc)),))
+    comparisons = (*comparisons, stub)
     lines_of_image = []
     for comparison in comparisons:
         verdict = "differs" if comparison.differences else "as known"
         lines_of_image.append(f"{comparison.subject} ({comparison.examined}): {verdict}")
-        lines_of_image += [f"  {difference}" for difference in comparison.differences]
+        lines_of_image += [
+            f"  {'refused' if difference.is_refused else 'note'}: {difference.text}"
+            for difference in comparison.differences
+        ]
     compared = [dataclasses.asdict(comparison) for comparison in comparisons]
-    data = {"release": release.version, "comparisons": compared}
-    print_result(data, lines_of_image, as_json=as_json)
-    differing = [comparison.subject for comparison in comparisons if comparison.differences]
-    if differing:
+    print_result({"release": version, "comparisons": compared}, lines_of_image, as_json=as_json)
+    refusing = [comparison.subject for comparison in comparisons if comparison.is_refused]
+    if refusing:
         raise click.ClickException(
-            f"this is not what specpipe knows of TensorRT-LLM {release.version}: "
-            f"{', '.join(differing)}"
+            f"what specpipe writes for TensorRT-LLM {version} would be refused here: "
+            f"{', '.join(refusing)}"
         )

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from specpipe.cli.output import shown
+from specpipe.cli.progress import BuildProgress, log, log_shown
+
+if TYPE_CHECKING:
+    from specpipe.config.sections import PipelineConfig
+    from specpipe.triton.client import Client
+    from specpipe.triton.server.server import Server
+
+_NUM_PROMPTS = 8  # that are verified, with the defaults of `verify` otherwise. A guess.
 
 
 @click.command()
@@ -15,55 +27,97 @@ import click
     default=Path("specpipe-quickstart"),
     help="Folder for the pair, its YAML and its engines.",
 )
-def quickstart(output: Path) -> None:
+@click.option(
+    "--runtime",
+    type=click.Choice(["torch", "tensorrt", "tensorrt_llm"]),
+    show_default="torch, without a verification",
+    help="What builds and serves the pair, which is then verified: the last line is the verdict.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["tensorrt", "pytorch"]),
+    show_default="tensorrt where trtllm-build is on PATH, else pytorch",
+    help="The backend of runtime tensorrt_llm.",
+)
+def quickstart(output: Path, runtime: str | None, backend: str | None) -> None:
     """Build, serve and ask a small pair that comes with specpipe.
 
     Writes the pair (13 MB) and its YAML into a folder, builds engines there, starts a Triton on
     free ports of 127.0.0.1, asks it as any client would, compares speculation with the target
     alone, and ends the server. A second run builds nothing; files of yours are left as they are.
+
+    With --runtime the comparison is that of `specpipe verify`: exit code 0 says that this machine
+    builds and serves with that runtime, and that the answers are those of the target alone.
     """
     from specpipe.build import execution, planning, repositories
     from specpipe.build import quickstart as pair
     from specpipe.build.load import load_config
-    from specpipe.cli.progress import BuildProgress
+    from specpipe.evaluate.serving import served
+    from specpipe.stage import naming
     from specpipe.triton.client import Client
-    from specpipe.triton.server import launcher
 
+    if backend is not None and runtime != "tensorrt_llm":
+        raise click.UsageError("--backend has no effect without --runtime tensorrt_llm.")
+    settings: dict[str, str] = {}
+    if runtime is not None:
+        settings = pair.settings_here(runtime)
+    if backend is not None:
+        settings["engine.tensorrt_llm.backend"] = backend
     pair.require_libraries()
-    option = f"--config {shlex.quote(str(output / pair.CONFIG))}"
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    words = ["--config", str(output / pair.CONFIG)]
+    options = shlex.join(words + [word for text in overrides for word in ("--set", text)])
     click.echo(f"--- the pair and its YAML go into {output}")
     for path in pair.write_files(output):
         click.echo(f"{path} is not the one that comes with specpipe; it is left as it is")
 
-    click.echo(f"\n--- specpipe build {option}")
-    config = load_config(output / pair.CONFIG)
-    execution.run(planning.plan(config), BuildProgress())
+    click.echo(f"\n--- specpipe build {options}")
+    config = load_config(output / pair.CONFIG, overrides)
+    with naming("the pair is not built"), log_shown():
+        execution.run(planning.plan(config), BuildProgress())
     repository = repositories.built_repository(config)
 
-    click.echo(f"\n--- a Triton on free ports, as specpipe serve {option}")
+    click.echo(f"\n--- a Triton on free ports, as specpipe serve {options}")
     click.echo("starting Triton ...")
     with (
-        launcher.running(repository) as server,
+        naming("the pair is built, but not served"),
+        served(repository) as server,
         Client(server.grpc_url) as client,
     ):
-        click.echo(f"ready at {server.grpc_url}\n\n--- a streamed request over gRPC")
-        click.echo(pair.PROMPTS[0], nl=False)
-        try:
-            for chunk in client.stream(pair.PROMPTS[0], max_tokens=48):
-                click.echo(chunk.text, nl=False)
-        finally:
-            click.echo()
+        _ask(server, client)
+        if runtime is None:
+            _compare(client)
+    if runtime is not None:
+        click.echo(f"\n--- specpipe verify {options} --limit {_NUM_PROMPTS}")
+        with naming("the pair is built and served, but not verified"):
+            _verify(config, settings)
 
-        click.echo("\n--- a whole request over HTTP")
-        with Client(server.http_url) as http_client:
-            answer = http_client.generate(pair.PROMPTS[1], max_tokens=48)
-        click.echo(pair.PROMPTS[1] + answer.text)
 
-        click.echo(
-            f"\n--- {len(pair.PROMPTS)} prompts, {pair.MAX_TOKENS} tokens each, greedy, "
-            "one at a time"
-        )
-        alone, speculative = pair.compare(client)
+def _ask(server: Server, client: Client) -> None:
+    from specpipe.build import quickstart as pair
+    from specpipe.triton.client import Client
+
+    click.echo(f"ready at {server.grpc_url}\n\n--- a streamed request over gRPC")
+    click.echo(pair.PROMPTS[0], nl=False)
+    try:
+        for chunk in client.stream(pair.PROMPTS[0], max_tokens=48):
+            click.echo(chunk.text, nl=False)
+    finally:
+        click.echo()
+
+    click.echo("\n--- a whole request over HTTP")
+    with Client(server.http_url) as http_client:
+        answer = http_client.generate(pair.PROMPTS[1], max_tokens=48)
+    click.echo(pair.PROMPTS[1] + answer.text)
+
+
+def _compare(client: Client) -> None:
+    from specpipe.build import quickstart as pair
+
+    click.echo(
+        f"\n--- {len(pair.PROMPTS)} prompts, {pair.MAX_TOKENS} tokens each, greedy, one at a time"
+    )
+    alone, speculative = pair.compare(client)
     for name, total in (("target alone", alone), ("speculative", speculative)):
         click.echo(f"{name:14} {total.rate:7.0f} tokens/s")
     click.echo(f"ratio          {speculative.rate / alone.rate:7.2f}")
@@ -74,3 +128,26 @@ def quickstart(output: Path) -> None:
         )
     else:
         click.echo(f"nothing was drafted: {', '.join(sorted(speculative.draft_statuses))}")
+
+
+def _verify(config: PipelineConfig, settings: Mapping[str, str]) -> None:
+    """Prints what `specpipe verify` does, and a last line: the verdict, or what failed."""
+    from specpipe.evaluate.verification.outcome import VerifyOptions
+    from specpipe.evaluate.verification.run import verify
+    from specpipe.evaluate.verification.summary import summary
+
+    verification = verify(config, VerifyOptions(limit=_NUM_PROMPTS), report=log)
+    *lines, _ = summary(verification)
+    for line in lines:
+        click.echo(line)
+    findings = verification.findings
+    if findings.reason is not None:
+        raise click.ClickException(
+            f"the pair is built and served, but not lossless: {findings.reason}: please report "
+            f"it, with {shown(verification.path)} and what `specpipe doctor` prints"
+        )
+    what = ", ".join(
+        f"{key.rpartition('.')[2]} {value}" for key, value in settings.items() if key != "name"
+    )
+    ties = f", up to numerical ties ({findings.num_ties})" if findings.num_ties else ""
+    click.echo(f"verdict: served and lossless{ties}: {what}")

@@ -15,7 +15,12 @@ from specpipe.version import __version__
 
 def versions(libraries: Sequence[str] = ()) -> dict[str, str]:
     """Returns the version of specpipe and of each distribution; one not installed says so."""
-    found = {"specpipe": __version__}
+    return {"specpipe": __version__, **library_versions(libraries)}
+
+
+def library_versions(libraries: Sequence[str]) -> dict[str, str]:
+    """Returns the version of each distribution; one not installed says so."""
+    found = {}
     for library in libraries:
         try:
             found[library] = importlib.metadata.version(library)

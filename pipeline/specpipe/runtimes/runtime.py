@@ -127,6 +127,15 @@ class Runtime(Backend["PairPlan"], Protocol):
     def require_serving(self) -> None:
         """Raises RuntimeUnavailable when no engine of it could be served on this machine."""
 
+    def machine_facts(self) -> Mapping[str, str]:
+        """What this machine has of the libraries and programs that it uses, by their names."""
+
+    def settings_here(self) -> Mapping[str, str]:
+        """The settings below `engine`, by dotted key, that what is installed here decides.
+
+        Whoever names nothing but the runtime gets them. To be called after `require_serving`.
+        """
+
     def memory_by_gpu(
         self, pair: PairPlan, side: Side, sm: int | None
     ) -> Mapping[int, MemoryEstimate]:

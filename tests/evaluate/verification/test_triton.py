@@ -162,6 +162,7 @@ def test_a_library_that_drafts_in_every_step_is_asked_for_the_target_alone_by_it
     execution.run(planning.plan(config), Quiet())
     model = repositories.built_repository(config) / "speculative" / "1" / "model.py"
     model.write_text(_FAKE_LIBRARY + model.read_text())
+    record_anew(config)
     gate = tmp_path / "gate.jsonl"
     gate.write_text(json.dumps({"prompt": "import os\nimport sy", "regex": "."}) + "\n")
 

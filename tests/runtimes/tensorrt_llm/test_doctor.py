@@ -7,26 +7,36 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from specpipe.build import doctor as build_doctor
+from specpipe.build.quickstart import packaged_settings
 from specpipe.cli.group import main
-from specpipe.errors import RuntimeUnavailable
+from specpipe.errors import RuntimeUnavailable, ServerError
 from specpipe.runtimes.tensorrt_llm import doctor
+from specpipe.runtimes.tensorrt_llm.differences import Difference
 from specpipe.runtimes.tensorrt_llm.engines import contract
 from specpipe.runtimes.tensorrt_llm.engines.doctor import (
+    TEMPLATE,
     HelpFlag,
     flag_differences,
     parse_help,
     parse_template,
     template_differences,
 )
+from specpipe.runtimes.tensorrt_llm.llmapi import doctor as llmapi
 from specpipe.runtimes.tensorrt_llm.llmapi.doctor import llm_api_differences
+from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
+from specpipe.speculative.request import Request, Sampling
 from tests.tensorrt_llm_stand_ins import fake_trtllm_build
 
 HELP = """\
@@ -72,8 +82,13 @@ def builder_help(change: Callable[[argparse.ArgumentParser], object] = lambda pa
     return parser.format_help()
 
 
+def told(differences: Iterable[Difference]) -> list[str]:
+    """The differences, sorted, each with whether something is refused."""
+    return sorted(f"{'refused' if d.is_refused else 'note'}: {d.text}" for d in differences)
+
+
 def test_the_stand_in_has_the_flags_of_the_table() -> None:
-    assert list(flag_differences(builder_help(), "1.2.1")) == []
+    assert told(flag_differences(builder_help(), "1.2.1")) == []
 
 
 def test_flags_that_differ() -> None:
@@ -81,20 +96,32 @@ def test_flags_that_differ() -> None:
         parser.add_argument("--new_plugin")
         for name, attribute, value in (
             ("workers", "default", 8),
+            ("max_lora_rank", "default", 8),
             ("use_paged_context_fmha", "default", "disable"),
             ("kv_cache_type", "choices", ["paged", "vectorized"]),
+            ("nccl_plugin", "choices", ["float16", "bfloat16"]),
             ("max_draft_len", "option_strings", ["--max_draft_tokens"]),
+            ("visualize_network", "option_strings", ["--visualize"]),
         ):
             action = next(a for a in parser._actions if f"--{name}" in a.option_strings)
             setattr(action, attribute, value)
 
-    assert sorted(flag_differences(builder_help(change), "1.2.1")) == [
-        "--kv_cache_type takes paged, vectorized; the table has continuous, disabled, paged",
-        "--max_draft_len is in the table, but not here",
-        "--max_draft_tokens is not in the table",
-        "--new_plugin is not in the table",
-        "--use_paged_context_fmha is disable by default; the table has enable",
-        "--workers is 8 by default; the table has 1",
+    assert told(flag_differences(builder_help(change), "1.2.1")) == [
+        "note: --kv_cache_type takes paged, vectorized; the table has continuous, disabled, paged: "
+        "keep to what it takes",
+        "note: --max_draft_tokens is not in the table: its default holds, nothing to do",
+        "note: --max_lora_rank is 8 by default; the table has 64: it is left to that",
+        "note: --new_plugin is not in the table: its default holds, nothing to do",
+        "note: --use_paged_context_fmha is disable by default; the table has enable: specpipe "
+        "writes it, nothing to do",
+        "note: --visualize is not in the table: its default holds, nothing to do",
+        "note: --visualize_network is in the table, but not here: it is not written",
+        "note: --workers is 8 by default; the table has 1: specpipe writes it, nothing to do",
+        "refused: --max_draft_len is in the table, but not here, and specpipe writes it: build and "
+        "serve in the image of a release that has it",
+        "refused: --nccl_plugin takes bfloat16, float16; the table has auto, bfloat16, disable, "
+        "float16, float32, int32, and specpipe writes auto: set engine.tensorrt_llm.build."
+        "nccl_plugin to one that it takes",
     ]
 
 
@@ -145,20 +172,24 @@ def test_a_template_s_placeholders_are_parsed() -> None:
     assert next(i for i in config.input if i.name == "draft_logits").data_type == 0
 
 
+ELSEWHERE = "build and serve in the image of a release that is known"
+
+
 def test_the_contract_agrees_with_itself() -> None:
-    assert list(template_differences(template(), "1.2.1")) == []
+    assert told(template_differences(template(), "1.2.1")) == []
 
 
 def test_a_template_of_old_names() -> None:
-    assert sorted(template_differences(template(), "0.19.0")) == [
-        "input min_length is in the contract, but not here",
-        "input min_tokens is not in the contract",
-        "input random_seed is in the contract, but not here",
-        "input return_num_input_tokens is not in the contract",
-        "input return_num_output_tokens is not in the contract",
-        "input seed is not in the contract",
-        "output num_input_tokens is not in the contract",
-        "output num_output_tokens is not in the contract",
+    unsent = "is not in the contract: nobody sends it, nothing to do"
+    assert told(template_differences(template(), "0.19.0")) == [
+        f"note: input min_tokens {unsent}",
+        f"note: input return_num_input_tokens {unsent}",
+        f"note: input return_num_output_tokens {unsent}",
+        f"note: input seed {unsent}",
+        f"note: output num_input_tokens {unsent}",
+        f"note: output num_output_tokens {unsent}",
+        f"refused: input min_length is in the contract, but not here: {ELSEWHERE}",
+        f"refused: input random_seed is in the contract, but not here: {ELSEWHERE}",
     ]
 
 
@@ -174,42 +205,160 @@ def test_tensors_and_parameters_that_differ() -> None:
         num_nodes=lambda entry: entry.replace("num_nodes", "num_machines"),
         executor_worker_path=lambda entry: entry.replace("/opt/", "/usr/"),
     )
-    assert sorted(template_differences(text, "1.2.1")) == [
-        "input end_id: scalar is False; the contract has True",
-        "input input_ids: ragged is False; the contract has True",
-        "input pad_id: optional is False; the contract has True",
-        "input seed: type is INT64; the contract has UINT64",
-        "input streaming is in the contract, but not here",
-        "output sequence_length: dims is [1]; the contract has [-1]",
-        "parameter executor_worker_path is "
+    assert told(template_differences(text, "1.2.1")) == [
+        "note: parameter executor_worker_path is "
         "'/usr/tritonserver/backends/tensorrtllm/trtllmExecutorWorker'; the contract has "
-        "'/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker'",
-        "parameter num_machines is not in the contract",
-        "parameter num_nodes is in the contract, but not here",
+        "'/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker': look whether what is "
+        "written still means the same",
+        "note: parameter num_machines is not in the contract: its default holds",
+        "note: parameter num_nodes is in the contract, but not here: what is written for it may "
+        "have no effect",
+        f"refused: input end_id: scalar is False; the contract has True: {ELSEWHERE}",
+        f"refused: input input_ids: ragged is False; the contract has True: {ELSEWHERE}",
+        f"refused: input pad_id: optional is False; the contract has True: {ELSEWHERE}",
+        f"refused: input seed: type is INT64; the contract has UINT64: {ELSEWHERE}",
+        f"refused: input streaming is in the contract, but not here: {ELSEWHERE}",
+        f"refused: output sequence_length: dims is [1]; the contract has [-1]: {ELSEWHERE}",
     ]
-    assert list(template_differences("input [", "1.2.1"))[0].startswith("it cannot be parsed: ")
+    (unparsed,) = told(template_differences("input [", "1.2.1"))
+    assert unparsed.startswith("refused: it cannot be parsed: ")
 
 
 LLM_ARGS = """\
-class DecodingBaseConfig(StrictBaseModel):
-    max_draft_len: Optional[int] = None
-    speculative_model: Optional[str] = Field(alias="speculative_model_dir")
+from typing import Any, Optional
+from pydantic import BaseModel, ConfigDict, Field
 
-class DraftTargetDecodingConfig(DecodingBaseConfig):
-    decoding_type: Literal["Draft_Target"] = "Draft_Target"
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+class DraftTargetDecodingConfig(Strict):
+    max_draft_len: int
+    speculative_model: Optional[str] = None
+
+class KvCacheConfig(Strict):
+    free_gpu_memory_fraction: Optional[float] = None
+
+class TorchLlmArgs(Strict):
+    model: str
+    backend: str
+    pipeline_parallel_size: int = 1
+    max_batch_size: int = 1
+    max_seq_len: int = 1
+    max_num_tokens: int = 1
+    enable_chunked_prefill: bool = False
+    disable_overlap_scheduler: bool = False
+    kv_cache_config: Optional[KvCacheConfig] = None
+    speculative: Any = Field(None, alias="speculative_config")
 """
 
+TENSORRT_LLM = """\
+from dataclasses import dataclass
+from typing import Any, Optional
 
-def test_the_spelling_of_speculative_config() -> None:
-    assert list(llm_api_differences(LLM_ARGS, "1.2.1")) == []
-    assert list(llm_api_differences(LLM_ARGS, "1.1.0")) == [
-        "it has no decoding type 'DraftTarget'",
-        "DraftTargetDecodingConfig has no field speculative_model_dir",
+class LLM:
+    def __init__(self, model, skip_tokenizer_init=False, tensor_parallel_size=1, **kwargs):
+        raise AssertionError("nothing is loaded")
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    max_tokens: int = 32
+    end_id: Optional[int] = None
+    pad_id: Optional[int] = None
+    ignore_eos: bool = False
+    stop_token_ids: Optional[list] = None
+    detokenize: bool = True
+    return_perf_metrics: bool = False
+    logprobs: Optional[int] = None
+    temperature: Optional[float] = None
+    top_k: Optional[int] = None
+    top_p: Optional[float] = None
+"""
+
+PACKAGE = {
+    "__init__.py": TENSORRT_LLM,
+    "llmapi/__init__.py": "from .llm_args import DraftTargetDecodingConfig, KvCacheConfig\n",
+    "llmapi/llm_args.py": LLM_ARGS,
+}
+
+
+def api_differences(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]
+) -> list[str]:
+    """Those of a package with changes to its text, and of what is written for 1.2.1."""
+    for name, text in PACKAGE.items():
+        for old, new in changes:
+            text = text.replace(old, new)
+        path = folder / "tensorrt_llm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return told(llm_api_differences(doctor._llm_arguments("1.2.1", packaged_settings)))
+
+
+def test_an_llm_api_that_takes_all_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert api_differences(tmp_path, monkeypatch) == []
+
+
+def test_an_llm_api_of_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = api_differences(
+        tmp_path,
+        monkeypatch,
+        ("speculative_model:", "draft_model:"),
+        ("free_gpu_memory_fraction: Optional[float]", "free_gpu_memory_fraction: Optional[bool]"),
+        ("    logprobs: Optional[int] = None\n", ""),
+        ("max_num_tokens", "token_budget"),
+    )
+    assert [line.partition(":")[0] for line in found] == ["refused"] * 4
+    assert all(
+        line.endswith(": backend pytorch needs the image of a release that is known")
+        for line in found
+    )
+    for line, words in zip(
+        found,
+        (
+            "DraftTargetDecodingConfig: ValidationError: 1 validation error for "
+            "DraftTargetDecodingConfig speculative_model Extra inputs are not permitted",
+            "KvCacheConfig: ValidationError: 1 validation error",
+            "LLM: it has no argument max_num_tokens",
+            "SamplingParams: TypeError: SamplingParams.__init__() got an unexpected keyword "
+            "argument 'logprobs'",
+        ),
+        strict=True,
+    ):
+        assert words in line
+
+
+def test_an_llm_api_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = "raise ImportError('libcuda.so.1: no such file')\nclass LLM:"
+    assert api_differences(tmp_path, monkeypatch, ("class LLM:", failing)) == [
+        "refused: it cannot be imported: ImportError: libcuda.so.1: no such file: start the "
+        "container with `--gpus all`, or take NVIDIA's image as it is"
     ]
-    assert list(llm_api_differences("", "1.2.1")) == [
-        "it has no decoding type 'Draft_Target'",
-        "it has no class DraftTargetDecodingConfig",
+
+
+def test_an_llm_api_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llmapi, "_TIMEOUT_S", 1)
+    hanging = "import time; time.sleep(600)\nclass LLM:"
+    assert api_differences(tmp_path, monkeypatch, ("class LLM:", hanging)) == [
+        "refused: it was not imported within 1 s: try again, with a GPU free"
     ]
+
+
+def test_requests_say_nothing_else_than_what_is_compared() -> None:
+    pair = SimpleNamespace(_limits=SimpleNamespace(max_seq_len=100), _sampling_params=dict)
+    request = Request(
+        request_id="0",
+        prompt_token_ids=(1,),
+        max_tokens=4,
+        sampling=Sampling(temperature=0.5, top_k=5, top_p=0.9),
+        return_log_probs=True,
+    )
+    written = LlmPair._new_sampling_params(pair, request)  # type: ignore[arg-type]
+    assert written.keys() == llmapi.SAMPLING.keys()
 
 
 LAUNCH = """
@@ -230,7 +379,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "backend/trtllmExecutorWorker": "",
         "backend/libtriton_tensorrtllm.so": "\0\1Streaming is only supported if model is deployed "
         "using decoupled mode.\0Draft tokens length (%d) exceeds maximum draft tokens length\0",
-        "tensorrt_llm/llmapi/llm_args.py": LLM_ARGS,
+        **{f"tensorrt_llm/{name}": text for name, text in PACKAGE.items()},
         "bin/trtllm-build": f"#!{sys.executable}\nprint({builder_help()!r})\n",
     }
     for name, text in files.items():
@@ -240,7 +389,8 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bin/trtllm-build").chmod(0o755)
     installed: dict[str, str] = {"tensorrt_llm": "1.2.1", "tensorrt": "10.14.1.48"}
     monkeypatch.setattr(doctor, "installed", installed.get)
-    monkeypatch.setattr(doctor, "_package_dir", lambda: tmp_path / "tensorrt_llm")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "_numpy_differences", lambda: ())  # pip takes seconds
     monkeypatch.setattr(doctor, "BACKEND_DIR", tmp_path / "backend")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("CUDA_VERSION", "13.1.0.036")
@@ -255,15 +405,18 @@ def run(image: Path, *options: str) -> Result:
 def test_an_image_as_known(image: Path) -> None:
     result = run(image)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.replace(str(image), "IMAGE").splitlines() == [
-        "versions (installed packages): as known",
+    *lines, stub = result.stdout.replace(str(image), "IMAGE").splitlines()
+    assert lines == [
+        "versions (installed packages, for backend tensorrt and backend pytorch): as known",
         "flags (trtllm-build --help): as known",
         "template of an engine's model (IMAGE/app/all_models/inflight_batcher_llm/tensorrt_llm/"
         "config.pbtxt): as known",
         "launch script (IMAGE/app/scripts/launch_triton_server.py): as known",
         "backend (IMAGE/backend): as known",
-        "LLM API (IMAGE/tensorrt_llm/llmapi/llm_args.py): as known",
+        "LLM API (the installed package): as known",
     ]
+    here = f"here are {platform.python_version()} and {np.__version__}): as known"
+    assert stub.startswith("Triton's Python models (") and stub.endswith(here)
 
 
 def test_an_image_that_differs(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,34 +430,58 @@ def test_an_image_that_differs(image: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "\0Draft tokens are not supported with decoupled mode\0_ZN5draft9decoupledEv\0"
     )
     (image / "backend/trtllmExecutorWorker").unlink()
+
+    def too_old() -> str:
+        raise ServerError("tritonserver needs NumPy 1")
+
+    monkeypatch.setattr(build_doctor, "describe_stub", too_old)
     result = run(image, "--json")
     assert result.exit_code == 1
     assert result.stderr == (
-        "Error: this is not what specpipe knows of TensorRT-LLM 1.2.1: versions, flags, template "
-        "of an engine's model, launch script, backend\n"
+        "Error: what specpipe writes for TensorRT-LLM 1.2.1 would be refused here: flags, template "
+        "of an engine's model, backend, Triton's Python models\n"
     )
     found: dict[str, Any] = json.loads(result.stdout)
     assert found["release"] == "1.2.1"
-    by_subject = {entry["subject"]: entry["differences"] for entry in found["comparisons"]}
-    assert by_subject == {
+    built_here = "engines run only where they were built, so build them here"
+    image_of_nvidia = "take NVIDIA's Triton image, or backend pytorch"
+    assert {
+        entry["subject"]: told(Difference(**one) for one in entry["differences"])
+        for entry in found["comparisons"]
+    } == {
         "versions": [
-            "TensorRT is unknown, the table has 10.14.1.48",
-            "CUDA is 13.0.2.006, the table has 13.1.0.036",
+            f"note: CUDA is 13.0.2.006, the table has 13.1.0.036: {built_here}",
+            f"note: TensorRT is unknown, the table has 10.14.1.48: {built_here}",
         ],
         "flags": [
-            "it does not run: [Errno 2] No such file or directory: 'trtllm-build'",
+            "refused: it does not run: [Errno 2] No such file or directory: 'trtllm-build': "
+            f"{image_of_nvidia}",
         ],
-        "template of an engine's model": ["it cannot be read: No such file or directory"],
-        "launch script": ["it has no --enable-peer-access=false"],
+        "template of an engine's model": [
+            f"refused: it cannot be read: No such file or directory: {image_of_nvidia}"
+        ],
+        "launch script": [
+            "note: it has no --enable-peer-access=false, and `specpipe serve` says it: look "
+            "whether a pair of several ranks starts"
+        ],
         "backend": [
-            f"{image}/backend/trtllmExecutorWorker is missing",
-            "no library says 'Streaming is only supported if model is deployed using decoupled "
-            "mode'",
-            "a library may refuse draft tokens of a decoupled model: 'Draft tokens are not "
-            "supported with decoupled mode'",
+            "note: no library says 'Streaming is only supported if model is deployed using "
+            "decoupled mode': look whether a stream comes in parts",
+            f"refused: {image}/backend/trtllmExecutorWorker is missing, which engines of several "
+            "ranks need: serve in NVIDIA's Triton image",
+            "refused: a library may refuse draft tokens of a decoupled model: 'Draft tokens are "
+            f"not supported with decoupled mode': {ELSEWHERE}",
         ],
         "LLM API": [],
+        "Triton's Python models": ["refused: tritonserver needs NumPy 1"],
     }
+
+
+def test_notes_alone_are_no_failure(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VERSION", "13.0.2.006")
+    result = run(image)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "backend pytorch): differs\n  note: CUDA is 13.0.2.006, the table has" in result.stdout
 
 
 def test_a_release_that_the_table_does_not_have(
@@ -314,14 +491,59 @@ def test_a_release_that_the_table_does_not_have(
     monkeypatch.setattr(doctor, "installed", installed.get)
     result = run(image)
     assert result.exit_code == 1
-    assert "  TensorRT-LLM 1.2.9 is not in the table, which has 1.2.1, 1.2.0, 1.1.0," in (
-        result.stdout
+    assert result.stderr == (
+        "Error: what specpipe writes for TensorRT-LLM 1.2.9 would be refused here: versions\n"
     )
+    for backend in ("tensorrt", "pytorch"):
+        assert (
+            f"  refused: TensorRT-LLM 1.2.9 is not known for backend {backend}: --set "
+            "engine.tensorrt_llm.version=1.2.9: engine.tensorrt_llm.version is '1.2.9'"
+        ) in result.stdout
+
+
+def test_an_image_without_engines(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TensorRT-LLM's own, into which Triton was copied."""
+    (image / "bin/trtllm-build").unlink()
+    monkeypatch.setattr(doctor, "BACKEND_DIR", image / "nowhere")
+    (image / "app" / TEMPLATE).unlink()
+    result = run(image)
+    assert result.exit_code == 0, result.output
+    assert [line.partition(" (")[0] for line in result.stdout.splitlines()] == [
+        "versions",
+        "LLM API",
+        "Triton's Python models",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "differences"),
+    [
+        (
+            "tensorrt-llm 1.2.1 has requirement numpy<2, but you have numpy 2.3.5.",
+            [
+                "refused: tensorrt-llm 1.2.1 has requirement numpy<2, but you have numpy 2.3.5: "
+                "install the NumPy that it asks for"
+            ],
+        ),
+        ("tensorrt-llm 1.2.1 has requirement torch==2.9, but you have torch 2.8.", []),
+        ("numba 0.6 has requirement numpy<2, but you have numpy 2.3.5.", []),
+    ],
+)
+def test_the_numpy_that_tensorrt_llm_asks_for(
+    monkeypatch: pytest.MonkeyPatch, line: str, differences: list[str]
+) -> None:
+    checked = SimpleNamespace(stdout=f"{line}\n")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: checked)
+    assert told(doctor._numpy_differences()) == differences
+
+
+def test_pip_knows_nothing_against_numpy_here() -> None:
+    assert told(doctor._numpy_differences()) == []
 
 
 def test_where_there_is_no_image(tmp_path: Path) -> None:
     with pytest.raises(RuntimeUnavailable) as caught:
-        doctor.compare_image(tmp_path / "app")
+        doctor.compare_image(tmp_path / "app", packaged_settings)
     assert str(caught.value) == (
         f"TensorRT-LLM is not installed here, and there is no {tmp_path}/app: run this inside "
         "NVIDIA's image, nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,34 @@ def write_runnable_engine(folder: Path, role: Role, **changes: Any) -> Path:
     write_engine(
         folder, role, vocab_size=vocab_size, max_batch_size=MAX_BATCH_SIZE, **limits, **changes
     )
+    write_torch_engine(
+        folder, checkpoint, role, dtype="float32", max_batch_size=MAX_BATCH_SIZE, **limits
+    )
+    return folder
+
+
+def write_torch_engine(folder: Path, checkpoint: Path, role: Role, **options: Any) -> None:
+    """Puts into an engine's folder what the stand-in runs in its place."""
     (folder / "torch").mkdir()
     BuildTorchEngine(
-        role=role,
-        checkpoint=checkpoint,
-        max_batch_size=MAX_BATCH_SIZE,
-        max_num_tokens=256,
-        dtype="float32",
-        device="cpu",
-        **limits,
+        role=role, checkpoint=checkpoint, max_num_tokens=256, device="cpu", **options
     ).run(folder / "torch")
-    return folder
+
+
+def write_built_engine(folder: Path, config: Mapping[str, Any], command_line: list[str]) -> None:
+    """Makes runnable what the stand-in for trtllm-build builds, whose FAKE_EDIT may call this."""
+    checkpoint = command_line[command_line.index("--checkpoint_dir") + 1]
+    build, model = config["build_config"], config["pretrained_config"]
+    write_torch_engine(
+        folder,
+        Path(checkpoint),
+        "target" if build["max_draft_len"] else "draft",
+        dtype=model["dtype"],
+        max_batch_size=build["max_batch_size"],
+        max_draft_len=build["max_draft_len"],
+        # trtllm-build adds the draft tokens, beyond what the torch runtime takes positions for.
+        max_seq_len=min(build["max_seq_len"], model["max_position_embeddings"]),
+    )
 
 
 def write_repository(

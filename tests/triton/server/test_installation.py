@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from specpipe.triton.server import installation
 from specpipe.triton.server.installation import TritonBinary
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+OF_NUMPY_1 = "exit 1  # numpy.core.multiarray"
 
 
 def stub_that(folder: Path, script: str, *, python: str = VERSION) -> TritonBinary:
@@ -97,7 +100,7 @@ def test_numpy_2_is_refused_with_the_cure_for_this_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(np, "__version__", "2.4.0")
-    binary = stub_that(tmp_path, "exit 1")
+    binary = stub_that(tmp_path, OF_NUMPY_1)
     found = "the pip-installed Triton needs NumPy 1, and this Python has NumPy 2.4.0"
     monkeypatch.setattr(installation, "_NO_WHEEL_OF_NUMPY_1", (3, 99))
     assert refusal(binary) == f"{found}: {with_library('numpy<2')}"
@@ -106,6 +109,31 @@ def test_numpy_2_is_refused_with_the_cure_for_this_python(
         f"{found}: run inside a Triton container or with Python 3.10 to 3.12, or let NumPy 1 be "
         f"compiled for 10 to 20 minutes: {with_library('nvidia-pytriton', 'numpy<2')}"
     )
+
+
+def test_numpy_2_is_refused_by_what_the_stub_is_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton in an image of one's own, copied from an older one."""
+    binary = replace(stub_that(tmp_path, OF_NUMPY_1), python_stub=None, backends=tmp_path)
+    (tmp_path / "python").mkdir()
+    (tmp_path / "triton_python_backend_stub").rename(binary.stub)
+    installation.check(binary, os.environ)
+    monkeypatch.setattr(np, "__version__", "2.4.0")
+    assert refusal(binary) == (
+        f"{tmp_path}/tritonserver needs NumPy 1, and this Python has NumPy 2.4.0: take a newer "
+        "Triton, whose models work with NumPy 2"
+    )
+    newer = binary.stub.read_text(errors="surrogateescape").replace("multiarray", "NumpyVersion")
+    binary.stub.write_text(newer, errors="surrogateescape")
+    installation.check(binary, os.environ)
+
+
+def test_the_wheel_s_stub_takes_numpy_1_alone() -> None:
+    binary = installation.find_tritonserver()
+    if binary.python_stub is None:
+        pytest.skip("this Triton is not the pip-installed one")
+    assert binary.takes_numpy_2() is False
 
 
 def test_a_triton_of_an_image_may_have_numpy_2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specpipe.errors import RuntimeUnavailable
 from specpipe.machine.gpus import gpus_here
 from specpipe.machine.libraries import with_extras
+from specpipe.machine.provenance import library_versions
 from specpipe.runtimes.engine_limits import limit_faults
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.runtime import require_library
@@ -58,6 +59,15 @@ class TensorRTRuntime:
                 f"tensorrt_rtx runs on none of {', '.join(named(gpus))}: set engine.library to "
                 f"tensorrt, and {with_extras('tensorrt')}"
             )
+
+    def machine_facts(self) -> Mapping[str, str]:
+        return library_versions((*library.DISTRIBUTIONS.values(), "cuda-bindings"))
+
+    def settings_here(self) -> Mapping[str, str]:
+        from specpipe.runtimes.tensorrt.fit import buildable
+
+        is_rtx = library.is_installed("tensorrt_rtx") and bool(buildable(gpus_here()))
+        return {"library": "tensorrt_rtx" if is_rtx else "tensorrt"}
 
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         from specpipe.runtimes.tensorrt import plan

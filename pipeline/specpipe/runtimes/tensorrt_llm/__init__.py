@@ -37,20 +37,42 @@ class TensorRTLLMRuntime:
         return refusals.setting_faults(config, engine.tensorrt_llm)
 
     def require(self) -> None:
+        from specpipe.runtimes.engine_fit import installed
         from specpipe.runtimes.tensorrt_llm.engines import toolbox
 
-        toolbox.require()
+        if installed("tensorrt_llm") is None:  # where it is, backend pytorch has all it needs
+            toolbox.require()
 
     def require_serving(self) -> None:
         from specpipe.config.tensorrt_llm_versions import DEFAULT_VERSION, release
         from specpipe.errors import RuntimeUnavailable
+        from specpipe.machine.gpus import gpus_here
         from specpipe.runtimes.engine_fit import installed
 
         if installed("tensorrt_llm") is None:
             raise RuntimeUnavailable(
-                "TensorRT-LLM is not installed: run `specpipe serve` in a container made from "
+                "TensorRT-LLM is not installed: run specpipe in a container made from "
                 f"{release(DEFAULT_VERSION).image} (docker/Dockerfile.tensorrt-llm)"
             )
+        if not gpus_here():
+            raise RuntimeUnavailable(
+                "TensorRT-LLM runs on a GPU, and NVIDIA's driver shows none: start the container "
+                "with `--gpus all`"
+            )
+
+    def machine_facts(self) -> Mapping[str, str]:
+        from specpipe.runtimes.tensorrt_llm import doctor
+
+        return doctor.machine_facts()
+
+    def settings_here(self) -> Mapping[str, str]:
+        from specpipe.runtimes.engine_fit import installed
+        from specpipe.runtimes.tensorrt_llm.engines import toolbox
+
+        return {
+            "tensorrt_llm.version": str(installed("tensorrt_llm")),
+            "tensorrt_llm.backend": "tensorrt" if toolbox.is_native() else "pytorch",
+        }
 
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         return _planned(pair.engine).engine_stages(pair)

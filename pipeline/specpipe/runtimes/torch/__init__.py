@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.errors import ConfigError
+from specpipe.machine.provenance import library_versions
 from specpipe.runtimes.engine_limits import limit_faults
 from specpipe.runtimes.launch import Launch
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
@@ -39,6 +40,12 @@ class TorchRuntime:
 
     def require_serving(self) -> None:
         self.require()  # a CPU will do
+
+    def machine_facts(self) -> Mapping[str, str]:
+        return library_versions(("torch",))
+
+    def settings_here(self) -> Mapping[str, str]:
+        return {}
 
     def engine_stages(self, pair: PairPlan) -> tuple[EngineStages, EngineStages]:
         from specpipe.runtimes.torch import plan

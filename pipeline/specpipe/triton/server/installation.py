@@ -52,6 +52,18 @@ class TritonBinary:
         link = self._linked_libpython()
         return None if link is None else f"3.{int(link[2])}"
 
+    def takes_numpy_2(self) -> bool | None:
+        """Returns whether the stub works with NumPy 2; None where it is unknown.
+
+        Its pybind11 does from 2.12 on, where it asks NumPy for a `NumpyVersion`, which no older one
+        does (include/pybind11/numpy.h of 2.11.1 and 2.13.6).
+        """
+        try:
+            text = self.stub.read_bytes()
+        except OSError:
+            return None
+        return b"NumpyVersion" in text if b"numpy" in text else None
+
     def _linked_libpython(self) -> re.Match[bytes] | None:
         try:
             return _LIBPYTHON.search(self.stub.read_bytes())
@@ -93,19 +105,22 @@ def check(binary: TritonBinary, environment: Mapping[str, str]) -> None:
             f"{binary.path} runs models with Python {version}, and specpipe is installed for "
             f"Python {_VERSION}: install it with Python {version}"
         )
-    if binary.python_stub is not None:
-        _check_numpy()
+    if binary.takes_numpy_2() is False:
+        _check_numpy(binary)
     if binary.stub.is_file():
         _check_stub(binary, environment)
 
 
-def _check_numpy() -> None:
-    """Refuses NumPy 2, with which the wheel's stubs die of the first tensor of strings (2.51)."""
+def _check_numpy(binary: TritonBinary) -> None:
+    """Refuses NumPy 2, with which such stubs die of the first tensor of strings (2.51)."""
     import numpy as np
 
     if int(np.__version__.partition(".")[0]) < 2:
         return
-    conflict = f"the pip-installed Triton needs NumPy 1, and this Python has NumPy {np.__version__}"
+    which = str(binary.path) if binary.python_stub is None else "the pip-installed Triton"
+    conflict = f"{which} needs NumPy 1, and this Python has NumPy {np.__version__}"
+    if binary.python_stub is None:
+        raise ServerError(f"{conflict}: take a newer Triton, whose models work with NumPy 2")
     if sys.version_info < _NO_WHEEL_OF_NUMPY_1:
         raise ServerError(f"{conflict}: {with_library('numpy<2')}")
     raise ServerError(f"{conflict}: {_how_to_get_triton()}")

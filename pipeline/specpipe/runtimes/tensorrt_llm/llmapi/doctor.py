@@ -1,39 +1,101 @@
-"""Holds the spellings of `model.yaml` against TensorRT-LLM's own source."""
+"""Holds what `model.yaml` and requests say against the installed `tensorrt_llm`, in its own words.
+
+TensorRT-LLM is imported in another process, since that takes a while, opens the GPUs and may end
+the process. Its classes are given what specpipe writes, and refuse what they do not know; `LLM`
+would load the model, so that its arguments are only looked up in its signature and in the fields of
+the class that keeps them.
+"""
 
 from __future__ import annotations
 
-import ast
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import SPELLINGS, release_line
+from specpipe.runtimes.tensorrt_llm.differences import Difference, refused
+from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import DECODING_TYPE, SPECULATIVE_CONFIG
+
+SAMPLING: Mapping[str, Any] = {
+    "max_tokens": 8,
+    "end_id": 0,
+    "pad_id": 0,
+    "ignore_eos": False,
+    "stop_token_ids": None,
+    "detokenize": False,
+    "return_perf_metrics": True,
+    "logprobs": 1,
+    "temperature": 0.7,
+    "top_k": 20,
+    "top_p": 0.9,
+}
+"""What LlmPair may put into the `SamplingParams` of a request."""
+
+_CONFIGS = {SPECULATIVE_CONFIG: "DraftTargetDecodingConfig", "kv_cache_config": "KvCacheConfig"}
+
+_MARK = "specpipe-refused "
+_PROBE = f"""\
+import inspect, json, sys
+written = json.load(sys.stdin)
+import tensorrt_llm
+from tensorrt_llm import llmapi
+refused = []
+for name, arguments in written["classes"].items():
+    where = tensorrt_llm if hasattr(tensorrt_llm, name) else llmapi
+    try:
+        getattr(where, name)(**arguments)
+    except Exception as exc:
+        refused.append([name, " ".join(f"{{type(exc).__name__}}: {{exc}}".split())])
+known = set(inspect.signature(tensorrt_llm.LLM.__init__).parameters)
+try:
+    from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
+    for name, field in TorchLlmArgs.model_fields.items():
+        known |= {{name, field.alias}}
+except ImportError as exc:
+    refused.append(["LLM", f"its arguments are unknown: {{exc}}"])
+else:
+    missing = [name for name in written["LLM"] if name not in known]
+    refused += [["LLM", f"it has no argument {{name}}"] for name in missing]
+print({_MARK!r} + json.dumps(refused))
+"""
+
+_TIMEOUT_S = 300  # importing TensorRT-LLM takes a minute on a cold disk
+_MAX_SHOWN = 300  # characters of what a class says
 
 
-def llm_api_differences(source: str, version: str) -> Iterator[str]:
-    """Looks for the spelling of `speculative_config` in llm_args.py, without importing it."""
-    spelling = SPELLINGS.get(release_line(version))
-    if spelling is None:
-        yield f"specpipe writes no model.yaml for {version}"
+def llm_api_differences(arguments: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yields what the installed LLM API refuses of what specpipe writes.
+
+    arguments  of `LLM`, as `model.yaml` has them
+    """
+    classes = {"SamplingParams": SAMPLING}
+    for key, name in _CONFIGS.items():
+        if key in arguments:
+            fields = {k: v for k, v in arguments[key].items() if k != DECODING_TYPE}
+            classes[name] = fields
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            input=json.dumps({"classes": classes, "LLM": list(arguments)}),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        yield refused(f"it was not imported within {_TIMEOUT_S} s: try again, with a GPU free")
         return
-    name = "DraftTargetDecodingConfig"
-    tree = ast.parse(source)
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    if spelling.decoding_type not in texts:
-        yield f"it has no decoding type '{spelling.decoding_type}'"
-    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    if name not in classes:
-        yield f"it has no class {name}"
+    told = [line for line in asked.stdout.splitlines() if line.startswith(_MARK)]
+    if not told:
+        last = (asked.stderr.strip() or "it says nothing").splitlines()[-1][:_MAX_SHOWN]
+        yield refused(
+            f"it cannot be imported: {last}: start the container with `--gpus all`, or take "
+            "NVIDIA's image as it is"
+        )
         return
-    fields = set(_field_names(classes, name))
-    for field in ("max_draft_len", spelling.draft_model):
-        if field not in fields:
-            yield f"{name} has no field {field}"
-
-
-def _field_names(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[str]:
-    """The fields of a class and of its bases in the same file."""
-    for statement in classes[name].body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            yield statement.target.id
-    for base in classes[name].bases:
-        if isinstance(base, ast.Name) and base.id in classes:
-            yield from _field_names(classes, base.id)
+    for name, reason in json.loads(told[-1].removeprefix(_MARK)):
+        yield refused(
+            f"{name}: {reason[:_MAX_SHOWN]}: backend pytorch needs the image of a release that is "
+            "known"
+        )
