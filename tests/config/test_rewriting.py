@@ -73,6 +73,10 @@ def test_one_value_of_a_section_changes(change: dict[str, Any], before: str, aft
     assert changed(change_engine) == TEXT.replace(before, after)
 
 
+def test_a_section_that_loses_all_is_an_empty_one() -> None:
+    assert changed(lambda data: data.update(a={}), "a:\n  b: 1\nc: 2\n") == "a: {}\nc: 2\n"
+
+
 def test_true_is_not_1() -> None:
     assert changed(lambda data: data.update(a=True), "a: 1  # one\n") == "a: true  # one\n"
 

@@ -83,7 +83,7 @@ def _changes(
             yield line, _end_of_line(text, value), ""
         elif repr(after[name]) == repr(before[name]):  # 1 is not True
             continue
-        elif isinstance(before[name], dict) and isinstance(after[name], dict) and _has_lines(value):
+        elif isinstance(before[name], dict) and _has_lines(value) and _is_section(after[name]):
             yield from _changes(text, value, before[name], after[name])
         elif isinstance(after[name], (dict, list)) or not _is_short(value):
             replacement = to_lines({name: after[name]}, indent)
@@ -94,6 +94,10 @@ def _changes(
     if added := {name: value for name, value in after.items() if name not in before}:
         end = _end_of_line(text, node)
         yield end, end, to_lines(added, indent)
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value)
 
 
 def _has_lines(node: yaml.Node) -> bool:
