@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.errors import EngineMismatch
+from specpipe.machine.columns import aligned
 from specpipe.machine.manifest import (
     FileRecord,
     Hashed,
@@ -247,8 +248,7 @@ def _tensors(tensors: Sequence[DescribedTensor]) -> list[str]:
         shape = f"[{', '.join(map(str, tensor.shape))}]"
         alike.setdefault((_NUMBER.sub("#", tensor.name), tensor.dtype, shape), []).append(tensor)
     rows = [(_names(group), dtype, shape) for (_, dtype, shape), group in alike.items()]
-    width = max((len(name) for name, _, _ in rows), default=0)
-    return [f"{name:{width}}  {dtype:8}  {shape}" for name, dtype, shape in rows]
+    return aligned(rows, texts=(0, 1, 2))
 
 
 def _names(group: Sequence[DescribedTensor]) -> str:

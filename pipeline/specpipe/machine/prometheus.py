@@ -5,38 +5,35 @@ https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 
 from __future__ import annotations
 
-import re
+import contextlib
 from collections.abc import Mapping
 
-Samples = Mapping[str, float]
-"""Values by name and labels, written as `name{label="value"}`."""
+Sample = tuple[str, frozenset[tuple[str, str]]]
+"""A name and its labels."""
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan)"
-_SAMPLE = re.compile(
-    rf"([a-z_:][\w:]*(?:\{{.*\}})?)\s+({_NUMBER})(?:\s|$)", re.IGNORECASE | re.ASCII
-)
+Samples = Mapping[Sample, float]
 
 
-def parse_samples(page: str) -> dict[str, float]:
+def parse_samples(page: str) -> dict[Sample, float]:
     """Returns the samples of a page; a line that is none is passed over."""
-    return {match[1]: float(match[2]) for match in map(_SAMPLE.match, page.splitlines()) if match}
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = {}
+    # A line at a time: one that the library refuses ends its reading, and a counter's sample would
+    # be called ..._total, which Triton's are not.
+    for line in page.splitlines():
+        with contextlib.suppress(ValueError, IndexError):
+            for family in text_string_to_metric_families(line):
+                for sample in family.samples:
+                    samples[sample.name, frozenset(sample.labels.items())] = sample.value
+    return samples
 
 
-def by_labels(samples: Samples, name: str) -> dict[str, float]:
-    """Returns the samples of a name by their labels, `{…}`, or "" without any."""
-    return {
-        sample.removeprefix(name): value
-        for sample, value in samples.items()
-        if sample.partition("{")[0] == name
-    }
-
-
-def total(samples: Samples, *names: str, label: str = "") -> float | None:
-    """Returns the sum of the samples of these names with a label, `key="value"`; None for none."""
+def total(samples: Samples, *names: str, **labels: str) -> float | None:
+    """Returns the sum of the samples that have one of the names and all labels; None for none."""
     values = [
         value
-        for name in names
-        for labels, value in by_labels(samples, name).items()
-        if label in labels
+        for (name, having), value in samples.items()
+        if name in names and labels.items() <= having
     ]
     return sum(values) if values else None

@@ -4,6 +4,11 @@ A tokenizer's decoder is a chain of small steps over token strings ("pieces"). E
 piece by piece stands here as a `_Step`; together they form a `StreamingDetokenizer`. Where one can
 change text that is long past (a regular expression over the whole text, CTC), nothing is final
 before the end, and `BufferedDetokenizer` decodes once, there.
+
+Why not DecodeStream of `tokenizers` (0.23): it returns text that later tokens change. With Llama
+2's decoder <0x41> <0xC3> is two replacement characters, of which it makes "A"; at the next piece
+it raises "Invalid prefix encountered", and a model may sample any bytes. What is held back where
+a text ends, as half a character, it never gives.
 """
 
 from __future__ import annotations

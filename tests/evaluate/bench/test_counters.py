@@ -10,6 +10,7 @@ import pytest
 
 from specpipe.errors import ServerError
 from specpipe.evaluate.bench.counters import acceptance, gained, read_counters, read_settled
+from specpipe.machine.prometheus import Samples, parse_samples, total
 
 VLLM = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -59,6 +60,10 @@ def ours(num_in_flight: int, num_draft_tokens: int) -> str:
     )
 
 
+def samples(values: dict[str, float]) -> Samples:
+    return parse_samples("".join(f"{sample} {value}\n" for sample, value in values.items()))
+
+
 def test_vllms_counters_tell_acceptance_and_its_positions(serve: Serve) -> None:
     """16 drafted and 9 accepted in 8 steps; 6 and 3 steps accepted a first and second token."""
     assert acceptance(read_counters(serve(VLLM))) == {
@@ -85,7 +90,7 @@ def test_our_counters_know_how_often_a_position_was_drafted() -> None:
         'specpipe_accepted_draft_tokens_by_position_total{position="2"}': 3.0,
         'specpipe_accepted_draft_tokens_by_position_total{position="3"}': 0.0,
     }
-    found = acceptance(grown)
+    found = acceptance(samples(grown))
     assert found is not None
     assert (found["length"], found["per_position"]) == (1.4, [0.5, 0.75])
 
@@ -94,7 +99,9 @@ def test_ours_are_read_once_all_requests_are_counted(serve: Serve) -> None:
     """The answers are there, and two requests are counted a moment later."""
     reports: list[str] = []
     found = read_settled(serve(ours(2, 4), ours(1, 8), ours(0, 12)), report=reports.append)
-    assert found == {"specpipe_requests_in_flight": 0.0, "specpipe_draft_tokens_total": 12.0}
+    assert found == samples(
+        {"specpipe_requests_in_flight": 0.0, "specpipe_draft_tokens_total": 12.0}
+    )
     assert reports == []
 
 
@@ -102,7 +109,7 @@ def test_a_server_that_others_ask_is_not_waited_for_without_end(serve: Serve) ->
     reports: list[str] = []
     url = serve(ours(3, 4))
     found = read_settled(url, report=reports.append, timeout_s=0.05)
-    assert found["specpipe_draft_tokens_total"] == 4.0
+    assert total(found, "specpipe_draft_tokens_total") == 4.0
     assert reports == [
         f"warning: {url}: 3 requests are still in flight after 0.05 s, so the server's counters "
         "may hold what others ask it, and lack what was asked here"
@@ -112,28 +119,31 @@ def test_a_server_that_others_ask_is_not_waited_for_without_end(serve: Serve) ->
 def test_other_servers_are_read_as_they_are(serve: Serve) -> None:
     running = 'vllm:num_requests_running{engine="0"} 5.0\n'
     found = read_settled(serve(running, VLLM), report=lambda line: None)
-    assert found == {'vllm:num_requests_running{engine="0"}': 5.0}
+    assert found == samples({'vllm:num_requests_running{engine="0"}': 5.0})
 
 
 def test_a_load_is_what_counters_gained() -> None:
-    assert gained({"a": 2.0, "gone": 1.0}, {"a": 5.0, "b": 3.0}) == {"a": 3.0, "b": 3.0}
+    before, after = samples({"a": 2.0, "gone": 1.0}), samples({"a": 5.0, "b": 3.0})
+    assert gained(before, after) == samples({"a": 3.0, "b": 3.0})
 
 
 @pytest.mark.parametrize("grown", [{}, {"nv_inference_count": 3.0}])
 def test_other_servers_tell_nothing(grown: dict[str, float]) -> None:
-    assert acceptance(grown) is None
+    assert acceptance(samples(grown)) is None
 
 
 def test_several_engines_are_added_up() -> None:
     found = acceptance(
-        {
-            'vllm:spec_decode_num_draft_tokens_total{engine="0"}': 4.0,
-            'vllm:spec_decode_num_draft_tokens_total{engine="1"}': 4.0,
-            'vllm:spec_decode_num_accepted_tokens_total{engine="0"}': 1.0,
-            'vllm:spec_decode_num_accepted_tokens_total{engine="1"}': 3.0,
-            'vllm:spec_decode_num_drafts_total{engine="0"}': 2.0,
-            'vllm:spec_decode_num_drafts_total{engine="1"}': 2.0,
-        }
+        samples(
+            {
+                'vllm:spec_decode_num_draft_tokens_total{engine="0"}': 4.0,
+                'vllm:spec_decode_num_draft_tokens_total{engine="1"}': 4.0,
+                'vllm:spec_decode_num_accepted_tokens_total{engine="0"}': 1.0,
+                'vllm:spec_decode_num_accepted_tokens_total{engine="1"}': 3.0,
+                'vllm:spec_decode_num_drafts_total{engine="0"}': 2.0,
+                'vllm:spec_decode_num_drafts_total{engine="1"}': 2.0,
+            }
+        )
     )
     assert found is not None
     assert (found["rate"], found["length"], found["per_position"]) == (0.5, 2.0, None)

@@ -246,6 +246,20 @@ def test_a_server_that_refuses_counts_in_each_chunk_is_asked_without() -> None:
     assert len(server.asked) == 3
 
 
+def test_a_question_that_is_refused_is_not_asked_again_where_counts_were_taken() -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        if body["prompt"] == "too long":
+            return Refusal(400, '{"error": {"message": "too long"}}')
+        return [completion("x", finish_reason="stop"), DONE]
+
+    with serving(answer) as server:
+        endpoint = OpenAI(server.url, model="m")
+        questions = [QUESTION, Question(text="too long", max_tokens=1)]
+        errors = [record(endpoint, question).error for question in questions]
+    assert errors == [None, f"{server.url} answers 400: too long"]
+    assert len(server.asked) == 2
+
+
 def test_a_draft_length_is_the_servers_own() -> None:
     with serving(lambda body: [DONE]) as server:
         asked = Question(text="x", max_tokens=1, num_draft_tokens=0)

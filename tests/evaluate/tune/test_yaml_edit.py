@@ -81,17 +81,28 @@ def test_a_longer_draft_raises_num_draft_tokens(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("section", ["speculation: {num_draft_tokens: 4}\n", "speculation:\n"])
-def test_another_style_is_left_to_the_user(tmp_path: Path, section: str) -> None:
+def test_a_section_in_braces_or_of_nothing_becomes_one_of_lines(tmp_path: Path) -> None:
+    levels, rest = LEVELS.format(indent="  "), "# end\n"
+    in_braces = "speculation: {num_draft_tokens: 4,\n  adaptive: true}\n"
+    assert written(tmp_path, HEAD + in_braces + rest) == (
+        f"{HEAD}speculation:\n  num_draft_tokens: 4\n  adaptive: true\n{levels}{rest}"
+    )
+    assert written(tmp_path, HEAD + "speculation: {}\n" + rest) == (
+        f"{HEAD}speculation:\n{levels}{rest}"
+    )
+
+
+def test_a_file_in_braces_is_left_to_the_user(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text(HEAD + section)
+    text = "{name: x, draft: {checkpoint: d}, target: {checkpoint: t}}\n"
+    path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         write_schedule(path, SCHEDULE)
     assert str(caught.value) == (
         f"{path}: the schedule cannot be put into section speculation as it is written there; "
         "write it by hand:\nspeculation:\n" + LEVELS.format(indent="  ")
     )
-    assert path.read_text() == HEAD + section
+    assert path.read_text() == text
 
 
 LOOKUP = "speculation:\n  prompt_lookup: true\n"
@@ -106,4 +117,5 @@ def test_windows_lines_stay(tmp_path: Path) -> None:
     path.write_bytes((HEAD + "engine:\n  runtime: torch\n").replace("\n", "\r\n").encode())
     write_schedule(path, SCHEDULE)
     assert path.read_bytes().startswith(HEAD.replace("\n", "\r\n").encode())
+    assert path.read_bytes().count(b"\n") == path.read_bytes().count(b"\r\n")
     assert load_config(path).speculation.limits == SCHEDULE

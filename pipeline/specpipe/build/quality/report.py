@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpipe.machine.columns import aligned
 from specpipe.machine.memory import format_bytes
 from specpipe.roles import Role
 
@@ -249,7 +250,7 @@ def _models_table(report: QualityReport) -> str:
                     f"{measured.top1_agreement:.2%}",
                 )
             rows.append((model.role, form.name, *sizes, *figures))
-    return _table(rows, num_texts=2)
+    return "\n".join(aligned(rows, texts=(0, 1)))
 
 
 def _acceptance_table(report: QualityReport) -> str:
@@ -260,7 +261,7 @@ def _acceptance_table(report: QualityReport) -> str:
     rows: list[Sequence[str]] = [("acceptance rate", *(f"target {name}" for name in targets))]
     for draft in dict.fromkeys(pairing.draft for pairing in report.acceptance):
         rows.append((f"draft {draft}", *(_rate(rates[draft, target]) for target in targets)))
-    lines = [_table(rows, num_texts=1)]
+    lines = aligned(rows)
     prompts = f"{report.num_prompts} prompts, greedy, K = {report.num_draft_tokens}"
     ratio = report.acceptance_ratio
     lines.append(f"{prompts}; as configured / plain: {'-' if ratio is None else f'{ratio:.3f}'}")
@@ -273,16 +274,3 @@ def _rate(pairing: PairingAcceptance) -> str:
     error = "" if pairing.standard_error is None else f" ± {pairing.standard_error:.3f}"
     counts = f"{pairing.num_accepted_tokens}/{pairing.num_draft_tokens}"
     return f"{pairing.rate:.3f}{error} ({counts})"
-
-
-def _table(rows: Sequence[Sequence[str]], *, num_texts: int) -> str:
-    """Lines up columns: the first few to the left, the others, which are numbers, to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if column < num_texts else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)

@@ -6,7 +6,6 @@ servers report only here at which position of a draft tokens are accepted.
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from specpipe.errors import ServerError
 from specpipe.evaluate.bench.metrics import AcceptanceTotals
 from specpipe.machine.callables import Log
-from specpipe.machine.prometheus import Samples, by_labels, parse_samples, total
+from specpipe.machine.prometheus import Samples, parse_samples, total
 from specpipe.machine.web import fetch, to_words
 from specpipe.triton.metrics import IN_FLIGHT
 
@@ -58,7 +57,7 @@ _SETTLE_TIMEOUT_S = 5.0
 _SETTLE_INTERVAL_S = 0.02
 
 
-def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
+def read_counters(url: str, *, timeout_s: float = 30.0) -> Samples:
     """Returns what a metrics endpoint reports in Prometheus' text format."""
     try:
         text = fetch(url, timeout_s=timeout_s).decode("utf-8", errors="replace")
@@ -67,9 +66,7 @@ def read_counters(url: str, *, timeout_s: float = 30.0) -> dict[str, float]:
     return parse_samples(text)
 
 
-def read_settled(
-    url: str, *, report: Log, timeout_s: float = _SETTLE_TIMEOUT_S
-) -> dict[str, float]:
+def read_settled(url: str, *, report: Log, timeout_s: float = _SETTLE_TIMEOUT_S) -> Samples:
     """Returns what a metrics endpoint reports once every answered request is counted there.
 
     Ours counts a request a moment after its answer, and says with `specpipe_requests_in_flight` 0
@@ -89,19 +86,20 @@ def read_settled(
     return samples
 
 
-def gained(before: Samples, after: Samples) -> dict[str, float]:
+def gained(before: Samples, after: Samples) -> Samples:
     """Returns by how much each counter grew; one that is new grew from 0."""
-    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return {sample: value - before.get(sample, 0.0) for sample, value in after.items()}
 
 
 def acceptance(grown: Samples) -> dict[str, Any] | None:
     """Returns acceptance by the counters of a known server; None for those of any other."""
     for names in _KNOWN:
-        if not by_labels(grown, names.drafted):
+        num_draft_tokens = total(grown, names.drafted)
+        if num_draft_tokens is None:
             continue
         steps = total(grown, names.steps) or 0.0
         totals = AcceptanceTotals(
-            num_draft_tokens=round(total(grown, names.drafted) or 0),
+            num_draft_tokens=round(num_draft_tokens),
             num_accepted_tokens=round(total(grown, names.accepted) or 0),
             num_steps=round(steps),
         )
@@ -126,8 +124,8 @@ def _per_position(grown: Samples, names: _Names, steps: float) -> list[float] | 
 def _by_position(grown: Samples, name: str) -> dict[int, float]:
     """Returns the sums of a counter by its label `position`, over all other labels."""
     totals: dict[int, float] = {}
-    for labels, value in by_labels(grown, name).items():
-        position = re.search(r'position="(\d+)"', labels)
-        if position:
-            totals[int(position[1])] = totals.get(int(position[1]), 0.0) + value
+    for (counter, labels), value in grown.items():
+        position = dict(labels).get("position", "")
+        if counter == name and position.isdecimal():
+            totals[int(position)] = totals.get(int(position), 0.0) + value
     return totals

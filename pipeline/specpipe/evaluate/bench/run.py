@@ -15,6 +15,7 @@ from specpipe.evaluate.bench.metrics import CountTokens, LatencyLimits, Summary,
 from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, record
 from specpipe.evaluate.prompts import Prompt, PromptSet
 from specpipe.machine.callables import Log
+from specpipe.machine.prometheus import Sample, Samples
 from specpipe.speculative.request import GREEDY, Sampling
 
 DEFAULT_MAX_TOKENS = 128  # of an answer, where neither its prompt nor --max-tokens says
@@ -74,7 +75,7 @@ class SideLoads:
 
     loads: list[Load] = field(default_factory=list)
     prompts: list[tuple[Prompt, ...]] = field(default_factory=list)
-    grown: dict[str, float] = field(default_factory=dict)
+    grown: dict[Sample, float] = field(default_factory=dict)
     """How much the server's counters grew in all loads, by name."""
     gpu_use: gpu.GpuUse = field(default_factory=gpu.GpuUse)
 
@@ -219,7 +220,7 @@ def _add_load(
     settings: BenchSettings,
     report: Log,
 ) -> None:
-    def read() -> dict[str, float]:
+    def read() -> Samples:
         url = side.metrics_url
         return counters.read_settled(url, report=report) if url else {}
 
@@ -229,8 +230,8 @@ def _add_load(
         load = run_load(
             side.endpoint, questions, concurrency=concurrency, num_warm_up=settings.num_warm_up
         )
-    for name, value in counters.gained(before, read()).items():
-        measured.grown[name] = measured.grown.get(name, 0.0) + value
+    for sample, value in counters.gained(before, read()).items():
+        measured.grown[sample] = measured.grown.get(sample, 0.0) + value
     measured.loads.append(load)
     measured.prompts.append(tuple(prompt for _, prompt in prompts))
 

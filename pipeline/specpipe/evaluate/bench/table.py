@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specpipe.evaluate.bench.metrics import Distribution, Summary
+from specpipe.machine.columns import aligned
 
-_CELL = 10  # characters: the longest heading and a space
 _COLUMNS = (
+    "streams",
+    "side",
     "tokens/s",
     "TTFT p50",
     "p99",
@@ -18,6 +20,7 @@ _COLUMNS = (
     "good/s",
     "accepted",
     "per step",
+    "failed, cut",
 )
 
 
@@ -32,14 +35,13 @@ def lines(
 
 def _table(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
     """Yields the lines of a table by concurrency and side."""
-    width = max(len(name) for by_side in summaries.values() for name in by_side)
-    header = "".join(f"{column:>{_CELL}}" for column in _COLUMNS)
-    yield f"{'streams':>7}  {'side':{width}}{header}  failed, cut"
-    for concurrency, by_side in summaries.items():
-        for name, summary in by_side.items():
-            cells = "".join(f"{cell:>{_CELL}}" for cell in _cells(summary))
-            faults = f"{summary.num_failed}, {summary.num_cut} of {summary.num_answers}"
-            yield f"{concurrency:7}  {name:{width}}{cells}  {faults}"
+    rows = [
+        (str(concurrency), name, *_cells(summary))
+        for concurrency, by_side in summaries.items()
+        for name, summary in by_side.items()
+    ]
+    texts = (_COLUMNS.index("side"), _COLUMNS.index("failed, cut"))
+    yield from aligned([_COLUMNS, *rows], texts=texts)
     yield (
         "times in ms; good/s: complete answers, within the limits if there are any; accepted: of "
         "the draft tokens; per step: tokens that a step emits"
@@ -87,6 +89,7 @@ def _cells(summary: Summary) -> list[str]:
         _number(summary.good_answers_per_s, 2),
         _number(None if acceptance is None else acceptance.rate, 2),
         _number(None if acceptance is None else acceptance.length, 2),
+        f"{summary.num_failed}, {summary.num_cut} of {summary.num_answers}",
     ]
 
 

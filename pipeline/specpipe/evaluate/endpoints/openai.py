@@ -7,20 +7,19 @@ parameters a question may need those of vLLM's and SGLang's: `top_k`, `min_p`, `
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
-import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
 from specpipe.errors import CutStream, RequestError, ServerError, show, to_sentence
 from specpipe.evaluate.endpoints.base import Piece, Question, Usage, given_settings
 from specpipe.machine.event_stream import parse_data, read_events
-from specpipe.machine.web import answering, receive
+from specpipe.machine.web import asked, receive
 from specpipe.speculative.request import FinishReason
 
 SCHEMES = ("openai+http", "openai+https")
@@ -48,26 +47,24 @@ class OpenAI:
     def __init__(
         self, url: str, *, model: str, api_key: str | None = None, timeout_s: float = 600.0
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
+        parts = urlsplit(url)
         if parts.scheme not in SCHEMES or not parts.hostname:
             raise ServerError(f"{url!r} is not openai+http://HOST:PORT or openai+https://HOST")
         self.name = url
         self._model, self._timeout_s = model, timeout_s
-        self._is_encrypted = parts.scheme == "openai+https"
-        self._address = parts.netloc.rpartition("@")[2]
+        scheme = parts.scheme.removeprefix("openai+")
+        self._origin = f"{scheme}://{parts.netloc.rpartition('@')[2]}"
         self._path = parts.path.rstrip("/") or "/v1"
-        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        self._headers = {"Accept": "text/event-stream"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._stream_options = _USAGE_ALWAYS
+        self._stream_options: tuple[Mapping[str, bool], ...] = (_USAGE_ALWAYS, _USAGE_AT_END)
 
     def stream(self, question: Question) -> Iterator[Piece]:
         """Yields one piece for each event with a choice or with usage."""
         path, body = self._request(question)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(answering(self.name, timeout_s=self._timeout_s))
-            response = self._answer_to(path, body, stack)
-            yield from _pieces(self._events(response), self.name)
+        with closing(self._events(path, body)) as events:
+            yield from _pieces(events, self.name)
 
     def close(self) -> None:
         """Nothing to do: each question has a connection of its own, so that it can be cut."""
@@ -96,34 +93,23 @@ class OpenAI:
         body["prompt"] = list(question.token_ids or ()) if question.text is None else question.text
         return f"{self._path}/completions", body
 
-    def _answer_to(
-        self, path: str, body: Mapping[str, Any], stack: contextlib.ExitStack
-    ) -> http.client.HTTPResponse:
-        """Sends the request; once more and for good without the counts that a server refuses."""
-        options = self._stream_options
-        response = self._post(path, {**body, "stream_options": options}, stack)
-        if response.status in (400, 422) and options is _USAGE_ALWAYS:
-            response = self._post(path, {**body, "stream_options": _USAGE_AT_END}, stack)
-            if response.status == 200:
-                self._stream_options = _USAGE_AT_END
-        if response.status != 200:
-            error = _error_text(response.read(_MAX_ERROR_BYTES))
-            message = f"{self.name} answers {response.status}: {error}"
-            raise (RequestError if response.status < 500 else ServerError)(message)
-        return response
-
-    def _post(
-        self, path: str, body: Mapping[str, Any], stack: contextlib.ExitStack
-    ) -> http.client.HTTPResponse:
-        kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
-        connection = kind(self._address, timeout=self._timeout_s)
-        stack.callback(connection.close)
-        connection.request("POST", path, json.dumps(body), self._headers)
-        return connection.getresponse()
-
-    def _events(self, response: http.client.HTTPResponse) -> Iterator[str]:
-        with answering(self.name, timeout_s=self._timeout_s):
-            yield from read_events(response, self.name)
+    def _events(self, path: str, body: Mapping[str, Any]) -> Generator[str, None, None]:
+        """Asks; once more, and from then on, without the counts where a server refuses them."""
+        url = f"{self._origin}{path}"
+        for options in self._stream_options:
+            whole = {**body, "stream_options": options}
+            with asked(
+                url, whole, self._headers, server=self.name, timeout_s=self._timeout_s
+            ) as response:
+                if response.status == 200:
+                    self._stream_options = (options,)
+                    yield from read_events(response, self.name)
+                    return
+                error = _error_text(response.read(_MAX_ERROR_BYTES))
+                refusal = f"{self.name} answers {response.status}: {error}"
+            if response.status not in (400, 422):
+                break
+        raise (RequestError if response.status < 500 else ServerError)(refusal)
 
 
 def _pieces(events: Iterator[str], name: str) -> Iterator[Piece]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specpipe.config.rewriting import to_lines
 from specpipe.speculative.adaptive import Schedule
 
 if TYPE_CHECKING:
@@ -74,12 +75,15 @@ def from_loads(best: Mapping[int, int]) -> Schedule:
     return tuple(steps)
 
 
+def to_settings(schedule: Schedule) -> dict[str, Any]:
+    """Returns the schedule as a setting of `speculation`."""
+    levels = [{"from_batch_size": size, "num_draft_tokens": length} for size, length in schedule]
+    return {"schedule": levels}
+
+
 def to_yaml(schedule: Schedule) -> str:
     """Returns the schedule as the YAML of a pair has it, below `speculation:`."""
-    return "schedule:\n" + "".join(
-        f"  - {{from_batch_size: {size}, num_draft_tokens: {length}}}\n"
-        for size, length in schedule
-    )
+    return to_lines(to_settings(schedule))
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from specpipe.evaluate.tune.acceptance import AcceptanceEstimate
 from specpipe.evaluate.tune.measure import doubt
 from specpipe.evaluate.tune.outcome import Tuned, Tuning
 from specpipe.evaluate.tune.schedule import to_yaml
+from specpipe.machine.columns import aligned
 
 NO_CERTAINTY = (
     "what pays at each load is not certain yet; tune again when this machine is quiet, or with a "
@@ -51,7 +50,7 @@ def _acceptance(name: str, acceptance: AcceptanceEstimate) -> list[str]:
         ["95% interval", *(_interval(p.low, p.high) for p in acceptance.positions)],
         ["tokens a step", *(_number(e.tokens) for e in acceptance.expected)],
     ]
-    return [f"acceptance, {name}", *_table(rows)]
+    return [f"acceptance, {name}", *aligned(rows)]
 
 
 def _costs(draft: Tuned) -> list[str]:
@@ -69,7 +68,7 @@ def _costs(draft: Tuned) -> list[str]:
         for load in draft.costs
     ]
     lines = ["milliseconds of a draft step, and of the target verifying K draft tokens"]
-    lines += _table(rows)
+    lines += aligned(rows)
     if draft.memory_bound is not None:
         for role, line in (
             ("target", draft.memory_bound.target),
@@ -100,7 +99,7 @@ def _speed_ups(draft: Tuned) -> list[str]:
                 shown,
             ]
         )
-    return ["speed over that of the target alone (lowest and highest round)", *_table(rows)]
+    return ["speed over that of the target alone (lowest and highest round)", *aligned(rows)]
 
 
 def _ranking(tuning: Tuning) -> list[str]:
@@ -135,17 +134,6 @@ def _schedule(tuning: Tuning) -> list[str]:
         else:
             lines += [f"{form.name} ({form.note}):", *form.text.splitlines()]
     return lines
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _number(value: float | None) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from specpipe.evaluate.verification import distribution
 from specpipe.evaluate.verification.exact import SideResult
 from specpipe.evaluate.verification.outcome import Verification
+from specpipe.machine.columns import aligned
 
 
 def summary(verification: Verification) -> list[str]:
     """Returns what a reader wants to know, line by line."""
     findings = verification.findings
-    width = max(len(_label(side)) for side in findings.sides) + 2
     lines = [verification.title] if verification.title else []
-    lines += [f"{_label(side):{width}}{_counts(side)}" for side in findings.sides]
+    lines += aligned([(_label(side), _counts(side)) for side in findings.sides], texts=(0, 1))
     # One near tie shows on many sides.
     ties: dict[str, int] = {}
     for side in findings.sides:

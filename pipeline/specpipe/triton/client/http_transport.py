@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
-import urllib.parse
 from collections.abc import Iterator, Mapping
+from http.client import HTTPResponse
 from typing import Any
+from urllib.parse import quote
 
 from specpipe.errors import RequestError, ServerError, show
 from specpipe.machine.event_stream import parse_data, read_events
-from specpipe.machine.web import Address, answering, body_blocks
+from specpipe.machine.web import Address, asked, body_blocks
 from specpipe.triton.client.transport import Responses, Served, plain
 
 _MAX_REFUSAL_BYTES = 1 << 16  # more than any sentence of Triton: a guess
@@ -21,16 +20,15 @@ class HttpTransport:
     """Triton's `generate` and `generate_stream`, which serve both kinds of model."""
 
     def __init__(self, address: Address, model: str, timeout_s: float) -> None:
-        self._address = address
         self._url = f"http://{address}"
-        self._path = f"/v2/models/{urllib.parse.quote(model)}"
+        self._model_url = f"{self._url}/v2/models/{quote(model)}"
         self._timeout_s = timeout_s
 
     def close(self) -> None:
         pass  # a connection for each request: closing it early is how HTTP cancels
 
     def ask_served(self) -> Served:
-        with self._request("GET", "/config") as response:
+        with self._request("config") as response:
             config = self._parse(b"".join(body_blocks(response)))
         try:
             return Served(
@@ -43,12 +41,11 @@ class HttpTransport:
             raise ServerError(f"{self._url} sent what is no model's configuration") from exc
 
     def infer(self, inputs: Mapping[str, Any], *, is_decoupled: bool) -> Responses:
-        body = json.dumps(inputs)
         if not inputs["stream"]:
-            with self._request("POST", "/generate", body) as response:
+            with self._request("generate", inputs) as response:
                 yield self._parse(b"".join(body_blocks(response)))
             return
-        with self._request("POST", "/generate_stream", body) as response:
+        with self._request("generate_stream", inputs) as response:
             for data in read_events(response, self._url):
                 yield self._parse(data)
 
@@ -66,23 +63,12 @@ class HttpTransport:
         return values
 
     @contextlib.contextmanager
-    def _request(
-        self, method: str, path: str, body: str | None = None
-    ) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(
-            self._address.host, self._address.port, timeout=self._timeout_s
-        )
-        try:
-            with answering(self._url, timeout_s=self._timeout_s):
-                connection.request(
-                    method, self._path + path, body, {"Content-Type": "application/json"}
-                )
-                response = connection.getresponse()
-                if response.status != 200:
-                    raise self._refusal(response.status, response.read(_MAX_REFUSAL_BYTES))
-                yield response
-        finally:
-            connection.close()
+    def _request(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
+        url = f"{self._model_url}/{path}"
+        with asked(url, body, server=self._url, timeout_s=self._timeout_s) as response:
+            if response.status != 200:
+                raise self._refusal(response.status, response.read(_MAX_REFUSAL_BYTES))
+            yield response
 
     def _refusal(self, status: int, body: bytes) -> RequestError | ServerError:
         try:

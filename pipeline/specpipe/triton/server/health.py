@@ -174,7 +174,7 @@ def _counts(page: str) -> dict[str, float | None]:
     samples = parse_samples(page)
     counts = {name: total(samples, name) for name in (metrics.STEPS, metrics.RESPONSES)}
     for key, model in ((_PREPROCESSED, PREPROCESSING), (_POSTPROCESSED, POSTPROCESSING)):
-        counts[key] = total(samples, *_ANSWERED, label=f'model="{model}"')
+        counts[key] = total(samples, *_ANSWERED, model=model)
     return counts
 
 

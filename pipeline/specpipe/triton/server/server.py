@@ -7,7 +7,6 @@ while its thread hangs (Triton 2.51). Ready means here that one real request wen
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import re
 import secrets
@@ -16,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from specpipe.errors import ServerError, SpecpipeError
+from specpipe.errors import NoAnswer, ServerError, SpecpipeError
 from specpipe.machine.callables import Log
 from specpipe.machine.prometheus import parse_samples, total
 from specpipe.machine.signals import deferred
-from specpipe.machine.web import fetch, parse_url
+from specpipe.machine.web import asked, fetch, parse_url
 from specpipe.runtimes.launch import Launch
 from specpipe.triton import metrics
 from specpipe.triton.client import Client
@@ -174,13 +173,11 @@ class Server:
             yield
             self.triton.terminate()
             return
-        connection = http.client.HTTPConnection(
-            self._client_host, self.options.http_port, timeout=EXIT_TIME_S
-        )
-        with contextlib.closing(connection):
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                connection.request("GET", "/v2/health/live")
-                connection.getresponse().read()
+        url = f"{self.http_url}/v2/health/live"
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(NoAnswer):
+                kept = asked(url, server=self.http_url, timeout_s=EXIT_TIME_S)
+                stack.enter_context(kept).read()
             self.triton.terminate()
             yield
 
