@@ -519,7 +519,7 @@ def test_second_build_waits_for_the_first_and_finds_the_work_done(
     assert [first.returncode, second.returncode] == [0, 0], logs
     assert logs[1].splitlines()[0] == "draft/build_engine: up to date"
     for stage in list(ARTIFACTS)[4:]:  # whoever came first made it
-        assert "".join(logs).count(f"{stage}: built in") == 1
+        assert "".join(logs).count(f"{stage}: built\n") == 1
     assert made(pair) == undisturbed.first
     assert hidden(pair) == LOCKS
 
@@ -528,7 +528,7 @@ def test_many_builds_at_once_make_each_artifact_once(pair: Pair, undisturbed: Un
     builds = [start_build(pair) for _ in range(4)]
     logs = [build.communicate(timeout=300)[1] for build in builds]
     assert [build.returncode for build in builds] == [0] * 4, logs
-    assert {stage: "".join(logs).count(f"{stage}: built in") for stage in ARTIFACTS} == (
+    assert {stage: "".join(logs).count(f"{stage}: built\n") for stage in ARTIFACTS} == (
         dict.fromkeys(ARTIFACTS, 1)
     )
     assert made(pair) == undisturbed.first

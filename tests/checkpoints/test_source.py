@@ -54,7 +54,9 @@ class Hub:
         self.calls: list[tuple[str, str | None]] = []
         self.files: list[str] = []
 
-    def __call__(self, repo_id: str, *, revision: str | None, **patterns: Any) -> str:
+    def __call__(
+        self, repo_id: str, *, revision: str | None, tqdm_class: type, **patterns: Any
+    ) -> str:
         self.calls.append((repo_id, revision))
         self.files = list(filter_repo_objects(REPOSITORY, **patterns))
         if self.failure is not None:
