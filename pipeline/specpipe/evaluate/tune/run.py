@@ -101,7 +101,7 @@ class _Run:
         options = self._options
         self._report(
             f"to measure: {options.num_best + 1} draft lengths at each of {len(self._loads)} "
-            f"loads in {options.rounds} rounds of {len(self._workload.prompts.prompts)} answers; "
+            f"loads, in {options.rounds} rounds of {len(self._workload.prompts.prompts)} prompts; "
             f"then, for {options.time_limit_s:.0f} s at most, until it is certain what pays"
         )
         drafts = {s.checkpoint: self._observe(s, entries.get(s.checkpoint)) for s in subjects}
