@@ -214,7 +214,7 @@ def test_a_terminal_that_cannot_draw_gets_lines() -> None:
     [
         (9 * 10**9, "bytes", [10**9] * 9, ["x: 4 of 9 GB", "x: 8 of 9 GB"]),
         (9 * 10**9, "bytes", [3 * 10**9] * 3, ["x: 4 of 9 GB"]),
-        (None, "bytes", [4 * 10**9, 5 * 10**9], ["x: 4 GB", "x: 8 GB"]),
+        (None, "bytes", [4 * 10**9, 5 * 10**9], ["x", "x: 4 GB", "x: 8 GB"]),
         (3, "layers", [1, 1, 1], ["x: 1 of 3 layers", "x: 2 of 3 layers"]),
         (2500, "answers", [1] * 2500, ["x: 1000 of 2500 answers", "x: 2000 of 2500 answers"]),
         (14, "sides", [1] * 14, []),
@@ -233,7 +233,14 @@ def test_lines_come_at_fixed_amounts(
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_without_a_display_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.phase("x"):
-        assert list(progress.counted("abc", 3, "layers")) == ["a", "b", "c"]
-    assert capsys.readouterr().err == ""
+def test_a_total_that_comes_later_is_told_where_it_is_final(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    phase = "target/build_engine"
+    with progress.shown(Lines()), progress.phase(phase), progress.count(None, "steps") as counter:
+        counter.expect(3)
+        for _ in range(3):
+            counter.advance()
+    assert capsys.readouterr().err.splitlines() == [
+        f"{phase}: {done} of 3 steps" for done in (1, 2)
+    ]

@@ -72,7 +72,7 @@ class Lines:
 
 
 class _LineCount:
-    """What is counted in one phase; its end needs no line."""
+    """What is counted in one phase; its end needs no line, and its beginning one for a download."""
 
     def __init__(self, name: str, total: int | None, unit: Unit) -> None:
         self._name, self._total, self._unit = name, total, unit
@@ -85,12 +85,16 @@ class _LineCount:
             return
         with self._lock:
             before, self._done = self._done, self._done + amount
+            if self._total is None and not before:
+                log(self._name)
             num_steps = self._done // self._step
             is_last = self._total is not None and self._done >= self._total
             if num_steps > before // self._step and not is_last:
                 log(f"{self._name}: {self._amount(num_steps * self._step)}")
 
-    def expect(self, total: int) -> None: ...  # it may grow while other threads count
+    def expect(self, total: int) -> None:
+        if self._unit != "bytes":  # that of a download grows while other threads count
+            self._total = total
 
     def _amount(self, done: int) -> str:
         scale, unit = (10**9, "GB") if self._unit == "bytes" else (1, self._unit)
