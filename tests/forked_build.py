@@ -64,9 +64,9 @@ class Ended:
         started, finished = None, set()
         for line in self.log.splitlines():
             name, colon, what = line.partition(": ")
-            if colon and what.startswith("built in"):
+            if colon and what == "built":
                 finished.add(name)
-            elif colon and name not in ("Error", "Traceback"):
+            elif colon and name not in ("Error", "Traceback", "to build"):
                 started = name
         return None if started in finished else started
 

@@ -38,8 +38,8 @@ def built(output_dir: Path, *options: str, config: Path = CONFIG) -> dict[str, s
     """Builds; returns what became of each stage, in order."""
     result = run("build", output_dir, *options, config=config)
     assert result.exit_code == 0, result.stderr
-    done = [line.rsplit(": ", 1) for line in result.stderr.splitlines()]
-    return {stage: what.split(" in ")[0] for stage, what in done}
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("to build: ")]
+    return dict(line.rsplit(": ", 1) for line in lines)
 
 
 def reasons(output_dir: Path) -> dict[str, list[str]]:

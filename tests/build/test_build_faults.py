@@ -41,6 +41,7 @@ ARTIFACTS = {
     "target/build_engine": "target/engine",
     "package": "model_repo",
 }
+PLANNED = f"to build: {', '.join(ARTIFACTS)} (6 of 6)\n"
 LOCKS = {
     ".check.lock",
     ".model_repo.lock",
@@ -364,7 +365,7 @@ def test_read_only_output_folder(
     mount(pair.out, "-o", "remount,bind,ro")
     failed = forks.run(*pair.command())
     assert failed.code == 1
-    assert failed.log == f"Error: check: {pair.built}: Read-only file system\n"
+    assert failed.log == f"{PLANNED}Error: check: {pair.built}: Read-only file system\n"
 
 
 def test_read_only_folder_of_a_finished_build_is_enough(
@@ -378,7 +379,9 @@ def test_read_only_folder_of_a_finished_build_is_enough(
     assert (done.code, done.log.count("up to date")) == (0, 6), done.log
     changed = forks.run(*pair.command(second=True))
     assert changed.code == 1
-    assert changed.log == f"Error: check: {pair.built}/.check.lock: Read-only file system\n"
+    assert (
+        changed.log == f"{PLANNED}Error: check: {pair.built}/.check.lock: Read-only file system\n"
+    )
 
 
 def test_output_folder_of_another_user(pair: Pair, forks: Forks) -> None:
@@ -387,7 +390,7 @@ def test_output_folder_of_another_user(pair: Pair, forks: Forks) -> None:
     pair.out.chmod(0o755 if is_root else 0o555)
     failed = forks.run(*pair.command(), fault=Fault(uid=NOBODY if is_root else None))
     assert failed.code == 1
-    assert failed.log == f"Error: check: {pair.built}: Permission denied\n"
+    assert failed.log == f"{PLANNED}Error: check: {pair.built}: Permission denied\n"
 
 
 def test_output_folder_that_no_one_may_enter(pair: Pair, forks: Forks) -> None:
@@ -399,7 +402,7 @@ def test_output_folder_that_no_one_may_enter(pair: Pair, forks: Forks) -> None:
     finally:
         pair.out.chmod(0o755)
     assert failed.code == 1
-    assert failed.log == f"Error: check: {pair.built}: Permission denied\n"
+    assert failed.log == f"{PLANNED}Error: check: {pair.built}: Permission denied\n"
 
 
 @pytest.mark.parametrize("folder", ["out", "out/toy", "out/toy/draft"])
@@ -509,6 +512,7 @@ def test_second_build_waits_for_the_first_and_finds_the_work_done(
         seen.append(second.stderr.readline())
         assert seen[-1], seen
     assert seen == [
+        "to build: draft/build_engine, target/build_engine, package (3 of 6)\n",
         "check: up to date\n",
         "draft/convert: up to date\n",
         "target/convert: up to date\n",
@@ -519,7 +523,7 @@ def test_second_build_waits_for_the_first_and_finds_the_work_done(
     assert [first.returncode, second.returncode] == [0, 0], logs
     assert logs[1].splitlines()[0] == "draft/build_engine: up to date"
     for stage in list(ARTIFACTS)[4:]:  # whoever came first made it
-        assert "".join(logs).count(f"{stage}: built in") == 1
+        assert "".join(logs).count(f"{stage}: built\n") == 1
     assert made(pair) == undisturbed.first
     assert hidden(pair) == LOCKS
 
@@ -528,7 +532,7 @@ def test_many_builds_at_once_make_each_artifact_once(pair: Pair, undisturbed: Un
     builds = [start_build(pair) for _ in range(4)]
     logs = [build.communicate(timeout=300)[1] for build in builds]
     assert [build.returncode for build in builds] == [0] * 4, logs
-    assert {stage: "".join(logs).count(f"{stage}: built in") for stage in ARTIFACTS} == (
+    assert {stage: "".join(logs).count(f"{stage}: built\n") for stage in ARTIFACTS} == (
         dict.fromkeys(ARTIFACTS, 1)
     )
     assert made(pair) == undisturbed.first

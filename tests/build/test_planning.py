@@ -39,6 +39,10 @@ class Upper:
 @dataclass
 class Heard:
     lines: list[str] = field(default_factory=list)
+    plans: list[list[str]] = field(default_factory=list)
+
+    def planned(self, reports: Sequence[execution.StageReport]) -> None:
+        self.plans.append([report.stage for report in reports if report.reasons])
 
     def started(self, stage: str, reasons: Sequence[str]) -> None:
         self.lines += [f"{stage}: {reason}" for reason in reasons]
@@ -78,6 +82,7 @@ def test_first_run_builds_in_order_and_second_does_nothing(stages: Plan, tmp_pat
         "join: not built yet",
         "join built",
     ]
+    assert heard.plans == [["draft/count", "target/copy", "join"]]
     assert (tmp_path / "out" / "join" / "text").read_text() == "11TARGET TEXT "
     again = Heard()
     assert reasons(execution.run(stages, again)) == {
@@ -86,6 +91,7 @@ def test_first_run_builds_in_order_and_second_does_nothing(stages: Plan, tmp_pat
         "join": (),
     }
     assert again.lines == ["draft/count up to date", "target/copy up to date", "join up to date"]
+    assert again.plans == [[]]
 
 
 def test_preview_names_what_runs_and_makes_nothing(stages: Plan, tmp_path: Path) -> None:

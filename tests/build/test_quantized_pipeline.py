@@ -14,11 +14,13 @@ from click.testing import CliRunner, Result
 from specpipe.build import execution, planning
 from specpipe.build.load import load_config
 from specpipe.checkpoints.unified import load_unified
+from specpipe.cli import group
 from specpipe.cli.group import main
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError, EngineBuildError
 from specpipe.machine.libraries import with_extras
 from tests.quiet import Quiet
+from tests.recorder import Recorder
 from tests.toy import write_toy_checkpoint
 from tests.toy_tokenizers import words, write_tokenizer
 
@@ -213,14 +215,27 @@ def build(folder: Path, *overrides: str, options: Overrides = ()) -> Result:
 
 
 @pytest.mark.parametrize("scheme", ["format: int8_wo", "format: fp8, kv_cache: fp8"])
-def test_build_quantizes_measures_and_packages(tmp_path: Path, scheme: str) -> None:
+def test_build_quantizes_measures_and_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
     few = "calibration: {num_samples: 16, max_seq_len: 64}"
     overrides = [f"{role}.quantization={{{scheme}, {few}}}" for role in ("draft", "target")]
+    recorder = Recorder()
+    monkeypatch.setattr(group, "StderrDisplay", lambda: recorder)
     result = build(tmp_path, *overrides)
     assert result.exit_code == 0, result.stderr
     artifacts = tmp_path / "engines" / "python-code"
     assert (artifacts / "model_repo" / "speculative" / "1" / "target" / "config.json").is_file()
     has_kv_cache = "kv_cache" in scheme
+    assert all(count.done == count.total for count in recorder.counts)
+    counted = {(count.phase, count.unit) for count in recorder.counts}
+    assert ("target/calibrate" in dict(counted)) == has_kv_cache
+    assert counted >= {
+        ("target/quantize", "bytes"),
+        ("target/build_engine", "bytes"),
+        (f"quality: target, {'fp8 + fp8 KV' if has_kv_cache else 'int8_wo'}", "texts"),
+        ("quality: acceptance", "answers"),
+    }
     for role in ("draft", "target"):
         quantization = load_unified(artifacts / role / "checkpoint").config.quantization
         assert quantization.quant_algo == ("FP8" if has_kv_cache else "W8A16")
@@ -235,7 +250,7 @@ def test_build_quantizes_measures_and_packages(tmp_path: Path, scheme: str) -> N
         calibrated = manifest(artifacts / "target" / "scales")["versions"]
         assert calibrated.keys() == {"specpipe", "nvidia-modelopt", "torch", "transformers"}
     again = build(tmp_path, *overrides)
-    assert again.stderr.count("built in") == 0
+    assert again.stderr.count(": built\n") == 0
 
 
 def manifest(artifact: Path) -> dict[str, Any]:

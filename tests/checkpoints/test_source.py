@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from specpipe.checkpoints.source import Source, resolve
 from specpipe.errors import CheckpointError, ConfigError, SpecpipeError
 
+ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = [
     ".gitattributes",
@@ -54,7 +58,9 @@ class Hub:
         self.calls: list[tuple[str, str | None]] = []
         self.files: list[str] = []
 
-    def __call__(self, repo_id: str, *, revision: str | None, **patterns: Any) -> str:
+    def __call__(
+        self, repo_id: str, *, revision: str | None, tqdm_class: type, **patterns: Any
+    ) -> str:
         self.calls.append((repo_id, revision))
         self.files = list(filter_repo_objects(REPOSITORY, **patterns))
         if self.failure is not None:
@@ -204,3 +210,82 @@ def test_offline_mode_reads_the_cache_alone(
     assert source == Source(path=snapshot, revision=COMMIT, name="org/toy")
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
         resolve("org/absent", revision=None, base=tmp_path, role="draft")
+
+
+FETCH = """
+import hashlib, json, os, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {"config.json": b"{}", "model.safetensors": bytes(3_000_000)}
+
+class Hub(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        path = self.path.partition("?")[0]
+        if path == "/api/models/org/toy/revision/main":
+            siblings = [{"rfilename": name} for name in FILES]
+            data = json.dumps({"id": "org/toy", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path == f"/api/models/org/toy/tree/{COMMIT}":
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": name}
+                for name, data in FILES.items()
+            ]
+            data = json.dumps(entries).encode()
+        elif path.startswith("/org/toy/resolve/"):
+            data = FILES[path.rpartition("/")[2]]
+        else:
+            self.send_error(404)
+            return b""
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", hashlib.sha256(data).hexdigest())
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        return data
+
+    def do_GET(self):
+        self.wfile.write(self.do_HEAD())
+
+    def log_message(self, *_):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+
+from specpipe import progress
+from specpipe.checkpoints.source import resolve
+from tests.recorder import Recorder
+
+recorder = Recorder()
+with progress.shown(recorder):
+    for _ in range(2):
+        resolve("org/toy", revision=None, base=Path.cwd(), role="draft")
+print([(count.phase, count.unit, count.total, count.done) for count in recorder.counts])
+"""
+
+
+def test_a_download_counts_its_bytes_and_the_hub_draws_nothing(tmp_path: Path) -> None:
+    """The hub's library itself, which asks a server here; the second time all is there."""
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "HF_HOME": str(tmp_path / "hub"),
+            "HF_HUB_OFFLINE": "0",
+            "PYTHONPATH": str(ROOT),
+            "TQDM_POSITION": "-1",  # which makes its own bars be drawn without a terminal
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    phase = ("draft: fetching org/toy", "bytes")
+    assert (done.stdout, done.stderr) == (
+        f"{[(*phase, 3_000_002, 3_000_002), (*phase, None, 0)]}\n",
+        "",
+    )

@@ -9,12 +9,17 @@ from typing import Protocol
 
 from specpipe.build import cache
 from specpipe.build.planning import Plan
+from specpipe.machine.manifest import read_manifest
+from specpipe.progress import phase
 from specpipe.stage import PlannedStage
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What became of a stage, or would: no reasons, no run."""
+    """What became of a stage, or would: no reasons, no run.
+
+    duration_s  what it took, or would: as it did last time; 0.0 where that is not known
+    """
 
     stage: str
     artifact: Path
@@ -28,6 +33,9 @@ class StageReport:
 
 class Reporter(Protocol):
     """Gets what a run does, stage by stage."""
+
+    def planned(self, reports: Sequence[StageReport]) -> None:
+        """Gets what the stages would do, before the first one; some may turn out up to date."""
 
     def started(self, stage: str, reasons: Sequence[str]) -> None: ...
 
@@ -55,7 +63,13 @@ def preview(stages: Plan, *, verify_inputs: bool = False) -> tuple[StageReport, 
             if planned.commands is not None:
                 commands = tuple(tuple(command) for command in planned.commands(planned.artifact))
         reports.append(
-            StageReport(planned.name, planned.artifact, tuple(reasons), commands=commands)
+            StageReport(
+                planned.name,
+                planned.artifact,
+                tuple(reasons),
+                duration_s=_last_duration_s(planned.artifact) if reasons else 0.0,
+                commands=commands,
+            )
         )
     return tuple(reports)
 
@@ -78,8 +92,10 @@ def run(
     for planned in stages:
         if planned.require is not None:
             planned.require()
+    planned_reports = preview(stages)
+    reporter.planned(planned_reports)
     everything = {planned.artifact for planned in stages}
-    read = everything if verify or verify_inputs else _read_by_what_runs(stages)
+    read = everything if verify or verify_inputs else _read_by_what_runs(stages, planned_reports)
     reports = tuple(
         _run_stage(planned, planned.artifact in read, verify_inputs, reporter) for planned in stages
     )
@@ -89,9 +105,14 @@ def run(
     return reports
 
 
-def _read_by_what_runs(stages: Plan) -> set[Path]:
+def _last_duration_s(artifact: Path) -> float:
+    manifest = read_manifest(artifact)
+    return 0.0 if manifest is None else float(manifest.build.get("duration_s", 0.0))
+
+
+def _read_by_what_runs(stages: Plan, reports: Sequence[StageReport]) -> set[Path]:
     """Returns the artifacts that stages will read which are stale, or are found damaged here."""
-    running = {report.artifact for report in preview(stages) if report.reasons}
+    running = {report.artifact for report in reports if report.reasons}
     read: set[Path] = set()
     for planned in reversed(stages):
         if planned.artifact in running or (
@@ -105,16 +126,17 @@ def _read_by_what_runs(stages: Plan) -> set[Path]:
 def _run_stage(
     planned: PlannedStage, verify: bool, verify_inputs: bool, reporter: Reporter
 ) -> StageReport:
-    if planned.fetch and cache.stale_reasons(planned.stage, planned.artifact, verify=verify):
-        planned.fetch()
-    built = cache.build(
-        planned.stage,
-        planned.artifact,
-        verify=verify,
-        verify_inputs=verify_inputs,
-        on_start=lambda reasons: reporter.started(planned.name, reasons),
-        on_wait=lambda: reporter.waiting(planned.name),
-    )
+    with phase(planned.name):
+        if planned.fetch and cache.stale_reasons(planned.stage, planned.artifact, verify=verify):
+            planned.fetch()
+        built = cache.build(
+            planned.stage,
+            planned.artifact,
+            verify=verify,
+            verify_inputs=verify_inputs,
+            on_start=lambda reasons: reporter.started(planned.name, reasons),
+            on_wait=lambda: reporter.waiting(planned.name),
+        )
     report = StageReport(
         planned.name, planned.artifact, built.reasons, built.duration_s, shows=planned.shows
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from specpipe.progress import count
 
 JOB_BYTES = 64 << 20
 """What a thread reads and writes before it takes other rows."""
@@ -15,8 +17,16 @@ _MAX_THREADS = 8  # more than that no disk needs
 _Job = TypeVar("_Job")
 
 
-def in_threads(do: Callable[[_Job], None], jobs: Iterable[_Job]) -> None:
-    """Does all jobs. The first failure is raised, and what has not begun by then is left undone."""
-    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
-        for _ in pool.map(do, jobs):
-            pass
+def in_threads(
+    do: Callable[[_Job], None], jobs: Sequence[_Job], num_bytes: Callable[[_Job], int]
+) -> None:
+    """Does all jobs. The first failure is raised, and what has not begun by then is left undone.
+
+    num_bytes  what a job copies, which says how far the work is
+    """
+    with (
+        count(sum(map(num_bytes, jobs)), "bytes") as done,
+        ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool,
+    ):
+        for job, _ in zip(jobs, pool.map(do, jobs), strict=True):
+            done.advance(num_bytes(job))

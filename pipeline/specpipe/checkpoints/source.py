@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable, show, to_sentence
 from specpipe.machine.libraries import with_library
+from specpipe.progress import Count, count, phase
 from specpipe.roles import Role
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
@@ -103,14 +105,16 @@ def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights
         ) from exc
     at = f"{repo_id} at revision {show(revision)}" if revision else repo_id
     try:
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                allow_patterns=_SMALL_FILES + (_WEIGHTS if weights else []),
-                ignore_patterns=_COPIES,
+        with phase(f"{role}: fetching {repo_id}"), count(None, "bytes") as fetched:
+            return Path(
+                snapshot_download(
+                    repo_id,
+                    revision=revision,
+                    allow_patterns=_SMALL_FILES + (_WEIGHTS if weights else []),
+                    ignore_patterns=_COPIES,
+                    tqdm_class=_counting(fetched),
+                )
             )
-        )
     except errors.GatedRepoError as exc:
         raise CheckpointError(
             f"{role}: {repo_id} is gated; accept its terms on the hub, then `hf auth login`"
@@ -132,3 +136,28 @@ def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights
         ) from exc
     except Exception as exc:  # of the hub's HTTP library too, which changes with its version
         raise CheckpointError(f"{role}: {at} cannot be fetched from the hub: {exc}") from exc
+
+
+def _counting(fetched: Count) -> type:
+    """Returns what huggingface_hub is to draw bars with: it draws none, and counts bytes.
+
+    Version 2.4 has a bar for bytes that come from the network, one for those that are written,
+    which are counted here, and one for files (_snapshot_download.py). Totals grow as files begin.
+    """
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            is_network = str(kwargs.get("desc", "")).startswith("Downloading bytes")
+            self._counts = kwargs.get("unit") == "B" and not is_network
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+        def refresh(self, *args: Any, **kwargs: Any) -> None:
+            if self._counts and self.total:
+                fetched.expect(int(self.total))
+
+        def update(self, n: float | None = 1) -> None:
+            if self._counts:
+                fetched.advance(int(n or 0))
+
+    return Bar

@@ -86,7 +86,11 @@ def write_unified(out: Path, config: UnifiedConfig, read: ReadPart) -> None:
             stack.enter_context(create_safetensors(_rank_file(out, rank), tensors))
             for rank, tensors in enumerate(ranks)
         ]
-        in_threads(lambda job: _copy(config, job, read, writers), _jobs(config))
+        in_threads(
+            lambda job: _copy(config, job, read, writers),
+            list(_jobs(config)),
+            lambda job: job.num_bytes,
+        )
     # Last, so that a folder with a config.json has all its weights.
     write_object(out / CONFIG_NAME, config.plain())
 
@@ -108,7 +112,8 @@ def _rank_tensors(config: UnifiedConfig) -> list[dict[str, tuple[str, tuple[int,
 class _Job:
     """Rows of one part, to be copied to the ranks.
 
-    rank_row  the row of each rank's tensor at which its piece of the part begins
+    rank_row   the row of each rank's tensor at which its piece of the part begins
+    num_bytes  of the rows, in one rank
     """
 
     tensor: UnifiedTensor
@@ -116,6 +121,7 @@ class _Job:
     rank_row: int
     start: int
     stop: int
+    num_bytes: int
 
 
 def _jobs(config: UnifiedConfig) -> Iterator[_Job]:
@@ -124,9 +130,11 @@ def _jobs(config: UnifiedConfig) -> Iterator[_Job]:
         rank_row = 0
         for part in tensor.rule.parts:
             rows, *columns = part_shape(config, part)
-            step = max(1, JOB_BYTES // (math.prod(columns) * element_bytes))
+            row_bytes = math.prod(columns) * element_bytes
+            step = max(1, JOB_BYTES // row_bytes)
             for start in range(0, rows, step):
-                yield _Job(tensor, part, rank_row, start, min(start + step, rows))
+                stop = min(start + step, rows)
+                yield _Job(tensor, part, rank_row, start, stop, (stop - start) * row_bytes)
             rank_row += piece_shape(config, part)[0]
 
 

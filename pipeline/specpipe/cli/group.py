@@ -26,6 +26,7 @@ from specpipe.cli.init import init
 from specpipe.cli.inspect import inspect
 from specpipe.cli.migrate import migrate
 from specpipe.cli.nightly import nightly
+from specpipe.cli.progress import StderrDisplay
 from specpipe.cli.quickstart import quickstart
 from specpipe.cli.report import report
 from specpipe.cli.schema import schema
@@ -33,6 +34,7 @@ from specpipe.cli.serve import serve
 from specpipe.cli.tune import tune
 from specpipe.cli.verify import verify
 from specpipe.errors import to_sentence
+from specpipe.progress import shown
 
 
 class _Group(click.Group):
@@ -86,6 +88,7 @@ class _Group(click.Group):
 @click.option("--debug", is_flag=True, help="Show the traceback of a failure.")
 def main(debug: bool) -> None:
     """Two checkpoints in, a draft–target pair served by Triton out."""
+    click.get_current_context().with_resource(shown(StderrDisplay()))
 
 
 for _command in (

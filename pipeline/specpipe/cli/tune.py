@@ -20,7 +20,7 @@ from specpipe.cli.options import (
     prompts_options,
 )
 from specpipe.cli.output import print_result
-from specpipe.cli.progress import BuildProgress, log
+from specpipe.cli.progress import BuildProgress, log, outcome
 from specpipe.errors import SpecpipeError
 
 if TYPE_CHECKING:
@@ -129,8 +129,10 @@ def tune(
 class _Progress(BuildProgress):
     """Writes to stderr what was built, and not why, nor what was there."""
 
+    def planned(self, reports: Sequence[StageReport]) -> None: ...
+
     def started(self, stage: str, reasons: Sequence[str]) -> None: ...
 
     def finished(self, report: StageReport) -> None:
         if report.reasons:
-            log(f"{report.stage}: built in {report.duration_s:.1f} s")
+            log(outcome(report))

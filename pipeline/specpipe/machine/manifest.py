@@ -127,10 +127,15 @@ class Hashed:
             self.duration_s + other.duration_s,
         )
 
+    @property
+    def amount(self) -> str:
+        """How much it was, in words: the same in each run."""
+        files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
+        return f"{files} hashed, {self.num_bytes / 1e6:,.1f} MB"
+
     def __str__(self) -> str:
         speed = self.num_bytes / 1e9 / max(self.duration_s, 1e-9)
-        files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
-        return f"{files} hashed, {self.num_bytes / 1e6:,.1f} MB at {speed:.2f} GB/s"
+        return f"{self.amount} at {speed:.2f} GB/s"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from specpipe.checkpoints.formats import E4M3_MAX, FORMATS, Measured
 from specpipe.checkpoints.plain_weights import PlainWeights
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import CheckpointError
+from specpipe.progress import counted
 from specpipe.quantization.decoder import Batch, LayerwiseDecoder, kv_amax
 from specpipe.quantization.quantized_config import quantized_config, quantized_linears
 
@@ -82,7 +83,7 @@ def calibrate(
 
     with torch.no_grad(), _quiet():
         decoder = LayerwiseDecoder(weights, texts, torch.device(device))
-        for n in range(decoder.num_layers):
+        for n in counted(range(decoder.num_layers), decoder.num_layers, "layers"):
             layer = decoder.take_layer(n)
             of_layer = {m: linear.names for m, linear in linears.items() if linear.layer == n}
             outputs = _calibrate_module(layer, scheme, of_layer, decoder.batches, _run_layer(n))

@@ -101,7 +101,8 @@ def write_huggingface(out: Path, weights: QuantizedWeights, hf_config: Mapping[s
                 else:
                     writer.write(job.tensor.name, block.reshape(()))
 
-        in_threads(write, (job for shard in shards for tensor in shard for job in _jobs(tensor)))
+        jobs = [job for shard in shards for tensor in shard for job in _jobs(tensor)]
+        in_threads(write, jobs, lambda job: job.num_bytes)
     if len(shards) > 1:
         weight_map = {
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
@@ -141,13 +142,16 @@ class _Job:
     tensor: _Tensor
     start: int
     stop: int
+    num_bytes: int
 
 
 def _jobs(tensor: _Tensor) -> Iterator[_Job]:
     rows, *columns = tensor.shape or (1,)
-    step = max(1, JOB_BYTES // (math.prod(columns) * ELEMENT_BYTES[tensor.dtype]))
+    row_bytes = math.prod(columns) * ELEMENT_BYTES[tensor.dtype]
+    step = max(1, JOB_BYTES // row_bytes)
     for start in range(0, rows, step):
-        yield _Job(tensor, start, min(start + step, rows))
+        stop = min(start + step, rows)
+        yield _Job(tensor, start, stop, (stop - start) * row_bytes)
 
 
 def _shards(tensors: Sequence[_Tensor]) -> list[list[_Tensor]]:

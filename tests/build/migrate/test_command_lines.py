@@ -295,7 +295,11 @@ def test_trtllm_serve_with_its_options(tmp_path: Path) -> None:
             "max_batch_size": 32,
             "max_num_tokens": 4096,
             "max_seq_len": 8192,
-            "tensorrt_llm": {"backend": "pytorch", "kv_cache_free_gpu_mem_fraction": 0.8},
+            "tensorrt_llm": {
+                "backend": "pytorch",
+                "kv_cache_free_gpu_mem_fraction": 0.8,
+                "enable_block_reuse": False,
+            },
         },
     }
     assert (
@@ -318,10 +322,28 @@ def test_options_of_trtllm_serve_alone(tmp_path: Path) -> None:
     assert data["engine"]["tensorrt_llm"] == {
         "backend": "pytorch",
         "kv_cache_free_gpu_mem_fraction": 0.8,
+        "enable_block_reuse": False,
         "version": "1.1.0",
     }
     comment = migration.output.read_text().splitlines()[0]
     assert comment == "# Made from options.yaml of `trtllm-serve` by `specpipe migrate`."
+
+
+def test_options_of_1_4(tmp_path: Path) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text(
+        TRTLLM_OPTIONS.replace("max_draft_len: 4", "max_draft_len: 4\n  enable_penalty: true")
+    )
+    wanted = Wanted(version="1.4.0rc4", output=tmp_path / "pair.yaml")
+    migration = from_options(options, "meta-llama/Llama-3.1-8B-Instruct", wanted)
+    assert data_of(migration)["engine"]["tensorrt_llm"] == {
+        "backend": "pytorch",
+        "version": "1.4.0rc4",
+        "enable_penalty": True,
+        "enable_block_reuse": False,
+        "kv_cache_free_gpu_mem_fraction": 0.8,
+    }
+    assert "return_log_probs is refused" in "\n".join(migration.sections["behaviour"])
 
 
 def test_another_runtime_leaves_out_what_it_has_no_setting_for(tmp_path: Path) -> None:
@@ -330,8 +352,9 @@ def test_another_runtime_leaves_out_what_it_has_no_setting_for(tmp_path: Path) -
     migration = migrated(line, runtime="torch")
     assert data_of(migration)["engine"] == {"runtime": "torch", "max_batch_size": 32}
     assert (
-        "kv_cache_config.free_gpu_memory_fraction in options.yaml 0.8: it has no effect with "
-        "runtime torch" in migration.sections["not carried"]
+        "kv_cache_config.free_gpu_memory_fraction in options.yaml 0.8, "
+        "kv_cache_config.enable_block_reuse in options.yaml: it has no effect with runtime torch"
+        in migration.sections["not carried"]
     )
     other = migrated(
         "vllm serve a/target --dtype float16 --spec-method ngram",

@@ -129,6 +129,13 @@ def test_another_release_is_chosen(tmp_path: Path) -> None:
         migrate(path, tmp_path / "b.yaml", version="1.9")
 
 
+def test_from_engines_to_1_4(tmp_path: Path) -> None:
+    text = LLAMA.replace("adaptive: true", "schedule: [{from_batch_size: 4, num_draft_tokens: 2}]")
+    config = load_config(migrate(written(tmp_path, text), version="1.4.0rc4").output)
+    assert config.engine.tensorrt_llm.version == "1.4.0rc4"
+    assert config.speculation.limits == ((4, 2),)
+
+
 def test_one_engine_keeps_the_schedule_and_shares_the_kv_cache(tmp_path: Path) -> None:
     text = LLAMA.replace(
         "adaptive: true", "schedule: [{from_batch_size: 4, num_draft_tokens: 2}]"

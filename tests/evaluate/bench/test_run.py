@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from specpipe import progress
 from specpipe.errors import ServerError
 from specpipe.evaluate.bench.load import Load
 from specpipe.evaluate.bench.metrics import LatencyLimits
@@ -23,6 +24,7 @@ from specpipe.evaluate.prompts import Prompt, PromptSet
 from specpipe.speculative.request import Sampling
 from tests.evaluate.bench.recorded import answer
 from tests.evaluate.endpoints.scripted import Scripted
+from tests.recorder import Recorded, Recorder
 
 PROMPTS = PromptSet(
     "mine.jsonl",
@@ -54,8 +56,15 @@ def test_all_sides_are_asked_the_same_questions_in_the_same_order() -> None:
         seed=40,
     )
     reports: list[str] = []
-    measured = measure((without, drafting), PROMPTS, settings, report=reports.append)
+    recorder = Recorder()
+    with progress.shown(recorder):
+        measured = measure((without, drafting), PROMPTS, settings, report=reports.append)
+    assert recorder.counts == [
+        *(Recorded(name, "answers", 3, 3) for name in reports[1:]),
+        Recorded("bench", "loads", 4, 4),
+    ]
     assert reports == [
+        "to measure: 4 loads of 3 answers each, and warm-ups",
         "concurrency 1, round 1: without",
         "concurrency 1, round 1: with",
         "concurrency 1, round 2: with",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from specpipe import progress
 from specpipe.build import execution, planning
 from specpipe.build.load import load_config
 from specpipe.config.sections import PipelineConfig
@@ -27,6 +28,7 @@ from specpipe.runtimes.pair_file import PairFile
 from specpipe.runtimes.torch import TorchRuntime
 from tests.evaluate.tune.conftest import QUICKSTART, ROOT
 from tests.quiet import Quiet
+from tests.recorder import Recorder
 
 TARGET = str(ROOT / "models" / "python-code" / "target")
 OPTIONS = TuneOptions(limit=3, max_tokens=24, concurrencies=(1, 4), rounds=2, num_best=1)
@@ -87,7 +89,17 @@ def even_speed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 
 def test_tuned_for_real(config: PipelineConfig, tmp_path: Path) -> None:
-    tuning = tune(config, dataclasses.replace(OPTIONS, rounds=1, time_limit_s=0.0))
+    recorder, said = Recorder(), list[str]()
+    with progress.shown(recorder):
+        tuning = tune(
+            config, dataclasses.replace(OPTIONS, rounds=1, time_limit_s=0.0), report=said.append
+        )
+    assert said[0] == (
+        "to measure: 2 draft lengths at each of 2 loads, in 1 rounds of 3 prompts; "
+        "then, for 0 s at most, until it is certain what pays"
+    )
+    assert [count.done for count in recorder.counts if count.unit == "rounds"] == [4]
+    assert all(count.done == count.total for count in recorder.counts)
     own = tuning.own
     assert own.acceptance is not None
     assert own.best is None and len(own.doubts) == 2  # one round is no certainty, at neither load

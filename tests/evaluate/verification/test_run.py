@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ pytest.importorskip("scipy")
 
 from click.testing import CliRunner  # noqa: E402
 
+from specpipe import progress  # noqa: E402
 from specpipe.cli.group import main  # noqa: E402
 from specpipe.cli.verify import verify  # noqa: E402
 from specpipe.config.sections import PipelineConfig  # noqa: E402
@@ -28,6 +30,7 @@ from specpipe.speculative.verify import Verified  # noqa: E402
 from specpipe.triton.server import launcher  # noqa: E402
 from tests.evaluate.verification.conftest import QUICKSTART, record_anew  # noqa: E402
 from tests.evaluate.verification.test_scorer import change_weights  # noqa: E402
+from tests.recorder import Recorder  # noqa: E402
 
 Copy = Callable[..., PipelineConfig]
 
@@ -50,7 +53,13 @@ def by_name(done: Verification) -> dict[str, str]:
 
 def test_a_sound_pair_is_identical_on_every_side(copied: Copy) -> None:
     config = copied()
-    done = verified(config, num_draft_tokens=(), distance=0.3)
+    recorder = Recorder()
+    with progress.shown(recorder):
+        done = verified(config, num_draft_tokens=(), distance=0.3)
+    assert all(count.done == count.total for count in recorder.counts)
+    counts = Counter((count.phase, count.unit, count.total) for count in recorder.counts)
+    assert counts["verify", "sides", 18] == counts["sampling", "tests", 10] == 1
+    assert counts["greedy: K = 1, 8 at once", "answers", 3] == 1
     assert (
         done.findings.verdict,
         done.findings.reason,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorrt_rtx as trt
 
-from specpipe import __version__
+from specpipe import __version__, progress
 from specpipe.build.stages.convert import convert
 from specpipe.checkpoints.checkpoint import read_safetensors_header
 from specpipe.checkpoints.unified import load_unified
@@ -25,6 +25,7 @@ from specpipe.machine.libraries import with_extras
 from specpipe.runtimes.tensorrt import build, library
 from specpipe.runtimes.tensorrt.build import PlaceWeights
 from specpipe.stage import StageInputs
+from tests.recorder import Recorder
 from tests.runtimes.tensorrt.engines import build_engine, engine_stage, write_unified
 from tests.toy import read_tensor, toy_config, toy_tensors
 
@@ -126,6 +127,15 @@ def test_config_of_an_engine(tmp_path: Path) -> None:
     }
     assert sum(builder["layers"].values()) == sum(builder["precisions"].values())
     assert set(builder["precisions"]) == {"float", "half", "int64"}
+
+
+def test_the_library_says_how_far_it_is(tmp_path: Path) -> None:
+    recorder, unified = Recorder(), write_unified(tmp_path)
+    with progress.shown(recorder):
+        build_engine(unified, tmp_path / "engine")
+    (count,) = recorder.counts
+    assert (count.unit, count.total is not None) == ("steps", True)
+    assert 1 < count.done <= (count.total or 0)  # it does not tell of the last one
 
 
 def test_a_draft_is_fastest_where_it_decodes(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ _SPECULATION = (
     Flag(("decoding_type",), "text", METHOD, values=_METHODS, others=reasons.NO_MODEL),
     Flag(("speculative_model", "speculative_model_dir"), "text", "draft.checkpoint"),
     Flag(("max_draft_len",), "whole", "speculation.num_draft_tokens"),
+    Flag(("enable_penalty",), "switch", _TENSORRT_LLM + "enable_penalty"),
     *left_out(
         "TensorRT-LLM heeds it for EAGLE-3 heads only; draft tokens are accepted where the target "
         "samples them",
@@ -73,7 +74,7 @@ _SPECULATION = (
     *left_out(reasons.EXPERTS, values="moe_backend moe_tactic", prefix=""),
     *left_out(
         reasons.SAMPLING,
-        values="allow_advanced_sampling advanced_sampling_mode enable_penalty",
+        values="allow_advanced_sampling advanced_sampling_mode",
         prefix="",
     ),
     *left_out(reasons.LOADING, values="load_format", prefix=""),
@@ -87,12 +88,7 @@ _KV_CACHE = (
         values={"auto": Same("the KV cache is what the checkpoint says")},
         others=Left(reasons.FP8_CACHE),
     ),
-    Flag(
-        ("enable_block_reuse",),
-        "switch",
-        values={True: Same("as TensorRT-LLM does by itself")},
-        others=Left("specpipe leaves it on, as TensorRT-LLM does"),
-    ),
+    Flag(("enable_block_reuse",), "switch", _TENSORRT_LLM + "enable_block_reuse"),
     *left_out(
         reasons.CACHE,
         values="max_tokens max_attention_window sink_token_length cross_kv_cache_fraction "

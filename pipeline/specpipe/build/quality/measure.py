@@ -38,6 +38,7 @@ from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import EngineBuildError, RuntimeUnavailable
 from specpipe.machine.gpus import gpus_with_memory
 from specpipe.machine.memory import format_bytes, total_bytes
+from specpipe.progress import phase
 from specpipe.quantization.texts import TokenIds, data_file, read_texts
 from specpipe.roles import Role
 from specpipe.runtimes.runtime import load_runtime
@@ -267,8 +268,10 @@ class _Measurement:
             return ModelQuality(role, engines[0].form)
         texts, logits = self._held_out[role], self._work / "logits"
         plain, quantized = engines
-        record(_load(plain.folder), texts, logits)
-        divergence = compare(_load(quantized.folder), texts, logits)
+        with phase(f"quality: {role}, {plain.form.name}"):
+            record(_load(plain.folder), texts, logits)
+        with phase(f"quality: {role}, {quantized.form.name}"):
+            divergence = compare(_load(quantized.folder), texts, logits)
         logits.unlink()
         return ModelQuality(role, plain.form, quantized.form, divergence, self._described[role])
 
@@ -289,7 +292,8 @@ class _Measurement:
                 for draft in engines["draft"]
             ]
 
-        columns = [against(_load(target.folder)) for target in engines["target"]]
+        with phase("quality: acceptance"):
+            columns = [against(_load(target.folder)) for target in engines["target"]]
         return tuple(
             PairingAcceptance.of(draft.form.name, target.form.name, columns[column][row])
             for row, draft in enumerate(engines["draft"])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specpipe.build.quality.report import Divergence
 from specpipe.errors import EngineBuildError
+from specpipe.progress import count, counted
 from specpipe.quantization.texts import TokenIds
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.engine_pair import EnginePair
@@ -99,7 +100,7 @@ def _scored(
     engine: Engine, texts: Sequence[TokenIds], form: str
 ) -> Iterator[tuple[Tensor, TokenIds]]:
     """Yields logits [N, V] and the N tokens that come next, text by text."""
-    for text in texts:
+    for text in counted(texts, len(texts), "texts"):
         sequence = engine.allocate(prompt_length=len(text), max_tokens=len(text))
         for start in range(0, len(text) - 1, _FORWARD_ROWS):
             stop = min(start + _FORWARD_ROWS, len(text) - 1)
@@ -165,16 +166,18 @@ def measure_acceptance(
             )
         )
     counts = [AcceptanceCounts() for _ in prompts]
-    while pair.has_work():
-        for chunk in pair.step():
-            if chunk.error is not None:
-                raise EngineBuildError(f"a held-out text could not be continued: {chunk.error}")
-            if chunk.statistics is not None:
-                counts[int(chunk.request_id)] = AcceptanceCounts(
-                    num_steps=chunk.statistics.num_steps,
-                    num_draft_tokens=chunk.statistics.total_draft_tokens,
-                    num_accepted_tokens=chunk.statistics.total_accepted_draft_tokens,
-                )
+    with count(len(prompts), "answers") as answered:
+        while pair.has_work():
+            for chunk in pair.step():
+                if chunk.error is not None:
+                    raise EngineBuildError(f"a held-out text could not be continued: {chunk.error}")
+                if chunk.statistics is not None:
+                    counts[int(chunk.request_id)] = AcceptanceCounts(
+                        num_steps=chunk.statistics.num_steps,
+                        num_draft_tokens=chunk.statistics.total_draft_tokens,
+                        num_accepted_tokens=chunk.statistics.total_accepted_draft_tokens,
+                    )
+                    answered.advance()
     return counts
 
 

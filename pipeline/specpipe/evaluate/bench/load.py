@@ -13,6 +13,7 @@ from specpipe.errors import SpecpipeError
 from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, record
 from specpipe.machine.callables import Clock
 from specpipe.machine.signals import thread_pool
+from specpipe.progress import Count, count
 
 Item = TypeVar("Item")
 
@@ -43,8 +44,8 @@ def run_load(
     stream that finds no question left asks one again until the last measured answer is there, and
     then drops it: the measured ones have neither a ramp nor a tail among them.
     """
-    work = _Work(endpoint, questions, max(concurrency, num_warm_up), clock)
-    with thread_pool(concurrency) as pool:
+    with count(len(questions), "answers") as answered, thread_pool(concurrency) as pool:
+        work = _Work(endpoint, questions, max(concurrency, num_warm_up), clock, answered)
         try:
             for stream in [pool.submit(work.run_stream) for _ in range(concurrency)]:
                 stream.result()
@@ -68,9 +69,15 @@ class _Work:
     """The questions of one load, taken by its streams one at a time."""
 
     def __init__(
-        self, endpoint: Endpoint, questions: Sequence[Question], num_warm_up: int, clock: Clock
+        self,
+        endpoint: Endpoint,
+        questions: Sequence[Question],
+        num_warm_up: int,
+        clock: Clock,
+        answered: Count,
     ) -> None:
         self._endpoint, self._questions, self._clock = endpoint, questions, clock
+        self._answered = answered
         self._lock = threading.Lock()
         self._num_taken = -num_warm_up  # up to 0 they are warm-up
         self._num_left = len(questions)
@@ -97,6 +104,7 @@ class _Work:
                 self.answers[number] = record(self._endpoint, question, clock=self._clock)
                 with self._lock:
                     self._num_left -= 1
+                self._answered.advance()
             elif not self._keep_busy(question):
                 return
 

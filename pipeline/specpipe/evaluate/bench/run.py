@@ -16,6 +16,7 @@ from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, re
 from specpipe.evaluate.prompts import Prompt, PromptSet
 from specpipe.machine.callables import Log
 from specpipe.machine.prometheus import Sample, Samples
+from specpipe.progress import count, phase
 from specpipe.speculative.request import GREEDY, Sampling
 
 DEFAULT_MAX_TOKENS = 128  # of an answer, where neither its prompt nor --max-tokens says
@@ -142,12 +143,18 @@ def measure(
         concurrency: {side.name: SideLoads() for side in sides}
         for concurrency in settings.concurrencies
     }
-    for concurrency, measured in by_concurrency.items():
-        for number, side in enumerate(in_turns(sides, settings.rounds)):
-            round_number = number // len(sides)
-            report(f"concurrency {concurrency}, round {round_number + 1}: {side.name}")
-            ordered = _order(prompts.prompts, settings.seed + round_number)
-            _add_load(measured[side.name], side, ordered, concurrency, settings, report)
+    num_loads = len(by_concurrency) * settings.rounds * len(sides)
+    report(f"to measure: {num_loads} loads of {len(prompts.prompts)} answers each, and warm-ups")
+    with phase("bench"), count(num_loads, "loads") as done:
+        for concurrency, measured in by_concurrency.items():
+            for number, side in enumerate(in_turns(sides, settings.rounds)):
+                round_number = number // len(sides)
+                name = f"concurrency {concurrency}, round {round_number + 1}: {side.name}"
+                report(name)
+                ordered = _order(prompts.prompts, settings.seed + round_number)
+                with phase(name):
+                    _add_load(measured[side.name], side, ordered, concurrency, settings, report)
+                done.advance()
     return Measurements(tuple(sides), by_concurrency)
 
 

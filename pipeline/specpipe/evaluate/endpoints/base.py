@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from specpipe.errors import CutStream, RequestError, ServerError, SpecpipeError, show
 from specpipe.machine.callables import Clock
 from specpipe.machine.signals import thread_pool
+from specpipe.progress import counted
 from specpipe.speculative.request import GREEDY, FinishReason, Sampling, Statistics
 
 Ending = Literal["complete", "failed", "cut"]
@@ -213,7 +214,8 @@ def ask(
 ) -> list[TimedAnswer]:
     """Returns the answers to the questions in their order; up to `at_once` are asked at a time."""
     with thread_pool(at_once) as pool:
-        return list(pool.map(lambda question: record(endpoint, question, clock=clock), questions))
+        answers = pool.map(lambda question: record(endpoint, question, clock=clock), questions)
+        return list(counted(answers, len(questions), "answers"))
 
 
 def given_settings(question: Question) -> dict[str, Any]:

@@ -267,6 +267,8 @@ class _Build:
     def __init__(self, run: Run, report: Log) -> None:
         self._run, self._report = run, report
 
+    def planned(self, reports: Sequence[execution.StageReport]) -> None: ...
+
     def started(self, stage: str, reasons: Sequence[str]) -> None:
         for line in execution.start_lines(stage, reasons):
             self._report(line)

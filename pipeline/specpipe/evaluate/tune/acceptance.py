@@ -16,6 +16,7 @@ import numpy as np
 
 from specpipe.errors import ServerError
 from specpipe.evaluate.tune.model import measured_tokens
+from specpipe.progress import count
 from specpipe.runtimes.pair.pair import Pair
 from specpipe.speculative.request import Request
 
@@ -155,16 +156,18 @@ def run_requests(
     rounds: dict[str, RoundCounts] = {}
     waiting = deque(requests)
     num_running = 0
-    while waiting or num_running:
-        while waiting and num_running < at_once:
-            pair.submit(waiting.popleft())
-            num_running += 1
-        for chunk in pair.step():
-            if chunk.finish_reason is None:
-                continue
-            num_running -= 1
-            if chunk.finish_reason == "error":
-                raise ServerError(f"prompt {chunk.request_id} failed: {chunk.error}")
-            assert chunk.counts is not None
-            rounds[chunk.request_id] = chunk.counts.steps
+    with count(len(requests), "answers") as answered:
+        while waiting or num_running:
+            while waiting and num_running < at_once:
+                pair.submit(waiting.popleft())
+                num_running += 1
+            for chunk in pair.step():
+                if chunk.finish_reason is None:
+                    continue
+                num_running -= 1
+                if chunk.finish_reason == "error":
+                    raise ServerError(f"prompt {chunk.request_id} failed: {chunk.error}")
+                assert chunk.counts is not None
+                rounds[chunk.request_id] = chunk.counts.steps
+                answered.advance()
     return rounds

@@ -11,7 +11,7 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,7 @@ from specpipe.evaluate.tune.outcome import Tuned, TuneOptions, Tuning
 from specpipe.evaluate.tune.progress import TUNE_KIND, TuneProgress
 from specpipe.evaluate.tune.workload import TuneWorkload
 from specpipe.machine.callables import Log
+from specpipe.progress import count, phase
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.runtime import load_runtime
 
@@ -97,6 +98,12 @@ class _Run:
             for subject in subjects
             if subject.digest is not None
         }
+        options = self._options
+        self._report(
+            f"to measure: {options.num_best + 1} draft lengths at each of {len(self._loads)} "
+            f"loads, in {options.rounds} rounds of {len(self._workload.prompts.prompts)} prompts; "
+            f"then, for {options.time_limit_s:.0f} s at most, until it is certain what pays"
+        )
         drafts = {s.checkpoint: self._observe(s, entries.get(s.checkpoint)) for s in subjects}
         winner = max(drafts.values(), key=lambda draft: draft.score)
         for subject in subjects:
@@ -138,14 +145,13 @@ class _Run:
         if "costs" not in entry or "rounds" not in entry:
             with closing(self._workload.load(subject.repository)) as pair:
                 if "costs" not in entry:
-                    self._report(f"{subject.checkpoint}: timing steps")
-                    entry["costs"] = [load.to_json() for load in self._time(pair)]
+                    with self._phase(f"{subject.checkpoint}: timing steps"):
+                        entry["costs"] = [load.to_json() for load in self._time(pair)]
                     self._progress.save()
                 if "rounds" not in entry:
-                    prompts = self._workload.prompts
-                    self._report(f"{subject.checkpoint}: acceptance on {prompts.source}")
-                    requests = self._workload.requests()
-                    rounds = run_requests(pair, requests, at_once=max(self._loads))
+                    prompts, requests = self._workload.prompts, self._workload.requests()
+                    with self._phase(f"{subject.checkpoint}: acceptance on {prompts.source}"):
+                        rounds = run_requests(pair, requests, at_once=max(self._loads))
                     entry["rounds"] = _rounds_to_json(rounds)
                     self._progress.save()
         rounds = _rounds_from_json(entry["rounds"])
@@ -187,13 +193,21 @@ class _Run:
         first = next(rounds, None)
         if first is not None:
             pair = self._workload.load(subject.repository)
-            with closing(InProcess(pair, self._workload.tokenizer)) as endpoint:
+            num_cells = self._options.rounds * sum(map(len, wanted.values()))
+            with (
+                closing(InProcess(pair, self._workload.tokenizer)) as endpoint,
+                phase(subject.checkpoint),
+                count(num_cells, "rounds") as measured,
+            ):
+                measured.advance(len(cells))
                 for load, number in chain([first], rounds):
                     lengths = wanted[load]
+                    measured.expect(max(num_cells, len(cells) + len(lengths)))
                     for length in lengths if number % 2 == 0 else reversed(lengths):
                         cells.append(self._cell(subject, endpoint, load, length, number))
                         entry["cells"] = [cell.to_json() for cell in cells]
                         self._progress.save()
+                        measured.advance()
         measurements = measure.compare(cells, most)
         doubts = [
             doubt
@@ -242,14 +256,21 @@ class _Run:
     def _cell(
         self, subject: CandidatePair, endpoint: Endpoint, load: int, length: int, number: int
     ) -> Cell:
-        self._report(f"{subject.checkpoint}: concurrency {load}, round {number + 1}, K = {length}")
-        return measure.measure_cell(
-            endpoint,
-            self._workload.questions(length),
-            concurrency=load,
-            num_draft_tokens=length,
-            round_number=number,
-        )
+        round_name = f"concurrency {load}, round {number + 1}, K = {length}"
+        with self._phase(f"{subject.checkpoint}: {round_name}"):
+            return measure.measure_cell(
+                endpoint,
+                self._workload.questions(length),
+                concurrency=load,
+                num_draft_tokens=length,
+                round_number=number,
+            )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._report(name)
+        with phase(name):
+            yield
 
     def _settings(self) -> dict[str, Any]:
         options = self._options

@@ -29,6 +29,7 @@ from specpipe.evaluate.endpoints.base import Endpoint, Question, ask
 from specpipe.evaluate.verification.asking import Case
 from specpipe.evaluate.verification.bins import END, MAX_NUM_BINS, Beginning, Bins, make_bins
 from specpipe.evaluate.verification.scorer import ScoredText, Scorer, rows_of
+from specpipe.progress import counted
 from specpipe.speculative.noise import Floats
 from specpipe.speculative.request import Sampling
 from specpipe.speculative.warp import softmax, warp
@@ -268,7 +269,7 @@ def skip_reason(plan: PlannedTest, endpoint: Endpoint) -> str | None:
 
 def run_tests(plans: Sequence[PlannedTest], endpoint: Endpoint, *, at_once: int) -> list[Finding]:
     """Makes all tests; where one flags, the target alone is tested as well."""
-    tested = [_run(plan, endpoint, at_once) for plan in plans]
+    tested = [_run(plan, endpoint, at_once) for plan in counted(plans, len(plans), "tests")]
     flagged = holm([test.p_value for test in tested])
     return [
         dataclasses.replace(

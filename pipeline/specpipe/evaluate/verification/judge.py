@@ -11,6 +11,7 @@ from specpipe.evaluate.verification.block_shapes import Agreement, measure_block
 from specpipe.evaluate.verification.exact import SideResult
 from specpipe.evaluate.verification.scorer import ScoredText, Scorer
 from specpipe.evaluate.verification.verdict import TieThreshold
+from specpipe.progress import counted
 from specpipe.speculative.request import Sampling
 
 FLOAT32_MARGIN = 1e-4
@@ -57,14 +58,18 @@ class Judge:
     def sides(self, threshold: TieThreshold) -> list[SideResult]:
         """Compares all sides, and the target alone with its checkpoint."""
         results = []
-        for check, (reference, *others) in self.asked.items():
-            for other in others:
-                if other.side.kind == "speculation" and not other.is_lossless:
-                    self.skipped.append(
-                        f"{check}, {other.side.name}: the server says that it is not lossless"
-                    )
-                    continue
-                results.append(self._side(check, reference, other, threshold))
+        pairs = [
+            (check, reference, other)
+            for check, (reference, *others) in self.asked.items()
+            for other in others
+        ]
+        for check, reference, other in counted(pairs, len(pairs), "sides"):
+            if other.side.kind == "speculation" and not other.is_lossless:
+                self.skipped.append(
+                    f"{check}, {other.side.name}: the server says that it is not lossless"
+                )
+                continue
+            results.append(self._side(check, reference, other, threshold))
         results.append(
             exact.judge_target(
                 self.asked["greedy"][0],

@@ -36,6 +36,7 @@ from specpipe.evaluate.verification.subject import Subject
 from specpipe.machine.callables import Log
 from specpipe.machine.libraries import with_extras
 from specpipe.machine.manifest import Files, compare_files
+from specpipe.progress import count, phase
 from specpipe.runtimes.engine_fit import installed
 from specpipe.runtimes.runtime import require_library
 from specpipe.speculative.request import GREEDY, Sampling
@@ -45,6 +46,7 @@ SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=20_000, is_seeded=True)
 
 _MAX_AT_ONCE = 32  # requests in flight: more take longer and show no more. A guess.
 _FEW_TOKENS = 4  # of a mean greedy answer, fewer than which show little. A guess.
+_NUM_CONTROLS = 2
 _LIBRARIES = ("torch", "scipy", "nvidia-pytriton")
 _IF_INSTALLED = ("tensorrt-rtx-cu13", "tensorrt", "tensorrt_llm")
 
@@ -60,7 +62,9 @@ def verify(
         )
     require_library("torch", "torch", extra="torch")  # scores the target, after minutes of asking
     report("hashing the pair and what it was made from")
-    report(f"{repositories.check_artifacts(config)}")
+    with phase("hashing"):
+        hashed = repositories.check_artifacts(config)
+    report(hashed.amount)
     repository = config.artifacts.repository
     prompts = load_prompts(options.prompts, limit=options.limit)
     gate = None if options.gate is None else load_gate(options.gate)
@@ -174,21 +178,14 @@ class _Run:
 
     def run(self) -> Findings:
         plans = self._plan_distributions()
-        with self._subject.open_as_asked() as endpoint:
-            self._drafts_always = not questions.takes_draft_lengths(endpoint, self._cases[0])
-            if self._drafts_always:
-                self._take_fixed_length()
-            else:
-                self._ask_target_alone(endpoint)
-            self._ask_speculation(endpoint)
-            tests = self._test_distributions(plans, endpoint)
-        if self._drafts_always:
-            with self._subject.open_without_draft() as endpoint:
-                self._ask_target_alone(endpoint)
-        self._note_short_answers()
-        self._ask_as_served()
-        self._ask_controls()
-        with self._subject.open_scorer() as scorer:
+        num_sides = self._num_sides()
+        self._report(
+            f"to ask: {len(self._cases)} prompts in {num_sides} ways, {self._options.max_tokens} "
+            f"tokens at most; {len(plans)} tests of unseeded sampling"
+        )
+        with phase("verify"), count(num_sides, "sides") as self._done:
+            tests = self._ask_all(plans)
+        with self._subject.open_scorer() as scorer, phase("the target's own logits"):
             judge = self._judge(scorer)
             self._report("comparing with the target's own logits, also in other block shapes")
             threshold = judge.threshold()
@@ -212,6 +209,32 @@ class _Run:
             skipped=tuple(self._skipped),
             is_strict=self._options.is_strict,
         )
+
+    def _num_sides(self) -> int:
+        """Returns how often all prompts are asked, where the library drafts as it is asked to."""
+        sides = [
+            *questions.sides_of_target_alone(self._at_once),
+            *questions.sides_of_speculation(self._lengths, self._at_once),
+        ]
+        num_served = len(self._served_loads()) if self._subject.has_own_k else 0
+        return len(self._samplings) * (len(sides) + num_served + _NUM_CONTROLS)
+
+    def _ask_all(self, plans: list[distribution.PlannedTest]) -> list[distribution.Finding]:
+        with self._subject.open_as_asked() as endpoint:
+            self._drafts_always = not questions.takes_draft_lengths(endpoint, self._cases[0])
+            if self._drafts_always:
+                self._take_fixed_length()
+            else:
+                self._ask_target_alone(endpoint)
+            self._ask_speculation(endpoint)
+            tests = self._test_distributions(plans, endpoint)
+        if self._drafts_always:
+            with self._subject.open_without_draft() as endpoint:
+                self._ask_target_alone(endpoint)
+        self._note_short_answers()
+        self._ask_as_served()
+        self._ask_controls()
+        return tests
 
     def settings(self) -> dict[str, Any]:
         """Returns what was asked for, resolved."""
@@ -266,9 +289,11 @@ class _Run:
     ) -> list[SideAnswers]:
         asked = []
         for side in sides:
-            self._report(f"{check}: {side.name}")
-            sampling = self._samplings[check]
-            asked.append(ask_side(endpoint, self._cases, side, sampling))
+            name = f"{check}: {side.name}"
+            self._report(name)
+            with phase(name):
+                asked.append(ask_side(endpoint, self._cases, side, self._samplings[check]))
+            self._done.advance()
         return asked
 
     def _ask_gate(self, endpoint: Endpoint, *, with_draft: bool) -> None:
@@ -277,21 +302,25 @@ class _Run:
         self._report(
             f"gate: {self._gate.source}, {'with' if with_draft else 'without'} speculation"
         )
-        self._gate_answers[with_draft] = ask_gate(
-            self._gate,
-            endpoint,
-            encode=self._encode,
-            max_tokens=self._options.max_tokens,
-            num_draft_tokens=max(self._lengths) if with_draft else 0,
-            at_once=self._at_once,
-        )
+        with phase("gate"):
+            self._gate_answers[with_draft] = ask_gate(
+                self._gate,
+                endpoint,
+                encode=self._encode,
+                max_tokens=self._options.max_tokens,
+                num_draft_tokens=max(self._lengths) if with_draft else 0,
+                at_once=self._at_once,
+            )
 
     def _ask_as_served(self) -> None:
         if self._subject.has_own_k and not self._drafts_always:
-            # Only a request that runs alone copies.
-            loads = {1, self._at_once} if self._subject.may_copy else {self._at_once}
+            sides = [questions.side_as_served(load) for load in self._served_loads()]
             with self._subject.open_as_served() as endpoint:
-                self._ask_more(endpoint, [questions.side_as_served(load) for load in sorted(loads)])
+                self._ask_more(endpoint, sides)
+
+    def _served_loads(self) -> list[int]:
+        """Returns how many requests at once; only one that runs alone copies."""
+        return sorted({1, self._at_once} if self._subject.may_copy else {self._at_once})
 
     def _ask_controls(self) -> None:
         """Pairs that ordinary drafts seldom come near to."""
@@ -317,7 +346,7 @@ class _Run:
             self._skipped.append("unseeded sampling: not asked for")
             return []
         self._report("sampling: computing the target's distributions")
-        with self._subject.open_scorer() as scorer:
+        with self._subject.open_scorer() as scorer, phase("sampling"):
             return distribution.make_plans(
                 scorer,
                 self._cases,
@@ -339,7 +368,8 @@ class _Run:
             return []
         samples = plans[0].num_samples
         self._report(f"sampling: {len(plans)} tests of {samples} answers each")
-        return distribution.run_tests(plans, endpoint, at_once=self._at_once)
+        with phase("sampling"):
+            return distribution.run_tests(plans, endpoint, at_once=self._at_once)
 
     def _judge(self, scorer: Scorer) -> Judge:
         return Judge(

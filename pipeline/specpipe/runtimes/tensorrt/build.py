@@ -20,6 +20,7 @@ from specpipe.errors import EngineBuildError
 from specpipe.machine.gpus import gpus_here
 from specpipe.machine.own_json import write_object
 from specpipe.machine.signals import in_thread
+from specpipe.progress import count
 from specpipe.roles import Role
 from specpipe.runtimes.plan import check_context
 from specpipe.runtimes.repository_layout import link_file
@@ -207,7 +208,7 @@ class PlaceWeights:
 def _write_plan(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> str | None:
     """Builds into a file, piece by piece; returns its SHA-256, None where the library failed."""
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with path.open("wb") as file, count(None, "steps") as steps:
 
         class Writer(trt.IStreamWriter):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -217,10 +218,28 @@ def _write_plan(trt: Any, builder: Any, network: Any, config: Any, path: Path) -
                 digest.update(data)
                 return file.write(data)
 
-        writer = Writer()
-        is_built = in_thread(
-            lambda: builder.build_serialized_network_to_stream(network, config, writer)
-        )
+        class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.IProgressMonitor.__init__(self)
+                self._whole = ""
+
+            def phase_start(self, name: str, parent: str | None, num_steps: int) -> None:
+                if parent is None:
+                    self._whole = name
+                    steps.expect(num_steps)
+
+            def step_complete(self, name: str, step: int) -> bool:
+                if name == self._whole:
+                    steps.advance()
+                return True
+
+            def phase_finish(self, name: str) -> None: ...
+
+        def build() -> Any:
+            writer, config.progress_monitor = Writer(), Monitor()
+            return builder.build_serialized_network_to_stream(network, config, writer)
+
+        is_built = in_thread(build)
     return digest.hexdigest() if is_built else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specpipe.checkpoints.checkpoint import RawArray, create_safetensors
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES, RawArray, create_safetensors
 from specpipe.checkpoints.quantized_rules import shares_embedding
 from specpipe.checkpoints.unified import UnifiedCheckpoint
 from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.checkpoints.unified_layout import unified_tensors, whole_shape
 from specpipe.errors import CheckpointError, EngineBuildError
+from specpipe.progress import counted
 from specpipe.runtimes.repository_layout import link_file
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
@@ -67,8 +69,10 @@ class CheckpointWeights:
             link_file(whole, path)
             return
         header = {name: (DTYPES[self.dtype], self.shape(name)) for name in self.used()}
+        num_bytes = {n: math.prod(s) * ELEMENT_BYTES[dtype] for n, (dtype, s) in header.items()}
+        total = sum(num_bytes.values())
         with create_safetensors(path, header) as writer:
-            for name in header:
+            for name in counted(header, total, "bytes", num_bytes.__getitem__):
                 writer.write_rows(name, 0, self.array(name))
 
     def _check_tied(self) -> None:

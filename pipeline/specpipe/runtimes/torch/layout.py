@@ -24,6 +24,7 @@ Quantized linears: quantized_layout.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,12 +33,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specpipe.checkpoints.checkpoint import SafetensorsWriter, create_safetensors
+from specpipe.checkpoints.checkpoint import (
+    ELEMENT_BYTES,
+    SafetensorsWriter,
+    create_safetensors,
+)
 from specpipe.checkpoints.quantized_rules import is_quantized, shares_embedding
 from specpipe.checkpoints.unified import UnifiedCheckpoint
 from specpipe.checkpoints.unified_config import DTYPES
 from specpipe.checkpoints.weight_values import check_finite, in_tensor
 from specpipe.errors import CheckpointError
+from specpipe.progress import counted
 from specpipe.quantization.tensors import TORCH_DTYPES, as_raw
 from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.model_shape import ModelConfig
@@ -76,12 +82,16 @@ def write_weights(
     """
     entries = list(_entries(checkpoint, dtype, kernel))
     with create_safetensors(path, {e.name: (e.dtype, e.shape) for e in entries}) as writer:
-        for entry in entries:
+        for entry in counted(entries, sum(map(_num_bytes, entries)), "bytes", _num_bytes):
             try:
                 _write(writer, entry)
             except CheckpointError:
                 _check_sources(checkpoint, dtype)  # names the weight as its owner knows it
                 raise
+
+
+def _num_bytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype]
 
 
 def _entries(checkpoint: UnifiedCheckpoint, dtype: str, kernel: Kernel | None) -> Iterator[Entry]:

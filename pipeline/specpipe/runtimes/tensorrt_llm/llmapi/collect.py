@@ -52,7 +52,7 @@ class CollectCheckpoint:
     def run(self, out: Path) -> None:
         try:
             opened = open_checkpoint(self.checkpoint, allow_quantized=True, limits=self.limits)
-            in_threads(_check_values, opened.tensors.items())
+            in_threads(_check_values, list(opened.tensors.items()), lambda job: job[1].num_bytes)
         except SpecpipeError as exc:
             raise type(exc)(f"{self.role}: {exc}") from exc
         for path in _collected_files(self.checkpoint):

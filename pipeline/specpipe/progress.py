@@ -1,0 +1,90 @@
+"""How far long work is: said by what does it, shown by whoever started it, or by nobody.
+
+What works names a phase and counts in it, and knows no terminal. A command puts a display in its
+place (cli/progress.py); without one, as in a server or under a caller's own program, nothing is
+shown. The display is that of the thread that began: what other threads count is counted in theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Literal, Protocol, TypeVar
+
+Unit = Literal["bytes", "answers", "layers", "loads", "rounds", "sides", "steps", "tests", "texts"]
+"""What is counted, in the plural."""
+
+_Item = TypeVar("_Item")
+
+
+class Count(Protocol):
+    """Something of which more and more is done; any thread may say so."""
+
+    def advance(self, amount: int = 1) -> None: ...
+
+    def expect(self, total: int) -> None:
+        """Says how much it will be, where that was not known or has changed."""
+
+
+class Display(Protocol):
+    """Shows what goes on."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Names what goes on during a `with` block; phases may lie in one another."""
+
+    def count(self, total: int | None, unit: Unit) -> AbstractContextManager[Count]:
+        """Counts, during a `with` block, in the innermost phase; a total of None is not known."""
+
+
+class _Nothing:
+    """Shows nothing."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def count(self, total: int | None, unit: Unit) -> Iterator[Count]:
+        yield self
+
+    def advance(self, amount: int = 1) -> None: ...
+
+    def expect(self, total: int) -> None: ...
+
+
+_NOTHING = _Nothing()
+_display: ContextVar[Display] = ContextVar("display")
+
+
+@contextmanager
+def shown(display: Display) -> Iterator[None]:
+    """Shows on a display what goes on in a `with` block."""
+    token = _display.set(display)
+    try:
+        yield
+    finally:
+        _display.reset(token)
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Names what goes on during a `with` block: `target/convert`, `greedy: K = 4`."""
+    return _display.get(_NOTHING).phase(name)
+
+
+def count(total: int | None, unit: Unit) -> AbstractContextManager[Count]:
+    """Counts what is done during a `with` block; a total of None is not known yet."""
+    return _display.get(_NOTHING).count(total, unit)
+
+
+def counted(
+    items: Iterable[_Item],
+    total: int,
+    unit: Unit,
+    amount: Callable[[_Item], int] = lambda item: 1,
+) -> Iterator[_Item]:
+    """Yields the items; each counts as done when the next one is asked for."""
+    with count(total, unit) as counter:
+        for item in items:
+            yield item
+            counter.advance(amount(item))
