@@ -23,7 +23,7 @@ target:
   quantization: {format: fp8, export: true}
 speculation: {num_draft_tokens: 5, adaptive: true}
 engine:
-  runtime: tensorrt_llm   # comments are lost
+  runtime: tensorrt_llm   # comments stay
   max_seq_len: 8192
   tensorrt_llm:
     version: 1.1.0
@@ -62,6 +62,9 @@ def test_settings_that_change_and_those_that_stay(tmp_path: Path) -> None:
             },
         },
     }
+    text = migration.output.read_text()
+    assert text.startswith("# Made from llama.yaml by `specpipe migrate`.\nname: llama-pytorch\n")
+    assert "\n  runtime: tensorrt_llm   # comments stay\n" in text
     assert migration.sections["settings"] == (
         "name: 'llama-pytorch', was 'llama', so that both can be built side by side",
         "engine.tensorrt_llm.backend: 'pytorch', was not given",

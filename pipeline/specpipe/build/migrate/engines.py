@@ -16,6 +16,7 @@ from specpipe.build.migrate import behaviour
 from specpipe.build.migrate.migration import Migration, check, write
 from specpipe.config.document import read_yaml
 from specpipe.config.messages import show
+from specpipe.config.rewriting import rewritten
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError
 from specpipe.runtimes.tensorrt_llm.formats import FORMATS_READ
@@ -26,7 +27,7 @@ _BUILD_SETTINGS = ("image", "build", "extra_build_args", "parameters", "draft_gp
 
 
 def from_engines(path: Path, output: Path | None = None, version: str | None = None) -> Migration:
-    """Writes a config for backend pytorch next to one for backend tensorrt; comments are lost.
+    """Writes a config for backend pytorch next to one for backend tensorrt, comments and all.
 
     `version` is the TensorRT-LLM to serve with; none: the one that the config has. Raises
     ConfigError where there is nothing to migrate or the file is there already.
@@ -50,7 +51,8 @@ def from_engines(path: Path, output: Path | None = None, version: str | None = N
     settings = tuple(change(data, config, output, version, is_one_engine=is_one_engine))
     names = {} if version is None else {"engine.tensorrt_llm.version": f"--to {show(version)}"}
     check(data, output, str(path), names)
-    write(data, output, f"Made from {path.name} by `specpipe migrate`.")
+    text = rewritten(path.read_bytes().decode(), data, origin=str(path))
+    write(text, output, f"Made from {path.name} by `specpipe migrate`.")
     told = behaviour.of_backend_pytorch(served)
     return Migration(output, {"settings": settings, "behaviour": told})
 

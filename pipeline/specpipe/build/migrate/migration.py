@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from specpipe.build.load import validate
@@ -41,7 +40,6 @@ def check(data: Any, output: Path, source: str, names: Mapping[str, str]) -> Pip
         raise ConfigError(f"{source} cannot be migrated: {'; '.join(faults)}") from None
 
 
-def write(data: Any, output: Path, comment: str) -> None:
-    """Writes the values as a YAML, which must not be there yet, under a comment."""
-    lines = "".join(f"# {line}\n" for line in comment.splitlines())
-    write_new(output, lines + yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+def write(text: str, output: Path, comment: str) -> None:
+    """Writes a YAML, which must not be there yet, under a comment."""
+    write_new(output, "".join(f"# {line}\n" for line in comment.splitlines()) + text)

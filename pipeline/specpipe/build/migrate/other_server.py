@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from specpipe.build.init import as_name
 from specpipe.build.migrate import behaviour, reasons
 from specpipe.build.migrate.carry import Settings, carry
@@ -168,7 +170,7 @@ def _migrate(server: Server, settings: Settings, source: str, wanted: Wanted) ->
     comment = f"Made from {source} by `specpipe migrate`."
     if settings.left:
         comment += f"\nNot carried: {', '.join(name.split()[0] for name in settings.left)}."
-    write(data, output, comment)
+    write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), output, comment)
     told["behaviour"] = behaviour.SERVED_BY_TRITON + _behaviour(config)
     return Migration(output, told)
 
