@@ -107,12 +107,14 @@ def settings_page() -> Iterator[str]:
     yield "# Settings"
     yield ""
     yield "Every setting of a YAML; `specpipe schema` prints them as JSON Schema, for an editor."
+    yield "Each is there since 0.1.0 unless it says otherwise."
     yield ""
 
     def rows(chosen: Iterable[Setting]) -> Iterator[list[str]]:
         for name, found in chosen:
-            about = found.get("description", "")
-            yield [f"`{name}`", type_of(schema, found), default_of(found), " ".join(about.split())]
+            about = " ".join(found.get("description", "").split())
+            since = f" Since {found['since']}." if "since" in found else ""
+            yield [f"`{name}`", type_of(schema, found), default_of(found), about + since]
 
     head = ("setting", "value", "default", "what it is")
     whole = [(n, s) for n, s in settings(schema, schema) if not n.startswith(("draft.", "target."))]

@@ -203,11 +203,11 @@ class TensorRTLLMConfig(Section):
     """What a draft token is accepted by: that the target samples the same, or a comparison of both
     models' logits."""
 
-    enable_block_reuse: bool | None = None
+    enable_block_reuse: bool | None = Field(default=None, json_schema_extra={"since": "0.2.0"})
     """Whether backend pytorch keeps the KV cache of prompts for later ones that begin alike; none:
     TensorRT-LLM's own default, which is yes. With a draft it may cost acceptance."""
 
-    enable_penalty: bool = False
+    enable_penalty: bool = Field(default=False, json_schema_extra={"since": "0.2.0"})
     """Whether requests with a draft may have penalties, which takes GPU memory; with backend
     pytorch from 1.3.0rc27 on."""
 
