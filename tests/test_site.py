@@ -109,7 +109,14 @@ def test_every_block_of_a_tutorial_is_run_or_says_why_not(page: Path) -> None:
     assert [text for mark, text in blocks(page) if not mark] == []
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.stem == "nightly" else ())
+        for page in TUTORIALS
+    ],
+    ids=[page.stem for page in TUTORIALS],
+)
 def test_a_tutorial_does_what_it_says(page: Path, tmp_path: Path) -> None:
     """In a folder of its own; what a block shows, but for `...`, is printed line for line."""
     for name in ("configs", "models", "tests/small_files"):
