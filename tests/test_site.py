@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 from click.testing import CliRunner
@@ -49,7 +49,7 @@ def fields(model: Any) -> Iterator[str]:
 
 
 def walk(annotation: Any) -> Iterator[type]:
-    if isinstance(annotation, type):
+    if isinstance(annotation, type) and get_origin(annotation) is None:
         yield annotation
     for argument in get_args(annotation):
         yield from walk(argument)
