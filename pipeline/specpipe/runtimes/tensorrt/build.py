@@ -76,6 +76,8 @@ class BuildTensorRTEngine:
             files=(self.checkpoint if is_whole else self.checkpoint / CONFIG_NAME,),
             settings={"format": ENGINE_KIND["format"], **settings},
             libraries=(libraries.DISTRIBUTIONS[self.library],),
+            # NVIDIA's TensorRT documentation, Advanced Topics, Determinism.
+            varies=f"{ENGINE_NAME}: TensorRT chooses kernels by timing them",
         )
 
     def run(self, out: Path) -> None:
