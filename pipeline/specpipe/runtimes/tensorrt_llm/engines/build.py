@@ -105,7 +105,8 @@ class BuildEngine:
                 "compute_capability": self.compute_capability,
                 "flags": as_settings(self.spec),
             },
-            # NVIDIA's TensorRT documentation, Advanced Topics, Determinism.
+            # NVIDIA TensorRT documentation, Precision Control, "Algorithm Selection and
+            # Reproducible Builds".
             varies=f"rank*.engine and the timing cache: {BUILDER} chooses kernels by timing them",
         )
 
