@@ -23,11 +23,13 @@ class StageInputs:
                what lies in `__pycache__`
     settings   JSON-able values by name; the stale reasons compare them one by one and print them
     libraries  distributions whose version decides what is made; specpipe itself always counts
+    varies     which files come out in other bytes each time all the same, and why; empty: none
     """
 
     files: tuple[Path, ...]
     settings: Mapping[str, Any]
     libraries: tuple[str, ...] = ()
+    varies: str = ""
 
 
 class Stage(Protocol):
@@ -50,7 +52,8 @@ class PlannedStage:
 
     `fetch` brings what it reads, just before it runs; `require` raises where a library that it
     needs is missing, before any stage runs; `commands` returns the command lines that it will run,
-    given the folder that it will write into; `shows` names a text in the artifact for people.
+    given the folder that it will write into; `shows` names a text in the artifact for people;
+    `tool_facts` asks what the tool is that it calls, "unknown" for what is not told.
     """
 
     stage: Stage
@@ -59,6 +62,7 @@ class PlannedStage:
     require: Callable[[], None] | None = None
     commands: Callable[[Path], Sequence[Sequence[str]]] | None = None
     shows: str | None = None
+    tool_facts: Callable[[], Mapping[str, str]] | None = None
 
     @property
     def name(self) -> str:

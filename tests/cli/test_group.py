@@ -91,6 +91,7 @@ def test_help_lists_the_commands() -> None:
         "generate",
         "init",
         "inspect",
+        "lock",
         "migrate",
         "nightly",
         "quickstart",

@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 import yaml
 
-from specpipe.build import execution, planning
+from specpipe.build import execution, lock, planning
 from specpipe.build.load import load_config
 from specpipe.build.pairing import check_pair
 from specpipe.checkpoints import source
@@ -33,7 +33,7 @@ from specpipe.checkpoints.checkpoint import open_checkpoint, read_safetensors_he
 from specpipe.checkpoints.limits import FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.config.limits import Limits
-from specpipe.errors import FAULT, CheckpointError, RequestError, ServerError
+from specpipe.errors import FAULT, CheckpointError, RequestError, ServerError, SpecpipeError
 from specpipe.evaluate.endpoints.base import Question
 from specpipe.evaluate.endpoints.openai import OpenAI
 from specpipe.evaluate.endpoints.triton import Triton
@@ -380,6 +380,26 @@ def pair_file(data: bytes) -> None:
     pair = read_pair(path.parents[2])
     path.write_text(pair.to_json())
     assert read_pair(path.parents[2]) == pair
+
+
+_LOCK = {
+    "format": 1,
+    "checkpoints": {"draft": {"source": "a folder", "files": {"config.json": "0f"}}},
+    "versions": {"specpipe": "0.2.0"},
+    "gpus": {},
+}
+
+
+@_target(_LOCK, {**_LOCK, "gpus": lock.UNKNOWN})
+def build_lock(data: bytes) -> None:
+    """Each difference is one short line; there may be many."""
+    path = _folder() / "x.lock"
+    path.write_bytes(data)
+    locked = lock.read(path)
+    lines = lock.changes(locked, _LOCK)
+    with contextlib.suppress(SpecpipeError):
+        lines += lock.check(path, locked, _LOCK)
+    assert all(len(line) < 300 and line.isprintable() for line in lines)
 
 
 # Requests

@@ -1,4 +1,4 @@
-"""A stand-in for `docker run` with NVIDIA's image, and for `docker kill`.
+"""A stand-in for `docker run` with NVIDIA's image, `docker kill` and `docker image inspect`.
 
 It takes exactly the options that specpipe has a reason to give, checks them, and runs the program
 with the paths of this machine in place of the mounts. The environment:
@@ -6,6 +6,7 @@ with the paths of this machine in place of the mounts. The environment:
 FAKE_BIN      the folder of the fakes, which are the image's programs
 FAKE_STATE    a folder that records each call as JSON lines, and the process of each container
 FAKE_IMAGE    the image that there is, else any
+FAKE_DIGESTS  the names by digest of the image that there is, with spaces between
 FAKE_DOCKER   `down`: no daemon answers; `no_gpus`: no container toolkit
 """
 
@@ -38,6 +39,14 @@ def main(argv: list[str]) -> None:
     if argv[0] == "kill":
         with suppress(ProcessLookupError):
             os.killpg(int(state(argv[1]).read_text()), signal.SIGKILL)
+        return
+    if argv[:2] == ["image", "inspect"]:
+        if (
+            argv[2:4] != ["--format", '{{join .RepoDigests " "}}']
+            or "FAKE_DIGESTS" not in os.environ
+        ):
+            refuse(f"Error response from daemon: No such image: {argv[-1]}", 1)
+        print(os.environ["FAKE_DIGESTS"])
         return
     if argv[0] != "run":
         refuse(f"'{argv[0]}' is not a docker command.", 1)

@@ -288,7 +288,10 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
             settings=_as_json(wanted.settings),
             versions=provenance.versions(wanted.libraries),
             outputs=record_files(staging),
-            build=provenance.describe_build(duration_s=time.monotonic() - started),
+            build={
+                **provenance.describe_build(duration_s=time.monotonic() - started),
+                **({"varies": wanted.varies} if wanted.varies else {}),
+            },
         )
         assert manifest.outputs, f"{stage.name} made nothing"
         with deferred():

@@ -79,7 +79,11 @@ def plan(config: PipelineConfig, *, small_files: Path | None = None) -> Plan:
     With `small_files`, a folder of them instead of the hub, the plan is good to look at: there are
     no weights to run it with.
     """
-    pair = _plan_pair(config, small_files)
+    return plan_stages(config, plan_pair(config, small_files))
+
+
+def plan_stages(config: PipelineConfig, pair: PairPlan) -> Plan:
+    """Returns the stages of a pair whose checkpoints are found, in order."""
     runtime = load_runtime(config.engine.runtime)
     check = PlannedStage(
         Check(pair.draft.folder, pair.target.folder, config.serving.limits),
@@ -136,7 +140,7 @@ def check(
 
     gpus  those to plan for; none: nothing is known of them, and nothing planned
     """
-    pair = _plan_pair(config, small_files)
+    pair = plan_pair(config, small_files)
     runtime = load_runtime(config.engine.runtime)
     contract = check_pair(pair.draft.folder, pair.target.folder, config.serving.limits)
     return Checked(
@@ -155,7 +159,8 @@ def _in_turn(draft: Plan, target: Plan) -> list[PlannedStage]:
     return [planned for row in reversed(rows) for planned in row if planned is not None]
 
 
-def _plan_pair(config: PipelineConfig, small_files: Path | None) -> PairPlan:
+def plan_pair(config: PipelineConfig, small_files: Path | None = None) -> PairPlan:
+    """Finds both checkpoints, at a hub's commit of now, and refuses what is not supported."""
     draft = _resolve(config, config.draft, "draft", small_files)
     target = _resolve(config, config.target, "target", small_files)
     quantizes = any(side.checkpoint.quantization is not None for side in (draft, target))

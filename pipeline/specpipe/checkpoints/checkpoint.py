@@ -15,7 +15,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -345,13 +345,15 @@ def open_checkpoint(
 
 def _weight_files(folder: Path) -> list[Path]:
     """Returns `model.safetensors` and shards; `consolidated.safetensors` and so on are copies."""
-    files = sorted(path for path in folder.glob("*.safetensors") if is_there(path))
-    named = [
-        path
-        for path in files
-        if path.name == "model.safetensors" or _SHARD_NAME.fullmatch(path.name)
-    ]
-    return named or files
+    files = (path for path in folder.glob("*.safetensors") if is_there(path))
+    return [folder / name for name in weights_among(path.name for path in files)]
+
+
+def weights_among(names: Iterable[str]) -> list[str]:
+    """Returns which safetensors files of a folder, by name, hold the weights that are read."""
+    files = sorted(names)
+    shards = [name for name in files if name == "model.safetensors" or _SHARD_NAME.fullmatch(name)]
+    return shards or files
 
 
 def check_no_pickles(folder: Path) -> None:

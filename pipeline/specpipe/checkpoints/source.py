@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specpipe.checkpoints.checkpoint import weights_among
 from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable, show, to_sentence
 from specpipe.machine.libraries import with_library
 from specpipe.progress import Count, count, phase
@@ -136,6 +137,27 @@ def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights
         ) from exc
     except Exception as exc:  # of the hub's HTTP library too, which changes with its version
         raise CheckpointError(f"{role}: {at} cannot be fetched from the hub: {exc}") from exc
+
+
+def weight_digests(repo_id: str, commit: str) -> dict[str, str] | None:
+    """Returns the SHA-256 of each file of weights that is read of a repository, as the hub has it.
+
+    Nothing is fetched: the digest of a large file is its name in Git LFS (huggingface_hub 2.4,
+    hf_api.py, `RepoFile.lfs`). None where the hub does not tell all of them, or is out of reach.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    try:
+        tree = HfApi().list_repo_tree(repo_id, revision=commit)
+        files = {one.path: one for one in tree if isinstance(one, RepoFile)}
+    except Exception:  # of the hub's HTTP library too; fetching says what is wrong
+        return None
+    names = filter_repo_objects(files, allow_patterns=_WEIGHTS, ignore_patterns=_COPIES)
+    told = {name: files[name].lfs for name in weights_among(names)}
+    digests = {name: lfs.sha256 for name, lfs in told.items() if lfs is not None}
+    return digests if told and len(digests) == len(told) else None
 
 
 def _counting(fetched: Count) -> type:

@@ -15,6 +15,8 @@ from specpipe.cli.progress import BuildProgress, log_shown
 
 if TYPE_CHECKING:
     from specpipe.build.execution import StageReport
+    from specpipe.build.planning import Plan
+    from specpipe.config.sections import PipelineConfig
 
 
 @click.command()
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Hash every checkpoint and artifact, and not only what looks changed.",
 )
+@click.option(
+    "--locked",
+    "is_locked",
+    is_flag=True,
+    help="Refuse to build anything else than x.lock, beside x.yaml, says.",
+)
 @small_files_option
 @json_option
 def build(
@@ -32,6 +40,7 @@ def build(
     overrides: Sequence[str],
     dry_run: bool,
     verify_inputs: bool,
+    is_locked: bool,
     small_files: Path | None,
     as_json: bool,
 ) -> None:
@@ -41,7 +50,10 @@ def build(
     if small_files is not None and not dry_run:
         raise click.UsageError("--small-files has no weights to build from: add --dry-run.")
     config = load(config_path, overrides)
-    stages = planning.plan(config, small_files=small_files)
+    if is_locked:
+        stages = _plan_locked(config, small_files, fetches=not dry_run)
+    else:
+        stages = planning.plan(config, small_files=small_files)
     repository = config.artifacts.repository
     if dry_run:
         reports = execution.preview(stages, verify_inputs=verify_inputs)
@@ -68,6 +80,26 @@ def build(
         )
     else:
         click.echo(shown(repository))
+
+
+def _plan_locked(config: PipelineConfig, small_files: Path | None, *, fetches: bool) -> Plan:
+    """Returns the stages where they would make what is locked; `fetches` weights to see that."""
+    from specpipe.build import lock, planning
+
+    path = lock.lock_path(config)
+    locked = lock.read(path)
+    pair = planning.plan_pair(config, small_files)
+    stages = planning.plan_stages(config, pair)
+    not_compared = lock.check(path, locked, lock.describe(pair, stages, small_files=small_files))
+    fetch = [side.fetch for side in (pair.draft, pair.target) if side.fetch is not None]
+    if fetches and fetch:
+        # Until now the hub was believed.
+        for bring in fetch:
+            bring()
+        not_compared = lock.check(path, locked, lock.describe(pair, stages, is_fetched=True))
+    if not_compared:
+        click.echo(lock.said_of(not_compared), err=True)
+    return stages
 
 
 def _stage_json(report: StageReport) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from specpipe.cli.doctor import doctor
 from specpipe.cli.generate import generate
 from specpipe.cli.init import init
 from specpipe.cli.inspect import inspect
+from specpipe.cli.lock import lock
 from specpipe.cli.migrate import migrate
 from specpipe.cli.nightly import nightly
 from specpipe.cli.progress import StderrDisplay
@@ -99,6 +100,7 @@ for _command in (
     generate,
     init,
     inspect,
+    lock,
     migrate,
     nightly,
     quickstart,

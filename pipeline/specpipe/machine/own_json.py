@@ -19,13 +19,13 @@ _MAX_BYTES = 256 << 20
 """The records of a long benchmark take some MB."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
     """Reads a JSON object; OSError or ValueError says why it cannot be read."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a file")
-    if status.st_size > _MAX_BYTES:
-        raise ValueError(f"it has {status.st_size} bytes, expected at most {_MAX_BYTES}")
+    if status.st_size > max_bytes:
+        raise ValueError(f"it has {status.st_size} bytes, expected at most {max_bytes}")
     with path.open("rb") as file:
         data = file.read(status.st_size)
     try:

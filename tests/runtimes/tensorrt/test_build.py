@@ -270,7 +270,13 @@ def test_inputs_of_the_stages(tmp_path: Path) -> None:
     stage = engine_stage(tmp_path)
     assert (stage.name, stage.inputs()) == (
         "target/build_engine",
-        StageInputs(files=(tmp_path,), settings=settings, libraries=("tensorrt-rtx-cu13",)),
+        StageInputs(
+            files=(tmp_path,),
+            settings=settings,
+            libraries=("tensorrt-rtx-cu13",),
+            varies="rank0.engine, and its digest in config.json: TensorRT for RTX writes other "
+            "bytes each time",
+        ),
     )
     beside = engine_stage(tmp_path, weights="beside", library="tensorrt")
     changed = {"weights": "beside", "library": "tensorrt"}
@@ -280,6 +286,8 @@ def test_inputs_of_the_stages(tmp_path: Path) -> None:
             files=(tmp_path / "config.json",),  # other weights of that shape take no build
             settings=settings | changed,
             libraries=("tensorrt",),
+            varies="rank0.engine, and its digest in config.json: TensorRT chooses kernels by "
+            "timing them",
         ),
     )
     place = PlaceWeights(role="draft", plan=tmp_path / "plan", checkpoint=tmp_path / "checkpoint")

@@ -39,6 +39,13 @@ CONFIG_NAME, ENGINE_NAME, WEIGHTS_NAME = (
     "rank0_managed_weights.safetensors",
 )
 
+# NVIDIA TensorRT documentation, Precision Control, "Algorithm Selection and Reproducible Builds";
+# two builds of the quickstart pair with tensorrt_rtx, without a GPU, differed in every engine.
+_VARIES = {
+    "tensorrt": "TensorRT chooses kernels by timing them",
+    "tensorrt_rtx": "TensorRT for RTX writes other bytes each time",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class BuildTensorRTEngine:
@@ -76,6 +83,7 @@ class BuildTensorRTEngine:
             files=(self.checkpoint if is_whole else self.checkpoint / CONFIG_NAME,),
             settings={"format": ENGINE_KIND["format"], **settings},
             libraries=(libraries.DISTRIBUTIONS[self.library],),
+            varies=f"{ENGINE_NAME}, and its digest in {CONFIG_NAME}: {_VARIES[self.library]}",
         )
 
     def run(self, out: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -59,9 +60,18 @@ def build(*options: str) -> Result:
     return CliRunner().invoke(main, ["build", "--config", "pair.yaml", *options])
 
 
+VARIES = "rank*.engine and the timing cache: trtllm-build chooses kernels by timing them"
+
+
 def test_two_checkpoints_become_a_repository(docker: Tools) -> None:
     result = build()
     assert result.exit_code == 0, result.output
+    manifests = {
+        name: json.loads(Path(f"engines/toy/target/{name}.manifest.json").read_text())["build"]
+        for name in ("checkpoint", "engine")
+    }
+    assert "varies" not in manifests["checkpoint"]
+    assert manifests["engine"]["varies"] == VARIES
     engine = Path("engines/toy/model_repo/target/1/engine")
     assert sorted(path.name for path in engine.glob("rank*.engine")) == [
         "rank0.engine",
@@ -130,3 +140,67 @@ def test_a_failed_engine_leaves_the_repository_as_it_was(
     assert Path("engines/toy/target/engine/config.json").read_text() == before
     monkeypatch.delenv("FAKE_FAIL")
     assert build().stderr.count("up to date") == 8
+
+
+def lock() -> tuple[Any, Result]:
+    result = CliRunner().invoke(main, ["lock", "--config", "pair.yaml"])
+    assert result.exit_code == 0, result.output
+    return json.loads(Path("pair.lock").read_text()), result
+
+
+def test_lock_has_the_digest_of_the_builders_image(
+    docker: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "registry.example/b@sha256:bb registry.example/a@sha256:aa"
+    monkeypatch.setenv("FAKE_DIGESTS", names)
+    locked, result = lock()
+    stages = ("draft/build_engine", "target/build_engine")
+    assert result.stderr == ""
+    assert [locked["stages"][name]["tool"] for name in stages] == [
+        {"image_digest": "sha256:aa"},
+        {"image_digest": "sha256:aa"},
+    ]
+    assert locked["not_reproducible"] == dict.fromkeys(stages, VARIES)
+    monkeypatch.setenv("FAKE_DIGESTS", "registry.example/a@sha256:cc")
+    assert build("--locked").stderr.splitlines()[1:3] == [
+        "  - stages.draft/build_engine.tool.image_digest: locked sha256:aa, here sha256:cc",
+        "  - stages.target/build_engine.tool.image_digest: locked sha256:aa, here sha256:cc",
+    ]
+
+
+def test_an_image_that_docker_has_no_digest_of_is_not_compared(
+    docker: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = ("draft/build_engine", "target/build_engine")
+    entries = ", ".join(f"stages.{name}.tool.image_digest" for name in digests)
+    _, result = lock()
+    assert result.stderr == f"not compared, since unknown: {entries}\n"
+    monkeypatch.setenv("FAKE_DIGESTS", "registry.example/a@sha256:aa")
+    result = build("--locked", "--dry-run")
+    assert (result.exit_code, result.stderr) == (0, f"not compared, since unknown: {entries}\n")
+
+
+def test_lock_has_the_versions_of_a_builder_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, "trtllm-build")
+    metadata = tmp_path / "tensorrt_llm-1.2.1.dist-info"  # for the builder's Python, this one
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.2.1\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VERSION", "13.1.0.036")
+    assert lock()[0]["stages"]["target/build_engine"]["tool"] == {
+        "image_digest": "unknown",
+        "tensorrt_llm": "1.2.1",
+        "tensorrt": "unknown",
+        "cuda": "13.1.0.036",
+    }
+
+
+def test_lock_is_written_where_no_engine_can_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch)
+    assert lock()[0]["stages"]["target/build_engine"]["tool"] == {"image_digest": "unknown"}

@@ -66,7 +66,13 @@ def _stages(pair: PairPlan, side: Side, compute_capability: str | None) -> Engin
         gpu_ids=settings.gpu_ids(side.role, side.checkpoint.world_size),
         compute_capability=compute_capability,
     )
-    engine = PlannedStage(build, side.artifacts.engine, require=require, commands=build.commands)
+    engine = PlannedStage(
+        build,
+        side.artifacts.engine,
+        require=require,
+        commands=build.commands,
+        tool_facts=build.tool_facts,
+    )
     return EngineStages(is_by_trtllm_build=True, stages=(engine,))
 
 
@@ -99,7 +105,20 @@ class BuildEngine:
                 "compute_capability": self.compute_capability,
                 "flags": as_settings(self.spec),
             },
+            # NVIDIA TensorRT documentation, Precision Control, "Algorithm Selection and
+            # Reproducible Builds".
+            varies=f"rank*.engine and the timing cache: {BUILDER} chooses kernels by timing them",
         )
+
+    def tool_facts(self) -> dict[str, str]:
+        """Returns the image's digest where docker builds, else the versions of what is here."""
+        if not toolbox.is_native():
+            return {"image_digest": toolbox.image_digest(self.image) or "unknown"}
+        found = toolbox.versions(self._tool())
+        return {
+            "image_digest": "unknown",  # from within, an image does not tell
+            **{name: version or "unknown" for name, version in found.items()},
+        }
 
     def commands(self, out: Path) -> Sequence[Sequence[str]]:
         """Returns the command line that `run` calls."""

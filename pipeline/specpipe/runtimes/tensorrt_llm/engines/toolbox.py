@@ -207,7 +207,21 @@ def _require_program() -> str | None:
 
 def docker_version(docker: str) -> str | None:
     """Returns the version of docker's daemon; None where it does not answer."""
-    asked = [docker, "version", "--format", "{{.Server.Version}}"]
+    return _told([docker, "version", "--format", "{{.Server.Version}}"])
+
+
+def image_digest(image: str) -> str | None:
+    """Returns the digest of an image that is here, as `sha256:…`; None where docker tells none.
+
+    An image that was built here and never pushed has none (`docker image inspect`, RepoDigests).
+    """
+    told = _told(["docker", "image", "inspect", "--format", '{{join .RepoDigests " "}}', image])
+    digests = {name.rpartition("@")[2] for name in (told or "").split()}
+    return min(digests, default=None)
+
+
+def _told(asked: Sequence[str]) -> str | None:
+    """Returns what docker prints; None where it or its daemon does not answer."""
     try:
         printed = subprocess.run(
             asked, capture_output=True, text=True, timeout=_DAEMON_TIMEOUT_S, check=True
