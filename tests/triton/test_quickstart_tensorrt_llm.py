@@ -87,6 +87,7 @@ def run(*options: str) -> Result:
     return CliRunner().invoke(main, ["quickstart", "--runtime", "tensorrt_llm", *options])
 
 
+@pytest.mark.slow
 def test_engines_are_built_served_and_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -543,8 +543,15 @@ class Remembering(NoisyModel):
         return np.stack(rows)
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "logits"])
-@pytest.mark.parametrize("drops", ["none", "random"])
+@pytest.mark.parametrize(
+    ("acceptance", "drops"),
+    [
+        ("exact", "none"),
+        ("logits", "none"),
+        ("logits", "random"),
+        pytest.param("exact", "random", marks=pytest.mark.slow),
+    ],
+)
 def test_sampled_output_has_the_targets_distribution(acceptance: Any, drops: Any) -> None:
     """The first two tokens of 2,000 requests, an end id among them, at a low temperature and with
     truncation.
