@@ -18,10 +18,10 @@ import click
 
 from specpipe.cli.group import main as cli
 from specpipe.config.sections import json_schema
+from specpipe.runtimes.runtime import RUNTIMES
 from specpipe.triton.serving.tensors import ENSEMBLE_INPUTS, ENSEMBLE_OUTPUTS, TensorSpec
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-RUNTIMES = ("torch", "tensorrt", "tensorrt_llm")
 
 Schema = Mapping[str, Any]
 Setting = tuple[str, Schema]

@@ -72,6 +72,14 @@ def phase(name: str) -> AbstractContextManager[None]:
     return _display.get(_NOTHING).phase(name)
 
 
+@contextmanager
+def logged_phase(name: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Names what goes on during a `with` block, and logs the name when it begins."""
+    log(name)
+    with phase(name):
+        yield
+
+
 def count(total: int | None, unit: Unit) -> AbstractContextManager[Count]:
     """Counts what is done during a `with` block; a total of None is not known yet."""
     return _display.get(_NOTHING).count(total, unit)

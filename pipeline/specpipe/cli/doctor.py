@@ -29,12 +29,12 @@ def doctor(compares_image: bool, app_dir: Path, as_json: bool) -> None:
     """Say what this machine has for building and serving."""
     if not compares_image:
         from specpipe.build.doctor import examine
+        from specpipe.machine.columns import aligned
 
         lines = examine()
-        width = max(len(line.subject) for line in lines) + 2
         print_result(
             {line.subject: line.text for line in lines},
-            (f"{line.subject:{width}}{line.text}" for line in lines),
+            aligned([(line.subject, line.text) for line in lines], texts=(0, 1)),
             as_json=as_json,
         )
         return

@@ -109,7 +109,12 @@ class TensorRTLLMEngineConfig(_EngineConfig):
     num_threads: ClassVar[int | None] = None
 
 
-_RUNTIMES = ("torch", "tensorrt", "tensorrt_llm")
+ENGINE_SECTIONS: dict[str, type[Section]] = {
+    "torch": TorchEngineConfig,
+    "tensorrt": TensorRTEngineConfig,
+    "tensorrt_llm": TensorRTLLMEngineConfig,
+}
+"""What the section is, by its runtime."""
 
 
 def _name_runtime(data: Any) -> Any:
@@ -117,8 +122,8 @@ def _name_runtime(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     runtime = data.get("runtime", "torch")
-    if runtime not in _RUNTIMES:
-        expected = f"one of {', '.join(map(repr, _RUNTIMES))}"
+    if runtime not in tuple(ENGINE_SECTIONS):  # it may be a list, which has no hash
+        expected = f"one of {', '.join(map(repr, ENGINE_SECTIONS))}"
         raise messages.broken_rule("engine.runtime", runtime, expected)
     return {**data, "runtime": runtime}
 

@@ -1,15 +1,15 @@
-"""What is different behind TensorRT-LLM's backend pytorch, by its release, and behind specpipe."""
+"""What is different behind TensorRT-LLM's backend pytorch, by its release, and behind specpipe.
+
+Where the draft runs inside the target's engine (TensorRT-LLM, pull request 11758), what that
+changes is in docs/source/features/speculative-decoding.md and, of the engine path's end, in
+docs/source/legacy/tensorrt-backend-removal.md@c83651ab.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import release_line
-
-_ONE_ENGINE = (1, 3)
-"""The line from which the draft runs inside the target's engine: TensorRT-LLM, pull request
-11758; what it changes is in docs/source/features/speculative-decoding.md and, of the engine path's
-end, in docs/source/legacy/tensorrt-backend-removal.md@c83651ab."""
+from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import SPELLINGS, release_line
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,12 @@ def _since(text: str) -> _Sentence:
 
 
 def is_one_engine(version: str) -> bool:
-    """Whether a release's backend pytorch runs the draft inside the target's engine."""
-    return release_line(version) >= _ONE_ENGINE
+    """Whether a release's backend pytorch runs the draft inside the target's engine.
+
+    False for a line that specpipe does not know.
+    """
+    row = SPELLINGS.get(release_line(version))
+    return row is not None and row.is_one_engine
 
 
 _SENTENCES = (

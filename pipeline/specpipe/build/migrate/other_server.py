@@ -21,11 +21,10 @@ from specpipe.build.migrate.sglang import SGLANG
 from specpipe.build.migrate.trtllm_serve import TRTLLM_SERVE
 from specpipe.build.migrate.vllm import VLLM
 from specpipe.config.document import read_yaml
-from specpipe.config.engine import TensorRTEngineConfig, TensorRTLLMEngineConfig, TorchEngineConfig
+from specpipe.config.engine import ENGINE_SECTIONS
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, show
 from specpipe.runtimes.runtime import load_runtime
-from specpipe.section import Section
 
 PROGRAMS = {
     "trtllm-serve serve": TRTLLM_SERVE,
@@ -36,12 +35,6 @@ PROGRAMS = {
     "python -m sglang.launch_server": SGLANG,
 }
 """What begins a command line, and whose it is."""
-
-_ENGINES: dict[str, type[Section]] = {
-    "torch": TorchEngineConfig,
-    "tensorrt": TensorRTEngineConfig,
-    "tensorrt_llm": TensorRTLLMEngineConfig,
-}
 
 _BACKEND = "engine.tensorrt_llm.backend"
 
@@ -240,7 +233,7 @@ def _settle_drafting(server: Server, settings: Settings, runtime: str) -> None:
 def _settle_runtime(settings: Settings, runtime: str, version: str | None) -> None:
     """Leaves out what the runtime has no setting for, and adds what it must be told."""
     values = settings.values
-    known = _ENGINES[runtime].model_fields
+    known = ENGINE_SECTIONS[runtime].model_fields
     for key in [key for key in values if key.startswith("engine.")]:
         if key.split(".")[1] not in known:
             settings.leave(key, f"it has no effect with runtime {runtime}")

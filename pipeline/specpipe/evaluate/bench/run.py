@@ -16,7 +16,7 @@ from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, re
 from specpipe.evaluate.prompts import Prompt, PromptSet
 from specpipe.machine.callables import Log
 from specpipe.machine.prometheus import Sample, Samples
-from specpipe.progress import count, phase
+from specpipe.progress import count, logged_phase, phase
 from specpipe.speculative.request import GREEDY, Sampling
 
 DEFAULT_MAX_TOKENS = 128  # of an answer, where neither its prompt nor --max-tokens says
@@ -150,9 +150,8 @@ def measure(
             for number, side in enumerate(in_turns(sides, settings.rounds)):
                 round_number = number // len(sides)
                 name = f"concurrency {concurrency}, round {round_number + 1}: {side.name}"
-                report(name)
                 ordered = _order(prompts.prompts, settings.seed + round_number)
-                with phase(name):
+                with logged_phase(name, report):
                     _add_load(measured[side.name], side, ordered, concurrency, settings, report)
                 done.advance()
     return Measurements(tuple(sides), by_concurrency)

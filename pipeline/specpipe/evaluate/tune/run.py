@@ -11,7 +11,7 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from specpipe.evaluate.tune.outcome import Tuned, TuneOptions, Tuning
 from specpipe.evaluate.tune.progress import TUNE_KIND, TuneProgress
 from specpipe.evaluate.tune.workload import TuneWorkload
 from specpipe.machine.callables import Log
-from specpipe.progress import count, phase
+from specpipe.progress import count, logged_phase, phase
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.runtime import load_runtime
 
@@ -145,12 +145,13 @@ class _Run:
         if "costs" not in entry or "rounds" not in entry:
             with closing(self._workload.load(subject.repository)) as pair:
                 if "costs" not in entry:
-                    with self._phase(f"{subject.checkpoint}: timing steps"):
+                    with logged_phase(f"{subject.checkpoint}: timing steps", self._report):
                         entry["costs"] = [load.to_json() for load in self._time(pair)]
                     self._progress.save()
                 if "rounds" not in entry:
                     prompts, requests = self._workload.prompts, self._workload.requests()
-                    with self._phase(f"{subject.checkpoint}: acceptance on {prompts.source}"):
+                    name = f"{subject.checkpoint}: acceptance on {prompts.source}"
+                    with logged_phase(name, self._report):
                         rounds = run_requests(pair, requests, at_once=max(self._loads))
                     entry["rounds"] = _rounds_to_json(rounds)
                     self._progress.save()
@@ -257,7 +258,7 @@ class _Run:
         self, subject: CandidatePair, endpoint: Endpoint, load: int, length: int, number: int
     ) -> Cell:
         round_name = f"concurrency {load}, round {number + 1}, K = {length}"
-        with self._phase(f"{subject.checkpoint}: {round_name}"):
+        with logged_phase(f"{subject.checkpoint}: {round_name}", self._report):
             return measure.measure_cell(
                 endpoint,
                 self._workload.questions(length),
@@ -265,12 +266,6 @@ class _Run:
                 num_draft_tokens=length,
                 round_number=number,
             )
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        self._report(name)
-        with phase(name):
-            yield
 
     def _settings(self) -> dict[str, Any]:
         options = self._options

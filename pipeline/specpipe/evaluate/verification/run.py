@@ -36,7 +36,7 @@ from specpipe.evaluate.verification.subject import Subject
 from specpipe.machine.callables import Log
 from specpipe.machine.libraries import with_extras
 from specpipe.machine.manifest import Files, compare_files
-from specpipe.progress import count, phase
+from specpipe.progress import count, logged_phase, phase
 from specpipe.runtimes.engine_fit import installed
 from specpipe.runtimes.runtime import require_library
 from specpipe.speculative.request import GREEDY, Sampling
@@ -289,9 +289,7 @@ class _Run:
     ) -> list[SideAnswers]:
         asked = []
         for side in sides:
-            name = f"{check}: {side.name}"
-            self._report(name)
-            with phase(name):
+            with logged_phase(f"{check}: {side.name}", self._report):
                 asked.append(ask_side(endpoint, self._cases, side, self._samplings[check]))
             self._done.advance()
         return asked

@@ -15,7 +15,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specpipe.runtimes.tensorrt_llm.differences import Difference, refused
-from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import DECODING_TYPE, SPECULATIVE_CONFIG
+from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import (
+    DECODING_TYPE,
+    KV_CACHE_CONFIG,
+    SPECULATIVE_CONFIG,
+)
 
 SAMPLING: Mapping[str, Any] = {
     "max_tokens": 8,
@@ -32,7 +36,7 @@ SAMPLING: Mapping[str, Any] = {
 }
 """What LlmPair may put into the `SamplingParams` of a request."""
 
-_CONFIGS = {SPECULATIVE_CONFIG: "DraftTargetDecodingConfig", "kv_cache_config": "KvCacheConfig"}
+_CONFIGS = {SPECULATIVE_CONFIG: "DraftTargetDecodingConfig", KV_CACHE_CONFIG: "KvCacheConfig"}
 
 _MARK = "specpipe-refused "
 _PROBE = f"""\
