@@ -15,7 +15,9 @@ from specpipe.errors import (
     RequestError,
     RuntimeUnavailable,
     ServerError,
+    SignatureError,
     SpecpipeError,
+    StoreError,
 )
 from specpipe.version import __version__
 
@@ -33,8 +35,10 @@ __all__ = [
     "RequestError",
     "RuntimeUnavailable",
     "ServerError",
+    "SignatureError",
     "SpecpipeError",
     "Statistics",
+    "StoreError",
     "__version__",
 ]
 

@@ -8,6 +8,8 @@ SpecpipeError
 ├── EngineBuildError      the builder refused; ends with its last log lines
 ├── EngineMismatch        built for another GPU, runtime version or rank count
 ├── RepositoryError       the Triton repository would not load
+├── StoreError            a store that cannot be reached, refuses, or holds what it should not
+├── SignatureError        not signed, by nobody who is trusted, or changed since
 ├── RequestError          one request that cannot be served: the field, its value, the limit
 └── ServerError           Triton did not start, died, or answered with an error
     ├── NoAnswer          a server that cannot be reached, or whose connection broke
@@ -86,6 +88,14 @@ class EngineMismatch(SpecpipeError):
 
 class RepositoryError(SpecpipeError):
     """A Triton repository that would not load, or would not serve correctly."""
+
+
+class StoreError(SpecpipeError):
+    """A store cannot be reached, refuses, or holds something else than it should."""
+
+
+class SignatureError(SpecpipeError):
+    """What is signed by nobody who is trusted, is expired or revoked, or was changed since."""
 
 
 class RequestError(SpecpipeError):

@@ -104,6 +104,13 @@ def test_defaults() -> None:
             "min_speed_up_ratio": 0.8,
             "max_size_ratio": 1.1,
         },
+        "release": {
+            "store": None,
+            "cache": None,
+            "trust": None,
+            "require_signature": False,
+            "keep_previous": True,
+        },
         "output_dir": "engines",
     }
 

@@ -19,6 +19,7 @@ from specpipe.config import messages
 from specpipe.config.engine import EngineConfig, TorchEngineConfig
 from specpipe.config.limits import Limits
 from specpipe.config.nightly import NightlyConfig
+from specpipe.config.release import ReleaseConfig
 from specpipe.errors import ConfigError
 from specpipe.machine.artifacts import Artifacts
 from specpipe.section import Section
@@ -254,6 +255,9 @@ class PipelineConfig(Section):
 
     nightly: NightlyConfig = NightlyConfig()
     """What `specpipe nightly` measures, and when a run is not good."""
+
+    release: ReleaseConfig = ReleaseConfig()
+    """Where versions of the pair are published, and whose signatures are trusted."""
 
     output_dir: Annotated[Path, AfterValidator(_check_path)] = Field(
         default=Path("engines"), strict=False

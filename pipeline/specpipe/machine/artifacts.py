@@ -8,6 +8,7 @@ engines/NAME/
   results/          what bench, tune, nightly and others measured
   verification.json what was verified
   report/           a page on all of it
+  versions/N/       version N as it was published or fetched
 
 A manifest stands beside each folder that a stage makes (manifest.py).
 """
@@ -68,6 +69,7 @@ class Artifacts:
     repository = _Below("model_repo")
     verification = _Below("verification.json")
     report = _Below("report")
+    versions = _Below("versions")
 
     def side(self, role: Role) -> SideArtifacts:
         """Returns where the artifacts of one side lie."""

@@ -1,0 +1,1 @@
+"""From a built pair to production: described, signed, published, fetched, promoted, compared."""
