@@ -662,8 +662,8 @@ def test_counts_that_are_inferred_follow_the_schedule(
     ) as pair:
         with set_at_the_end(begun):
             pair._llm._inbox.put(begun.wait)
-            for name in "ab":
-                pair.submit(request(name, max_tokens=6))
+            for name, max_tokens in (("a", 6), ("b", 24)):  # which runs as long as the other one
+                pair.submit(request(name, max_tokens=max_tokens))
             pair._admit()
             assert wait_until(lambda: pair._llm._inbox.qsize() == 2)
         chunks = steps_until(pair, lambda _: not pair.has_work())
