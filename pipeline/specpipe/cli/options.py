@@ -102,6 +102,14 @@ small_files_option = click.option(
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Folder with the configs and tokenizers of hub ids, in ORG--NAME/; no hub is asked.",
 )
+key_option = click.option(
+    "--key",
+    "key_path",
+    envvar="SPECPIPE_SIGNING_KEY",
+    show_envvar=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Private key to sign with; its passphrase is SPECPIPE_SIGNING_PASSPHRASE.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 

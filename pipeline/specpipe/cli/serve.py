@@ -63,6 +63,11 @@ def _port_option(name: str, default: int, service: str) -> Callable[[Command], C
     help="Serve a pair that failed its verification, or was changed since it was verified.",
 )
 @click.option(
+    "--allow-unsigned",
+    is_flag=True,
+    help="Serve what nobody signed, even where release.require_signature is true.",
+)
+@click.option(
     "--verify-files",
     is_flag=True,
     help="Hash every file of the repository, and not only what was touched since it was built.",
@@ -79,6 +84,7 @@ def serve(
     mpi_mode: LaunchMode,
     allow_unknown_engine_facts: bool,
     allow_unverified: bool,
+    allow_unsigned: bool,
     verify_files: bool,
     allow_damaged: bool,
     verbose: bool,
@@ -94,6 +100,7 @@ def serve(
     from specpipe.errors import RepositoryError
     from specpipe.evaluate.verification import record
     from specpipe.machine.gpus import gpus_here
+    from specpipe.release.trust.serving import check_signature
     from specpipe.triton.server import launcher
     from specpipe.triton.server.log_lines import is_worth_showing
 
@@ -114,6 +121,7 @@ def serve(
         if not allow_damaged:
             raise RepositoryError(f"{repository.fault}, or serve it as it is with --allow-damaged")
         log(f"warning: {repository.fault}; allowed by --allow-damaged")
+    check_signature(config, repository.folder, allow_unsigned=allow_unsigned, log=log)
     for line in repositories.outdated(config):
         log(f"warning: not what {config.source} says now: {line}")
     if (fault := record.verification_fault(config.artifacts_dir)) is not None:
