@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ def write_pair(folder: Path, yaml: str = YAML) -> PipelineConfig:
     (folder / "draft" / "NOTICE.txt").write_text("Made by hand.\n")
     (folder / "draft" / "README.md").write_text(CARD)
     (folder / "pair.yaml").write_text(yaml)
+    return load_config(folder / "pair.yaml")
+
+
+def copied(config: PipelineConfig, folder: Path) -> PipelineConfig:
+    """Copies a pair; its large files are links."""
+
+    def copy(source: str, destination: str) -> None:
+        (os.link if source.endswith(".safetensors") else shutil.copy2)(source, destination)
+
+    shutil.copytree(config.base_dir, folder, copy_function=copy)
     return load_config(folder / "pair.yaml")
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from specpipe.build.load import load_config
 from specpipe.config.sections import PipelineConfig
-from tests.release.built_pair import build, write_night, write_pair, write_verification
+from tests.release.built_pair import build, copied, write_night, write_pair, write_verification
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +24,4 @@ def built_once(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
 @pytest.fixture
 def built(built_once: PipelineConfig, tmp_path: Path) -> PipelineConfig:
     """A copy of it. Its large files are links: replace them, and never write into one."""
-
-    def copy(source: str, destination: str) -> None:
-        is_large = source.endswith(".safetensors")
-        (os.link if is_large else shutil.copy2)(source, destination)
-
-    folder = tmp_path / "moved"
-    shutil.copytree(built_once.base_dir, folder, copy_function=copy)
-    return load_config(folder / "pair.yaml")
+    return copied(built_once, tmp_path / "moved")

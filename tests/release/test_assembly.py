@@ -47,6 +47,11 @@ def test_a_version_holds_the_repository_and_all_that_is_known_of_it(
     assert linked.keys() == files_below(repository).keys()
     assert all(path.samefile(repository / name) for name, path in linked.items())
     assert sorted(set(files_below(folder)) - {f"model_repo/{name}" for name in linked}) == [
+        "attestations/acceptance.json",
+        "attestations/bench.json",
+        "attestations/provenance.json",
+        "attestations/verification.json",
+        "bom.cdx.json",
         "licenses/draft/LICENSE",
         "licenses/draft/NOTICE.txt",
         "licenses/draft/README.md",

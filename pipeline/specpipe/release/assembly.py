@@ -5,6 +5,8 @@ model_repo/                  the Triton repository; its files are links to those
 model_repo.manifest.json     what it was packaged from
 pair.yaml, pair.lock         the YAML, and the lock where there is one
 verification.json, results/  what was proved and measured of this very repository, as far as it was
+attestations/                where it comes from, what was proved and measured (statements.py)
+bom.cdx.json                 its bill of materials (bom.py)
 licenses/draft, /target      the licence files of both checkpoints
 
 The digest covers all but release.json, and so depends on neither number nor time.
@@ -17,16 +19,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from specpipe.build import cache
 from specpipe.build.lock import lock_path
+from specpipe.build.lock import read as read_lock
 from specpipe.build.quality.report import REPORT_JSON
 from specpipe.checkpoints.licences import Licences, find_licences, read_licence
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import RepositoryError, show
 from specpipe.evaluate.nightly.record import NIGHTLY_KIND
 from specpipe.evaluate.results import read_result
-from specpipe.evaluate.verification.record import repository_digest
+from specpipe.evaluate.verification.record import VERIFY_KIND, repository_digest
 from specpipe.machine.artifacts import Artifacts, ResultName
 from specpipe.machine.manifest import (
     FileRecord,
@@ -36,17 +40,22 @@ from specpipe.machine.manifest import (
     manifest_path,
     record_files,
 )
+from specpipe.machine.own_json import write_object
 from specpipe.machine.signals import deferred
-from specpipe.release.built import BuiltPair, read_built
+from specpipe.release import statements
+from specpipe.release.bom import bill_of_materials
+from specpipe.release.built import BuiltPair, check_publishable, read_built
 from specpipe.release.release_file import Release, content_digest
 from specpipe.roles import ROLES, Role
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import link_file
 from specpipe.runtimes.requirements import Requirements
-from specpipe.runtimes.runtime import load_runtime
+from specpipe.runtimes.runtime import load_runtime, require_installed
 from specpipe.version import __version__
 
 QUALITY_RESULT = "results/quality.json"
+STATEMENTS = "attestations"
+BOM_NAME = "bom.cdx.json"
 _NIGHTLY_RESULTS: tuple[ResultName, ...] = ("nightly", "nightly-bench")
 
 
@@ -63,8 +72,10 @@ def assemble(
     published_at  UTC, ISO 8601; None: now. Raises RepositoryError where there is nothing that may
     be published, and where the folder is there already.
     """
+    require_installed("publishing", "cyclonedx", extra="release")
     if folder.exists():
         raise RepositoryError(f"{folder} is there already: a version is never changed")
+    check_publishable(config)
     built = read_built(config)
     licences = {
         role: find_licences(role, checkpoint.name, checkpoint.folder)
@@ -78,6 +89,9 @@ def assemble(
         _link_repository(built, staging)
         notes += _copy_records(built, staging)
         _copy_licences(licences, staging)
+        _write_statements(built, staging)
+        bom = bill_of_materials(built, licences, read_results(staging), content_digest(staging))
+        (staging / BOM_NAME).write_text(bom, encoding="utf-8")
         release = Release(
             pair=config.name,
             number=number,
@@ -127,6 +141,37 @@ def _copy_records(built: BuiltPair, out: Path) -> list[str]:
     for name in _NIGHTLY_RESULTS:
         _copy(artifacts.result(name), results.result(name))
     return []
+
+
+def _write_statements(built: BuiltPair, out: Path) -> None:
+    lock = out / "pair.lock"
+    found = (read_lock(lock), record_files(lock)["."].sha256) if lock.exists() else None
+    results, subject = read_results(out), built.package.outputs
+    made = {
+        "provenance": statements.provenance(built, found),
+        "acceptance": statements.acceptance(
+            subject, results.get("verification"), results.get("nightly")
+        ),
+    }
+    if "verification" in results:
+        made["verification"] = statements.verification(subject, results["verification"])
+    if "nightly-bench" in results:
+        made["bench"] = statements.bench(subject, results["nightly-bench"])
+    (out / STATEMENTS).mkdir()
+    for name, found_statement in made.items():
+        if found_statement is not None:
+            write_object(out / STATEMENTS / f"{name}.json", found_statement)
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns what was proved and measured, by the names of the files in a version's folder."""
+    artifacts = Artifacts(folder)
+    kinds = {
+        "verification": (artifacts.verification, VERIFY_KIND),
+        "nightly": (artifacts.result("nightly"), NIGHTLY_KIND),
+        "nightly-bench": (artifacts.result("nightly-bench"), "bench"),
+    }
+    return {name: read_result(path, kind) for name, (path, kind) in kinds.items() if path.exists()}
 
 
 def _copy(source: Path, destination: Path) -> None:

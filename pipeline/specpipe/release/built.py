@@ -7,29 +7,32 @@ again since is none that the repository came from.
 
 from __future__ import annotations
 
+import re
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from specpipe.build.repositories import find_repository, outdated
+from specpipe.build.repositories import built_repository, find_repository, outdated
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import RepositoryError
-from specpipe.evaluate.report.artifact import SourceCheckpoint
 from specpipe.evaluate.verification.record import verification_fault
 from specpipe.machine.manifest import MANIFEST_SUFFIX, FileRecord, Files, Manifest, read_manifest
 from specpipe.roles import ROLES, Role
 
 _REPOSITORY = "model_repo"
 _QUALITY = "quality"
+_HUB_SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$")
+"""Where huggingface_hub keeps a repository: org--name, at a commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A checkpoint that was read.
 
-    name    as the YAML has it
+    name    as the YAML has it, or the hub's id where it comes from there
     folder  where it was read; it may be gone
-    commit  of a hub's repository; None: a folder
+    commit  of the hub's repository; None: it was a folder
     files   by path below the folder
     """
 
@@ -70,13 +73,27 @@ class BuiltPair:
     def repository(self) -> Path:
         return self.config.artifacts.repository
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of specpipe and of each distribution that had a part in it; not what is missing."""
+        found: dict[str, str] = {}
+        for manifest in self.manifests.values():
+            found |= {name: v for name, v in manifest.versions.items() if v != "not installed"}
+        return dict(sorted(found.items()))
 
-def read_built(config: PipelineConfig) -> BuiltPair:
-    """Reads what was built of a pair, and hashes the repository.
 
-    Raises RepositoryError where there is nothing that may be published: nothing built, or not
-    whole, or not what the YAML says, changed since it was verified, or found at fault.
+def check_publishable(config: PipelineConfig) -> None:
+    """Hashes the repository; raises RepositoryError where it is not to be published.
+
+    It has to be whole, what the YAML says, and neither changed since it was verified nor found at
+    fault. Whether it was verified at all is for whoever publishes.
     """
+    for key, url in (("store", config.release.store), ("cache", config.release.cache)):
+        if url is not None and urllib.parse.urlsplit(url).password is not None:
+            raise RepositoryError(
+                f"release.{key} in {config.source} has a password in its URL, and the YAML is "
+                "published: take it out, credentials come from the environment"
+            )
     repository = find_repository(config, verify=True)
     if repository.fault is not None:
         raise RepositoryError(repository.fault)
@@ -88,6 +105,14 @@ def read_built(config: PipelineConfig) -> BuiltPair:
             f"{repository.folder} is not what {config.source} would build ({reasons[0]}{more}): "
             f"run `specpipe build --config {config.source}` again"
         )
+
+
+def read_built(config: PipelineConfig) -> BuiltPair:
+    """Reads what was built of a pair from its manifests; hashes nothing.
+
+    Raises RepositoryError where nothing was built, or from artifacts that are others now.
+    """
+    built_repository(config)
     chain = _Chain(config)
     chain.follow(_REPOSITORY)
     manifests = dict(chain.manifests)
@@ -194,11 +219,14 @@ def _checkpoint(
         for path, _, record in chain.read_by(manifest)
         if path.is_relative_to(folder)
     }
+    snapshot = _HUB_SNAPSHOT.search(str(folder))
     return Checkpoint(
         role=role,
-        name=getattr(config, role).checkpoint,
+        name=getattr(config, role).checkpoint
+        if snapshot is None
+        else snapshot[1].replace("--", "/", 1),
         folder=folder,
-        commit=SourceCheckpoint(str(folder), 0).commit,
+        commit=None if snapshot is None else snapshot[2],
         files=dict(sorted(files.items())),
     )
 
