@@ -186,11 +186,11 @@ def _command(name: str, command: click.Command, above: click.Context, mark: str)
     yield ""
     yield from inspect.cleandoc(command.help or "").splitlines()
     yield ""
+    if not isinstance(command, click.Group) or command.invoke_without_command:
+        yield from _options(command, context)
     if isinstance(command, click.Group):
         for inner, found in sorted(command.commands.items()):
             yield from _command(inner, found, context, f"{mark}#")
-    else:
-        yield from _options(command, context)
 
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
