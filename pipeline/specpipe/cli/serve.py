@@ -127,6 +127,7 @@ def serve(
         repository.folder,
         launcher.ServeOptions(**listen),
         report=log,
+        artifacts_dir=config.artifacts_dir,
         mpi_mode=mpi_mode,
         allow_unknown_engine_facts=allow_unknown_engine_facts,
         build_command=shlex.join(
