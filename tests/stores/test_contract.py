@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import logging
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from specpipe import progress
 from specpipe.errors import StoreError
 from specpipe.stores.store import Blob, NumberTaken, Promotion, Store, Transferred, VersionRecord
-from tests.stores.servers import PLACES, Place
+from tests.stores.servers import PLACES, SECRET, USERS, Place
 
 _DIGEST = "d" * 64
-_SIZES = {"small": 5, "empty": 0, "large": 20 << 20}  # large: more than one part of an upload
+# large: several parts of an upload, and more than what sockets hold when a server is killed
+_SIZES = {"small": 5, "empty": 0, "large": 20 << 20}
 
 
 @pytest.fixture(scope="module", params=PLACES)
-def place(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Place]:
-    place = PLACES[request.param](tmp_path_factory.mktemp(request.param))
-    place.start()
-    yield place
-    place.kill()
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    # Not below pytest's folder, which is its user's alone: servers run as others.
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        place = PLACES[request.param](Path(folder))
+        place.prepare(patch)
+        place.start()
+        try:
+            yield place
+        finally:
+            place.kill()
 
 
 @pytest.fixture
@@ -44,6 +53,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[Blob, Path]:
         path.write_bytes(bytes([number]) * size)
         blobs[_blob(path)] = path
     return blobs
+
+
+def _name(store: Store) -> str:
+    return store.url.rpartition("/")[2]
 
 
 def _blob(path: Path) -> Blob:
@@ -112,7 +125,7 @@ def test_two_publishers_never_have_one_number(
     barrier = threading.Barrier(4)
 
     def publish(publisher: int) -> list[int]:
-        mine = place.open(store.url.rpartition("/")[2], patience_s=20.0)
+        mine = place.open(_name(store), patience_s=20.0)
         barrier.wait()
         numbers = []
         while len(numbers) < 2:
@@ -175,10 +188,107 @@ def test_damaged_content_is_refused_by_name_and_replaced_by_the_next_upload(
 ) -> None:
     small, _, large = sources
     store.upload(sources)
-    place.damage(store.url.rpartition("/")[2], small)
+    place.damage(_name(store), small)
     with pytest.raises(StoreError, match=f"blob {small.sha256} is damaged"):
         store.download({tmp_path / "small": small})
     assert list(tmp_path.iterdir()) == []
+    if not place.replaces_damaged:
+        return
     assert store.missing(sources) == {small}
     assert store.upload(sources) == Transferred(1, small.size, large.size)
     store.download({tmp_path / "small": small})
+
+
+class _Killing:
+    """Kills a server once so many bytes have gone, in whichever thread counts them."""
+
+    def __init__(self, place: Place, after_bytes: int, *, restarts: bool = False) -> None:
+        self._place, self._left, self._restarts = place, after_bytes, restarts
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def count(self, total: int | None, unit: progress.Unit) -> Iterator[progress.Count]:
+        yield self
+
+    def expect(self, total: int) -> None: ...
+
+    def advance(self, amount: int = 1) -> None:
+        with self._lock:
+            before, self._left = self._left, self._left - max(amount, 0)
+            if before > 0 >= self._left:
+                self._place.kill()
+                if self._restarts:
+                    self._place.start()
+
+
+def test_server_that_is_killed_in_the_middle_loses_nothing_and_shows_nothing_half(
+    place: Place, sources: dict[Blob, Path], tmp_path: Path
+) -> None:
+    if not place.has_server:
+        pytest.skip("a folder has no server")
+    name = f"store-{uuid.uuid4().hex}"
+    small, _, large = sources
+    store = place.open(name, patience_s=0.5)
+    first = _record(store.claim("pair"), {"small": small})
+    store.upload({small: sources[small]})
+    store.commit(first)
+
+    number = store.claim("pair")
+    with progress.shown(_Killing(place, 5 << 20)), pytest.raises(StoreError) as failed:
+        store.upload(sources)
+    assert str(failed.value).startswith(f"store {store.url}: ")
+    place.start()
+    assert store.versions("pair") == ([] if place.forgets else [first])
+    assert large in store.missing(sources)
+    store.upload(sources)
+    store.commit(_record(number, {"large": large}))
+    assert [record.number for record in store.versions("pair")][-1] == number
+
+    path = tmp_path / "large"
+    with progress.shown(_Killing(place, 1)), pytest.raises(StoreError):
+        store.download({path: large})
+    assert not path.exists()
+    place.start()
+    if place.forgets:
+        store.upload(sources)
+    resumed = store.download({path: large})
+    assert resumed.num_files == 1
+    assert 0 < resumed.num_bytes < large.size
+    assert _blob(path) == large
+
+    if not place.forgets:  # a call that has patience goes on by itself
+        path.unlink()
+        patient = place.open(name, patience_s=60.0)
+        with progress.shown(_Killing(place, 1, restarts=True)):
+            assert patient.download({path: large}) == Transferred(1, large.size, 0)
+        assert _blob(path) == large
+
+
+def test_credentials_are_in_no_log_message_or_document(
+    place: Place,
+    store: Store,
+    sources: dict[Blob, Path],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = next(iter(sources))
+    with caplog.at_level(logging.DEBUG):
+        store.upload({small: sources[small]})
+        store.commit(_record(store.claim("pair"), {"small": small}))
+        said = [str(store.versions("pair")), store.url]
+        monkeypatch.setenv("ORAS_USER", "stranger")
+        try:
+            place.open(_name(store)).versions("pair")
+        except StoreError as exc:
+            said.append(str(exc))
+            assert place.name == "oci"
+            assert said[-1] == (
+                f"store {store.url}: access is denied; see the credentials in the environment"
+            )
+    said.append(caplog.text)
+    encoded = [base64.b64encode(f"{user}:{SECRET}".encode()).decode() for user in USERS]
+    assert [secret for secret in (SECRET, *encoded) if secret in " ".join(said)] == []

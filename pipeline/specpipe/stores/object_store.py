@@ -76,10 +76,11 @@ class ObjectStore:
         def read(blob: Blob, start: int) -> Iterator[bytes]:
             return in_blocks(self._objects, blob_name(blob.sha256), start, blob.size)
 
-        def report_damage(blob: Blob) -> None:
+        def report_damage(blob: Blob) -> str:
             # So that the next upload replaces it. Who may only read has told people at least.
             with suppress(Exception):
                 self._objects.replace(damage_name(blob.sha256), b"damaged\n")
+            return "publish it again from where it was built, which replaces it"
 
         return transfers.download(
             files,

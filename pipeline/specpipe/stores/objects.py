@@ -57,11 +57,14 @@ class Objects(ABC):
     def entries(self, prefix: str) -> dict[str, Entry]:
         """Returns what is below a folder, by whole name."""
         try:
-            found = self.fs.find(self.path(prefix), detail=True)
+            found = self._find(self.path(prefix))
         except FileNotFoundError:
             return {}
         start = len(self.path(""))
         return {path[start:]: _entry(info) for path, info in found.items() if len(path) > start}
+
+    def _find(self, path: str) -> Any:
+        return self.fs.find(path, detail=True)
 
     def read(self, name: str) -> bytes | None:
         """Returns a document; None where there is none."""
@@ -170,6 +173,10 @@ class Tree(Objects):
     @abstractmethod
     def settle(self, file: Any) -> None:
         """Waits until what was written to an open file would outlive the machine."""
+
+    def _find(self, path: str) -> Any:
+        # Without, a folder that cannot be read would be one with nothing in it.
+        return self.fs.find(path, detail=True, on_error="raise")
 
     def _stage(self, blocks: Iterable[bytes], size: int) -> str:
         name = f"{STAGING}/{uuid.uuid4().hex}"

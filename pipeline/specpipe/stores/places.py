@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import urllib.parse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from specpipe.errors import RuntimeUnavailable, StoreError, show
 from specpipe.machine.libraries import with_extras
 from specpipe.stores.folder import Folder
 from specpipe.stores.object_store import ObjectStore
+from specpipe.stores.objects import Objects
 from specpipe.stores.store import Store
 
 _EXPECTED = (
@@ -44,10 +44,42 @@ def open_store(url: str, base_dir: Path, **settings: Any) -> Store:
 
 def _remote(url: str, settings: dict[str, Any]) -> Store:
     parts = _split(url)
-    opener = _OPENERS.get(parts.scheme)
-    if opener is None:
+    bucket, path = parts.netloc, parts.path.strip("/")
+    objects: Objects
+    if parts.scheme == "s3":
+        _require("s3", "s3fs")
+        from specpipe.stores.buckets import s3
+
+        objects = s3(bucket, path)
+    elif parts.scheme == "gs":
+        _require("gcs", "gcsfs")
+        from specpipe.stores.buckets import gcs
+
+        objects = gcs(bucket, path)
+    elif parts.scheme == "ssh":
+        _require("ssh", "fsspec", "paramiko")
+        from specpipe.stores.ssh import Sftp, Ssh
+
+        assert parts.hostname is not None
+        objects = Ssh(Sftp(parts.hostname, parts.username, parts.port), f"/{path}")
+    elif parts.scheme == "oci":
+        return _oci(url.rstrip("/"), parts.netloc, path, settings)
+    else:
         raise StoreError(f"{show(parts.scheme)}:// is no kind of store: expected {_EXPECTED}")
-    return opener(parts, settings)
+    return ObjectStore(url.rstrip("/"), objects, **settings)
+
+
+def _oci(url: str, host: str, name: str, settings: dict[str, Any]) -> Store:
+    # OCI distribution specification 1.1, "Pulling manifests"
+    part = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+    if not re.fullmatch(rf"{part}(?:/{part})*", name):
+        raise StoreError(f"{show(url)!r} has no name of a repository, as registries allow them")
+    _require("release", "oras")
+    from specpipe.stores.oci import OciStore
+    from specpipe.stores.registry import Registry
+
+    settings.pop("stale_s", None)  # a registry collects its own garbage
+    return OciStore(url, Registry(host, name), **settings)
 
 
 def _split(url: str) -> urllib.parse.SplitResult:
@@ -67,9 +99,6 @@ def _split(url: str) -> urllib.parse.SplitResult:
     if not parts.hostname or any(part in (".", "..") for part in parts.path.split("/")):
         raise StoreError(f"{show(url)!r} is no store: expected {_EXPECTED}")
     return parts
-
-
-_OPENERS: dict[str, Callable[[urllib.parse.SplitResult, dict[str, Any]], Store]] = {}
 
 
 def _require(extra: str, *modules: str) -> None:

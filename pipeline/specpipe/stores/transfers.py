@@ -27,6 +27,8 @@ Read = Callable[[Blob, int], Iterator[bytes]]
 """Yields the content of a blob from an offset on."""
 Put = Callable[[Blob, Iterable[bytes]], None]
 """Stores the content of a blob; an exception of the blocks leaves nothing."""
+ReportDamage = Callable[[Blob], str]
+"""Notes that a blob has another digest than its name says; returns what to do about it."""
 
 
 def in_parallel(calls: Collection[Callable[[], object]], num_threads: int) -> None:
@@ -70,7 +72,7 @@ def upload(
 def download(
     files: Mapping[Path, Blob],
     read: Read,
-    report_damage: Callable[[Blob], None],
+    report_damage: ReportDamage,
     *,
     patience: Patience,
     num_threads: int,
@@ -163,7 +165,7 @@ class _Fetch:
     blob: Blob
     path: Path
     read: Read
-    report_damage: Callable[[Blob], None]
+    report_damage: ReportDamage
     patience: Patience
     counter: progress.Count
     stop: threading.Event
@@ -180,11 +182,10 @@ class _Fetch:
             if self._is_other(digest, size):
                 self._restart(file, size)
                 partial.unlink()
-                self.report_damage(self.blob)
+                advice = self.report_damage(self.blob)
                 raise StoreError(
-                    f"store {self.patience.url}: blob {self.blob.sha256} is damaged there: "
-                    f"it has other bytes ({size} of {self.blob.size} were read); publish it again "
-                    "from where it was built, which replaces it"
+                    f"store {self.patience.url}: blob {self.blob.sha256} is damaged there, of "
+                    f"which {size} of {self.blob.size} bytes were read: {advice}"
                 )
             os.fsync(file.fileno())
             partial.replace(self.path)
