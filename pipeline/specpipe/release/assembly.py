@@ -45,6 +45,7 @@ from specpipe.machine.signals import deferred
 from specpipe.release import statements
 from specpipe.release.bom import bill_of_materials
 from specpipe.release.built import BuiltPair, check_publishable, read_built
+from specpipe.release.documents import QUALITY_RESULT
 from specpipe.release.release_file import Release, content_digest
 from specpipe.roles import ROLES, Role
 from specpipe.runtimes.pair_file import read_pair
@@ -53,7 +54,6 @@ from specpipe.runtimes.requirements import Requirements
 from specpipe.runtimes.runtime import load_runtime, require_installed
 from specpipe.version import __version__
 
-QUALITY_RESULT = "results/quality.json"
 STATEMENTS = "attestations"
 BOM_NAME = "bom.cdx.json"
 _NIGHTLY_RESULTS: tuple[ResultName, ...] = ("nightly", "nightly-bench")
