@@ -215,14 +215,12 @@ def _timeless(files: Files) -> Files:
 
 
 def _requirements(built: BuiltPair) -> Requirements:
-    """Returns what the runtime tells, and the driver under which engines for GPUs were built."""
-    needed = load_runtime(read_pair(built.repository).runtime).requirements(built.repository)
-    if not needed.engines:
-        return needed
+    """Returns what the runtime needs of a machine, given the driver that built it."""
     drivers = [
         str(gpu["driver_version"])
         for artifact, manifest in built.manifests.items()
         if artifact.endswith("/engine")
         for gpu in manifest.build.get("gpus", ())
     ]
-    return replace(needed, driver=next(iter(drivers), None))
+    runtime = load_runtime(read_pair(built.repository).runtime)
+    return runtime.requirements(built.repository, driver=next(iter(drivers), None))
