@@ -205,6 +205,21 @@ def test_unsigned_is_refused(version: Path, trust: Trust) -> None:
     )
 
 
+def test_a_version_is_verified_by_its_digests_before_it_is_fetched(
+    version: Path, trust: Trust, tmp_path: Path
+) -> None:
+    whole = verify(version, trust)
+    statement = tmp_path / "statement"
+    statement.mkdir()
+    for name in ("release.json", "model.sig"):
+        shutil.copy(version / name, statement)
+    assert verify(statement, trust, present=whole.files) == whole
+    told = {**whole.files, MODEL: "0" * 64}
+    assert refusal(statement, trust, present=told) == changed(f"{MODEL} was changed")
+    lied = {**whole.files, "release.json": "0" * 64}
+    assert refusal(statement, trust, present=lied) == changed("release.json was changed")
+
+
 def test_a_foreign_key_is_refused(version: Path, trust: Trust, keys: dict[str, Path]) -> None:
     sign(version, keys["theirs"], PASSPHRASE)
     theirs = record_file(keys["theirs"].with_name("theirs.pub")).sha256

@@ -83,13 +83,17 @@ def verify(
     *,
     expected_pair: str | None = None,
     expected_number: int | None = None,
+    present: Files | None = None,
 ) -> Verified:
     """Returns who signed the folder of a version; raises SignatureError where that does not count.
 
     All of it counts, or nothing: signed by a key of the trust file that is not revoked, for a pair
-    that its publisher may publish, before the key expired, and each file as it was signed. Every
-    file is read. With a pair and a number, another one is refused: an older version in place of a
-    newer one is signed as well.
+    that its publisher may publish, before the key expired, and each file as it was signed. With
+    a pair and a number, another one is refused: an older version in place of a newer one is signed
+    as well.
+
+    present  the digests of the files, where they are known and the folder holds only `release.json`
+             and the signature: before a version is fetched. None: every file below it is hashed
     """
     if not folder.is_dir():
         raise SignatureError(f"{folder} is no folder: expected that of a version")
@@ -97,7 +101,8 @@ def verify(
     publisher, key = _find_key(signature, trust)
     signature.check(key.pem)
     _check_not_revoked(signature, publisher, key, trust)
-    present = files.digests(folder)
+    if present is None:
+        present = files.digests(folder)
     if found := files.differences(signature.files, present):
         raise SignatureError(
             f"{folder} is not what {show(publisher.name)} signed: {files.listed(found)}: fetch the "
