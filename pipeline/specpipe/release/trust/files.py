@@ -11,7 +11,8 @@ from specpipe import progress
 from specpipe.errors import SignatureError, show, to_sentence
 from specpipe.machine.manifest import record_file
 from specpipe.machine.signals import thread_pool
-from specpipe.release.trust.signature import SIGNATURE_NAME, Files
+from specpipe.release.release_file import SIGNATURE_NAME
+from specpipe.release.trust.signature import Files
 
 _LISTED = 3  # files that a message names; the others are counted
 

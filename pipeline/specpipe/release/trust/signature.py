@@ -23,12 +23,11 @@ from pydantic.alias_generators import to_camel
 from specpipe.errors import SignatureError
 from specpipe.machine.own_json import reason
 from specpipe.machine.whole_file import written_whole
+from specpipe.release.release_file import SIGNATURE_NAME
 from specpipe.release.trust import keys
 
 if TYPE_CHECKING:
     from model_signing import hashing
-
-SIGNATURE_NAME = "model.sig"
 
 _MAX_BYTES = 8 << 20  # some 30,000 files; what it unfolds to in memory is a hundred times as much
 _DAMAGED = "fetch the version again, or ask its publisher for a signature by specpipe"
