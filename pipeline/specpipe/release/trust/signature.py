@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import AliasPath, BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from specpipe.errors import SignatureError
+from specpipe.errors import SignatureError, show
 from specpipe.machine.own_json import reason
 from specpipe.machine.whole_file import written_whole
 from specpipe.release.release_file import SIGNATURE_NAME
@@ -109,10 +109,7 @@ class Signature:
             except (
                 Exception
             ) as exc:  # it reads what a stranger wrote, and promises no kind of error
-                raise self._malformed(exc) from exc
-
-    def _malformed(self, exc: Exception) -> SignatureError:
-        return _malformed(self.path, reason(exc))
+                raise _malformed(self.path, show(reason(exc))) from exc
 
 
 def read_signature(folder: Path) -> Signature:
