@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/reference/{settings,commands,release-commands,ensemble}.md from what the code itself declares.
+"""Writes pages of docs/reference/ from what the code itself declares.
 
 With --check it writes nothing, and fails where a page is not what it would write.
 """
@@ -194,7 +194,7 @@ def commands_page() -> Iterator[str]:
 def release_commands_page() -> Iterator[str]:
     yield "# Commands of releases"
     yield ""
-    yield "As `specpipe COMMAND --help` has them: from a built pair to one that is served elsewhere."
+    yield "As `specpipe COMMAND --help` has them: from a built pair to one served elsewhere."
     yield ""
     context = click.Context(cli, info_name="specpipe")
     for name, command in sorted(cli.commands.items()):
