@@ -179,13 +179,11 @@ def test_a_link_in_place_of_the_same_file_is_refused(
     version: Path, trust: Trust, path: str, keys: dict[str, Path]
 ) -> None:
     _link(path)(version)
-    sentence = f"{version / path}"[:80]
     for fails in (lambda: verify(version, trust), lambda: sign(version, keys["ours"], PASSPHRASE)):
         with pytest.raises(SignatureError) as caught:
             fails()
-        assert str(caught.value).startswith(sentence)
-        assert str(caught.value).endswith(
-            "is a link, which no signature covers: a version has files alone"
+        assert str(caught.value) == (
+            f"{version}: {path} is a link, which no signature covers: a version has files alone"
         )
 
 

@@ -106,9 +106,8 @@ class Signature:
                     f"{self.path} says that key {self.key_fingerprint[:16]} signed it, which did "
                     f"not: {_DAMAGED}"
                 ) from None
-            except (
-                Exception
-            ) as exc:  # it reads what a stranger wrote, and promises no kind of error
+            # The library reads what a stranger wrote, and promises no kind of error.
+            except Exception as exc:
                 raise _malformed(self.path, show(reason(exc))) from exc
 
 
