@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpipe.build import execution, planning
+from specpipe.build.remote_cache import remote_cache
 from specpipe.errors import RepositoryError
 from specpipe.evaluate import prompts, results
 from specpipe.evaluate.nightly import facts, record
@@ -99,7 +100,8 @@ class _PairRun:
         run.compared_with = None if self._last is None else self._last.made_at
         run.asked = self._asked(self._prompts)
         stages = planning.plan(self._config)
-        execution.run(stages, _Build(run, self._report), verify=True)
+        remote = remote_cache(self._config)
+        execution.run(stages, _Build(run, self._report), verify=True, remote=remote)
         run.checkpoints = facts.checkpoints_used(self._config, stages)
         run.sizes_bytes = facts.sizes(stages)
         verified = self._verify()
