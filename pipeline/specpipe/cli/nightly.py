@@ -88,15 +88,16 @@ def nightly(
     Exit code 1 when a pair is not good, with the reasons; the others run all the same. On GitHub
     the summary is added to that of the job.
     """
+    if check_age is not None:
+        _check_age(configs, overrides, check_age)
+        return
+
     from specpipe.evaluate.nightly.all import reasons, run_all
     from specpipe.evaluate.nightly.junit import write_junit
     from specpipe.evaluate.nightly.run import NightlyOptions
     from specpipe.evaluate.nightly.summary import write_summary
     from specpipe.machine.signals import deferred
 
-    if check_age is not None:
-        _check_age(configs, overrides, check_age)
-        return
     if options["baseline"] is not None and options["is_new_baseline"]:
         raise click.UsageError("--new-baseline compares with nothing: leave out --baseline.")
     paths = [path for path in (summary_path, junit_path) if path is not None]
