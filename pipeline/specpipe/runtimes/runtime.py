@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
     from specpipe.runtimes.plan import EngineStages, PairPlan, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.requirements import Requirements
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
@@ -87,6 +88,12 @@ class Backend(Protocol[Plan]):
         Raises EngineMismatch when its engines were built for something else than what is here, or
         when a fact of theirs is unknown and that was not allowed; the message names all of it, and
         the command that builds them again.
+        """
+
+    def requirements(self, repository: Path, *, driver: str | None) -> Requirements:
+        """What a machine must be to serve a repository, as far as the repository tells.
+
+        driver  that of NVIDIA under which the engines were built; None: unknown, or there was none
         """
 
     def load_pair(
