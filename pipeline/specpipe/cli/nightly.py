@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from specpipe.cli.output import print_json
 from specpipe.cli.progress import log
-
-if TYPE_CHECKING:
-    from specpipe.config.sections import PipelineConfig
-    from specpipe.evaluate.nightly.run import PromotedRun
 
 
 @click.command()
@@ -88,21 +84,23 @@ def nightly(
     Exit code 1 when a pair is not good, with the reasons; the others run all the same. On GitHub
     the summary is added to that of the job.
     """
+    if check_age is not None:
+        _check_age(configs, overrides, check_age)
+        return
+
     from specpipe.evaluate.nightly.all import reasons, run_all
     from specpipe.evaluate.nightly.junit import write_junit
     from specpipe.evaluate.nightly.run import NightlyOptions
     from specpipe.evaluate.nightly.summary import write_summary
     from specpipe.machine.signals import deferred
+    from specpipe.release.compared import find_promoted
 
-    if check_age is not None:
-        _check_age(configs, overrides, check_age)
-        return
     if options["baseline"] is not None and options["is_new_baseline"]:
         raise click.UsageError("--new-baseline compares with nothing: leave out --baseline.")
     paths = [path for path in (summary_path, junit_path) if path is not None]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
-    asked = NightlyOptions(find_promoted=_find_promoted, **options)
+    asked = NightlyOptions(find_promoted=find_promoted, **options)
     finished_runs = run_all(configs, overrides, asked, report=log)
     summary = write_summary(finished_runs)
     with deferred():
@@ -119,20 +117,6 @@ def nightly(
         click.echo(summary, nl=False)
     if failures := reasons(finished_runs):
         raise click.ClickException("\n".join(failures))
-
-
-def _find_promoted(config: PipelineConfig) -> PromotedRun | None:
-    """Returns the version that this machine serves, with the run that it was published with."""
-    from specpipe.evaluate.nightly.run import PromotedRun
-    from specpipe.machine.artifacts import Artifacts
-    from specpipe.stores.promoted import read_promotion
-
-    promotion = read_promotion(config.artifacts.promoted)
-    if promotion is None:
-        return None
-    folder = config.artifacts.versions / str(promotion.number)
-    run = Artifacts(folder).result("nightly")
-    return PromotedRun(promotion.number, run if run.is_file() else None)
 
 
 def _check_age(configs: Sequence[Path], overrides: Sequence[str], hours: float) -> None:

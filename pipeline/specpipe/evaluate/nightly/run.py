@@ -45,11 +45,11 @@ _MOST_MEASUREMENTS = 3
 class PromotedRun:
     """The promoted version of a pair, and the nightly run that it was published with.
 
-    record  its results/nightly.json; None: it was published without one
+    run  None: it was published without one
     """
 
     number: int
-    record: Path | None
+    run: Run | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +165,9 @@ class _PairRun:
         if folder is not None:
             artifacts = Artifacts(folder / artifacts.folder.name)
         elif (promoted := self._options.find_promoted(self._config)) is not None:
-            if promoted.record is not None:
+            if promoted.run is not None:
                 self._run.compared_version = promoted.number
-                return record.read_last_good(promoted.record)
+                return promoted.run
             self._run.notes.append(
                 f"version {promoted.number} is promoted, but was published without a nightly run "
                 "to compare with"
