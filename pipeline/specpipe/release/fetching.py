@@ -11,6 +11,7 @@ from specpipe.errors import EngineMismatch, StoreError, show
 from specpipe.machine.callables import Log
 from specpipe.machine.memory import format_bytes
 from specpipe.progress import phase
+from specpipe.release.documents import DOCUMENTS
 from specpipe.release.local import (
     LocalVersion,
     contents,
@@ -21,6 +22,8 @@ from specpipe.release.local import (
 from specpipe.release.release_file import digest_of, requirement_faults
 from specpipe.stores.records import below
 from specpipe.stores.store import Blob, Store, VersionRecord
+
+_MAX_DOCUMENT_BYTES = 256 << 20  # what is read of JSON at most; most have some kB
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,19 @@ def fetch(store: Store, record: VersionRecord, versions: Path, log: Log) -> Fetc
             moved = store.download(missing)
         version = put_in_place(staging, record, store.url)
     return Fetched(version, moved.num_bytes, size - moved.num_bytes)
+
+
+def fetch_documents(store: Store, pair: str, number: int, folder: Path) -> None:
+    """Brings the small documents of a version into a folder, to look at it without its weights."""
+    record = find_version(store, pair, number)
+    documents = {name: record.files[name] for name in DOCUMENTS if name in record.files}
+    for name, blob in documents.items():
+        if blob.size > _MAX_DOCUMENT_BYTES:
+            raise StoreError(
+                f"{store.url}: {name} of version {number} of {pair} has {blob.size} bytes, "
+                f"expected at most {_MAX_DOCUMENT_BYTES}"
+            )
+    store.download(below(folder, documents))
 
 
 def missing_bytes(record: VersionRecord, versions: Path) -> int:
