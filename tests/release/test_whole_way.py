@@ -113,7 +113,7 @@ def noise(share: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def serving(words: str) -> Iterator[str]:
     """A `specpipe serve` in a process of its own; yields its address."""
     ports = "--http-port 0 --grpc-port 0 --metrics-port 0 --config pair.yaml"
-    command = [sys.executable, "-m", "specpipe", "serve", *words.split(), *ports.split()]
+    command = [sys.executable, "-m", "specpipe", "serve", "--verbose", *words.split(), *ports.split()]
     with (
         Path("serve.log").open("w") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
