@@ -337,9 +337,11 @@ def test_server_that_is_not_there_is_one_sentence(
     for url in ("s3://bucket/x", "ssh://me@127.0.0.1:9/x", "oci://127.0.0.1:9/x"):
         with pytest.raises(StoreError) as failed:
             open_store(url, tmp_path, patience_s=0.3).promotion("pair")
-        assert str(failed.value) in (
-            f"store {url}: the connection is refused",
-            f"store {url}: it does not answer, or the connection broke",
+        assert str(failed.value).startswith(
+            (
+                f"store {url}: the connection is refused",
+                f"store {url}: it does not answer, or the connection broke",
+            )
         )
 
 
