@@ -75,7 +75,7 @@ def fetch(store: Store, record: VersionRecord, versions: Path, log: Log) -> Fetc
 
     What another version here holds is copied and not moved. To be called with the lock of the pair.
     """
-    size = sum(blob.size for blob in record.files.values())
+    size = sum(blob.size for blob in {*record.files.values()})
     here = whole_version(versions, record.number, log)
     if here is not None and _is_same(here, record):
         return Fetched(here, 0, size)
