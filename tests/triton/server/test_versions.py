@@ -20,7 +20,7 @@ import pytest
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.machine.web import fetch
 from specpipe.triton.client import Client
-from specpipe.triton.server import control, processes
+from specpipe.triton.server import control
 from tests.triton.asking import metrics
 from tests.triton.conftest import write_echo_repository
 from tests.triton.server.test_launcher import Launcher, WaitUntil
@@ -170,8 +170,15 @@ def test_what_fails_changes_nothing(served: Served, tmp_path: Path) -> None:
 def test_a_long_answer_outlives_the_drain_limit_and_is_cancelled_as_ever(
     served: Served, wait_until: WaitUntil
 ) -> None:
-    """Of two streams that a rollback leaves behind, one ends, the other one's client goes away."""
+    """Of two streams that a rollback leaves behind, one ends, the other one's client goes away.
+
+    What was kept goes on as it was loaded, although a file of it was touched and linked since.
+    """
     left, kept = served.served()
+    loaded = served.launcher.pid(f"speculative_{kept}")
+    touched = served.folder / "even" / "speculative" / "1" / "pair.json"
+    os.link(touched, touched.with_name("linked"))
+    touched.touch()
 
     def in_flight() -> float:
         name = f'specpipe_requests_in_flight{{model="speculative_{left}"}}'
@@ -191,6 +198,7 @@ def test_a_long_answer_outlives_the_drain_limit_and_is_cancelled_as_ever(
     assert chunks[-1].finish_reason == "length"
     assert last is not None and last.num_output_tokens == 300
     assert served.served() == (kept, None)
+    assert served.launcher.pid(f"speculative_{kept}") == loaded
     assert wait_until(lambda: served.model_processes() == models(kept))
     assert served.restarts() == []
 
@@ -280,8 +288,12 @@ def test_twenty_promotes_leave_no_memory_behind(served: Served) -> None:
     """In Triton and in the launcher; models have processes of their own, which end."""
 
     def held() -> dict[str, int]:
+        """Kilobytes that are a process's own (proc(5), RssAnon)."""
         pids = {"tritonserver": served.launcher.triton(), "launcher": served.launcher.process.pid}
-        return {name: processes.memory_bytes(pid) for name, pid in pids.items()}
+        return {
+            name: int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0])
+            for name, pid in pids.items()
+        }
 
     measured = []
     for _ in range(20):
@@ -291,7 +303,7 @@ def test_twenty_promotes_leave_no_memory_behind(served: Served) -> None:
     print(*measured, sep="\n")
     assert len(served.model_processes()) == 3
     for name, last in measured[-1].items():
-        assert last < 1.05 * measured[3][name]
+        assert last < 1.1 * measured[3][name]
 
 
 @pytest.mark.slow
