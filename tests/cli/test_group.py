@@ -95,14 +95,18 @@ def test_help_lists_the_commands() -> None:
         "lock",
         "migrate",
         "nightly",
+        "promote",
+        "publish",
         "quickstart",
         "report",
+        "rollback",
         "schema",
         "serve",
         "sign",
         "tune",
         "verify",
         "verify-signature",
+        "versions",
     ]
 
 

@@ -30,6 +30,8 @@ from specpipe.cli.migrate import migrate
 from specpipe.cli.nightly import nightly
 from specpipe.cli.output import Group
 from specpipe.cli.progress import StderrDisplay
+from specpipe.cli.promote import promote, rollback
+from specpipe.cli.publish import publish
 from specpipe.cli.quickstart import quickstart
 from specpipe.cli.report import report
 from specpipe.cli.schema import schema
@@ -38,6 +40,7 @@ from specpipe.cli.sign import sign
 from specpipe.cli.tune import tune
 from specpipe.cli.verify import verify
 from specpipe.cli.verify_signature import verify_signature
+from specpipe.cli.versions import versions
 from specpipe.errors import to_sentence
 from specpipe.progress import shown
 
@@ -98,13 +101,17 @@ for _command in (
     lock,
     migrate,
     nightly,
+    promote,
+    publish,
     quickstart,
     report,
+    rollback,
     schema,
     serve,
     sign,
     tune,
     verify,
     verify_signature,
+    versions,
 ):
     main.add_command(_command)

@@ -12,9 +12,9 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from specpipe.config.sections import NAME_PATTERN
 from specpipe.errors import RepositoryError
-from specpipe.evaluate.verification.record import repository_digest
+from specpipe.evaluate.verification.record import HasDigest, repository_digest
 from specpipe.machine.gpus import gpus_here
-from specpipe.machine.manifest import Files, record_files
+from specpipe.machine.manifest import record_files
 from specpipe.machine.own_json import parse_object, read_bytes, reason, write_object
 from specpipe.runtimes import requirements
 from specpipe.runtimes.requirements import Requirements
@@ -108,7 +108,7 @@ def content_digest(folder: Path) -> str:
     return digest_of(record_files(folder))
 
 
-def digest_of(files: Files) -> str:
+def digest_of(files: Mapping[str, HasDigest]) -> str:
     """Returns the digest of a version with these files, whatever its number and its signature."""
     return repository_digest(
         {
