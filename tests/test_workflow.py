@@ -71,6 +71,17 @@ def test_actionlint_finds_nothing(path: Path, tmp_path: Path) -> None:
     assert 'property "engins" is not defined' in found.stdout
 
 
+@pytest.mark.parametrize("name", [*WORKFLOWS])
+def test_an_example_calls_it_with_what_it_takes(name: str) -> None:
+    example = ROOT / "examples" / "ci" / f"{name}.yml"
+    assert (actionlint(example).stdout, read(example)["permissions"]) == ("", {"contents": "read"})
+    (job,) = read(example)["jobs"].values()
+    assert job["uses"] == f"OWNER/specpipe/.github/workflows/{name}.yml@main"
+    takes = read(WORKFLOWS[name])[True]["workflow_call"]
+    assert job["with"].keys() <= takes["inputs"].keys()
+    assert job.get("secrets", {}).keys() == takes.get("secrets", {}).keys()
+
+
 def test_gitlabs_own_schema_finds_nothing() -> None:
     check = [program("check-jsonschema", "check-jsonschema"), "--builtin-schema"]
     found = subprocess.run(
