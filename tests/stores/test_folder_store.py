@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
+from s3fs.errors import translate_boto_error
 
 from specpipe.errors import RuntimeUnavailable, StoreError
+from specpipe.stores.patience import passes, words
 from specpipe.stores.places import open_store
 from specpipe.stores.records import below
 from specpipe.stores.store import Blob, Promotion, Store, Transferred, VersionRecord
@@ -242,6 +246,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from pathlib import Path
 from specpipe import progress
+from specpipe.stores.patience import passes, words
 from specpipe.stores.places import open_store
 from specpipe.stores.store import Blob
 
@@ -327,6 +332,27 @@ def test_missing_library_is_named_with_its_extra(
         open_store(url, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "is_passing", "said"),
+    [
+        ("SlowDown", 503, True, "it answers 503"),
+        ("InternalError", 500, True, "it answers 500"),
+        ("ConditionalRequestConflict", 409, True, "it answers 409"),
+        ("InvalidRequest", 400, False, "it answers 400"),
+        ("AccessDenied", 403, False, "access is denied; see the credentials in the environment"),
+    ],
+)
+def test_answers_of_s3_that_pass_are_told_from_others(
+    code: str, status: int, is_passing: bool, said: str
+) -> None:
+    answer = {
+        "Error": {"Code": code, "Message": "of AKIA0123, signed with a-secret"},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
+    error = translate_boto_error(ClientError(answer, "PutObject"))
+    assert (passes(error), words(error)) == (is_passing, said)
+
+
 def test_server_that_is_not_there_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,10 +362,28 @@ def test_server_that_is_not_there_is_one_sentence(
     for url in ("s3://bucket/x", "ssh://me@127.0.0.1:9/x", "oci://127.0.0.1:9/x"):
         with pytest.raises(StoreError) as failed:
             open_store(url, tmp_path, patience_s=0.3).promotion("pair")
-        assert str(failed.value) in (
-            f"store {url}: the connection is refused",
-            f"store {url}: it does not answer, or the connection broke",
+        assert str(failed.value).startswith(
+            (
+                f"store {url}: the connection is refused",
+                f"store {url}: it does not answer, or the connection broke",
+            )
         )
+
+
+def test_server_that_says_nothing_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
+    for constant in ("ANSWER_S", "CONNECT_S"):
+        for module in ("buckets", "ssh", "registry"):
+            monkeypatch.setattr(f"specpipe.stores.{module}.{constant}", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog takes connections
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{address}")
+        for url in ("s3://bucket/x", f"ssh://me@{address}/x", f"oci://{address}/x"):
+            with pytest.raises(StoreError, match=f"store {url}: it does not answer"):
+                open_store(url, tmp_path, patience_s=0.2).promotion("pair")
 
 
 def test_promotion_is_replaced_as_a_whole(store: Store, tmp_path: Path) -> None:

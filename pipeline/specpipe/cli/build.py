@@ -44,6 +44,7 @@ def build(
 ) -> None:
     """Build engines and Triton repository; do only what is not done yet."""
     from specpipe.build import execution, lock, planning
+    from specpipe.build.remote_cache import remote_cache
 
     if small_files is not None and not dry_run:
         raise click.UsageError("--small-files has no weights to build from: add --dry-run.")
@@ -67,7 +68,9 @@ def build(
                     click.echo(f"  $ {shlex.join(command)}")
         return
     with log_shown():
-        reports = execution.run(stages, BuildProgress(), verify_inputs=verify_inputs)
+        reports = execution.run(
+            stages, BuildProgress(), verify_inputs=verify_inputs, remote=remote_cache(config)
+        )
     if as_json:
         print_json(
             {

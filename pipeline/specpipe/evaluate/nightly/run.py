@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specpipe.build import execution, lock, planning
+from specpipe.build.remote_cache import remote_cache
 from specpipe.errors import RepositoryError
 from specpipe.evaluate import prompts, results
 from specpipe.evaluate.nightly import facts, latency, record, upstream
@@ -127,7 +128,8 @@ class _PairRun:
             run.changes = upstream.changes(self._last.made_from, run.made_from)
         if self._options.is_locked:
             lock.check_pair(self._config, pair, stages, report=self._report)
-        execution.run(stages, _Build(run, self._report), verify=True)
+        remote = remote_cache(self._config)
+        execution.run(stages, _Build(run, self._report), verify=True, remote=remote)
         run.repository = facts.repository(stages)
         run.checkpoints = facts.checkpoints_used(self._config, stages)
         run.sizes_bytes = facts.sizes(stages)
