@@ -8,6 +8,7 @@ results/.nightly.lock   held while a run goes on; a second one waits
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
