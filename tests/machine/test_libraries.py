@@ -158,7 +158,7 @@ def hinted_extras() -> Iterator[tuple[str, str]]:
                 elif isinstance(value, ast.Subscript):  # EXTRAS[library]
                     yield from ((place, extra) for extra in EXTRAS.values())
                 else:  # handed on by require_library and require_installed
-                    assert place.startswith("runtimes/runtime.py"), place
+                    assert place.startswith(("machine/libraries.py", "runtimes/runtime.py")), place
                     assert ast.unparse(value) == "extra"
 
 
