@@ -166,8 +166,11 @@ def test_every_hint_names_an_extra_of_the_wheel(wheel: Path) -> None:
     hinted = list(hinted_extras())
     assert {extra for _, extra in hinted} == {
         "evaluate",
+        "gcs",
         "quantize",
         "release",
+        "s3",
+        "ssh",
         "tensorrt",
         "tensorrt-rtx",
         "torch",
