@@ -175,14 +175,22 @@ def commands_page() -> Iterator[str]:
     context = click.Context(cli, info_name="specpipe")
     yield from _options(cli, context)
     for name, command in sorted(cli.commands.items()):
-        inner = click.Context(command, info_name=name, parent=context)
-        yield f"## `specpipe {name}`"
-        yield ""
-        yield f"`{inner.command_path} {' '.join(command.collect_usage_pieces(inner))}`"
-        yield ""
-        yield from inspect.cleandoc(command.help or "").splitlines()
-        yield ""
-        yield from _options(command, inner)
+        yield from _command(name, command, context, "##")
+
+
+def _command(name: str, command: click.Command, above: click.Context, mark: str) -> Iterator[str]:
+    context = click.Context(command, info_name=name, parent=above)
+    yield f"{mark} `{context.command_path}`"
+    yield ""
+    yield f"`{context.command_path} {' '.join(command.collect_usage_pieces(context))}`"
+    yield ""
+    yield from inspect.cleandoc(command.help or "").splitlines()
+    yield ""
+    if not isinstance(command, click.Group) or command.invoke_without_command:
+        yield from _options(command, context)
+    if isinstance(command, click.Group):
+        for inner, found in sorted(command.commands.items()):
+            yield from _command(inner, found, context, f"{mark}#")
 
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:

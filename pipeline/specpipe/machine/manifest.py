@@ -232,10 +232,11 @@ def record_files(root: Path) -> dict[str, FileRecord]:
     """Records all files of an input or an artifact; hashes as many at once as there are cores."""
     files = files_below(root)
     with thread_pool(len(os.sched_getaffinity(0))) as pool:
-        return dict(zip(files, pool.map(_record, files.values()), strict=True))
+        return dict(zip(files, pool.map(record_file, files.values()), strict=True))
 
 
-def _record(path: Path) -> FileRecord:
+def record_file(path: Path) -> FileRecord:
+    """Records one file; its digest is that of before where this process read it unchanged."""
     status = path.stat()
     return FileRecord.of(status, _digest(path, status))
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
     from specpipe.runtimes.plan import EngineStages, PairPlan, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.requirements import Requirements
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
@@ -88,6 +89,9 @@ class Backend(Protocol[Plan]):
         when a fact of theirs is unknown and that was not allowed; the message names all of it, and
         the command that builds them again.
         """
+
+    def requirements(self, repository: Path) -> Requirements:
+        """What a machine must be to serve a repository, as far as the repository tells."""
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory

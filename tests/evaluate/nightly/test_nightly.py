@@ -131,6 +131,8 @@ def test_first_night_builds_everything_and_becomes_the_last_good_run(
     assert sizes == {"draft engine": 4, "target engine": 22, "repository": 26}
     assert [used.revision for used in found.checkpoints.values()] == [None, None]
     assert record.read_last_good(folder / "engines/pair/results/nightly.json") == found
+    verified = json.loads((folder / "engines/pair/verification.json").read_text())
+    assert found.repository == verified["repository"]["digest"]
     report = folder / "engines/pair/report"
     html = (report / "report.html").read_text()
     assert '<span class="value">lossless</span>' in html and 'id="figure-ratio"' in html

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from specpipe.runtimes.pair.admission import OVERDUE
 from specpipe.triton.server import processes
 from specpipe.triton.server.health import Health, ModelProgress, NeededProcesses
 from specpipe.triton.server.options import ServeOptions
+from specpipe.triton.server.served_models import Version
 
 WaitUntil = Callable[..., bool]
 
@@ -28,8 +30,8 @@ nv_inference_request_success{{model="preprocessing",version="1"}} {entered}
 nv_inference_request_failure{{model="preprocessing",reason="OTHER",version="1"}} {refused}
 nv_inference_request_success{{model="postprocessing",version="1"}} {left}
 nv_inference_request_success{{model="ensemble",version="1"}} 7
-specpipe_loop_steps_total {steps}
-specpipe_responses_total {responses}
+specpipe_loop_steps_total{{model="speculative"}} {steps}
+specpipe_responses_total{{model="speculative"}} {responses}
 """
 
 
@@ -58,6 +60,7 @@ class Server:
     """A server whose counters a test moves, and whose probe it lets end."""
 
     options = ServeOptions(probe_interval_s=5, probe_timeout_s=TIMEOUT_S)
+    version = Version(Path("model_repo"))
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("entered", "refused", "left", "steps", "responses"), 0)
@@ -73,7 +76,7 @@ class Server:
         if self.failure is not None:
             raise self.failure
 
-    def needed_processes(self) -> NeededProcesses:
+    def needed_processes(self, *, is_answering: bool = True) -> NeededProcesses:
         return self.processes
 
     def read_metrics(self) -> str | None:

@@ -55,6 +55,14 @@ def _files_read(stages: planning.Plan, folder: Path) -> dict[str, FileRecord]:
     return files
 
 
+def repository(stages: planning.Plan) -> str | None:
+    """Returns the digest of what was packaged, as its manifest has it."""
+    from specpipe.evaluate.verification.record import repository_digest
+
+    manifest = read_manifest(stages[-1].artifact)
+    return None if manifest is None else repository_digest(manifest.outputs)
+
+
 def sizes(stages: planning.Plan) -> dict[str, int]:
     """Returns the bytes of both engines and of the repository, which holds them."""
     package = stages[-1].stage

@@ -108,8 +108,9 @@ class Conditions:
 class Run:
     """One nightly run of one pair, filled in as it goes on; None is what it did not get to.
 
-    reasons  why it is not good, a sentence each
-    notes    what could not be compared, and why
+    reasons     why it is not good, a sentence each
+    notes       what could not be compared, and why
+    repository  digest of the repository that was verified and measured
     """
 
     pair: str
@@ -119,6 +120,7 @@ class Run:
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     compared_with: str | None = None
+    repository: str | None = None
     checkpoints: dict[str, CheckpointUsed] = field(default_factory=dict)
     stages: list[StageRun] = field(default_factory=list)
     asked: Conditions | None = None

@@ -100,6 +100,7 @@ class _PairRun:
         run.asked = self._asked(self._prompts)
         stages = planning.plan(self._config)
         execution.run(stages, _Build(run, self._report), verify=True)
+        run.repository = facts.repository(stages)
         run.checkpoints = facts.checkpoints_used(self._config, stages)
         run.sizes_bytes = facts.sizes(stages)
         verified = self._verify()

@@ -72,8 +72,13 @@ class TritonProcess:
         )
         self._log_reader.start()
 
-    def needed_processes(self) -> NeededProcesses:
-        return NeededProcesses(self.pid, uses_mpi=self._uses_mpi)
+    def needed_processes(
+        self, models: frozenset[str], *, is_whole_server: bool = True
+    ) -> NeededProcesses:
+        """The processes of these models, and those of the server itself."""
+        return NeededProcesses(
+            self.pid, models=models, is_whole_server=is_whole_server, uses_mpi=self._uses_mpi
+        )
 
     def wait(self, seconds: float) -> None:
         """Waits for the end of Triton, at most some seconds."""
