@@ -195,6 +195,7 @@ COMMON = [
     "--model-repository=/repo",
     "--disable-auto-complete-config",
     "--model-control-mode=explicit",
+    "--strict-readiness=false",
     *HTTP,
     "--grpc-address=127.0.0.1",
     "--grpc-port=2",

@@ -67,6 +67,8 @@ def server_command(
             f"--model-repository={repository}",
             "--disable-auto-complete-config",
             "--model-control-mode=explicit",
+            # Else it is not ready while another version is loaded, however long (Triton 2.51).
+            "--strict-readiness=false",
             *http,
             f"--grpc-address={bracketed(options.host)}",
             f"--grpc-port={options.grpc_port}",

@@ -34,6 +34,23 @@ if TYPE_CHECKING:
     from specpipe.triton.server.server import Server
 
 
+class _Leaving(threading.Thread):
+    """A version on its way out: no new request comes to it."""
+
+    def __init__(self, see_off: Callable[[threading.Event], None]) -> None:
+        super().__init__(
+            target=see_off, args=(drained := threading.Event(),), name="leaving", daemon=True
+        )
+        self._drained = drained
+
+    def wait(self, limit_s: float) -> bool:
+        """Waits that long for the last answer, then for the end of the processes."""
+        if not self._drained.wait(limit_s):
+            return False
+        self.join()
+        return True
+
+
 class Versions:
     """Changes which version a server answers by, one change at a time, on the caller's thread.
 
@@ -50,7 +67,8 @@ class Versions:
         self._ending = threading.Event()
         self._earlier: list[Version] = []
         self._kept: tuple[Version, NeededProcesses] | None = None
-        self._leaving: dict[Version, threading.Thread] = {}
+        self._leaving: dict[Version, _Leaving] = {}
+        self._drain_timeout_s = server.options.drain_timeout_s
 
     # For the launcher, which watches the server
 
@@ -187,7 +205,7 @@ class Versions:
             self._kept = old, self._server.processes_of(old)
         else:
             report(f"waiting for the last requests to {old}")
-            self._let_go(old).join(self._server.options.drain_timeout_s)
+            self._let_go(old).wait(self._drain_timeout_s)
         in_flight = loading.num_in_flight(self._server, old) if old in self._leaving else 0
         if in_flight:
             report(f"{old} still answers {in_flight} requests, and is unloaded after the last")
@@ -236,21 +254,19 @@ class Versions:
         assert self._health is not None
         self._health.begin()
 
-    def _let_go(self, version: Version) -> threading.Thread:
-        """Unloads a version on a thread of its own, once it has no request left."""
-        thread = threading.Thread(
-            target=self._see_off, args=(version, self._num_starts), name="triton-leaving"
-        )
-        thread.daemon = True
-        self._leaving[version] = thread
-        thread.start()
-        return thread
+    def _let_go(self, version: Version) -> _Leaving:
+        """Has a version unloaded once it has no request left."""
+        leaving = self._leaving[version] = _Leaving(partial(self._see_off, version))
+        leaving.start()
+        return leaving
 
-    def _see_off(self, version: Version, start: int) -> None:
+    def _see_off(self, version: Version, drained: threading.Event) -> None:
+        start = self._num_starts
         watched = self._server.processes_of(version)
         idle = loading.Idle(self._server, version)
         while start == self._num_starts and watched.fault() is None and not idle.look():
             pass
+        drained.set()
         if start == self._num_starts:
             loading.unload(self._server, version)
             self._leaving.pop(version, None)
@@ -258,7 +274,7 @@ class Versions:
     def _replace(self, version: Version, reason: str, start: int, report: Log) -> Change:
         assert self._health is not None
         if self._kept is not None:
-            self._let_go(self._kept[0]).join(self._server.options.drain_timeout_s)
+            self._let_go(self._kept[0]).wait(self._drain_timeout_s)
             self._kept = None
         replacing = Replacing(
             self._server,
@@ -275,11 +291,9 @@ class Versions:
 
     def _await_leaving(self, report: Log) -> None:
         """Waits for what is still on its way out, so that no third version needs memory."""
-        deadline = time.monotonic() + self._server.options.drain_timeout_s
-        for version, thread in list(self._leaving.items()):
+        for version, leaving in list(self._leaving.items()):
             report(f"waiting for the last requests to {version}")
-            thread.join(max(deadline - time.monotonic(), 0.0))
-            if thread.is_alive():
+            if not leaving.wait(self._drain_timeout_s):
                 num_left = loading.num_in_flight(self._server, version)
                 raise ServerError(
                     f"{version} still answers {num_left} requests: try again after their end"
@@ -307,5 +321,5 @@ class Versions:
             return shortage
         kept, self._kept = self._kept[0], None
         report(f"{shortage}: {kept}, kept for a rollback, is unloaded")
-        self._let_go(kept).join(self._server.options.drain_timeout_s)
+        self._let_go(kept).wait(self._drain_timeout_s)
         return room.shortage(self._server, version)
