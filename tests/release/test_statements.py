@@ -155,6 +155,22 @@ def test_a_hub_s_checkpoint_is_named_by_its_commit(released: PipelineConfig) -> 
     assert (lockfile.name, dict(lockfile.digest)) == ("pair.lock", {"sha256": "d" * 64})
 
 
+def test_a_checkpoint_in_the_hub_s_cache_is_known_by_where_it_lies(
+    built: PipelineConfig, built_once: PipelineConfig
+) -> None:
+    cached = f"/cache/models--org--a--toy/snapshots/{COMMIT}/"
+    for path in built.artifacts_dir.rglob("*.manifest.json"):
+        path.write_text(path.read_text().replace(f"{built_once.base_dir}/draft/", cached))
+    draft = read_built(built).checkpoints["draft"]
+    assert (draft.name, draft.commit) == ("org/a--toy", COMMIT)
+    assert draft.folder == Path(cached) and "model.safetensors" in draft.files
+    # It is gone from the cache: that is noted, and nothing is taken from elsewhere.
+    assert find_licences("draft", draft.name, draft.folder).notes == (
+        "no licence file found: the draft's checkpoint org/a--toy is no longer where it was built "
+        "from",
+    )
+
+
 def test_verdict_acceptance_and_speed_are_those_of_the_results(version: Path) -> None:
     found = {path.stem: read(path)["predicate"] for path in (version / "attestations").iterdir()}
     proved = read(version / "verification.json")
@@ -225,6 +241,13 @@ def test_the_bill_of_materials_is_what_cyclonedx_reads(version: Path) -> None:
         {"license": {"acknowledgement": "declared", "id": "Apache-2.0"}}
     ]
     assert "licenses" not in found["target"]
+    facts = {one["name"]: one["value"] for one in found["target"]["properties"]}
+    assert facts == {
+        "specpipe:runtime": "torch",
+        "specpipe:num_layers": "6",
+        "specpipe:dtype": "float32",
+        "specpipe:weights_bytes": str(4 * 5_475_584),  # parameters, in float32
+    }
     (ancestor,) = found["target"]["pedigree"]["ancestors"]
     assert ancestor["bom-ref"] == "target/checkpoint" and ancestor["name"] == "target"
     hashes = {file["name"]: file["hashes"][0]["content"] for file in ancestor["components"]}

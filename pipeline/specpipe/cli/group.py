@@ -20,6 +20,7 @@ from specpipe import __version__, failures
 from specpipe.cli.bench import bench
 from specpipe.cli.build import build
 from specpipe.cli.check import check
+from specpipe.cli.diff import diff
 from specpipe.cli.doctor import doctor
 from specpipe.cli.generate import generate
 from specpipe.cli.init import init
@@ -93,6 +94,7 @@ for _command in (
     bench,
     build,
     check,
+    diff,
     doctor,
     generate,
     init,

@@ -45,6 +45,7 @@ from specpipe.machine.signals import deferred
 from specpipe.release import statements
 from specpipe.release.bom import bill_of_materials
 from specpipe.release.built import BuiltPair, check_publishable, read_built
+from specpipe.release.documents import QUALITY_RESULT
 from specpipe.release.release_file import Release, content_digest
 from specpipe.roles import ROLES, Role
 from specpipe.runtimes.pair_file import read_pair
@@ -53,7 +54,6 @@ from specpipe.runtimes.requirements import Requirements
 from specpipe.runtimes.runtime import load_runtime, require_installed
 from specpipe.version import __version__
 
-QUALITY_RESULT = "results/quality.json"
 STATEMENTS = "attestations"
 BOM_NAME = "bom.cdx.json"
 _NIGHTLY_RESULTS: tuple[ResultName, ...] = ("nightly", "nightly-bench")
@@ -215,14 +215,12 @@ def _timeless(files: Files) -> Files:
 
 
 def _requirements(built: BuiltPair) -> Requirements:
-    """Returns what the runtime tells, and the driver under which engines for GPUs were built."""
-    needed = load_runtime(read_pair(built.repository).runtime).requirements(built.repository)
-    if not needed.engines:
-        return needed
+    """Returns what the runtime needs of a machine, given the driver that built it."""
     drivers = [
         str(gpu["driver_version"])
         for artifact, manifest in built.manifests.items()
         if artifact.endswith("/engine")
         for gpu in manifest.build.get("gpus", ())
     ]
-    return replace(needed, driver=next(iter(drivers), None))
+    runtime = load_runtime(read_pair(built.repository).runtime)
+    return runtime.requirements(built.repository, driver=next(iter(drivers), None))

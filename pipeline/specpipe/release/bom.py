@@ -92,6 +92,9 @@ def _model(built: BuiltPair, role: Role, found: Licences) -> Component:
     checkpoint = built.checkpoints[role]
     described = _described(built, role)
     facts: dict[str, Any] = {"runtime": read_pair(built.repository).runtime}
+    scheme = getattr(built.config, role).quantization
+    if scheme is not None:
+        facts |= {"quantization": scheme.format, "kv_cache": scheme.kv_cache}
     if described is not None:
         facts |= {
             "num_layers": described.num_layers,

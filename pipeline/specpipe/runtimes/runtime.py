@@ -90,8 +90,11 @@ class Backend(Protocol[Plan]):
         the command that builds them again.
         """
 
-    def requirements(self, repository: Path) -> Requirements:
-        """What a machine must be to serve a repository, as far as the repository tells."""
+    def requirements(self, repository: Path, *, driver: str | None) -> Requirements:
+        """What a machine must be to serve a repository, as far as the repository tells.
+
+        driver  that of NVIDIA under which the engines were built; None: unknown, or there was none
+        """
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory

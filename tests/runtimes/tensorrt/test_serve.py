@@ -78,20 +78,28 @@ def test_engines_that_fit_are_launched(
     assert serve.launch(folder) == Launch()
 
 
-def test_a_repository_says_which_library_and_gpus_it_needs(
-    repository: Callable[..., Path],
+@pytest.mark.parametrize(
+    ("name", "distribution", "driver"),
+    [("tensorrt", "tensorrt", "570.1"), ("tensorrt_rtx", "tensorrt-rtx-cu13", None)],
+)
+def test_a_repository_says_which_library_gpus_and_driver_it_needs(
+    repository: Callable[..., Path], name: str, distribution: str, driver: str | None
 ) -> None:
     capabilities = {"draft": ["8.9"], "target": ["8.9", "9.0"]}
     engines = repository(
-        **{role: {"compute_capabilities": built} for role, built in capabilities.items()}
+        **{
+            role: {"compute_capabilities": built, "library": name}
+            for role, built in capabilities.items()
+        }
     )
-    assert load_runtime("tensorrt").requirements(engines) == Requirements(
+    assert load_runtime("tensorrt").requirements(engines, driver="570.1") == Requirements(
         runtime="tensorrt",
-        libraries={"tensorrt-rtx-cu13": "1.7.1.116"},
+        libraries={distribution: "1.7.1.116"},
         engines={
             "draft": EngineGpus(compute_capabilities=("8.9",)),
             "target": EngineGpus(compute_capabilities=("8.9", "9.0")),
         },
+        driver=driver,
     )
 
 

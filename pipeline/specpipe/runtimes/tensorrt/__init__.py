@@ -121,10 +121,10 @@ class TensorRTRuntime:
             build_command=build_command,
         )
 
-    def requirements(self, repository: Path) -> Requirements:
+    def requirements(self, repository: Path, *, driver: str | None) -> Requirements:
         from specpipe.runtimes.tensorrt.serve import requirements
 
-        return requirements(repository)
+        return requirements(repository, driver=driver)
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory

@@ -63,8 +63,11 @@ def launch(
     )
 
 
-def requirements(repository: Path) -> Requirements:
-    """Returns the library's version, and the compute capabilities that each engine runs on."""
+def requirements(repository: Path, *, driver: str | None) -> Requirements:
+    """Returns the library's version, and the compute capabilities that each engine runs on.
+
+    What tensorrt_rtx built is compiled by the driver of the GPU that runs it, whichever that is.
+    """
     version = repository / SPECULATIVE / VERSION
     specs = {role: TensorRTEngineSpec.read(version / role) for role in ROLES}
     return Requirements(
@@ -77,6 +80,7 @@ def requirements(repository: Path) -> Requirements:
             role: EngineGpus(compute_capabilities=spec.compute_capabilities)
             for role, spec in specs.items()
         },
+        driver=None if all(s.library == "tensorrt_rtx" for s in specs.values()) else driver,
     )
 
 

@@ -129,10 +129,10 @@ class TensorRTLLMRuntime:
             build_command=build_command,
         )
 
-    def requirements(self, repository: Path) -> Requirements:
+    def requirements(self, repository: Path, *, driver: str | None) -> Requirements:
         from specpipe.runtimes.pair_file import read_pair
 
-        return _built(read_pair(repository).options).requirements(repository)
+        return _built(read_pair(repository).options).requirements(repository, driver=driver)
 
     def describe(self, engine: Path) -> EngineDescription | None:
         described = (_backend(name).describe(engine) for name in ("tensorrt", "pytorch"))

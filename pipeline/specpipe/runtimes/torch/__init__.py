@@ -98,7 +98,7 @@ class TorchRuntime:
             raise ConfigError(f"--mpi-mode {mode} has no effect: runtime 'torch' has no ranks")
         return Launch()  # its engines run wherever torch does
 
-    def requirements(self, repository: Path) -> Requirements:
+    def requirements(self, repository: Path, *, driver: str | None) -> Requirements:
         from specpipe.runtimes.requirements import Requirements
 
         return Requirements(runtime=self.name, libraries={"torch": ""})  # of any version

@@ -177,13 +177,14 @@ def test_a_repository_says_which_releases_and_gpus_it_needs(
     repository: Callable[..., Path],
 ) -> None:
     folder = repository(draft={"tensorrt_llm": "1.2.1+cu130", "world_size": 1})
-    assert load_runtime("tensorrt_llm").requirements(folder) == Requirements(
+    assert load_runtime("tensorrt_llm").requirements(folder, driver="570.1") == Requirements(
         runtime="tensorrt_llm",
         libraries={"tensorrt_llm": "1.2.1", "tensorrt": "10.14.1.48"},
         engines={
             "draft": EngineGpus(gpu_ids=(0,)),  # its folder does not say what it was built for
             "target": EngineGpus(compute_capabilities=("9.0",), gpu_ids=(0, 1)),
         },
+        driver="570.1",
     )
 
 

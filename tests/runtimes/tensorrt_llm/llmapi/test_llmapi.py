@@ -89,7 +89,7 @@ def test_the_repository_holds_checkpoints_and_yaml(tmp_path: Path) -> None:
     assert pair.runtime == "tensorrt_llm"
     assert pair.options.runtime_settings["backend"] == "pytorch"
     assert [r.reasons for r in execution.preview(planning.plan(config))] == [()] * 4
-    assert load_runtime("tensorrt_llm").requirements(repository) == Requirements(
+    assert load_runtime("tensorrt_llm").requirements(repository, driver="570.1") == Requirements(
         runtime="tensorrt_llm",
         libraries={"tensorrt_llm": "1.2"},
         engines={"target": EngineGpus(gpu_ids=(0,))},

@@ -164,7 +164,7 @@ def launch(
     return plan_launch(sizes, mode, num_gpus=len(here.compute_capabilities), notes=notes)
 
 
-def requirements(repository: Path) -> Requirements:
+def requirements(repository: Path, *, driver: str | None) -> Requirements:
     """Returns the releases that built the engines, and the GPUs that each engine takes."""
     settings = read_pair(repository).options.runtime_settings
     built = {role: EngineFacts.read(repository / role / VERSION / ENGINE_DIR) for role in ROLES}
@@ -188,6 +188,7 @@ def requirements(repository: Path) -> Requirements:
             )
             for role, facts in built.items()
         },
+        driver=driver,
     )
 
 

@@ -92,7 +92,7 @@ def launch(
     return Launch()
 
 
-def requirements(repository: Path) -> Requirements:
+def requirements(repository: Path, *, driver: str | None) -> Requirements:
     """Returns the release line that the YAML was written for, and as many GPUs as there are ranks.
 
     TensorRT-LLM runs draft and target in the same processes.
