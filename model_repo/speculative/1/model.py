@@ -64,6 +64,7 @@ class TritonPythonModel:
 
     def finalize(self):
         self._loop.close()
+        self._counters.close()
 
     def _refuse(self, sender, error):
         self._counters.end_request()

@@ -180,6 +180,11 @@ class Counters:
         self._queue_times_s: list[float] = []
         self._num_in_flight = 0
 
+    def close(self) -> None:
+        """Takes the metrics from Triton's page, where those of a model that is gone would stay."""
+        self._metrics.clear()
+        self._families.clear()
+
     def begin_request(self) -> None:
         """Counts a request in."""
         with self._lock:

@@ -277,6 +277,46 @@ def test_counters_of_another_model_are_not_taken_for_ours() -> None:
     assert progress.hung(TIMEOUT_S) == "preprocessing has had work for 30 s, and finished none"
 
 
+def test_of_a_version_with_a_number_its_own_models_are_watched() -> None:
+    """The old version's counters go on; those of the new one stand still."""
+    clock = Clock()
+    progress = ModelProgress(clock, lambda model: f"{model}_7")
+    page = PAGE.format(entered=1, refused=0, left=1, steps=1, responses=1)
+    named = "".join(
+        line.replace('",version', '_7",version').replace('speculative"', 'speculative_7"')
+        for line in page.splitlines(keepends=True)
+    )
+    progress.see(named + page, {})
+    progress.begin()
+    clock.now += TIMEOUT_S
+    moved = PAGE.format(entered=2, refused=0, left=2, steps=2, responses=2)
+    progress.see(named + moved, {})
+    assert progress.hung(TIMEOUT_S) == "preprocessing_7 has had work for 30 s, and finished none"
+
+
+def test_a_server_that_answers_by_no_version_is_not_asked_until_it_does_again(
+    watch: Watch,
+) -> None:
+    watch.health.begin(is_answering=False)
+    assert watch.look_for(100) is None
+    assert watch.server.num_probes == 0
+    watch.health.condemn("version 7 could not be loaded again")
+    assert watch.look_for(1) == "version 7 could not be loaded again"
+    watch.health.begin()
+    assert watch.look_for(5) is None
+    assert watch.server.num_probes == 1
+
+
+def test_what_befell_a_probe_of_another_version_is_forgotten(watch: Watch) -> None:
+    """A probe under way does not count for the version that is served since: no retry follows."""
+    watch.look_for(5)
+    watch.health.begin()
+    watch.server.failure = ServerError("gone")
+    watch.server.may_end.set()
+    assert watch.look_for(4) is None
+    assert watch.server.num_probes == 1
+
+
 # Processes
 
 

@@ -81,9 +81,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil) -> I
     started.end()
 
 
-def answer(url: str, **settings: Any) -> str:
+def answer(url: str, *, prompt: str = PROMPT, **settings: Any) -> str:
     with Client(url) as client:
-        chunks = list(client.stream(PROMPT, **settings))
+        chunks = list(client.stream(prompt, **settings))
     assert chunks[-1].finish_reason == "length"
     return "".join(chunk.text for chunk in chunks)
 
@@ -170,8 +170,15 @@ def test_what_fails_changes_nothing(served: Served, tmp_path: Path) -> None:
 def test_a_long_answer_outlives_the_drain_limit_and_is_cancelled_as_ever(
     served: Served, wait_until: WaitUntil
 ) -> None:
-    """Of two streams that a rollback leaves behind, one ends, the other one's client goes away."""
+    """Of two streams that a rollback leaves behind, one ends, the other one's client goes away.
+
+    What was kept goes on as it was loaded, although a file of it was touched and linked since.
+    """
     left, kept = served.served()
+    loaded = served.launcher.pid(f"speculative_{kept}")
+    touched = served.folder / "even" / "speculative" / "1" / "pair.json"
+    os.link(touched, touched.with_name("linked"))
+    touched.touch()
 
     def in_flight() -> float:
         name = f'specpipe_requests_in_flight{{model="speculative_{left}"}}'
@@ -191,6 +198,7 @@ def test_a_long_answer_outlives_the_drain_limit_and_is_cancelled_as_ever(
     assert chunks[-1].finish_reason == "length"
     assert last is not None and last.num_output_tokens == 300
     assert served.served() == (kept, None)
+    assert served.launcher.pid(f"speculative_{kept}") == loaded
     assert wait_until(lambda: served.model_processes() == models(kept))
     assert served.restarts() == []
 
@@ -276,6 +284,29 @@ def test_a_process_killed_while_it_is_loaded_is_no_fault_of_the_server(
 
 
 @pytest.mark.slow
+def test_twenty_promotes_leave_no_memory_behind(served: Served) -> None:
+    """In Triton and in the launcher; models have processes of their own, which end."""
+
+    def held() -> dict[str, int]:
+        """Kilobytes that are a process's own (proc(5), RssAnon)."""
+        pids = {"tritonserver": served.launcher.triton(), "launcher": served.launcher.process.pid}
+        return {
+            name: int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0])
+            for name, pid in pids.items()
+        }
+
+    measured = []
+    for _ in range(20):
+        served.promote(keep_previous=False)
+        answer(served.launcher.grpc_url, max_tokens=8, end_id=-1)
+        measured.append(held())
+    print(*measured, sep="\n")
+    assert len(served.model_processes()) == 3
+    for name, last in measured[-1].items():
+        assert last < 1.1 * measured[3][name]
+
+
+@pytest.mark.slow
 def test_a_launcher_that_is_told_to_end_while_it_loads_ends_in_order(
     served: Served, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
@@ -297,3 +328,77 @@ def test_a_launcher_that_is_told_to_end_while_it_loads_ends_in_order(
     assert not Path(f"/proc/{triton}").exists()
     assert not (served.folder / control.NAME).exists()
     assert not list(Path("/dev/shm").glob(f"specpipe_{served.launcher.process.pid}_*"))
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_while_it_loads_leaves_nothing(
+    served: Served, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    slow = shutil.copytree(served.folder / "odd", tmp_path / "slow")
+    model = slow / "speculative" / "1" / "model.py"
+    model.write_text(f"import time; time.sleep(5)\n{model.read_text()}")
+    killed = Served(Launcher(served.folder / "odd", wait_until, artifacts_dir=tmp_path), tmp_path)
+    try:
+        triton = killed.launcher.triton()
+        with ThreadPoolExecutor() as pool:
+            change = pool.submit(killed.promote, slow)
+            assert wait_until(lambda: killed.loading() in killed.model_processes(), seconds=60)
+            pids = [triton, *(killed.launcher.pid(name) for name in killed.model_processes())]
+            killed.launcher.process.kill()
+            with pytest.raises(ServerError, match="ended before it had answered"):
+                change.result(timeout=20)
+        assert wait_until(
+            lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=90
+        )
+        assert not control.is_served(tmp_path)
+    finally:
+        killed.launcher.end()
+
+
+@pytest.mark.slow
+def test_greedy_and_seeded_answers_of_real_pairs_are_wholly_of_one_version(
+    quickstart_repository: Path, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    """The even versions have the quickstart pair's draft in place of its target."""
+    for name in ("odd", "even"):
+        shutil.copytree(quickstart_repository, tmp_path / name)
+    engines = tmp_path / "even" / "speculative" / "1"
+    shutil.rmtree(engines / "target")
+    shutil.copytree(engines / "draft", engines / "target")
+    served = Served(Launcher(tmp_path / "even", wait_until, artifacts_dir=tmp_path), tmp_path)
+    urls = served.launcher.url, served.launcher.grpc_url
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}]
+
+    def ask(number: int) -> str:
+        settings = {"max_tokens": 40, "end_id": -1, **kinds[number // 2 % 2]}
+        return answer(urls[number % 2], prompt="def add(a, b):", **settings)
+
+    try:
+        texts = [{ask(0)}, {ask(2)}]
+        print(served.promote())
+        for kind, known in enumerate(texts):
+            known.add(ask(2 * kind))
+        assert [len(known) for known in texts] == [2, 2]
+        is_over = threading.Event()
+        found: list[set[str]] = [set(), set()]
+
+        def ask_on(number: int) -> int:
+            count = 0
+            while not is_over.is_set():
+                found[number // 2 % 2].add(ask(number))
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(32) as pool:
+            asking = [pool.submit(ask_on, number) for number in range(32)]
+            try:
+                print(*(served.promote() for _ in range(3)), sep="\n")
+                print(served.rollback(), served.rollback(), served.promote(), sep="\n")
+                print(served.promote())
+            finally:
+                is_over.set()
+            print(sum(one.result() for one in asking), "answers")
+        assert found == texts
+        assert served.restarts() == []
+    finally:
+        served.launcher.end()

@@ -210,7 +210,7 @@ def _answer(connection: socket.socket, versions: Versions) -> None:
             if line:
                 send({"result": _act(line, versions, lambda text: send({"progress": text}))})
         except SpecpipeError as exc:
-            send({"error": to_sentence(exc)})
+            send({"error": to_sentence(" ".join(str(exc).split()))})
         except OSError:  # it sent nothing in time
             pass
         except Exception:

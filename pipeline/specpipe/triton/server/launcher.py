@@ -87,10 +87,10 @@ def serve(
                 with _asked(artifacts_dir, versions, report):
                     on_ready(server)
                     _supervise(server, versions, signals, report)
-            versions.close()
             if signals.received():
                 report(f"stopping: running requests have {options.drain_timeout_s:g} s to finish")
         finally:
+            versions.close()
             server.stop()
     if signals.number == signal.SIGINT:
         raise KeyboardInterrupt

@@ -16,7 +16,10 @@ Triton calls the ensemble's version by the number too, so that answers, which ha
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,11 @@ from specpipe.runtimes.repository_layout import ENSEMBLE, VERSION
 from specpipe.triton.model_config import CALLS_SUFFIX, CANCELS, REPOSITORY_PATH_SUFFIX
 
 _CONFIG = "config.pbtxt"
+
+# With an ensemble Triton 2.51 loads each of its models anew below which a file is younger than the
+# youngest was, be it by a new link to it alone (`st_ctim`). What is loaded stays as it is, so that
+# its config is made the youngest, within what all file systems can store (2038).
+_YEARS_S = 8 * 365 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,9 @@ def write_inner(out: Path, version: Version) -> None:
             if path.name != _CONFIG:
                 (folder / path.name).symlink_to(path)
         _write_config(folder, version.repository / model, name, names)
+        later = time.time() + _YEARS_S
+        with contextlib.suppress(OSError):
+            os.utime(folder / _CONFIG, (later, later))
 
 
 def write_ensemble(out: Path, version: Version, name: str) -> None:

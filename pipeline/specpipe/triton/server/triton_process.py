@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from specpipe.errors import ServerError
 from specpipe.machine.callables import Log
 from specpipe.machine.signals import deferred
 from specpipe.triton.server import processes
@@ -39,9 +40,10 @@ class TritonProcess:
 
     @property
     def pid(self) -> int:
-        """Of what was started, which is the session's too."""
-        assert self._process is not None
-        return self._process.pid
+        """Of what was started, which is the session's too; ServerError says that it was killed."""
+        if (process := self._process) is None:
+            raise ServerError("Triton does not run")
+        return process.pid
 
     @property
     def is_running(self) -> bool:

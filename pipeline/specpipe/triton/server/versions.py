@@ -22,33 +22,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.errors import ServerError, SpecpipeError, to_sentence
+from specpipe.errors import NoAnswer, ServerError, SpecpipeError, to_sentence
 from specpipe.machine.callables import Log
 from specpipe.runtimes.launch import Launch
 from specpipe.triton.server import loading, room
 from specpipe.triton.server.health import Health, NeededProcesses
+from specpipe.triton.server.leaving import Leaving
 from specpipe.triton.server.replacing import Change, Replacing
 from specpipe.triton.server.served_models import Version
 
 if TYPE_CHECKING:
     from specpipe.triton.server.server import Server
-
-
-class _Leaving(threading.Thread):
-    """A version on its way out: no new request comes to it."""
-
-    def __init__(self, see_off: Callable[[threading.Event], None]) -> None:
-        super().__init__(
-            target=see_off, args=(drained := threading.Event(),), name="leaving", daemon=True
-        )
-        self._drained = drained
-
-    def wait(self, limit_s: float) -> bool:
-        """Waits that long for the last answer, then for the end of the processes."""
-        if not self._drained.wait(limit_s):
-            return False
-        self.join()
-        return True
 
 
 class Versions:
@@ -67,7 +51,7 @@ class Versions:
         self._ending = threading.Event()
         self._earlier: list[Version] = []
         self._kept: tuple[Version, NeededProcesses] | None = None
-        self._leaving: dict[Version, _Leaving] = {}
+        self._leaving = Leaving(server)
         self._drain_timeout_s = server.options.drain_timeout_s
 
     # For the launcher, which watches the server
@@ -88,19 +72,21 @@ class Versions:
 
         The version that is kept is given up where a process of it is lost.
         """
+        assert self._health is not None
+        if (reason := self._health.look()) is not None:
+            return reason
         if (kept := self._kept) is not None and (fault := kept[1].fault()) is not None:
             self._kept = None
             self._report(f"warning: {kept[0]}, kept for a rollback, is lost: {fault}")
-            self._let_go(kept[0])
-        assert self._health is not None
-        return self._health.look()
+            self._leaving.let_go(kept[0])
+        return None
 
     def server_ends(self) -> None:
         """Takes in that the server is killed, and maybe started again: changes under way fail."""
         with self._moment:
             self._num_starts += 1
             self._is_up = False
-            self._leaving.clear()
+            self._leaving.server_ends()
 
     def close(self) -> None:
         """Takes in that the launcher ends."""
@@ -123,7 +109,7 @@ class Versions:
                 "repository": str(earlier.repository),
                 "is_loaded": kept is not None and kept[0] == earlier,
             },
-            "leaving": [version.number for version in self._leaving],
+            "leaving": self._leaving.numbers(),
             "is_changing": self._changing.locked(),
             "urls": list(self._server.urls),
             "metrics_url": self._server.metrics_url,
@@ -185,7 +171,7 @@ class Versions:
         began = time.monotonic()
         is_kept = self._is_kept(version)
         if not is_kept:
-            self._await_leaving(report)
+            self._leaving.wait(report)
             shortage = "as was asked" if replace else self._shortage(version, report)
             if shortage is not None:
                 return self._replace(version, shortage, start, report)
@@ -199,23 +185,24 @@ class Versions:
         swapped = time.monotonic()
         report(f"{version} answers, {swapped - began:.1f} s after the start")
         if self._kept is not None and not is_kept:
-            self._let_go(self._kept[0])
+            self._leaving.let_go(self._kept[0])
         self._kept = None
-        if keep:
+        is_kept = keep and start == self._num_starts
+        if is_kept:
             self._kept = old, self._server.processes_of(old)
         else:
             report(f"waiting for the last requests to {old}")
-            self._let_go(old).wait(self._drain_timeout_s)
-        in_flight = loading.num_in_flight(self._server, old) if old in self._leaving else 0
+            self._leaving.let_go(old).wait(self._drain_timeout_s)
+        in_flight = self._leaving.num_in_flight(old)
         if in_flight:
             report(f"{old} still answers {in_flight} requests, and is unloaded after the last")
         return Change(
             number=version.number,
             previous=old.number,
-            is_previous_loaded=keep,
+            is_previous_loaded=is_kept,
             load_s=loaded - began,
             swap_s=swapped - loaded,
-            in_flight=in_flight or 0,
+            in_flight=in_flight,
         )
 
     def _is_kept(self, version: Version) -> bool:
@@ -230,9 +217,10 @@ class Versions:
         if self._is_kept(version):
             self._kept = None
         loading.unload(self._server, version)
-        return ServerError(
-            f"{version} is not served: {to_sentence(exc)}; {self._server.version} answers as before"
-        )
+        why = f"{version} is not served: {to_sentence(exc).removesuffix('.')}"
+        if isinstance(exc, NoAnswer):
+            return ServerError(why)
+        return ServerError(f"{why}; {self._server.version} answers as before")
 
     def _what_befell(self) -> str:
         return "was told to end" if self._ending.is_set() else "had to be restarted"
@@ -243,38 +231,21 @@ class Versions:
         """Lets `ensemble` hand requests to a version."""
         try:
             loading.point_to(self._server, version)
-        except ServerError:
-            with contextlib.suppress(ServerError):
+        except (ServerError, OSError):
+            with contextlib.suppress(ServerError, OSError):
                 loading.point_to(self._server, self._server.version)
             raise
         with self._moment:
             if start != self._num_starts:
                 raise ServerError(f"the server {self._what_befell()} meanwhile")
             self._server.version = version
-        assert self._health is not None
-        self._health.begin()
-
-    def _let_go(self, version: Version) -> _Leaving:
-        """Has a version unloaded once it has no request left."""
-        leaving = self._leaving[version] = _Leaving(partial(self._see_off, version))
-        leaving.start()
-        return leaving
-
-    def _see_off(self, version: Version, drained: threading.Event) -> None:
-        start = self._num_starts
-        watched = self._server.processes_of(version)
-        idle = loading.Idle(self._server, version)
-        while start == self._num_starts and watched.fault() is None and not idle.look():
-            pass
-        drained.set()
-        if start == self._num_starts:
-            loading.unload(self._server, version)
-            self._leaving.pop(version, None)
+            assert self._health is not None
+            self._health.begin()
 
     def _replace(self, version: Version, reason: str, start: int, report: Log) -> Change:
         assert self._health is not None
         if self._kept is not None:
-            self._let_go(self._kept[0]).wait(self._drain_timeout_s)
+            self._leaving.let_go(self._kept[0]).wait(self._drain_timeout_s)
             self._kept = None
         replacing = Replacing(
             self._server,
@@ -288,16 +259,6 @@ class Versions:
             if start != self._num_starts:
                 raise self._failed(version, exc, start) from exc
             raise
-
-    def _await_leaving(self, report: Log) -> None:
-        """Waits for what is still on its way out, so that no third version needs memory."""
-        for version, leaving in list(self._leaving.items()):
-            report(f"waiting for the last requests to {version}")
-            if not leaving.wait(self._drain_timeout_s):
-                num_left = loading.num_in_flight(self._server, version)
-                raise ServerError(
-                    f"{version} still answers {num_left} requests: try again after their end"
-                )
 
     def _load_kept(self, version: Version) -> None:
         with self._changing:
@@ -321,5 +282,5 @@ class Versions:
             return shortage
         kept, self._kept = self._kept[0], None
         report(f"{shortage}: {kept}, kept for a rollback, is unloaded")
-        self._let_go(kept).wait(self._drain_timeout_s)
+        self._leaving.let_go(kept).wait(self._drain_timeout_s)
         return room.shortage(self._server, version)
