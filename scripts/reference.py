@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/reference/{settings,commands,ensemble}.md from what the code itself declares.
+"""Writes pages of docs/reference/ from what the code itself declares.
 
 With --check it writes nothing, and fails where a page is not what it would write.
 """
@@ -166,16 +166,40 @@ def _engine(
 
 # Commands.
 
+_RELEASE = (
+    "diff",
+    "keys",
+    "promote",
+    "publish",
+    "rollback",
+    "sign",
+    "verify-signature",
+    "versions",
+)
+
 
 def commands_page() -> Iterator[str]:
     yield "# Commands"
     yield ""
-    yield "As `specpipe COMMAND --help` has them. Exit codes: [here](exit-codes.md)."
+    yield "As `specpipe COMMAND --help` has them. Exit codes: [here](exit-codes.md). Those that"
+    yield "publish and promote have [a page of their own](release-commands.md)."
     yield ""
     context = click.Context(cli, info_name="specpipe")
     yield from _options(cli, context)
     for name, command in sorted(cli.commands.items()):
-        yield from _command(name, command, context, "##")
+        if name not in _RELEASE:
+            yield from _command(name, command, context, "##")
+
+
+def release_commands_page() -> Iterator[str]:
+    yield "# Commands of releases"
+    yield ""
+    yield "As `specpipe COMMAND --help` has them: from a built pair to one served elsewhere."
+    yield ""
+    context = click.Context(cli, info_name="specpipe")
+    for name, command in sorted(cli.commands.items()):
+        if name in _RELEASE:
+            yield from _command(name, command, context, "##")
 
 
 def _command(name: str, command: click.Command, above: click.Context, mark: str) -> Iterator[str]:
@@ -242,7 +266,12 @@ def ensemble_page() -> Iterator[str]:
     yield from table(head, rows(ENSEMBLE_OUTPUTS))
 
 
-PAGES = {"settings": settings_page, "commands": commands_page, "ensemble": ensemble_page}
+PAGES = {
+    "settings": settings_page,
+    "commands": commands_page,
+    "release-commands": release_commands_page,
+    "ensemble": ensemble_page,
+}
 
 
 def main() -> int:

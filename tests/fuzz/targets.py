@@ -7,7 +7,9 @@ they start from beside the corpus.
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
+import hashlib
 import http.client
 import io
 import json
@@ -33,11 +35,21 @@ from specpipe.checkpoints.checkpoint import open_checkpoint, read_safetensors_he
 from specpipe.checkpoints.limits import FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.config.limits import Limits
-from specpipe.errors import FAULT, CheckpointError, RequestError, ServerError, SpecpipeError
+from specpipe.errors import (
+    FAULT,
+    CheckpointError,
+    RequestError,
+    ServerError,
+    SignatureError,
+    SpecpipeError,
+)
 from specpipe.evaluate.endpoints.base import Question
 from specpipe.evaluate.endpoints.openai import OpenAI
 from specpipe.evaluate.endpoints.triton import Triton
 from specpipe.quantization.prequantized import read_prequantized
+from specpipe.release.trust.keys import fingerprint, public_pem
+from specpipe.release.trust.publishers import Trust, read_trust
+from specpipe.release.trust.verification import verify
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair_file import PairFile, read_pair
 from specpipe.speculative.request import Request
@@ -400,6 +412,128 @@ def build_lock(data: bytes) -> None:
     with contextlib.suppress(SpecpipeError):
         lines += lock.check(path, locked, _LOCK)
     assert all(len(line) < 300 and line.isprintable() for line in lines)
+
+
+# Signed versions, and whose are trusted
+
+
+_VERSION = {
+    "release.json": json.dumps(
+        {
+            "format": 1,
+            "pair": "x",
+            "number": 1,
+            "digest": "0" * 64,
+            "requires": {"runtime": "torch", "libraries": {}},
+            "published_at": "2026-11-29T12:00:00+00:00",
+            "specpipe": "0",
+        }
+    ).encode(),
+    "model_repo/config.pbtxt": b"",
+}
+
+
+@cache
+def _signed() -> tuple[Path, Any, Trust]:
+    """A version without its signature, the key that signs it, and a trust file with that."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder = _folder() / "version"
+    for name, content in _VERSION.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    key = ec.generate_private_key(ec.SECP256R1())
+    trust = Trust(_folder() / "trust.json", ()).with_key(public_pem(key.public_key()), name="ci")
+    return folder, key, trust
+
+
+_SHA256 = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(_VERSION.items())}
+_STATEMENT = {
+    "_type": "https://in-toto.io/Statement/v1",
+    "subject": [
+        {
+            "name": "version",
+            "digest": {
+                "sha256": hashlib.sha256(bytes.fromhex("".join(_SHA256.values()))).hexdigest()
+            },
+        }
+    ],
+    "predicateType": "https://model_signing/signature/v1.0",
+    "predicate": {
+        "serialization": {
+            "method": "files",
+            "hash_type": "sha256",
+            "allow_symlinks": False,
+            "ignore_paths": ["model.sig"],
+        },
+        "resources": [
+            {"name": name, "algorithm": "sha256", "digest": digest}
+            for name, digest in _SHA256.items()
+        ],
+    },
+}
+
+
+def _bundle(statement: bytes, signature: bytes, hint: str) -> dict[str, Any]:
+    return {
+        "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
+        "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(statement).decode(),
+            "payloadType": "application/vnd.in-toto+json",
+            "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
+        },
+    }
+
+
+@_target(_STATEMENT, _bundle(json.dumps(_STATEMENT).encode(), b"0" * 70, "0" * 64))
+def model_signature(data: bytes) -> None:
+    """As a `model.sig`, then as the statement in one, signed by a publisher who is trusted."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder, key, trust = _signed()
+    path = folder / "model.sig"
+    path.write_bytes(data.replace(b"0" * 64, fingerprint(public_pem(key.public_key())).encode()))
+    with contextlib.suppress(SignatureError):
+        verify(folder, trust)
+    pae = b"DSSEv1 28 application/vnd.in-toto+json %d %s" % (len(data), data)
+    signed = key.sign(pae, ec.ECDSA(hashes.SHA256()))
+    hint = fingerprint(public_pem(key.public_key()))
+    path.write_text(json.dumps(_bundle(data, signed, hint)))
+    assert set(verify(folder, trust).files) == set(_VERSION)
+
+
+@_target(
+    {"publishers": []},
+    {
+        "publishers": [
+            {
+                "name": "ci",
+                "pairs": ["python-*"],
+                "keys": [
+                    {
+                        "pem": "PEM",
+                        "added": "2026-11-29T12:00:00Z",
+                        "expires": "2027-01-01T00:00:00+01:00",
+                        "revoked": {
+                            "at": "2026-12-01T00:00:00Z",
+                            "reason": "lost",
+                            "still_trusted": ["0" * 64],
+                        },
+                    }
+                ],
+            }
+        ]
+    },
+)
+def trust_file(data: bytes) -> None:
+    path = _folder() / "trust.json"
+    pem = json.dumps(public_pem(_signed()[1].public_key()))[1:-1]
+    path.write_bytes(data.replace(b"PEM", pem.encode()))
+    trust = read_trust(path)
+    trust.write()
+    assert read_trust(path) == trust
 
 
 # Requests

@@ -110,6 +110,26 @@ def write_verification(config: PipelineConfig, *, reason: str | None = None) -> 
     record.write(config.artifacts_dir, data, record.record_repository(config.artifacts_dir))
 
 
+def accepted(accepted_at: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Acceptance of prompts with four steps of three draft tokens each, by position."""
+    prompts = [
+        {
+            "prompt": name,
+            "kind": "code",
+            "num_draft_tokens": 12,
+            "num_accepted_tokens": sum(found),
+            "judged_at": [4, *found[:-1]],
+            "accepted_at": found,
+        }
+        for name, found in accepted_at.items()
+    ]
+    totals = {
+        name: sum(prompt[name] for prompt in prompts)
+        for name in ("num_draft_tokens", "num_accepted_tokens")
+    }
+    return {**totals, "prompts": prompts}
+
+
 def write_night(
     config: PipelineConfig, *, repository: str | None = None, ratio: float = 1.3, **values: Any
 ) -> None:
@@ -142,7 +162,7 @@ def write_night(
             "machine": "a processor (2 cores)",
         },
         verification={"verdict": "identical", "reason": None, "num_ties": 0},
-        acceptance={"num_draft_tokens": 36, "num_accepted_tokens": 13},
+        acceptance=accepted({"a": (2, 1, 1), "b": (3, 1, 1), "c": (2, 1, 1)}),
         speed_ups=[{**compared, "num_answers": 8, "num_failed": 0, "error": None}],
         sizes_bytes={"draft engine": 10, "target engine": 20, "repository": 30},
         **values,

@@ -15,16 +15,13 @@ pytest.importorskip("packageurl")
 
 from specpipe.build.load import load_config  # noqa: E402
 from specpipe.cli.diff import diff  # noqa: E402
+from specpipe.cli.group import main  # noqa: E402
+from specpipe.cli.publish import publish  # noqa: E402
 from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.errors import RepositoryError  # noqa: E402
 from specpipe.release.assembly import assemble  # noqa: E402
-from specpipe.release.comparison import compare  # noqa: E402
-from specpipe.release.documents import (  # noqa: E402
-    DOCUMENTS,
-    find_documents,
-    read_documents,
-)
-from tests.release.built_pair import build, copied, read, write_night, write_verification  # noqa: E402
+from specpipe.release.documents import DOCUMENTS, read_documents  # noqa: E402
+from tests.release.built_pair import accepted, build, copied, read, write_night, write_verification  # noqa: E402
 
 QUALITY: dict[str, Any] = {
     "models": [
@@ -68,9 +65,7 @@ def changed(built_once: PipelineConfig, tmp_path_factory: pytest.TempPathFactory
     write_night(config, ratio=1.1, machine={"cpu": "another", "num_cores": 2, "gpus": []})
     night = config.artifacts.result("nightly")
     night.write_text(
-        json.dumps(
-            {**read(night), "acceptance": {"num_draft_tokens": 40, "num_accepted_tokens": 10}}
-        )
+        json.dumps({**read(night), "acceptance": accepted({"a": (1,), "b": (2,), "c": (1,)})})
     )
     assemble(config, 2, versions / "2")
     return config
@@ -96,7 +91,10 @@ def test_each_kind_of_difference_is_shown_and_nothing_else(changed: PipelineConf
     assert [len(digest) for digest in digests] == [12, 12]
     assert rows == {
         ("setting", "speculation.num_draft_tokens"): ["3", "2"],
-        ("acceptance", "rate"): ["0.361 (13 of 36)", "0.250 (10 of 40)"],
+        ("acceptance", "all prompts"): ["0.361 (0.204 to 0.519)", "0.111 (0.001 to 0.222)"],
+        ("acceptance", "position 1"): ["0.583 (0.241 to 0.925)", "0.333 (0.062 to 0.604)"],
+        ("acceptance", "position 2"): ["0.429 (0.000 to 0.878)", "none"],
+        ("acceptance", "position 3"): ["1.000 (0.447 to 1.000)", "none"],
         ("speed-up", "at concurrency 1"): ["1.30 (1.20 to 1.40)", "1.10 (1.00 to 1.20)"],
     }
 
@@ -105,12 +103,9 @@ def test_programs_get_the_values(changed: PipelineConfig) -> None:
     found = json.loads(run(changed, "1", str(changed.artifacts.versions / "2"), "--json"))
     assert found["before"] == "version 1"
     by_name = {one["name"]: one for one in found["differences"]}
-    assert by_name["rate"] == {
-        "kind": "acceptance",
-        "name": "rate",
-        "before": 13 / 36,
-        "after": 0.25,
-    }
+    assert by_name["all prompts"]["kind"] == "acceptance"
+    assert by_name["all prompts"]["before"]["value"] == 13 / 36
+    assert by_name["position 3"]["after"] is None
     assert by_name["at concurrency 1"]["before"]["ratio"] == 1.3
     assert len(by_name["draft/generation_config.json"]["after"]) == 64
 
@@ -128,29 +123,40 @@ def test_a_build_that_was_not_verified_says_so(built: PipelineConfig) -> None:
     assert rows["setting", "speculation.adaptive"] == ["true", "false"]
     assert rows["verification", "verdict"] == ["identical", "not verified"]
     assert rows["verification", "numerical ties"] == ["0", "none"]
-    assert rows["acceptance", "rate"] == ["0.361 (13 of 36)", "none"]
+    assert rows["acceptance", "all prompts"] == ["0.361 (0.204 to 0.519)", "none"]
 
 
-def test_only_the_documents_are_asked_for(changed: PipelineConfig, tmp_path: Path) -> None:
-    versions = changed.artifacts.versions
-    elsewhere = load_config(changed.source, [f"output_dir={tmp_path}"])
-    asked = []
+def test_a_store_is_asked_for_the_documents_alone(built: PipelineConfig, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for ratio in (1.3, 1.2):
+        write_night(built, ratio=ratio)
+        published = CliRunner().invoke(
+            publish, ["--config", str(built.source), "--store", str(store)]
+        )
+        assert published.exit_code == 0, published.output
+    weights = [path for path in store.rglob("*") if path.is_file() and path.stat().st_size > 10**6]
+    assert len(weights) == 2
+    for path in weights:
+        path.unlink()
+    elsewhere = load_config(built.source, [f"output_dir={tmp_path / 'nothing'}"])
+    words = ["--store", str(store), "--set", f"output_dir={tmp_path / 'nothing'}"]
+    output = run(elsewhere, "1", "2", *words)
+    assert table(output) == {
+        ("speed-up", "at concurrency 1"): ["1.30 (1.20 to 1.40)", "1.20 (1.10 to 1.30)"]
+    }
+    assert not elsewhere.artifacts_dir.exists()
+    unknown = CliRunner().invoke(main, ["diff", "1", "7", "--config", str(built.source), *words])
+    assert unknown.exit_code == 1
+    assert unknown.stderr.endswith("has no version 7 of pair, it has 1, 2\n")
 
-    def fetch(number: int, folder: Path) -> None:
-        asked.append(number)
-        for name in DOCUMENTS:
-            if (path := versions / str(number) / name).exists():
-                (folder / name).parent.mkdir(exist_ok=True, parents=True)
-                shutil.copyfile(path, folder / name)
 
-    found = [find_documents(elsewhere, number, fetch) for number in ("1", "2")]
-    assert asked == [1, 2]
-    here = [find_documents(changed, number) for number in ("1", "2")]
-    assert compare(*found) == compare(*here)
-    with pytest.raises(RepositoryError, match="versions/7 does not exist: give a version that is"):
-        find_documents(changed, "7")
-    with pytest.raises(RepositoryError, match="nowhere is no version: nowhere has no attestations"):
-        find_documents(changed, "nowhere")
+def test_what_is_no_version_is_refused(changed: PipelineConfig) -> None:
+    for words, reason in (
+        (["1", "7"], "names no place of versions: set release.store, or give --store URL"),
+        (["nowhere", "1"], "nowhere is no version: nowhere has no attestations/provenance.json"),
+    ):
+        result = CliRunner().invoke(main, ["diff", *words, "--config", str(changed.source)])
+        assert result.exit_code == 1 and reason in result.stderr
 
 
 def test_quality_sizes_and_libraries_are_compared(changed: PipelineConfig, tmp_path: Path) -> None:

@@ -176,7 +176,15 @@ def test_verdict_acceptance_and_speed_are_those_of_the_results(version: Path) ->
     proved = read(version / "verification.json")
     del proved["repository"]
     assert found["verification"] == proved
-    assert found["acceptance"]["greedy"] == {"num_draft_tokens": 36, "num_accepted_tokens": 13}
+    greedy = found["acceptance"]["greedy"]
+    assert (greedy["num_draft_tokens"], greedy["num_accepted_tokens"]) == (36, 13)
+    assert greedy["prompts"][0]["accepted_at"] == [2, 1, 1]
+    assert {what: round(rate["value"], 4) for what, rate in greedy["rates"].items()} == {
+        "all prompts": round(13 / 36, 4),
+        "position 1": round(7 / 12, 4),
+        "position 2": round(3 / 7, 4),
+        "position 3": 1.0,
+    }
     assert [(c["check"], c["rate"]) for c in found["acceptance"]["checks"]] == [
         ("greedy", 13 / 36),
         ("seeded", 12 / 39),
@@ -265,9 +273,10 @@ def test_the_bill_of_materials_is_what_cyclonedx_reads(version: Path) -> None:
         "datasets": [{"ref": prompts["bom-ref"]}],
     }
     assert card["quantitativeAnalysis"]["performanceMetrics"][0] == {
-        "type": "acceptance rate",
+        "type": "acceptance rate, greedy",
+        "slice": "all prompts",
         "value": "0.361111",
-        "slice": "greedy",
+        "confidenceInterval": {"lowerBound": "0.203538", "upperBound": "0.518685"},
     }
     libraries = {one["purl"] for one in document["components"] if one["type"] == "library"}
     assert {f"pkg:pypi/specpipe-llm@{__version__}", "pkg:pypi/torch@2.13.0%2Bcpu"} <= libraries
@@ -305,7 +314,7 @@ def test_a_licence_has_its_spdx_id_or_its_name(released: PipelineConfig, tmp_pat
     ):
         (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
         found = find_licences("draft", "draft", tmp_path)
-        text = bill_of_materials(pair, {"draft": found, "target": nothing}, {}, "a digest")
+        text = bill_of_materials(pair, {"draft": found, "target": nothing}, {}, None, "a digest")
         assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
         assert components(json.loads(text))["draft"]["licenses"] == [
             {"license": {"acknowledgement": "declared", **licence}}

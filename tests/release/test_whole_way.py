@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +30,13 @@ pytest.importorskip("s3fs")
 
 import torch  # noqa: E402
 from click.testing import CliRunner, Result  # noqa: E402
+from s3fs import S3FileSystem  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from specpipe.cli.group import main  # noqa: E402
 from specpipe.release.release_file import digest_of  # noqa: E402
 from specpipe.stores.places import open_store  # noqa: E402
 from specpipe.stores.records import write_version  # noqa: E402
-from specpipe.stores.store import VersionRecord  # noqa: E402
 from specpipe.triton.client import Client  # noqa: E402
 from tests.stores.servers import S3Place  # noqa: E402
 
@@ -53,23 +55,25 @@ PROMPTS = ["def add(a, b):\n", "import os\n", "class Point:\n", "for i in range(
 
 
 @pytest.fixture(scope="module")
-def store_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a store on an S3 server of this machine."""
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Place]:
+    """An S3 server of this machine."""
     place = S3Place(tmp_path_factory.mktemp("s3"))
     with pytest.MonkeyPatch.context() as patch:
         place.prepare(patch)
         patch.setenv("SPECPIPE_SIGNING_PASSPHRASE", "not for production")
         place.start()
-        yield place.url("releases")
+        yield place
         place.kill()
 
 
 @pytest.fixture
-def pair(store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def pair(
+    place: S3Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Path:
     """The folder of a pair, which is the working directory, with a publisher who is trusted."""
     folder = tmp_path / "pair"
     shutil.copytree(MODELS, folder)
-    (folder / "pair.yaml").write_text(YAML.replace("STORE", store_url))
+    (folder / "pair.yaml").write_text(YAML.replace("STORE", place.url(request.node.name)))
     monkeypatch.chdir(folder)
     typed("keys new ci.pem", config="")
     typed("keys trust ci.pem.pub --name ci --trust trust.json", config="")
@@ -112,8 +116,8 @@ def noise(share: float) -> Callable[[torch.Tensor], torch.Tensor]:
 @contextmanager
 def serving(words: str) -> Iterator[str]:
     """A `specpipe serve` in a process of its own; yields its address."""
-    ports = "--http-port 0 --grpc-port 0 --metrics-port 0 --config pair.yaml"
-    command = [sys.executable, "-m", "specpipe", "serve", *words.split(), *ports.split()]
+    words += " --verbose --http-port 0 --grpc-port 0 --metrics-port 0 --config pair.yaml"
+    command = [sys.executable, "-m", "specpipe", "serve", *words.split()]
     with (
         Path("serve.log").open("w") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
@@ -127,14 +131,15 @@ def serving(words: str) -> Iterator[str]:
             process.send_signal(signal.SIGTERM)
 
 
-def answers(url: str) -> list[str]:
+def answers(url: str, **settings: Any) -> list[str]:
     with Client(url) as client:
-        return [client.generate(prompt, max_tokens=24).text for prompt in PROMPTS]
+        return [client.generate(prompt, max_tokens=24, **settings).text for prompt in PROMPTS]
 
 
 def test_from_a_night_to_production_and_back(
-    pair: Path, store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Path, place: S3Place, request: pytest.FixtureRequest
 ) -> None:
+    store_url = place.url(request.node.name)
     night = "nightly pair.yaml --in-process"
     refusal = refused("serve --promoted")
     assert refusal.startswith("no version of python-code is promoted: ")
@@ -174,7 +179,7 @@ def test_from_a_night_to_production_and_back(
     promotion = store.promotion("python-code")
     assert promotion is not None and (promotion.number, promotion.previous) == (1, None)
 
-    # What nobody signed is not promoted, and on another machine neither is what was changed since.
+    # What nobody signed is not promoted.
     with Path("pair.yaml").open("a") as file:
         file.write("# The same, but for this line.\n")
     typed("publish")
@@ -182,30 +187,81 @@ def test_from_a_night_to_production_and_back(
         f"{store_url}: version 3 of python-code is not signed, and release.require_signature is "
         "true in pair.yaml: publish it with a key"
     )
+
+
+def test_what_was_changed_in_the_store_is_promoted_nowhere(
+    pair: Path,
+    place: S3Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    name = request.node.name
+    typed("build")
+    for line in ("# One.\n", "# Two.\n"):
+        with Path("pair.yaml").open("a") as file:
+            file.write(line)
+        typed("publish --key ci.pem --allow-unproved")
     (tmp_path / "there").mkdir()
-    for name in ("pair.yaml", "trust.json"):
-        shutil.copy(name, tmp_path / "there")
+    for file_name in ("pair.yaml", "trust.json"):
+        shutil.copy(file_name, tmp_path / "there")
     monkeypatch.chdir(tmp_path / "there")
-    records = {record.number: record for record in store.versions("python-code")}
-    exchange(store, records[1], records[3], "pair.yaml")
-    assert refused("promote 1").startswith(
-        "version 1 is not what ci signed: pair.yaml was changed: "
+    store = open_store(place.url(name), pair)
+    first, second = store.versions("python-code")[-2:]
+
+    # Another file in the record, with the digest that goes with it, as who may write there can.
+    files = {**first.files, "pair.yaml": second.files["pair.yaml"]}
+    forged = replace(first, files=files, digest=digest_of(files))
+    path = f"bucket/{name}/pairs/python-code/versions/{first.number:06d}.json"
+    S3FileSystem(skip_instance_cache=True).pipe_file(path, write_version(forged))
+    assert refused(f"promote {first.number}").startswith(
+        f"version {first.number} is not what ci signed: pair.yaml was changed: "
     )
-    place_damage(store, records[2])
-    assert "is damaged there" in refused("promote 2")
+    place.damage(name, second.files["model_repo/speculative/1/target/model.safetensors"])
+    assert "is damaged there" in refused(f"promote {second.number}")
     assert [path.name for path in Path("engines/python-code").iterdir()] == ["versions"]
 
 
-def exchange(store: Any, record: VersionRecord, other: VersionRecord, name: str) -> None:
-    """Puts another file into a version's record, as whoever may write to the store can."""
-    files = {**record.files, name: other.files[name]}
-    forged = replace(record, files=files, digest=digest_of(files))
-    path = f"pairs/python-code/versions/{record.number:06d}.json"
-    store.objects.replace(path, write_version(forged))
+@pytest.mark.slow
+def test_32_streams_during_promotes_and_rollbacks_lose_and_mix_nothing(pair: Path) -> None:
+    """Every answer is the target's own of one version; the two versions have different targets."""
+    for amount in (None, noise(0.2)):
+        if amount is not None:
+            change(pair / "target" / "model.safetensors", amount)
+        typed("build")
+        typed("publish --key ci.pem --allow-unproved")
+    with serving("--version 1") as url:
+        alone = [answers(url, num_draft_tokens=0)]
+        typed("promote 1")
+        typed("promote 2")
+        alone.append(answers(url, num_draft_tokens=0))
+        wholes = [set(texts) for texts in zip(*alone, strict=True)]
+        assert all(len(texts) == 2 for texts in wholes)
 
+        is_over = threading.Event()
+        found: list[list[tuple[int, str]]] = [[] for _ in range(32)]
 
-def place_damage(store: Any, record: VersionRecord) -> None:
-    """Changes a byte of the target's weights in the store."""
-    blob = record.files["model_repo/speculative/1/target/model.safetensors"]
-    name = f"blobs/sha256/{blob.sha256[:2]}/{blob.sha256}"
-    store.objects.replace(name, b"\xff" + store.objects.read_range(name, 1, blob.size))
+        def stream(number: int) -> None:
+            with Client(url) as client:
+                while not is_over.is_set():
+                    for prompt, text in enumerate(PROMPTS):
+                        chunks = client.stream(text, max_tokens=24)
+                        answer = "".join(chunk.text for chunk in chunks)
+                        found[number].append((prompt, answer))
+
+        with ThreadPoolExecutor(len(found)) as pool:
+            streams = [pool.submit(stream, number) for number in range(len(found))]
+            try:
+                for words in (
+                    "rollback", "promote 2", "rollback", "promote 2",
+                    "promote 1 --older", "promote 2", "promote 1 --older",
+                ):  # fmt: skip
+                    typed(words)
+            finally:
+                is_over.set()
+            for done in streams:
+                done.result()  # raises what failed
+    every = [answer for of_one in found for answer in of_one]
+    assert all(text in wholes[prompt] for prompt, text in every)
+    assert {text for _, text in every} == set().union(*wholes)
+    print(f"{len(every)} answers over 5 promotes and 2 rollbacks, 0 failed, each of one version")

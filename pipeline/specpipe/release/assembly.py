@@ -28,7 +28,7 @@ from specpipe.build.quality.report import REPORT_JSON
 from specpipe.checkpoints.licences import Licences, find_licences, read_licence
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import RepositoryError, show
-from specpipe.evaluate.nightly.record import NIGHTLY_KIND
+from specpipe.evaluate.nightly.record import NIGHTLY_KIND, Run, read_last_good
 from specpipe.evaluate.results import read_result
 from specpipe.evaluate.verification.record import VERIFY_KIND, repository_digest
 from specpipe.machine.artifacts import Artifacts, ResultName
@@ -90,7 +90,9 @@ def assemble(
         notes += _copy_records(built, staging)
         _copy_licences(licences, staging)
         _write_statements(built, staging)
-        bom = bill_of_materials(built, licences, read_results(staging), content_digest(staging))
+        bom = bill_of_materials(
+            built, licences, read_results(staging), read_night(staging), content_digest(staging)
+        )
         (staging / BOM_NAME).write_text(bom, encoding="utf-8")
         release = Release(
             pair=config.name,
@@ -149,9 +151,7 @@ def _write_statements(built: BuiltPair, out: Path) -> None:
     results, subject = read_results(out), built.package.outputs
     made = {
         "provenance": statements.provenance(built, found),
-        "acceptance": statements.acceptance(
-            subject, results.get("verification"), results.get("nightly")
-        ),
+        "acceptance": statements.acceptance(subject, results.get("verification"), read_night(out)),
     }
     if "verification" in results:
         made["verification"] = statements.verification(subject, results["verification"])
@@ -172,6 +172,11 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
         "nightly-bench": (artifacts.result("nightly-bench"), "bench"),
     }
     return {name: read_result(path, kind) for name, (path, kind) in kinds.items() if path.exists()}
+
+
+def read_night(folder: Path) -> Run | None:
+    """Returns the night of a version that is being made."""
+    return read_last_good(Artifacts(folder).result("nightly"))
 
 
 def _copy(source: Path, destination: Path) -> None:

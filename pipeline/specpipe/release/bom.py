@@ -18,9 +18,11 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from specpipe.checkpoints.licences import Licences
+from specpipe.evaluate.nightly.record import Run
 from specpipe.evaluate.verification.record import repository_digest
 from specpipe.machine.manifest import FileRecord
 from specpipe.release.built import BuiltPair, Checkpoint
+from specpipe.release.figures import acceptance_rates
 from specpipe.release.statements import Json, checkpoint_url, library_url
 from specpipe.roles import ROLES, Role
 from specpipe.runtimes.engine_description import EngineDescription
@@ -36,11 +38,16 @@ _MODELS = "model_repo"  # the folder of hand-written Triton models, which are no
 
 
 def bill_of_materials(
-    built: BuiltPair, licences: Mapping[Role, Licences], results: Mapping[str, Json], digest: str
+    built: BuiltPair,
+    licences: Mapping[Role, Licences],
+    results: Mapping[str, Json],
+    night: Run | None,
+    digest: str,
 ) -> str:
     """Returns the document.
 
     results  what was proved and measured, whose prompts and libraries are named, too
+    night    whose figures the model cards have
     digest   of what it describes
     """
     from cyclonedx.model.bom import Bom, BomMetaData
@@ -78,7 +85,7 @@ def bill_of_materials(
     for component in document["components"]:
         # The library has no class for these two parts of the standard.
         if (role := component["bom-ref"]) in described:
-            component["modelCard"] = _card(described[role], results, data)
+            component["modelCard"] = _card(described[role], night, data)
         elif component["type"] == "data":
             component["data"] = [{"type": "dataset", "name": component["name"]}]
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
@@ -251,7 +258,7 @@ def _described(built: BuiltPair, role: Role) -> EngineDescription | None:
 
 
 def _card(
-    described: EngineDescription | None, results: Mapping[str, Json], data: list[Component]
+    described: EngineDescription | None, night: Run | None, data: list[Component]
 ) -> dict[str, Any]:
     """Returns the model card: what the model is for, and the figures of the pair."""
     card: dict[str, Any] = {
@@ -263,27 +270,24 @@ def _card(
     }
     if described is not None:
         card["modelParameters"]["modelArchitecture"] = described.architecture
-    if metrics := list(_metrics(results)):
+    if metrics := list(_metrics(night)):
         card["quantitativeAnalysis"] = {"performanceMetrics": metrics}
     return card
 
 
-def _metrics(results: Mapping[str, Json]) -> Iterator[dict[str, Any]]:
-    night = results.get("nightly", {})
-    if counted := night.get("acceptance"):
-        rate = counted["num_accepted_tokens"] / counted["num_draft_tokens"]
-        yield {"type": "acceptance rate", "value": f"{rate:.6g}", "slice": "greedy"}
-    for gain in night.get("speed_ups", ()):
-        if gain["ratio"] is None:
-            continue
-        metric: dict[str, Any] = {
-            "type": "speed-up over the target alone",
-            "value": f"{gain['ratio']:.6g}",
-            "slice": f"concurrency {gain['concurrency']}",
-        }
-        if gain["low"] is not None and gain["high"] is not None:
-            metric["confidenceInterval"] = {
-                "lowerBound": f"{gain['low']:.6g}",
-                "upperBound": f"{gain['high']:.6g}",
-            }
-        yield metric
+def _metrics(night: Run | None) -> Iterator[dict[str, Any]]:
+    for what, rate in acceptance_rates(night).items():
+        yield _metric("acceptance rate, greedy", what, rate.value, rate.low, rate.high)
+    for gain in () if night is None else night.speed_ups:
+        if gain.ratio is not None:
+            what = f"concurrency {gain.concurrency}"
+            yield _metric("speed-up over the target alone", what, gain.ratio, gain.low, gain.high)
+
+
+def _metric(
+    kind: str, what: str, value: float, low: float | None, high: float | None
+) -> dict[str, Any]:
+    metric: dict[str, Any] = {"type": kind, "slice": what, "value": f"{value:.6g}"}
+    if low is not None and high is not None:
+        metric["confidenceInterval"] = {"lowerBound": f"{low:.6g}", "upperBound": f"{high:.6g}"}
+    return metric

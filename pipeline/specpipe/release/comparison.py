@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from specpipe.errors import show
 from specpipe.machine.columns import aligned
 from specpipe.machine.memory import format_bytes
 from specpipe.release.documents import Dependency, Documents
+from specpipe.release.figures import acceptance_rates
 
 _MAX_LINES = 200  # of a table; a hostile document could have millions
 _NONE = "none"
@@ -154,14 +155,9 @@ def _verification(documents: Documents) -> Iterator[tuple[str, Fact]]:
 
 
 def _acceptance(documents: Documents) -> Iterator[tuple[str, Fact]]:
-    """Yields the rate of greedy answers at the full draft length."""
-    night = documents.night
-    if night is None or night.acceptance is None:
-        return
-    counted = night.acceptance
-    rate = counted.rate
-    text = f"{rate:.3f} ({counted.num_accepted_tokens} of {counted.num_draft_tokens})"
-    yield "rate", Fact(rate, text)
+    """Yields the rates of greedy answers at the full draft length."""
+    for what, rate in acceptance_rates(documents.night).items():
+        yield what, Fact(asdict(rate), str(rate))
 
 
 def _speed_ups(documents: Documents) -> Iterator[tuple[str, Fact]]:

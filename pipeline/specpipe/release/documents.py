@@ -170,10 +170,10 @@ Fetch = Callable[[int, Path], None]
 """Brings those of `DOCUMENTS` that a published version has into a folder."""
 
 
-def find_documents(config: PipelineConfig, wanted: str, fetch: Fetch | None = None) -> Documents:
+def find_documents(config: PipelineConfig, wanted: str, fetch: Fetch) -> Documents:
     """Returns what is known of a version: by its number, by its folder, or `built`.
 
-    fetch  asked for a number whose version is not on this machine; None: there is no store
+    fetch  asked for a number whose version is not on this machine
     """
     if wanted == BUILT:
         return built_documents(config)
@@ -183,10 +183,6 @@ def find_documents(config: PipelineConfig, wanted: str, fetch: Fetch | None = No
     folder = config.artifacts.versions / str(number)
     if folder.is_dir():
         return read_documents(folder, name)
-    if fetch is None:
-        raise RepositoryError(
-            f"{folder} does not exist: give a version that is here, or its folder"
-        )
     with tempfile.TemporaryDirectory() as fetched:
         fetch(number, Path(fetched))
         return read_documents(Path(fetched), name)

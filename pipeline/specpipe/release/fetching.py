@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +12,18 @@ from specpipe.errors import EngineMismatch, StoreError, show
 from specpipe.machine.callables import Log
 from specpipe.machine.memory import format_bytes
 from specpipe.progress import phase
+from specpipe.release.documents import DOCUMENTS
 from specpipe.release.local import (
     LocalVersion,
     contents,
-    keeping_notes,
     put_in_place,
     whole_version,
 )
 from specpipe.release.release_file import digest_of, requirement_faults
 from specpipe.stores.records import below
 from specpipe.stores.store import Blob, Store, VersionRecord
+
+_MAX_DOCUMENT_BYTES = 256 << 20  # what is read of JSON at most; most have some kB
 
 
 @dataclass(frozen=True)
@@ -70,19 +73,32 @@ def check_requirements(record: VersionRecord) -> None:
 def fetch(store: Store, record: VersionRecord, versions: Path, log: Log) -> Fetched:
     """Brings a version to `versions/N`; goes on with what an interrupted call fetched.
 
-    What another version here holds is linked and not moved. To be called with the lock of the pair.
+    What another version here holds is copied and not moved. To be called with the lock of the pair.
     """
-    size = sum(blob.size for blob in record.files.values())
+    size = sum(blob.size for blob in {*record.files.values()})
     here = whole_version(versions, record.number, log)
     if here is not None and _is_same(here, record):
         return Fetched(here, 0, size)
     staging = versions / f".{record.number}.fetching"
-    with keeping_notes(versions):
-        missing = _link_known(below(staging, record.files), contents(versions))
-        with phase(f"version {record.number}"):
-            moved = store.download(missing)
-        version = put_in_place(staging, record, store.url)
+    with phase(f"version {record.number}"):
+        wanted = below(staging, record.files)
+        _copy_known(wanted, contents(versions))
+        moved = store.download(wanted)  # which checks what is there, too
+    version = put_in_place(staging, record, store.url)
     return Fetched(version, moved.num_bytes, size - moved.num_bytes)
+
+
+def fetch_documents(store: Store, pair: str, number: int, folder: Path) -> None:
+    """Brings the small documents of a version into a folder, to look at it without its weights."""
+    record = find_version(store, pair, number)
+    documents = {name: record.files[name] for name in DOCUMENTS if name in record.files}
+    for name, blob in documents.items():
+        if blob.size > _MAX_DOCUMENT_BYTES:
+            raise StoreError(
+                f"{store.url}: {name} of version {number} of {pair} has {blob.size} bytes, "
+                f"expected at most {_MAX_DOCUMENT_BYTES}"
+            )
+    store.download(below(folder, documents))
 
 
 def missing_bytes(record: VersionRecord, versions: Path) -> int:
@@ -90,16 +106,25 @@ def missing_bytes(record: VersionRecord, versions: Path) -> int:
     return sum(blob.size for blob in {*record.files.values()} - contents(versions).keys())
 
 
-def _link_known(wanted: Mapping[Path, Blob], known: Mapping[Blob, Path]) -> dict[Path, Blob]:
-    """Links what is on this machine already; returns what is to be fetched to where."""
-    missing = {}
-    for path, blob in wanted.items():
-        if blob in known and not os.path.lexists(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.link(known[blob], path)
-        else:
-            missing[path] = blob
-    return missing
+def _copy_known(wanted: Mapping[Path, Blob], known: Mapping[Blob, Path]) -> None:
+    """Copies what is on this machine already; raises StoreError where there is no room for it."""
+    lacking = {
+        path: known[blob]
+        for path, blob in wanted.items()
+        if blob in known and not os.path.lexists(path)
+    }
+    if not lacking:
+        return
+    folder = next(parent for parent in next(iter(lacking)).parents if parent.is_dir())
+    needed = sum(source.stat().st_size for source in lacking.values())
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise StoreError(
+            f"{folder} has {format_bytes(free)} free, and {format_bytes(needed)} of other versions "
+            "are to be copied: make room, as with `specpipe versions prune --keep 2`"
+        )
+    for path, source in lacking.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
 
 
 def _is_same(here: LocalVersion, record: VersionRecord) -> bool:

@@ -122,7 +122,11 @@ def whole_version(versions: Path, number: int, log: Log) -> LocalVersion | None:
 
 
 def contents(versions: Path) -> dict[Blob, Path]:
-    """Returns the files of all versions here that nobody touched, by what they hold."""
+    """Returns the files of all versions here that nobody touched, by what they hold.
+
+    They may be read, and never linked: Triton 2.51 takes another link, which is a change of status
+    (ctime), for a change of the file, and loads a model anew that it serves.
+    """
     found = {}
     for number in local_numbers(versions):
         if (version := find_local(versions, number)) is None:
@@ -131,32 +135,6 @@ def contents(versions: Path) -> dict[Blob, Path]:
             if _is_untouched(version, name, file):
                 found[Blob(file.sha256, file.size)] = version.folder / name
     return found
-
-
-@contextmanager
-def keeping_notes(versions: Path) -> Iterator[None]:
-    """Keeps notes true while this process makes and removes links to files of versions.
-
-    That is a change of status to the kernel, so that they would all be hashed again.
-    """
-    before = [
-        (
-            version,
-            [name for name, file in version.files.items() if _is_untouched(version, name, file)],
-        )
-        for number in local_numbers(versions)
-        if (version := find_local(versions, number)) is not None
-    ]
-    yield
-    for version, untouched in before:
-        files = dict(version.files)
-        for name in untouched:
-            with suppress(OSError):
-                now = FileRecord.of((version.folder / name).stat(), files[name].sha256)
-                if dataclasses.replace(now, ctime_ns=files[name].ctime_ns) == files[name]:
-                    files[name] = now
-        if files != version.files and version.folder.is_dir():
-            _write(dataclasses.replace(version, files=files))
 
 
 def put_in_place(staging: Path, record: VersionRecord, store: str) -> LocalVersion:
@@ -174,11 +152,7 @@ def put_in_place(staging: Path, record: VersionRecord, store: str) -> LocalVersi
 def remove_local(versions: Path, number: int) -> int:
     """Removes a version from this machine; returns the bytes that this set free."""
     folder = versions / str(number)
-    freed = sum(
-        status.st_size
-        for path in folder.rglob("*")
-        if not path.is_symlink() and path.is_file() and (status := path.stat()).st_nlink == 1
-    )
+    freed = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
     with deferred():
         _note_path(folder).unlink(missing_ok=True)
         remove_folder(folder)

@@ -39,6 +39,7 @@ class Promoted:
     num_bytes   fetched, or to be fetched
     is_served   whether a server of this machine serves it; else it waits for one to start
     was_loaded  whether that server had it loaded already
+    served_s    until it was served, and requests went to it; None: nothing was to be done
     change      what the server did (triton/server/versions.py); None: nothing, since it served it
                 already, or none runs
     """
@@ -53,6 +54,7 @@ class Promoted:
     is_served: bool
     was_loaded: bool
     change: dict[str, Any] | None
+    served_s: float | None
     duration_s: float
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class Promoted:
         if self.change is None:
             return [f"{version} was served already; it is promoted"]
         kept = "was kept loaded" if self.was_loaded else "was loaded"
-        lines = [f"{version} is served, after {self.duration_s:.1f} s; it {kept}"]
+        lines = [f"{version} is served, after {self.served_s:.1f} s; it {kept}"]
         if gap_s := self.change.get("gap_s"):
             lines.append(f"requests were refused for {gap_s:.1f} s of it")
         return lines
@@ -111,12 +113,13 @@ def promote(
             previous = local.previous
         server = serving_here(config.artifacts_dir)
         was_loaded = server is not None and server.has(record.number)
-        num_bytes, change = missing_bytes(record, versions), None
+        num_bytes, change, asked = missing_bytes(record, versions), None, started
         if not dry_run:
             fetched = fetch(store, record, versions, log)
             log(str(fetched))
             check_signature(config, fetched.version.repository, log=log)
             num_bytes = fetched.num_bytes
+            asked = time.monotonic()
             if server is not None:
                 change = server.promote(
                     fetched.version,
@@ -136,6 +139,7 @@ def promote(
             is_served=server is not None,
             was_loaded=was_loaded,
             change=change,
+            served_s=_served_s(change, asked - started),
             duration_s=time.monotonic() - started,
         )
 
@@ -169,6 +173,7 @@ def rollback(
         server = serving_here(config.artifacts_dir)
         was_loaded = server is not None and server.has(local.previous)
         here, num_bytes, change = find_local(versions, local.previous), 0, None
+        asked = started
         digest = "" if here is None else here.digest
         if dry_run and here is None:
             record = find_version(store, config.name, local.previous)
@@ -177,6 +182,7 @@ def rollback(
             if here is None or not was_loaded:
                 here, num_bytes = bring(config, store, local.previous, log)
                 check_signature(config, here.repository, log=log)
+            asked = time.monotonic()
             if server is not None:
                 change = server.roll_back(here, replace=replace, log=log)
             digest = here.digest
@@ -192,8 +198,14 @@ def rollback(
             is_served=server is not None,
             was_loaded=was_loaded,
             change=change,
+            served_s=_served_s(change, asked - started),
             duration_s=time.monotonic() - started,
         )
+
+
+def _served_s(change: dict[str, Any] | None, before_s: float) -> float | None:
+    """Returns when requests went to a version, which may be long before its forerunner is gone."""
+    return None if change is None else before_s + change["load_s"] + change["swap_s"]
 
 
 def bring(

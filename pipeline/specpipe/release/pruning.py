@@ -11,7 +11,6 @@ from specpipe.machine.memory import format_bytes
 from specpipe.release.fetching import ranges
 from specpipe.release.local import (
     find_local,
-    keeping_notes,
     local_numbers,
     locked,
     remove_local,
@@ -88,8 +87,7 @@ def prune(
         freed = freed_here = 0
         if not dry_run:
             freed = store.remove(config.name, going) if going else 0
-            with keeping_notes(versions):
-                freed_here = sum(remove_local(versions, number) for number in going_here)
+            freed_here = sum(remove_local(versions, number) for number in going_here)
     return Pruned(
         pair=config.name,
         store=store.url,

@@ -20,7 +20,7 @@ from specpipe.machine.memory import format_bytes
 from specpipe.machine.own_json import read_object
 from specpipe.machine.signals import deferred
 from specpipe.release.assembly import assemble
-from specpipe.release.local import keeping_notes, locked, put_in_place
+from specpipe.release.local import locked
 from specpipe.release.readiness import objection
 from specpipe.release.release_file import RELEASE_NAME, SIGNATURE_NAME
 from specpipe.stores.store import Blob, NumberTaken, Store, Transferred, VersionRecord
@@ -90,7 +90,7 @@ def publish(
     and leaves nothing here. Raises RepositoryError for what is not proved, or not what was built.
     """
     versions = config.artifacts.versions
-    with locked(versions, "publish", log), keeping_notes(versions):
+    with locked(versions, "publish", log):
         check_proved(config, allow_unproved=allow_unproved, log=log)
         publication = _Publication(config, store, sign, versions / ".publishing", log)
         try:
@@ -167,7 +167,6 @@ class _Publication:
             except NumberTaken as exc:
                 self._log(f"{exc}: claiming another number")
                 continue
-            put_in_place(self._folder, record, self._store.url)
             return self._done(record, is_new=True, moved=moved)
         raise StoreError(
             f"{self._store.url}: {_MOST_CLAIMS} numbers in a row went to other publishers of "

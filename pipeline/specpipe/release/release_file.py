@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from specpipe.config.sections import NAME_PATTERN
 from specpipe.errors import RepositoryError
 from specpipe.evaluate.verification.record import HasDigest, repository_digest
 from specpipe.machine.gpus import gpus_here
 from specpipe.machine.manifest import record_files
-from specpipe.machine.own_json import read_object, reason, write_object
+from specpipe.machine.own_json import parse_object, read_bytes, reason, write_object
 from specpipe.runtimes import requirements
 from specpipe.runtimes.requirements import Requirements
 
@@ -26,6 +27,11 @@ _MAX_BYTES = 1 << 20  # one has some thousand
 _MAX_NOTES = 64
 
 Number = Annotated[int, Field(ge=1, lt=1 << 31, strict=True)]
+
+
+def _check_time(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +51,11 @@ class Release:
     number: Number
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     requires: Requirements
-    published_at: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$")]
+    published_at: Annotated[
+        str,
+        Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"),
+        AfterValidator(_check_time),
+    ]
     specpipe: Annotated[str, Field(max_length=64)]
     previous: Number | None = None
     notes: Annotated[
@@ -71,16 +81,26 @@ def read_release(folder: Path) -> Release:
     """
     path = folder / RELEASE_NAME
     try:
-        data = read_object(path, max_bytes=_MAX_BYTES)
-        if (found := data.pop("format", None)) != _FORMAT:
-            raise ValueError(f"its format is not {_FORMAT}" if found else "it has no format")
-        return _RELEASES.validate_python(data)
+        return parse_release(read_statement(path))
     except FileNotFoundError:
         raise RepositoryError(f"{folder} is no version: it has no {RELEASE_NAME}") from None
     except (OSError, ValueError) as exc:
         raise RepositoryError(
             f"{path} is not what `specpipe publish` writes: {reason(exc)}"
         ) from exc
+
+
+def read_statement(path: Path) -> bytes:
+    """Reads a `release.json`; OSError or ValueError says why it cannot be read."""
+    return read_bytes(path, max_bytes=_MAX_BYTES)
+
+
+def parse_release(statement: bytes) -> Release:
+    """Returns what a `release.json` says; ValueError for what no specpipe wrote."""
+    data = parse_object(statement)
+    if (found := data.pop("format", None)) != _FORMAT:
+        raise ValueError(f"its format is not {_FORMAT}" if found else "it has no format")
+    return _RELEASES.validate_python(data)
 
 
 def content_digest(folder: Path) -> str:

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from specpipe.build.lock import Lock
+from specpipe.evaluate.nightly.record import Run
 from specpipe.machine.libraries import DISTRIBUTION
 from specpipe.machine.manifest import Files, Manifest
 from specpipe.release.built import BuiltPair, Checkpoint
+from specpipe.release.figures import acceptance_rates
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PROVENANCE = "https://slsa.dev/provenance/v1"
@@ -100,8 +103,10 @@ def verification(subject: Files, proved: Json) -> Statement:
     return statement(subject, VERIFICATION, _without(proved, "repository"))
 
 
-def acceptance(subject: Files, proved: Json | None, night: Json | None) -> Statement | None:
+def acceptance(subject: Files, proved: Json | None, night: Run | None) -> Statement | None:
     """Returns what of the drafted tokens was accepted, as counted while it was verified.
+
+    The night's counts are those of greedy answers, prompt by prompt and by position.
 
     None where nothing was drafted, or nothing was looked at.
     """
@@ -110,16 +115,21 @@ def acceptance(subject: Files, proved: Json | None, night: Json | None) -> State
         for check in (proved or {}).get("checks", ())
         if check["kind"] == "speculation" and check["total_draft_tokens"]
     ]
-    counted = (night or {}).get("acceptance")
+    counted = None if night is None else night.acceptance
     if not checks and counted is None:
         return None
     predicate = {
-        "conditions": _conditions(proved or night or {}),
+        "conditions": _conditions(proved or {}),
         "checks": [
             {**c, "rate": c["total_accepted_draft_tokens"] / c["total_draft_tokens"]}
             for c in checks
         ],
-        "greedy": counted,
+        "greedy": None
+        if counted is None
+        else {
+            **asdict(counted),
+            "rates": {what: asdict(rate) for what, rate in acceptance_rates(night).items()},
+        },
     }
     return statement(subject, ACCEPTANCE, predicate)
 

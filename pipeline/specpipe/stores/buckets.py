@@ -20,9 +20,11 @@ def s3(bucket: str, path: str) -> Buckets:
         config_kwargs={
             "connect_timeout": CONNECT_S,
             "read_timeout": ANSWER_S,
-            "retries": {"mode": "standard", "max_attempts": 2},  # Patience tries again, and longer
+            "retries": {"mode": "standard", "max_attempts": 1},
         },
     )
+    # Of one request, such as a part of a large content; Patience begins the whole of it anew.
+    fs.retries = 3
     return Buckets(fs, f"{bucket}/{path}")
 
 

@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 """How long a server may fail before a call does: a registry is restarted in less. A guess."""
 
 CONNECT_S = 10.0
-ANSWER_S = 60.0
+ANSWER_S = 30.0
 """Longest silence of a server that was asked. Guesses."""
 
 _FIRST_DELAY_S = 0.2

@@ -8,6 +8,7 @@ that a registry which collects garbage keeps them. Credentials are those of Dock
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 import urllib.parse
@@ -15,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from http.cookiejar import DefaultCookiePolicy
 from typing import Annotated, Any, Literal
 
+import oras.logger
 import oras.provider
 import requests
 from pydantic import BaseModel, Field, ValidationError
@@ -27,6 +29,7 @@ from specpipe.stores.store import Blob
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _CONTENT = "application/octet-stream"
 _MAX_MANIFEST_BYTES = 4 << 20  # what registries take: OCI distribution specification 1.1
+_SETTLED_BYTES_PER_S = 20e6  # a registry answers once a content is in its place: a guess
 _MAX_TAGS = 1_000_000
 _PIECE_BYTES = 1 << 20
 
@@ -52,6 +55,7 @@ class Registry:
     """
 
     def __init__(self, host: str, name: str) -> None:
+        oras.logger.logger.set_level(logging.CRITICAL)  # what it logs is raised, too
         is_here = host.partition(":")[0] in ("localhost", "127.0.0.1")
         self._base = f"{'http' if is_here else 'https'}://{host}/v2/"
         self._oras = _Oras(host, insecure=is_here)
@@ -103,8 +107,12 @@ class Registry:
         location = self._oras._get_location(answer, self._container)
         url = requests.Request("PUT", location, params={"digest": f"sha256:{blob.sha256}"})
         body = _Body(blocks, blob.size) if blob.size else b"".join(blocks)
-        answer = self._ask(
-            "PUT", str(url.prepare().url), headers={"Content-Type": _CONTENT}, data=body
+        # Not by `_ask`, which would send a body again that is spent: whoever may begin may end.
+        answer = self._oras.session.put(
+            str(url.prepare().url),
+            data=body,
+            headers={"Content-Type": _CONTENT, **self._oras.auth.get_auth_header()},
+            timeout=(CONNECT_S, ANSWER_S + blob.size / _SETTLED_BYTES_PER_S),
         )
         _check(answer, 201, 204)
 
@@ -226,20 +234,16 @@ class _Oras(oras.provider.Registry):  # type: ignore[misc]
 
 
 class _Body:
-    """A request's body of a known length, which is sent once."""
+    """A request's body whose length is known."""
 
     def __init__(self, blocks: Iterable[bytes], size: int) -> None:
-        self._blocks: Iterator[bytes] | None = iter(blocks)
-        self._size = size
+        self._blocks, self._size = blocks, size
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[bytes]:
-        if self._blocks is None:
-            raise Passing("it asked who we are once more")
-        blocks, self._blocks = self._blocks, None
-        yield from blocks
+        return iter(self._blocks)
 
 
 def _describe(blob: Blob, media_type: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,9 @@ from fsspec.implementations.sftp import SFTPFileSystem
 from specpipe.errors import StoreError
 from specpipe.stores.objects import Tree
 from specpipe.stores.patience import ANSWER_S, CONNECT_S
+
+# What breaks is raised, too; without a handler Python prints what a library logs.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 _KNOWN_HOSTS = (Path("/etc/ssh/ssh_known_hosts"), Path("~/.ssh/known_hosts"))
 _CONFIG = Path("~/.ssh/config")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from specpipe import __version__
+from specpipe.release.release_file import Release, content_digest
 from specpipe.release.trust.keys import make_key_pair, read_public_key
 from specpipe.release.trust.publishers import Trust
+from specpipe.runtimes.requirements import Requirements
 
 PASSPHRASE = "correct horse battery"
 PAIR = "python-code"
@@ -25,16 +27,23 @@ def write_version(
     number: int = 7,
     *,
     pair: str = PAIR,
-    published_at: str = "2026-11-29T12:00:00Z",
+    published_at: str = "2026-11-29T12:00:00+00:00",
     files: Mapping[str, bytes] = FILES,
 ) -> Path:
     """Writes a folder as `publish` makes one, unsigned, with an empty one as Triton needs it."""
-    says = {"pair": pair, "number": number, "published_at": published_at, "previous": None}
-    for name, data in {**files, "release.json": json.dumps(says).encode()}.items():
+    for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     (folder / "model_repo" / "ensemble" / "1").mkdir(parents=True)
+    Release(
+        pair=pair,
+        number=number,
+        digest=content_digest(folder),
+        requires=Requirements(runtime="torch", libraries={"torch": ""}),
+        published_at=published_at,
+        specpipe=__version__,
+    ).write(folder)
     return folder
 
 

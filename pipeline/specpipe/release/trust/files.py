@@ -11,7 +11,8 @@ from specpipe import progress
 from specpipe.errors import SignatureError, show, to_sentence
 from specpipe.machine.manifest import record_file
 from specpipe.machine.signals import thread_pool
-from specpipe.release.trust.signature import SIGNATURE_NAME, Files
+from specpipe.release.release_file import SIGNATURE_NAME
+from specpipe.release.trust.signature import Files
 
 _LISTED = 3  # files that a message names; the others are counted
 
@@ -35,13 +36,15 @@ def _paths(folder: Path) -> dict[str, Path]:
     for parent, folders, names in os.walk(folder, onerror=_raise):
         for name in (*folders, *names):
             path = Path(parent, name)
+            below = path.relative_to(folder).as_posix()
             kind = path.lstat().st_mode
             if stat.S_ISREG(kind):
-                paths[path.relative_to(folder).as_posix()] = path
+                paths[below] = path
             elif not stat.S_ISDIR(kind):
                 what = "a link" if stat.S_ISLNK(kind) else "neither file nor folder"
                 raise SignatureError(
-                    f"{show(path)} is {what}, which no signature covers: a version has files alone"
+                    f"{folder}: {show(below)} is {what}, which no signature covers: a version has "
+                    "files alone"
                 )
     paths.pop(SIGNATURE_NAME, None)
     return dict(sorted(paths.items()))

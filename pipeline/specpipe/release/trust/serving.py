@@ -8,8 +8,8 @@ from pathlib import Path
 
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import SignatureError
+from specpipe.release.release_file import SIGNATURE_NAME
 from specpipe.release.trust.publishers import Trust, read_trust
-from specpipe.release.trust.signature import SIGNATURE_NAME
 from specpipe.release.trust.verification import Verified, verify
 
 

@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import AliasPath, BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from specpipe.errors import SignatureError
+from specpipe.errors import SignatureError, show
 from specpipe.machine.own_json import reason
 from specpipe.machine.whole_file import written_whole
+from specpipe.release.release_file import SIGNATURE_NAME
 from specpipe.release.trust import keys
 
 if TYPE_CHECKING:
     from model_signing import hashing
-
-SIGNATURE_NAME = "model.sig"
 
 _MAX_BYTES = 8 << 20  # some 30,000 files; what it unfolds to in memory is a hundred times as much
 _DAMAGED = "fetch the version again, or ask its publisher for a signature by specpipe"
@@ -107,13 +106,9 @@ class Signature:
                     f"{self.path} says that key {self.key_fingerprint[:16]} signed it, which did "
                     f"not: {_DAMAGED}"
                 ) from None
-            except (
-                Exception
-            ) as exc:  # it reads what a stranger wrote, and promises no kind of error
-                raise self._malformed(exc) from exc
-
-    def _malformed(self, exc: Exception) -> SignatureError:
-        return _malformed(self.path, reason(exc))
+            # The library reads what a stranger wrote, and promises no kind of error.
+            except Exception as exc:
+                raise _malformed(self.path, show(reason(exc))) from exc
 
 
 def read_signature(folder: Path) -> Signature:

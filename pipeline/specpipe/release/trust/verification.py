@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from pydantic import AwareDatetime, BaseModel, Field
-
-from specpipe.config.sections import NAME_PATTERN
-from specpipe.errors import SignatureError, show, to_sentence
+from specpipe.errors import SignatureError, show
 from specpipe.machine.own_json import reason
+from specpipe.release import release_file
+from specpipe.release.release_file import RELEASE_NAME, Release
 from specpipe.release.trust import files, keys
 from specpipe.release.trust.publishers import Publisher, Trust, TrustedKey
 from specpipe.release.trust.signature import (
@@ -19,18 +19,6 @@ from specpipe.release.trust.signature import (
     read_signature,
     write_signature,
 )
-
-RELEASE_NAME = "release.json"
-
-_MAX_BYTES = 1 << 20  # a release.json has some hundred
-
-
-class _Release(BaseModel):
-    """What a version says of itself; the rest of it decides nothing here."""
-
-    pair: str = Field(pattern=NAME_PATTERN)
-    number: int = Field(ge=1, le=10**9, strict=True)
-    published_at: AwareDatetime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +76,12 @@ def verify(
     """Returns who signed the folder of a version; raises SignatureError where that does not count.
 
     All of it counts, or nothing: signed by a key of the trust file that is not revoked, for a pair
-    that its publisher may publish, before the key expired, and each file as it was signed. Every
-    file is read. With a pair and a number, another one is refused: an older version in place of a
-    newer one is signed as well.
+    that its publisher may publish, before the key expired, and each file as it was signed. With
+    a pair and a number, another one is refused: an older version in place of a newer one is signed
+    as well.
 
-    present  the digests of the files, where they are known: of the folder, only release.json and
-             the signature are read then
+    present  the digests of the files, where they are known and the folder holds only `release.json`
+             and the signature: before a version is fetched. None: every file below it is hashed
     """
     if not folder.is_dir():
         raise SignatureError(f"{folder} is no folder: expected that of a version")
@@ -101,7 +89,8 @@ def verify(
     publisher, key = _find_key(signature, trust)
     signature.check(key.pem)
     _check_not_revoked(signature, publisher, key, trust)
-    present = files.digests(folder) if present is None else present
+    if present is None:
+        present = files.digests(folder)
     if found := files.differences(signature.files, present):
         raise SignatureError(
             f"{folder} is not what {show(publisher.name)} signed: {files.listed(found)}: fetch the "
@@ -122,7 +111,7 @@ def verify(
     return Verified(
         pair=release.pair,
         number=release.number,
-        published_at=release.published_at.isoformat(),
+        published_at=release.published_at,
         publisher=publisher.name,
         key=key.fingerprint,
         signature=signature.sha256,
@@ -181,37 +170,32 @@ def _check_not_revoked(
 
 
 def _check_release(
-    folder: Path, release: _Release, publisher: Publisher, key: TrustedKey, trust: Trust
+    folder: Path, release: Release, publisher: Publisher, key: TrustedKey, trust: Trust
 ) -> None:
     if not publisher.may_publish(release.pair):
         raise SignatureError(
             f"{folder} is a version of {release.pair}, which {show(publisher.name)} may not "
             f"publish: {trust.path} has {show(', '.join(publisher.pairs))} as their pairs"
         )
-    if key.had_expired(release.published_at):
+    if key.had_expired(datetime.fromisoformat(release.published_at)):
         raise SignatureError(
-            f"{folder} was published {release.published_at.isoformat()} with key "
+            f"{folder} was published {release.published_at} with key "
             f"{key.fingerprint[:16]} of {show(publisher.name)}, which had expired "
             f"{key.expires:%Y-%m-%d}: publish it with a newer key"
         )
 
 
-def _read_release(folder: Path, present: Files) -> _Release:
+def _read_release(folder: Path, present: Files) -> Release:
     """Reads what a version is out of the very bytes whose digest was signed."""
     path = folder / RELEASE_NAME
     if RELEASE_NAME not in present:
         raise SignatureError(f"{folder} is no version: it has no {RELEASE_NAME}")
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-        if hashlib.sha256(data).hexdigest() != present[RELEASE_NAME]:
+        statement = release_file.read_statement(path)
+        if hashlib.sha256(statement).hexdigest() != present[RELEASE_NAME]:
             raise ValueError("it was changed just now")
-        return _Release.model_validate_json(data)
-    except OSError as exc:
-        raise SignatureError(f"{path} cannot be read: {to_sentence(exc)}") from exc
-    except ValueError as exc:
+        return release_file.parse_release(statement)
+    except (OSError, ValueError) as exc:
         raise SignatureError(
             f"{path} is not what `specpipe publish` writes ({reason(exc)}): publish it again"
         ) from exc
