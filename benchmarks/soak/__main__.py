@@ -17,7 +17,7 @@ kills       SIGKILL for tritonserver, each model's process, the launcher (which 
 Every whole answer must be that of target-only of one version that was served while it ran; those
 were asked beforehand, each question alone and without draft tokens. A phase ends with the round
 that is under way when its time is over, and has one round at least, however slow the machine is.
-The growth of memory is judged of processes that lived for two minutes.
+The growth of memory is judged of processes that lived for ten minutes.
 
 Exit code 1 if a goal is missed.
 """

@@ -2,7 +2,8 @@
 
 What is sampled is RssAnon (proc(5)): what a process has of its own, without files and shared
 memory. A process is matched by its role, `speculative` for the models of all versions; one that is
-started anew begins anew. `shared memory` is what the models' processes share with Triton, together.
+started anew begins anew. `shared memory` is what the models' processes share with Triton, together,
+with what killed launchers left of it.
 
 The growth is the slope by least squares over the last 80 % of a process's life, times that time,
 as a share of the mean.
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.attack.server import Served
+from benchmarks.attack.server import LAUNCHER, Served
 
 SHARED = "shared memory"
 WINDOW = 0.8
@@ -53,6 +54,7 @@ class Memory:
         self._served = served
         self._is_over = threading.Event()
         self._samples: dict[tuple[str, int], list[tuple[float, int]]] = {}
+        self._launchers: set[int] = set()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -65,10 +67,12 @@ class Memory:
         while not self._is_over.wait(_INTERVAL_S):
             now = time.monotonic()
             for pid, name in self._served.processes():
+                if name == LAUNCHER:
+                    self._launchers.add(pid)
                 role = re.sub(r"_\d+$", "", name)
                 if (size := _own_bytes(pid)) is not None:
                     self._samples.setdefault((role, pid), []).append((now, size))
-            shared = sum(map(_allocated, _SHARED_MEMORY.glob("specpipe_*")))
+            shared = sum(map(_shared_bytes, self._launchers))
             self._samples.setdefault((SHARED, 0), []).append((now, shared))
 
 
@@ -108,7 +112,10 @@ def _own_bytes(pid: int) -> int | None:
     return None
 
 
-def _allocated(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_blocks * 512  # stat(2)
-    return 0
+def _shared_bytes(launcher: int) -> int:
+    """What the processes that a launcher started share, or left behind when it was killed."""
+    total = 0
+    for path in _SHARED_MEMORY.glob(f"specpipe_{launcher}_*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_blocks * 512  # stat(2)
+    return total

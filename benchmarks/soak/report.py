@@ -15,7 +15,7 @@ from benchmarks.soak.memory import Growth
 from benchmarks.soak.session import Run
 
 MAX_GROWTH = 0.02
-MIN_LIFE_S = 120.0
+MIN_LIFE_S = 600.0
 """What a process must have lived for its growth to be judged: it warms up before. A guess."""
 
 _MAX_EXAMPLES = 8

@@ -176,9 +176,9 @@ class Session:
             self._both("is refused", "store away")
             self._place.bring_store_back()
             self._both("either", "store goes away", meanwhile=self._blink)
-            self._publish(self._other_content())
-            self._promote()
+            self._both()
             yield
+            self._promote()
             self._place.take_store_away()
             self._roll_back("is refused", "store away")  # it is served, and not recorded there
             self._place.bring_store_back()
@@ -198,8 +198,7 @@ class Session:
             self._publish(self._other_content())
             with self._place.full_disk():
                 self._both("is refused", "disk full")
-            self._promote()
-            self._publish(self._other_content())
+            self._both()
             yield
             self._promote()
             with self._place.full_disk():
@@ -302,7 +301,10 @@ class Session:
         return self._ended(self._place.on_host("rollback").end(outcome, situation))
 
     def _both(
-        self, outcome: Outcome, situation: str, meanwhile: Callable[[], None] = lambda: None
+        self,
+        outcome: Outcome = "works",
+        situation: str = "",
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Publishes, and promotes what was published last, both at once."""
         content = self._other_content()
