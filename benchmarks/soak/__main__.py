@@ -2,9 +2,10 @@
 
     python -m benchmarks.soak --minutes 60 --seed 7
     python -m benchmarks.soak --minutes 1
+    python -m benchmarks.soak --minutes 60 --store s3
 
 Two contents are published by turns under ever new numbers, by publishers of their own, into a store
-in a folder; a host serves them (`specpipe serve --promoted`, a child). Streams in mixed protocols
+of their own; a host serves them (`specpipe serve --promoted`, a child). Streams in mixed protocols
 ask it all the time; in one run follow
 
 calm        nothing else happens
@@ -30,9 +31,9 @@ import signal
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from benchmarks.soak.place import made
+from benchmarks.soak.place import KindOfStore, made
 from benchmarks.soak.report import goals, report
 from benchmarks.soak.session import Run, Session
 from specpipe.errors import SpecpipeError
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # children are ended in order too
     try:
-        with made() as place:
+        with made(arguments.store) as place:
             _say("building both contents")
             place.build()
             run = Session(place, arguments.seed, _say).run(arguments.minutes, arguments.streams)
@@ -66,6 +67,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="under load; default: 60")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--streams", type=int, default=16, help="default: 16")
+    parser.add_argument(
+        "--store",
+        choices=get_args(KindOfStore),
+        default="folder",
+        help="default: folder. With s3 a command waits a minute for a server that is away",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     arguments = parser.parse_args(argv)
     if arguments.minutes <= 0 or arguments.streams < 1:

@@ -2,9 +2,6 @@
 
 All lie in one folder. Of root it is a small file system in memory, which can be filled; of another
 user a full disk is a limit on the size of what a command may write (RLIMIT_FSIZE).
-
-The store is a folder, which is away when a file stands in its place: that is what root cannot read
-either.
 """
 
 from __future__ import annotations
@@ -14,13 +11,17 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.attack.server import build
 from benchmarks.measure import ROOT
 from benchmarks.soak.commands import Running
+from benchmarks.soak.stores import FolderStore, Store, s3_store
 from specpipe.errors import SpecpipeError
+
+KindOfStore = Literal["folder", "s3"]
 
 CONTENTS = ("A", "B")
 """What is published by turns: the quickstart's pair, and one with its draft as the target."""
@@ -37,16 +38,13 @@ release: {{store: {store}}}
 
 
 class Place:
-    """Publishers, host and store in a folder; `publishers` and `host` are their YAML files."""
+    """Publishers and host in a folder; `publishers` and `host` are their YAML files."""
 
-    def __init__(self, folder: Path, *, is_disk: bool) -> None:
+    def __init__(self, folder: Path, store: Store, *, is_disk: bool) -> None:
         self._folder, self._is_disk = folder, is_disk
-        self._store = folder / "store"
+        self.store = store
         self._num_renewed = 0
         self._is_full = False
-        (folder / "store.there").mkdir()
-        (folder / "store.away").write_text("what stands where a store should be\n")
-        self._store.symlink_to("store.there")
         self.publishers = {
             content: self._write(content, target)
             for content, target in zip(CONTENTS, ("target", "draft"), strict=True)
@@ -70,7 +68,7 @@ class Place:
     def _write(self, name: str, target: str) -> Path:
         config = self._folder / name / "soak.yaml"
         config.parent.mkdir()
-        config.write_text(_YAML.format(models=_MODELS, target=target, store=self._store))
+        config.write_text(_YAML.format(models=_MODELS, target=target, store=self.store.url))
         return config
 
     def build(self) -> None:
@@ -97,17 +95,6 @@ class Place:
         limit = _MIN_FILE_BYTES if self._is_full and not self._is_disk else None
         return Running(config, words, max_file_bytes=limit)
 
-    def take_store_away(self) -> None:
-        self._point_store_to("store.away")
-
-    def bring_store_back(self) -> None:
-        self._point_store_to("store.there")
-
-    def _point_store_to(self, name: str) -> None:
-        link = self._folder / "store.link"
-        link.symlink_to(name)
-        link.replace(self._store)
-
     @contextmanager
     def full_disk(self) -> Iterator[None]:
         """Leaves no room on the disk for the time of a `with` block."""
@@ -125,18 +112,23 @@ class Place:
 
 
 @contextmanager
-def made() -> Iterator[Place]:
+def made(kind_of_store: KindOfStore) -> Iterator[Place]:
     """Makes a place, and removes it."""
     folder = Path(tempfile.mkdtemp(prefix="specpipe-soak-"))
     try:
         is_disk = _mount(folder)
         try:
-            yield Place(folder, is_disk=is_disk)
+            with _store(kind_of_store, folder) as store:
+                yield Place(folder, store, is_disk=is_disk)
         finally:
             if is_disk:
                 subprocess.run(["umount", "--lazy", folder], check=False)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _store(kind: KindOfStore, folder: Path) -> AbstractContextManager[Store]:
+    return s3_store() if kind == "s3" else nullcontext(FolderStore(folder))
 
 
 def _mount(folder: Path) -> bool:

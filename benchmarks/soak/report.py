@@ -47,7 +47,7 @@ def report(run: Run) -> str:
     """The tables, the goals last."""
     lines = [
         f"seed {run.seed}, {run.num_streams} streams; one normal start took {run.start_s:.1f} s; "
-        f"full disk: {run.kind_of_full_disk}",
+        f"store: {run.store}; full disk: {run.kind_of_full_disk}",
         "",
         *load_table(run.phases),
         "",

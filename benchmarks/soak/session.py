@@ -41,6 +41,7 @@ class Run:
     seed: int
     num_streams: int
     start_s: float
+    store: str
     kind_of_full_disk: str
     phases: list[Phase] = field(default_factory=list)
     commands: list[tuple[str, Command]] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Session:
                 self._seed,
                 num_streams,
                 start_s,
+                self._place.store.kind,
                 self._place.kind_of_full_disk,
                 commands=self._commands,
             )
@@ -172,25 +174,25 @@ class Session:
         """The store is away: for the whole of a publish and a promote, and from their middle on."""
         while True:
             self._publish(self._other_content())
-            self._place.take_store_away()
+            self._place.store.leave()
             self._both("is refused", "store away")
-            self._place.bring_store_back()
+            self._place.store.come_back()
             self._both("either", "store goes away", meanwhile=self._blink)
             self._both()
             yield
             self._promote()
-            self._place.take_store_away()
+            self._place.store.leave()
             self._roll_back("is refused", "store away")  # it is served, and not recorded there
-            self._place.bring_store_back()
+            self._place.store.come_back()
             self._publish(self._other_content())
             self._promote()
             yield
 
     def _blink(self) -> None:
         time.sleep(self._rng.uniform(0.3, 0.8) * min(self._usual_s.values()))
-        self._place.take_store_away()
+        self._place.store.leave()
         time.sleep(self._rng.uniform(0.2, 1.0))
-        self._place.bring_store_back()
+        self._place.store.come_back()
 
     def _full_disks(self) -> Iterator[None]:
         """The disk is full while a version is published and another one fetched."""
