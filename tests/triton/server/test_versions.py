@@ -365,7 +365,8 @@ def test_greedy_and_seeded_answers_of_real_pairs_are_wholly_of_one_version(
     engines = tmp_path / "even" / "speculative" / "1"
     shutil.rmtree(engines / "target")
     shutil.copytree(engines / "draft", engines / "target")
-    served = Served(Launcher(tmp_path / "even", wait_until, artifacts_dir=tmp_path), tmp_path)
+    options: dict[str, Any] = {"artifacts_dir": tmp_path, "drain_timeout_s": 300}
+    served = Served(Launcher(tmp_path / "even", wait_until, **options), tmp_path)
     urls = served.launcher.url, served.launcher.grpc_url
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}]
 
