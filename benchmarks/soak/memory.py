@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.attack.server import LAUNCHER, Served
@@ -38,6 +38,7 @@ class Growth:
     num_processes  that had the role, one after the other or at once
     life_s         for which it was looked at
     mean_bytes     over the last 80 % of that; growth is over it, too, as a share of the mean
+    samples        of that life
     """
 
     role: str
@@ -45,6 +46,7 @@ class Growth:
     life_s: float
     mean_bytes: float
     growth: float
+    samples: Samples = field(default=(), repr=False)
 
 
 class Memory:
@@ -86,7 +88,7 @@ def growths(samples: Mapping[tuple[str, int], Samples]) -> list[Growth]:
         longest = max(lives, key=lambda one: one[-1][0] - one[0][0])
         mean, share = growth(longest)
         life_s = longest[-1][0] - longest[0][0]
-        found.append(Growth(role, len(lives), life_s, mean, share))
+        found.append(Growth(role, len(lives), life_s, mean, share, longest))
     return found
 
 

@@ -131,17 +131,17 @@ class Session:
         self._say(f"{name}: {seconds:.0f} s")
         self._phase = name
         faults: list[Fault] = []
-        rounds = {
+        rounds: dict[str, Callable[[], Iterator[None]]] = {
             "calm": self._calm,
             "changes": self._changes,
             "store away": self._outages,
             "disk full": self._full_disks,
             "kills": lambda: self._kills(faults),
-        }[name]()
+        }
         num_restarts = len(self._served.restarts)
         begun = time.monotonic()
         load.begin(self._run.num_streams)
-        for _ in rounds:
+        for _ in rounds[name]():
             if time.monotonic() > begun + seconds:
                 break
         time.sleep(max(0.0, begun + seconds - time.monotonic()))
