@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.server
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,9 @@ import yaml
 from click.testing import CliRunner
 
 from specpipe.cli.nightly import nightly
+from specpipe.release.trust import keys
+from specpipe.stores.places import open_store
+from specpipe.stores.store import Promotion
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = {
@@ -65,6 +69,17 @@ def test_actionlint_finds_nothing(path: Path, tmp_path: Path) -> None:
     found = actionlint(wrong)
     assert found.returncode == 1
     assert 'property "engins" is not defined' in found.stdout
+
+
+@pytest.mark.parametrize("name", [*WORKFLOWS])
+def test_an_example_calls_it_with_what_it_takes(name: str) -> None:
+    example = ROOT / "examples" / "ci" / f"{name}.yml"
+    assert (actionlint(example).stdout, read(example)["permissions"]) == ("", {"contents": "read"})
+    (job,) = read(example)["jobs"].values()
+    assert job["uses"] == f"OWNER/specpipe/.github/workflows/{name}.yml@main"
+    takes = read(WORKFLOWS[name])[True]["workflow_call"]
+    assert job["with"].keys() <= takes["inputs"].keys()
+    assert job.get("secrets", {}).keys() == takes.get("secrets", {}).keys()
 
 
 def test_gitlabs_own_schema_finds_nothing() -> None:
@@ -148,6 +163,7 @@ target: {checkpoint: ../target}
 engine: {max_batch_size: 4, max_seq_len: 256}
 nightly: {num_prompts: 2, max_tokens: 4, concurrencies: [1], rounds: 1, min_speed_up: null,
           min_speed_up_ratio: null, max_latency_ratio: null}
+release: {store: ../store}
 output_dir: ../engines
 """
 
@@ -246,7 +262,7 @@ def watch() -> Iterator[tuple[str, list[str]]]:
 @pytest.fixture(scope="module")
 def needs() -> None:
     """What nightly runs need; found without being imported, which takes seconds."""
-    for library in ("torch", "scipy", "matplotlib"):
+    for library in ("torch", "scipy", "matplotlib", "fsspec", "model_signing"):
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
 
@@ -256,11 +272,12 @@ def test_github_runs_every_script(
 ) -> None:
     url, asked = watch
     jobs = read(WORKFLOWS["nightly"])["jobs"]
+    keys.make_key_pair(tmp_path / "key", "open sesame, please")
     secrets = {
         "hub-token": "",
         "store-credentials": "AWS_ACCESS_KEY_ID=id\n\nAWS_SECRET_ACCESS_KEY=a=b c",
-        "signing-key": "",
-        "signing-passphrase": "",
+        "signing-key": (tmp_path / "key").read_text().rstrip("\n"),
+        "signing-passphrase": "open sesame, please",
         "ping-url": f"{url}/ping",
     }
     runner = Runner(checkout, tmp_path, secrets)
@@ -270,15 +287,18 @@ def test_github_runs_every_script(
     assert runner.job(jobs["pairs"], {"configs": "configs/*.yml"}) == {"List the pairs": 1}
 
     job = {**jobs["nightly"], "env": {"CONFIG": "configs/code.yaml", "ENGINES": "engines"}}
-    inputs = {"new-baseline": "false", "options": "--in-process"}
+    inputs = {"new-baseline": "false", "options": "--in-process", "publish": "true"}
     codes = runner.job(job, inputs)
-    assert [*codes.values()] == [0, 0], runner.printed
+    assert [*codes.values()] == [0, 0, 0], runner.printed
     assert runner.files["ENV"].read_text() == (
         "AWS_ACCESS_KEY_ID=id\nAWS_SECRET_ACCESS_KEY=a=b c\n"
     )
     summary = runner.files["STEP_SUMMARY"].read_text()
-    assert summary.startswith("## specpipe nightly: 1 of 1 good\n")
-    assert (checkout / "engines" / "nightly.md").read_text() == summary
+    night = (checkout / "engines" / "nightly.md").read_text()
+    assert night.startswith("## specpipe nightly: 1 of 1 good\n") and summary.startswith(night)
+    assert summary.removeprefix(night).startswith("version 1 of code (")
+    assert ", signed" in summary.removeprefix(night)
+    assert not (tmp_path / "signing-key.pem").exists()
     assert ElementTree.parse(checkout / "engines" / "nightly.xml").getroot()[0].get("tests") == "1"
     job["env"] = {"CONFIG": "configs/lost.yaml", "ENGINES": "engines"}
     assert [*runner.job(job, inputs).values()] == [0, 1]
@@ -298,13 +318,24 @@ def test_github_runs_every_script(
 
 @pytest.mark.slow
 def test_gitlab_runs_every_script(needs: None, checkout: Path, tmp_path: Path) -> None:
-    """In one shell a job, as GitLab's runners do."""
+    """In one shell a job, as GitLab's runners do; a second night has a promoted version."""
     file = read(GITLAB)
     runner = Runner(checkout, tmp_path, {})
-    variables = {**file["variables"], "OPTIONS": "--in-process"}
-    for name, good in (("code", True), ("lost", False)):
+    variables = {**file["variables"], "OPTIONS": "--in-process", "PUBLISH": "true"}
+    for name, good in (("code", True), ("code", True), ("lost", False)):
         values = {**variables, "PAIR": name}
         assert runner.run("\n".join(file["nightly"]["script"]), values) == (0 if good else 1)
         (case,) = ElementTree.parse(checkout / "engines" / "nightly.xml").getroot().iter("testcase")
         assert (case.get("name"), case[0].tag) == (name, "system-out" if good else "error")
         assert runner.run("\n".join(file["alert"]["script"]), values) == (0 if good else 1)
+        if good:
+            store = open_store("store", checkout)
+            newest = store.versions("code")[-1]
+            store.promote(
+                "code",
+                Promotion(
+                    number=newest.number, digest=newest.digest, promoted_at=newest.published_at
+                ),
+            )
+    last = json.loads((checkout / "engines" / "code" / "results" / "nightly.json").read_text())
+    assert last["compared_version"] == newest.number - 1

@@ -196,6 +196,8 @@ def test_damaged_artifact_is_a_warning_and_is_made_here(
     assert machines().build() == made
     assert len(_runs) == 2
     assert [said in warning for warning in _warnings(caplog)] == [True]
+    assert machines().build() == made  # what was made replaced what was damaged
+    assert (len(_runs), len(_warnings(caplog))) == (2, 1)
     assert not (tmp_path / "escaped").exists()
 
 

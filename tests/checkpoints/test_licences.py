@@ -49,6 +49,16 @@ def test_a_checkpoint_without_any_is_noted(folder: Path) -> None:
     )
 
 
+def test_a_card_as_long_as_a_book_is_left_out_and_noted(folder: Path) -> None:
+    (folder / "LICENSE").write_text("text")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n" + "x" * (1 << 20))
+    found = find(folder)
+    assert (found.declared, list(found.files)) == (("mit",), ["LICENSE"])
+    assert found.notes == (
+        "README.md of the draft's checkpoint org/name has more than 1048576 bytes and is left out",
+    )
+
+
 @pytest.mark.parametrize(
     "card",
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import http.client
 import io
@@ -46,10 +47,16 @@ from specpipe.errors import (
 from specpipe.evaluate.endpoints.base import Question
 from specpipe.evaluate.endpoints.openai import OpenAI
 from specpipe.evaluate.endpoints.triton import Triton
+from specpipe.machine.gpus import Gpu
+from specpipe.machine.manifest import FileRecord, Manifest
 from specpipe.quantization.prequantized import read_prequantized
+from specpipe.release.comparison import compare
+from specpipe.release.documents import PROVENANCE, read_documents
+from specpipe.release.release_file import read_release
 from specpipe.release.trust.keys import fingerprint, public_pem
 from specpipe.release.trust.publishers import Trust, read_trust
 from specpipe.release.trust.verification import verify
+from specpipe.runtimes import requirements
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair_file import PairFile, read_pair
 from specpipe.speculative.request import Request
@@ -534,6 +541,112 @@ def trust_file(data: bytes) -> None:
     trust = read_trust(path)
     trust.write()
     assert read_trust(path) == trust
+
+
+_RELEASE = {
+    "format": 1,
+    "pair": "pair",
+    "number": 7,
+    "digest": "ab" * 32,
+    "requires": {
+        "runtime": "tensorrt_llm",
+        "libraries": {"tensorrt_llm": "1.2.1", "torch": ""},
+        "engines": {"target": {"compute_capabilities": ["9.0"], "gpu_ids": [0, 1]}},
+        "driver": "570.124.06",
+    },
+    "published_at": "2026-11-29T04:00:00+00:00",
+    "specpipe": "0.2.0",
+    "previous": 6,
+    "notes": ["no licence file found in the draft's checkpoint draft"],
+}
+_GPUS = (Gpu("NVIDIA L4", 24 << 30, 89, "550.1"),)
+
+
+@_target(_RELEASE)
+def release_file(data: bytes) -> None:
+    """Whatever a version needs, each fault is one short line; what is read again is the same."""
+    path = _folder() / "version" / "release.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    release = read_release(path.parent)
+    release.write(path.parent)
+    assert read_release(path.parent) == release
+    for gpus in ((), _GPUS):
+        faults = list(requirements.faults(release.requires, gpus))
+        assert all(len(line) < 500 and line.isprintable() for line in faults)
+
+
+_PROVENANCE = {
+    "predicate": {
+        "buildDefinition": {
+            "externalParameters": {"config": {"name": "x", "engine": {"max_batch_size": 8}}},
+            "internalParameters": {"gpus": [{"name": "NVIDIA L4"}]},
+            "resolvedDependencies": [
+                {"name": "draft/config.json", "digest": {"sha256": "0f" * 32}},
+                {"name": "torch", "uri": "pkg:pypi/torch@2.13.0%2Bcpu"},
+            ],
+        }
+    }
+}
+_NIGHT = {
+    "format": 1,
+    "kind": "nightly",
+    "pair": "x",
+    "config": "x.yaml",
+    "made_at": "2026-11-29T03:00:09+00:00",
+    "outcome": "good",
+    "asked": {"prompts": "9b", "num_draft_tokens": 3, "served_by": "Triton", "machine": "one"},
+    "acceptance": {
+        "num_draft_tokens": 12,
+        "num_accepted_tokens": 4,
+        "prompts": [
+            {
+                "prompt": "a",
+                "kind": "code",
+                "num_draft_tokens": 12,
+                "num_accepted_tokens": 4,
+                "judged_at": [4, 2],
+                "accepted_at": [2, 2],
+            }
+        ],
+    },
+    "speed_ups": [
+        {
+            "concurrency": 1,
+            "ratio": 1.3,
+            "low": 1.2,
+            "high": None,
+            "num_answers": 8,
+            "num_failed": 0,
+        }
+    ],
+}
+
+
+def _compare_version(name: str, data: bytes) -> None:
+    """A table of two versions has no long line, and values that are JSON."""
+    folder = _folder() / f"version-{Path(name).stem}"
+    for path, seed in ((PROVENANCE, _PROVENANCE), ("results/nightly.json", _NIGHT)):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data if path == name else _as_bytes(seed))
+    manifest = Manifest("package", (), {}, {}, {"a": FileRecord(1, 0, "0f")}, {})
+    manifest.write(folder / "model_repo.manifest.json")
+    documents = read_documents(folder, "version 2")
+    nothing = dataclasses.replace(documents, settings={}, dependencies=(), night=None)
+    compared = compare(nothing, documents)
+    json.dumps(compared.to_json())
+    lines = compared.lines()
+    assert len(lines) < 210 and all(len(line) < 500 and line.isprintable() for line in lines)
+
+
+@_target(_PROVENANCE)
+def version_provenance(data: bytes) -> None:
+    _compare_version(PROVENANCE, data)
+
+
+@_target(_NIGHT)
+def version_night(data: bytes) -> None:
+    _compare_version("results/nightly.json", data)
 
 
 # Requests

@@ -110,7 +110,6 @@ def test_publish_numbers_new_content_and_knows_the_old(pair: PipelineConfig) -> 
 def test_versions_here_share_no_file_and_are_hashed_again_only_where_touched(
     pair: PipelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another link to a file would make Triton load a model anew that it serves."""
     versions = pair.artifacts.versions
     large = "model_repo/speculative/1/target/model.safetensors"
     for number, ratio in ((1, 1.3), (2, 1.4)):

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
+from s3fs.errors import translate_boto_error
 
 from specpipe.errors import RuntimeUnavailable, StoreError
+from specpipe.stores.patience import passes, words
 from specpipe.stores.places import open_store
 from specpipe.stores.records import below
 from specpipe.stores.store import Blob, Promotion, Store, Transferred, VersionRecord
@@ -243,6 +246,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from pathlib import Path
 from specpipe import progress
+from specpipe.stores.patience import passes, words
 from specpipe.stores.places import open_store
 from specpipe.stores.store import Blob
 
@@ -326,6 +330,27 @@ def test_missing_library_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(RuntimeUnavailable, match=rf"needs '{module}': .*\[{extra}\]"):
         open_store(url, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "is_passing", "said"),
+    [
+        ("SlowDown", 503, True, "it answers 503"),
+        ("InternalError", 500, True, "it answers 500"),
+        ("ConditionalRequestConflict", 409, True, "it answers 409"),
+        ("InvalidRequest", 400, False, "it answers 400"),
+        ("AccessDenied", 403, False, "access is denied; see the credentials in the environment"),
+    ],
+)
+def test_answers_of_s3_that_pass_are_told_from_others(
+    code: str, status: int, is_passing: bool, said: str
+) -> None:
+    answer = {
+        "Error": {"Code": code, "Message": "of AKIA0123, signed with a-secret"},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
+    error = translate_boto_error(ClientError(answer, "PutObject"))
+    assert (passes(error), words(error)) == (is_passing, said)
 
 
 def test_server_that_is_not_there_is_one_sentence(

@@ -36,6 +36,7 @@ from specpipe.machine.manifest import (
 )
 from specpipe.runtimes.repository_layout import link_file
 from specpipe.stage import PlannedStage
+from specpipe.stores.patience import StoreFailed
 from specpipe.stores.places import open_store
 from specpipe.stores.records import below
 from specpipe.stores.store import Blob, Store
@@ -56,7 +57,7 @@ def remote_cache(config: PipelineConfig) -> RemoteCache | None:
 
 
 class RemoteCache:
-    """A store of artifacts, asked before a stage runs; after its first failure not any more."""
+    """A store of artifacts, asked before a stage runs; once it fails, not any more."""
 
     def __init__(self, url: str, base_dir: Path) -> None:
         self._url, self._base_dir = url, base_dir
@@ -171,15 +172,17 @@ class RemoteCache:
 
     def _opened(self) -> Store:
         if self._store is None:
+            self._has_failed = True  # unless it can be opened
             self._store = open_store(self._url, self._base_dir, patience_s=_PATIENCE_S)
+            self._has_failed = False
         return self._store
 
     def _warn(self, planned: PlannedStage, exc: Exception) -> None:
-        self._has_failed = True
+        # An artifact that is damaged is made here, and replaces what is there.
+        self._has_failed |= isinstance(exc, StoreFailed) or not isinstance(exc, StoreError)
         why = exc if isinstance(exc, (SpecpipeError, OSError)) else type(exc).__name__
-        _log.warning(
-            "%s: the cache of artifacts is not used any more: %s", planned.name, to_sentence(why)
-        )
+        what = "is not used any more" if self._has_failed else "has nothing that could be used"
+        _log.warning("%s: the cache of artifacts %s: %s", planned.name, what, to_sentence(why))
 
 
 class _Build(BaseModel):

@@ -27,7 +27,8 @@ MODEL_CARD = "README.md"
 
 _MAX_BYTES = 1 << 20  # of one file: the GPL has 35,000
 _MAX_FILES = 32
-_MAX_HEADER_BYTES = 1 << 16  # of a model card's YAML; PyYAML takes a second for these
+_MAX_HEADER_BYTES = 1 << 16  # of a model card's YAML
+_MAX_YAML_CHARS = 1000  # of it about licences; PyYAML takes a second for twice as many brackets
 _MAX_CHARS = 200  # of a name or a link
 
 
@@ -71,7 +72,9 @@ def find_licences(role: Role, checkpoint: str, folder: Path) -> Licences:
     if not files:
         said = f"; its {MODEL_CARD} says {', '.join(map(show, declared))}" if declared else ""
         notes = (f"no licence file found in {where}{said}",)
-    if declared:
+    if declared and card.stat().st_size > _MAX_BYTES:
+        notes += (f"{MODEL_CARD} of {where} has more than {_MAX_BYTES} bytes and is left out",)
+    elif declared:
         files[MODEL_CARD] = card
     if len(files) > _MAX_FILES:
         raise CheckpointError(
@@ -103,12 +106,16 @@ def read_licence(path: Path) -> bytes:
 
 def _header(card: Path) -> Mapping[str, Any]:
     """Returns the YAML at the beginning of a model card; nothing where there is none to be read."""
-    lines = read_licence(card)[:_MAX_HEADER_BYTES].decode(errors="replace").splitlines()
+    with open_file(card) as file:
+        lines = file.read(_MAX_HEADER_BYTES).decode(errors="replace").splitlines()
     if not lines or lines[0].strip() != "---":
         return {}
     end = next((n for n, line in enumerate(lines[1:], 1) if line.strip() == "---"), 0)
+    text = "\n".join(_licence_lines(lines[1:end]))
+    if len(text) > _MAX_YAML_CHARS:
+        return {}
     try:
-        value = yaml.load("\n".join(_licence_lines(lines[1:end])), Loader=yaml.BaseLoader)
+        value = yaml.load(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -124,8 +124,8 @@ def whole_version(versions: Path, number: int, log: Log) -> LocalVersion | None:
 def contents(versions: Path) -> dict[Blob, Path]:
     """Returns the files of all versions here that nobody touched, by what they hold.
 
-    They may be read, and never linked: Triton 2.51 takes another link, which is a change of status
-    (ctime), for a change of the file, and loads a model anew that it serves.
+    They may be read, and are not to be linked: another link is a change of status (ctime), after
+    which the file is hashed again, and Triton 2.51 may load anew the model that it belongs to.
     """
     found = {}
     for number in local_numbers(versions):

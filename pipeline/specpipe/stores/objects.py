@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpipe.errors import StoreError
+from specpipe.stores.patience import status_of
 from specpipe.stores.records import MAX_BYTES
 
 BLOCK_BYTES = 8 << 20  # asked for at once: what a broken connection costs at most. A guess.
@@ -118,6 +119,10 @@ class Buckets(Objects):
                 self.fs.pipe_file(self.path(name), data, mode="create")
         except FileExistsError:
             return False
+        except OSError as exc:
+            if status_of(exc) == 412:  # said without the condition that is not met
+                return False
+            raise
         return True
 
     def put(self, name: str, blocks: Iterable[bytes], size: int) -> None:

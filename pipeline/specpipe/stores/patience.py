@@ -51,13 +51,37 @@ class Passing(Exception):
     """A refusal that may pass: an answer such as 503."""
 
 
+class StoreFailed(StoreError):
+    """A store does not answer or refuses, which says nothing of what it holds."""
+
+
+def status_of(exc: BaseException) -> int | None:
+    """Returns the HTTP status that a failure of S3's or GCS's library comes of."""
+    for fault in _chain(exc):
+        answer = getattr(fault, "response", None)  # botocore.exceptions.ClientError
+        status = (
+            answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            if isinstance(answer, dict)
+            else getattr(fault, "code", None)  # gcsfs.retry.HttpError
+        )
+        if isinstance(status, int):
+            return status
+    return None
+
+
 def passes(exc: BaseException) -> bool:
     """Returns whether a failure is one that may be gone at the next attempt."""
-    return any(
-        isinstance(fault, (ConnectionError, TimeoutError, EOFError, Passing))
-        or type(fault).__name__ in _PASSING_NAMES
-        or (isinstance(fault, OSError) and fault.errno in _PASSING)
-        for fault in _chain(exc)
+    status = status_of(exc) or 0
+    # 409: another write of that name is under way (S3, "Conditional writes").
+    return (
+        status in (409, 429)
+        or status >= 500
+        or any(
+            isinstance(fault, (ConnectionError, TimeoutError, EOFError, Passing))
+            or type(fault).__name__ in _PASSING_NAMES
+            or (isinstance(fault, OSError) and fault.errno in _PASSING)
+            for fault in _chain(exc)
+        )
     )
 
 
@@ -73,6 +97,8 @@ def words(exc: BaseException) -> str:
     A library's message may have the request in it, and with that a key or a signature.
     """
     for fault in _chain(exc):
+        if isinstance(fault, PermissionError) and fault.filename is not None:
+            return to_sentence(fault)  # of this machine
         if isinstance(fault, PermissionError) or "Credentials" in type(fault).__name__:
             return "access is denied; see the credentials in the environment"
         if isinstance(fault, Passing):
@@ -81,6 +107,8 @@ def words(exc: BaseException) -> str:
             return "the connection is refused"
         if isinstance(fault, TimeoutError) or "Timeout" in type(fault).__name__:
             return "it does not answer in time"
+    if status := status_of(exc):
+        return f"it answers {status}"
     if passes(exc):
         return "it does not answer, or the connection broke"
     if isinstance(exc, OSError) and exc.strerror and type(exc).__module__ == "builtins":
@@ -107,10 +135,10 @@ class Patience:
             except Exception as exc:
                 attempts.wait(exc)
 
-    def error(self, exc: BaseException, after_s: float = 0.0) -> StoreError:
+    def error(self, exc: BaseException, after_s: float = 0.0) -> StoreFailed:
         """Returns the error for a call that failed."""
         tried = f", tried again for {after_s:.0f} s" if after_s >= 1 else ""
-        return StoreError(f"store {self.url}: {words(exc)}{tried}")
+        return StoreFailed(f"store {self.url}: {words(exc)}{tried}")
 
     @property
     def seconds(self) -> float:

@@ -462,6 +462,8 @@ def test_a_branch_that_names_another_commit_is_fetched_and_built(
             folder / "hub" / (revision if revision in commits.values() else commits[names])
         ),
     )
+    # The hub tells no digests, so that weights are fetched for them; it is not to be looked for.
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_tree", lambda *args, **kwargs: iter(()))
     text = (folder / "pair.yaml").read_text().replace("checkpoint: draft", "checkpoint: org/draft")
     (folder / "pair.yaml").write_text(text)
 
@@ -471,6 +473,9 @@ def test_a_branch_that_names_another_commit_is_fetched_and_built(
     names = "second"
     after = run(folder).run
     assert after.checkpoints["draft"].revision == "b" * 40
+    assert after.changes[0] == (
+        f"draft: commit {'a' * 12} → {'b' * 12}; other generation_config.json"
+    )
     assert after.checkpoints["draft"].digest != before.checkpoints["draft"].digest
     assert (
         f"input {folder}/hub/{'b' * 40}/generation_config.json changed" in rebuilt(after)["check"]

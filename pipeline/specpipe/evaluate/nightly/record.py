@@ -8,14 +8,15 @@ results/.nightly.lock   held while a run goes on; a second one waits
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from filelock import FileLock
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from specpipe.build import cache
 from specpipe.errors import RepositoryError
@@ -61,6 +62,10 @@ class VerificationResult:
     num_ties: int
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""Of tokens; a run comes with a version, too, which anybody may have made."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptAccepted:
     """Draft tokens of one prompt's answer.
@@ -70,10 +75,25 @@ class PromptAccepted:
 
     prompt: str
     kind: str
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    judged_at: tuple[int, ...] = ()
-    accepted_at: tuple[int, ...] = ()
+    num_draft_tokens: Count
+    num_accepted_tokens: Count
+    judged_at: tuple[Count, ...] = ()
+    accepted_at: tuple[Count, ...] = ()
+
+    def __post_init__(self) -> None:
+        judged = (self.num_draft_tokens, *self.judged_at)
+        accepted = (self.num_accepted_tokens, *self.accepted_at)
+        if len(judged) != len(accepted) or any(map(operator.lt, judged, accepted)):
+            raise ValueError("more was accepted than judged")
+
+    def __post_init__(self) -> None:
+        counts = zip(
+            (self.num_accepted_tokens, *self.accepted_at),
+            (self.num_draft_tokens, *self.judged_at),
+            strict=True,
+        )
+        if not all(0 <= accepted <= drafted for accepted, drafted in counts):
+            raise ValueError("more is accepted than drafted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +103,13 @@ class Accepted:
     prompts  in their order; empty in what an earlier specpipe wrote
     """
 
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    num_draft_tokens: Count
+    num_accepted_tokens: Count
     prompts: tuple[PromptAccepted, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_accepted_tokens <= self.num_draft_tokens or not self.num_draft_tokens:
+            raise ValueError("more is accepted than drafted, or nothing is drafted")
 
     @property
     def rate(self) -> float:
