@@ -13,6 +13,7 @@ import random
 import resource
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,25 +99,32 @@ class Running:
         if max_file_bytes is not None:
             limit = (max_file_bytes, max_file_bytes)
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limit)
+        self._printed, self._told, self._ended_s = "", "", 0.0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        """Waits for its end on a thread, so that the time of that is right, whoever asks when."""
+        try:
+            self._printed, self._told = self.process.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._printed, self._told = self.process.communicate()
+            self._told += f"\nno end within {_LIMIT_S:.0f} s"
+        self._ended_s = time.monotonic()
 
     def end(self, expected: Outcome = "works", situation: str = "") -> Command:
         """Waits for its end."""
-        try:
-            printed, told = self.process.communicate(timeout=_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            printed, told = self.process.communicate()
-            told += f"\nno end within {_LIMIT_S:.0f} s"
-        ended_s = time.monotonic()
-        result = json.loads(printed) if self.process.returncode == 0 else {}
+        self._reader.join()
+        result = json.loads(self._printed) if self.process.returncode == 0 else {}
         return Command(
             self._name,
             situation,
             expected,
             self._started_s,
-            ended_s,
+            self._ended_s,
             self.process.returncode,
-            told,
+            self._told,
             result,
         )
 
@@ -127,7 +135,6 @@ class Running:
     def kill_in_the_middle(self, usual_s: float, rng: random.Random) -> Command:
         """Kills it somewhere in the later part of the time that it usually takes."""
         until = self._started_s + rng.uniform(0.3, 0.95) * usual_s
-        while time.monotonic() < until and self.process.poll() is None:
-            time.sleep(0.01)
+        self._reader.join(max(0.0, until - time.monotonic()))
         self.kill()
         return self.end("is killed", "SIGKILL")

@@ -5,8 +5,8 @@ memory. A process is matched by its role, `speculative` for the models of all ve
 started anew begins anew. `shared memory` is what the models' processes share with Triton, together,
 with what killed launchers left of it.
 
-The growth is the slope by least squares over the last 80 % of a process's life, times that time,
-as a share of the mean.
+The growth over a time is the slope by least squares over the last 80 % of it, times that, as a
+share of the mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.attack.server import LAUNCHER, Served
@@ -33,12 +33,11 @@ Samples = Sequence[tuple[float, int]]  # by time.monotonic(), bytes
 
 @dataclass(frozen=True)
 class Growth:
-    """What became of the process of a role that lived longest.
+    """What became of the process of a role that lived longest in some time.
 
     num_processes  that had the role, one after the other or at once
     life_s         for which it was looked at
     mean_bytes     over the last 80 % of that; growth is over it, too, as a share of the mean
-    samples        of that life
     """
 
     role: str
@@ -46,7 +45,6 @@ class Growth:
     life_s: float
     mean_bytes: float
     growth: float
-    samples: Samples = field(default=(), repr=False)
 
 
 class Memory:
@@ -60,10 +58,18 @@ class Memory:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def end(self) -> list[Growth]:
+    def end(self) -> None:
         self._is_over.set()
         self._thread.join()
-        return growths(self._samples)
+
+    def between(self, began_s: float, ended_s: float) -> list[Growth]:
+        """What became of the processes in a part of the time; to be called after the end."""
+        return growths(
+            {
+                key: [one for one in samples if began_s <= one[0] <= ended_s]
+                for key, samples in self._samples.items()
+            }
+        )
 
     def _run(self) -> None:
         while not self._is_over.wait(_INTERVAL_S):
@@ -88,7 +94,7 @@ def growths(samples: Mapping[tuple[str, int], Samples]) -> list[Growth]:
         longest = max(lives, key=lambda one: one[-1][0] - one[0][0])
         mean, share = growth(longest)
         life_s = longest[-1][0] - longest[0][0]
-        found.append(Growth(role, len(lives), life_s, mean, share, longest))
+        found.append(Growth(role, len(lives), life_s, mean, share))
     return found
 
 

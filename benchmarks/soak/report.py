@@ -9,14 +9,18 @@ from statistics import median
 from benchmarks.attack.faults import Fault
 from benchmarks.attack.goals import MAX_DISHONEST_S, Goal
 from benchmarks.attack.report import fault_table, goals_table, load_table, table, wait_beside_s
+from benchmarks.attack.server import LAUNCHER, TRITON
 from benchmarks.soak.commands import Command
 from benchmarks.soak.history import WRONG
-from benchmarks.soak.memory import Growth
+from benchmarks.soak.memory import SHARED, WINDOW
 from benchmarks.soak.session import Run
 
 MAX_GROWTH = 0.02
-MIN_LIFE_S = 600.0
-"""What a process must have lived for its growth to be judged: it warms up before. A guess."""
+MIN_LIFE_S = 300.0
+"""For how long a process must have been looked at for its growth to be judged: it warms up before.
+A guess."""
+
+_LASTING = (LAUNCHER, TRITON, SHARED)
 
 _MAX_EXAMPLES = 8
 
@@ -59,7 +63,7 @@ def report(run: Run) -> str:
     ]
     if faults := _faults(run):
         lines += ["", *fault_table(faults)]
-    lines += ["", *_memory_table(run.memory), *_texts(run), "", *goals_table(goals(run))]
+    lines += ["", *_memory_table(run), *_texts(run), "", *goals_table(goals(run))]
     return "\n".join(lines)
 
 
@@ -91,7 +95,7 @@ def _command_table(run: Run) -> list[str]:
 def _changes(run: Run) -> list[str]:
     """What the changes of version that were made cost, and what streams saw of them."""
     rows = [["change of version, s", "number", "median", "longest"]]
-    made = [c for _, c in run.commands if c.works and c.result.get("change") is not None]
+    made = [c for _, c in run.commands if _is_change(c)]
     promotes = [c for c in made if c.name == "promote"]
     rollbacks = [c for c in made if c.name == "rollback" and c.result["was_loaded"]]
     for what, seconds in (
@@ -121,10 +125,18 @@ def _two(seconds: Sequence[float]) -> tuple[str, str]:
     return f"{median(seconds):.2f}", f"{max(seconds):.2f}"
 
 
-def _memory_table(memory: Sequence[Growth]) -> list[str]:
-    rows = [["memory of its own", "processes", "longest life, s", "mean, MiB", "growth, %"]]
-    for one in memory:
+def _memory_table(run: Run) -> list[str]:
+    """What processes have of their own: calm, and by change of version, of those that stay."""
+    rows = [["memory", "processes", "calm: seconds", "mean, MiB", "growth, %", "MiB a change"]]
+    by_role = {one.role: one for one in run.memory_changing}
+    num_changes = sum(phase != "kills" and _is_change(c) for phase, c in run.commands)
+    for one in run.memory:
         is_judged = one.life_s >= MIN_LIFE_S
+        changing = by_role.get(one.role)
+        by_change = "–"
+        if one.role in _LASTING and changing is not None and num_changes:
+            grown = changing.growth * changing.mean_bytes / WINDOW
+            by_change = f"{grown / num_changes / 2**20:+.2f}"
         rows.append(
             [
                 one.role,
@@ -132,9 +144,14 @@ def _memory_table(memory: Sequence[Growth]) -> list[str]:
                 f"{one.life_s:.0f}",
                 f"{one.mean_bytes / 2**20:.1f}",
                 f"{one.growth * 100:+.2f}{'' if is_judged else ' (not judged)'}",
+                by_change,
             ]
         )
     return table(rows)
+
+
+def _is_change(command: Command) -> bool:
+    return command.works and command.result.get("change") is not None
 
 
 def _texts(run: Run) -> list[str]:

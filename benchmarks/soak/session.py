@@ -36,7 +36,12 @@ _COMMANDS = ("publish", "promote")
 
 @dataclass
 class Run:
-    """All that was measured. start_s is what one normal start took, in seconds."""
+    """All that was measured.
+
+    start_s          what one normal start took, in seconds
+    memory           while nothing changed
+    memory_changing  from then on, until the first process was killed
+    """
 
     seed: int
     num_streams: int
@@ -46,6 +51,7 @@ class Run:
     phases: list[Phase] = field(default_factory=list)
     commands: list[tuple[str, Command]] = field(default_factory=list)
     memory: list[Growth] = field(default_factory=list)
+    memory_changing: list[Growth] = field(default_factory=list)
     answers: Answers | None = None
 
 
@@ -80,10 +86,14 @@ class Session:
             answers = Answers(expected, self._contents, self._history)
             self._run.answers = answers
             memory = Memory(self._served)
+            begun = {}
             for name, share in SHARES.items():
+                begun[name] = time.monotonic()
                 load = Load(self._served, asked, answers, self._seed)
                 self._run.phases.append(self._phase_of(name, share * minutes * 60, load))
-            self._run.memory = memory.end()
+            memory.end()
+            self._run.memory = memory.between(begun["calm"], begun["changes"])
+            self._run.memory_changing = memory.between(begun["changes"], begun["kills"])
         finally:
             self._served.stop()
         return self._run
