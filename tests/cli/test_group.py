@@ -87,6 +87,7 @@ def test_help_lists_the_commands() -> None:
         "bench",
         "build",
         "check",
+        "diff",
         "doctor",
         "generate",
         "init",

@@ -49,12 +49,14 @@ def build(
     if small_files is not None and not dry_run:
         raise click.UsageError("--small-files has no weights to build from: add --dry-run.")
     config = load(config_path, overrides)
-    pair = planning.plan_pair(config, small_files)
-    stages = planning.plan_stages(config, pair)
     if is_locked:
+        pair = planning.plan_pair(config, small_files)
+        stages = planning.plan_stages(config, pair)
         lock.check_pair(
             config, pair, stages, small_files=small_files, fetches=not dry_run, report=log
         )
+    else:
+        stages = planning.plan(config, small_files=small_files)
     repository = config.artifacts.repository
     if dry_run:
         reports = execution.preview(stages, verify_inputs=verify_inputs)

@@ -85,15 +85,15 @@ def test_what_cannot_be_written_leaves_what_was_there(
         ({"sizes_bytes": [1]}, "sizes_bytes: Input should be a valid dictionary"),
         (
             {"acceptance": {"num_draft_tokens": 0, "num_accepted_tokens": 0}},
-            "acceptance: Value error, more is accepted than drafted, or nothing is drafted",
+            "acceptance: Value error, more was accepted than drafted, or nothing was drafted",
         ),
         (
             {"acceptance": {**COUNTS, "prompts": [{**PROMPT, "accepted_at": [5]}]}},
-            "acceptance.prompts.0: Value error, more is accepted than drafted",
+            "acceptance.prompts.0: Value error, more was accepted than judged",
         ),
         (
             {"acceptance": {**COUNTS, "prompts": [{**PROMPT, "accepted_at": []}]}},
-            "acceptance.prompts.0: Value error, zip() argument 2 is longer than argument 1",
+            "acceptance.prompts.0: Value error, more was accepted than judged",
         ),
     ],
 )

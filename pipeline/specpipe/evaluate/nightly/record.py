@@ -86,15 +86,6 @@ class PromptAccepted:
         if len(judged) != len(accepted) or any(map(operator.lt, judged, accepted)):
             raise ValueError("more was accepted than judged")
 
-    def __post_init__(self) -> None:
-        counts = zip(
-            (self.num_accepted_tokens, *self.accepted_at),
-            (self.num_draft_tokens, *self.judged_at),
-            strict=True,
-        )
-        if not all(0 <= accepted <= drafted for accepted, drafted in counts):
-            raise ValueError("more is accepted than drafted")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
@@ -108,8 +99,8 @@ class Accepted:
     prompts: tuple[PromptAccepted, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_accepted_tokens <= self.num_draft_tokens or not self.num_draft_tokens:
-            raise ValueError("more is accepted than drafted, or nothing is drafted")
+        if self.num_accepted_tokens > self.num_draft_tokens or not self.num_draft_tokens:
+            raise ValueError("more was accepted than drafted, or nothing was drafted")
 
     @property
     def rate(self) -> float:
