@@ -127,7 +127,7 @@ SENTENCE = "version 3 is here\nError: the store is away: bring it back\n"
 
 
 def command(**changes: Any) -> Command:
-    result = {"duration_s": 3.0, "change": {"load_s": 2.0, "swap_s": 0.2}, "was_loaded": False}
+    result = {"served_s": 3.0, "change": {"load_s": 2.0, "swap_s": 0.2}, "was_loaded": False}
     works = Command("promote", "", "works", 10.0, 14.0, 0, "version 3 answers", result)
     return replace(works, **changes)
 

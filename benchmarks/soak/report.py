@@ -99,10 +99,11 @@ def _changes(run: Run) -> list[str]:
     promotes = [c for c in made if c.name == "promote"]
     rollbacks = [c for c in made if c.name == "rollback" and c.result["was_loaded"]]
     for what, seconds in (
-        ("promote, fetched, loaded and swapped", [c.result["duration_s"] for c in promotes]),
+        ("promote, until served", [c.result["served_s"] for c in promotes]),
         ("of that, loaded and asked", [c.result["change"]["load_s"] for c in promotes]),
         ("of that, swapped", [c.result["change"]["swap_s"] for c in promotes]),
-        ("rollback to what was kept loaded", [c.result["duration_s"] for c in rollbacks]),
+        ("rollback to what was kept, until served", [c.result["served_s"] for c in rollbacks]),
+        ("until the other had no request left", [c.result["duration_s"] for c in rollbacks]),
         ("longest gap in a stream meanwhile", _gaps(run, made)),
         ("longest gap in a stream, calm", _gaps_when_calm(run)),
     ):
