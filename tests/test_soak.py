@@ -167,9 +167,9 @@ def run_of(**changes: Any) -> Run:
         Phase("calm", 60.0, [right], {}, {}),
         Phase("kills", 60.0, [right, during], {}, {}, faults=[killed]),
     ]
-    run = Run(7, 16, 5.0, "a folder", "a small disk", phases, [("changes", command())])
+    answers, commands = answers_of(History()), [("changes", command())]
+    run = Run(7, 16, 5.0, "a folder", "a small disk", answers, commands, phases)
     run.memory = [Growth("launcher", 1, 900.0, 50e6, 0.015), Growth("short", 3, 9.0, 50e6, 0.9)]
-    run.answers = answers_of(History())
     for name, value in changes.items():
         setattr(run, name, value)
     return run

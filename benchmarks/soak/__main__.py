@@ -82,7 +82,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _as_json(run: Run) -> dict[str, Any]:
-    assert run.answers is not None
     plain = {one.name: getattr(run, one.name) for one in fields(run) if one.name != "answers"}
     plain["phases"] = [asdict(phase) for phase in run.phases]
     plain["commands"] = [{"phase": phase, **asdict(one)} for phase, one in run.commands]

@@ -27,7 +27,6 @@ _MAX_EXAMPLES = 8
 
 def goals(run: Run) -> list[Goal]:
     """Every figure that has a goal."""
-    assert run.answers is not None
     unanswered = sum(len(p.failed) + p.num("refused") for p in run.phases)
     bad = [command for _, command in run.commands if command.fault is not None]
     found = [
@@ -72,7 +71,6 @@ def _faults(run: Run) -> list[Fault]:
 
 
 def _answers(run: Run) -> list[str]:
-    assert run.answers is not None
     contents = ", ".join(f"{n} of content {name}" for name, n in run.answers.by_content.items())
     numbers = ", ".join(f"{n}: {num}" for n, num in sorted(run.answers.by_number.items()))
     return [f"whole answers: {contents}", f"of those that name their version: {numbers}"]
@@ -157,7 +155,6 @@ def _is_change(command: Command) -> bool:
 
 def _texts(run: Run) -> list[str]:
     """Failures and sentences, the commonest of each kind, cut."""
-    assert run.answers is not None
     lines = run.answers.examples[:_MAX_EXAMPLES]
     for phase in run.phases:
         for what, some in (("failed", phase.failed), ("during a fault", phase.excused)):

@@ -1,8 +1,7 @@
 """The phases of a soak on one server, under load: what is done in which order.
 
 A phase does its rounds until its time is over, one at least, and each process is killed once before
-any is killed again. Whatever becomes of a command, the server is asked which version it serves
-before the next one is started.
+any is killed again.
 """
 
 from __future__ import annotations
@@ -16,22 +15,19 @@ from benchmarks.attack.faults import Fault, Watch, commit, dishonest_s
 from benchmarks.attack.goals import Phase
 from benchmarks.attack.load import Load, Question, questions, right_answers
 from benchmarks.attack.server import LAUNCHER, STUBS, TRITON, Served
-from benchmarks.soak.commands import Command, Outcome, Running
-from benchmarks.soak.history import Answers, History
+from benchmarks.soak.commands import Command
+from benchmarks.soak.history import Answers
 from benchmarks.soak.memory import Growth, Memory
 from benchmarks.soak.place import CONTENTS, Place
-from specpipe.errors import ServerError, SpecpipeError
-from specpipe.triton.server import control
+from benchmarks.soak.releases import COMMANDS, Releases
+from specpipe.errors import SpecpipeError
 
 NUM_QUESTIONS = 24
 SHARES = {"calm": 0.2, "changes": 0.3, "store away": 0.15, "disk full": 0.15, "kills": 0.2}
 """Of the time, by phase."""
 
 _MAX_FAULT_S = 60.0  # and one normal start more
-_SETTLE_S = 120.0
 _PAUSE_S = 1.0  # so that the load is back at work
-_MOST_PUBLISHED = 8  # before old ones are pruned
-_COMMANDS = ("publish", "promote")
 
 
 @dataclass
@@ -39,6 +35,7 @@ class Run:
     """All that was measured.
 
     start_s          what one normal start took, in seconds
+    commands         with the phase of each
     memory           while nothing changed
     memory_changing  from then on, until the first process was killed
     """
@@ -48,43 +45,37 @@ class Run:
     start_s: float
     store: str
     kind_of_full_disk: str
+    answers: Answers
+    commands: list[tuple[str, Command]]
     phases: list[Phase] = field(default_factory=list)
-    commands: list[tuple[str, Command]] = field(default_factory=list)
     memory: list[Growth] = field(default_factory=list)
     memory_changing: list[Growth] = field(default_factory=list)
-    answers: Answers | None = None
 
 
 class Session:
-    """A server of a place, and what is known of it."""
+    """A server of a place, and what is done to it."""
 
     def __init__(self, place: Place, seed: int, say: Callable[[str], None]) -> None:
-        self._place, self._say = place, say
+        self._place, self._say, self._seed = place, say, seed
         self._rng = random.Random(seed)
-        self._seed = seed
         self._served = Served(place.host, "--promoted")
-        self._history = History()
-        self._contents: dict[int, str] = {}
-        self._phase = ""
-        self._commands: list[tuple[str, Command]] = []
-        self._last_number = 0  # published last
-        self._usual_s = dict.fromkeys(_COMMANDS, 3.0)
+        self._releases = Releases(place, self._served, self._rng, say)
 
     def run(self, minutes: float, num_streams: int) -> Run:
         """Runs all phases; no process is left, however it ends."""
         try:
             start_s = self._begin()
+            asked, expected = self._ask_beforehand()
+            answers = Answers(expected, self._releases.contents, self._releases.history)
             self._run = Run(
                 self._seed,
                 num_streams,
                 start_s,
                 self._place.store.kind,
                 self._place.kind_of_full_disk,
-                commands=self._commands,
+                answers,
+                self._releases.commands,
             )
-            asked, expected = self._ask_beforehand()
-            answers = Answers(expected, self._contents, self._history)
-            self._run.answers = answers
             memory = Memory(self._served)
             begun = {}
             for name, share in SHARES.items():
@@ -102,10 +93,10 @@ class Session:
 
     def _begin(self) -> float:
         for content in CONTENTS:
-            self._publish(content)
-        self._must(self._promote(1))
+            self._releases.publish(content)
+        self._must(self._releases.promote(1))
         start_s = self._served.start()
-        self._settle()
+        self._releases.settle()
         self._say(f"ready after {start_s:.1f} s")
         return start_s
 
@@ -113,9 +104,9 @@ class Session:
         """Returns the questions that the contents answer differently, with their answers."""
         asked = questions(self._seed, NUM_QUESTIONS)
         answers: dict[str, list[str]] = {}
-        for number, content in sorted(self._contents.items()):
+        for number, content in sorted(self._releases.contents.items()):
             if number > 1:
-                self._must(self._promote(number))
+                self._must(self._releases.promote(number))
             self._say(f"asking version {number} each question alone")
             answers[content] = right_answers(self._served, asked)
         differ = [
@@ -125,7 +116,7 @@ class Session:
         ]
         if not differ:
             raise SpecpipeError("the two contents answer all questions alike")
-        self._commands.clear()
+        self._releases.commands.clear()
         return [asked[index] for index in differ], {
             content: [one[index] for index in differ] for content, one in answers.items()
         }
@@ -139,7 +130,7 @@ class Session:
 
     def _phase_of(self, name: str, seconds: float, load: Load) -> Phase:
         self._say(f"{name}: {seconds:.0f} s")
-        self._phase = name
+        self._releases.phase = name
         faults: list[Fault] = []
         rounds: dict[str, Callable[[], Iterator[None]]] = {
             "calm": self._calm,
@@ -161,7 +152,7 @@ class Session:
         restarts = [line for _, line in self._served.restarts[num_restarts + num_caused :]]
         if not self._served.is_running:
             self._served.start()
-            self._settle()
+            self._releases.settle()
         return Phase(name, lasted_s, answered, {}, {}, faults=faults, restarts=restarts)
 
     @staticmethod
@@ -171,62 +162,58 @@ class Session:
     def _changes(self) -> Iterator[None]:
         """Publishes the other content, promotes it, and half of the times rolls it back."""
         while True:
-            self._publish(self._other_content())
-            self._promote()
+            self._releases.publish()
+            self._releases.promote()
             time.sleep(_PAUSE_S)
             if self._rng.random() < 0.5:
-                self._roll_back()
+                self._releases.roll_back()
                 time.sleep(_PAUSE_S)
             yield
-            self._prune()
+            self._releases.prune()
 
     def _outages(self) -> Iterator[None]:
         """The store is away: for the whole of a publish and a promote, and from their middle on."""
         while True:
-            self._publish(self._other_content())
+            self._releases.publish()
             self._place.store.leave()
-            self._both("is refused", "store away")
+            self._releases.both("is refused", "store away")
             self._place.store.come_back()
-            self._both("either", "store goes away", meanwhile=self._blink)
-            self._both()
+            self._releases.both("either", "store goes away", meanwhile=self._releases.blink)
+            self._releases.both()
             yield
-            self._promote()
+            self._releases.promote()
             self._place.store.leave()
-            self._roll_back("is refused", "store away")  # it is served, and not recorded there
+            self._releases.roll_back(
+                "is refused", "store away"
+            )  # it is served, and not recorded there
             self._place.store.come_back()
-            self._publish(self._other_content())
-            self._promote()
+            self._releases.publish()
+            self._releases.promote()
             yield
-
-    def _blink(self) -> None:
-        time.sleep(self._rng.uniform(0.3, 0.8) * min(self._usual_s.values()))
-        self._place.store.leave()
-        time.sleep(self._rng.uniform(0.2, 1.0))
-        self._place.store.come_back()
 
     def _full_disks(self) -> Iterator[None]:
         """The disk is full while a version is published and another one fetched."""
         while True:
-            self._publish(self._other_content())
+            self._releases.publish()
             with self._place.full_disk():
-                self._both("is refused", "disk full")
-            self._both()
+                self._releases.both("is refused", "disk full")
+            self._releases.both()
             yield
-            self._promote()
+            self._releases.promote()
             with self._place.full_disk():
-                self._roll_back("either", "disk full")
-            self._publish(self._other_content())
-            self._promote()
+                self._releases.roll_back("either", "disk full")
+            self._releases.publish()
+            self._releases.promote()
             yield
 
     def _kills(self, faults: list[Fault]) -> Iterator[None]:
         """Every process of the server and every command, each once before any comes again."""
         while True:
-            names = [TRITON, *STUBS, LAUNCHER, *_COMMANDS]
+            names = [TRITON, *STUBS, LAUNCHER, *COMMANDS]
             for name in self._rng.sample(names, len(names)):
                 self._say(f"{name} is killed")
-                if name in _COMMANDS:
-                    self._kill_command(name)
+                if name in COMMANDS:
+                    self._releases.kill(name)
                 else:
                     faults.append(self._kill(name))
                 yield
@@ -238,14 +225,14 @@ class Session:
         if name == LAUNCHER:
             fault = self._kill_launcher(limit_s)
         else:
-            process = f"{name}_{self._number()}" if name in STUBS else name
+            process = f"{name}_{self._releases.number()}" if name in STUBS else name
             fault = replace(commit(self._served, process, "killed", limit_s), process=name)
         if fault.served_s is None:
             self._say(f"no service again after {fault.ended_s - fault.started_s:.0f} s")
             self._served.stop()
             self._served.start()
             fault = replace(fault, ended_s=time.monotonic())  # what our restart broke too
-        self._settle()
+        self._releases.settle()
         return fault
 
     def _kill_launcher(self, limit_s: float) -> Fault:
@@ -273,90 +260,3 @@ class Session:
             None if answered is None else answered[1] - started_s,
             dishonest_s(watch.ready, None if answered is None else answered[0]),
         )
-
-    def _kill_command(self, name: str) -> None:
-        """Kills a command in its middle, after which the same works."""
-        if name == "publish":
-            running = self._place.publish(self._other_content())
-        else:
-            self._publish(self._other_content())
-            running = self._begin_promote(self._last_number)
-        self._ended(running.kill_in_the_middle(self._usual_s[name], self._rng))
-        if name == "publish":
-            self._publish(self._other_content())
-        self._promote()
-
-    # Commands
-
-    def _publish(self, content: str) -> Command:
-        return self._published(self._place.publish(content).end(), content)
-
-    def _published(self, command: Command, content: str) -> Command:
-        if command.works:
-            self._last_number = int(command.result["number"])
-            self._contents[self._last_number] = content
-        return self._ended(command)
-
-    def _begin_promote(self, number: int) -> Running:
-        self._history.attempt(number, time.monotonic())
-        return self._place.on_host(f"promote {number}")
-
-    def _promote(self, number: int | None = None) -> Command:
-        """Promotes a version; None: that which was published last."""
-        running = self._begin_promote(self._last_number if number is None else number)
-        return self._ended(running.end())
-
-    def _roll_back(self, outcome: Outcome = "works", situation: str = "") -> Command:
-        previous = control.ask(self._place.artifacts_dir, "status")["previous"]
-        if previous is not None:
-            self._history.attempt(previous["number"], time.monotonic())
-        return self._ended(self._place.on_host("rollback").end(outcome, situation))
-
-    def _both(
-        self,
-        outcome: Outcome = "works",
-        situation: str = "",
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Publishes, and promotes what was published last, both at once."""
-        content = self._other_content()
-        promoting = self._begin_promote(self._last_number)
-        publishing = self._place.publish(content)
-        meanwhile()
-        self._ended(promoting.end(outcome, situation))
-        self._published(publishing.end(outcome, situation), content)
-
-    def _prune(self) -> None:
-        """Removes old versions where there are many, as a timer of an operator does."""
-        if self._last_number % _MOST_PUBLISHED == 0:
-            self._ended(self._place.on_host(f"versions prune --keep {_MOST_PUBLISHED // 2}").end())
-
-    def _ended(self, command: Command) -> Command:
-        self._commands.append((self._phase, command))
-        if command.fault is not None:
-            self._say(f"{command.name} ({command.situation}): {command.fault}: {command.sentence}")
-        if command.works and not command.situation and command.name in self._usual_s:
-            self._usual_s[command.name] = command.seconds
-        if self._served.is_running:
-            self._settle()
-        return command
-
-    # What is served
-
-    def _settle(self) -> None:
-        """Waits for the end of a change that may be under way, and takes in what is served."""
-        deadline = time.monotonic() + _SETTLE_S
-        while time.monotonic() < deadline:
-            status = control.ask(self._place.artifacts_dir, "status")
-            if not status["is_changing"]:
-                self._history.settle(int(status["number"]), time.monotonic())
-                return
-            time.sleep(0.1)
-        raise ServerError(f"a change of version did not end within {_SETTLE_S:.0f} s")
-
-    def _number(self) -> int:
-        return int(control.ask(self._place.artifacts_dir, "status")["number"])
-
-    def _other_content(self) -> str:
-        """The content that is not served."""
-        return next(one for one in CONTENTS if one != self._contents[self._number()])
