@@ -2,8 +2,7 @@
 
 What is sampled is RssAnon (proc(5)): what a process has of its own, without files and shared
 memory. A process is matched by its role, `speculative` for the models of all versions; one that is
-started anew begins anew. `shared memory` is what the models' processes share with Triton, together,
-with what killed launchers left of it.
+started anew begins anew. `shared memory` is what the models' processes share with Triton, together.
 
 The growth over a time is the slope by least squares over the last 80 % of it, times that, as a
 share of the mean.
@@ -80,7 +79,7 @@ class Memory:
                 role = re.sub(r"_\d+$", "", name)
                 if (size := _own_bytes(pid)) is not None:
                     self._samples.setdefault((role, pid), []).append((now, size))
-            shared = sum(map(_shared_bytes, self._launchers))
+            shared = sum(map(shared_bytes, self._launchers))
             self._samples.setdefault((SHARED, 0), []).append((now, shared))
 
 
@@ -120,10 +119,22 @@ def _own_bytes(pid: int) -> int | None:
     return None
 
 
-def _shared_bytes(launcher: int) -> int:
-    """What the processes that a launcher started share, or left behind when it was killed."""
+def shared_bytes(launcher: int) -> int:
+    """What the processes that a launcher started share, or left behind when they were killed."""
     total = 0
-    for path in _SHARED_MEMORY.glob(f"specpipe_{launcher}_*"):
+    for path in _shared(launcher):
         with contextlib.suppress(OSError):
             total += path.stat().st_blocks * 512  # stat(2)
     return total
+
+
+def remove_shared(launcher: int) -> int:
+    """Removes what a launcher that was killed left, and returns how much that was."""
+    left = shared_bytes(launcher)
+    for path in _shared(launcher):
+        path.unlink(missing_ok=True)
+    return left
+
+
+def _shared(launcher: int) -> list[Path]:
+    return list(_SHARED_MEMORY.glob(f"specpipe_{launcher}_*"))

@@ -62,6 +62,9 @@ def report(run: Run) -> str:
     ]
     if faults := _faults(run):
         lines += ["", *fault_table(faults)]
+    if run.left_bytes:
+        left = ", ".join(f"{left / 2**20:.1f}" for left in run.left_bytes)
+        lines.append(f"shared memory that a killed launcher left, MiB: {left}")
     lines += ["", *_memory_table(run), *_texts(run), "", *goals_table(goals(run))]
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from benchmarks.attack.load import Load, Question, questions, right_answers
 from benchmarks.attack.server import LAUNCHER, STUBS, TRITON, Served
 from benchmarks.soak.commands import Command
 from benchmarks.soak.history import Answers
-from benchmarks.soak.memory import Growth, Memory
+from benchmarks.soak.memory import Growth, Memory, remove_shared
 from benchmarks.soak.place import CONTENTS, Place
 from benchmarks.soak.releases import COMMANDS, Releases
 from specpipe.errors import SpecpipeError
@@ -38,6 +38,7 @@ class Run:
     commands         with the phase of each
     memory           while nothing changed
     memory_changing  from then on, until the first process was killed
+    left_bytes       of shared memory, by each launcher that was killed with all that it started
     """
 
     seed: int
@@ -50,6 +51,7 @@ class Run:
     phases: list[Phase] = field(default_factory=list)
     memory: list[Growth] = field(default_factory=list)
     memory_changing: list[Growth] = field(default_factory=list)
+    left_bytes: list[int] = field(default_factory=list)
 
 
 class Session:
@@ -242,8 +244,10 @@ class Session:
         """
         watch = Watch(self._served.target)
         watch.begin()
+        launcher = self._served.pid(LAUNCHER)
         started_s = time.monotonic()
         self._served.kill()
+        self._run.left_bytes.append(remove_shared(launcher))
         noticed_s = time.monotonic()
         self._served.start()
         while watch.first_answer(noticed_s) is None and time.monotonic() < started_s + limit_s:
