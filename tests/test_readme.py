@@ -37,8 +37,9 @@ def commands() -> list[str]:
 def test_command_lines_parse(line: str) -> None:
     command: click.Command = main
     arguments = shlex.split(line)[1:]
-    while isinstance(command, click.Group):
+    while isinstance(command, click.Group) and arguments[0] in command.commands:
         command = command.commands[arguments.pop(0)]
+    assert command is not main
     command.parse_args(click.Context(command), arguments)
 
 

@@ -32,6 +32,7 @@ from specpipe.evaluate.nightly.record import NIGHTLY_KIND, Run, read_last_good
 from specpipe.evaluate.results import read_result
 from specpipe.evaluate.verification.record import VERIFY_KIND, repository_digest
 from specpipe.machine.artifacts import Artifacts, ResultName
+from specpipe.machine.libraries import require_installed
 from specpipe.machine.manifest import (
     FileRecord,
     Files,
@@ -51,7 +52,7 @@ from specpipe.roles import ROLES, Role
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import link_file
 from specpipe.runtimes.requirements import Requirements
-from specpipe.runtimes.runtime import load_runtime, require_installed
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.version import __version__
 
 STATEMENTS = "attestations"

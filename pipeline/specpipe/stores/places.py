@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from specpipe.errors import RuntimeUnavailable, StoreError, show
-from specpipe.machine.libraries import with_extras
+from specpipe.errors import StoreError, show
+from specpipe.machine.libraries import require_installed
 from specpipe.stores.folder import Folder
 from specpipe.stores.object_store import ObjectStore
 from specpipe.stores.objects import Objects
@@ -31,7 +30,7 @@ def open_store(url: str, base_dir: Path, **settings: Any) -> Store:
     Raises RuntimeUnavailable where a library is missing, StoreError for what names no store.
     """
     if not _SCHEME.match(url):
-        _require("release", "fsspec")
+        require_installed("this store", "fsspec", extra="release")
         from fsspec.implementations.local import LocalFileSystem
 
         folder = base_dir / Path(url).expanduser()
@@ -47,17 +46,17 @@ def _remote(url: str, settings: dict[str, Any]) -> Store:
     bucket, path = parts.netloc, parts.path.strip("/")
     objects: Objects
     if parts.scheme == "s3":
-        _require("s3", "s3fs")
+        require_installed("this store", "s3fs", extra="s3")
         from specpipe.stores.buckets import s3
 
         objects = s3(bucket, path)
     elif parts.scheme == "gs":
-        _require("gcs", "gcsfs")
+        require_installed("this store", "gcsfs", extra="gcs")
         from specpipe.stores.buckets import gcs
 
         objects = gcs(bucket, path)
     elif parts.scheme == "ssh":
-        _require("ssh", "fsspec", "paramiko")
+        require_installed("this store", "fsspec", "paramiko", extra="ssh")
         from specpipe.stores.ssh import Sftp, Ssh
 
         assert parts.hostname is not None
@@ -74,7 +73,7 @@ def _oci(url: str, host: str, name: str, settings: dict[str, Any]) -> Store:
     part = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
     if not re.fullmatch(rf"{part}(?:/{part})*", name):
         raise StoreError(f"{show(url)!r} has no name of a repository, as registries allow them")
-    _require("release", "oras")
+    require_installed("this store", "oras", extra="release")
     from specpipe.stores.oci import OciStore
     from specpipe.stores.registry import Registry
 
@@ -99,10 +98,3 @@ def _split(url: str) -> urllib.parse.SplitResult:
     if not parts.hostname or any(part in (".", "..") for part in parts.path.split("/")):
         raise StoreError(f"{show(url)!r} is no store: expected {_EXPECTED}")
     return parts
-
-
-def _require(extra: str, *modules: str) -> None:
-    """Raises RuntimeUnavailable where a library is not there."""
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            raise RuntimeUnavailable(f"this store needs '{module}': {with_extras(extra)}")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specpipe.errors import SignatureError, show, to_sentence
+from specpipe.machine.libraries import require_installed
 from specpipe.machine.own_json import reason
 from specpipe.machine.signals import deferred
-from specpipe.runtimes.runtime import require_installed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import (
