@@ -335,6 +335,21 @@ def test_a_rollback_needs_no_store(pair: PipelineConfig, monkeypatch: pytest.Mon
     assert json.loads(pair.artifacts.promoted.read_text())["number"] == 1
 
 
+def test_a_full_disk_of_the_publisher_is_told_with_its_place(
+    pair: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        Path("/dev/full").write_text("a statement")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, "assemble", full)
+        assert refused(pair, "publish") == (
+            f"no version of pair can be put together in {pair.artifacts.versions}: No space left "
+            "on device; nothing was published"
+        )
+    assert done(pair, "publish")["number"] == 1
+
+
 def test_a_full_disk_is_told_with_what_was_not_recorded_there(pair: PipelineConfig) -> None:
     done(pair, "publish")
     promoted = pair.artifacts.promoted
