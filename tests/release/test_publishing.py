@@ -335,6 +335,34 @@ def test_a_rollback_needs_no_store(pair: PipelineConfig, monkeypatch: pytest.Mon
     assert json.loads(pair.artifacts.promoted.read_text())["number"] == 1
 
 
+def test_a_full_disk_of_the_publisher_is_told_with_its_place(
+    pair: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        Path("/dev/full").write_text("a statement")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, "assemble", full)
+        assert refused(pair, "publish") == (
+            f"no version of pair can be put together in {pair.artifacts.versions}: No space left "
+            "on device; nothing was published"
+        )
+    assert done(pair, "publish")["number"] == 1
+
+
+def test_a_full_disk_is_told_with_what_was_not_recorded_there(pair: PipelineConfig) -> None:
+    done(pair, "publish")
+    promoted = pair.artifacts.promoted
+    promoted.with_name(f".{promoted.name}.{os.getpid()}").symlink_to("/dev/full")
+    assert refused(pair, "promote", "1") == (
+        f"version 1 of pair is promoted, but {promoted} does not say so: No space left on device; "
+        f"`specpipe promote 1 --older --config {pair.source}` tells it, when it can be written"
+    )
+    assert not promoted.exists() and store_of(pair).promotion("pair") is None
+    assert done(pair, "promote", "1")["number"] == 1
+    assert promoted.exists()
+
+
 def test_a_version_is_fetched_whole_or_gone_on_with(
     pair: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

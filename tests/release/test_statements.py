@@ -326,3 +326,17 @@ def test_a_pair_that_was_moved_is_read_by_where_it_was(built: PipelineConfig) ->
     pair: BuiltPair = read_built(built)
     assert str(built.base_dir) not in pair.package.inputs[0].path
     assert list(pair.manifests)[-1] == "model_repo" and len(pair.manifests) == 6
+
+
+def test_a_checkout_that_bears_the_pairs_name_is_no_part_of_the_pair(
+    built: PipelineConfig,
+) -> None:
+    """Its hand-written models lie in `pair/model_repo`, as the pair's own repository does."""
+    others = read_built(built).others
+    path = built.artifacts_dir / "model_repo.manifest.json"
+    manifest = read(path)
+    models = manifest["inputs"][-1]
+    assert "speculative/1/model.py" in models["files"]
+    models["path"] = "/srv/pair/model_repo"
+    path.write_text(json.dumps(manifest))
+    assert read_built(built).others == others

@@ -174,7 +174,8 @@ class _Chain:
         if Path(path).is_relative_to(self._folder):
             return Path(path).relative_to(self._folder).as_posix()
         _, moved, below = path.rpartition(f"/{self._config.name}/")
-        return below if moved and self._made(below) is not None else None
+        # No stage reads the repository: that is a checkout's, whose folder has the pair's name.
+        return below if moved and self._made(below) not in (None, _REPOSITORY) else None
 
     def _artifact_of(self, below: str) -> str:
         made = self._made(below)

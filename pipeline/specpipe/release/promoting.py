@@ -251,8 +251,15 @@ def _record(
 def record_here(
     config: PipelineConfig, number: int, digest: str, previous: int | None
 ) -> Promotion:
-    """Says on this machine which version is promoted."""
+    """Says on this machine which version is promoted; StoreError where that cannot be written."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     here = Promotion(number=number, digest=digest, promoted_at=now, previous=previous)
-    write_promotion(config.artifacts.promoted, here)
+    try:
+        write_promotion(config.artifacts.promoted, here)
+    except OSError as exc:
+        raise StoreError(
+            f"version {number} of {config.name} is promoted, but {config.artifacts.promoted} does "
+            f"not say so: {exc.strerror}; `specpipe promote {number} --older --config "
+            f"{config.source}` tells it, when it can be written"
+        ) from exc
     return here

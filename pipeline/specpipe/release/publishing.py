@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpipe.errors import RepositoryError, StoreError
+from specpipe.errors import RepositoryError, StoreError, to_sentence
 from specpipe.evaluate.verification.record import repository_digest
 from specpipe.machine.callables import Log
 from specpipe.machine.manifest import read_manifest, record_files
@@ -95,6 +95,11 @@ def publish(
         publication = _Publication(config, store, sign, versions / ".publishing", log)
         try:
             return publication.preview() if dry_run else publication.run()
+        except OSError as exc:
+            raise RepositoryError(
+                f"no version of {config.name} can be put together in {versions}: "
+                f"{to_sentence(exc)}; nothing was published"
+            ) from exc
         finally:
             with deferred():
                 publication.remove()
