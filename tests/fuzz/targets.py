@@ -365,6 +365,7 @@ def _models() -> dict[str, Any]:
         "cancels": "speculative",
     }
     arguments = {
+        "model_name": "speculative",
         "model_config": json.dumps(
             {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
         ),
