@@ -303,7 +303,8 @@ def test_what_is_promoted_is_compared_with_and_what_is_locked_is_built(
     version.parent.mkdir(parents=True)
     # Half as large, and by another specpipe: so the version and not the last good run is taken.
     data = json.loads((first[0] / "engines/pair/results/nightly.json").read_text())
-    data["sizes_bytes"]["repository"] //= 2
+    size = data["sizes_bytes"]["repository"]
+    data["sizes_bytes"]["repository"] = size // 2
     data["made_from"]["versions"]["specpipe"] = "0.0.1"
     version.write_text(json.dumps(data))
     promotion = Promotion(number=7, digest="d" * 64, promoted_at="2026-11-26T02:23:00+00:00")
@@ -316,8 +317,8 @@ def test_what_is_promoted_is_compared_with_and_what_is_locked_is_built(
     line = history(folder)[-1]
     assert (line["compared_version"], line["compared_with"]) == (7, data["made_at"])
     assert line["reasons"] == [
-        f"size of the repository is {2 * data['sizes_bytes']['repository'] + 1:,} bytes, 2.000 "
-        f"times version 7's {data['sizes_bytes']['repository']:,}, over nightly.max_size_ratio 1.1"
+        f"size of the repository is {size:,} bytes, 2.000 times version 7's {size // 2:,}, over "
+        "nightly.max_size_ratio 1.1"
     ]
     assert line["changes"] == [f"specpipe 0.0.1 → {__version__}"]
 
