@@ -15,8 +15,11 @@ from specpipe.build.load import load_config  # noqa: E402
 from specpipe.config.sections import PipelineConfig  # noqa: E402
 from specpipe.errors import StoreError  # noqa: E402
 from specpipe.evaluate.nightly.run import PromotedRun  # noqa: E402
-from specpipe.release.compared import NIGHTLY, find_promoted  # noqa: E402
-from specpipe.release.release_file import digest_of  # noqa: E402
+from specpipe.release.compared import find_promoted  # noqa: E402
+from specpipe.release.release_file import (
+    NIGHTLY_NAME,  # noqa: E402
+    digest_of,  # noqa: E402
+)
 from specpipe.stores.places import open_store  # noqa: E402
 from specpipe.stores.promoted import write_promotion  # noqa: E402
 from specpipe.stores.store import Blob, Promotion, VersionRecord  # noqa: E402
@@ -42,7 +45,7 @@ def publish(folder: Path, text: str | None) -> int:
     """A version with a run, or with none, straight into the store; returns its number."""
     store = open_store(str(folder / "store"), folder)
     number = store.claim("code")
-    contents = {"pair.yaml": b"name: code\n", **({NIGHTLY: text.encode()} if text else {})}
+    contents = {"pair.yaml": b"name: code\n", **({NIGHTLY_NAME: text.encode()} if text else {})}
     files = {}
     for name, data in contents.items():
         (folder / "upload").write_bytes(data)

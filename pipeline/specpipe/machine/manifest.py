@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
@@ -264,12 +264,17 @@ def _digest(path: Path, status: os.stat_result) -> str:
         age_ns = time.time_ns() - status.st_ctime_ns
         if 0 <= age_ns < _TIME_TICK_NS:
             time.sleep((_TIME_TICK_NS - age_ns) / 1e9)
-        digest = hashlib.sha256()
         with path.open("rb") as file:
-            while block := file.read(_BUFFER_BYTES):
-                digest.update(block)
-        _digests[key] = digest.hexdigest()
+            _digests[key] = hash_file(file).hexdigest()
     return _digests[key]
+
+
+def hash_file(file: BinaryIO) -> hashlib._Hash:
+    """Returns the SHA-256 of what a file holds from where it stands, to be gone on with."""
+    digest = hashlib.sha256()
+    while block := file.read(_BUFFER_BYTES):
+        digest.update(block)
+    return digest
 
 
 def read_anew() -> None:

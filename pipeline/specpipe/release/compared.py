@@ -12,11 +12,11 @@ from specpipe.evaluate.nightly.run import PromotedRun
 from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.memory import format_bytes
 from specpipe.release.fetching import find_version
+from specpipe.release.release_file import NIGHTLY_NAME
 from specpipe.stores.places import open_store
 from specpipe.stores.promoted import read_promotion
 from specpipe.stores.store import Store
 
-NIGHTLY = "results/nightly.json"
 _MOST_BYTES = 16 << 20  # some 100 KB, and 1 KB for each prompt
 
 
@@ -39,12 +39,12 @@ def _of_store(store: Store, pair: str) -> PromotedRun | None:
     promotion = store.promotion(pair)
     if promotion is None:
         return None
-    blob = find_version(store, pair, promotion.number).files.get(NIGHTLY)
+    blob = find_version(store, pair, promotion.number).files.get(NIGHTLY_NAME)
     if blob is None:
         return PromotedRun(promotion.number, None)
     if blob.size > _MOST_BYTES:
         raise StoreError(
-            f"{store.url}: {NIGHTLY} of version {promotion.number} of {pair} has "
+            f"{store.url}: {NIGHTLY_NAME} of version {promotion.number} of {pair} has "
             f"{format_bytes(blob.size)}, expected at most {format_bytes(_MOST_BYTES)}: promote "
             "another version"
         )

@@ -23,6 +23,7 @@ from specpipe.machine.manifest import Files, manifest_path, read_manifest, recor
 from specpipe.machine.own_json import read_object, reason
 from specpipe.release import statements
 from specpipe.release.built import read_built
+from specpipe.release.release_file import NIGHTLY_NAME
 from specpipe.roles import ROLES
 
 BUILT = "built"
@@ -37,7 +38,7 @@ DOCUMENTS = (
     QUALITY_RESULT,
     "model_repo.manifest.json",
     "verification.json",
-    "results/nightly.json",
+    NIGHTLY_NAME,
 )
 """What `read_documents` reads, by path below a version's folder: all else need not be there."""
 

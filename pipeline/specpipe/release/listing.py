@@ -13,7 +13,7 @@ from specpipe.machine.columns import aligned
 from specpipe.machine.memory import format_bytes
 from specpipe.machine.own_json import read_object
 from specpipe.release.local import local_numbers
-from specpipe.release.release_file import SIGNATURE_NAME
+from specpipe.release.release_file import NIGHTLY_NAME, SIGNATURE_NAME
 from specpipe.release.serving_here import serving_here
 from specpipe.release.signatures import MAX_BYTES, signed_statement, verify_record
 from specpipe.release.trust.publishers import Trust
@@ -24,8 +24,6 @@ from specpipe.stores.store import Blob, Promotion, Store, VersionRecord
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
-
-_NIGHTLY = "results/nightly.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +139,9 @@ def _fetch_small(store: Store, records: Sequence[VersionRecord], folder: Path) -
     for record in records:
         folders[record.number] = folder / str(record.number)
         small = signed_statement(record)
-        nightly = record.files.get(_NIGHTLY)
+        nightly = record.files.get(NIGHTLY_NAME)
         if nightly is not None and nightly.size <= MAX_BYTES:
-            small[_NIGHTLY] = nightly
+            small[NIGHTLY_NAME] = nightly
         wanted |= below(folders[record.number], small)
     store.download(wanted)
     return folders
@@ -152,7 +150,7 @@ def _fetch_small(store: Store, records: Sequence[VersionRecord], folder: Path) -
 def _nightly(folder: Path) -> dict[str, Any]:
     """Returns a version's nightly run; nothing where it has none that can be read."""
     try:
-        return read_object(folder / _NIGHTLY)
+        return read_object(folder / NIGHTLY_NAME)
     except (OSError, ValueError):
         return {}
 

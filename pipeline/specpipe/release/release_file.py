@@ -22,6 +22,9 @@ from specpipe.runtimes.requirements import Requirements
 RELEASE_NAME, SIGNATURE_NAME = "release.json", "model.sig"
 """The files of a version that its digest does not cover: one holds it, the other signs all."""
 
+NIGHTLY_NAME = "results/nightly.json"
+"""The last good nightly run of a version."""
+
 _FORMAT = 1
 _MAX_BYTES = 1 << 20  # one has some thousand
 _MAX_NOTES = 64

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from specpipe import progress
 from specpipe.errors import StoreError, to_sentence
+from specpipe.machine.manifest import hash_file
 from specpipe.machine.signals import thread_pool
 from specpipe.stores.patience import Attempts, Patience
 from specpipe.stores.store import Blob, Transferred
@@ -272,14 +273,7 @@ def _is_whole(path: Path, blob: Blob) -> bool:
     if path.is_symlink() or not path.is_file() or path.stat().st_size != blob.size:
         return False
     with path.open("rb") as file:
-        return _hash(file).hexdigest() == blob.sha256
-
-
-def _hash(file: BinaryIO) -> hashlib._Hash:
-    digest = hashlib.sha256()
-    while block := file.read(_BLOCK_BYTES):
-        digest.update(block)
-    return digest
+        return hash_file(file).hexdigest() == blob.sha256
 
 
 def _partial(blob: Blob, path: Path) -> Path:
@@ -317,7 +311,7 @@ def _resume(file: BinaryIO, blob: Blob) -> tuple[hashlib._Hash, int]:
     if os.fstat(file.fileno()).st_size > blob.size:
         file.truncate(0)
     file.seek(0)
-    digest = _hash(file)
+    digest = hash_file(file)
     return digest, file.tell()
 
 

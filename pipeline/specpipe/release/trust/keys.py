@@ -36,8 +36,7 @@ def passphrase() -> str | None:
 
 def require_libraries() -> None:
     """Raises RuntimeUnavailable where what signs and verifies is not installed."""
-    for library in ("cryptography", "model_signing", "OpenSSL"):
-        require_installed("a signature", library, extra="release")
+    require_installed("a signature", "cryptography", "model_signing", "OpenSSL", extra="release")
 
 
 def make_key_pair(path: Path, phrase: str | None) -> str:
