@@ -28,6 +28,7 @@ from specpipe.errors import ServerError, SpecpipeError
 from specpipe.triton.client import Client
 
 NUM_QUESTIONS = 48
+SHARE_LEAVING = 0.15
 TIMEOUT_S = 60.0
 _RETRY_S = 0.5  # after an error, so that a server that is being restarted is not also stormed
 _MAX_PROMPT_CHARACTERS = 600
@@ -138,9 +139,18 @@ class Load:
     What a stream asks, in which protocol and how it ends, follows from the seed and its number.
     """
 
-    def __init__(self, served: Served, asked: Sequence[Question], judge: Judge, seed: int) -> None:
+    def __init__(
+        self,
+        served: Served,
+        asked: Sequence[Question],
+        judge: Judge,
+        seed: int,
+        *,
+        share_leaving: float = SHARE_LEAVING,
+    ) -> None:
+        """share_leaving  of the requests whose client goes away in the middle"""
         self._served, self._asked, self._judge = served, asked, judge
-        self._seed = seed
+        self._seed, self._share_leaving = seed, share_leaving
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
         self.answered: list[Answered] = []
@@ -180,7 +190,7 @@ class Load:
         if draft_tokens is not None:
             settings["num_draft_tokens"] = draft_tokens
         # Some go away in the middle: after so many chunks, by a cancel or by closing.
-        until = rng.randint(1, 5) if rng.random() < 0.15 else None
+        until = rng.randint(1, 5) if rng.random() < self._share_leaving else None
         received: list[Piece] = []
         error = ""
         is_whole = True
@@ -274,6 +284,7 @@ def _plain_grpc(served: Served, prompt: str, settings: dict[str, Any]) -> Pieces
             tensors.append(number(name, value, dtype))
     request = infer_request(tensors)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
+    is_final = False
     with stub(served.target) as triton:
         for response in triton.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S):
             if response.error_message:
@@ -285,9 +296,9 @@ def _plain_grpc(served: Served, prompt: str, settings: dict[str, Any]) -> Pieces
                 raise SpecpipeError(f"the answer ended as {texts['finish_reason']}")
             if "text_output" in texts:
                 yield Piece(texts["text_output"], found.model_version)
-            if found.parameters["triton_final_response"].bool_param:
-                return
-    raise SpecpipeError("the stream ended without a last response")
+            is_final = found.parameters["triton_final_response"].bool_param
+    if not is_final:
+        raise SpecpipeError("the stream ended without a last response")
 
 
 PROTOCOLS: dict[str, Callable[[Served, str, dict[str, Any]], Pieces]] = {

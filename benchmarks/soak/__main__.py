@@ -8,7 +8,7 @@ Two contents are published by turns under ever new numbers, by publishers of the
 of their own; a host serves them (`specpipe serve --promoted`, a child). Streams in mixed protocols
 ask it all the time; in one run follow
 
-calm        nothing else happens
+calm        nothing else happens, and no client goes away in the middle, as some do later
 changes     publish and promote, half of the times rollback, again and again
 store away  the store cannot be read while a version is published, promoted, rolled back and served
 disk full   nothing can be written meanwhile
@@ -18,8 +18,8 @@ kills       SIGKILL for tritonserver, each model's process, the launcher (which 
 Every whole answer must be that of target-only of one version that was served while it ran; those
 were asked beforehand, each question alone and without draft tokens. A phase ends with the round
 that is under way when its time is over, and has one round at least, however slow the machine is.
-The growth of memory is judged while all is calm, where that lasts for five minutes; a change of
-version leaves a little in tritonserver, which is printed.
+The growth of memory is judged while all is calm, where that lasts for five minutes. A change of
+version leaves a little in tritonserver, and so does a gRPC client that goes away: that is printed.
 
 Exit code 1 if a goal is missed.
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.attack.faults import Fault, Watch, commit, dishonest_s
 from benchmarks.attack.goals import Phase
-from benchmarks.attack.load import Load, Question, questions, right_answers
+from benchmarks.attack.load import SHARE_LEAVING, Load, Question, questions, right_answers
 from benchmarks.attack.server import LAUNCHER, STUBS, TRITON, Served
 from benchmarks.soak.commands import Command
 from benchmarks.soak.history import Answers
@@ -82,7 +82,8 @@ class Session:
             begun = {}
             for name, share in SHARES.items():
                 begun[name] = time.monotonic()
-                load = Load(self._served, asked, answers, self._seed)
+                leaving = 0.0 if name == "calm" else SHARE_LEAVING
+                load = Load(self._served, asked, answers, self._seed, share_leaving=leaving)
                 self._run.phases.append(self._phase_of(name, share * minutes * 60, load))
             memory.end()
             self._run.memory = memory.between(begun["calm"], begun["changes"])
