@@ -161,7 +161,7 @@ def as_kernels_take(
     launch(
         kernels.round_input, (len(x) - first_row,),
         x, squares, out, row_scales, first_row, num_parts, EPSILON, linear.input_scale,
-        C=channels, BLOCK_C=1 << (channels - 1).bit_length(), PARTS=4, ROWS=ROWS,
+        C=channels, BLOCK_C=1 << (channels - 1).bit_length(), PARTS=4, WIDTH=ROWS,
         HAS_NORM=hidden is not None, KIND=KINDS[linear.kind],
     )  # fmt: skip
     return out, row_scales
@@ -227,7 +227,8 @@ def test_rotary_linear(dtype: torch.dtype, kind: Kind, group: int) -> None:
         UNUSED, UNUSED, integers(0).view(1, 1), integers(0, 1, 2), integers(0, 0, 0), rows, 2, 1,
         EPSILON,
         C=channels, H=2, H_KV=1, D=16, PAGE=16, BLOCK_N=32, BLOCK_C=linear.block or 128, PARTS=2,
-        ROWS=ROWS, PREFETCH=64, HAS_BIAS=False, TURNS=False, GROUP=group, KIND=KINDS[kind],
+        ROWS=ROWS, WIDTH=ROWS, PREFETCH=64, HAS_BIAS=False, TURNS=False, GROUP=group,
+        KIND=KINDS[kind],
     )  # fmt: skip
     assert error(out, rounded(normed(scaled, hidden), kind) @ matrix.t()) < TOLERANCE[dtype]
 
@@ -253,7 +254,8 @@ def test_add_linear(dtype: torch.dtype, kind: Kind, group: int, splits: int, blo
         inputs, row_scales, linear.weight, linear.scale, bias, gain, hidden, scaled, squares,
         parts, arrivals, rows,
         N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=block if kind == "int4" else 128,
-        SPLITS=splits, ROWS=ROWS, PREFETCH=64, HAS_BIAS=True, GROUP=group, KIND=KINDS[kind],
+        SPLITS=splits, SUMMED=block_n, ROWS=ROWS, WIDTH=ROWS, PREFETCH=64, HAS_BIAS=True,
+        GROUP=group, KIND=KINDS[kind],
     )  # fmt: skip
     product = rounded(x, kind) @ matrix.t() + bias.double()
     assert error(hidden, before.double() + product) < tolerance(dtype, kind)
@@ -282,8 +284,8 @@ def test_gated_linear(
         x, squares_of(hidden, 4), row_scales, linear.weight, linear.scale, UNUSED, out_gain, out,
         rows, 4, EPSILON, INPUT_SCALE,
         N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=linear.block or 128, PARTS=4, ROWS=ROWS,
-        PREFETCH=64, HAS_BIAS=False, ACTIVATION=kernels.ACTIVATIONS["silu"], HAS_GAIN=True,
-        GROUP=group, KIND=KINDS[kind], NEXT=KINDS[following],
+        WIDTH=ROWS, PREFETCH=64, HAS_BIAS=False, ACTIVATION=kernels.ACTIVATIONS["silu"],
+        HAS_GAIN=True, GROUP=group, KIND=KINDS[kind], NEXT=KINDS[following],
     )  # fmt: skip
     fc, gate = (rounded(normed(scaled, hidden), kind) @ matrix.t() / 16).chunk(2, dim=1)
     wanted = torch.nn.functional.silu(fc) * gate * out_gain.double()
@@ -313,7 +315,8 @@ def test_score(dtype: torch.dtype, kind: Kind, group: int) -> None:
         x, squares_of(hidden, 4), row_scales, linear.weight, linear.scale, UNUSED, logits, best,
         best_ids, 1, rows, 4, vocab_size, EPSILON,
         V=vocab_size, C=channels, BLOCK_N=64, BLOCK_C=linear.block or 128, PARTS=4, ROWS=ROWS,
-        PREFETCH=64, HAS_UNUSED=False, WRITES_LOGITS=True, GROUP=group, KIND=KINDS[kind],
+        WIDTH=ROWS, PREFETCH=64, HAS_UNUSED=False, WRITES_LOGITS=True, GROUP=group,
+        KIND=KINDS[kind],
     )  # fmt: skip
     wanted = rounded(normed(scaled, hidden)[1:], kind) @ matrix.t()
     assert error(logits, wanted) < tolerance(dtype, kind)
