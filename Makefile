@@ -51,8 +51,10 @@ lint: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict --site-dir $(VENV)/site
 	$(VENV)/bin/hadolint docker/Dockerfile*
 	$(VENV)/bin/shellcheck .ci/run examples/curl.sh
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/actionlint .github/workflows/*.yml
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/actionlint .github/workflows/*.yml \
+	    examples/ci/nightly*.yml
 	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.gitlab-ci examples/ci/.gitlab-ci.yml
 
 aiperf: $(VENV)/.aiperf
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/reference/{settings,commands,ensemble}.md from what the code itself declares.
+"""Writes pages of docs/reference/ from what the code itself declares.
 
 With --check it writes nothing, and fails where a page is not what it would write.
 """
@@ -166,23 +166,55 @@ def _engine(
 
 # Commands.
 
+_RELEASE = (
+    "diff",
+    "keys",
+    "promote",
+    "publish",
+    "rollback",
+    "sign",
+    "verify-signature",
+    "versions",
+)
+
 
 def commands_page() -> Iterator[str]:
     yield "# Commands"
     yield ""
-    yield "As `specpipe COMMAND --help` has them. Exit codes: [here](exit-codes.md)."
+    yield "As `specpipe COMMAND --help` has them. Exit codes: [here](exit-codes.md). Those that"
+    yield "publish and promote have [a page of their own](release-commands.md)."
     yield ""
     context = click.Context(cli, info_name="specpipe")
     yield from _options(cli, context)
     for name, command in sorted(cli.commands.items()):
-        inner = click.Context(command, info_name=name, parent=context)
-        yield f"## `specpipe {name}`"
-        yield ""
-        yield f"`{inner.command_path} {' '.join(command.collect_usage_pieces(inner))}`"
-        yield ""
-        yield from inspect.cleandoc(command.help or "").splitlines()
-        yield ""
-        yield from _options(command, inner)
+        if name not in _RELEASE:
+            yield from _command(name, command, context, "##")
+
+
+def release_commands_page() -> Iterator[str]:
+    yield "# Commands of releases"
+    yield ""
+    yield "As `specpipe COMMAND --help` has them: from a built pair to one served elsewhere."
+    yield ""
+    context = click.Context(cli, info_name="specpipe")
+    for name, command in sorted(cli.commands.items()):
+        if name in _RELEASE:
+            yield from _command(name, command, context, "##")
+
+
+def _command(name: str, command: click.Command, above: click.Context, mark: str) -> Iterator[str]:
+    context = click.Context(command, info_name=name, parent=above)
+    yield f"{mark} `{context.command_path}`"
+    yield ""
+    yield f"`{context.command_path} {' '.join(command.collect_usage_pieces(context))}`"
+    yield ""
+    yield from inspect.cleandoc(command.help or "").splitlines()
+    yield ""
+    if not isinstance(command, click.Group) or command.invoke_without_command:
+        yield from _options(command, context)
+    if isinstance(command, click.Group):
+        for inner, found in sorted(command.commands.items()):
+            yield from _command(inner, found, context, f"{mark}#")
 
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
@@ -234,7 +266,12 @@ def ensemble_page() -> Iterator[str]:
     yield from table(head, rows(ENSEMBLE_OUTPUTS))
 
 
-PAGES = {"settings": settings_page, "commands": commands_page, "ensemble": ensemble_page}
+PAGES = {
+    "settings": settings_page,
+    "commands": commands_page,
+    "release-commands": release_commands_page,
+    "ensemble": ensemble_page,
+}
 
 
 def main() -> int:

@@ -25,6 +25,7 @@ class Device:
     total_mib: int = 81559
     used_mib: int = 0
     utilization: int = 0
+    held: Mapping[int, int] = field(default_factory=dict)  # bytes by process
     failing: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -87,6 +88,15 @@ class Nvml:
     def nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> int:
         rates._obj.gpu = self._device(handle).utilization
         return self._status(handle, "nvmlDeviceGetUtilizationRates")
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, infos: Any) -> int:
+        held = self._device(handle).held
+        room, count._obj.value = count._obj.value, len(held)
+        if room < len(held):
+            return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
+        for info, (pid, used) in zip(infos or (), held.items(), strict=False):
+            info.pid, info.usedGpuMemory = pid, used
+        return self._status(handle, "nvmlDeviceGetComputeRunningProcesses_v3")
 
     def _device(self, handle: Any) -> Device:
         return self.devices[(ctypes.cast(handle, ctypes.c_void_p).value or 0) - 1]

@@ -35,10 +35,12 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("line", commands())
 def test_command_lines_parse(line: str) -> None:
-    name, *arguments = shlex.split(line)[1:]
-    command = main.commands[name]
-    context = click.Context(command)
-    command.parse_args(context, arguments)
+    command: click.Command = main
+    arguments = shlex.split(line)[1:]
+    while isinstance(command, click.Group) and arguments[0] in command.commands:
+        command = command.commands[arguments.pop(0)]
+    assert command is not main
+    command.parse_args(click.Context(command), arguments)
 
 
 def test_there_are_commands_to_test() -> None:

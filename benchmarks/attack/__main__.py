@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -38,9 +37,9 @@ from pathlib import Path
 from benchmarks.attack.faults import Fault, commit, order
 from benchmarks.attack.goals import Phase, Run, goals
 from benchmarks.attack.kinds import KINDS, Attack, Hostile, default_names
-from benchmarks.attack.load import Load, Question, questions, right_answers
+from benchmarks.attack.load import Load, Question, by_answers, questions, right_answers
 from benchmarks.attack.report import report
-from benchmarks.attack.server import Served
+from benchmarks.attack.server import Served, build
 from benchmarks.measure import QUICKSTART
 from specpipe.errors import SpecpipeError
 
@@ -95,7 +94,7 @@ class Session:
                 attack = Attack(served.target, names, arguments.seed, arguments.hostile)
                 stack.callback(attack.kill)
             rss_before = served.rss()
-            load = Load(served, self._asked, self._expected, arguments.seed)
+            load = Load(served, self._asked, by_answers(self._expected), arguments.seed)
             begun = time.monotonic()
             load.begin(arguments.streams)
             committed: list[Fault] = []
@@ -145,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # children are ended in order too
     try:
-        _build(arguments.config)
+        build(arguments.config)
         run = Session(arguments).run()
     except SpecpipeError as exc:
         print(f"Error: {exc}", file=sys.stderr)
@@ -189,14 +188,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if arguments.minutes <= 0 or min(arguments.streams, arguments.hostile) < 1:
         parser.error("--minutes, --streams and --hostile must be positive")
     return arguments
-
-
-def _build(config: Path) -> None:
-    """Builds what is not built yet, as the command does."""
-    command = [sys.executable, "-c", "from specpipe.cli.group import main; main()", "build"]
-    done = subprocess.run([*command, "--config", str(config)], capture_output=True, text=True)
-    if done.returncode:
-        raise SpecpipeError(f"specpipe build failed: {done.stderr.strip()}")
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Process faults of benchmarks.attack: one process killed or stopped, and what is seen of it.
+"""Process faults: one process killed or stopped, and what is seen of it.
 
 A fault lasts from the signal until a request that was sent after it was noticed has its answer:
 where a model has several processes, others may go on answering before that. Meanwhile the server's
@@ -74,7 +74,7 @@ def order(seed: int) -> Iterator[tuple[str, str]]:
 def commit(served: Served, process: str, how: str, limit_s: float) -> Fault:
     """Kills or stops a process, and watches until service again or the limit, in seconds."""
     num_before = len(served.restarts)
-    watch = _Watch(served.target)
+    watch = Watch(served.target)
     os.kill(served.pid(process), _SIGNALS[how])
     started_s = time.monotonic()
     watch.begin()
@@ -112,7 +112,7 @@ def dishonest_s(ready: list[tuple[float, bool]], until_s: float | None) -> float
     return total
 
 
-class _Watch:
+class Watch:
     """Asks for readiness and for one token until it is told to end."""
 
     def __init__(self, target: Target) -> None:

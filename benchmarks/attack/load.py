@@ -1,8 +1,8 @@
-"""The well-behaved streams of benchmarks.attack, and what becomes of each of their requests.
+"""The well-behaved streams of a load, and what becomes of each of their requests.
 
-Every answer is compared with the one that the idle server gave beforehand to the same question,
-asked alone and without draft tokens. An answer that its client broke off must be the beginning of
-that one.
+Every answer is judged when it came: benchmarks.attack compares it with the one that the idle server
+gave beforehand to the same question, asked alone and without draft tokens, benchmarks.soak with
+those of all versions. An answer that its client broke off must be the beginning of the right one.
 
 The wait of a request is the longest time in which nothing of it came: until the first chunk,
 between two chunks, or from the last chunk to the end. For a whole answer it is the time to it.
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.attack.send import infer_request, number, strings, stub
 from benchmarks.attack.server import Served
@@ -28,12 +28,21 @@ from specpipe.errors import ServerError, SpecpipeError
 from specpipe.triton.client import Client
 
 NUM_QUESTIONS = 48
+SHARE_LEAVING = 0.15
 TIMEOUT_S = 60.0
 _RETRY_S = 0.5  # after an error, so that a server that is being restarted is not also stormed
 _MAX_PROMPT_CHARACTERS = 600
 _NUMBERED = re.compile(r"queue is full|waited|overdue|timeout")
 
-Pieces = Generator[str, None, None]
+
+class Piece(NamedTuple):
+    """What one response brought, and the version of the model that it names, if it names one."""
+
+    text: str
+    version: str = ""
+
+
+Pieces = Generator[Piece, None, None]
 Ending = Literal["right", "broken off", "wrong", "refused", "failed"]
 
 
@@ -59,6 +68,24 @@ class Answered:
     wait_s: float
     waited_from_s: float
     error: str = ""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What came of a question, by its number, from when it was asked; is_whole: up to its end."""
+
+    question: int
+    protocol: str
+    started_s: float
+    pieces: Sequence[Piece]
+    is_whole: bool
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+Judge = Callable[[Received], Ending]
 
 
 def questions(seed: int, count: int = NUM_QUESTIONS) -> list[Question]:
@@ -92,6 +119,13 @@ def right_answers(served: Served, asked: Sequence[Question]) -> list[str]:
         ]
 
 
+def by_answers(expected: Sequence[str]) -> Judge:
+    """Judges by the one right answer of each question."""
+    return lambda received: judge(
+        expected[received.question], received.text, is_whole=received.is_whole
+    )
+
+
 def judge(expected: str, text: str, *, is_whole: bool) -> Ending:
     """Compares what came with the right answer; part of an answer must be its beginning."""
     if is_whole:
@@ -106,10 +140,17 @@ class Load:
     """
 
     def __init__(
-        self, served: Served, asked: Sequence[Question], expected: Sequence[str], seed: int
+        self,
+        served: Served,
+        asked: Sequence[Question],
+        judge: Judge,
+        seed: int,
+        *,
+        share_leaving: float = SHARE_LEAVING,
     ) -> None:
-        self._served, self._asked, self._expected = served, asked, expected
-        self._seed = seed
+        """share_leaving  of the requests whose client goes away in the middle"""
+        self._served, self._asked, self._judge = served, asked, judge
+        self._seed, self._share_leaving = seed, share_leaving
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
         self.answered: list[Answered] = []
@@ -149,8 +190,9 @@ class Load:
         if draft_tokens is not None:
             settings["num_draft_tokens"] = draft_tokens
         # Some go away in the middle: after so many chunks, by a cancel or by closing.
-        until = rng.randint(1, 5) if rng.random() < 0.15 else None
-        text, error = "", ""
+        until = rng.randint(1, 5) if rng.random() < self._share_leaving else None
+        received: list[Piece] = []
+        error = ""
         is_whole = True
         moments = [time.monotonic()]
         try:
@@ -158,7 +200,7 @@ class Load:
             with contextlib.closing(pieces):
                 for count, piece in enumerate(pieces, 1):
                     moments.append(time.monotonic())
-                    text += piece
+                    received.append(piece)
                     if count == until:
                         is_whole = False
                         break
@@ -166,8 +208,9 @@ class Load:
             error = str(exc) or repr(exc)
         if is_whole:
             moments.append(time.monotonic())
-        expected = self._expected[number_of]
-        ending = judge(expected, text, is_whole=is_whole and not error)
+        ending = self._judge(
+            Received(number_of, protocol, moments[0], received, is_whole and not error)
+        )
         if error and ending != "wrong":
             ending = "refused" if _NUMBERED.search(error) else "failed"
         gaps = [later - earlier for earlier, later in zip(moments, moments[1:], strict=False)]
@@ -202,11 +245,10 @@ def _streamed(url: str, prompt: str, settings: dict[str, Any]) -> Pieces:
         raise SpecpipeError("the stream ended without a last response")
 
 
-def _checked(completion: Any) -> str:
+def _checked(completion: Any) -> Piece:
     if completion.finish_reason not in (None, "stop", "length"):
         raise SpecpipeError(f"the answer ended as {completion.finish_reason}")
-    text: str = completion.text
-    return text
+    return Piece(completion.text)
 
 
 def _plain_http(served: Served, prompt: str, settings: dict[str, Any]) -> Pieces:
@@ -226,7 +268,7 @@ def _plain_http(served: Served, prompt: str, settings: dict[str, Any]) -> Pieces
                 if event.get("error"):
                     raise SpecpipeError(event["error"])
                 reason = event.get("finish_reason", reason)
-                yield event["text_output"]
+                yield Piece(event["text_output"], event["model_version"])
         if reason not in ("stop", "length"):
             raise SpecpipeError(f"the stream ended as {reason}")
 
@@ -242,6 +284,7 @@ def _plain_grpc(served: Served, prompt: str, settings: dict[str, Any]) -> Pieces
             tensors.append(number(name, value, dtype))
     request = infer_request(tensors)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
+    is_final = False
     with stub(served.target) as triton:
         for response in triton.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S):
             if response.error_message:
@@ -252,10 +295,10 @@ def _plain_grpc(served: Served, prompt: str, settings: dict[str, Any]) -> Pieces
             if texts.get("finish_reason", "stop") not in ("stop", "length"):
                 raise SpecpipeError(f"the answer ended as {texts['finish_reason']}")
             if "text_output" in texts:
-                yield texts["text_output"]
-            if found.parameters["triton_final_response"].bool_param:
-                return
-    raise SpecpipeError("the stream ended without a last response")
+                yield Piece(texts["text_output"], found.model_version)
+            is_final = found.parameters["triton_final_response"].bool_param
+    if not is_final:
+        raise SpecpipeError("the stream ended without a last response")
 
 
 PROTOCOLS: dict[str, Callable[[Served, str, dict[str, Any]], Pieces]] = {

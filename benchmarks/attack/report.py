@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from benchmarks.attack.faults import Fault
 from benchmarks.attack.goals import (
@@ -27,7 +28,7 @@ def report(run: Run) -> str:
         f"seed {run.seed}, {run.num_streams} well-behaved streams, {run.num_hostile} hostile "
         f"clients; one normal start took {run.start_s:.1f} s",
         "",
-        *_load_table(run.phases),
+        *load_table(run.phases),
         *_added_waits(run),
     ]
     for phase in run.phases:
@@ -35,8 +36,8 @@ def report(run: Run) -> str:
             limit = run.phases[0].longest_wait_s + MAX_DELAY_S
             lines += ["", *_hostile_table(phase, limit)]
         if phase.faults:
-            lines += ["", *_fault_table(phase.faults)]
-    lines += ["", *_memory_table(run.phases), *_texts(run), "", *_goals_table(goals(run))]
+            lines += ["", *fault_table(phase.faults)]
+    lines += ["", *_memory_table(run.phases), *_texts(run), "", *goals_table(goals(run))]
     return "\n".join(lines)
 
 
@@ -46,7 +47,7 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else 0.0
 
 
-def _load_table(phases: Sequence[Phase]) -> list[str]:
+def load_table(phases: Sequence[Phase]) -> list[str]:
     protocols = sorted({a.protocol for phase in phases for a in phase.answered})
     rows = [["well-behaved clients", *(phase.name for phase in phases)]]
     rows.append(["seconds", *(f"{phase.seconds:.0f}" for phase in phases)])
@@ -113,20 +114,29 @@ def _hostile_table(phase: Phase, limit_s: float) -> list[str]:
     return table(rows)
 
 
-def wait_beside_s(hostile: Hostile, answered: Sequence[Answered]) -> float:
-    """The longest wait of a well-behaved client that overlapped a hostile request."""
+class Timed(Protocol):
+    """What began and ended, by time.monotonic()."""
+
+    @property
+    def started_s(self) -> float: ...
+
+    @property
+    def ended_s(self) -> float: ...
+
+
+def wait_beside_s(timed: Timed, answered: Iterable[Answered]) -> float:
+    """The longest wait of a well-behaved client that overlapped something else."""
     return max(
         (
             a.wait_s
             for a in answered
-            if a.waited_from_s <= hostile.ended_s
-            and a.waited_from_s + a.wait_s >= hostile.started_s
+            if a.waited_from_s <= timed.ended_s and a.waited_from_s + a.wait_s >= timed.started_s
         ),
         default=0.0,
     )
 
 
-def _fault_table(faults: Sequence[Fault]) -> list[str]:
+def fault_table(faults: Sequence[Fault]) -> list[str]:
     rows = [["fault", "not ready, s", "noticed, s", "service again, s", "dishonest, s"]]
     for fault in faults:
         times = (fault.not_ready_s, fault.noticed_s, fault.served_s, fault.dishonest_s)
@@ -173,7 +183,7 @@ def _texts(run: Run) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _goals_table(found: Sequence[Goal]) -> list[str]:
+def goals_table(found: Sequence[Goal]) -> list[str]:
     rows = [["goal", "figure", "at most", ""]]
     for goal in found:
         figure = "never" if goal.figure is None else _figure(goal.figure, goal.unit)

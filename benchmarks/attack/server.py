@@ -1,4 +1,4 @@
-"""The served pair that benchmarks.attack attacks: `specpipe serve` as a user starts it.
+"""The served pair that is loaded: `specpipe serve` as a user starts it.
 
 It runs as a child, launcher included, so that its restarts are part of what is measured.
 """
@@ -19,28 +19,34 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.attack.send import Target
-from specpipe.errors import ServerError
+from specpipe.errors import ServerError, SpecpipeError
 from specpipe.triton.server import processes
 
 LAUNCHER, TRITON = "launcher", "tritonserver"
 STUBS = ("preprocessing", "speculative", "postprocessing")
 
 _RESTART = re.compile(r"Triton is restarted")
-_MODEL = re.compile(r"/([a-z]+)/1/model\.py")
-_SPECPIPE = "import sys; from specpipe.cli.group import main; sys.exit(main())"
+_MODEL = re.compile(r"/([a-z]+(_[0-9]+)?)/1/model\.py")
+SPECPIPE = (
+    sys.executable,
+    "-c",
+    "import sys; from specpipe.cli.group import main; sys.exit(main())",
+)
+"""The command, of this checkout."""
 _STARTUP_S = 180.0
 _STOP_S = 45.0
 _PROC = Path("/proc")
 
 
 class Served:
-    """`specpipe serve` on free ports of the loopback interface.
+    """`specpipe serve` on ports of the loopback interface that are free at the first start.
 
-    `restarts` has a time and a line for each restart that the launcher told of.
+    `words` are further ones of its command line; `restarts` has a time and a line for each restart
+    that the launcher told of.
     """
 
-    def __init__(self, config: Path) -> None:
-        self._config = config
+    def __init__(self, config: Path, *words: str) -> None:
+        self._config, self._words = config, words
         self._process: subprocess.Popen[str] | None = None
         self._threads: list[threading.Thread] = []
         self._seen: set[tuple[int, str]] = set()  # with when it began: ids come again
@@ -53,9 +59,15 @@ class Served:
         """Starts the server and returns the seconds until it said that it is ready."""
         self._is_ready.clear()
         begun = time.monotonic()
-        ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
+        names = ("http", "grpc", "metrics")
+        numbers = [urllib.parse.urlsplit(url).port for url in self._urls] or [0] * len(names)
+        ports = [
+            word
+            for name, number in zip(names, numbers, strict=True)
+            for word in (f"--{name}-port", str(number))
+        ]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SPECPIPE, "serve", "--config", str(self._config), *ports],
+            [*SPECPIPE, "serve", "--config", str(self._config), *self._words, *ports],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -96,12 +108,14 @@ class Served:
 
     def processes(self) -> list[tuple[int, str]]:
         """Every process of the server by id, with what it is; zombies are not among them."""
-        assert self._process is not None
+        process = self._process
+        if process is None:
+            return []
         found = [
-            (pid, _name(pid) if pid != self._process.pid else LAUNCHER)
-            for pid in descendants(self._process.pid)
+            (pid, _name(pid) if pid != process.pid else LAUNCHER)
+            for pid in descendants(process.pid)
         ]
-        self._seen |= {(pid, _begun(pid)) for pid, _ in found}
+        self._seen = self._seen | {(pid, _begun(pid)) for pid, _ in found}
         return found
 
     def pid(self, name: str) -> int:
@@ -174,6 +188,14 @@ class Served:
                     self._is_ready.set()
                 if _RESTART.search(line):
                     self.restarts.append((time.monotonic(), line.strip()))
+
+
+def build(config: Path) -> None:
+    """Builds what is not built yet, as the command does."""
+    command = [*SPECPIPE, "build", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SpecpipeError(f"specpipe build failed: {done.stderr.strip()}")
 
 
 def descendants(pid: int) -> list[int]:

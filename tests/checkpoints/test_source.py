@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = [
     ".gitattributes",
+    "LICENSE",
     "README.md",
+    "USE_POLICY.md",
     "added_tokens.json",
     "chat_template.jinja",
     "config.json",
@@ -29,6 +31,7 @@ REPOSITORY = [
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",
     "model.safetensors.index.json",
+    "onnx/LICENSE",
     "onnx/model.onnx",
     "original/consolidated.00.pth",
     "original/params.json",
@@ -38,6 +41,9 @@ REPOSITORY = [
     "toy.gguf",
 ]
 SMALL = [
+    "LICENSE",
+    "README.md",
+    "USE_POLICY.md",
     "added_tokens.json",
     "chat_template.jinja",
     "config.json",

@@ -102,6 +102,10 @@ def test_defaults() -> None:
             "min_acceptance_rate": None,
             "min_speed_up": 0.9,
             "min_speed_up_ratio": 0.8,
+            "max_latency_ratio": 1.5,
+            "max_perplexity_ratio": 1.02,
+            "max_kl_ratio": 1.25,
+            "min_top1_ratio": 0.99,
             "max_size_ratio": 1.1,
         },
         "release": {

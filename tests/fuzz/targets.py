@@ -7,7 +7,10 @@ they start from beside the corpus.
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
+import dataclasses
+import hashlib
 import http.client
 import io
 import json
@@ -33,11 +36,27 @@ from specpipe.checkpoints.checkpoint import open_checkpoint, read_safetensors_he
 from specpipe.checkpoints.limits import FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.config.limits import Limits
-from specpipe.errors import FAULT, CheckpointError, RequestError, ServerError, SpecpipeError
+from specpipe.errors import (
+    FAULT,
+    CheckpointError,
+    RequestError,
+    ServerError,
+    SignatureError,
+    SpecpipeError,
+)
 from specpipe.evaluate.endpoints.base import Question
 from specpipe.evaluate.endpoints.openai import OpenAI
 from specpipe.evaluate.endpoints.triton import Triton
+from specpipe.machine.gpus import Gpu
+from specpipe.machine.manifest import FileRecord, Manifest
 from specpipe.quantization.prequantized import read_prequantized
+from specpipe.release.comparison import compare
+from specpipe.release.documents import PROVENANCE, read_documents
+from specpipe.release.release_file import read_release
+from specpipe.release.trust.keys import fingerprint, public_pem
+from specpipe.release.trust.publishers import Trust, read_trust
+from specpipe.release.trust.verification import verify
+from specpipe.runtimes import requirements
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair_file import PairFile, read_pair
 from specpipe.speculative.request import Request
@@ -346,6 +365,7 @@ def _models() -> dict[str, Any]:
         "cancels": "speculative",
     }
     arguments = {
+        "model_name": "speculative",
         "model_config": json.dumps(
             {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
         ),
@@ -400,6 +420,234 @@ def build_lock(data: bytes) -> None:
     with contextlib.suppress(SpecpipeError):
         lines += lock.check(path, locked, _LOCK)
     assert all(len(line) < 300 and line.isprintable() for line in lines)
+
+
+# Signed versions, and whose are trusted
+
+
+_VERSION = {
+    "release.json": json.dumps(
+        {
+            "format": 1,
+            "pair": "x",
+            "number": 1,
+            "digest": "0" * 64,
+            "requires": {"runtime": "torch", "libraries": {}},
+            "published_at": "2026-11-29T12:00:00+00:00",
+            "specpipe": "0",
+        }
+    ).encode(),
+    "model_repo/config.pbtxt": b"",
+}
+
+
+@cache
+def _signed() -> tuple[Path, Any, Trust]:
+    """A version without its signature, the key that signs it, and a trust file with that."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder = _folder() / "version"
+    for name, content in _VERSION.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    key = ec.generate_private_key(ec.SECP256R1())
+    trust = Trust(_folder() / "trust.json", ()).with_key(public_pem(key.public_key()), name="ci")
+    return folder, key, trust
+
+
+_SHA256 = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(_VERSION.items())}
+_STATEMENT = {
+    "_type": "https://in-toto.io/Statement/v1",
+    "subject": [
+        {
+            "name": "version",
+            "digest": {
+                "sha256": hashlib.sha256(bytes.fromhex("".join(_SHA256.values()))).hexdigest()
+            },
+        }
+    ],
+    "predicateType": "https://model_signing/signature/v1.0",
+    "predicate": {
+        "serialization": {
+            "method": "files",
+            "hash_type": "sha256",
+            "allow_symlinks": False,
+            "ignore_paths": ["model.sig"],
+        },
+        "resources": [
+            {"name": name, "algorithm": "sha256", "digest": digest}
+            for name, digest in _SHA256.items()
+        ],
+    },
+}
+
+
+def _bundle(statement: bytes, signature: bytes, hint: str) -> dict[str, Any]:
+    return {
+        "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
+        "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(statement).decode(),
+            "payloadType": "application/vnd.in-toto+json",
+            "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
+        },
+    }
+
+
+@_target(_STATEMENT, _bundle(json.dumps(_STATEMENT).encode(), b"0" * 70, "0" * 64))
+def model_signature(data: bytes) -> None:
+    """As a `model.sig`, then as the statement in one, signed by a publisher who is trusted."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder, key, trust = _signed()
+    path = folder / "model.sig"
+    path.write_bytes(data.replace(b"0" * 64, fingerprint(public_pem(key.public_key())).encode()))
+    with contextlib.suppress(SignatureError):
+        verify(folder, trust)
+    pae = b"DSSEv1 28 application/vnd.in-toto+json %d %s" % (len(data), data)
+    signed = key.sign(pae, ec.ECDSA(hashes.SHA256()))
+    hint = fingerprint(public_pem(key.public_key()))
+    path.write_text(json.dumps(_bundle(data, signed, hint)))
+    assert set(verify(folder, trust).files) == set(_VERSION)
+
+
+@_target(
+    {"publishers": []},
+    {
+        "publishers": [
+            {
+                "name": "ci",
+                "pairs": ["python-*"],
+                "keys": [
+                    {
+                        "pem": "PEM",
+                        "added": "2026-11-29T12:00:00Z",
+                        "expires": "2027-01-01T00:00:00+01:00",
+                        "revoked": {
+                            "at": "2026-12-01T00:00:00Z",
+                            "reason": "lost",
+                            "still_trusted": ["0" * 64],
+                        },
+                    }
+                ],
+            }
+        ]
+    },
+)
+def trust_file(data: bytes) -> None:
+    path = _folder() / "trust.json"
+    pem = json.dumps(public_pem(_signed()[1].public_key()))[1:-1]
+    path.write_bytes(data.replace(b"PEM", pem.encode()))
+    trust = read_trust(path)
+    trust.write()
+    assert read_trust(path) == trust
+
+
+_RELEASE = {
+    "format": 1,
+    "pair": "pair",
+    "number": 7,
+    "digest": "ab" * 32,
+    "requires": {
+        "runtime": "tensorrt_llm",
+        "libraries": {"tensorrt_llm": "1.2.1", "torch": ""},
+        "engines": {"target": {"compute_capabilities": ["9.0"], "gpu_ids": [0, 1]}},
+        "driver": "570.124.06",
+    },
+    "published_at": "2026-11-29T04:00:00+00:00",
+    "specpipe": "0.2.0",
+    "previous": 6,
+    "notes": ["no licence file found in the draft's checkpoint draft"],
+}
+_GPUS = (Gpu("NVIDIA L4", 24 << 30, 89, "550.1"),)
+
+
+@_target(_RELEASE)
+def release_file(data: bytes) -> None:
+    """Whatever a version needs, each fault is one short line; what is read again is the same."""
+    path = _folder() / "version" / "release.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    release = read_release(path.parent)
+    release.write(path.parent)
+    assert read_release(path.parent) == release
+    for gpus in ((), _GPUS):
+        faults = list(requirements.faults(release.requires, gpus))
+        assert all(len(line) < 500 and line.isprintable() for line in faults)
+
+
+_PROVENANCE = {
+    "predicate": {
+        "buildDefinition": {
+            "externalParameters": {"config": {"name": "x", "engine": {"max_batch_size": 8}}},
+            "internalParameters": {"gpus": [{"name": "NVIDIA L4"}]},
+            "resolvedDependencies": [
+                {"name": "draft/config.json", "digest": {"sha256": "0f" * 32}},
+                {"name": "torch", "uri": "pkg:pypi/torch@2.13.0%2Bcpu"},
+            ],
+        }
+    }
+}
+_NIGHT = {
+    "format": 1,
+    "kind": "nightly",
+    "pair": "x",
+    "config": "x.yaml",
+    "made_at": "2026-11-29T03:00:09+00:00",
+    "outcome": "good",
+    "asked": {"prompts": "9b", "num_draft_tokens": 3, "served_by": "Triton", "machine": "one"},
+    "acceptance": {
+        "num_draft_tokens": 12,
+        "num_accepted_tokens": 4,
+        "prompts": [
+            {
+                "prompt": "a",
+                "kind": "code",
+                "num_draft_tokens": 12,
+                "num_accepted_tokens": 4,
+                "judged_at": [4, 2],
+                "accepted_at": [2, 2],
+            }
+        ],
+    },
+    "speed_ups": [
+        {
+            "concurrency": 1,
+            "ratio": 1.3,
+            "low": 1.2,
+            "high": None,
+            "num_answers": 8,
+            "num_failed": 0,
+        }
+    ],
+}
+
+
+def _compare_version(name: str, data: bytes) -> None:
+    """A table of two versions has no long line, and values that are JSON."""
+    folder = _folder() / f"version-{Path(name).stem}"
+    for path, seed in ((PROVENANCE, _PROVENANCE), ("results/nightly.json", _NIGHT)):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data if path == name else _as_bytes(seed))
+    manifest = Manifest("package", (), {}, {}, {"a": FileRecord(1, 0, "0f")}, {})
+    manifest.write(folder / "model_repo.manifest.json")
+    documents = read_documents(folder, "version 2")
+    nothing = dataclasses.replace(documents, settings={}, dependencies=(), night=None)
+    compared = compare(nothing, documents)
+    json.dumps(compared.to_json())
+    lines = compared.lines()
+    assert len(lines) < 210 and all(len(line) < 500 and line.isprintable() for line in lines)
+
+
+@_target(_PROVENANCE)
+def version_provenance(data: bytes) -> None:
+    _compare_version(PROVENANCE, data)
+
+
+@_target(_NIGHT)
+def version_night(data: bytes) -> None:
+    _compare_version("results/nightly.json", data)
 
 
 # Requests

@@ -13,6 +13,7 @@ from specpipe.machine.gpus import (
     find_gpu,
     gpus_here,
     gpus_with_memory,
+    held_by,
     sm_of,
 )
 from tests.fake_nvml import DRIVER, Device, be
@@ -147,3 +148,18 @@ def test_manifests_name_gpus_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("text", "sm"), [("7.5", 75), ("9.0", 90), ("12.1", 121)])
 def test_compute_capabilities_as_text_and_number(text: str, sm: int) -> None:
     assert (sm_of(text), capability_of(sm)) == (sm, text)
+
+
+def test_what_processes_hold_and_what_is_free_is_told_by_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the GPU that does not tell who holds what."""
+    asked = "nvmlDeviceGetComputeRunningProcesses_v3"
+    be(
+        monkeypatch,
+        Device(total_mib=100, used_mib=70, held={7: 30 << 20, 8: 20 << 20, 9: 5 << 20}),
+        Device(total_mib=100, used_mib=1, failing={asked: pynvml.NVML_ERROR_NOT_SUPPORTED}),
+        Device(total_mib=100),
+    )
+    mib = 1 << 20
+    assert held_by({7, 8, 10}) == {0: (50 * mib, 30 * mib), 2: (0, 100 * mib)}

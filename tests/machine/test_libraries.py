@@ -158,7 +158,7 @@ def hinted_extras() -> Iterator[tuple[str, str]]:
                 elif isinstance(value, ast.Subscript):  # EXTRAS[library]
                     yield from ((place, extra) for extra in EXTRAS.values())
                 else:  # handed on by require_library and require_installed
-                    assert place.startswith("runtimes/runtime.py"), place
+                    assert place.startswith(("machine/libraries.py", "runtimes/runtime.py")), place
                     assert ast.unparse(value) == "extra"
 
 
@@ -166,7 +166,11 @@ def test_every_hint_names_an_extra_of_the_wheel(wheel: Path) -> None:
     hinted = list(hinted_extras())
     assert {extra for _, extra in hinted} == {
         "evaluate",
+        "gcs",
         "quantize",
+        "release",
+        "s3",
+        "ssh",
         "tensorrt",
         "tensorrt-rtx",
         "torch",

@@ -37,6 +37,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def arguments(folder: Path, **parameters: str) -> dict[str, str]:
     config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
     return {
+        "model_name": folder.name or "speculative",
         "model_config": json.dumps(config),
         "model_repository": str(folder),
         "model_version": "1",

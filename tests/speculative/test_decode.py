@@ -124,7 +124,7 @@ def test_unseeded_output_has_the_distribution_of_the_target() -> None:
             table[first, second] += 1
         return table
 
-    num_draws = 4000
+    num_draws = 2000
     speculative = counts(draft, range(num_draws)).ravel()
     alone = counts(None, range(num_draws, 2 * num_draws)).ravel()
     seen = speculative + alone > 0

@@ -60,7 +60,7 @@ def test_empty_residual_samples_the_target_row() -> None:
 def test_output_has_the_distribution_of_the_target_and_not_of_the_draft() -> None:
     draft = np.array([0.6, 0.3, 0.1, 0.0])
     target = np.array([0.1, 0.3, 0.2, 0.4])
-    num_draws = 20_000
+    num_draws = 4_000
     first = np.zeros(4)
     for seed in range(num_draws):
         token = int(np.argmax(np.log(draft + 1e-300) + gumbel(seed, 0, Purpose.DRAFT, 4)))
@@ -69,4 +69,4 @@ def test_output_has_the_distribution_of_the_target_and_not_of_the_draft() -> Non
     chi_square = ((first - num_draws * target) ** 2 / (num_draws * target)).sum()
     assert chi_square < 27.0  # 3 degrees of freedom: p < 6e-6 beyond
     wrong = ((first - num_draws * (draft + 0.01)) ** 2 / (num_draws * (draft + 0.01))).sum()
-    assert wrong > 1000.0
+    assert wrong > 200.0

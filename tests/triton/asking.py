@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,9 @@ def texts(
         return list(pool.map(answer, prompts))
 
 
+_OF_MODEL = re.compile(r'\{model="speculative"\}|model="speculative",|,model="speculative"')
+
+
 class Measured(Protocol):
     """A server, or whoever knows its address."""
 
@@ -41,8 +45,15 @@ class Measured(Protocol):
 
 
 def metrics(server: Measured, *prefixes: str) -> dict[str, float]:
-    """The metrics that begin so, by name and labels as Prometheus writes them."""
+    """The metrics that begin so, by name and labels as Prometheus writes them.
+
+    Less the label `model` of specpipe's own, which is the same in all where one version is served.
+    """
     with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
-        lines = response.read().decode().splitlines()
+        page = response.read().decode()
+    lines = [
+        _OF_MODEL.sub("", line) if line.startswith("specpipe_") else line
+        for line in page.splitlines()
+    ]
     named = (line.rpartition(" ") for line in lines if line.startswith(prefixes))
     return {name: float(value) for name, _, value in named}

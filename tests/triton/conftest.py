@@ -56,7 +56,7 @@ def write_engine(folder: Path, **limits: int) -> Path:
     return folder
 
 
-def write_echo_repository(out: Path, **options: int | float) -> Path:
+def write_echo_repository(out: Path, *, first: int = 0, **options: int | float) -> Path:
     """A repository of the hand-written models around EchoPair, and a model `plain`."""
     engine = write_engine(out.parent / f"{out.name}-engine")
     out.mkdir()
@@ -70,7 +70,7 @@ def write_echo_repository(out: Path, **options: int | float) -> Path:
     )
     model = out / "speculative" / "1" / "model.py"
     register = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import echo_pair\n"
-    model.write_text(f"{register}echo_pair.register()\n{model.read_text()}")
+    model.write_text(f"{register}echo_pair.register(first={first})\n{model.read_text()}")
     plain = out / "plain" / "1"
     plain.mkdir(parents=True)
     (plain.parent / "config.pbtxt").write_text(_PLAIN_CONFIG)

@@ -18,6 +18,10 @@ from specpipe.triton.repository import contents
 
 
 class EchoPair:
+    """`first` is the token of the prompt with which an answer begins, so that versions differ."""
+
+    first = 0
+
     def __init__(self, options: PairOptions, detokenizer: DetokenizerFactory) -> None:
         self._detokenizer = detokenizer
         self._limits = RequestLimits(
@@ -75,7 +79,7 @@ class EchoPair:
             return state.finish("error", "a target row is NaN")
         num_draft_tokens = min(state.drafts.next_num_draft_tokens(), 1)
         ids = state.request.prompt_token_ids
-        first = state.num_output_tokens
+        first = state.num_output_tokens + self.first
         tokens = [ids[(first + i) % len(ids)] for i in range(num_draft_tokens + 1)]
         log_probs = [-0.5] * len(tokens) if state.request.return_log_probs else ()
         return state.accept(tokens, log_probs, num_draft_tokens=num_draft_tokens)
@@ -93,6 +97,7 @@ class EchoRuntime:
         return EchoPair(options, detokenizer)
 
 
-def register() -> None:
+def register(*, first: int = 0) -> None:
     """Makes this process load an EchoPair, whatever runtime pair.json names."""
+    EchoPair.first = first
     contents.load_runtime = lambda name: EchoRuntime()  # type: ignore[assignment,return-value]

@@ -33,7 +33,7 @@ class Metric:
 
 
 class MetricFamily:
-    """`made` holds all metrics by family, and then by the value of their label."""
+    """`made` holds all metrics by family, and then by the value of their label, less the model."""
 
     COUNTER, GAUGE, HISTOGRAM = 0, 1, 2
     made: dict[str, dict[str, Metric]] = {}
@@ -44,7 +44,8 @@ class MetricFamily:
         self._metrics = self.made[name] = {}
 
     def Metric(self, labels: dict[str, str], buckets: Sequence[float] | None = None) -> Metric:
-        value = ",".join(labels.values())
+        assert labels["model"]
+        value = ",".join(value for label, value in labels.items() if label != "model")
         assert value not in self._metrics
         self._metrics[value] = Metric(self._kind, buckets)
         return self._metrics[value]

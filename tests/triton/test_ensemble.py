@@ -306,7 +306,7 @@ def test_the_secret_is_in_no_command_line_log_file_or_message(echo_server: Serve
     assert len(pids) > 3
     assert not any(echo_server.secret in argument for pid in pids for argument in arguments(pid))
     assert not any(echo_server.secret in line for line in echo_server.triton.last_log_lines)
-    files = [path for path in echo_server._repository.rglob("*") if path.is_file()]
+    files = [path for path in echo_server.version.repository.rglob("*") if path.is_file()]
     assert not any(echo_server.secret.encode() in path.read_bytes() for path in files)
     _, text = post(echo_server, {"text_input": PROMPT, "max_tokens": 3}, model="preprocessing")
     assert echo_server.secret not in text

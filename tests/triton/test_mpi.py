@@ -194,6 +194,8 @@ COMMON = [
     "/opt/tritonserver/bin/tritonserver",
     "--model-repository=/repo",
     "--disable-auto-complete-config",
+    "--model-control-mode=explicit",
+    "--strict-readiness=false",
     *HTTP,
     "--grpc-address=127.0.0.1",
     "--grpc-port=2",
@@ -206,27 +208,29 @@ COMMON = [
 
 def test_one_process_needs_no_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert words(Launch()) == [*COMMON, "--backend-config=python,shm-region-prefix-name=shm_0_"]
+    shared = "--backend-config=python,shm-region-prefix-name=shm_0_"
+    assert words(Launch()) == [*COMMON, shared, "--load-model=*"]
 
 
 def test_without_http_nothing_listens_for_it() -> None:
     options = replace(OPTIONS, allow_http=False)
     expected = [word for word in COMMON if word not in HTTP]
     expected.insert(expected.index("--grpc-address=127.0.0.1"), "--allow-http=false")
-    expected.append("--backend-config=python,shm-region-prefix-name=shm_0_")
+    expected += ["--backend-config=python,shm-region-prefix-name=shm_0_", "--load-model=*"]
     assert words(Launch(), options) == expected
 
 
 def test_leader_mode_has_a_section_for_each_rank(mpirun: Path) -> None:
     launch = Launch(world_size=3, rank_models=("draft", "target"))
-    explicit = ["--model-control-mode=explicit", "--load-model=draft", "--load-model=target"]
+    named = ["--load-model=draft", "--load-model=target"]
     assert words(launch) == [
         *(str(mpirun), "--allow-run-as-root", "--bind-to", "none"),
         *("-n", "1", *COMMON, "--backend-config=python,shm-region-prefix-name=shm_0_"),
+        "--load-model=*",
         *(":", "-n", "1", *COMMON, "--backend-config=python,shm-region-prefix-name=shm_1_"),
-        *explicit,
+        *named,
         *(":", "-n", "1", *COMMON, "--backend-config=python,shm-region-prefix-name=shm_2_"),
-        *explicit,
+        *named,
     ]
 
 
@@ -235,7 +239,7 @@ def test_orchestrator_mode_has_one_section(mpirun: Path) -> None:
     assert words(launch) == [
         *(str(mpirun), "--allow-run-as-root", "--bind-to", "none"),
         *("-n", "1", *COMMON, "--backend-config=python,shm-region-prefix-name=shm_0_"),
-        "--enable-peer-access=false",
+        *("--enable-peer-access=false", "--load-model=*"),
     ]
 
 
@@ -275,14 +279,10 @@ def test_ranks_start_in_the_repository_and_end_together(
     server.start()
     try:
         ranks = ranks_of(tmp_path, wait_until)
-        assert [rank["cwd"] for rank in ranks] == [str(repository)] * 2
+        assert [rank["cwd"] for rank in ranks] == [str(server.models_folder)] * 2
         assert [rank["environment"] for rank in ranks] == [{"TRTLLM_ORCHESTRATOR": "0"}] * 2
         assert "--load-model=target" not in ranks[0]["argv"]
-        assert ranks[1]["argv"][-3:] == [
-            "--model-control-mode=explicit",
-            "--load-model=draft",
-            "--load-model=target",
-        ]
+        assert ranks[1]["argv"][-2:] == ["--load-model=draft", "--load-model=target"]
         assert server.triton.triton_pid() == ranks[0]["pid"]
     finally:
         server.stop()

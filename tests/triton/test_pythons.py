@@ -20,8 +20,6 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv" / "pythons"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 OTHERS = [version for version in VERSIONS if version != "{}.{}".format(*sys.version_info)]
-# Installing takes a minute for each: that the oldest has all it needs is the likeliest to break.
-FIRST, *LATER = OTHERS
 
 SERVE = """
 import sys
@@ -65,9 +63,9 @@ def pip(environment: Path, *arguments: str) -> None:
         pytest.skip(f"pip: {installed.stderr.strip().splitlines()[-1]}")
 
 
+# Installing takes a minute for each.
 @pytest.fixture(
-    scope="module",
-    params=[FIRST, *(pytest.param(version, marks=pytest.mark.slow) for version in LATER)],
+    scope="module", params=[pytest.param(version, marks=pytest.mark.slow) for version in OTHERS]
 )
 def environment(request: pytest.FixtureRequest) -> Path:
     """An environment with core and Triton; with NumPy 1 only where there is a wheel of it."""

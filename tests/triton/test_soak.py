@@ -250,8 +250,8 @@ IN_FLIGHT = "specpipe_requests_in_flight"
 COUNTED = ("specpipe_", "nv_inference_pending")
 
 
-def test_120_requests(soak: Soak) -> None:
-    soak(120, 1)
+def test_60_requests(soak: Soak) -> None:
+    soak(60, 1)
 
 
 @pytest.mark.slow

@@ -24,7 +24,9 @@ from specpipe.triton.client import Client
 from specpipe.triton.repository import lint
 from specpipe.triton.server import launcher
 from specpipe.triton.server.installation import TritonBinary
+from specpipe.triton.server.served_models import Version
 from specpipe.triton.server.server import Server
+from specpipe.triton.server.versions import Versions
 from tests.tensorrt_llm_stand_ins.triton_backend.engines import (
     triton_with_stand_in,
     write_repository,
@@ -195,6 +197,23 @@ def test_what_the_engines_cannot_honour_is_refused_by_name(server: Server) -> No
         pytest.raises(RequestError, match="^presence_penalty is not supported by runtime"),
     ):
         client.generate("def f():", max_tokens=4, presence_penalty=0.5)
+
+
+def test_a_promoted_version_calls_engines_of_its_own(
+    server: Server, repository: Path, target_alone: list[str]
+) -> None:
+    """The rollback leads back to the first ones."""
+    versions = Versions(server, lambda folder: server.launch, report=print)
+    versions.watch()
+    choices: dict[str, Any] = {"replace": False, "report": print}
+    versions.promote(Version(repository, 7), keep_previous=True, **choices)
+    before = metrics(server, "stand_in_verified_total")
+    assert ask_all(server, max_tokens=MAX_TOKENS, num_draft_tokens=4) == target_alone
+    after = metrics(server, "stand_in_verified_total")
+    grew = {name for name, value in after.items() if value > before[name]}
+    assert grew == {'stand_in_verified_total{model="target_7"}'}
+    versions.rollback(**choices)
+    assert ask_all(server, max_tokens=MAX_TOKENS, num_draft_tokens=4) == target_alone
 
 
 def change_target(repository: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -28,7 +28,7 @@ class TritonPythonModel:
         pair_file = repository.read_pair_file(args)
         self._max_seq_len = pair_file.options.max_seq_len
         self._signer = Signer.from_environment()
-        self._counters = Counters(pb_utils.MetricFamily)
+        self._counters = Counters(pb_utils.MetricFamily, args["model_name"])
         self._loop = PairLoop(
             repository.load_pair(args, pair_file, tokenizer.detokenizer),
             on_report=self._counters.report,
@@ -64,6 +64,7 @@ class TritonPythonModel:
 
     def finalize(self):
         self._loop.close()
+        self._counters.close()
 
     def _refuse(self, sender, error):
         self._counters.end_request()

@@ -140,12 +140,18 @@ def changed_inputs(stage: Stage, artifact: Path) -> Integrity:
     return Integrity(tuple(sentences), total)
 
 
+Fetch = Callable[[Sequence[InputRecord], Path], Mapping[str, Any] | None]
+"""Brings an artifact into an empty folder instead of making it of these inputs; returns what the
+record of its build says, None where it leaves the folder empty."""
+
+
 @dataclass(frozen=True)
 class BuildResult:
     """What `build` did: nothing where there are no reasons."""
 
     reasons: tuple[str, ...]
     duration_s: float
+    was_fetched: bool = False
 
 
 def build(
@@ -156,11 +162,12 @@ def build(
     verify_inputs: bool = False,
     on_start: Callable[[list[str]], None] = lambda reasons: None,
     on_wait: Callable[[], None] = lambda: None,
+    fetch: Fetch | None = None,
 ) -> BuildResult:
     """Makes the artifact unless it is there already; what is hashed as in `stale_reasons`.
 
     on_start gets the reasons before the stage runs; on_wait is called when another build of this
-    artifact has to finish first.
+    artifact has to finish first; fetch is tried before the stage is run.
     """
     with _naming_os_faults(stage, artifact):
         comparison = _compare(stage, artifact, verify=verify, verify_inputs=verify_inputs)
@@ -174,8 +181,8 @@ def build(
                 return BuildResult((), 0.0)
             on_start(reasons)
             started = time.monotonic()
-            _make(stage, artifact, started)
-            return BuildResult(tuple(reasons), time.monotonic() - started)
+            was_fetched = _make(stage, artifact, started, fetch)
+            return BuildResult(tuple(reasons), time.monotonic() - started, was_fetched)
 
 
 @dataclass(frozen=True)
@@ -263,8 +270,11 @@ def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     return normalised
 
 
-def _make(stage: Stage, artifact: Path, started: float) -> None:
-    """Runs the stage in a staging folder and renames that into place; the lock is held."""
+def _make(stage: Stage, artifact: Path, started: float, fetch: Fetch | None) -> bool:
+    """Runs the stage in a staging folder and renames that into place; the lock is held.
+
+    Returns whether the artifact was fetched instead.
+    """
     staging = artifact.with_name(f".{artifact.name}.staging")
     replaced = old_artifact(artifact)
     if replaced.is_dir() and not os.path.lexists(artifact):
@@ -277,7 +287,9 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
     try:
         staging.mkdir()
         try:
-            stage.run(staging)
+            fetched = None if fetch is None else fetch(inputs, staging)
+            if fetched is None:
+                stage.run(staging)
         except (FileNotFoundError, SpecpipeError):
             _check_unchanged(stage, wanted.files, inputs)
             raise
@@ -288,7 +300,8 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
             settings=_as_json(wanted.settings),
             versions=provenance.versions(wanted.libraries),
             outputs=record_files(staging),
-            build={
+            build=fetched
+            or {
                 **provenance.describe_build(duration_s=time.monotonic() - started),
                 **({"varies": wanted.varies} if wanted.varies else {}),
             },
@@ -296,6 +309,7 @@ def _make(stage: Stage, artifact: Path, started: float) -> None:
         assert manifest.outputs, f"{stage.name} made nothing"
         with deferred():
             _commit(manifest, staging, artifact)
+        return fetched is not None
     finally:
         with deferred():
             _remove(staging)

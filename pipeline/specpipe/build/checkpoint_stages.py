@@ -7,9 +7,9 @@ from specpipe.build.stages.convert import Convert
 from specpipe.build.stages.export import Export
 from specpipe.build.stages.quantize import Quantize
 from specpipe.checkpoints.trtllm_build import fit_trtllm_build
+from specpipe.machine.libraries import require_installed
 from specpipe.quantization.quantized_config import check_export
 from specpipe.runtimes.plan import EngineStages, PairPlan, Side
-from specpipe.runtimes.runtime import require_installed
 from specpipe.stage import PlannedStage, naming
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from specpipe.build import cache
 from specpipe.build.planning import Plan
+from specpipe.build.remote_cache import RemoteCache
 from specpipe.machine.manifest import read_manifest
 from specpipe.progress import phase
 from specpipe.stage import PlannedStage
@@ -80,7 +82,12 @@ def start_lines(stage: str, reasons: Sequence[str]) -> list[str]:
 
 
 def run(
-    stages: Plan, reporter: Reporter, *, verify: bool = False, verify_inputs: bool = False
+    stages: Plan,
+    reporter: Reporter,
+    *,
+    verify: bool = False,
+    verify_inputs: bool = False,
+    remote: RemoteCache | None = None,
 ) -> tuple[StageReport, ...]:
     """Makes what is stale, in order; returns what became of each stage.
 
@@ -88,6 +95,7 @@ def run(
     by sizes, times and inodes; what a stage is made of is verified by digest first, so that damage
     is mended and never handed on. `verify` asks for the digests of all artifacts, so that damage is
     found where nothing else has changed, and `verify_inputs` for those of the checkpoints, too.
+    What another machine has made is fetched from `remote`, and what is made here is put there.
     """
     for planned in stages:
         if planned.require is not None:
@@ -97,7 +105,8 @@ def run(
     everything = {planned.artifact for planned in stages}
     read = everything if verify or verify_inputs else _read_by_what_runs(stages, planned_reports)
     reports = tuple(
-        _run_stage(planned, planned.artifact in read, verify_inputs, reporter) for planned in stages
+        _run_stage(planned, planned.artifact in read, verify_inputs, reporter, remote)
+        for planned in stages
     )
     if any(report.reasons for report in reports):
         for planned in stages:
@@ -124,7 +133,11 @@ def _read_by_what_runs(stages: Plan, reports: Sequence[StageReport]) -> set[Path
 
 
 def _run_stage(
-    planned: PlannedStage, verify: bool, verify_inputs: bool, reporter: Reporter
+    planned: PlannedStage,
+    verify: bool,
+    verify_inputs: bool,
+    reporter: Reporter,
+    remote: RemoteCache | None,
 ) -> StageReport:
     with phase(planned.name):
         if planned.fetch and cache.stale_reasons(planned.stage, planned.artifact, verify=verify):
@@ -136,7 +149,10 @@ def _run_stage(
             verify_inputs=verify_inputs,
             on_start=lambda reasons: reporter.started(planned.name, reasons),
             on_wait=lambda: reporter.waiting(planned.name),
+            fetch=None if remote is None else partial(remote.fetch, planned),
         )
+        if remote is not None and built.reasons and not built.was_fetched:
+            remote.keep(planned)
     report = StageReport(
         planned.name, planned.artifact, built.reasons, built.duration_s, shows=planned.shows
     )

@@ -17,6 +17,7 @@ from specpipe.checkpoints import source
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import SpecpipeError, show
 from specpipe.machine import provenance
+from specpipe.machine.callables import Log
 from specpipe.machine.manifest import record_files
 from specpipe.machine.own_json import read_object, reason
 from specpipe.machine.whole_file import written_whole
@@ -185,6 +186,32 @@ def check(path: Path, locked: Lock, here: Lock) -> list[str]:
             "see what it changes"
         )
     return not_compared
+
+
+def check_pair(
+    config: PipelineConfig,
+    pair: PairPlan,
+    stages: Plan,
+    *,
+    small_files: Path | None = None,
+    fetches: bool = True,
+    report: Log,
+) -> None:
+    """Raises SpecpipeError where stages would not make what is locked; `fetches` weights to see.
+
+    `report` gets a line on what is not compared.
+    """
+    path = lock_path(config)
+    locked = read(path)
+    not_compared = check(path, locked, describe(pair, stages, small_files=small_files))
+    fetch = [side.fetch for side in (pair.draft, pair.target) if side.fetch is not None]
+    if fetches and fetch:
+        # Until now the hub was believed.
+        for bring in fetch:
+            bring()
+        not_compared = check(path, locked, describe(pair, stages, is_fetched=True))
+    if not_compared:
+        report(said_of(not_compared))
 
 
 def unknown_entries(lock: Lock) -> list[str]:

@@ -15,9 +15,9 @@ from typing import Any
 from specpipe.build import planning
 from specpipe.build.load import load_config
 from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
-from specpipe.machine.libraries import shipped, with_extras
+from specpipe.machine.libraries import require_installed, shipped, with_extras
 from specpipe.machine.whole_file import written_whole
-from specpipe.runtimes.runtime import load_runtime, require_installed
+from specpipe.runtimes.runtime import load_runtime
 from specpipe.triton.client import Client
 from specpipe.triton.server.installation import find_tritonserver
 

@@ -1,7 +1,8 @@
 """Where a checkpoint comes from: a folder, or a repository of the Hugging Face hub.
 
-Only configs, tokenizer files and safetensors are fetched; pickles and code stay where they are. The
-hub's own settings hold: its cache, its token, and `HF_HUB_OFFLINE` for no network at all.
+Only configs, tokenizer files, licences and safetensors are fetched; pickles and code stay where
+they are. The hub's own settings hold: its cache, its token, and `HF_HUB_OFFLINE` for no network at
+all.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.checkpoints.checkpoint import weights_among
+from specpipe.checkpoints.licences import LICENCE_NAMES, MODEL_CARD
 from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable, show, to_sentence
 from specpipe.machine.libraries import with_library
 from specpipe.progress import Count, count, phase
 from specpipe.roles import Role
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+_LICENCES = [f"{name}*" for name in LICENCE_NAMES] + [MODEL_CARD]
 _WEIGHTS = ["*.safetensors"]
 _COPIES = ["*/*", "consolidated*"]  # other formats of the same weights, and their configs
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
@@ -111,7 +114,7 @@ def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights
                 snapshot_download(
                     repo_id,
                     revision=revision,
-                    allow_patterns=_SMALL_FILES + (_WEIGHTS if weights else []),
+                    allow_patterns=_SMALL_FILES + _LICENCES + (_WEIGHTS if weights else []),
                     ignore_patterns=_COPIES,
                     tqdm_class=_counting(fetched),
                 )

@@ -11,12 +11,10 @@ import click
 
 from specpipe.cli.options import json_option, load, pair_options, small_files_option
 from specpipe.cli.output import print_json, shown
-from specpipe.cli.progress import BuildProgress, log_shown
+from specpipe.cli.progress import BuildProgress, log, log_shown
 
 if TYPE_CHECKING:
     from specpipe.build.execution import StageReport
-    from specpipe.build.planning import Plan
-    from specpipe.config.sections import PipelineConfig
 
 
 @click.command()
@@ -45,13 +43,18 @@ def build(
     as_json: bool,
 ) -> None:
     """Build engines and Triton repository; do only what is not done yet."""
-    from specpipe.build import execution, planning
+    from specpipe.build import execution, lock, planning
+    from specpipe.build.remote_cache import remote_cache
 
     if small_files is not None and not dry_run:
         raise click.UsageError("--small-files has no weights to build from: add --dry-run.")
     config = load(config_path, overrides)
     if is_locked:
-        stages = _plan_locked(config, small_files, fetches=not dry_run)
+        pair = planning.plan_pair(config, small_files)
+        stages = planning.plan_stages(config, pair)
+        lock.check_pair(
+            config, pair, stages, small_files=small_files, fetches=not dry_run, report=log
+        )
     else:
         stages = planning.plan(config, small_files=small_files)
     repository = config.artifacts.repository
@@ -67,7 +70,9 @@ def build(
                     click.echo(f"  $ {shlex.join(command)}")
         return
     with log_shown():
-        reports = execution.run(stages, BuildProgress(), verify_inputs=verify_inputs)
+        reports = execution.run(
+            stages, BuildProgress(), verify_inputs=verify_inputs, remote=remote_cache(config)
+        )
     if as_json:
         print_json(
             {
@@ -80,26 +85,6 @@ def build(
         )
     else:
         click.echo(shown(repository))
-
-
-def _plan_locked(config: PipelineConfig, small_files: Path | None, *, fetches: bool) -> Plan:
-    """Returns the stages where they would make what is locked; `fetches` weights to see that."""
-    from specpipe.build import lock, planning
-
-    path = lock.lock_path(config)
-    locked = lock.read(path)
-    pair = planning.plan_pair(config, small_files)
-    stages = planning.plan_stages(config, pair)
-    not_compared = lock.check(path, locked, lock.describe(pair, stages, small_files=small_files))
-    fetch = [side.fetch for side in (pair.draft, pair.target) if side.fetch is not None]
-    if fetches and fetch:
-        # Until now the hub was believed.
-        for bring in fetch:
-            bring()
-        not_compared = lock.check(path, locked, lock.describe(pair, stages, is_fetched=True))
-    if not_compared:
-        click.echo(lock.said_of(not_compared), err=True)
-    return stages
 
 
 def _stage_json(report: StageReport) -> dict[str, Any]:

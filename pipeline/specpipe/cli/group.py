@@ -20,25 +20,33 @@ from specpipe import __version__, failures
 from specpipe.cli.bench import bench
 from specpipe.cli.build import build
 from specpipe.cli.check import check
+from specpipe.cli.diff import diff
 from specpipe.cli.doctor import doctor
 from specpipe.cli.generate import generate
 from specpipe.cli.init import init
 from specpipe.cli.inspect import inspect
+from specpipe.cli.keys import keys
 from specpipe.cli.lock import lock
 from specpipe.cli.migrate import migrate
 from specpipe.cli.nightly import nightly
+from specpipe.cli.output import Group
 from specpipe.cli.progress import StderrDisplay
+from specpipe.cli.promote import promote, rollback
+from specpipe.cli.publish import publish
 from specpipe.cli.quickstart import quickstart
 from specpipe.cli.report import report
 from specpipe.cli.schema import schema
 from specpipe.cli.serve import serve
+from specpipe.cli.sign import sign
 from specpipe.cli.tune import tune
 from specpipe.cli.verify import verify
+from specpipe.cli.verify_signature import verify_signature
+from specpipe.cli.versions import versions
 from specpipe.errors import to_sentence
 from specpipe.progress import shown
 
 
-class _Group(click.Group):
+class _Group(Group):
     """Turns failures into one sentence, and Ctrl-C into 130."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,16 +63,6 @@ class _Group(click.Group):
             with contextlib.suppress(OSError):
                 click.echo(f"Error: {to_sentence(exc)}", err=True)
             sys.exit(1)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Wraps the commands' summaries, which click would cut."""
-        whole = 1000  # characters
-        summaries = [
-            (name, command.get_short_help_str(limit=whole))
-            for name, command in sorted(self.commands.items())
-        ]
-        with formatter.section("Commands"):
-            formatter.write_dl(summaries)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -96,18 +94,26 @@ for _command in (
     bench,
     build,
     check,
+    diff,
     doctor,
     generate,
     init,
     inspect,
+    keys,
     lock,
     migrate,
     nightly,
+    promote,
+    publish,
     quickstart,
     report,
+    rollback,
     schema,
     serve,
+    sign,
     tune,
     verify,
+    verify_signature,
+    versions,
 ):
     main.add_command(_command)

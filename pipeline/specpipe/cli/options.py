@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
+    from specpipe.stores.store import Store
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -102,6 +103,20 @@ small_files_option = click.option(
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Folder with the configs and tokenizers of hub ids, in ORG--NAME/; no hub is asked.",
 )
+key_option = click.option(
+    "--key",
+    "key_path",
+    envvar="SPECPIPE_SIGNING_KEY",
+    show_envvar=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Private key to sign with; its passphrase is SPECPIPE_SIGNING_PASSPHRASE.",
+)
+store_option = click.option(
+    "--store",
+    "store_url",
+    metavar="URL",
+    help="Where versions are, instead of release.store: a folder, or s3://, gs://, ssh://, oci://.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
@@ -109,3 +124,17 @@ def load(path: Path, overrides: Sequence[str]) -> PipelineConfig:
     from specpipe.build.load import load_config
 
     return load_config(path, overrides)
+
+
+def open_store_of(config: PipelineConfig, url: str | None) -> Store:
+    """Returns the store of an option, relative to here, or of the YAML, relative to that."""
+    from specpipe.errors import ConfigError
+    from specpipe.stores.places import open_store
+
+    if url is not None:
+        return open_store(url, Path())
+    if config.release.store is None:
+        raise ConfigError(
+            f"{config.source} names no place of versions: set release.store, or give --store URL"
+        )
+    return open_store(config.release.store, config.base_dir)

@@ -1,4 +1,4 @@
-"""How commands print paths and results."""
+"""How commands print paths and results, and groups of them their help."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+
+class Group(click.Group):
+    """Lists its commands with whole summaries."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Wraps the commands' summaries, which click would cut."""
+        whole = 1000  # characters
+        summaries = [
+            (name, command.get_short_help_str(limit=whole))
+            for name, command in sorted(self.commands.items())
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(summaries)
 
 
 def shown(path: Path) -> str:

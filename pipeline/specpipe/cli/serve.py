@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specpipe.cli.options import Command, load, pair_options
+from specpipe.cli.options import Command, load, open_store_of, pair_options
 from specpipe.cli.output import shown
 from specpipe.cli.progress import log
 
 if TYPE_CHECKING:
+    from specpipe.config.sections import PipelineConfig
     from specpipe.runtimes.launch import LaunchMode
 
 
@@ -29,6 +30,19 @@ def _port_option(name: str, default: int, service: str) -> Callable[[Command], C
 
 @click.command()
 @pair_options
+@click.option(
+    "--promoted",
+    "is_promoted",
+    is_flag=True,
+    help="Serve the promoted version, fetched from release.store where it is not here.",
+)
+@click.option(
+    "--version",
+    "number",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Serve a published version, promoted or not.",
+)
 @click.option("--host", metavar="HOST", default="127.0.0.1", help="Address to listen on.")
 @_port_option("http", 8000, "HTTP")
 @_port_option("grpc", 8001, "gRPC")
@@ -63,6 +77,11 @@ def _port_option(name: str, default: int, service: str) -> Callable[[Command], C
     help="Serve a pair that failed its verification, or was changed since it was verified.",
 )
 @click.option(
+    "--allow-unsigned",
+    is_flag=True,
+    help="Serve what nobody signed, even where release.require_signature is true.",
+)
+@click.option(
     "--verify-files",
     is_flag=True,
     help="Hash every file of the repository, and not only what was touched since it was built.",
@@ -76,29 +95,43 @@ def _port_option(name: str, default: int, service: str) -> Callable[[Command], C
 def serve(
     config_path: Path,
     overrides: Sequence[str],
+    is_promoted: bool,
+    number: int | None,
     mpi_mode: LaunchMode,
     allow_unknown_engine_facts: bool,
     allow_unverified: bool,
+    allow_unsigned: bool,
     verify_files: bool,
     allow_damaged: bool,
     verbose: bool,
     **listen: Any,
 ) -> None:
-    """Serve the built pair with Triton until it is stopped.
+    """Serve a pair with Triton until it is stopped.
 
-    A repository whose files are not what was built is refused. So is a pair that `specpipe verify`
-    found at fault, or that was changed since it was verified; one that never was verified is
-    served.
+    That is what is built here; with --promoted, or --version, a published version. A repository
+    whose files are not what was built is refused. So is a pair that `specpipe verify` found at
+    fault, or that was changed since it was verified; one that never was verified is served.
     """
-    from specpipe.build import repositories
-    from specpipe.errors import RepositoryError
-    from specpipe.evaluate.verification import record
     from specpipe.machine.gpus import gpus_here
+    from specpipe.release import starting
+    from specpipe.release.trust.serving import check_signature
     from specpipe.triton.server import launcher
     from specpipe.triton.server.log_lines import is_worth_showing
 
+    if is_promoted and number is not None:
+        raise click.UsageError("Give either --promoted or --version.")
+    is_version = is_promoted or number is not None
+    for option, is_given in (
+        ("--allow-damaged", allow_damaged),
+        ("--allow-unverified", allow_unverified),
+    ):
+        if is_version and is_given:
+            raise click.UsageError(f"{option} has no effect on a published version.")
+
     def announce(server: launcher.Server) -> None:
-        models = ", ".join(sorted(path.parent.name for path in repository.folder.glob("*/1")))
+        if is_promoted:
+            starting.started(config, version)
+        models = ", ".join(sorted(path.parent.name for path in repository.glob("*/1")))
         log(f"{config.name}: {models}; started in {time.monotonic() - started:.1f} s")
         click.echo(f"ready: {' '.join(server.urls)} {server.metrics_url}")
 
@@ -107,6 +140,46 @@ def serve(
             log(line)
 
     config = load(config_path, overrides)
+    if is_version:
+        store = None if config.release.store is None else open_store_of(config, None)
+        version = starting.version_to_serve(config, store, number, verify=verify_files, log=log)
+        number, repository = version.number, version.repository
+    else:
+        repository = _built(
+            config,
+            verify_files=verify_files,
+            allow_damaged=allow_damaged,
+            allow_unverified=allow_unverified,
+        )
+    check_signature(config, repository, allow_unsigned=allow_unsigned, log=log)
+    has_gpu = bool(gpus_here())
+    log("starting Triton ...")
+    started = time.monotonic()
+    launcher.serve(
+        repository,
+        launcher.ServeOptions(**listen),
+        report=log,
+        number=number,
+        artifacts_dir=config.artifacts_dir,
+        mpi_mode=mpi_mode,
+        allow_unknown_engine_facts=allow_unknown_engine_facts,
+        build_command=shlex.join(
+            ["specpipe", "build", "--config", str(config_path)]
+            + [word for override in overrides for word in ("--set", override)]
+        ),
+        log=log_of_triton,
+        on_ready=announce,
+    )
+
+
+def _built(
+    config: PipelineConfig, *, verify_files: bool, allow_damaged: bool, allow_unverified: bool
+) -> Path:
+    """Returns the repository that is built here, where it may be served."""
+    from specpipe.build import repositories
+    from specpipe.errors import RepositoryError
+    from specpipe.evaluate.verification import record
+
     repository = repositories.find_repository(config, verify=verify_files)
     if verify_files:
         log(f"{shown(repository.folder)}: {repository.hashed}")
@@ -120,19 +193,4 @@ def serve(
         if not allow_unverified:
             raise RepositoryError(f"{fault}, or serve it as it is with --allow-unverified")
         log(f"warning: {fault}; allowed by --allow-unverified")
-    has_gpu = bool(gpus_here())
-    log("starting Triton ...")
-    started = time.monotonic()
-    launcher.serve(
-        repository.folder,
-        launcher.ServeOptions(**listen),
-        report=log,
-        mpi_mode=mpi_mode,
-        allow_unknown_engine_facts=allow_unknown_engine_facts,
-        build_command=shlex.join(
-            ["specpipe", "build", "--config", str(config_path)]
-            + [word for override in overrides for word in ("--set", override)]
-        ),
-        log=log_of_triton,
-        on_ready=announce,
-    )
+    return repository.folder

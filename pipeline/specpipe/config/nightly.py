@@ -1,6 +1,7 @@
 """The section `nightly` of the YAML: what a nightly run measures, and what it must not fall below.
 
-A threshold named `…_ratio` is against the last good run of the pair; the others hold by themselves.
+A threshold named `…_ratio` is against the run of the promoted version, or where none is promoted
+the last good run of the pair; the others hold by themselves.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ class NightlyConfig(Section):
     """Whether an answer may differ from the target's own by a numerical tie."""
 
     min_acceptance_ratio: float = Field(default=0.95, ge=0, le=1)
-    """The least ratio of the acceptance rate to that of the last good run; 0.95 is the floor of
-    TensorRT-LLM's own tests (PR 17474). Each good run is the measure of the next one, so a decline
-    in small steps passes: `min_acceptance_rate` stops it."""
+    """The least ratio of the acceptance rate to that of the compared run, over all prompts, at each
+    position of a step, and for each kind of prompts; 0.95 is the floor of TensorRT-LLM's own tests
+    (PR 17474). It is crossed where the whole interval of the ratio lies below. Without a promoted
+    version each good run is the measure of the next one, so a decline in small steps passes:
+    `min_acceptance_rate` stops it."""
 
     min_acceptance_rate: float | None = Field(default=None, ge=0, le=1)
     """The least share of drafted tokens that is accepted, in greedy answers at the full draft
@@ -63,12 +66,30 @@ class NightlyConfig(Section):
     lies below, in each of three measurements."""
 
     min_speed_up_ratio: float | None = Field(default=0.8, gt=0, le=1)
-    """The least ratio of the speed-up to that of the last good run on the same machine; none: no
+    """The least ratio of the speed-up to that of the compared run on the same machine; none: no
     floor. It is crossed where the upper end of the one interval divided by the lower end of the
     other lies below, in each of three measurements."""
 
+    max_latency_ratio: float | None = Field(default=1.5, ge=1, allow_inf_nan=False)
+    """The greatest ratio of a wait to that of the compared run on the same machine: the median and
+    the 99th percentile of an answer's first token and of its later ones, at each concurrency; none:
+    no limit. It is crossed where the lower end of the one interval divided by the upper end of the
+    other lies above, in each of three measurements."""
+
+    max_perplexity_ratio: float = Field(default=1.02, ge=1, allow_inf_nan=False)
+    """The greatest ratio of what quantization does to a model's perplexity, against its plain form,
+    to what it did in the compared run."""
+
+    max_kl_ratio: float = Field(default=1.25, ge=1, allow_inf_nan=False)
+    """The greatest ratio of a quantized model's mean KL to its plain form to that of the compared
+    run."""
+
+    min_top1_ratio: float = Field(default=0.99, ge=0, le=1)
+    """The least ratio of how often a quantized model and its plain form find the same token
+    likeliest to that of the compared run."""
+
     max_size_ratio: float = Field(default=1.1, ge=1, allow_inf_nan=False)
-    """The greatest ratio of the bytes of an engine, or of the repository, to those of the last good
+    """The greatest ratio of the bytes of an engine, or of the repository, to those of the compared
     run."""
 
     @model_validator(mode="after")

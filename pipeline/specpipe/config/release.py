@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from specpipe.config import messages
 from specpipe.section import Section
 
 
@@ -29,3 +30,13 @@ class ReleaseConfig(Section):
     keep_previous: bool = True
     """Whether the version before the promoted one stays loaded, so that a rollback takes seconds;
     it takes the memory of a second pair."""
+
+    @model_validator(mode="after")
+    def _check_trust(self) -> ReleaseConfig:
+        if self.require_signature and self.trust is None:
+            raise messages.broken_rule(
+                "release.require_signature",
+                self.require_signature,
+                "false, as there is no release.trust",
+            )
+        return self

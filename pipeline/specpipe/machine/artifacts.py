@@ -9,6 +9,7 @@ engines/NAME/
   verification.json what was verified
   report/           a page on all of it
   versions/N/       version N as it was published or fetched
+  promoted.json     which of them is served here (stores/promoted.py)
 
 A manifest stands beside each folder that a stage makes (manifest.py).
 """
@@ -70,6 +71,7 @@ class Artifacts:
     verification = _Below("verification.json")
     report = _Below("report")
     versions = _Below("versions")
+    promoted = _Below("promoted.json")
 
     def side(self, role: Role) -> SideArtifacts:
         """Returns where the artifacts of one side lie."""

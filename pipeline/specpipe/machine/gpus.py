@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,22 @@ def watch_use(
                 report(index, memory and memory.used, rates and rates.gpu)
             if is_over.wait(interval_s):
                 return
+
+
+def held_by(pids: Collection[int]) -> dict[int, tuple[int, int]]:
+    """Returns the bytes that processes hold of each GPU here, and those that are free, by number.
+
+    Without the GPUs that tell neither.
+    """
+    found = {}
+    with _nvml() as handles:
+        for index, handle in handles.items():
+            memory = _memory(handle)
+            running = _told("nvmlDeviceGetComputeRunningProcesses", handle)
+            if memory is not None and running is not None:
+                held = sum(p.usedGpuMemory or 0 for p in running if p.pid in pids)
+                found[index] = held, memory.total - memory.used
+    return found
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ are `specpipe`. What installers leave behind: PyPA's specifications "Recording i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -19,7 +20,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
-from specpipe.errors import RepositoryError
+from specpipe.errors import RepositoryError, RuntimeUnavailable
 
 DISTRIBUTION = "specpipe-llm"
 
@@ -34,6 +35,13 @@ def with_extras(*extras: str) -> str:
     folder that `pip install --target` filled gets the libraries, too.
     """
     return f"{_installer('install')} {_arguments(*extras)}"
+
+
+def require_installed(needed_by: str, *libraries: str, extra: str) -> None:
+    """Raises RuntimeUnavailable when a library that comes with an extra is not installed."""
+    for library in libraries:
+        if importlib.util.find_spec(library) is None:
+            raise RuntimeUnavailable(f"{needed_by} needs '{library}': {with_extras(extra)}")
 
 
 def with_library(*requirements: str) -> str:

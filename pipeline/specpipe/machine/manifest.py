@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
@@ -232,10 +232,11 @@ def record_files(root: Path) -> dict[str, FileRecord]:
     """Records all files of an input or an artifact; hashes as many at once as there are cores."""
     files = files_below(root)
     with thread_pool(len(os.sched_getaffinity(0))) as pool:
-        return dict(zip(files, pool.map(_record, files.values()), strict=True))
+        return dict(zip(files, pool.map(record_file, files.values()), strict=True))
 
 
-def _record(path: Path) -> FileRecord:
+def record_file(path: Path) -> FileRecord:
+    """Records one file; its digest is that of before where this process read it unchanged."""
     status = path.stat()
     return FileRecord.of(status, _digest(path, status))
 
@@ -263,12 +264,17 @@ def _digest(path: Path, status: os.stat_result) -> str:
         age_ns = time.time_ns() - status.st_ctime_ns
         if 0 <= age_ns < _TIME_TICK_NS:
             time.sleep((_TIME_TICK_NS - age_ns) / 1e9)
-        digest = hashlib.sha256()
         with path.open("rb") as file:
-            while block := file.read(_BUFFER_BYTES):
-                digest.update(block)
-        _digests[key] = digest.hexdigest()
+            _digests[key] = hash_file(file).hexdigest()
     return _digests[key]
+
+
+def hash_file(file: BinaryIO) -> hashlib._Hash:
+    """Returns the SHA-256 of what a file holds from where it stands, to be gone on with."""
+    digest = hashlib.sha256()
+    while block := file.read(_BUFFER_BYTES):
+        digest.update(block)
+    return digest
 
 
 def read_anew() -> None:

@@ -21,13 +21,22 @@ _MAX_BYTES = 256 << 20
 
 def read_object(path: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
     """Reads a JSON object; OSError or ValueError says why it cannot be read."""
+    return parse_object(read_bytes(path, max_bytes=max_bytes))
+
+
+def read_bytes(path: Path, *, max_bytes: int) -> bytes:
+    """Reads a file; OSError or ValueError says why it cannot be read."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a file")
     if status.st_size > max_bytes:
         raise ValueError(f"it has {status.st_size} bytes, expected at most {max_bytes}")
     with path.open("rb") as file:
-        data = file.read(status.st_size)
+        return file.read(status.st_size)
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a file; ValueError says why it is none."""
     try:
         value = json.loads(data.decode())
     except RecursionError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 LaunchMode = Literal["auto", "leader", "orchestrator"]
@@ -29,6 +29,10 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def starts_like(self, other: Launch) -> bool:
+        """Returns whether both start a server in the same way, whatever the log says."""
+        return replace(self, notes=()) == replace(other, notes=())
 
     @property
     def uses_mpi(self) -> bool:

@@ -5,13 +5,11 @@ serves them.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from specpipe.errors import RuntimeUnavailable
-from specpipe.machine.libraries import with_extras
+from specpipe.machine.libraries import require_installed
 
 if TYPE_CHECKING:
     from specpipe.config.faults import Fault
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
     from specpipe.runtimes.plan import EngineStages, PairPlan, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.requirements import Requirements
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
@@ -89,6 +88,12 @@ class Backend(Protocol[Plan]):
         the command that builds them again.
         """
 
+    def requirements(self, repository: Path, *, driver: str | None) -> Requirements:
+        """What a machine must be to serve a repository, as far as the repository tells.
+
+        driver  that of NVIDIA under which the engines were built; None: unknown, or there was none
+        """
+
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
     ) -> Pair:
@@ -154,9 +159,3 @@ def load_runtime(name: str) -> Runtime:
 def require_library(runtime: str, library: str, *, extra: str) -> None:
     """Raises RuntimeUnavailable when the library of a runtime is not installed."""
     require_installed(f"runtime '{runtime}'", library, extra=extra)
-
-
-def require_installed(needed_by: str, library: str, *, extra: str) -> None:
-    """Raises RuntimeUnavailable when a library that comes with an extra is not installed."""
-    if importlib.util.find_spec(library) is None:
-        raise RuntimeUnavailable(f"{needed_by} needs '{library}': {with_extras(extra)}")

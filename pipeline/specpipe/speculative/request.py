@@ -14,9 +14,13 @@ from typing import Literal, Protocol
 
 from specpipe.errors import RequestError, show
 from specpipe.speculative.draft_status import DraftStatus
+from specpipe.speculative.guide import Guide
 from specpipe.speculative.metrics import AcceptanceCounts
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+TopLogProbs = tuple[tuple[int, float], ...]
+"""The likeliest tokens of one position, each with its log-probability, likeliest first."""
 
 _MAX_COUNT = 2**31 - 1
 """The greatest INT32, the type in which clients send counts and token ids."""
@@ -60,6 +64,8 @@ class Sampling:
     """No end id and no stop string ends the request before this many tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to the score of each, after penalties and before temperature."""
     seed: int = 0
     """Unsigned, 64 bits."""
     is_seeded: bool = False
@@ -99,6 +105,7 @@ class Sampling:
             or self.frequency_penalty != 0.0
             or self.min_tokens > 0
             or bool(self.bad_words)
+            or bool(self.logit_bias)
         )
 
 
@@ -125,6 +132,16 @@ class Request:
     starts_text: bool = False
     """The output is a text of its own, as the answer in a chat is; else the prompt's goes on."""
     return_log_probs: bool = False
+    num_top_log_probs: int = 0
+    """How many of the likeliest tokens come with the log-probability of each token."""
+    return_prompt_log_probs: bool = False
+    """The same of the prompt, but of its first token; max_tokens may then be 0."""
+    guide: Guide | None = None
+    """What the text must be."""
+    prediction_token_ids: tuple[int, ...] = ()
+    """A text that the output may be much like, from which draft tokens are copied."""
+    skip_special_tokens: bool = True
+    """Special tokens have no part in the text."""
     priority: int = 0
     """A lower number is served first; equal ones in order of arrival."""
     timeout_s: float | None = None
@@ -221,6 +238,9 @@ class Statistics:
     """False where the output may have another distribution than the target's: a runtime that cannot
     keep it, and a config that asked for it all the same.
     """
+    accepted_prediction_tokens: int = 0
+    """Draft tokens that were copied from the request's prediction and accepted."""
+    rejected_prediction_tokens: int = 0
 
     def to_json(self) -> dict[str, int | float | str | None]:
         """Returns the fields by name."""
@@ -236,6 +256,11 @@ class Chunk:
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     """One per token id when the request asked for them: log-softmax of the raw target logits."""
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    """One per token id, likewise."""
+    prompt_log_probs: tuple[float, ...] = ()
+    """In the first chunk: of each token of the prompt but the first."""
+    prompt_top_log_probs: tuple[TopLogProbs, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
     statistics: Statistics | None = None

@@ -1,7 +1,8 @@
 """What requests and the pair report, on Triton's metrics endpoint (docs/metrics.md).
 
 Names and units follow Prometheus: counters end with `_total`, times are in seconds. A position is
-that of a draft token in its step, the first of which is 1.
+that of a draft token in its step, the first of which is 1. Each has the label `model`, as Triton's
+own have: several versions of a pair may stand in one server.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from specpipe.roles import ROLES
 from specpipe.runtimes.pair.pair import Occupancy
+from specpipe.runtimes.repository_layout import SPECULATIVE
 from specpipe.speculative.request import Chunk
 
 STEPS = "specpipe_loop_steps_total"
@@ -148,14 +150,15 @@ Key = tuple[str, str]
 
 
 class Counters:
-    """All metrics; `metric_family` is Triton's `pb_utils.MetricFamily`.
+    """All metrics of a model; `metric_family` is Triton's `pb_utils.MetricFamily`.
 
     Requests are counted on any thread, here. Triton hears of it in `report`, which one thread
     calls now and then: each change of a metric is a round trip to the server's process, and several
     threads that make them crash it (Triton 2.51).
     """
 
-    def __init__(self, metric_family: Any) -> None:
+    def __init__(self, metric_family: Any, model: str = SPECULATIVE) -> None:
+        self._model = model
         self._families = {
             family.name: (
                 family,
@@ -176,6 +179,11 @@ class Counters:
         self._unreported: Counter[Key] = Counter()
         self._queue_times_s: list[float] = []
         self._num_in_flight = 0
+
+    def close(self) -> None:
+        """Takes the metrics from Triton's page, where those of a model that is gone would stay."""
+        self._metrics.clear()
+        self._families.clear()
 
     def begin_request(self) -> None:
         """Counts a request in."""
@@ -229,7 +237,7 @@ class Counters:
         if key not in self._metrics:
             name, value = key
             family, metric_family = self._families[name]
-            labels = {family.label: value} if family.label else {}
+            labels = {"model": self._model, **({family.label: value} if family.label else {})}
             options = {"buckets": list(family.buckets)} if family.buckets else {}
             self._metrics[key] = metric_family.Metric(labels=labels, **options)
         return self._metrics[key]

@@ -12,7 +12,9 @@ from specpipe.triton.serving.tensors import TensorSpec
 
 # Parameters of our models; lint.py reads the same names.
 CANCELS = "cancels"  # the model to which a client's cancellation is sent
+CALLS_SUFFIX = "_model_name"  # such a parameter is a model that the model calls, as in NVIDIA's
 PATH_SUFFIXES = ("_dir", "_file")  # such a parameter is a path, relative to the version's folder
+REPOSITORY_PATH_SUFFIX = "_path"  # and such a one relative to the repository
 TOKENIZER_DIR, LIMITS_FILE, PAIR_FILE = "tokenizer_dir", "limits_file", "pair_file"
 DRAFT_ENGINE_DIR, TARGET_ENGINE_DIR = "draft_engine_dir", "target_engine_dir"
 

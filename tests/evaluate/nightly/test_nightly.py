@@ -27,8 +27,9 @@ from specpipe.build import (
     planning,
 )
 from specpipe.build.load import load_config  # noqa: E402
+from specpipe.cli.lock import lock as lock_command  # noqa: E402
 from specpipe.cli.nightly import nightly  # noqa: E402
-from specpipe.evaluate.nightly import facts, record  # noqa: E402
+from specpipe.evaluate.nightly import facts, latency, record  # noqa: E402
 from specpipe.evaluate.nightly.all import run_all  # noqa: E402
 from specpipe.evaluate.nightly.record import CheckpointUsed, Run  # noqa: E402
 from specpipe.evaluate.nightly.run import Finished, NightlyOptions, _PairRun  # noqa: E402
@@ -36,6 +37,9 @@ from specpipe.evaluate.verification import run as verification  # noqa: E402
 from specpipe.evaluate.verification.outcome import Findings, Verification  # noqa: E402
 from specpipe.evaluate.verification.verdict import TieThreshold  # noqa: E402
 from specpipe.machine.manifest import manifest_path, read_manifest, record_files  # noqa: E402
+from specpipe.stores.promoted import write_promotion  # noqa: E402
+from specpipe.stores.store import Promotion  # noqa: E402
+from specpipe.version import __version__  # noqa: E402
 from tests.evaluate.nightly.recorded import speed_up  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "models" / "python-code"
@@ -47,7 +51,7 @@ target: {checkpoint: target}
 engine: {max_batch_size: 4, max_seq_len: 256}
 # A test must not fail for a machine that is busy: no thresholds on speed.
 nightly: {num_prompts: 3, max_tokens: 12, concurrencies: [2], rounds: 1, min_speed_up: null,
-          min_speed_up_ratio: null}
+          min_speed_up_ratio: null, max_latency_ratio: null}
 """
 
 STAGES = [
@@ -112,6 +116,7 @@ def quick(passing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """That, and a benchmark that measures nothing."""
     monkeypatch.setattr(_PairRun, "_bench", lambda self, asked: None)
     monkeypatch.setattr(facts, "speed_ups", lambda measured: [])
+    monkeypatch.setattr(latency, "latencies", lambda measured: [])
 
 
 def test_first_night_builds_everything_and_becomes_the_last_good_run(
@@ -120,10 +125,22 @@ def test_first_night_builds_everything_and_becomes_the_last_good_run(
     folder, done = first
     found = done.run
     assert (found.outcome, found.reasons, done.last) == ("good", [], None)
-    assert found.notes == ["no last good run: nothing to compare with"]
+    assert found.notes == ["no run before this one: nothing to compare with"]
     assert rebuilt(found) == dict.fromkeys(STAGES, ("not built yet",))
     assert found.verification is not None and found.verification.verdict == "identical"
     assert found.acceptance is not None and 0.1 < found.acceptance.rate < 0.9
+    prompts = found.acceptance.prompts
+    assert [prompt.kind for prompt in prompts] == ["code"] * 3
+    for total in ("num_draft_tokens", "num_accepted_tokens"):
+        assert sum(getattr(prompt, total) for prompt in prompts) == getattr(found.acceptance, total)
+    for prompt in prompts:
+        assert sum(prompt.accepted_at) == prompt.num_accepted_tokens
+        assert prompt.judged_at[1:] == tuple(
+            min(judged, accepted)
+            for judged, accepted in zip(prompt.judged_at[1:], prompt.accepted_at, strict=False)
+        )
+    assert {latency.concurrency for latency in found.latencies} == {2}
+    assert len(found.latencies) == 4
     assert [speed_up.concurrency for speed_up in found.speed_ups] == [2]
     assert found.speed_ups[0].num_answers == 6 and found.speed_ups[0].num_failed == 0
     # 5.5 and 0.9 million weights in float32 take 22 and 3.6 MB.
@@ -131,6 +148,8 @@ def test_first_night_builds_everything_and_becomes_the_last_good_run(
     assert sizes == {"draft engine": 4, "target engine": 22, "repository": 26}
     assert [used.revision for used in found.checkpoints.values()] == [None, None]
     assert record.read_last_good(folder / "engines/pair/results/nightly.json") == found
+    verified = json.loads((folder / "engines/pair/verification.json").read_text())
+    assert found.repository == verified["repository"]["digest"]
     report = folder / "engines/pair/report"
     html = (report / "report.html").read_text()
     assert '<span class="value">lossless</span>' in html and 'id="figure-ratio"' in html
@@ -175,12 +194,16 @@ def test_a_swapped_draft_is_caught_by_its_acceptance(
     assert before is not None
     now = line["acceptance"]["num_accepted_tokens"] / line["acceptance"]["num_draft_tokens"]
     assert now < 0.1
-    sentence = (
-        f"acceptance rate {now:.3f} is {now / before.rate:.3f} of the last good run's "
-        f"{before.rate:.3f}, under nightly.min_acceptance_ratio 0.95"
+    assert line["outcome"] == "bad"
+    (sentence,) = line["reasons"]
+    assert re.fullmatch(
+        rf"acceptance rate fell to {now / before.rate:.3f} \([\d.]+ to [\d.]+\) of the last good "
+        rf"run's, from {before.rate:.3f} to {now:.3f}; nightly\.min_acceptance_ratio is 0\.95",
+        sentence,
     )
-    assert result.stderr.splitlines()[-1] == f"Error: pair: {sentence}"
-    assert (line["outcome"], line["reasons"]) == ("bad", [sentence])
+    assert line["changes"] == ["draft: other model.safetensors"]
+    changed = "changed since the last good run: draft: other model.safetensors"
+    assert result.stderr.splitlines()[-2:] == [f"Error: pair: {sentence}", f"pair: {changed}"]
     assert line["verification"]["verdict"] == "identical"  # it is lossless all the same
     assert {stage["stage"] for stage in line["stages"] if stage["reasons"]} == {
         "draft/convert", "draft/build_engine", "package",
@@ -188,7 +211,7 @@ def test_a_swapped_draft_is_caught_by_its_acceptance(
     last_good = record.read_last_good(folder / "engines/pair/results/nightly.json")
     assert last_good == first[1].run
     text = summaries[0].read_text()
-    assert f"- {sentence}\n- rebuilt draft/convert: input {path} changed\n" in text
+    assert f"- {sentence}\n- {changed}\n- rebuilt draft/convert: input {path} changed\n" in text
     assert result.stdout == text
     assert summaries[1].read_text() == "of an earlier step\n" + text
 
@@ -252,8 +275,9 @@ def test_a_config_that_cannot_be_built_does_not_stop_the_others(folder: Path, qu
     assert [path.name for path in results.glob("nightly*")] == ["nightly.jsonl"]
 
 
-def test_through_triton(folder: Path) -> None:
+def test_through_triton(first: tuple[Path, Finished], folder: Path) -> None:
     found = run(folder, is_in_process=False).run
+    assert found.acceptance == first[1].run.acceptance  # by prompt and position
     assert (found.outcome, found.reasons) == ("good", [])
     assert found.notes == ["speed is not compared with the last good run: another way of serving"]
     assert found.speed_ups[0].num_answers == 6 and found.speed_ups[0].num_failed == 0
@@ -268,6 +292,47 @@ def test_the_baseline_can_lie_elsewhere_or_nowhere(
     assert run(folder, baseline=baseline).last == first[1].run
     assert run(folder, baseline=tmp_path).last is None
     assert run(folder, is_new_baseline=True).last is None
+
+
+def test_what_is_promoted_is_compared_with_and_what_is_locked_is_built(
+    first: tuple[Path, Finished], folder: Path, quick: None
+) -> None:
+    """By the command: the promoted version goes before the last good run; both are of one pair."""
+    pair, command = folder / "engines" / "pair", [str(folder / "pair.yaml"), "--in-process"]
+    version = pair / "versions" / "7" / "results" / "nightly.json"
+    version.parent.mkdir(parents=True)
+    # Half as large, and by another specpipe: so the version and not the last good run is taken.
+    data = json.loads((first[0] / "engines/pair/results/nightly.json").read_text())
+    size = data["sizes_bytes"]["repository"]
+    data["sizes_bytes"]["repository"] = size // 2
+    data["made_from"]["versions"]["specpipe"] = "0.0.1"
+    version.write_text(json.dumps(data))
+    promotion = Promotion(number=7, digest="d" * 64, promoted_at="2026-11-26T02:23:00+00:00")
+    write_promotion(pair / "promoted.json", promotion)
+    lock = CliRunner().invoke(lock_command, ["--config", command[0]])
+    assert lock.exit_code == 0, lock.output
+
+    result = CliRunner().invoke(nightly, [*command, "--locked"])
+    assert result.exit_code == 1
+    line = history(folder)[-1]
+    assert (line["compared_version"], line["compared_with"]) == (7, data["made_at"])
+    assert line["reasons"] == [
+        f"size of the repository is {size:,} bytes, 2.000 times version 7's {size // 2:,}, over "
+        "nightly.max_size_ratio 1.1"
+    ]
+    assert line["changes"] == [f"specpipe 0.0.1 → {__version__}"]
+
+    version.unlink()
+    result = CliRunner().invoke(nightly, [*command, "--set", "engine.max_batch_size=2", "--locked"])
+    assert result.exit_code == 1
+    line = history(folder)[-1]
+    assert line["outcome"] == "unfinished" and line["compared_version"] is None
+    assert line["notes"] == [
+        "version 7 is promoted, but was published without a nightly run to compare with"
+    ]
+    (reason,) = line["reasons"]
+    assert reason.startswith(f"{folder}/pair.lock has something else locked, so nothing is built:")
+    assert "package: max_batch_size 4 → 2" in line["changes"]
 
 
 def test_a_damaged_last_good_run_is_said(folder: Path, quick: None) -> None:
@@ -398,6 +463,8 @@ def test_a_branch_that_names_another_commit_is_fetched_and_built(
             folder / "hub" / (revision if revision in commits.values() else commits[names])
         ),
     )
+    # The hub tells no digests, so that weights are fetched for them; it is not to be looked for.
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_tree", lambda *args, **kwargs: iter(()))
     text = (folder / "pair.yaml").read_text().replace("checkpoint: draft", "checkpoint: org/draft")
     (folder / "pair.yaml").write_text(text)
 
@@ -407,6 +474,9 @@ def test_a_branch_that_names_another_commit_is_fetched_and_built(
     names = "second"
     after = run(folder).run
     assert after.checkpoints["draft"].revision == "b" * 40
+    assert after.changes[0] == (
+        f"draft: commit {'a' * 12} → {'b' * 12}; other generation_config.json"
+    )
     assert after.checkpoints["draft"].digest != before.checkpoints["draft"].digest
     assert (
         f"input {folder}/hub/{'b' * 40}/generation_config.json changed" in rebuilt(after)["check"]

@@ -17,6 +17,10 @@ from tests.evaluate.nightly.recorded import good_run, next_run
 HEADER = {"format": 1, "kind": "nightly", "versions": {"specpipe": "0.1.0"}}
 
 
+COUNTS = {"num_draft_tokens": 8, "num_accepted_tokens": 4}
+PROMPT = {**COUNTS, "prompt": "p", "kind": "code", "judged_at": [4]}
+
+
 def history(artifacts_dir: Path) -> list[str]:
     lines = (artifacts_dir / "results" / "nightly.jsonl").read_text().splitlines()
     return [json.loads(line)["outcome"] for line in lines]
@@ -29,6 +33,17 @@ def test_a_good_run_comes_back_as_it_was(tmp_path: Path) -> None:
     record.keep(tmp_path, HEADER, good_run())
     assert record.read_last_good(path) == good_run()
     assert json.loads(path.read_text())["versions"] == {"specpipe": "0.1.0"}
+
+
+def test_a_good_run_of_an_earlier_specpipe_is_read(tmp_path: Path) -> None:
+    added = ("compared_version", "changes", "made_from", "repository", "latencies", "quality")
+    run = good_run()
+    data = {key: value for key, value in run.to_json().items() if key not in added}
+    del data["acceptance"]["prompts"]
+    (tmp_path / "nightly.json").write_text(json.dumps({**HEADER, **data}))
+    assert record.read_last_good(tmp_path / "nightly.json") == replace(
+        run, latencies=[], quality={}
+    )
 
 
 @pytest.mark.parametrize("outcome", ["bad", "unfinished"])
@@ -68,6 +83,18 @@ def test_what_cannot_be_written_leaves_what_was_there(
     [
         ({"outcome": "bad"}, "outcome 'bad' is not that of a good run"),
         ({"sizes_bytes": [1]}, "sizes_bytes: Input should be a valid dictionary"),
+        (
+            {"acceptance": {"num_draft_tokens": 0, "num_accepted_tokens": 0}},
+            "acceptance: Value error, more was accepted than drafted, or nothing was drafted",
+        ),
+        (
+            {"acceptance": {**COUNTS, "prompts": [{**PROMPT, "accepted_at": [5]}]}},
+            "acceptance.prompts.0: Value error, more was accepted than judged",
+        ),
+        (
+            {"acceptance": {**COUNTS, "prompts": [{**PROMPT, "accepted_at": []}]}},
+            "acceptance.prompts.0: Value error, more was accepted than judged",
+        ),
     ],
 )
 def test_a_damaged_last_good_run_is_said(

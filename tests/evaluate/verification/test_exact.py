@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
+from specpipe.evaluate.endpoints.base import Piece, Question, TimedAnswer, Usage  # noqa: E402
 from specpipe.evaluate.verification.asking import Case, SideAnswers, VerifySide, ask_side  # noqa: E402
 from specpipe.evaluate.verification.block_shapes import Agreement  # noqa: E402
 from specpipe.evaluate.verification.draft_counts import least_own_acceptance  # noqa: E402
+from specpipe.evaluate.verification.draft_steps import DraftedAnswer, drafted_answer  # noqa: E402
 from specpipe.evaluate.verification.exact import SideResult, judge, judge_target, own_agreement  # noqa: E402
 from specpipe.evaluate.verification.verdict import Stream, TieThreshold  # noqa: E402
 from specpipe.speculative.request import GREEDY, Sampling  # noqa: E402
@@ -57,6 +60,10 @@ def test_a_sound_pair_is_identical_and_its_counts_are_right() -> None:
     assert (reference.num_tokens, reference.num_draft_tokens) == (51, 0)
     assert result.num_tokens == 51
     assert (result.num_draft_tokens, result.num_accepted_tokens) == (3 * 23, 3 * 8)
+    one = DraftedAnswer(
+        num_draft_tokens=23, num_accepted_tokens=8, steps={(3, 1): 7, (2, 1): 1, (0, 0): 1}
+    )
+    assert result.drafted == (one,) * 3
 
 
 def test_a_sound_pair_is_identical_with_a_seed() -> None:
@@ -308,3 +315,50 @@ def test_a_server_that_goes_on_where_its_checkpoint_ends_is_at_fault() -> None:
 
     assert against(reference).verdict == "fault"
     assert against(early).verdict == "identical"
+
+
+@pytest.mark.parametrize(
+    "sizes, drafted, accepted, reason, num_steps, steps",
+    [
+        # 10 tokens may come: the last step had one left, and drafted nothing.
+        (
+            (4, 1, 3, 1, 1),
+            10,
+            5,
+            "length",
+            5,
+            {(3, 3): 1, (3, 0): 1, (3, 2): 1, (1, 0): 1, (0, 0): 1},
+        ),
+        # An end token: as the third draft token that was accepted, and as the target's own.
+        ((2, 2), 6, 4, "stop", 2, {(3, 1): 1, (3, 3): 1}),
+        ((2, 2), 6, 3, "stop", 2, {(3, 1): 1, (3, 2): 1}),
+        # Half of a character was held back, and came with the next step.
+        ((2, 4), 6, 3, "stop", 3, None),
+        # A step said to have drafted more than it can have, and none at all.
+        ((2, 2), 9, 3, "stop", 2, None),
+        ((0, 2), 3, 1, "stop", 2, None),
+    ],
+)
+def test_steps_are_known_where_they_add_up(
+    sizes: tuple[int, ...],
+    drafted: int,
+    accepted: int,
+    reason: Any,
+    num_steps: int,
+    steps: dict[tuple[int, int], int] | None,
+) -> None:
+    usage = Usage(
+        num_steps=num_steps, total_draft_tokens=drafted, total_accepted_draft_tokens=accepted
+    )
+    pieces = [Piece(num_tokens=size) for size in sizes]
+    pieces[-1] = dataclasses.replace(pieces[-1], finish_reason=reason, usage=usage)
+    answer = TimedAnswer(
+        question=Question(token_ids=(4,), max_tokens=10, num_draft_tokens=3),
+        started_s=0.0,
+        ended_s=1.0,
+        pieces=tuple(pieces),
+        arrivals_s=(0.5,) * len(pieces),
+    )
+    assert drafted_answer(answer, 3) == DraftedAnswer(
+        num_draft_tokens=drafted, num_accepted_tokens=accepted, steps=steps
+    )

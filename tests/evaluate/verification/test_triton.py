@@ -82,6 +82,7 @@ def test_a_server_that_believes_its_draft_is_a_fault(copied: Copy) -> None:
     assert refusal == f"python-code did not pass its verification: {done.findings.reason}"
 
 
+@pytest.mark.slow
 def test_engines_that_run_in_triton_only_are_scored_by_their_checkpoint(
     copied: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from specpipe.errors import ConfigError, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.launch import Launch
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.requirements import EngineGpus, Requirements
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt import library, serve
 from tests import fake_nvml
@@ -75,6 +76,31 @@ def test_engines_that_fit_are_launched(
     assert load_runtime("tensorrt").launch(folder) == Launch()
     here(("NVIDIA H100", (9, 0)), ("NVIDIA L4", (8, 9)), version="1.7.1.116.post1")
     assert serve.launch(folder) == Launch()
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution", "driver"),
+    [("tensorrt", "tensorrt", "570.1"), ("tensorrt_rtx", "tensorrt-rtx-cu13", None)],
+)
+def test_a_repository_says_which_library_gpus_and_driver_it_needs(
+    repository: Callable[..., Path], name: str, distribution: str, driver: str | None
+) -> None:
+    capabilities = {"draft": ["8.9"], "target": ["8.9", "9.0"]}
+    engines = repository(
+        **{
+            role: {"compute_capabilities": built, "library": name}
+            for role, built in capabilities.items()
+        }
+    )
+    assert load_runtime("tensorrt").requirements(engines, driver="570.1") == Requirements(
+        runtime="tensorrt",
+        libraries={distribution: "1.7.1.116"},
+        engines={
+            "draft": EngineGpus(compute_capabilities=("8.9",)),
+            "target": EngineGpus(compute_capabilities=("8.9", "9.0")),
+        },
+        driver=driver,
+    )
 
 
 def test_one_message_lists_all_that_differs_and_the_rebuild_command(

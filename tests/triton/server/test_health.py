@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from specpipe.runtimes.pair.admission import OVERDUE
 from specpipe.triton.server import processes
 from specpipe.triton.server.health import Health, ModelProgress, NeededProcesses
 from specpipe.triton.server.options import ServeOptions
+from specpipe.triton.server.served_models import Version
 
 WaitUntil = Callable[..., bool]
 
@@ -28,8 +30,8 @@ nv_inference_request_success{{model="preprocessing",version="1"}} {entered}
 nv_inference_request_failure{{model="preprocessing",reason="OTHER",version="1"}} {refused}
 nv_inference_request_success{{model="postprocessing",version="1"}} {left}
 nv_inference_request_success{{model="ensemble",version="1"}} 7
-specpipe_loop_steps_total {steps}
-specpipe_responses_total {responses}
+specpipe_loop_steps_total{{model="speculative"}} {steps}
+specpipe_responses_total{{model="speculative"}} {responses}
 """
 
 
@@ -58,6 +60,7 @@ class Server:
     """A server whose counters a test moves, and whose probe it lets end."""
 
     options = ServeOptions(probe_interval_s=5, probe_timeout_s=TIMEOUT_S)
+    version = Version(Path("model_repo"))
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("entered", "refused", "left", "steps", "responses"), 0)
@@ -73,7 +76,7 @@ class Server:
         if self.failure is not None:
             raise self.failure
 
-    def needed_processes(self) -> NeededProcesses:
+    def needed_processes(self, *, is_answering: bool = True) -> NeededProcesses:
         return self.processes
 
     def read_metrics(self) -> str | None:
@@ -272,6 +275,46 @@ def test_counters_of_another_model_are_not_taken_for_ours() -> None:
     page = PAGE.format(**counts).replace('"ensemble",version="1"} 7', '"ensemble",version="1"} 8')
     progress.see(page, {})
     assert progress.hung(TIMEOUT_S) == "preprocessing has had work for 30 s, and finished none"
+
+
+def test_of_a_version_with_a_number_its_own_models_are_watched() -> None:
+    """The old version's counters go on; those of the new one stand still."""
+    clock = Clock()
+    progress = ModelProgress(clock, lambda model: f"{model}_7")
+    page = PAGE.format(entered=1, refused=0, left=1, steps=1, responses=1)
+    named = "".join(
+        line.replace('",version', '_7",version').replace('speculative"', 'speculative_7"')
+        for line in page.splitlines(keepends=True)
+    )
+    progress.see(named + page, {})
+    progress.begin()
+    clock.now += TIMEOUT_S
+    moved = PAGE.format(entered=2, refused=0, left=2, steps=2, responses=2)
+    progress.see(named + moved, {})
+    assert progress.hung(TIMEOUT_S) == "preprocessing_7 has had work for 30 s, and finished none"
+
+
+def test_a_server_that_answers_by_no_version_is_not_asked_until_it_does_again(
+    watch: Watch,
+) -> None:
+    watch.health.begin(is_answering=False)
+    assert watch.look_for(100) is None
+    assert watch.server.num_probes == 0
+    watch.health.condemn("version 7 could not be loaded again")
+    assert watch.look_for(1) == "version 7 could not be loaded again"
+    watch.health.begin()
+    assert watch.look_for(5) is None
+    assert watch.server.num_probes == 1
+
+
+def test_what_befell_a_probe_of_another_version_is_forgotten(watch: Watch) -> None:
+    """A probe under way does not count for the version that is served since: no retry follows."""
+    watch.look_for(5)
+    watch.health.begin()
+    watch.server.failure = ServerError("gone")
+    watch.server.may_end.set()
+    assert watch.look_for(4) is None
+    assert watch.server.num_probes == 1
 
 
 # Processes

@@ -21,8 +21,10 @@ from specpipe.errors import EngineMismatch, RequestError, ServerError, SpecpipeE
 from specpipe.runtimes.launch import Launch
 from specpipe.triton.client import Client
 from specpipe.triton.server import launcher
-from specpipe.triton.server.health import Health, NeededProcesses
+from specpipe.triton.server.health import NeededProcesses
 from specpipe.triton.server.launcher import ServeOptions
+from specpipe.triton.server.served_models import Version
+from specpipe.triton.server.versions import Versions
 from tests.triton.asking import metrics
 from tests.triton.conftest import write_echo_repository
 from tests.triton.faulty_pair import Controls
@@ -40,6 +42,7 @@ options = ServeOptions(http_port=0, grpc_port=0, metrics_port=0, **json.loads(sy
 serve(
     Path(sys.argv[1]),
     options,
+    artifacts_dir=Path(sys.argv[3]) if sys.argv[3:] else None,
     report=lambda line: print(line, flush=True),
     log=lambda line: print(line, file=sys.stderr),
     on_ready=lambda server: print("ready", *server.urls, server.metrics_url, flush=True),
@@ -50,10 +53,18 @@ serve(
 class Launcher:
     """`serve` in a process of its own."""
 
-    def __init__(self, repository: Path, wait_until: WaitUntil, **options: float) -> None:
+    def __init__(
+        self,
+        repository: Path,
+        wait_until: WaitUntil,
+        *,
+        artifacts_dir: Path | None = None,
+        **options: float,
+    ) -> None:
         self._wait_until = wait_until
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, str(repository), json.dumps(options)],
+            [sys.executable, "-c", _SERVE, str(repository), json.dumps(options)]
+            + ([] if artifacts_dir is None else [str(artifacts_dir)]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -373,8 +384,9 @@ class DyingServer:
     """A server that is gone and does not come back."""
 
     options = ServeOptions(probe_interval_s=5, max_restarts=3)
+    version = Version(Path("model_repo"))
 
-    def needed_processes(self) -> NeededProcesses:
+    def needed_processes(self, *, is_answering: bool = True) -> NeededProcesses:
         return Gone(os.getpid())
 
     def kill(self) -> None: ...
@@ -401,7 +413,9 @@ def test_restarts_pause_longer_each_time_and_end() -> None:
     signals, reports = NoSignals(), []
     with pytest.raises(ServerError, match="again and again, last: Triton did not start: no memory"):
         dying: Any = DyingServer()
-        launcher._supervise(dying, Health(dying), signals, reports.append)  # type: ignore[arg-type]
+        versions = Versions(dying, lambda repository: Launch(), reports.append)
+        versions.watch()
+        launcher._supervise(dying, versions, signals, reports.append)  # type: ignore[arg-type]
     assert signals.waited == [1, 0, 1, 3]
     assert reports == [
         "Triton is restarted in 0 s: tritonserver (pid 1) is gone",

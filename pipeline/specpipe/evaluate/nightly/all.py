@@ -9,6 +9,7 @@ from pathlib import Path
 from specpipe.build.load import load_config
 from specpipe.errors import ConfigError, RuntimeUnavailable, SpecpipeError
 from specpipe.evaluate.nightly.run import Finished, NightlyOptions, failed, run_pair
+from specpipe.evaluate.nightly.summary import what_changed
 from specpipe.machine.callables import Log
 from specpipe.machine.libraries import with_extras
 
@@ -41,7 +42,12 @@ def run_all(
 
 
 def reasons(runs: Sequence[Finished]) -> list[str]:
-    """Returns why runs are not good, a sentence each that begins with the pair."""
-    return [
-        f"{finished.run.pair}: {reason}" for finished in runs for reason in finished.run.reasons
-    ]
+    """Returns why runs are not good, a sentence each that begins with the pair.
+
+    After those of a pair stands what changed since the run that it is compared with.
+    """
+    lines = []
+    for run in (finished.run for finished in runs):
+        said = [*run.reasons, *([what_changed(run)] if run.reasons and run.changes else [])]
+        lines += [f"{run.pair}: {sentence}" for sentence in said]
+    return lines

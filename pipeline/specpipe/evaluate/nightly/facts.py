@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specpipe.build import planning
+from specpipe.build.quality.report import REPORT_JSON, QualityReport
 from specpipe.build.stages.check import Check
 from specpipe.build.stages.package import Package
-from specpipe.evaluate.nightly.record import Accepted, CheckpointUsed, SpeedUp
+from specpipe.evaluate.nightly.record import (
+    Accepted,
+    CheckpointUsed,
+    PromptAccepted,
+    Quality,
+    SpeedUp,
+)
+from specpipe.evaluate.prompts import Prompt
+from specpipe.evaluate.tune.acceptance import position_counts
+from specpipe.machine.artifacts import Artifacts
 from specpipe.machine.manifest import FileRecord, read_manifest
 from specpipe.roles import Role
 
@@ -55,6 +66,14 @@ def _files_read(stages: planning.Plan, folder: Path) -> dict[str, FileRecord]:
     return files
 
 
+def repository(stages: planning.Plan) -> str | None:
+    """Returns the digest of what was packaged, as its manifest has it."""
+    from specpipe.evaluate.verification.record import repository_digest
+
+    manifest = read_manifest(stages[-1].artifact)
+    return None if manifest is None else repository_digest(manifest.outputs)
+
+
 def sizes(stages: planning.Plan) -> dict[str, int]:
     """Returns the bytes of both engines and of the repository, which holds them."""
     package = stages[-1].stage
@@ -72,7 +91,7 @@ def sizes(stages: planning.Plan) -> dict[str, int]:
     return sizes_bytes
 
 
-def accepted(verified: Findings) -> Accepted | None:
+def accepted(verified: Findings, prompts: Sequence[Prompt]) -> Accepted | None:
     """Returns the draft tokens of the greedy answers with the full K, asked one at a time.
 
     K as served follows the clock; these counts are the same every night.
@@ -86,10 +105,54 @@ def accepted(verified: Findings) -> Accepted | None:
     if not counted:
         return None
     longest = max(counted, key=lambda side: side.side.num_draft_tokens or 0)
+    by_prompt = []
+    for prompt, answer in zip(prompts, longest.drafted, strict=False):
+        judged_at: list[int] = []
+        accepted_at: list[int] = []
+        if answer.steps is not None:
+            judged_at, accepted_at = position_counts(
+                answer.steps, longest.side.num_draft_tokens or 0
+            )
+        by_prompt.append(
+            PromptAccepted(
+                prompt=prompt.name,
+                kind=prompt.kind,
+                num_draft_tokens=answer.num_draft_tokens,
+                num_accepted_tokens=answer.num_accepted_tokens,
+                judged_at=tuple(judged_at),
+                accepted_at=tuple(accepted_at),
+            )
+        )
     return Accepted(
         num_draft_tokens=longest.num_draft_tokens,
         num_accepted_tokens=longest.num_accepted_tokens,
+        prompts=tuple(by_prompt),
     )
+
+
+def quality(artifacts: Artifacts, made_from: Mapping[str, Any]) -> dict[str, Quality]:
+    """Returns what quantization costs each model that is quantized, where the build measured it."""
+    path = artifacts.quality / REPORT_JSON
+    if not path.is_file():
+        return {}
+    report = QualityReport.read(path)
+    return {
+        model.role: Quality(
+            format=model.quantized.name,
+            perplexity_ratio=model.divergence.perplexity_ratio,
+            mean_kl=model.divergence.mean_kl,
+            top1_agreement=model.divergence.top1_agreement,
+            measured_on="; ".join(
+                [
+                    model.texts or "texts",
+                    *([digest] if (digest := made_from["calibration"].get(model.role)) else []),
+                    report.engines,
+                ]
+            ),
+        )
+        for model in report.models
+        if model.quantized is not None and model.divergence is not None
+    }
 
 
 def speed_ups(measured: Measurements) -> list[SpeedUp]:

@@ -1,21 +1,22 @@
 """What a nightly run leaves beside the artifact: the last good run, and a line for every run.
 
 results/nightly.json    the last good run; replaced by a good one, and by nothing else
-results/nightly.jsonl   all runs, oldest first, a line each
+results/nightly.jsonl   all runs in short, oldest first, a line each
 results/.nightly.lock   held while a run goes on; a second one waits
 """
 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from filelock import FileLock
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from specpipe.build import cache
 from specpipe.errors import RepositoryError
@@ -61,12 +62,45 @@ class VerificationResult:
     num_ties: int
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""Of tokens; a run comes with a version, too, which anybody may have made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptAccepted:
+    """Draft tokens of one prompt's answer.
+
+    judged_at, accepted_at  by position in the step, from the first; empty where steps are not known
+    """
+
+    prompt: str
+    kind: str
+    num_draft_tokens: Count
+    num_accepted_tokens: Count
+    judged_at: tuple[Count, ...] = ()
+    accepted_at: tuple[Count, ...] = ()
+
+    def __post_init__(self) -> None:
+        judged = (self.num_draft_tokens, *self.judged_at)
+        accepted = (self.num_accepted_tokens, *self.accepted_at)
+        if len(judged) != len(accepted) or any(map(operator.lt, judged, accepted)):
+            raise ValueError("more was accepted than judged")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """Draft tokens of greedy answers at the full draft length, which no clock has a part in."""
+    """Draft tokens of greedy answers at the full draft length, which no clock has a part in.
 
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    prompts  in their order; empty in what an earlier specpipe wrote
+    """
+
+    num_draft_tokens: Count
+    num_accepted_tokens: Count
+    prompts: tuple[PromptAccepted, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_accepted_tokens > self.num_draft_tokens or not self.num_draft_tokens:
+            raise ValueError("more was accepted than drafted, or nothing was drafted")
 
     @property
     def rate(self) -> float:
@@ -92,6 +126,37 @@ class SpeedUp:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latency:
+    """A percentile of what users wait for, with the pair as it is served, and its interval.
+
+    what       the first token of an answer; or one of the later ones, which is an answer's time
+               after its first output by the tokens that came in it
+    low, high  None with fewer than two prompts
+    """
+
+    concurrency: int
+    what: Literal["first token", "later token"]
+    percentile: Literal[50, 99]
+    ms: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """What quantization costs a model, as the build measured it against the plain form.
+
+    measured_on  texts, the digest of their file where it is known, device and dtype
+    """
+
+    format: str
+    perplexity_ratio: float
+    mean_kl: float
+    top1_agreement: float
+    measured_on: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Conditions:
     """What the numbers depend on besides the artifact: runs with other values are not compared.
 
@@ -108,8 +173,13 @@ class Conditions:
 class Run:
     """One nightly run of one pair, filled in as it goes on; None is what it did not get to.
 
-    reasons  why it is not good, a sentence each
-    notes    what could not be compared, and why
+    reasons           why it is not good, a sentence each
+    notes             what is worth knowing beside them, as what could not be compared and why
+    compared_with     when the run was made that this one is compared with
+    compared_version  the version that it belongs to; None: it is the last good run
+    changes           what differs in what the two were made from and with, a phrase each
+    made_from         what decides what is built and measured: a lock, and more versions
+    repository        digest of the repository that was verified and measured
     """
 
     pair: str
@@ -119,12 +189,18 @@ class Run:
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     compared_with: str | None = None
+    compared_version: int | None = None
+    changes: list[str] = field(default_factory=list)
+    made_from: dict[str, Any] = field(default_factory=dict)
+    repository: str | None = None
     checkpoints: dict[str, CheckpointUsed] = field(default_factory=dict)
     stages: list[StageRun] = field(default_factory=list)
     asked: Conditions | None = None
     verification: VerificationResult | None = None
     acceptance: Accepted | None = None
     speed_ups: list[SpeedUp] = field(default_factory=list)
+    latencies: list[Latency] = field(default_factory=list)
+    quality: dict[str, Quality] = field(default_factory=dict)
     sizes_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -161,7 +237,18 @@ def keep(artifacts_dir: Path, header: dict[str, Any], run: Run) -> None:
     with deferred():  # both, or neither
         if run.outcome == "good":
             write_result(path, data)
-        _add_line(path.with_suffix(".jsonl"), json.dumps(data, ensure_ascii=False, allow_nan=False))
+        # What two runs are compared by would make the history long; it has what came of that.
+        line = {**data, "made_from": {}, "acceptance": _in_short(run.acceptance)}
+        _add_line(path.with_suffix(".jsonl"), json.dumps(line, ensure_ascii=False, allow_nan=False))
+
+
+def _in_short(accepted: Accepted | None) -> dict[str, int] | None:
+    if accepted is None:
+        return None
+    return {
+        "num_draft_tokens": accepted.num_draft_tokens,
+        "num_accepted_tokens": accepted.num_accepted_tokens,
+    }
 
 
 def _add_line(path: Path, line: str) -> None:

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from specpipe.build import execution, planning
+from specpipe.build import execution, lock, planning
+from specpipe.build.remote_cache import remote_cache
 from specpipe.errors import RepositoryError
 from specpipe.evaluate import prompts, results
-from specpipe.evaluate.nightly import facts, record
-from specpipe.evaluate.nightly.record import Conditions, Run, SpeedUp, StageRun, VerificationResult
+from specpipe.evaluate.nightly import facts, latency, record, upstream
+from specpipe.evaluate.nightly.record import (
+    Conditions,
+    Latency,
+    Run,
+    SpeedUp,
+    StageRun,
+    VerificationResult,
+)
 from specpipe.evaluate.nightly.thresholds import is_too_slow, judge
 from specpipe.failures import sentence
 from specpipe.machine.artifacts import Artifacts
@@ -34,24 +42,39 @@ _MOST_MEASUREMENTS = 3
 """How often speed is measured at most; a night fails where every measurement is too slow."""
 
 
+@dataclass(frozen=True)
+class PromotedRun:
+    """The promoted version of a pair, and the nightly run that it was published with.
+
+    run  None: it was published without one
+    """
+
+    number: int
+    run: Run | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class NightlyOptions:
     """How runs are made.
 
     is_in_process    whether pairs run in this process instead of a Triton
-    baseline         folder of last good runs, as `<name>/results/nightly.json`; None: each pair's
-                     own
-    is_new_baseline  whether no last good run is compared with, after an intended change
+    is_locked        whether a pair is built only as its x.lock says
+    baseline         folder of last good runs, as `<name>/results/nightly.json`; None: the promoted
+                     version's run, else each pair's own last good one
+    is_new_baseline  whether no earlier run is compared with, after an intended change
+    find_promoted    finds the promoted version of a pair; None where there is none
     """
 
     is_in_process: bool = False
+    is_locked: bool = False
     baseline: Path | None = None
     is_new_baseline: bool = False
+    find_promoted: Callable[[PipelineConfig], PromotedRun | None] = lambda config: None
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that is over, and the last good run that it was compared with."""
+    """A run that is over, and the good one that it was compared with."""
 
     run: Run
     last: Run | None = None
@@ -98,15 +121,24 @@ class _PairRun:
         self._last = self._read_last()
         run.compared_with = None if self._last is None else self._last.made_at
         run.asked = self._asked(self._prompts)
-        stages = planning.plan(self._config)
-        execution.run(stages, _Build(run, self._report), verify=True)
+        pair = planning.plan_pair(self._config)
+        stages = planning.plan_stages(self._config, pair)
+        run.made_from = upstream.made_from(pair, stages, self._prompts, _LIBRARIES)
+        if self._last is not None:
+            run.changes = upstream.changes(self._last.made_from, run.made_from)
+        if self._options.is_locked:
+            lock.check_pair(self._config, pair, stages, report=self._report)
+        remote = remote_cache(self._config)
+        execution.run(stages, _Build(run, self._report), verify=True, remote=remote)
+        run.repository = facts.repository(stages)
         run.checkpoints = facts.checkpoints_used(self._config, stages)
         run.sizes_bytes = facts.sizes(stages)
+        run.quality = facts.quality(self._config.artifacts, run.made_from)
         verified = self._verify()
         run.verification = VerificationResult(
             verdict=verified.verdict, reason=verified.reason, num_ties=verified.num_ties
         )
-        run.acceptance = facts.accepted(verified)
+        run.acceptance = facts.accepted(verified, self._prompts.prompts)
         if verified.reason is None:  # how fast a wrong answer comes is of no interest
             self._measure_speed(self._prompts)
         judged = judge(run, self._last, self._limits)
@@ -134,6 +166,14 @@ class _PairRun:
         artifacts = self._config.artifacts
         if folder is not None:
             artifacts = Artifacts(folder / artifacts.folder.name)
+        elif (promoted := self._options.find_promoted(self._config)) is not None:
+            if promoted.run is not None:
+                self._run.compared_version = promoted.number
+                return promoted.run
+            self._run.notes.append(
+                f"version {promoted.number} is promoted, but was published without a nightly run "
+                "to compare with"
+            )
         return record.read_last_good(artifacts.result("nightly"))
 
     def _asked(self, prompt_set: prompts.PromptSet) -> Conditions:
@@ -174,7 +214,8 @@ class _PairRun:
     def _measure_speed(self, prompt_set: prompts.PromptSet) -> None:
         """Measures anew while a threshold is crossed: the machine may have been busy."""
         run = self._run
-        run.speed_ups = facts.speed_ups(self._bench(prompt_set))
+        measured = self._bench(prompt_set)
+        run.speed_ups, run.latencies = facts.speed_ups(measured), latency.latencies(measured)
         for number in range(2, _MOST_MEASUREMENTS + 1):
             has_failures = any(speed_up.num_failed for speed_up in run.speed_ups)
             if has_failures or not is_too_slow(run, self._last, self._limits):
@@ -185,8 +226,16 @@ class _PairRun:
                 if speed_up.ratio is not None
             )
             run.notes.append(f"speed was measured again; measurement {number - 1}: {figures}")
-            again = facts.speed_ups(self._bench(prompt_set))
-            run.speed_ups = [_spanning(*both) for both in zip(run.speed_ups, again, strict=True)]
+            measured = self._bench(prompt_set)
+            speed_ups, latencies = facts.speed_ups(measured), latency.latencies(measured)
+            run.speed_ups = [
+                _spanning(later, earlier, earlier.ratio, later.ratio)
+                for earlier, later in zip(run.speed_ups, speed_ups, strict=True)
+            ]
+            run.latencies = [
+                _spanning(later, earlier, earlier.ms, later.ms)
+                for earlier, later in zip(run.latencies, latencies, strict=True)
+            ]
 
     def _bench(self, prompt_set: prompts.PromptSet) -> Measurements:
         from specpipe.evaluate.bench import run as bench
@@ -286,9 +335,12 @@ class _Build:
         )
 
 
-def _spanning(earlier: SpeedUp, later: SpeedUp) -> SpeedUp:
+_Measured = TypeVar("_Measured", SpeedUp, Latency)
+
+
+def _spanning(later: _Measured, earlier: _Measured, *values: float | None) -> _Measured:
     """Returns the later one with an interval that holds both: each has to cross a threshold."""
-    ends = (earlier.low, earlier.high, later.low, later.high, earlier.ratio, later.ratio)
+    ends = (earlier.low, earlier.high, later.low, later.high, *values)
     known = [end for end in ends if end is not None]
     return replace(later, low=min(known, default=None), high=max(known, default=None))
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from specpipe.evaluate.nightly.record import Run, SpeedUp
+from specpipe.evaluate.nightly.acceptance import acceptance_figures
+from specpipe.evaluate.nightly.intervals import Estimate
+from specpipe.evaluate.nightly.record import Latency, Run, SpeedUp
 from specpipe.evaluate.nightly.run import Finished
+from specpipe.evaluate.nightly.thresholds import compared_acceptance, compared_name
 
 _COLUMNS = ("pair", "result", "rebuilt", "verdict", "acceptance", "speed-up", "repository")
 
@@ -22,7 +25,7 @@ def write_summary(runs: Sequence[Finished]) -> str:
         *(_row(_cells(finished)) for finished in runs),
     ]
     if any(finished.last for finished in runs):
-        lines += ["", "In brackets: the last good run."]
+        lines += ["", "In brackets: the run that it is compared with."]
     for finished in runs:
         lines += ["", *_section(finished)]
     return "\n".join(lines) + "\n"
@@ -87,17 +90,67 @@ def _size(run: Run | None) -> str:
 
 
 def _section(finished: Finished) -> list[str]:
-    run = finished.run
+    run, last = finished.run, finished.last
     items = [
         *run.reasons,
+        *([what_changed(run)] if run.changes else []),
         *(f"rebuilt {stage.stage}: {why}" for stage in run.stages for why in stage.reasons),
         *run.notes,
-        *(f"speed-up at concurrency {_interval(speed_up)}" for speed_up in run.speed_ups),
     ]
+    if last is not None and not last.made_from:
+        items.append(f"{compared_name(run)} does not say what it was made from")
+    items += [f"speed-up at concurrency {_interval(speed_up)}" for speed_up in run.speed_ups]
+    items += [_wait(latency) for latency in run.latencies]
+    for role, quality in run.quality.items():
+        items.append(
+            f"{role} in {quality.format}: {quality.perplexity_ratio:.4g} times the perplexity of "
+            f"its plain form, mean KL {quality.mean_kl:.4g} nats, top-1 agreement "
+            f"{quality.top1_agreement:.4g}"
+        )
     for role, used in run.checkpoints.items():
         commit = f", commit {used.revision}" if used.revision else ""
         items.append(f"{role}: {used.checkpoint}{commit}, SHA-256 {used.digest[:16]}")
-    return [f"### {run.pair}: {run.outcome}", "", _origin(run), "", *map(_item, items)]
+    return [
+        f"### {run.pair}: {run.outcome}",
+        "",
+        _origin(run),
+        "",
+        *map(_item, items),
+        *_acceptance_table(run, last),
+    ]
+
+
+def what_changed(run: Run) -> str:
+    """Returns what is not what it was for the compared run, as a line."""
+    return f"changed since {compared_name(run)}: {'; '.join(run.changes)}"
+
+
+def _acceptance_table(run: Run, last: Run | None) -> list[str]:
+    if run.acceptance is None or not run.acceptance.prompts:
+        return []
+    figures = acceptance_figures(run.acceptance, compared_acceptance(run, last))
+    rows = [(f.what, _shown(f.now), _shown(f.before), _shown(f.ratio)) for f in figures]
+    before = "before" if last is None else compared_name(run)
+    return [
+        "",
+        _row(("acceptance, with 95 % intervals", "this run", before, "ratio")),
+        _row(["---"] * 4),
+        *(_row([html.escape(cell, quote=False) for cell in row]) for row in rows),
+    ]
+
+
+def _shown(estimate: Estimate | None) -> str:
+    return "-" if estimate is None else str(estimate)
+
+
+def _wait(latency: Latency) -> str:
+    text = (
+        f"p{latency.percentile} of the {latency.what} at concurrency {latency.concurrency}: "
+        f"{latency.ms:.1f} ms"
+    )
+    if latency.low is None or latency.high is None:
+        return text
+    return f"{text}, 95 % interval {latency.low:.1f} to {latency.high:.1f}"
 
 
 def _interval(speed_up: SpeedUp) -> str:
@@ -110,7 +163,7 @@ def _interval(speed_up: SpeedUp) -> str:
 def _origin(run: Run) -> str:
     parts = [run.config, run.made_at]
     if run.compared_with is not None:
-        parts.append(f"compared with the run of {run.compared_with}")
+        parts.append(f"compared with {compared_name(run)}, of {run.compared_with}")
     if run.asked is not None:
         parts.append(f"served by {run.asked.served_by} on {run.asked.machine}")
     return " · ".join(html.escape(part, quote=False) for part in parts)

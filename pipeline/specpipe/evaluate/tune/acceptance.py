@@ -78,7 +78,7 @@ class AcceptanceEstimate:
     def of(cls, rounds: Sequence[RoundCounts], max_draft_len: int) -> AcceptanceEstimate:
         """Returns the sum over the steps of each prompt."""
         judged, accepted = (
-            np.array([_counts(r, max_draft_len)[which] for r in rounds], dtype=np.float64)
+            np.array([position_counts(r, max_draft_len)[which] for r in rounds], dtype=np.float64)
             for which in (0, 1)
         )
         total_judged, total_accepted = judged.sum(axis=0), accepted.sum(axis=0)
@@ -120,7 +120,7 @@ class AcceptanceEstimate:
         return asdict(self)
 
 
-def _counts(rounds: RoundCounts, max_draft_len: int) -> tuple[list[int], list[int]]:
+def position_counts(rounds: RoundCounts, max_draft_len: int) -> tuple[list[int], list[int]]:
     """Returns how many steps judged and accepted each position."""
     positions = range(1, max_draft_len + 1)
     judged = [

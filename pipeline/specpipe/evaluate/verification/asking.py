@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, ask
+from specpipe.evaluate.verification.draft_steps import DraftedAnswer, drafted_answer
 from specpipe.evaluate.verification.verdict import Stream
 from specpipe.speculative.request import Sampling
 
@@ -53,6 +54,8 @@ class SideAnswers:
     """The server's words, each once, for why it drafted or not."""
     is_lossless: bool = True
     """Whether the server keeps the target's output; False where it says itself that it does not."""
+    drafted: tuple[DraftedAnswer, ...] = ()
+    """What was drafted for each."""
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +89,7 @@ def ask_side(
         num_accepted_tokens=sum(usage.total_accepted_draft_tokens or 0 for usage in usages),
         draft_statuses=tuple(sorted({u.draft_status for u in usages if u.draft_status})),
         is_lossless=all(usage.is_lossless is not False for usage in usages),
+        drafted=tuple(drafted_answer(answer, side.num_draft_tokens) for answer in answers),
     )
 
 

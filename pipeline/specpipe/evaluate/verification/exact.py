@@ -10,6 +10,7 @@ from typing import Any
 from specpipe.evaluate.verification import draft_counts
 from specpipe.evaluate.verification.asking import Case, SideAnswers, VerifySide, case_sampling
 from specpipe.evaluate.verification.block_shapes import Agreement, less_chance, measure_agreement
+from specpipe.evaluate.verification.draft_steps import DraftedAnswer
 from specpipe.evaluate.verification.scorer import ScoredText, Scorer, rows_of
 from specpipe.evaluate.verification.seeded import SeededChoice
 from specpipe.evaluate.verification.verdict import (
@@ -45,7 +46,8 @@ class CaseComparison:
 class SideResult:
     """What became of one side: its verdict, with every prompt that was not identical.
 
-    notes  sentences on what the numbers of draft tokens say
+    notes    sentences on what the numbers of draft tokens say
+    drafted  what was drafted for each prompt, in their order
     """
 
     check: str
@@ -58,6 +60,7 @@ class SideResult:
     num_draft_tokens: int
     num_accepted_tokens: int
     notes: tuple[str, ...] = ()
+    drafted: tuple[DraftedAnswer, ...] = ()
 
     @property
     def reason(self) -> str | None:
@@ -131,6 +134,7 @@ def judge(
         num_draft_tokens=asked.num_draft_tokens,
         num_accepted_tokens=asked.num_accepted_tokens,
         notes=tuple(notes),
+        drafted=asked.drafted,
     )
 
 

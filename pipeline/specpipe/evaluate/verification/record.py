@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
@@ -43,7 +43,14 @@ def record_repository(artifacts_dir: Path) -> Files:
     return record_files(Artifacts(artifacts_dir).repository)
 
 
-def repository_digest(files: Files) -> str:
+class HasDigest(Protocol):
+    """A file of which the SHA-256 is known, in hexadecimal."""
+
+    @property
+    def sha256(self) -> str: ...
+
+
+def repository_digest(files: Mapping[str, HasDigest]) -> str:
     """Returns one SHA-256 over the names and contents of all files."""
     digest = hashlib.sha256()
     for name in sorted(files):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
     from specpipe.runtimes.plan import EngineStages, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.requirements import Requirements
     from specpipe.runtimes.tensorrt.plan import PairPlan
 
 
@@ -119,6 +120,11 @@ class TensorRTRuntime:
             allow_unknown_facts=allow_unknown_facts,
             build_command=build_command,
         )
+
+    def requirements(self, repository: Path, *, driver: str | None) -> Requirements:
+        from specpipe.runtimes.tensorrt.serve import requirements
+
+        return requirements(repository, driver=driver)
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
 from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.errors import EngineMismatch
+from specpipe.machine.manifest import hash_file
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.engine_description import reading_config
 from specpipe.runtimes.tensorrt import shapes
@@ -19,8 +19,6 @@ from specpipe.runtimes.tensorrt.build import CONFIG_NAME, ENGINE_KIND, ENGINE_NA
 from specpipe.runtimes.tensorrt.memory import estimate_memory
 from specpipe.runtimes.tensorrt.shapes import Profile
 from specpipe.version import __version__
-
-_BUFFER_BYTES = 1 << 20  # read at a time, to be hashed: a guess
 
 _OF_A_STEP = frozenset(
     (
@@ -143,11 +141,8 @@ def size_faults(spec: TensorRTEngineSpec) -> Iterator[str]:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BUFFER_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hash_file(file).hexdigest()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from pathlib import Path
 from specpipe.errors import ConfigError, EngineMismatch
 from specpipe.machine.gpus import Gpu, gpus_here
 from specpipe.roles import ROLES
-from specpipe.runtimes.engine_fit import installed, limits, mismatch
+from specpipe.runtimes.engine_fit import installed, limits, mismatch, release
 from specpipe.runtimes.launch import Launch, LaunchMode
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
+from specpipe.runtimes.requirements import EngineGpus, Requirements
 from specpipe.runtimes.tensorrt import library as libraries
 from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec, size_faults
 from specpipe.runtimes.tensorrt.fit import buildable, fit_faults
@@ -59,6 +60,27 @@ def launch(
         raise mismatch(repository, faults, list(unknown), _rebuild(build_command, library, gpus))
     return Launch(
         notes=tuple(f"{sentence}; allowed by --allow-unknown-engine-facts" for sentence in unknown)
+    )
+
+
+def requirements(repository: Path, *, driver: str | None) -> Requirements:
+    """Returns the library's version, and the compute capabilities that each engine runs on.
+
+    What tensorrt_rtx built is compiled by the driver of the GPU that runs it, whichever that is.
+    """
+    version = repository / SPECULATIVE / VERSION
+    specs = {role: TensorRTEngineSpec.read(version / role) for role in ROLES}
+    return Requirements(
+        runtime="tensorrt",
+        libraries={
+            libraries.DISTRIBUTIONS[spec.library]: release(spec.library_version)
+            for spec in specs.values()
+        },
+        engines={
+            role: EngineGpus(compute_capabilities=spec.compute_capabilities)
+            for role, spec in specs.items()
+        },
+        driver=None if all(s.library == "tensorrt_rtx" for s in specs.values()) else driver,
     )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
     from specpipe.runtimes.plan import EngineStages, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.requirements import Requirements
     from specpipe.runtimes.runtime import Backend
     from specpipe.runtimes.tensorrt_llm.plan import PairPlan
 
@@ -127,6 +128,11 @@ class TensorRTLLMRuntime:
             allow_unknown_facts=allow_unknown_facts,
             build_command=build_command,
         )
+
+    def requirements(self, repository: Path, *, driver: str | None) -> Requirements:
+        from specpipe.runtimes.pair_file import read_pair
+
+        return _built(read_pair(repository).options).requirements(repository, driver=driver)
 
     def describe(self, engine: Path) -> EngineDescription | None:
         described = (_backend(name).describe(engine) for name in ("tensorrt", "pytorch"))

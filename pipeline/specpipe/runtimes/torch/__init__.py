@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair, PairOptions
     from specpipe.runtimes.plan import EngineStages, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
+    from specpipe.runtimes.requirements import Requirements
     from specpipe.runtimes.torch.plan import PairPlan
 
 
@@ -96,6 +97,11 @@ class TorchRuntime:
         if mode != "auto":
             raise ConfigError(f"--mpi-mode {mode} has no effect: runtime 'torch' has no ranks")
         return Launch()  # its engines run wherever torch does
+
+    def requirements(self, repository: Path, *, driver: str | None) -> Requirements:
+        from specpipe.runtimes.requirements import Requirements
+
+        return Requirements(runtime=self.name, libraries={"torch": ""})  # of any version
 
     def load_pair(
         self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory

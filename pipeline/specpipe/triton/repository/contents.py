@@ -9,6 +9,7 @@ postprocessing/ config.pbtxt  1/model.py
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from specpipe.text.files import TOKENIZER_FILES
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import model_config
 from specpipe.triton.model_config import (
+    CALLS_SUFFIX,
     DRAFT_ENGINE_DIR,
     LIMITS_FILE,
     PAIR_FILE,
@@ -103,11 +105,21 @@ def read_pair_file(arguments: Mapping[str, str]) -> PairFile:
 def load_pair(
     arguments: Mapping[str, str], pair: PairFile, detokenizer: DetokenizerFactory
 ) -> Pair:
-    """Loads the engines of the `speculative` model with the runtime that `pair.json` names."""
+    """Loads the engines of the `speculative` model with the runtime that `pair.json` names.
+
+    Models that it calls are among the settings, under the names of the parameters.
+    """
+    parameters: dict[str, Any] = json.loads(arguments["model_config"])["parameters"]
+    called = {
+        key: value["string_value"]
+        for key, value in parameters.items()
+        if key.endswith(CALLS_SUFFIX)
+    }
+    settings = {**pair.options.runtime_settings, **called}
     return load_runtime(pair.runtime).load_pair(
         parameter_path(arguments, DRAFT_ENGINE_DIR),
         parameter_path(arguments, TARGET_ENGINE_DIR),
-        pair.options,
+        dataclasses.replace(pair.options, runtime_settings=settings),
         detokenizer,
     )
 

@@ -29,6 +29,7 @@ from specpipe.runtimes.repository_rule import LintRule, Repository, ServedPair
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.triton import serving
 from specpipe.triton.model_config import (
+    CALLS_SUFFIX,
     CANCELS,
     DRAFT_ENGINE_DIR,
     LIMITS_FILE,
@@ -36,9 +37,6 @@ from specpipe.triton.model_config import (
     PATH_SUFFIXES,
     TARGET_ENGINE_DIR,
 )
-
-# Ends the parameters of NVIDIA's models that name the models which they call.
-_CALLS_SUFFIX = "_model_name"
 
 _PLACEHOLDER = re.compile(r"\$\{[^}\n]*\}?")
 _KEY_BEFORE = re.compile(r"(\w+)\s*:\s*\"?[^\":]*$")
@@ -229,7 +227,7 @@ def _decoupled(repository: Repository) -> Iterator[str]:
         called += [
             value.string_value
             for key, value in sorted(caller.parameters.items())
-            if key.endswith(_CALLS_SUFFIX)
+            if key.endswith(CALLS_SUFFIX)
         ]
         decoupled = [name for name in called if _is_decoupled(repository, name)]
         if decoupled and not caller.model_transaction_policy.decoupled:

@@ -66,6 +66,9 @@ def server_command(
             str(binary.path),
             f"--model-repository={repository}",
             "--disable-auto-complete-config",
+            "--model-control-mode=explicit",
+            # Else it is not ready while another version is loaded, however long (Triton 2.51).
+            "--strict-readiness=false",
             *http,
             f"--grpc-address={bracketed(options.host)}",
             f"--grpc-port={options.grpc_port}",
@@ -78,9 +81,8 @@ def server_command(
         ]
         if backends is not None:
             command.append(f"--backend-directory={backends}")
-        if rank > 0:
-            command.append("--model-control-mode=explicit")
-            command += [f"--load-model={model}" for model in launch.rank_models]
+        models = ("*",) if rank == 0 else launch.rank_models
+        command += [f"--load-model={model}" for model in models]
         ranks.append(command)
     start = [sys.executable, "-c", _EXEC]
     if not launch.uses_mpi:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from specpipe.machine.callables import Clock
@@ -22,6 +22,7 @@ from specpipe.triton.server import processes
 
 if TYPE_CHECKING:
     from specpipe.triton.server.options import ServeOptions
+    from specpipe.triton.server.served_models import Version
 
 LOOK_INTERVAL_S = 1.0  # a guess: a look reads a few files of /proc
 
@@ -43,7 +44,7 @@ _FLOW: Mapping[str, tuple[str | None, str]] = {
     SPECULATIVE: (_PREPROCESSED, metrics.STEPS),
     POSTPROCESSING: (metrics.RESPONSES, _POSTPROCESSED),
 }
-"""By model: the count of what it is fed, and of what it has finished."""
+"""By model, as a repository names it: the count of what it is fed, and of what it has finished."""
 
 
 class Probed(Protocol):
@@ -54,7 +55,11 @@ class Probed(Protocol):
     def probe(self) -> None:
         """Sends one request; raises what went wrong, after the time-out at the latest."""
 
-    def needed_processes(self) -> NeededProcesses: ...
+    @property
+    def version(self) -> Version:
+        """What it answers by now."""
+
+    def needed_processes(self, *, is_answering: bool = True) -> NeededProcesses: ...
 
     def read_metrics(self) -> str | None:
         """Returns the metrics endpoint's page; None where it cannot be read."""
@@ -63,21 +68,51 @@ class Probed(Protocol):
 class NeededProcesses:
     """The processes that a server cannot be without, as they were when it got ready.
 
-    Those are tritonserver, the processes of its models, and what MPI started; a process that a
-    model starts for itself is the model's own affair.
+    Those are tritonserver, the processes of the models that answer, and what MPI started; a process
+    that a model starts for itself is the model's own affair.
     """
 
-    def __init__(self, leader: int, *, uses_mpi: bool = False) -> None:
-        """`leader` is tritonserver, or the mpirun that started it; it leads their session."""
+    def __init__(
+        self,
+        leader: int,
+        *,
+        models: Collection[str] | None = None,
+        is_whole_server: bool = True,
+        uses_mpi: bool = False,
+    ) -> None:
+        """`leader` is tritonserver, or the mpirun that started it; it leads their session.
+
+        models           those whose processes are needed; None: all
+        is_whole_server  False: the models' processes alone
+        """
         self._leader = leader
         session = processes.of_session(leader)
         needed = _with_children({leader}, session)
         if uses_mpi:
             daemons = {process.pid for process in session if process.name in _MPI_DAEMONS}
             needed = _with_children(needed | daemons, session)
-        self._needed = [process for process in session if process.pid in needed]
-        self._names = {process.pid: processes.model_name(process) for process in self._needed}
+        self._names = {
+            process.pid: processes.model_name(process)
+            for process in session
+            if process.pid in needed
+        }
+
+        def is_needed(process: processes.Process) -> bool:
+            if process.pid not in self._names:
+                return False
+            if process.pid == leader or not processes.runs_model(process):
+                # One that is dead had no part in what answered: a model that was unloaded.
+                is_alive = process.pid == leader or process.state not in processes.DEAD
+                return is_whole_server and is_alive
+            return models is None or self._names[process.pid] in models
+
+        self._needed = [process for process in session if is_needed(process)]
         self._was_stopped: set[int] = set()
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes that were needed."""
+        return {process.pid for process in self._needed}
 
     def fault(self) -> str | None:
         """Returns what befell one of the processes; None while all are well.
@@ -122,8 +157,11 @@ class ModelProgress:
     Work comes to preprocessing with each probe, and to each later model from the one before it.
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Clock = time.monotonic, name: Callable[[str], str] = lambda model: model
+    ) -> None:
+        """name  returns what a model of the repository is called here"""
+        self._clock, self._name = clock, name
         self._counts: dict[str, float | None] = {}
         self._cpu_s: dict[str, float] = {}
         self._seen_s = self._read_s = clock()
@@ -143,7 +181,7 @@ class ModelProgress:
         self._cpu_s, self._seen_s = dict(cpu_s), now
         if page is None:
             return
-        counts = _counts(page)
+        counts = self._read_counts(page)
         moved = {name for name, count in counts.items() if count != self._counts.get(name)}
         for model, (fed, finished) in _FLOW.items():
             if finished in moved:
@@ -161,21 +199,24 @@ class ModelProgress:
         if now - self._read_s >= timeout_s:
             return "the metrics cannot be read either"
         for model, since in self._waiting_since.items():
-            computed_ago_s = now - self._computed_s.get(model, since)
+            name = self._name(model)
+            computed_ago_s = now - self._computed_s.get(name, since)
             is_busy = computed_ago_s < min(timeout_s, _RECENT_S)
             waiting_s = now - since
             if waiting_s >= (_MAX_BUSY if is_busy else 1) * timeout_s:
-                return f"{model} has had work for {waiting_s:.0f} s, and finished none"
+                return f"{name} has had work for {waiting_s:.0f} s, and finished none"
         return None
 
-
-def _counts(page: str) -> dict[str, float | None]:
-    """Returns the counts of `_FLOW`; None where there is no such counter yet."""
-    samples = parse_samples(page)
-    counts = {name: total(samples, name) for name in (metrics.STEPS, metrics.RESPONSES)}
-    for key, model in ((_PREPROCESSED, PREPROCESSING), (_POSTPROCESSED, POSTPROCESSING)):
-        counts[key] = total(samples, *_ANSWERED, model=model)
-    return counts
+    def _read_counts(self, page: str) -> dict[str, float | None]:
+        """Returns the counts of `_FLOW`; None where there is no such counter yet."""
+        samples = parse_samples(page)
+        counts = {
+            count: total(samples, count, model=self._name(SPECULATIVE))
+            for count in (metrics.STEPS, metrics.RESPONSES)
+        }
+        for key, model in ((_PREPROCESSED, PREPROCESSING), (_POSTPROCESSED, POSTPROCESSING)):
+            counts[key] = total(samples, *_ANSWERED, model=self._name(model))
+        return counts
 
 
 def _are_all_delivered(counts: Mapping[str, float | None]) -> bool:
@@ -193,17 +234,39 @@ class Health:
 
     def __init__(self, server: Probed, clock: Clock = time.monotonic) -> None:
         self._server, self._clock = server, clock
-        self._processes = server.needed_processes()
-        self._progress = ModelProgress(clock)
-        self._results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._next_probe_s = clock() + server.options.probe_interval_s
-        self._probing_since: float | None = None
-        self._unanswered_since: float | None = None
-        self._is_retry = False
+        self._lock = threading.Lock()
+        self._verdict: str | None = None
+        self.begin()
+
+    def condemn(self, reason: str) -> None:
+        """Has the server replaced."""
+        self._verdict = reason
+
+    def begin(self, *, is_answering: bool = True) -> None:
+        """Begins anew: the server was started again, or answers by another version.
+
+        is_answering  False: it has none for now; its own process is watched alone
+        """
+        with self._lock:
+            server, clock = self._server, self._clock
+            self._verdict = None
+            self._is_answering = is_answering
+            self._processes = server.needed_processes(is_answering=is_answering)
+            self._progress = ModelProgress(clock, server.version.name)
+            self._results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+            self._next_probe_s = clock() + server.options.probe_interval_s
+            self._probing_since: float | None = None
+            self._unanswered_since: float | None = None
+            self._is_retry = False
 
     def look(self) -> str | None:
         """Returns why the server has to be replaced; None while it serves. Waits for nothing."""
-        if (reason := self._processes.fault()) is not None:
+        with self._lock:
+            return self._look()
+
+    def _look(self) -> str | None:
+        reason = self._verdict or self._processes.fault()
+        if reason is not None or not self._is_answering:
             return reason
         if self._probing_since is not None:
             try:
@@ -223,7 +286,9 @@ class Health:
         self._probing_since = self._clock()
         if self._unanswered_since is None:
             self._unanswered_since = self._probing_since
-        threading.Thread(target=self._probe, name="triton-probe", daemon=True).start()
+        threading.Thread(
+            target=self._probe, args=(self._results,), name="triton-probe", daemon=True
+        ).start()
 
     def _judge(self, failure: Exception | None) -> str | None:
         assert self._probing_since is not None
@@ -254,10 +319,10 @@ class Health:
     def _see(self) -> None:
         self._progress.see(self._server.read_metrics(), self._processes.cpu_s())
 
-    def _probe(self) -> None:
+    def _probe(self, results: queue.SimpleQueue[Exception | None]) -> None:
         try:
             self._server.probe()
         except Exception as exc:
-            self._results.put(exc)
+            results.put(exc)
         else:
-            self._results.put(None)
+            results.put(None)

@@ -6,6 +6,7 @@ watched).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -16,15 +17,16 @@ from types import FrameType
 
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.machine.callables import Log
-from specpipe.runtimes.launch import LaunchMode
+from specpipe.runtimes.launch import Launch, LaunchMode
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.triton.repository import lint
-from specpipe.triton.server import known_holes
-from specpipe.triton.server.health import LOOK_INTERVAL_S, Health
+from specpipe.triton.server import control, known_holes
+from specpipe.triton.server.health import LOOK_INTERVAL_S
 from specpipe.triton.server.installation import find_tritonserver
 from specpipe.triton.server.options import ServeOptions
 from specpipe.triton.server.server import Server, running
+from specpipe.triton.server.versions import Versions
 
 __all__ = ["ServeOptions", "Server", "running", "serve"]
 
@@ -34,6 +36,8 @@ def serve(
     options: ServeOptions,
     *,
     report: Log,
+    number: int | None = None,
+    artifacts_dir: Path | None = None,
     mpi_mode: LaunchMode = "auto",
     allow_unknown_engine_facts: bool = False,
     build_command: str = "specpipe build",
@@ -48,14 +52,22 @@ def serve(
 
     Nothing is started for engines that do not fit this machine: EngineMismatch says what differs,
     and `build_command`, what to run.
+
+    number         which version of the pair the repository is, of one that has a number
+    artifacts_dir  the pair's folder, in which this launcher can be asked for another version
+                   (control.py); None: it cannot be asked
     """
-    lint.check(repository)
-    launch = load_runtime(read_pair(repository).runtime).launch(
-        repository,
-        mode=mpi_mode,
-        allow_unknown_facts=allow_unknown_engine_facts,
-        build_command=build_command,
-    )
+
+    def plan(repository: Path) -> Launch:
+        lint.check(repository)
+        return load_runtime(read_pair(repository).runtime).launch(
+            repository,
+            mode=mpi_mode,
+            allow_unknown_facts=allow_unknown_engine_facts,
+            build_command=build_command,
+        )
+
+    launch = plan(repository)
     for note in launch.notes:
         report(f"warning: {note}")
     binary = find_tritonserver()
@@ -65,26 +77,37 @@ def serve(
         report(
             f"warning: known holes: {known_holes.describe(version, allow_http=options.allow_http)}"
         )
-    server = Server(repository, options, launch=launch, binary=binary, log=log)
+    server = Server(repository, options, number=number, launch=launch, binary=binary, log=log)
+    versions = Versions(server, plan, report)
     with _Signals(server) as signals:
         try:
             server.start(signals.received)
             if not signals.received():
-                health = Health(server)  # first, so that it is watched when on_ready is called
-                on_ready(server)
-                _supervise(server, health, signals, report)
+                versions.watch()  # first, so that it is watched when on_ready is called
+                with _asked(artifacts_dir, versions, report):
+                    on_ready(server)
+                    _supervise(server, versions, signals, report)
             if signals.received():
                 report(f"stopping: running requests have {options.drain_timeout_s:g} s to finish")
         finally:
+            versions.close()
             server.stop()
     if signals.number == signal.SIGINT:
         raise KeyboardInterrupt
 
 
-def _supervise(server: Server, health: Health, signals: _Signals, report: Log) -> None:
+def _asked(
+    artifacts_dir: Path | None, versions: Versions, report: Log
+) -> contextlib.AbstractContextManager[None]:
+    if artifacts_dir is None:
+        return contextlib.nullcontext()
+    return control.listening(artifacts_dir, versions, report)
+
+
+def _supervise(server: Server, versions: Versions, signals: _Signals, report: Log) -> None:
     """Watches until a signal comes; restarts, at once, or after pauses that grow while it fails."""
     while not signals.wait(min(LOOK_INTERVAL_S, server.options.probe_interval_s)):
-        reason = health.look()
+        reason = versions.look()
         if reason is None:
             continue
         noticed = time.monotonic()
@@ -92,6 +115,7 @@ def _supervise(server: Server, health: Health, signals: _Signals, report: Log) -
         while True:
             pause_s = min(2.0**num_failed - 1, 30.0)
             report(f"Triton is restarted in {pause_s:g} s: {reason}")
+            versions.server_ends()
             server.kill()  # which no longer says that it is ready
             if signals.wait(pause_s):
                 return
@@ -105,7 +129,7 @@ def _supervise(server: Server, health: Health, signals: _Signals, report: Log) -
                     raise ServerError(f"Triton fails again and again, last: {reason}") from exc
         if signals.received():
             return
-        health = Health(server)
+        versions.watch()
         report(f"Triton answers again, {time.monotonic() - noticed:.1f} s after that was noticed")
 
 

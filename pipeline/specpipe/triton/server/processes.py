@@ -75,11 +75,29 @@ def arguments(pid: int) -> list[str]:
 
 def model_name(process: Process) -> str:
     """Returns the model's name, by the path of model.py in its arguments; else the program's."""
+    return _model(process) or process.name
+
+
+def runs_model(process: Process) -> bool:
+    """Returns whether it is the process of a Python model."""
+    return _model(process) is not None
+
+
+def _model(process: Process) -> str | None:
     for argument in arguments(process.pid):
         path = Path(argument)
         if path.name == "model.py" and len(path.parts) > 2:
             return path.parts[-3]
-    return process.name
+    return None
+
+
+def memory_bytes(pid: int) -> int:
+    """Returns the memory of a process, its share of what others have, too; 0 where it is gone."""
+    try:
+        lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def signal_session(session: int, number: signal.Signals) -> None:

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,11 +22,12 @@ from specpipe.machine.prometheus import parse_samples, total
 from specpipe.machine.signals import deferred
 from specpipe.machine.web import asked, fetch, parse_url
 from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.repository_layout import ENSEMBLE
 from specpipe.triton import metrics
 from specpipe.triton.client import Client
 from specpipe.triton.client.grpc_transport import open_grpc
 from specpipe.triton.secret import VARIABLE, secret_of_start
-from specpipe.triton.server import installation, start_failure
+from specpipe.triton.server import installation, served_models, start_failure
 from specpipe.triton.server.addresses import check_ports, client_host, settle
 from specpipe.triton.server.command import (
     server_command,
@@ -33,7 +35,9 @@ from specpipe.triton.server.command import (
 )
 from specpipe.triton.server.health import NeededProcesses
 from specpipe.triton.server.installation import TritonBinary, find_tritonserver
+from specpipe.triton.server.model_control import ModelControl
 from specpipe.triton.server.options import ServeOptions
+from specpipe.triton.server.served_models import Version
 from specpipe.triton.server.start_failure import StartWatch
 from specpipe.triton.server.triton_process import EXIT_TIME_S, TritonProcess
 from specpipe.triton.server.workspace import Workspace
@@ -48,7 +52,8 @@ _MAX_NUM_STUCK = 6  # looks without a step; the loop reports its steps once a se
 class Server:
     """One Triton with all its processes; `start` returns when a real request went through.
 
-    It lives no longer than the thread that called `start`. The repository is its working directory.
+    It lives no longer than the thread that called `start`. Its working directory is the folder of
+    the models that it has, which are those of `version` at each start.
     """
 
     def __init__(
@@ -56,15 +61,18 @@ class Server:
         repository: Path,
         options: ServeOptions,
         *,
+        number: int | None = None,
         launch: Launch | None = None,
         binary: TritonBinary | None = None,
         log: Log = lambda line: None,
     ) -> None:
+        """number  which version of the pair it is, of one that has a number"""
         self.options = settle(options)
-        self._repository = repository.resolve()
-        self._launch = Launch() if launch is None else launch
+        self.version = Version(repository.resolve(), number)
+        """What clients are answered by, which versions.py changes while the server runs."""
+        self.launch = Launch() if launch is None else launch
         self._binary = find_tritonserver() if binary is None else binary
-        self.triton = TritonProcess(log, uses_mpi=self._launch.uses_mpi)
+        self.triton = TritonProcess(log, uses_mpi=self.launch.uses_mpi)
         """What runs, with the processes of its models."""
         self._workspace: Workspace | None = None
         self._admin_key = _admin_key(os.environ)
@@ -99,13 +107,14 @@ class Server:
         check_ports(self.options)
         self._num_steps = None
         with deferred():
-            workspace = self._workspace = Workspace(self._binary, self._repository)
-        environment = server_environment(self._binary, self._launch, os.environ, workspace)
+            workspace = self._workspace = Workspace(self._binary)
+        served_models.write(workspace.repository, self.version)
+        environment = server_environment(self._binary, self.launch, os.environ, workspace)
         installation.check(self._binary, environment)
         environment = {**environment, VARIABLE: self.secret}
-        self.triton.start(self._command(workspace), self._repository, environment)
+        self.triton.start(self._command(workspace), workspace.repository, environment)
         deadline = time.monotonic() + self.options.startup_timeout_s
-        watch = StartWatch(self.triton.pid, uses_mpi=self._launch.uses_mpi)
+        watch = StartWatch(self.triton.pid, uses_mpi=self.launch.uses_mpi)
         while not is_interrupted() and not self._is_live():
             if not self.triton.is_running:
                 self._give_up("Triton did not start")
@@ -129,19 +138,38 @@ class Server:
         self.kill()
         raise ServerError(f"{what}: {start_failure.words(self.triton.last_log_lines)}")
 
-    def probe(self) -> None:
+    def probe(self, ensemble: str = ENSEMBLE) -> None:
         """Sends one request for one token through everything; raises when no answer comes."""
         timeout_s = self.options.probe_timeout_s
         # A little longer than the request's own limit, whose refusal tells more than silence.
-        with Client(self.urls[0], timeout_s=timeout_s + _ANSWER_TIME_S) as client:
+        limit_s = timeout_s + _ANSWER_TIME_S
+        with Client(self.urls[0], model=ensemble, timeout_s=limit_s) as client:
             # First in the queue, and out of it when nobody waits for the answer any more.
             answer = client.generate(_PROBE_PROMPT, max_tokens=1, priority=-1, timeout_s=timeout_s)
         if answer.finish_reason is None:
             raise ServerError("the answer is empty")
 
-    def needed_processes(self) -> NeededProcesses:
-        """Those that run now and have to go on (health.py)."""
-        return self.triton.needed_processes()
+    def needed_processes(self, *, is_answering: bool = True) -> NeededProcesses:
+        """Those that run now and have to go on (health.py); not of models where none answers."""
+        names = self.version.names.values() if is_answering else ()
+        return self.triton.needed_processes(frozenset(names))
+
+    def processes_of(self, version: Version) -> NeededProcesses:
+        """Those that the models of a version run in."""
+        names = frozenset(version.names.values())
+        return self.triton.needed_processes(names, is_whole_server=False)
+
+    @property
+    def models_folder(self) -> Path:
+        """The folder of the models that Triton has or may load; of this start."""
+        if self._workspace is None:
+            raise ServerError("Triton does not run")
+        return self._workspace.repository
+
+    @property
+    def control(self) -> ModelControl:
+        """What loads and unloads models."""
+        return ModelControl(self.grpc_url, self._admin_key)
 
     def makes_progress(self) -> bool:
         """True when the loop ran steps since the last call: busy, however long a probe waits."""
@@ -191,7 +219,7 @@ class Server:
         num_stuck = 0
         self.makes_progress()
         while self.triton.is_running and time.monotonic() < deadline:
-            num_in_flight = self._read_metric(metrics.IN_FLIGHT)
+            num_in_flight = self._num_in_flight()
             if num_in_flight == last_num == 0:
                 return True
             is_stuck = num_in_flight == last_num and not self.makes_progress()
@@ -211,11 +239,12 @@ class Server:
             self._workspace = None
 
     def _command(self, workspace: Workspace) -> list[str]:
+        named = tuple(map(self.version.name, self.launch.rank_models))
         return server_command(
             self._binary,
             workspace.repository,
             self.options,
-            self._launch,
+            replace(self.launch, rank_models=named),
             shared_memory_prefix=self.triton.shared_memory_prefix,
             backends=workspace.backends,
             admin_key=self._admin_key,
@@ -247,6 +276,11 @@ class Server:
             return fetch(self.metrics_url, timeout_s=_ANSWER_TIME_S).decode()
         except OSError:
             return None
+
+    def _num_in_flight(self) -> float | None:
+        """None where that cannot be read; a server without models has none."""
+        page = self.read_metrics()
+        return None if page is None else total(parse_samples(page), metrics.IN_FLIGHT) or 0.0
 
     def _read_metric(self, name: str) -> float | None:
         return total(parse_samples(self.read_metrics() or ""), name)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from specpipe.errors import ServerError
 from specpipe.machine.callables import Log
 from specpipe.machine.signals import deferred
 from specpipe.triton.server import processes
@@ -39,9 +40,10 @@ class TritonProcess:
 
     @property
     def pid(self) -> int:
-        """Of what was started, which is the session's too."""
-        assert self._process is not None
-        return self._process.pid
+        """Of what was started, which is the session's too; ServerError says that it was killed."""
+        if (process := self._process) is None:
+            raise ServerError("Triton does not run")
+        return process.pid
 
     @property
     def is_running(self) -> bool:
@@ -72,8 +74,13 @@ class TritonProcess:
         )
         self._log_reader.start()
 
-    def needed_processes(self) -> NeededProcesses:
-        return NeededProcesses(self.pid, uses_mpi=self._uses_mpi)
+    def needed_processes(
+        self, models: frozenset[str], *, is_whole_server: bool = True
+    ) -> NeededProcesses:
+        """The processes of these models, and those of the server itself."""
+        return NeededProcesses(
+            self.pid, models=models, is_whole_server=is_whole_server, uses_mpi=self._uses_mpi
+        )
 
     def wait(self, seconds: float) -> None:
         """Waits for the end of Triton, at most some seconds."""

@@ -1,6 +1,6 @@
 """A temporary folder with a plain name, in which Triton and its Python stubs find everything.
 
-repository      a link
+repository/     the models that Triton loads (served_models.py)
 backends/       the wheel's, with the stub of this Python beside its library
 bin/python3     with pyvenv.cfg and lib/python3.X: an environment that has this process's packages
 base            a link to this Python
@@ -32,14 +32,12 @@ _PARENTS = ("/tmp", "/var/tmp", "/dev/shm")
 class Workspace:
     """The folder, until `close`; raises ServerError where none can be made."""
 
-    def __init__(self, binary: TritonBinary, repository: Path | None = None) -> None:
+    def __init__(self, binary: TritonBinary) -> None:
         self._folder = _plain_folder()
         self.repository = self._folder / "repository"
         self.backends = binary.backends
         self.python_dir = self._folder / "bin"
         self.library_dir = self._folder / "lib"
-        if repository is not None:
-            self.repository.symlink_to(repository)
         self._write_environment()
         needed = binary.needed_libpython()
         libpython = None if needed is None else _find_libpython(needed)
@@ -61,7 +59,9 @@ class Workspace:
         packages = self.library_dir / version / "site-packages"
         packages.mkdir(parents=True)
         folders = (folder for folder in sys.path if os.path.isabs(folder))
-        lines = (f"import site; site.addsitedir({self._ascii(folder)!r})\n" for folder in folders)
+        # Triton loads a model anew once its folder has changed, as when `__pycache__` gets into it.
+        lines = ["import sys; sys.dont_write_bytecode = True\n"]
+        lines += (f"import site; site.addsitedir({self._ascii(folder)!r})\n" for folder in folders)
         (packages / "specpipe.pth").write_text("".join(lines), encoding="ascii")
 
     def _ascii(self, folder: str) -> str:

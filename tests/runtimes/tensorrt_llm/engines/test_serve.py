@@ -12,6 +12,7 @@ import pytest
 
 from specpipe.errors import ConfigError, EngineMismatch, RepositoryError, RuntimeUnavailable
 from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.requirements import EngineGpus, Requirements
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt_llm.engines import serve
 from specpipe.runtimes.tensorrt_llm.engines.serve import (
@@ -170,6 +171,21 @@ def test_engines_that_fit_are_launched(
     repository: Callable[..., Path], here: Callable[..., None]
 ) -> None:
     assert load_runtime("tensorrt_llm").launch(repository()) == ORCHESTRATOR
+
+
+def test_a_repository_says_which_releases_and_gpus_it_needs(
+    repository: Callable[..., Path],
+) -> None:
+    folder = repository(draft={"tensorrt_llm": "1.2.1+cu130", "world_size": 1})
+    assert load_runtime("tensorrt_llm").requirements(folder, driver="570.1") == Requirements(
+        runtime="tensorrt_llm",
+        libraries={"tensorrt_llm": "1.2.1", "tensorrt": "10.14.1.48"},
+        engines={
+            "draft": EngineGpus(gpu_ids=(0,)),  # its folder does not say what it was built for
+            "target": EngineGpus(compute_capabilities=("9.0",), gpu_ids=(0, 1)),
+        },
+        driver="570.1",
+    )
 
 
 def test_one_message_lists_both_engines_and_the_rebuild_command(

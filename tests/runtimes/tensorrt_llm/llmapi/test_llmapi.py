@@ -15,6 +15,7 @@ from specpipe.build import execution, planning, repositories
 from specpipe.errors import CheckpointError, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair_file import PairFile
+from specpipe.runtimes.requirements import EngineGpus, Requirements
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt_llm.llmapi import backend
 from specpipe.runtimes.tensorrt_llm.llmapi.collect import CollectCheckpoint
@@ -88,6 +89,11 @@ def test_the_repository_holds_checkpoints_and_yaml(tmp_path: Path) -> None:
     assert pair.runtime == "tensorrt_llm"
     assert pair.options.runtime_settings["backend"] == "pytorch"
     assert [r.reasons for r in execution.preview(planning.plan(config))] == [()] * 4
+    assert load_runtime("tensorrt_llm").requirements(repository, driver="570.1") == Requirements(
+        runtime="tensorrt_llm",
+        libraries={"tensorrt_llm": "1.2"},
+        engines={"target": EngineGpus(gpu_ids=(0,))},
+    )
 
 
 def test_another_release_packages_again_and_collects_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from specpipe.runtimes.tensorrt_llm.engines.models import write_models as write_
 from specpipe.runtimes.tensorrt_llm.engines.refusals import check_window
 from specpipe.runtimes.tensorrt_llm.engines.refusals import plan_notes as plan_notes
 from specpipe.runtimes.tensorrt_llm.engines.serve import launch as launch
+from specpipe.runtimes.tensorrt_llm.engines.serve import requirements as requirements
 
 if TYPE_CHECKING:
     from specpipe.config.engine import TensorRTLLMEngineConfig

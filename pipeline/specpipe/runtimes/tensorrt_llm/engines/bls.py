@@ -353,8 +353,9 @@ class TritonModel:
 def load_pair(
     draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
 ) -> BlsPair:
-    """A pair of the models `draft` and `target` of this server; the folders hold their configs.
+    """A pair of two models of this server; the folders hold the configs of their engines.
 
+    What the models are called, the parameters of `speculative` say, which come with the settings.
     Raises RuntimeUnavailable outside Triton, and EngineMismatch when the engines were built for
     less than the options ask.
     """
@@ -365,13 +366,16 @@ def load_pair(
         raise RuntimeUnavailable(
             "runtime 'tensorrt_llm' runs engines inside Triton only: use `specpipe serve`"
         ) from exc
+    settings = options.runtime_settings
+    # Repositories of older releases do not name them.
+    names = {role: settings.get(key, role) for role, key in contract.MODEL_NAMES.items()}
     return BlsPair(
-        TritonModel(pb_utils, contract.DRAFT, is_decoupled=False),
-        TritonModel(pb_utils, contract.TARGET, is_decoupled=True),
+        TritonModel(pb_utils, names[contract.DRAFT], is_decoupled=False),
+        TritonModel(pb_utils, names[contract.TARGET], is_decoupled=True),
         options,
         limits,
         detokenizer,
-        acceptance=options.runtime_settings["acceptance"],
+        acceptance=settings["acceptance"],
     )
 
 

@@ -24,6 +24,7 @@ tensorrtllm_backend v0.19.0 says the same):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -36,7 +37,10 @@ BACKEND = "tensorrtllm"
 
 DRAFT: Role = "draft"
 TARGET: Role = "target"
-"""The names of the two models in a repository; `speculative` calls them."""
+"""The names of the two models in a repository; `speculative` calls them, by its parameters."""
+
+MODEL_NAMES: Mapping[Role, str] = {DRAFT: "draft_model_name", TARGET: "target_model_name"}
+"""The parameters of `speculative` that name them as the server has them."""
 
 ENGINE_DIR = "engine"
 """The folder of the engine in a model's version folder."""

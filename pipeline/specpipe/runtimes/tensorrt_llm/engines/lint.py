@@ -258,6 +258,10 @@ def pair_of_engines(repository: Repository, pair: ServedPair) -> Iterator[str]:
     if contract.TARGET not in engines:
         return
     yield from (f"{pair.model}: {fault}" for fault in _pair_faults(pair.options, engines))
+    for role, key in contract.MODEL_NAMES.items():
+        named = parameter(repository.models[pair.model], key)
+        if named not in (None, role):  # None: older releases wrote it without
+            yield f"{pair.model}: its {key} is '{named}', expected '{role}'"
     target, caller = engines[contract.TARGET].config, repository.models[pair.model]
     if target.model_transaction_policy.decoupled and not caller.model_transaction_policy.decoupled:
         yield (

@@ -3,9 +3,10 @@
 draft/   config.pbtxt  1/engine/{config.json, rank0.engine, ...}
 target/  config.pbtxt  1/engine/{config.json, rank0.engine, ...}
 
-`speculative` calls both, and has only the engines' `config.json`. The target is decoupled, so that
-a request without draft tokens streams out of one call; the draft's answers come whole. The C++
-backend takes both for draft tokens (contract.py says where that was read).
+`speculative` calls both, by the names in its parameters, and has only the engines' `config.json`.
+The target is decoupled, so that a request without draft tokens streams out of one call; the draft's
+answers come whole. The C++ backend takes both for draft tokens (contract.py says where that was
+read).
 
 `gpt_model_path` is relative to the repository: the backend opens it as it stands, and the server
 runs in the repository's folder, wherever that lies.
@@ -22,7 +23,12 @@ from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.runtimes.engine_description import ENGINE_CONFIG
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
 from specpipe.runtimes.tensorrt_llm import kv_plan
-from specpipe.runtimes.tensorrt_llm.engines.contract import DRAFT, ENGINE_DIR, TARGET
+from specpipe.runtimes.tensorrt_llm.engines.contract import (
+    DRAFT,
+    ENGINE_DIR,
+    MODEL_NAMES,
+    TARGET,
+)
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import read_engine
 from specpipe.runtimes.tensorrt_llm.engines.refusals import check_window, holds_longest_round
 
@@ -83,7 +89,7 @@ def write_models(
 ) -> None:
     """Puts both engines into the repository `out` by hard links, each in a model of its own."""
     # Protocol buffers come with gRPC, whose import would slow down every plan.
-    from specpipe.runtimes.config_pbtxt import to_text
+    from specpipe.runtimes.config_pbtxt import read_config, to_text
     from specpipe.runtimes.tensorrt_llm.engines.pbtxt import engine_model
 
     for role, engine in ((DRAFT, draft_engine), (TARGET, target_engine)):
@@ -97,3 +103,8 @@ def write_models(
         described = out / SPECULATIVE / VERSION / role
         described.mkdir(parents=True)
         shutil.copyfile(engine / ENGINE_CONFIG, described / ENGINE_CONFIG)
+    caller = out / SPECULATIVE / "config.pbtxt"
+    config = read_config(caller)
+    for role, parameter in MODEL_NAMES.items():
+        config.parameters[parameter].string_value = role
+    caller.write_text(to_text(config), encoding="utf-8")

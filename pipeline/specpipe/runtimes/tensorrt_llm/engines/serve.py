@@ -21,6 +21,7 @@ from specpipe.runtimes.engine_fit import installed, mismatch, release
 from specpipe.runtimes.launch import Launch, LaunchMode
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import VERSION
+from specpipe.runtimes.requirements import EngineGpus, Requirements
 from specpipe.runtimes.tensorrt_llm.engines.contract import ENGINE_DIR
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import FACTS_NAME
 
@@ -161,6 +162,34 @@ def launch(
     notes = tuple(f"{sentence}; allowed by --allow-unknown-engine-facts" for sentence in unknown)
     sizes = [settings[f"{role}_world_size"] for role in ROLES]
     return plan_launch(sizes, mode, num_gpus=len(here.compute_capabilities), notes=notes)
+
+
+def requirements(repository: Path, *, driver: str | None) -> Requirements:
+    """Returns the releases that built the engines, and the GPUs that each engine takes."""
+    settings = read_pair(repository).options.runtime_settings
+    built = {role: EngineFacts.read(repository / role / VERSION / ENGINE_DIR) for role in ROLES}
+    known = {
+        "tensorrt_llm": [facts.tensorrt_llm for facts in built.values()],
+        "tensorrt": [facts.tensorrt for facts in built.values()],
+    }
+    return Requirements(
+        runtime="tensorrt_llm",
+        libraries={"tensorrt_llm": ""}
+        | {
+            name: release(version)
+            for name, versions in known.items()
+            for version in versions
+            if version is not None
+        },
+        engines={
+            role: EngineGpus(
+                compute_capabilities=tuple(filter(None, [facts.compute_capability])),
+                gpu_ids=tuple(settings[f"{role}_gpu_ids"]),
+            )
+            for role, facts in built.items()
+        },
+        driver=driver,
+    )
 
 
 def plan_launch(

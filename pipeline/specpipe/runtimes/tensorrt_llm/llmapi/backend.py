@@ -20,7 +20,9 @@ import yaml
 from specpipe.config.tensorrt_llm_versions import serving_image
 from specpipe.errors import ConfigError, EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.launch import Launch
+from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION, link_folder
+from specpipe.runtimes.requirements import EngineGpus, Requirements
 from specpipe.runtimes.tensorrt_llm.kv_plan import estimate_memory as estimate_memory
 from specpipe.runtimes.tensorrt_llm.llmapi import model_yaml
 from specpipe.runtimes.tensorrt_llm.llmapi.collect import engine_stages as engine_stages
@@ -88,6 +90,24 @@ def launch(
             f"--mpi-mode {mode} has no effect: backend 'pytorch' starts its ranks itself"
         )
     return Launch()
+
+
+def requirements(repository: Path, *, driver: str | None) -> Requirements:
+    """Returns the release line that the YAML was written for, and as many GPUs as there are ranks.
+
+    TensorRT-LLM runs draft and target in the same processes.
+    """
+    settings = read_pair(repository).options.runtime_settings
+    llm = settings["llm"]
+    num_gpus = llm["tensor_parallel_size"] * llm["pipeline_parallel_size"]
+    line = model_yaml.release_line(settings["tensorrt_llm"])
+    return Requirements(
+        runtime="tensorrt_llm",
+        libraries={"tensorrt_llm": ".".join(map(str, line))},
+        engines={
+            "target": EngineGpus(gpu_ids=tuple(settings["target_gpu_ids"] or range(num_gpus)))
+        },
+    )
 
 
 def load_pair(

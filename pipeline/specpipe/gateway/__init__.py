@@ -1,0 +1,1 @@
+"""A door for clients of OpenAI's protocol, in front of one Triton or several."""

@@ -1,0 +1,52 @@
+"""What a dialect of tool calls is to those who use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCallDelta:
+    """A piece of one tool call.
+
+    index      which call of the answer it belongs to, from 0
+    name       of the function; in the first piece of a call alone, ""  in the others
+    arguments  a piece of its arguments, which together are JSON
+    """
+
+    index: int
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageDelta:
+    """What a piece of an answer's text adds to the assistant's message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+class MessageParser(Protocol):
+    """Splits the text of one answer, special tokens kept, as it comes."""
+
+    def feed(self, text: str) -> MessageDelta:
+        """Returns what is certain by now; text that may begin a call is held back."""
+
+    def end(self) -> MessageDelta:
+        """Returns what was held back; a call that was cut stays as far as it came."""
+
+
+class ToolDialect(Protocol):
+    """How the models of a family write tool calls."""
+
+    name: str
+
+    def parser(self, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+        """Returns the parser of one answer, `tools` being those of the request."""
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> str:
+        """Returns the Lark grammar of an answer that is one call, or several, of these tools."""
