@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,15 @@ from specpipe.runtimes.torch.fused import attention, kernels, scoring
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.linear import Kind, Linear, int4_block, packed, unpacked
 from specpipe.runtimes.torch.fused.products import KINDS
-from specpipe.runtimes.torch.fused.tiles import Tiles, add_tiles, gated_tiles, linear_tiles
+from specpipe.runtimes.torch.fused.tiles import (
+    Tiles,
+    add_tiles,
+    gated_tiles,
+    linear_tiles,
+    wide_tiles,
+)
 from specpipe.runtimes.torch.fused.weights import load_weights, unsupported
-from specpipe.runtimes.torch.fused_sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import ROWS, WIDTHS
 from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.layout import write_weights
 from tests.quantization.checkpoints import quantized_checkpoint
@@ -41,7 +48,7 @@ from tests.runtimes.torch.fused.kernel_inputs import (
     random,
     squares_of,
 )
-from tests.runtimes.torch.fused.test_tiles import SHAPES, Shape
+from tests.runtimes.torch.fused.test_tiles import EVERY_SHAPE, Shape
 from tests.runtimes.torch.fused.toy import toy_config, toy_weights
 from tests.runtimes.torch.test_engine import difference
 
@@ -449,22 +456,42 @@ READ_BEFORE_THE_WAIT = {
 }
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token", "int8"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_tiles_divide_every_known_matrix(shape: Shape, kind: Kind) -> None:
+def matrices(shape: Shape, kind: Kind, group: int) -> list[tuple[int, int, Tiles]]:
+    """Columns, channels and tiles of each matrix of a layer."""
     hidden, inter = shape.hidden, shape.intermediate
     queries = shape.num_heads * shape.head_size
     columns = queries + 2 * shape.num_kv_heads * shape.head_size
-    most = min(shape.head_size, 64)
-    for num_columns, num_channels, tiles in [
-        (columns, hidden, linear_tiles(columns, hidden, most=most, kind=kind)),
-        (hidden, queries, add_tiles(hidden, queries, kind=kind)),
-        (inter, hidden, gated_tiles(inter, hidden, kind=kind)),
-        (hidden, inter, add_tiles(hidden, inter, kind=kind)),
+    found = []
+    for num_columns, num_channels, tiles_of in [
+        (columns, hidden, partial(linear_tiles, most=min(shape.head_size, 64))),
+        (hidden, queries, add_tiles),
+        (inter, hidden, gated_tiles),
+        (hidden, inter, add_tiles),
     ]:
+        block = int4_block(num_channels, group) if kind == "int4" else 0
+        tiles = tiles_of(num_columns, num_channels, kind=kind, block=block)
+        found.append((num_columns, num_channels, tiles))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token", "int8", "int4"])
+@EVERY_SHAPE
+def test_tiles_divide_every_known_matrix(shape: Shape, kind: Kind) -> None:
+    for num_columns, num_channels, tiles in matrices(shape, kind, 0):
         assert num_columns % tiles.block_n == 0
         assert num_channels % (tiles.splits * tiles.block_c) == 0
         assert 0 < tiles.prefetch <= num_channels // tiles.splits
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int8", 0), ("int4", 0), ("int4", 32)])
+@EVERY_SHAPE
+def test_integers_have_one_matrix_instruction_at_every_width(
+    shape: Shape, kind: Kind, group: int
+) -> None:
+    """Not Hopper's, of 64 columns and 4 warps, which adds up other channels at once: tiles.py."""
+    for num_columns, _, narrow in matrices(shape, kind, group):
+        wide = [wide_tiles(narrow, width, num_columns, kind=kind) for width in WIDTHS[1:]]
+        assert all(tiles.block_n < 64 or tiles.num_warps < 4 for tiles in (narrow, *wide))
 
 
 def test_the_tiles_that_were_timed() -> None:

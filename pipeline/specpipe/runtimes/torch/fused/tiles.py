@@ -10,14 +10,14 @@ instruction of them, for which blocks of bytes are copied 8 at a time and not 16
 instruction which takes numbers as they are: Hopper's wgmma, of 64 columns and 4 warps.
 
 Launches of more than 16 rows have tiles of their own for speed alone: wide_tiles. Those were timed
-on an H200, in bfloat16.
+on an H200, with weights in bfloat16, int8 and int4.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specpipe.runtimes.torch.fused.linear import ROUNDED, Kind
+from specpipe.runtimes.torch.fused.linear import ROUNDED, UNPACKED, Kind
 from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, power_of_2_below
 
 MIN_BLOCK = 16
@@ -176,12 +176,22 @@ def wide_tiles(
     held stay as they are, and so do blocks that are added by themselves (FP8) or packed (int4).
     Hopper's two matrix instructions add alike: tests show it. Where each warp has channels of its
     own, or all are held, a program has no room for more rows, and there are more programs.
+
+    Integers stay with the narrow tiles' instruction, mma.sync. For it the compiler gives a thread 4
+    channels that lie together, as bytes do in a register, so that one instruction adds 0, 1, 4, 5,
+    8, 9, … of 32 channels and the next 2, 3, 6, 7, …; Hopper's wgmma would add 0 to 15, then the
+    others. A program has 64 rows at most: more would leave no registers for what is unpacked.
     """
     if narrow.ways > 1 or narrow.held:
         return narrow
-    block_n = max(narrow.block_n, largest_divisor(num_columns, most))
     block_c = narrow.block_c
-    if kind in ("plain", "int8"):
+    if kind in UNPACKED:
+        return replace(
+            narrow, block_c=min(block_c, 128) if kind == "int8" else block_c,
+            num_warps=4 if narrow.block_n < 64 else 2, num_stages=3, rows=min(width, 64),
+        )  # fmt: skip
+    block_n = max(narrow.block_n, largest_divisor(num_columns, most))
+    if kind == "plain":
         block_c = min(block_c, 64 if width > 32 or block_n > 64 else 128)
     return replace(
         narrow, block_n=block_n, block_c=block_c, num_warps=4, num_stages=6,
