@@ -5,7 +5,10 @@ from __future__ import annotations
 from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
 
 ROWS = 16
-"""Columns of every tile: rows that one launch takes at most."""
+"""Rows that the narrowest launch takes, and every one of a single stream."""
+
+WIDTHS = (16, 32, 64, 128)
+"""Rows that launches take at most, each kind by kernels of its own."""
 
 PAGE = 64
 """Positions of a page of the KV cache."""
@@ -23,6 +26,16 @@ join.
 
 LONGEST_RECORDED = 512
 """Tokens of a piece of a prompt. For more, the GPU takes longer than the host to launch it all."""
+
+
+def width_of(num_rows: int) -> int:
+    """Returns the width of a launch for so many rows, which the greatest holds."""
+    return next(width for width in WIDTHS if width >= num_rows)
+
+
+def most_rows(max_batch_size: int, max_draft_len: int) -> int:
+    """Returns the width of an engine's greatest launch, which all sequences may need to verify."""
+    return width_of(min(max_batch_size * (max_draft_len + 1), WIDTHS[-1]))
 
 
 def spare_positions(max_draft_len: int) -> int:

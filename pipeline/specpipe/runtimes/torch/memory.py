@@ -14,8 +14,8 @@ from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.torch.fused_sizes import (
     LONGEST_RECORDED,
     PAGE,
-    ROWS,
     max_parts,
+    most_rows,
     pages_of,
     spare_positions,
 )
@@ -65,7 +65,7 @@ def estimate_memory(
         workspace_bytes=element * (2 * num_rows * row + prefill_mask)
         + 4 * (scores + 2 * logits)
         + _rounding_bytes(config, max_num_tokens)
-        + (_fused_bytes(config, capacity, max_draft_len) if on_gpu else 0),
+        + (_fused_bytes(config, capacity, max_batch_size, max_draft_len) if on_gpu else 0),
     )
 
 
@@ -107,10 +107,13 @@ def _rounding_bytes(config: UnifiedConfig, max_num_tokens: int) -> int:
     return 4 * max_num_tokens * (copies * widest + 2 * config.intermediate_size)
 
 
-def _fused_bytes(config: UnifiedConfig, capacity: int, max_draft_len: int) -> int:
-    """Returns what fused engines keep of a round: parts of attention, logits, and what is drawn."""
-    num_parts = ROWS * config.num_attention_heads * max_parts(capacity)
+def _fused_bytes(
+    config: UnifiedConfig, capacity: int, max_batch_size: int, max_draft_len: int
+) -> int:
+    """Returns what fused engines keep of a step: parts of attention, logits, and what is drawn."""
+    rows = most_rows(max_batch_size, max_draft_len)
+    num_parts = rows * config.num_attention_heads * max_parts(capacity)
     part = config.head_size + 2  # sums of values; the highest score, and the sum of weights
-    floats = num_parts * part + ROWS * config.vocab_size
+    floats = num_parts * part + rows * config.vocab_size
     drawn = 16 * config.vocab_size  # of each row a key and a mass of every token
     return ELEMENT_BYTES["F32"] * floats + (max_draft_len + 1) * drawn

@@ -113,6 +113,7 @@ def _fused_pair(
     for engine, folder in ((draft_engine, draft), (target_engine, target)):
         check_limits(folder, engine, options)
         engine.record_prompts(options.max_num_tokens)
+        engine.record_rows()
     rounds = None
     if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
         rounds = FusedRounds(

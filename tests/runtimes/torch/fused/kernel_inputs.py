@@ -44,10 +44,10 @@ def launch(kernel: object, grid: tuple[int, ...], *arguments: object, **constant
     kernel[grid](*arguments, **constants, PDL=pdl, **options)  # type: ignore[index]
 
 
-def squares_of(hidden: Tensor, num_parts: int) -> Tensor:
-    """The sums of squares that go with hidden states [R, C], [parts, ROWS]."""
+def squares_of(hidden: Tensor, num_parts: int, width: int = ROWS) -> Tensor:
+    """The sums of squares that go with hidden states [R, C], [parts, width]."""
     blocks = hidden.float().square().unflatten(1, (num_parts, -1)).sum(-1)
-    out = torch.zeros(num_parts, ROWS, device=DEVICE)
+    out = torch.zeros(num_parts, width, device=DEVICE)
     out[:, : len(hidden)] = blocks.t()
     return out
 

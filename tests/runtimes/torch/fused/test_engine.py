@@ -105,8 +105,14 @@ def test_prompts_in_pieces_and_several_sequences_in_a_batch() -> None:
     assert largest_difference(SMALL, {}, steps) <= TOLERANCE
 
 
-def test_more_rows_than_one_launch_has() -> None:
-    assert largest_difference(SMALL, {}, [[(1, 9, 9), (0, 9, 8)]]) <= TOLERANCE
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_batch_size": 3, "max_draft_len": 4}, {"max_batch_size": 4, "max_draft_len": 5}],
+    ids=["two launches", "a wide one"],
+)
+def test_more_rows_than_a_narrow_launch_has(limits: dict[str, int]) -> None:
+    steps: list[Step] = [[(1, 9, 9), (0, 9, 8)]]
+    assert largest_difference(SMALL, {}, steps, limits=limits) <= TOLERANCE
 
 
 @pytest.mark.slow
@@ -143,6 +149,7 @@ def test_a_row_is_the_same_whatever_runs_beside_it() -> None:
     one, other = (fused.allocate(prompt_length=9, max_tokens=20) for _ in range(2))
     alone = [fused.forward([(one, [token])], [1]) for token in first[:2]]
     fused.truncate(one, 0)
+    fused.record_rows()  # which are nobody's
     together = fused.forward([(other, second[:2]), (one, first[:3])], [0, 3])
     assert torch.equal(together[:2], torch.cat(alone))
 

@@ -40,7 +40,7 @@ def test_embed(dtype: torch.dtype, by_position: bool) -> None:
     tokens = integers(7, 3, 49, 0, 11)
     launch(
         kernels.embed, (4,), tokens, integers(2, 4, -1, 1), table, gain, hidden, scaled, squares,
-        2.0, C=48, BLOCK_C=32, ROWS=ROWS, BY_POSITION=by_position,
+        2.0, C=48, BLOCK_C=32, BY_POSITION=by_position,
     )  # fmt: skip
     rows = [49, 11, 3] if by_position else [7, 3, 0]
     wanted = 2.0 * table[rows]
@@ -75,7 +75,8 @@ def test_rotary_linear(
         bias, rotations, query, keys, values, pages, integers(*positions), integers(1, 1, 1), rows,
         2, 3, EPSILON,
         C=channels, H=num_heads, H_KV=num_kv_heads, D=head_size, PAGE=PAGE, BLOCK_N=block_n,
-        BLOCK_C=block_c, PARTS=4, ROWS=ROWS, PREFETCH=block_c, HAS_BIAS=has_bias, TURNS=True,
+        BLOCK_C=block_c, PARTS=4, ROWS=ROWS, WIDTH=ROWS, PREFETCH=block_c, HAS_BIAS=has_bias,
+        TURNS=True,
         GROUP=0, KIND=PLAIN, WAYS=ways, HELD=held,
     )  # fmt: skip
     product = normed(hidden, gain) @ weight.double().t() + (bias.double() if has_bias else 0.0)
@@ -121,32 +122,41 @@ def test_turn_heads(dtype: torch.dtype, has_norm: bool) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(
-    ("block_n", "ways", "held"), [(16, 1, 0), (64, 1, 0), (32, 1, 96), (16, 2, 0), (16, 4, 192)]
-)
+    ("block_n", "ways", "held", "tile_rows", "width"),
+    [(16, 1, 0, 16, 16), (64, 1, 0, 32, 32), (32, 1, 96, 16, 16), (16, 2, 0, 16, 16),
+     (16, 4, 192, 16, 32)],
+)  # fmt: skip
 def test_add_linear(
-    dtype: torch.dtype, block_n: int, ways: int, held: int, splits: int, has_bias: bool
+    dtype: torch.dtype,
+    block_n: int,
+    ways: int,
+    held: int,
+    tile_rows: int,
+    width: int,
+    splits: int,
+    has_bias: bool,
 ) -> None:
-    channels, columns, rows = 192 * splits, 64, 5
+    channels, columns, rows = 192 * splits, 64, width - 11
     x, weight = random(rows, channels, dtype=dtype), random(columns, channels, dtype=dtype, seed=1)
     bias, gain = random(columns, dtype=dtype, seed=2), random(columns, dtype=dtype, seed=3)
     before = random(rows, columns, dtype=dtype, seed=4)
     hidden, scaled = before.clone(), poisoned(rows, columns, dtype=dtype)
-    num_parts = columns // block_n
-    squares = poisoned(num_parts, ROWS, dtype=torch.float32)
-    parts = poisoned(splits, ROWS, columns, dtype=torch.float32)
-    arrivals = torch.zeros(num_parts, dtype=torch.int32, device=DEVICE)
+    num_blocks, num_parts, row_blocks = columns // block_n, columns // 16, width // tile_rows
+    squares = poisoned(num_parts, width, dtype=torch.float32)
+    parts = poisoned(splits, width, columns, dtype=torch.float32)
+    arrivals = torch.zeros(row_blocks * num_blocks, dtype=torch.int32, device=DEVICE)
     launch(
-        kernels.add_linear, (num_parts, splits),
+        kernels.add_linear, (num_blocks, splits, row_blocks),
         x, UNUSED, weight, UNUSED, bias, gain, hidden, scaled, squares, parts, arrivals, rows,
-        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=32, SPLITS=splits, ROWS=ROWS, WAYS=ways,
-        HELD=held,
-        PREFETCH=32, HAS_BIAS=has_bias, GROUP=0, KIND=PLAIN,
+        N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=32, SPLITS=splits,
+        SUMMED=16, ROWS=tile_rows, WIDTH=width, WAYS=ways, HELD=held, PREFETCH=32,
+        HAS_BIAS=has_bias, GROUP=0, KIND=PLAIN,
     )  # fmt: skip
     assert not arrivals.any()
     product = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
     assert error(hidden, before.double() + product) < TOLERANCE[dtype]
     assert error(scaled, hidden.double() * gain.double()) < TOLERANCE[dtype]
-    assert error(squares[:, :rows], squares_of(hidden, num_parts)[:, :rows]) < 1e-5
+    assert error(squares[:, :rows], squares_of(hidden, num_parts, width)[:, :rows]) < 1e-5
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -167,7 +177,7 @@ def test_gated_linear(
         (hidden.float() * gain.float()).to(dtype), squares_of(hidden, 4), UNUSED, weight, UNUSED,
         bias, out, out, rows, 4, EPSILON, 1.0,
         N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=max(32, 16 * ways), PARTS=4, ROWS=ROWS,
-        PREFETCH=32, HAS_BIAS=has_bias, ACTIVATION=kernels.ACTIVATIONS[activation],
+        WIDTH=ROWS, PREFETCH=32, HAS_BIAS=has_bias, ACTIVATION=kernels.ACTIVATIONS[activation],
         HAS_GAIN=False, GROUP=0, KIND=PLAIN, NEXT=PLAIN, WAYS=ways, HELD=held,
     )  # fmt: skip
     product = normed(hidden, gain) @ weight.double().t() + (bias.double() if has_bias else 0.0)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,15 @@ from specpipe.runtimes.torch.fused import attention, kernels, scoring
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.linear import Kind, Linear, int4_block, packed, unpacked
 from specpipe.runtimes.torch.fused.products import KINDS
-from specpipe.runtimes.torch.fused.tiles import Tiles, add_tiles, gated_tiles, linear_tiles
+from specpipe.runtimes.torch.fused.tiles import (
+    Tiles,
+    add_tiles,
+    gated_tiles,
+    linear_tiles,
+    wide_tiles,
+)
 from specpipe.runtimes.torch.fused.weights import load_weights, unsupported
-from specpipe.runtimes.torch.fused_sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import ROWS, WIDTHS
 from specpipe.runtimes.torch.kernel_choice import Kernel
 from specpipe.runtimes.torch.layout import write_weights
 from tests.quantization.checkpoints import quantized_checkpoint
@@ -41,7 +48,7 @@ from tests.runtimes.torch.fused.kernel_inputs import (
     random,
     squares_of,
 )
-from tests.runtimes.torch.fused.test_tiles import SHAPES, Shape
+from tests.runtimes.torch.fused.test_tiles import EVERY_SHAPE, Shape
 from tests.runtimes.torch.fused.toy import toy_config, toy_weights
 from tests.runtimes.torch.test_engine import difference
 
@@ -161,7 +168,7 @@ def as_kernels_take(
     launch(
         kernels.round_input, (len(x) - first_row,),
         x, squares, out, row_scales, first_row, num_parts, EPSILON, linear.input_scale,
-        C=channels, BLOCK_C=1 << (channels - 1).bit_length(), PARTS=4, ROWS=ROWS,
+        C=channels, BLOCK_C=1 << (channels - 1).bit_length(), PARTS=4, WIDTH=ROWS,
         HAS_NORM=hidden is not None, KIND=KINDS[linear.kind],
     )  # fmt: skip
     return out, row_scales
@@ -227,7 +234,8 @@ def test_rotary_linear(dtype: torch.dtype, kind: Kind, group: int) -> None:
         UNUSED, UNUSED, integers(0).view(1, 1), integers(0, 1, 2), integers(0, 0, 0), rows, 2, 1,
         EPSILON,
         C=channels, H=2, H_KV=1, D=16, PAGE=16, BLOCK_N=32, BLOCK_C=linear.block or 128, PARTS=2,
-        ROWS=ROWS, PREFETCH=64, HAS_BIAS=False, TURNS=False, GROUP=group, KIND=KINDS[kind],
+        ROWS=ROWS, WIDTH=ROWS, PREFETCH=64, HAS_BIAS=False, TURNS=False, GROUP=group,
+        KIND=KINDS[kind],
     )  # fmt: skip
     assert error(out, rounded(normed(scaled, hidden), kind) @ matrix.t()) < TOLERANCE[dtype]
 
@@ -253,7 +261,8 @@ def test_add_linear(dtype: torch.dtype, kind: Kind, group: int, splits: int, blo
         inputs, row_scales, linear.weight, linear.scale, bias, gain, hidden, scaled, squares,
         parts, arrivals, rows,
         N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=block if kind == "int4" else 128,
-        SPLITS=splits, ROWS=ROWS, PREFETCH=64, HAS_BIAS=True, GROUP=group, KIND=KINDS[kind],
+        SPLITS=splits, SUMMED=block_n, ROWS=ROWS, WIDTH=ROWS, PREFETCH=64, HAS_BIAS=True,
+        GROUP=group, KIND=KINDS[kind],
     )  # fmt: skip
     product = rounded(x, kind) @ matrix.t() + bias.double()
     assert error(hidden, before.double() + product) < tolerance(dtype, kind)
@@ -282,8 +291,8 @@ def test_gated_linear(
         x, squares_of(hidden, 4), row_scales, linear.weight, linear.scale, UNUSED, out_gain, out,
         rows, 4, EPSILON, INPUT_SCALE,
         N=columns, C=channels, BLOCK_N=block_n, BLOCK_C=linear.block or 128, PARTS=4, ROWS=ROWS,
-        PREFETCH=64, HAS_BIAS=False, ACTIVATION=kernels.ACTIVATIONS["silu"], HAS_GAIN=True,
-        GROUP=group, KIND=KINDS[kind], NEXT=KINDS[following],
+        WIDTH=ROWS, PREFETCH=64, HAS_BIAS=False, ACTIVATION=kernels.ACTIVATIONS["silu"],
+        HAS_GAIN=True, GROUP=group, KIND=KINDS[kind], NEXT=KINDS[following],
     )  # fmt: skip
     fc, gate = (rounded(normed(scaled, hidden), kind) @ matrix.t() / 16).chunk(2, dim=1)
     wanted = torch.nn.functional.silu(fc) * gate * out_gain.double()
@@ -313,7 +322,8 @@ def test_score(dtype: torch.dtype, kind: Kind, group: int) -> None:
         x, squares_of(hidden, 4), row_scales, linear.weight, linear.scale, UNUSED, logits, best,
         best_ids, 1, rows, 4, vocab_size, EPSILON,
         V=vocab_size, C=channels, BLOCK_N=64, BLOCK_C=linear.block or 128, PARTS=4, ROWS=ROWS,
-        PREFETCH=64, HAS_UNUSED=False, WRITES_LOGITS=True, GROUP=group, KIND=KINDS[kind],
+        WIDTH=ROWS, PREFETCH=64, HAS_UNUSED=False, WRITES_LOGITS=True, GROUP=group,
+        KIND=KINDS[kind],
     )  # fmt: skip
     wanted = rounded(normed(scaled, hidden)[1:], kind) @ matrix.t()
     assert error(logits, wanted) < tolerance(dtype, kind)
@@ -446,22 +456,42 @@ READ_BEFORE_THE_WAIT = {
 }
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token", "int8"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_tiles_divide_every_known_matrix(shape: Shape, kind: Kind) -> None:
+def matrices(shape: Shape, kind: Kind, group: int) -> list[tuple[int, int, Tiles]]:
+    """Columns, channels and tiles of each matrix of a layer."""
     hidden, inter = shape.hidden, shape.intermediate
     queries = shape.num_heads * shape.head_size
     columns = queries + 2 * shape.num_kv_heads * shape.head_size
-    most = min(shape.head_size, 64)
-    for num_columns, num_channels, tiles in [
-        (columns, hidden, linear_tiles(columns, hidden, most=most, kind=kind)),
-        (hidden, queries, add_tiles(hidden, queries, kind=kind)),
-        (inter, hidden, gated_tiles(inter, hidden, kind=kind)),
-        (hidden, inter, add_tiles(hidden, inter, kind=kind)),
+    found = []
+    for num_columns, num_channels, tiles_of in [
+        (columns, hidden, partial(linear_tiles, most=min(shape.head_size, 64))),
+        (hidden, queries, add_tiles),
+        (inter, hidden, gated_tiles),
+        (hidden, inter, add_tiles),
     ]:
+        block = int4_block(num_channels, group) if kind == "int4" else 0
+        tiles = tiles_of(num_columns, num_channels, kind=kind, block=block)
+        found.append((num_columns, num_channels, tiles))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token", "int8", "int4"])
+@EVERY_SHAPE
+def test_tiles_divide_every_known_matrix(shape: Shape, kind: Kind) -> None:
+    for num_columns, num_channels, tiles in matrices(shape, kind, 0):
         assert num_columns % tiles.block_n == 0
         assert num_channels % (tiles.splits * tiles.block_c) == 0
         assert 0 < tiles.prefetch <= num_channels // tiles.splits
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int8", 0), ("int4", 0), ("int4", 32)])
+@EVERY_SHAPE
+def test_integers_have_one_matrix_instruction_at_every_width(
+    shape: Shape, kind: Kind, group: int
+) -> None:
+    """Not Hopper's, of 64 columns and 4 warps, which adds up other channels at once: tiles.py."""
+    for num_columns, _, narrow in matrices(shape, kind, group):
+        wide = [wide_tiles(narrow, width, num_columns, kind=kind) for width in WIDTHS[1:]]
+        assert all(tiles.block_n < 64 or tiles.num_warps < 4 for tiles in (narrow, *wide))
 
 
 def test_the_tiles_that_were_timed() -> None:

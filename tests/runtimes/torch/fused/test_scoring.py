@@ -47,8 +47,8 @@ def test_score(dtype: torch.dtype) -> None:
         scoring.score, (2,),
         (hidden.float() * gain.float()).to(dtype), squares, UNUSED, weight, UNUSED,
         is_unused, logits, best, best_ids, 1, rows, 4, 90, EPSILON,
-        V=vocab_size, C=channels, BLOCK_N=block_n, BLOCK_C=32, PARTS=4, ROWS=ROWS, PREFETCH=32,
-        HAS_UNUSED=True, WRITES_LOGITS=True, GROUP=0, KIND=PLAIN,
+        V=vocab_size, C=channels, BLOCK_N=block_n, BLOCK_C=32, PARTS=4, ROWS=ROWS, WIDTH=ROWS,
+        PREFETCH=32, HAS_UNUSED=True, WRITES_LOGITS=True, GROUP=0, KIND=PLAIN,
     )  # fmt: skip
     wanted = normed(hidden[1:], gain) @ weight.double().t()
     assert error(logits, wanted) < TOLERANCE[dtype]

@@ -9,11 +9,19 @@ from specpipe.checkpoints.family_config import unified_config
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.fused.weights import load_weights
-from specpipe.runtimes.torch.fused_sizes import max_parts, spare_positions
+from specpipe.runtimes.torch.fused_sizes import max_parts, most_rows, spare_positions
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model_shape import ModelConfig
 from tests import toy
 from tests.runtimes.torch.fused.toy import toy_spec, toy_weights
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "max_draft_len", "rows"),
+    [(1, 4, 16), (1, 15, 16), (4, 4, 32), (8, 8, 128), (300, 0, 128)],
+)
+def test_the_widest_launch_of_an_engine(max_batch_size: int, max_draft_len: int, rows: int) -> None:
+    assert most_rows(max_batch_size, max_draft_len) == rows
 
 
 @pytest.mark.parametrize(
@@ -28,9 +36,10 @@ def test_spare_positions_are_for_three_rounds() -> None:
     assert [spare_positions(k) for k in (0, 4)] == [3, 15]
 
 
-def test_the_estimate_counts_what_an_engine_holds() -> None:
+@pytest.mark.parametrize("max_batch_size", [2, 5])
+def test_the_estimate_counts_what_an_engine_holds(max_batch_size: int) -> None:
     unified = unified_config(toy.toy_config(head_dim=16), tp_size=1, pp_size=1)
-    limits = {"max_batch_size": 2, "max_seq_len": 500, "max_draft_len": 4}
+    limits = {"max_batch_size": max_batch_size, "max_seq_len": 500, "max_draft_len": 4}
     spec = toy_spec(ModelConfig.from_unified(unified), **limits)
     with torch.inference_mode():
         weights = load_weights(spec.model, toy_weights(spec.model).get)

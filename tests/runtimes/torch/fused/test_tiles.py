@@ -10,8 +10,9 @@ from specpipe.runtimes.torch.fused.tiles import (
     gated_tiles,
     largest_divisor,
     qkv_tiles,
+    wide_tiles,
 )
-from specpipe.runtimes.torch.fused_sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import ROWS, WIDTHS
 
 HOPPER, ADA = 200 << 10, 99 << 10
 """Bytes of shared memory that a program may take; Hopper has 227 KB, of which some are left."""
@@ -154,11 +155,37 @@ def test_hopper_holds_all_blocks_in_bfloat16(shape: Shape) -> None:
 def test_fewer_blocks_are_under_way_where_there_is_no_room() -> None:
     tiles = add_tiles(4096, 4096)
     assert tiles.num_stages == 6
-    # (32 + 16) rows of 256 channels are 24 KB in bfloat16 and 48 KB in float32.
-    assert tiles.fitting(HOPPER, element_bytes=4) == Tiles(32, 256, 1, 4, 4, 1024)
-    assert tiles.fitting(ADA, element_bytes=2) == Tiles(32, 256, 1, 4, 4, 1024)
-    assert tiles.fitting(ADA, element_bytes=4) == Tiles(32, 256, 1, 4, 2, 1024)
-    assert tiles.fitting(1024, element_bytes=4) == Tiles(32, 256, 1, 4, 1, 1024)
+    # (64 + 16) rows of 128 channels are 20 KB in bfloat16 and 40 KB in float32.
+    assert tiles.fitting(HOPPER, element_bytes=4) == Tiles(64, 128, 2, 4, 5, 512)
+    assert tiles.fitting(ADA, element_bytes=2) == Tiles(64, 128, 2, 4, 4, 512)
+    assert tiles.fitting(ADA, element_bytes=4) == Tiles(64, 128, 2, 4, 2, 512)
+    assert tiles.fitting(1024, element_bytes=4) == Tiles(64, 128, 2, 4, 1, 512)
+
+
+@EVERY_SHAPE
+@pytest.mark.parametrize("limit", [HOPPER, ADA], ids=["Hopper", "Ada"])
+def test_wide_tiles_add_up_as_narrow_ones_do(shape: Shape, limit: int) -> None:
+    most = {"qkv": min(shape.head_size, 64)}
+    for name, matrix in matrices(shape).items():
+        sizes = {"element_bytes": 2, "num_matrices": matrix.num_matrices}
+        narrow = matrix.tiles.fitting(limit, **sizes)
+        for width in WIDTHS[1:]:
+            wide = wide_tiles(narrow, width, matrix.num_columns, most=most.get(name, 64))
+            wide = wide.fitting(limit, **sizes)
+            of_a_sum = [(t.splits, t.ways, t.held, t.summed or t.block_n) for t in (narrow, wide)]
+            assert of_a_sum[0] == of_a_sum[1], name
+            assert width % wide.rows == 0, name
+            assert matrix.num_columns % wide.block_n == wide.block_n % narrow.block_n == 0, name
+            assert matrix.num_channels % (wide.splits * wide.block_c) == 0, name
+            block = matrix.num_matrices * wide.block_n + wide.rows
+            if not wide.held:
+                assert wide.num_stages * wide.block_c * block * 2 <= limit, name
+
+
+def test_blocks_that_are_added_by_themselves_are_as_long_in_wide_launches() -> None:
+    for kind, block in (("fp8", 0), ("int4", 256)):
+        narrow = add_tiles(4096, 14336, kind=kind, block=block)
+        assert wide_tiles(narrow, 128, 4096, kind=kind).block_c == narrow.block_c == 256
 
 
 def test_nothing_is_held_where_it_takes_more_than_half_of_the_room() -> None:
@@ -173,9 +200,9 @@ def test_nothing_is_held_where_it_takes_more_than_half_of_the_room() -> None:
 def test_the_tiles_that_were_timed() -> None:
     assert {name: m.tiles for name, m in matrices(SHAPES["inflated 7B"]).items()} == {
         "qkv": Tiles(16, 512, 1, 2, 3, 2048),
-        "dense": Tiles(32, 256, 1, 4, 6, 1024),
+        "dense": Tiles(64, 128, 2, 4, 6, 512),
         "mlp_in": Tiles(64, 128, 1, 4, 4, 128),
-        "mlp_out": Tiles(32, 256, 1, 4, 6, 1024),
+        "mlp_out": Tiles(64, 128, 2, 4, 6, 512),
     }
     assert {name: m.tiles for name, m in matrices(SHAPES["inflated 0.4B"]).items()} == {
         "qkv": Tiles(32, 64, 1, 4, 4, 0, 4, 896),
@@ -187,11 +214,11 @@ def test_the_tiles_that_were_timed() -> None:
 
 
 def test_columns_that_fill_some_processors_twice_are_divided_further() -> None:
-    """32 columns a program: 128 programs fill an H100's 132 processors once, 160 do not twice."""
-    assert add_tiles(4096, 4096).splits == 1
+    """128 programs fill an H100's 132 processors once, 160 do not twice."""
+    assert add_tiles(4096, 4096).splits == 2
     assert add_tiles(5120, 4096) == Tiles(32, 128, 4, 4, 6, 512)
     assert add_tiles(5120, 29184) == Tiles(32, 128, 4, 4, 6, 512)
-    assert add_tiles(8192, 28672).splits == 1
+    assert add_tiles(8192, 28672).splits == 2
 
 
 def test_parts_of_channels_that_do_not_divide_become_fewer() -> None:

@@ -1,4 +1,4 @@
-"""A decoder made of the fused kernels: up to ROWS rows a launch; prompts by matrix products.
+"""A decoder made of the fused kernels: up to 128 rows a launch; prompts by matrix products.
 
 Letters as in kernels.py. All tensors that a launch touches are made once, so that a CUDA graph of
 it stays valid.
@@ -7,7 +7,7 @@ it stays valid.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from specpipe.runtimes.torch.fused.tiles import (
     gated_tiles,
     linear_tiles,
     qkv_tiles,
+    wide_tiles,
 )
 from specpipe.runtimes.torch.fused.weights import Layer, Weights
 from specpipe.runtimes.torch.fused_sizes import (
@@ -36,9 +37,11 @@ from specpipe.runtimes.torch.fused_sizes import (
     MOST_CHUNKS,
     PAGE,
     ROWS,
+    WIDTHS,
     max_parts,
     power_of_2_above,
     power_of_2_below,
+    width_of,
 )
 from specpipe.runtimes.torch.model_shape import ModelConfig
 
@@ -67,6 +70,10 @@ class Rows:
     max_chunks: int
     by_position: bool = False
 
+    @property
+    def width(self) -> int:
+        return width_of(self.num_rows)
+
 
 @dataclass(frozen=True)
 class _LayerTiles:
@@ -80,13 +87,22 @@ class Decoder:
     """Runs rows through all layers; keys and values go to the pages of a PagedKVCache."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, cache: PagedKVCache, *, capacity: int
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        cache: PagedKVCache,
+        *,
+        capacity: int,
+        most_rows: int = ROWS,
     ) -> None:
-        """capacity  positions that a sequence can have"""
+        """capacity   positions that a sequence can have
+        most_rows  of a launch, one of WIDTHS
+        """
         self.config = config
         self.weights = weights
         self.cache = cache
         self.capacity = capacity
+        self.most_rows = most_rows
         self._device = weights.norm.device
         self._dtype = weights.embedding.dtype
         is_cuda = self._device.type == "cuda"
@@ -95,6 +111,9 @@ class Decoder:
         # What inputs of FP8 are multiplied as: products.py. Only Hopper's sums of e4m3 were
         # compared with exact ones.
         self._fp8_dtype = torch.float8_e4m3fn if capability[0] == 9 else torch.float16
+        # The sums of Blackwell's own matrix instruction were compared with nothing yet; and nobody
+        # waits for float32.
+        self._widens = not is_cuda or (capability[0] != 10 and self._dtype != torch.float32)
         self._shared_bytes: int | None = None
         if is_cuda:
             index = self._device.index or torch.cuda.current_device()
@@ -110,70 +129,100 @@ class Decoder:
         def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self._device)
 
+        rows = self.most_rows
         columns = config.query_size + 2 * config.key_size
-        self._hidden = empty(ROWS, config.hidden_size)
-        self._scaled = empty(ROWS, config.hidden_size)
-        self._qkv = empty(ROWS, columns)
-        self._query = empty(ROWS, config.query_size)
-        self._attended = empty(ROWS, config.query_size)
-        self._mlp = empty(ROWS, config.intermediate_size)
-        self.logits = empty(ROWS, config.vocab_size, dtype=torch.float32)
+        self._hidden = empty(rows, config.hidden_size)
+        self._scaled = empty(rows, config.hidden_size)
+        self._qkv = empty(rows, columns)
+        self._query = empty(rows, config.query_size)
+        self._attended = empty(rows, config.query_size)
+        self._mlp = empty(rows, config.intermediate_size)
+        self.logits = empty(rows, config.vocab_size, dtype=torch.float32)
         self._max_parts = max_parts(self.capacity)
-        num_parts = ROWS * config.num_heads * self._max_parts
+        num_parts = rows * config.num_heads * self._max_parts
         self._sums = empty(num_parts, config.head_size, dtype=torch.float32)
         self._states = empty(num_parts, 2, dtype=torch.float32)
-        self._arrivals = torch.zeros(
-            ROWS * config.num_heads, dtype=torch.int32, device=self._device
-        )
-        layers, head = self.weights.layers, self.weights.head
-        self._tiles = [self._layer_tiles(layer) for layer in layers]
-        adding = [tiles for layer in self._tiles for tiles in (layer.dense, layer.mlp_out)]
+
+        def zeros(num: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(num, dtype=dtype, device=self._device)
+
+        self._arrivals = zeros(rows * config.num_heads)
+        layers = self.weights.layers
+        widths = [width for width in WIDTHS if width <= rows]
+        self._tiles = {w: [self._layer_tiles(layer, w) for layer in layers] for w in widths}
+        adding = [t for layer in self._tiles[ROWS] for t in (layer.dense, layer.mlp_out)]
         self._parts_block = power_of_2_above(max(map(self._num_parts, adding)))
-        self._squares = torch.zeros(
-            self._parts_block, ROWS, dtype=torch.float32, device=self._device
-        )
+        self._squares = zeros(self._parts_block * rows, torch.float32)
         widest = max(config.hidden_size, config.query_size, config.intermediate_size)
-        self._rounded = empty(ROWS * widest, dtype=self._fp8_dtype)
-        self._row_scales = empty(ROWS, dtype=torch.float32)
+        self._rounded = empty(rows * widest, dtype=self._fp8_dtype)
+        self._row_scales = empty(rows, dtype=torch.float32)
         self._norms = [*(layer.attention_norm for layer in layers), self.weights.norm]
         splits = max(tiles.splits for tiles in adding)
-        self._parts = empty(splits, ROWS, config.hidden_size, dtype=torch.float32)
-        self._part_arrivals = torch.zeros(
-            config.hidden_size // 16, dtype=torch.int32, device=self._device
+        self._parts = empty(splits, rows, config.hidden_size, dtype=torch.float32)
+        self._part_arrivals = zeros(rows // ROWS * config.hidden_size // 16)
+        self._head_tiles = {width: self._tiles_of_head(width) for width in widths}
+        num_blocks = self._num_blocks(ROWS)
+        self._best = empty(num_blocks, rows, dtype=torch.float32)
+        self._best_ids = empty(num_blocks, rows, dtype=torch.int32)
+        # Of a narrow launch, whose rows lie side by side.
+        self.best, self.best_ids = (
+            best.flatten()[: num_blocks * ROWS].view(num_blocks, ROWS)
+            for best in (self._best, self._best_ids)
         )
-        # Any number of tokens will do: the last block overlaps the one before it.
-        num_columns = 1 << config.vocab_size.bit_length()
-        tiles = linear_tiles(num_columns, config.hidden_size, most=64, **_packing(head))
-        block_n = min(tiles.block_n, power_of_2_below(config.vocab_size))
-        self._head_tiles = self._fitting(replace(tiles, block_n=block_n), head)
-        self._num_blocks = -(-config.vocab_size // block_n)
-        self.best = empty(self._num_blocks, ROWS, dtype=torch.float32)
-        self.best_ids = empty(self._num_blocks, ROWS, dtype=torch.int32)
-        self.is_unused = torch.zeros(config.vocab_size, dtype=torch.uint8, device=self._device)
+        self.is_unused = zeros(config.vocab_size, torch.uint8)
         self._num_usable, self._has_unused = config.vocab_size, False
 
-    def _layer_tiles(self, layer: Layer) -> _LayerTiles:
-        turned = min(self.config.head_size, 64)
+    def _layer_tiles(self, layer: Layer, width: int) -> _LayerTiles:
         qkv, dense, mlp_in, mlp_out = layer.qkv, layer.dense, layer.mlp_in, layer.mlp_out
+        turned = min(self.config.head_size, 64)
+        half = mlp_in.num_columns // 2, mlp_in.num_channels
+        tiles = qkv_tiles(*_shape(qkv), most=turned, **_packing(qkv))
+        gated = gated_tiles(*half, **_packing(mlp_in))
         return _LayerTiles(
-            self._fitting(qkv_tiles(*_shape(qkv), most=turned, **_packing(qkv)), qkv),
-            self._fitting(add_tiles(*_shape(dense), **_packing(dense)), dense),
-            self._fitting(
-                gated_tiles(mlp_in.num_columns // 2, mlp_in.num_channels, **_packing(mlp_in)),
-                mlp_in,
-                num_matrices=2,
-            ),
-            self._fitting(add_tiles(*_shape(mlp_out), **_packing(mlp_out)), mlp_out),
+            self._fitting(tiles, qkv, width, most=turned),
+            self._fitting(add_tiles(*_shape(dense), **_packing(dense)), dense, width),
+            self._fitting(gated, mlp_in, width, num_matrices=2),
+            self._fitting(add_tiles(*_shape(mlp_out), **_packing(mlp_out)), mlp_out, width),
         )
 
-    def _fitting(self, tiles: Tiles, linear: Linear, num_matrices: int = 1) -> Tiles:
-        if self._shared_bytes is None:
-            return tiles
-        # Blocks of FP8 are nearly all weights.
-        dtype = linear.weight.dtype if linear.rounds else self._dtype
-        return tiles.fitting(
-            self._shared_bytes, element_bytes=dtype.itemsize, num_matrices=num_matrices
-        )
+    def _tiles_of_head(self, width: int) -> Tiles:
+        # Any number of tokens will do: the last block overlaps the one before it.
+        head, vocab_size = self.weights.head, self.config.vocab_size
+        num_columns, most = 1 << vocab_size.bit_length(), min(128, power_of_2_below(vocab_size))
+        tiles = linear_tiles(num_columns, head.num_channels, most=min(64, most), **_packing(head))
+        return self._fitting(tiles, head, width, num_columns=num_columns, most=most)
+
+    def _num_blocks(self, width: int) -> int:
+        """How many blocks of the vocabulary are scored."""
+        return -(-self.config.vocab_size // self._head_tiles[width].block_n)
+
+    def _fitting(
+        self,
+        tiles: Tiles,
+        linear: Linear,
+        width: int,
+        *,
+        num_columns: int | None = None,
+        num_matrices: int = 1,
+        most: int = 64,
+    ) -> Tiles:
+        """Fits narrow tiles to the chip, and makes those of a launch of some width of them."""
+        weights = linear.weight.dtype if linear.rounds else self._dtype
+        inputs = self._fp8_dtype if linear.rounds else self._dtype
+
+        def fitted(tiles: Tiles) -> Tiles:
+            if self._shared_bytes is None:
+                return tiles
+            return tiles.fitting(
+                self._shared_bytes, element_bytes=weights.itemsize, input_bytes=inputs.itemsize,
+                num_matrices=num_matrices,
+            )  # fmt: skip
+
+        narrow = fitted(tiles)
+        if width == ROWS or not self._widens:
+            return narrow
+        num_columns = num_columns or linear.num_columns // num_matrices
+        return fitted(wide_tiles(narrow, width, num_columns, most=most, kind=linear.kind))
 
     @torch.inference_mode()
     def use_tokens(self, vocab_size: int, unused: list[tuple[int, int]]) -> None:
@@ -192,12 +241,11 @@ class Decoder:
             kernels.embed, (rows.num_rows,),
             rows.tokens, rows.positions, table, self._norms[0], self._hidden, self._scaled,
             self._squares, scale,
-            C=self.config.hidden_size, BLOCK_C=_EMBED_BLOCK, ROWS=ROWS,
-            BY_POSITION=rows.by_position,
+            C=self.config.hidden_size, BLOCK_C=_EMBED_BLOCK, BY_POSITION=rows.by_position,
         )  # fmt: skip
         num_parts = 1
         for index, layer in enumerate(self.weights.layers):
-            tiles = self._tiles[index]
+            tiles = self._tiles[rows.width][index]
             self._attend(index, layer, rows, num_parts)
             self._add(self._attended, layer.dense, layer.mlp_norm, tiles.dense, rows)
             self._gate(layer, tiles.mlp_in, rows, self._num_parts(tiles.dense))
@@ -206,20 +254,25 @@ class Decoder:
 
     def _num_parts(self, tiles: Tiles) -> int:
         """How many sums of squares a product with the hidden states as its columns leaves."""
-        return self.config.hidden_size // tiles.block_n
+        return self.config.hidden_size // (tiles.summed or tiles.block_n)
 
-    def score(self, first_row: int, num_rows: int, *, writes_logits: bool) -> None:
-        """Scores the vocabulary for some rows of the last launch: best, best_ids, and logits."""
-        tiles, head = self._head_tiles, self.weights.head
-        num_parts = self._num_parts(self._tiles[-1].mlp_out)
-        x = self._normed(head, num_rows, num_parts, first_row=first_row)
+    def score(
+        self, first_row: int, num_rows: int, *, writes_logits: bool, width: int = ROWS
+    ) -> None:
+        """Scores the vocabulary for some rows of the last launch: best, best_ids, and logits.
+
+        width  of that launch; only of a narrow one are there best and best_ids
+        """
+        tiles, head = self._head_tiles[width], self.weights.head
+        num_parts = self._num_parts(self._tiles[width][-1].mlp_out)
+        x = self._normed(head, num_rows, num_parts, width, first_row=first_row)
         self.launch(
-            scoring.score, (self._num_blocks,),
+            scoring.score, (self._num_blocks(width), 1, width // tiles.rows),
             x, self._squares, self._row_scales, head.weight, _scale_of(head),
-            self.is_unused, self.logits, self.best, self.best_ids, first_row, num_rows,
+            self.is_unused, self.logits, self._best, self._best_ids, first_row, num_rows,
             num_parts, self._num_usable, self.config.norm_epsilon,
             V=self.config.vocab_size, C=head.num_channels, BLOCK_N=tiles.block_n,
-            BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=ROWS,
+            BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=tiles.rows, WIDTH=width,
             PREFETCH=tiles.prefetch, HAS_UNUSED=self._has_unused, WRITES_LOGITS=writes_logits,
             GROUP=head.group, KIND=KINDS[head.kind], tiles=tiles,
         )  # fmt: skip
@@ -228,7 +281,7 @@ class Decoder:
         """Writes the best token of the row scored first behind *position in a history."""
         self.launch(
             scoring.propose, (1,),
-            self.best, self.best_ids, history, position, self._num_blocks,
+            self.best, self.best_ids, history, position, len(self.best),
             ROWS=ROWS, BLOCKS=_BEST_BLOCKS,
         )  # fmt: skip
 
@@ -246,13 +299,13 @@ class Decoder:
         """Judges draft tokens by the rows scored: scoring.accept."""
         self.launch(
             scoring.accept, (1,),
-            self.best, self.best_ids, history, positions, result, self._num_blocks,
+            self.best, self.best_ids, history, positions, result, len(self.best),
             NUM_DRAFT=num_draft_tokens, FIRST=first, NUM_POSITIONS=len(positions), ROWS=ROWS,
             BLOCKS=_BEST_BLOCKS,
         )  # fmt: skip
 
     def _attend(self, index: int, layer: Layer, rows: Rows, num_parts: int) -> None:
-        config, tiles, cache = self.config, self._tiles[index].qkv, self.cache
+        config, tiles, cache = self.config, self._tiles[rows.width][index].qkv, self.cache
         heads: dict[str, Any] = {
             "H": config.num_heads, "H_KV": config.num_kv_heads, "D": config.head_size
         }  # fmt: skip
@@ -261,14 +314,15 @@ class Decoder:
         turns = layer.query_norm is None
         keys, values = cache.keys[index], cache.values[index]
         self.launch(
-            kernels.rotary_linear, (linear.num_columns // tiles.block_n,),
-            self._normed(linear, rows.num_rows, num_parts), self._squares, self._row_scales,
-            linear.weight, _scale_of(linear),
+            kernels.rotary_linear,
+            (linear.num_columns // tiles.block_n, 1, rows.width // tiles.rows),
+            self._normed(linear, rows.num_rows, num_parts, rows.width), self._squares,
+            self._row_scales, linear.weight, _scale_of(linear),
             layer.attention_norm if bias is None else bias, self._rotations,
             self._query if turns else self._qkv, keys, values, cache.table, rows.positions,
             rows.slots, rows.num_rows, num_parts, cache.table.stride(0), config.norm_epsilon,
             C=linear.num_channels, PAGE=PAGE, BLOCK_N=tiles.block_n, BLOCK_C=tiles.block_c,
-            PARTS=self._parts_block, ROWS=ROWS, PREFETCH=tiles.prefetch,
+            PARTS=self._parts_block, ROWS=tiles.rows, WIDTH=rows.width, PREFETCH=tiles.prefetch,
             HAS_BIAS=bias is not None, TURNS=turns, GROUP=linear.group, KIND=KINDS[linear.kind],
             WAYS=tiles.ways, HELD=tiles.held, tiles=tiles, **heads,
         )  # fmt: skip
@@ -297,8 +351,8 @@ class Decoder:
             self._room(self._attended, dense), self._sums, self._states, self._arrivals,
             cache.table.stride(0), self._max_parts, config.windows[index] or 0, self._scale,
             rows.group, rows.num_rows, dense.input_scale,
-            H=config.num_heads, H_KV=config.num_kv_heads, D=config.head_size, PAGE=PAGE, ROWS=ROWS,
-            CHUNK=CHUNK, BLOCK=BLOCK, TAKES_BLOCKS=takes_blocks,
+            H=config.num_heads, H_KV=config.num_kv_heads, D=config.head_size, PAGE=PAGE,
+            ROWS=rows.width, CHUNK=CHUNK, BLOCK=BLOCK, TAKES_BLOCKS=takes_blocks,
             STAGES=self._attention_stages, QUERIES=queries, QUERY_BLOCKS=blocks,
             UNROLL=128 // queries, HEADS_BY_KV=dense.heads_by_kv, HAS_GAIN=dense.gain is not None,
             NEXT=KINDS[dense.kind], num_warps=4 if head_bytes <= 128 else 8,
@@ -335,15 +389,17 @@ class Decoder:
         """Adds a product to the hidden states, and readies the norm that follows."""
         x = self._room(x, linear)
         if linear.kind == "fp8_per_token":
-            x = self._round(x, linear, rows.num_rows)
+            x = self._round(x, linear, rows.num_rows, rows.width)
         self.launch(
-            kernels.add_linear, (linear.num_columns // tiles.block_n, tiles.splits),
+            kernels.add_linear,
+            (linear.num_columns // tiles.block_n, tiles.splits, rows.width // tiles.rows),
             x, self._row_scales, linear.weight, _scale_of(linear),
             linear.weight if linear.bias is None else linear.bias, norm,
             self._hidden, self._scaled, self._squares, self._parts, self._part_arrivals,
             rows.num_rows,
             N=linear.num_columns, C=linear.num_channels, BLOCK_N=tiles.block_n,
-            BLOCK_C=tiles.block_c, SPLITS=tiles.splits, ROWS=ROWS, PREFETCH=tiles.prefetch,
+            BLOCK_C=tiles.block_c, SPLITS=tiles.splits, SUMMED=tiles.summed or tiles.block_n,
+            ROWS=tiles.rows, WIDTH=rows.width, PREFETCH=tiles.prefetch,
             HAS_BIAS=linear.bias is not None, GROUP=linear.group, KIND=KINDS[linear.kind],
             WAYS=tiles.ways, HELD=tiles.held, tiles=tiles,
         )  # fmt: skip
@@ -352,39 +408,52 @@ class Decoder:
         linear, out = layer.mlp_in, layer.mlp_out
         bias = linear.bias
         self.launch(
-            kernels.gated_linear, (self.config.intermediate_size // tiles.block_n,),
-            self._normed(linear, rows.num_rows, num_parts), self._squares, self._row_scales,
-            linear.weight, _scale_of(linear), layer.mlp_norm if bias is None else bias,
+            kernels.gated_linear,
+            (self.config.intermediate_size // tiles.block_n, 1, rows.width // tiles.rows),
+            self._normed(linear, rows.num_rows, num_parts, rows.width), self._squares,
+            self._row_scales, linear.weight, _scale_of(linear),
+            layer.mlp_norm if bias is None else bias,
             self._mlp if out.gain is None else out.gain, self._room(self._mlp, out),
             rows.num_rows, num_parts, self.config.norm_epsilon, out.input_scale,
             N=self.config.intermediate_size, C=linear.num_channels, BLOCK_N=tiles.block_n,
-            BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=ROWS, PREFETCH=tiles.prefetch,
-            HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[self.config.activation],
+            BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=tiles.rows, WIDTH=rows.width,
+            PREFETCH=tiles.prefetch, HAS_BIAS=bias is not None,
+            ACTIVATION=ACTIVATIONS[self.config.activation],
             HAS_GAIN=out.gain is not None, GROUP=linear.group, KIND=KINDS[linear.kind],
             NEXT=KINDS[out.kind], WAYS=tiles.ways, HELD=tiles.held, tiles=tiles,
         )  # fmt: skip
 
-    def _normed(self, linear: Linear, num_rows: int, num_parts: int, first_row: int = 0) -> Tensor:
+    def _normed(
+        self, linear: Linear, num_rows: int, num_parts: int, width: int, first_row: int = 0
+    ) -> Tensor:
         """Returns the hidden states as a linear behind a norm takes them."""
-        if not linear.rounds:
-            return self._scaled
-        return self._round(self._scaled, linear, num_rows, num_parts, first_row)
+        if linear.rounds:
+            return self._round(self._scaled, linear, num_rows, width, num_parts, first_row)
+        if width > ROWS:
+            self.launch(
+                kernels.measure_rows, (1, 1, width // ROWS),
+                self._squares, self._row_scales, num_rows, num_parts, self.config.norm_epsilon,
+                C=linear.num_channels, PARTS=self._parts_block, ROWS=ROWS, WIDTH=width,
+                num_warps=1,
+            )  # fmt: skip
+        return self._scaled
 
     def _round(
-        self, x: Tensor, linear: Linear, num_rows: int, num_parts: int = 0, first_row: int = 0
-    ) -> Tensor:
+        self, x: Tensor, linear: Linear, num_rows: int, width: int, num_parts: int = 0,
+        first_row: int = 0,
+    ) -> Tensor:  # fmt: skip
         """Rounds rows for a linear in FP8.
 
         num_parts  sums of their squares, if their RMSNorm is still to be done; else 0
         """
         num_channels = linear.num_channels
-        rounded = self._rounded[: ROWS * num_channels].view(ROWS, num_channels)
+        rounded = self._rounded[: width * num_channels].view(width, num_channels)
         block = power_of_2_above(num_channels)
         self.launch(
             kernels.round_input, (num_rows,),
             x, self._squares, rounded, self._row_scales, first_row, num_parts,
             self.config.norm_epsilon, linear.input_scale,
-            C=num_channels, BLOCK_C=block, PARTS=self._parts_block, ROWS=ROWS,
+            C=num_channels, BLOCK_C=block, PARTS=self._parts_block, WIDTH=width,
             HAS_NORM=num_parts > 0, KIND=KINDS[linear.kind],
             num_warps=min(16, max(4, block // 512)),
         )  # fmt: skip

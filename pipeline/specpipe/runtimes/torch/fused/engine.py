@@ -16,14 +16,16 @@ from specpipe.runtimes.torch.fused.weights import Weights
 from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
     LONGEST_RECORDED,
-    ROWS,
+    WIDTHS,
+    most_rows,
     power_of_2_above,
     spare_positions,
+    width_of,
 )
 
 SequenceId = int
 
-_ROW_COUNTS = (1, 2, 4, 8, 16)
+_ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
 """Rows of the launches that are recorded; a step with others is filled up with rows of nobody."""
 
 _MAX_PIECE = 8
@@ -47,6 +49,9 @@ class _Row:
     token_id: int
 
 
+_NOBODY = _Row(slot=0, position=-1, token_id=0)
+
+
 class FusedEngine:
     """A decoder and the KV cache of the sequences that run on it. One thread uses it at a time."""
 
@@ -68,12 +73,15 @@ class FusedEngine:
             dtype=spec.dtype,
             device=spec.device,
         )
-        self.decoder = Decoder(spec.model, weights, self.cache, capacity=self.capacity)
+        self._most_rows = most_rows(spec.max_batch_size, spec.max_draft_len)
+        self.decoder = Decoder(
+            spec.model, weights, self.cache, capacity=self.capacity, most_rows=self._most_rows
+        )
         self.graphs = Graphs(spec.device)
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._next_id = 0
-        # positions, slots and token ids of a launch, [3, ROWS]
-        self._inputs = torch.zeros(3, ROWS, dtype=torch.int32, device=spec.device)
+        # positions, slots and token ids of a launch
+        self._inputs = torch.zeros(3, self._most_rows, dtype=torch.int32, device=spec.device)
         self._prompt_step = _PROMPT_STEP[spec.device.type]
         # those of a prompt but for its positions, which are known
         self._prompt = torch.zeros(LONGEST_RECORDED, dtype=torch.int64, device=spec.device)
@@ -134,9 +142,10 @@ class FusedEngine:
             )
             sequence.length = stop
         logits = torch.empty(len(scored), self.vocab_size, device=self.spec.device)
-        for first in range(0, len(rows), ROWS):
-            self._launch(rows[first : first + ROWS])
-            here = [i for i, row in enumerate(scored) if first <= row < first + ROWS]
+        for first in range(0, len(rows), self._most_rows):
+            stop = first + self._most_rows
+            self._launch(rows[first:stop])
+            here = [i for i, row in enumerate(scored) if first <= row < stop]
             if here:
                 places = torch.tensor([scored[i] - first for i in here], device=self.spec.device)
                 logits[here[0] : here[-1] + 1] = self.decoder.logits.index_select(0, places)
@@ -172,6 +181,13 @@ class FusedEngine:
             self._prefill(self._sequences[sequence], [0] * length, 0)
         self.free(sequence)
 
+    @torch.inference_mode()
+    def record_rows(self) -> None:
+        """Compiles and records launches of every width, for short texts, before the first comes."""
+        for count in _ROW_COUNTS:
+            if count <= self._most_rows:
+                self._launch([_NOBODY] * count)
+
     def _on_device(self, token_ids: Sequence[int]) -> Tensor:
         """Copies token ids without waiting for what the device does before it."""
         tokens = torch.tensor(token_ids)
@@ -180,9 +196,9 @@ class FusedEngine:
         return tokens.to(self.spec.device, non_blocking=True)
 
     def _launch(self, rows: Sequence[_Row]) -> None:
-        """Runs up to ROWS rows; each of them is attended by itself."""
+        """Runs rows of one launch; each of them is attended by itself."""
         num_rows = next(count for count in _ROW_COUNTS if count >= len(rows))
-        filled = [*rows, *[_Row(0, -1, 0)] * (num_rows - len(rows))]
+        filled = [*rows, *[_NOBODY] * (num_rows - len(rows))]
         inputs = [
             [row.position for row in filled],
             [row.slot for row in filled],
@@ -194,7 +210,7 @@ class FusedEngine:
 
         def launch() -> None:
             self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, max_chunks))
-            self.decoder.score(0, num_rows, writes_logits=True)
+            self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
 
         self.graphs.run((num_rows, max_chunks), launch)
 

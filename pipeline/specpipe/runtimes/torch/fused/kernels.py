@@ -11,13 +11,17 @@ made to stream one matrix: five of them make a layer.
 | gated_linear | RMSNorm, gate and up projections, activation |
 | score | RMSNorm, the head, and the best token of each block of the vocabulary |
 
-Linears in FP8 have a small one before them that rounds their input, round_input.
+Linears in FP8 have a small one before them that rounds their input, round_input; in wide launches
+others behind a norm have measure_rows, which adds up what RMSNorm must know.
 
 What a row computes must not depend on how many rows there are, or a draft token would change what
 the target says: verification would find other tokens than decoding one by one. So each row takes
-one column of a tile of always ROWS columns; how the sum of a product is divided depends on the
-matrix alone, and what attention adds to what on positions alone. Losslessness is then exact in
-any dtype, not up to ties.
+one column of a tile of ROWS columns; how the sum of a product is divided depends on the matrix
+alone, and what attention adds to what on positions alone. Losslessness is then exact in any dtype,
+not up to ties.
+
+A launch of WIDTH rows, 16 or some powers of 2 above, is divided among programs by columns, and
+where those have no room for all rows by these, too.
 
 Letters beyond style: R rows of a step, C channels of the input (K of the matrix product), N of the
 output, G query heads per key-value head, P positions of a page.
@@ -49,15 +53,23 @@ from specpipe.runtimes.torch.fused.products import (
     held_inputs,
     held_weights,
     inputs,
+    inverse_length,
     joined,
     no_sums,
     normed,
     prefetch_block,
     product,
+    squares_of_rows,
+    sum_in_pairs,
     unnormed,
     weight_block,
 )
-from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin, begin_between
+from specpipe.runtimes.torch.fused.programs import (
+    UNSPECIALIZED,
+    begin,
+    begin_between,
+    rows_of_program,
+)
 
 _E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 _SILU: tl.constexpr = tl.constexpr(0)
@@ -68,10 +80,9 @@ ACTIVATIONS = {"silu": 0, "swiglu": 0, "gelu_pytorch_tanh": 1}
 @triton.jit
 def embed(
     tokens_ptr, positions_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr, squares_ptr, scale,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BY_POSITION: tl.constexpr,
-    PDL: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, BY_POSITION: tl.constexpr, PDL: tl.constexpr,
 ):
-    """hidden, scaled [R, C] and squares [1, ROWS] of embeddings of tokens; one program a row.
+    """hidden, scaled [R, C] and squares [1, R] of embeddings of tokens; one program a row.
 
     tokens  by row, or by position if BY_POSITION
     """
@@ -98,14 +109,14 @@ def embed(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def round_input(
     x_ptr, squares_ptr, out_ptr, row_scales_ptr, first_row, num_parts, epsilon, input_scale,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     HAS_NORM: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):
     """out [R, C] = x [R, C], with its RMSNorm if HAS_NORM, rounded to e4m3 for a linear of KIND.
 
     There is a program for each row from first_row on. BLOCK_C is C or more.
 
-    row_scales  float32 [ROWS]: what a product of kind fp8_per_token is multiplied by, row by row
+    row_scales  float32 [R]: what a product of kind fp8_per_token is multiplied by, row by row
     """
     begin_between(PDL)
     row = first_row + tl.program_id(0)
@@ -114,7 +125,7 @@ def round_input(
     length = 1.0
     if HAS_NORM:
         part = tl.arange(0, PARTS)
-        squares = tl.load(squares_ptr + part * ROWS + row, mask=part < num_parts, other=0.0)
+        squares = tl.load(squares_ptr + part * WIDTH + row, mask=part < num_parts, other=0.0)
         length = tl.sqrt(tl.sum(squares) / C + epsilon)
     if KIND == FP8:
         factor = 1.0 / (length * input_scale)
@@ -127,14 +138,29 @@ def round_input(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
+def measure_rows(
+    squares_ptr, row_scales_ptr, num_rows, num_parts, epsilon,
+    C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What RMSNorm multiplies each row of a wide launch by, float32 [R]: ROWS rows a program."""
+    begin_between(PDL)
+    first_row, num_rows = rows_of_program(num_rows, ROWS)
+    squares = squares_of_rows(squares_ptr + first_row, num_rows, num_parts, PARTS, ROWS, WIDTH)
+    row = tl.arange(0, ROWS)[None, :]
+    place = row_scales_ptr + first_row + row
+    tl.store(place, inverse_length(squares, epsilon, C), mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def rotary_linear(
     scaled_ptr, squares_ptr, row_scales_ptr, weight_ptr, scale_ptr, bias_ptr, rotations_ptr,
     query_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr,
     slots_ptr, num_rows, num_parts, pages_stride, epsilon,
     C: tl.constexpr, H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_BIAS: tl.constexpr, TURNS: tl.constexpr,
-    GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PREFETCH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TURNS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
     WAYS: tl.constexpr = 1, HELD: tl.constexpr = 0,
 ):
     """Queries to query [R, H · D], keys and values to their pages [pages, H_kv, P, D].
@@ -146,11 +172,12 @@ def rotary_linear(
     first_column = tl.program_id(0) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
+    first_row, num_rows = rows_of_program(num_rows, ROWS)
     prefetch_block(weight_ptr, first_column, HELD, C, BLOCK_N, PREFETCH, KIND, PDL)
     held = held_weights(weight_ptr, first_column, 0, C, BLOCK_N, HELD, WAYS)
     # The step before, of which the positions are, ended two kernels ago at least.
-    position = tl.load(positions_ptr + row, mask=row < num_rows, other=-1)
-    slot = tl.load(slots_ptr + row, mask=row < num_rows, other=0)
+    position = tl.load(positions_ptr + first_row + row, mask=row < num_rows, other=-1)
+    slot = tl.load(slots_ptr + first_row + row, mask=row < num_rows, other=0)
     is_row = position >= 0
     position = tl.maximum(position, 0)
     page = tl.load(pages_ptr + slot * pages_stride + position // PAGE)
@@ -164,16 +191,20 @@ def rotary_linear(
         bias = tl.load(bias_ptr + first_column + n).to(tl.float32)[:, None]
     scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
     begin(PDL)
-    norms = unnormed(squares_ptr, row_scales_ptr, num_rows, num_parts, PARTS, ROWS, KIND)
+    norms = unnormed(
+        squares_ptr + first_row, row_scales_ptr + first_row, num_rows, num_parts,
+        PARTS, ROWS, WIDTH, KIND,
+    )
     x = product(
-        scaled_ptr, weight_ptr, scale_ptr, first_column, 0, C, num_rows,
+        scaled_ptr + first_row * C, weight_ptr, scale_ptr, first_column, 0, C, num_rows,
         (H + 2 * H_KV) * D, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND, WAYS, held, HELD,
     )
-    x = normed(x, norms, epsilon, C, KIND) * scales
+    x = normed(x, norms, epsilon, C, WIDTH, KIND) * scales
     if HAS_BIAS:
         x += bias
     if not TURNS:
-        out = query_ptr + row[None, :] * ((H + 2 * H_KV) * D) + first_column + n[:, None]
+        out = query_ptr + (first_row + row)[None, :] * ((H + 2 * H_KV) * D) + first_column
+        out += n[:, None]
         tl.store(out, x, mask=row[None, :] < num_rows)
         return
     # The dtype that keys are kept in, before they are turned, as one product after the other has.
@@ -181,7 +212,7 @@ def rotary_linear(
     if head < H + H_KV:
         x = _turned(x, cosine, sine, BLOCK_N, ROWS)
     if head < H:
-        out = query_ptr + row[None, :] * (H * D) + first_column + n[:, None]
+        out = query_ptr + (first_row + row)[None, :] * (H * D) + first_column + n[:, None]
         tl.store(out, x, mask=is_row[None, :])
     else:
         kv_head = (head - H) % H_KV
@@ -259,28 +290,30 @@ def add_linear(
     x_ptr, row_scales_ptr, weight_ptr, scale_ptr, bias_ptr, gain_ptr, hidden_ptr, scaled_ptr,
     squares_ptr, parts_ptr, arrivals_ptr, num_rows,
     N: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr = 1,
-    HELD: tl.constexpr = 0,
+    SPLITS: tl.constexpr, SUMMED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PREFETCH: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr, WAYS: tl.constexpr = 1, HELD: tl.constexpr = 0,
 ):
-    """hidden [R, N] += x [R, C] · Wᵀ: program (BLOCK_N channels, one of SPLITS parts of C).
+    """hidden [R, N] += x [R, C] · Wᵀ: program (BLOCK_N channels, one of SPLITS parts of C, rows).
 
     The last part of a block to arrive adds them all up, always in the same order.
 
     row_scales  those of a rounded x: round_input
     scaled      [R, N]: the new hidden states times the weights of the norm that comes next
-    squares     float32 [N / BLOCK_N, ROWS]: sums of the new hidden states' squares, block by block
-    parts       float32 [SPLITS, ROWS, N]
+    squares     float32 [N / SUMMED, WIDTH]: sums of SUMMED new hidden states' squares
+    parts       float32 [SPLITS, WIDTH, N]
+    arrivals    [WIDTH / ROWS, N / BLOCK_N]
     """
     first_column = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
+    first_row, num_rows = rows_of_program(num_rows, ROWS)
     size: tl.constexpr = C // SPLITS
     first = split * size
     prefetch_block(weight_ptr, first_column, first + HELD, C, BLOCK_N, PREFETCH, KIND, PDL)
     held = held_weights(weight_ptr, first_column, first, C, BLOCK_N, HELD, WAYS)
     n = first_column + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
-    place = row[None, :] * N + n[:, None]
+    place = (first_row + row)[None, :] * N + n[:, None]
     mask = row[None, :] < num_rows
     # The hidden states were written two kernels ago at least.
     hidden = tl.load(hidden_ptr + place, mask=mask, other=0.0)
@@ -290,23 +323,24 @@ def add_linear(
     scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
     begin(PDL)
     if KIND == FP8_PER_TOKEN:
-        scales *= tl.load(row_scales_ptr + row)[None, :]
+        scales *= tl.load(row_scales_ptr + first_row + row)[None, :]
     added = product(
-        x_ptr, weight_ptr, scale_ptr, first_column, first, size, num_rows,
+        x_ptr + first_row * C, weight_ptr, scale_ptr, first_column, first, size, num_rows,
         N, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND, WAYS, held, HELD,
     )
     if SPLITS > 1:
         part = parts_ptr + place
-        tl.store(part + split * (ROWS * N), added, mask=mask)
+        tl.store(part + split * (WIDTH * N), added, mask=mask)
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel")
+        counter = arrivals_ptr + tl.program_id(2) * (N // BLOCK_N) + tl.program_id(0)
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
         if arrived < SPLITS - 1:
             return
-        tl.store(arrivals_ptr + tl.program_id(0), 0)
+        tl.store(counter, 0)
         added = tl.zeros([BLOCK_N, ROWS], tl.float32)
         for index in tl.static_range(SPLITS):  # their loads are under way together
             added += tl.load(
-                part + index * (ROWS * N), mask=mask, other=0.0, cache_modifier=".cg"
+                part + index * (WIDTH * N), mask=mask, other=0.0, cache_modifier=".cg"
             )
     added *= scales
     if HAS_BIAS:
@@ -317,7 +351,10 @@ def add_linear(
     tl.store(hidden_ptr + place, hidden, mask=mask)
     wide = hidden.to(tl.float32)
     tl.store(scaled_ptr + place, wide * gain[:, None], mask=mask)
-    tl.store(squares_ptr + tl.program_id(0) * ROWS + row, tl.sum(wide * wide, axis=0))
+    in_block: tl.constexpr = BLOCK_N // SUMMED
+    squares = sum_in_pairs((wide * wide).reshape(in_block, SUMMED, ROWS)).reshape(in_block, ROWS)
+    block = tl.program_id(0) * in_block + tl.arange(0, in_block)
+    tl.store(squares_ptr + block[:, None] * WIDTH + first_row + row[None, :], squares)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -325,9 +362,10 @@ def gated_linear(
     scaled_ptr, squares_ptr, row_scales_ptr, weight_ptr, scale_ptr, bias_ptr, out_gain_ptr, out_ptr,
     num_rows, num_parts, epsilon, out_scale,
     N: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_GAIN: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    NEXT: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr = 1, HELD: tl.constexpr = 0,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PREFETCH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_GAIN: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr, WAYS: tl.constexpr = 1,
+    HELD: tl.constexpr = 0,
 ):
     """out [R, N] = activation(x · Wᵀ) · (x · Vᵀ) of the normalized x [R, C]; W over V is [2 N, C].
 
@@ -338,6 +376,7 @@ def gated_linear(
     first_column = tl.program_id(0) * BLOCK_N
     n = first_column + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
+    first_row, num_rows = rows_of_program(num_rows, ROWS)
     prefetch_block(weight_ptr, first_column, HELD, C, BLOCK_N, PREFETCH, KIND, PDL)
     prefetch_block(weight_ptr, N + first_column, HELD, C, BLOCK_N, PREFETCH, KIND, PDL)
     fc_held = held_weights(weight_ptr, first_column, 0, C, BLOCK_N, HELD, WAYS)
@@ -353,7 +392,11 @@ def gated_linear(
     begin(PDL)
     fc = no_sums(BLOCK_N, ROWS, WAYS)
     gate = no_sums(BLOCK_N, ROWS, WAYS)
-    norms = unnormed(squares_ptr, row_scales_ptr, num_rows, num_parts, PARTS, ROWS, KIND)
+    norms = unnormed(
+        squares_ptr + first_row, row_scales_ptr + first_row, num_rows, num_parts,
+        PARTS, ROWS, WIDTH, KIND,
+    )
+    scaled_ptr += first_row * C
     in_one: tl.constexpr = 2 if KIND == INT4 else 1
     if HELD > 0:
         held_x = held_inputs(scaled_ptr, 0, num_rows, C, HELD, WAYS, ROWS)
@@ -375,8 +418,8 @@ def gated_linear(
         )
     fc = joined(fc, BLOCK_N, ROWS, WAYS)
     gate = joined(gate, BLOCK_N, ROWS, WAYS)
-    fc = normed(fc, norms, epsilon, C, KIND) * fc_scales
-    gate = normed(gate, norms, epsilon, C, KIND) * gate_scales
+    fc = normed(fc, norms, epsilon, C, WIDTH, KIND) * fc_scales
+    gate = normed(gate, norms, epsilon, C, WIDTH, KIND) * gate_scales
     if HAS_BIAS:
         fc += fc_bias
         gate += gate_bias
@@ -389,4 +432,5 @@ def gated_linear(
         inner = 0.7978845608028654 * (fc + 0.044715 * fc * fc * fc)
         fc = fc * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
     out = as_input(fc.to(dtype).to(tl.float32) * gate, gain, out_scale, dtype, HAS_GAIN, NEXT)
-    tl.store(out_ptr + row[None, :] * N + n[:, None], out, mask=row[None, :] < num_rows)
+    place = (first_row + row)[None, :] * N + n[:, None]
+    tl.store(out_ptr + place, out, mask=row[None, :] < num_rows)

@@ -22,6 +22,9 @@ Kind = Literal["plain", "fp8", "fp8_per_token", "int8", "int4"]
 ROUNDED: tuple[Kind, ...] = ("fp8", "fp8_per_token")
 """Kinds whose inputs are rounded to e4m3 before they are multiplied."""
 
+UNPACKED: tuple[Kind, ...] = ("int8", "int4")
+"""Kinds whose numbers are made those of the engine's dtype before they are multiplied."""
+
 Read = Callable[[str], "Tensor | None"]
 """Returns a tensor of an engine by name, or None where it has none."""
 

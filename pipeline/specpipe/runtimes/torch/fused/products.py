@@ -36,6 +36,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specpipe.runtimes.torch.fused_sizes import ROWS
+
 KINDS = {"plain": 0, "fp8": 1, "fp8_per_token": 2, "int8": 3, "int4": 4}
 
 PLAIN: tl.constexpr = tl.constexpr(KINDS["plain"])
@@ -43,6 +45,7 @@ FP8: tl.constexpr = tl.constexpr(KINDS["fp8"])
 FP8_PER_TOKEN: tl.constexpr = tl.constexpr(KINDS["fp8_per_token"])
 INT8: tl.constexpr = tl.constexpr(KINDS["int8"])
 INT4: tl.constexpr = tl.constexpr(KINDS["int4"])
+_NARROW: tl.constexpr = tl.constexpr(ROWS)
 _FP8_CHANNELS: tl.constexpr = tl.constexpr(32)
 
 
@@ -333,46 +336,75 @@ def column_scales(
 
 
 @triton.jit
-def blocks_of_rows(ptr, num_rows, num_blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
-    """What the kernel before left of each row, block by block of its channels: [BLOCKS, ROWS].
+def sum_in_pairs(x):
+    """The sum over the second axis of x [G, N, R], [G, 1, R]: neighbours are added, and again.
 
-    ptr is that of the first row, behind which the last block may have fewer than ROWS.
+    tl.sum adds in an order that follows from where numbers lie, and so from the rest of the tile;
+    but two numbers have one sum.
     """
-    block = tl.arange(0, BLOCKS)[:, None]
+    if x.shape[1] > 1:
+        pairs = x.reshape(x.shape[0], x.shape[1] // 2, 2, x.shape[2])
+        x = sum_in_pairs(tl.sum(pairs, axis=2))
+    return x
+
+
+@triton.jit
+def squares_of_rows(
+    ptr, num_rows, num_parts, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """What the kernel before left of each row, part by part of its channels: two sums, [2, ROWS].
+
+    ptr is that of the first row, behind which the last part may have fewer than ROWS. Of two parts
+    a warp reads all rows at once: each adds up every part, always in the same order, and no warp
+    waits for another.
+    """
     row = tl.arange(0, ROWS)[None, :]
-    is_there = (block < num_blocks) & (row < num_rows)
-    return tl.load(ptr + block * ROWS + row, mask=is_there, other=0.0)
+    squares = tl.zeros([2, ROWS], tl.float32)
+    for first in tl.static_range(0, PARTS, 2):
+        part = first + tl.arange(0, 2)[:, None]
+        is_there = (part < num_parts) & (row < num_rows)
+        squares += tl.load(ptr + part * WIDTH + row, mask=is_there, other=0.0)
+    return squares
 
 
 @triton.jit
 def inverse_length(squares, epsilon, C: tl.constexpr):
-    """What RMSNorm multiplies each row by, [1, ROWS]; squares [blocks, ROWS]."""
-    return tl.rsqrt(tl.sum(squares, axis=0) / C + epsilon)[None, :]
+    """What RMSNorm multiplies each row by, [1, ROWS]; squares [2, ROWS].
+
+    Flat in between, or the compiler lets the whole product lie as these few numbers do.
+    """
+    ROWS: tl.constexpr = squares.shape[1]
+    total = tl.sum(squares.reshape(2, 1, ROWS), axis=0).reshape(ROWS)
+    return tl.rsqrt(total / C + epsilon)[None, :]
 
 
 @triton.jit
 def unnormed(
     squares_ptr, row_scales_ptr, num_rows, num_parts,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
 ):
     """What `normed` has to know of each row, to be read before the product.
 
-    Squares [PARTS, ROWS]; of rounded rows, of which RMSNorm is done, their scales [1, ROWS].
+    Squares [2, ROWS]. A wide launch has had measure_rows before it, as those of all its rows would
+    fill the registers, and takes scales [1, ROWS], as of rounded rows, whose RMSNorm is done.
     """
     if KIND == FP8:
         found = 1.0
-    elif KIND == FP8_PER_TOKEN:
+    elif KIND == FP8_PER_TOKEN or WIDTH > _NARROW:
         row = tl.arange(0, ROWS)
         found = tl.load(row_scales_ptr + row, mask=row < num_rows, other=0.0)[None, :]
     else:
-        found = blocks_of_rows(squares_ptr, num_rows, num_parts, PARTS, ROWS)
+        found = squares_of_rows(squares_ptr, num_rows, num_parts, PARTS, ROWS, WIDTH)
     return found
 
 
 @triton.jit
-def normed(sums, found, epsilon, C: tl.constexpr, KIND: tl.constexpr):
+def normed(
+    sums, found, epsilon, C: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr
+):
     """A product [BLOCK_N, ROWS] of x as it is → that of x with its RMSNorm; found: `unnormed`."""
-    if KIND == FP8 or KIND == FP8_PER_TOKEN:  # noqa: SIM109, of which Triton knows nothing
+    # Triton knows nothing of `in`.
+    if KIND == FP8 or KIND == FP8_PER_TOKEN or WIDTH > _NARROW:  # noqa: SIM109
         sums *= found
     else:
         sums *= inverse_length(found, epsilon, C)

@@ -1,4 +1,4 @@
-"""What all kernels share: how many rows they take, and how one follows another."""
+"""What all kernels share: which rows a program takes, and how one kernel follows another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 UNSPECIALIZED = ("num_rows", "group", "first_row")
 """What the machine code must not depend on."""
+
+
+@triton.jit
+def rows_of_program(num_rows, ROWS: tl.constexpr):
+    """The first row of a program's tile, and how many of the launch there are from it on."""
+    first_row = tl.program_id(2) * ROWS
+    return first_row, num_rows - first_row
 
 
 @triton.jit

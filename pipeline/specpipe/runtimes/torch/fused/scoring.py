@@ -18,7 +18,7 @@ from specpipe.runtimes.torch.fused.products import (
     product,
     unnormed,
 )
-from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin
+from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin, rows_of_program
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -26,32 +26,36 @@ def score(
     scaled_ptr, squares_ptr, row_scales_ptr, weight_ptr, scale_ptr, is_unused_ptr, logits_ptr,
     best_ptr, best_ids_ptr, first_row, num_rows, num_parts, num_columns, epsilon,
     V: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, HAS_UNUSED: tl.constexpr,
-    WRITES_LOGITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PREFETCH: tl.constexpr,
+    HAS_UNUSED: tl.constexpr, WRITES_LOGITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Logits float32 [R, V] of the normalized x, and the best of each block of columns.
 
-    best, best_ids  [blocks, ROWS]: the highest logit of the first num_columns that are used, NaN
+    best, best_ids  [blocks, WIDTH]: the highest logit of the first num_columns that are used, NaN
                     where one of them is, and its lowest id
     """
     block = tl.program_id(0)
     # The last block overlaps the one before it rather than end early: both find the same logits.
     first_column = tl.minimum(block * BLOCK_N, V - BLOCK_N)
+    of_program, num_rows = rows_of_program(num_rows, ROWS)
+    first_row += of_program
     prefetch_block(weight_ptr, first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
     scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
     begin(PDL)
     norms = unnormed(
-        squares_ptr + first_row, row_scales_ptr + first_row, num_rows, num_parts, PARTS, ROWS, KIND
+        squares_ptr + first_row, row_scales_ptr + first_row, num_rows, num_parts,
+        PARTS, ROWS, WIDTH, KIND,
     )
     logits = product(
         scaled_ptr + first_row * C, weight_ptr, scale_ptr, first_column, 0, C, num_rows,
         V, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND,
     )
-    logits = normed(logits, norms, epsilon, C, KIND) * scales
+    logits = normed(logits, norms, epsilon, C, WIDTH, KIND) * scales
     n = first_column + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     if WRITES_LOGITS:
-        out = logits_ptr + row[None, :] * V + n[:, None]
+        out = logits_ptr + (of_program + row)[None, :] * V + n[:, None]
         tl.store(out, logits, mask=row[None, :] < num_rows)
     is_usable = n < num_columns
     if HAS_UNUSED:
@@ -61,8 +65,9 @@ def score(
     best = tl.max(usable, axis=0)
     ids = tl.where(usable == best[None, :], n[:, None], V)
     best_id = tl.min(ids, axis=0)
-    tl.store(best_ptr + block * ROWS + row, tl.where(is_nan, float("nan"), best))
-    tl.store(best_ids_ptr + block * ROWS + row, best_id)
+    place = block * WIDTH + of_program + row
+    tl.store(best_ptr + place, tl.where(is_nan, float("nan"), best))
+    tl.store(best_ids_ptr + place, best_id)
 
 
 @triton.jit

@@ -8,13 +8,16 @@ Integers are unpacked in registers, and instructions run short before bandwidth 
 let few warps unpack the same numbers. 64 columns go with 2 warps, since 4 would make another matrix
 instruction of them, for which blocks of bytes are copied 8 at a time and not 16. In FP8 it is that
 instruction which takes numbers as they are: Hopper's wgmma, of 64 columns and 4 warps.
+
+Launches of more than 16 rows have tiles of their own for speed alone: wide_tiles. Those were timed
+on an H200, with weights in bfloat16, int8 and int4.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specpipe.runtimes.torch.fused.linear import ROUNDED, Kind
+from specpipe.runtimes.torch.fused.linear import ROUNDED, UNPACKED, Kind
 from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, power_of_2_below
 
 MIN_BLOCK = 16
@@ -45,6 +48,8 @@ class Tiles:
     prefetch    channels of each row that are called into the cache ahead of time
     ways        parts of a block that are multiplied side by side, each by a warp of its own
     held        channels of each row that are brought into the chip ahead of time
+    rows        that a program multiplies; a wide launch may have several programs for its rows
+    summed      columns whose squares make one sum; 0: block_n
     """
 
     block_n: int
@@ -55,24 +60,41 @@ class Tiles:
     prefetch: int = 0
     ways: int = 1
     held: int = 0
+    rows: int = ROWS
+    summed: int = 0
 
-    def fitting(self, shared_bytes: int, *, element_bytes: int, num_matrices: int = 1) -> Tiles:
+    def fitting(
+        self,
+        shared_bytes: int,
+        *,
+        element_bytes: int,
+        input_bytes: int | None = None,
+        num_matrices: int = 1,
+    ) -> Tiles:
         """The same with fewer blocks under way, where those exceed a chip's shared memory.
 
-        No channels are held where they would take more than half of it.
+        No channels are held where they would take more than half of it; and a program has fewer
+        rows where it could not have two blocks.
 
+        input_bytes   of a number that is multiplied by one of the matrix; None: as many
         num_matrices  that a program reads side by side
         """
-        channel = (num_matrices * self.block_n + ROWS) * element_bytes
-        held, ways, num_warps = self.held, self.ways, self.num_warps
+        weights = num_matrices * self.block_n * element_bytes
+        row = input_bytes or element_bytes
+        held, ways, num_warps, rows = self.held, self.ways, self.num_warps, self.rows
         # Kernels count in powers of 2.
-        held_bytes = self.ways * power_of_2_above(held // self.ways) * channel if held else 0
+        held_channels = ways * power_of_2_above(held // ways) if held else 0
+        held_bytes = held_channels * (weights + rows * row)
         if held_bytes > shared_bytes // 2:
             held, held_bytes = 0, 0
             ways = num_warps = self.block_c // MIN_BLOCK
-        most = (shared_bytes - held_bytes) // (self.block_c * channel)
+        while rows > ROWS and 2 * self.block_c * (weights + rows * row) > shared_bytes:
+            rows //= 2
+        most = (shared_bytes - held_bytes) // (self.block_c * (weights + rows * row))
         num_stages = max(1, min(self.num_stages, most))
-        return replace(self, num_stages=num_stages, held=held, ways=ways, num_warps=num_warps)
+        return replace(
+            self, num_stages=num_stages, held=held, ways=ways, num_warps=num_warps, rows=rows
+        )
 
 
 def linear_tiles(
@@ -132,7 +154,8 @@ def add_tiles(
     if num_columns >= _FEW_COLUMNS:
         if _is_uneven(num_columns // 32):
             return _tiles(num_columns, num_channels, 32, 128, num_stages=6, splits=4)
-        return _tiles(num_columns, num_channels, 32, 256, num_stages=6)
+        # As fast as whole channels for one row, and there are more programs where rows are many.
+        return _tiles(num_columns, num_channels, 64, 128, num_stages=6, splits=2)
     if num_channels <= _FEW_CHANNELS:
         return _held(MIN_BLOCK, num_channels, num_warps=8)
     if num_channels < _FEW_COLUMNS:
@@ -142,6 +165,38 @@ def add_tiles(
             block_n = largest_divisor(num_columns, 32)
             return _held(block_n, num_channels // splits, num_warps=4, splits=splits)
     return _tiles(num_columns, num_channels, 64, 64, num_stages=6, splits=4)
+
+
+def wide_tiles(
+    narrow: Tiles, width: int, num_columns: int, *, most: int = 64, kind: Kind = "plain"
+) -> Tiles:
+    """Tiles of a launch of more rows than those of `narrow`: the same bits, at another speed.
+
+    The bits of a product follow from the order in which its channels are added, so splits, ways and
+    held stay as they are, and so do blocks that are added by themselves (FP8) or packed (int4).
+    Hopper's two matrix instructions add alike: tests show it. Where each warp has channels of its
+    own, or all are held, a program has no room for more rows, and there are more programs.
+
+    Integers stay with the narrow tiles' instruction, mma.sync. For it the compiler gives a thread 4
+    channels that lie together, as bytes do in a register, so that one instruction adds 0, 1, 4, 5,
+    8, 9, … of 32 channels and the next 2, 3, 6, 7, …; Hopper's wgmma would add 0 to 15, then the
+    others. A program has 64 rows at most: more would leave no registers for what is unpacked.
+    """
+    if narrow.ways > 1 or narrow.held:
+        return narrow
+    block_c = narrow.block_c
+    if kind in UNPACKED:
+        return replace(
+            narrow, block_c=min(block_c, 128) if kind == "int8" else block_c,
+            num_warps=4 if narrow.block_n < 64 else 2, num_stages=3, rows=min(width, 64),
+        )  # fmt: skip
+    block_n = max(narrow.block_n, largest_divisor(num_columns, most))
+    if kind == "plain":
+        block_c = min(block_c, 64 if width > 32 or block_n > 64 else 128)
+    return replace(
+        narrow, block_n=block_n, block_c=block_c, num_warps=4, num_stages=6,
+        prefetch=min(narrow.prefetch, 4 * block_c), rows=width, summed=narrow.block_n,
+    )  # fmt: skip
 
 
 def _is_uneven(num_programs: int) -> bool:
