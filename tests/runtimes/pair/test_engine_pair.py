@@ -66,6 +66,7 @@ def sampled_requests(is_seeded: bool) -> list[Request]:
             frequency_penalty=rng.choice([0.0, 0.3]),
             min_tokens=rng.choice([0, 9]),
             bad_words=rng.choice([(), ((5,), (6, 7), (1, 2, 3))]),
+            logit_bias=rng.choice([(), ((3, 4.0), (8, -2.0), (3, -1.0))]),
             seed=rng.getrandbits(64),
             is_seeded=is_seeded,
         )
@@ -78,6 +79,8 @@ def sampled_requests(is_seeded: bool) -> list[Request]:
                 num_draft_tokens=rng.choice([0, 1, 4]),
                 sampling=sampling,
                 return_log_probs=rng.choice([True, False]),
+                num_top_log_probs=rng.choice([0, 3]),
+                return_prompt_log_probs=rng.choice([True, False]),
             )
         )
     return requests
@@ -97,10 +100,19 @@ def test_batched_loop_equals_the_specification(is_seeded: bool) -> None:
         assert ids(found) == ids(expected)
         assert found[-1].finish_reason == expected[-1].finish_reason
         assert found[-1].statistics == expected[-1].statistics
-        if r.return_log_probs:
-            assert [p for c in found for p in c.log_probs] == pytest.approx(
-                [p for c in expected for p in c.log_probs], abs=1e-5
+        for has_any, name in (
+            (r.return_log_probs, "log_probs"),
+            (r.num_top_log_probs > 0, "top_log_probs"),
+            (r.return_prompt_log_probs, "prompt_log_probs"),
+            (r.return_prompt_log_probs and r.num_top_log_probs > 0, "prompt_top_log_probs"),
+        ):
+            numbers = [np.array(getattr(c, name)).reshape(-1) for c in found]
+            expected_numbers = [np.array(getattr(c, name)).reshape(-1) for c in expected]
+            np.testing.assert_allclose(
+                np.concatenate(numbers), np.concatenate(expected_numbers), atol=1e-5
             )
+            has_length = name.startswith("prompt") and len(r.prompt_token_ids) == 1
+            assert any(map(len, numbers)) == (has_any and len(ids(found)) > 0 and not has_length)
 
 
 class _Rounded:
