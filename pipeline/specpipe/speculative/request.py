@@ -206,6 +206,7 @@ class RequestLimits:
             )
         for token_id in (
             *request.prompt_token_ids,
+            *request.prediction_token_ids,
             *request.end_token_ids,
             *(i for w in request.sampling.bad_words for i in w),
         ):
@@ -239,8 +240,11 @@ class Statistics:
     keep it, and a config that asked for it all the same.
     """
     accepted_prediction_tokens: int = 0
-    """Draft tokens that were copied from the request's prediction and accepted."""
+    """Draft tokens that were copied from the request's prediction and accepted; they are among the
+    accepted draft tokens, too.
+    """
     rejected_prediction_tokens: int = 0
+    """Those that were verified and not accepted."""
 
     def to_json(self) -> dict[str, int | float | str | None]:
         """Returns the fields by name."""
