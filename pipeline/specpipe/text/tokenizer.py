@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(self._special_tokens)
         self._adds_bos, _ = added_ends(self._backend, self.bos_token_id, self.eos_token_id)
         self._steps = streaming_steps(self._backend.decoder)
-        self._piece = cache(self._find_piece)
+        self._pieces = {True: cache(self._find_piece), False: cache(self._backend.id_to_token)}
 
     @classmethod
     def load(cls, folder: Path, limits: FileLimits = FILE_LIMITS) -> Tokenizer:
@@ -101,16 +101,16 @@ class Tokenizer:
         """Encodes text as it stands inside an output: no special tokens, no space put before it."""
         return _encode(self._fragment_backend, text, add_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the whole text of these ids as the tokenizers library has it.
 
-        Special tokens are left out; transformers' `clean_up_tokenization_spaces`, which also
-        removes spaces that the model wrote, is not applied.
+        transformers' `clean_up_tokenization_spaces`, which also removes spaces that the model
+        wrote, is not applied.
         """
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int] = ()
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> StreamingDetokenizer | BufferedDetokenizer:
         """Returns a fresh detokenizer for one request's output.
 
@@ -118,10 +118,12 @@ class Tokenizer:
         ids less that of the prompt's. Without a prompt the output is a text of its own, whose first
         word a tokenizer may strip of its space.
         """
+        hidden = self._special_tokens if skip_special_tokens else {}
         if self._steps is None:
-            return BufferedDetokenizer(self.decode, prompt_token_ids, self._special_tokens)
-        steps = self._steps()
-        return StreamingDetokenizer(self._piece, steps, prompt_token_ids, self._special_tokens)
+            decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+            return BufferedDetokenizer(decode, prompt_token_ids, hidden)
+        piece = self._pieces[skip_special_tokens]
+        return StreamingDetokenizer(piece, self._steps(), prompt_token_ids, hidden)
 
     def tokens(self) -> dict[int, str]:
         """Returns the string of every id that has one."""
