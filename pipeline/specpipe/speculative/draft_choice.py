@@ -47,7 +47,7 @@ class DraftChoice:
         if self.is_speculative and request.prediction_token_ids:
             self._prediction = Prediction(request.prediction_token_ids)
         self._num_followed = len(request.prompt_token_ids)
-        self.status: DraftStatus = "not_started"
+        self.status: DraftStatus = "not_started" if request.max_tokens else "too_short"
         if not self.is_speculative:
             is_configured = limits.max_num_draft_tokens > 0
             self.status = "off_by_request" if is_configured else "off_by_config"

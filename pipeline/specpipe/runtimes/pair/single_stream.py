@@ -103,9 +103,13 @@ class SingleStream:
         now no better draft tokens than the device's.
         """
         request = state.request
-        if request.sampling.changes_scores or request.return_log_probs:
-            return False
-        return not state.drafts.follows_prediction
+        return not (
+            request.sampling.changes_scores
+            or request.has_log_probs
+            or request.return_prompt_log_probs
+            or request.guide
+            or state.drafts.follows_prediction
+        )
 
     def may_draft(self, state: RequestState) -> bool:
         """Returns whether a request, or else the load that it is alone, lets the draft draft."""
