@@ -16,9 +16,12 @@ import tokenizers
 
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import RequestError, show
+from specpipe.text.chat_arguments import ChatArguments
 from specpipe.text.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
 from specpipe.text.files import TokenizerParts, added_ends, is_library_fault, load_parts
 from specpipe.text.spelling import speller
+
+_DEFAULTS = ChatArguments()
 
 _WITHOUT_PREFIX = {
     "Metaspace": ("prepend_scheme", "never"),
@@ -75,7 +78,11 @@ class Tokenizer:
         return token_ids
 
     def encode_messages(
-        self, messages: list[dict[str, Any]], *, max_bytes: int | None = None
+        self,
+        messages: list[dict[str, Any]],
+        arguments: ChatArguments = _DEFAULTS,
+        *,
+        max_bytes: int | None = None,
     ) -> list[int]:
         """Encodes a conversation by the chat template, up to where the assistant's turn begins.
 
@@ -85,7 +92,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError("messages: this model has no chat template; send text_input instead")
-        rendered = self.chat_template.render(messages, max_bytes=max_bytes)
+        rendered = self.chat_template.render(messages, arguments, max_bytes=max_bytes)
         token_ids = _encode(self._backend, rendered, add_special_tokens=False)
         if self._adds_bos and token_ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None  # what is added has an id
