@@ -18,6 +18,7 @@ from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import RequestError, show
 from specpipe.text.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
 from specpipe.text.files import TokenizerParts, added_ends, is_library_fault, load_parts
+from specpipe.text.spelling import speller
 
 _WITHOUT_PREFIX = {
     "Metaspace": ("prepend_scheme", "never"),
@@ -51,6 +52,7 @@ class Tokenizer:
         self._adds_bos, _ = added_ends(self._backend, self.bos_token_id, self.eos_token_id)
         self._steps = streaming_steps(self._backend.decoder)
         self._piece = cache(self._find_piece)
+        self._spell = speller(self._backend.decoder)
 
     @classmethod
     def load(cls, folder: Path, limits: FileLimits = FILE_LIMITS) -> Tokenizer:
@@ -121,6 +123,26 @@ class Tokenizer:
         model = self._backend.get_vocab(with_added_tokens=False)
         added = self._backend.get_added_tokens_decoder()
         return {i: token for token, i in model.items()} | {i: t.content for i, t in added.items()}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that a token adds to a text which it does not begin.
+
+        A special token has those of its string, which decoding leaves out; an id without a string,
+        none. Unless `spells_tokens`, the bytes are those of the token decoded alone.
+        """
+        if token_id in self._special_tokens:
+            return self._special_tokens[token_id].encode()
+        piece = self._piece(token_id)
+        if piece is None:
+            return b""
+        if self._spell is None:
+            return self._backend.decode([token_id]).encode()
+        return self._spell(piece)
+
+    @property
+    def spells_tokens(self) -> bool:
+        """Whether a text has the bytes of its tokens one after another, but for its first space."""
+        return self._spell is not None
 
     @property
     def longest_token_bytes(self) -> int:
