@@ -21,7 +21,7 @@ from specpipe.machine.callables import Clock
 from specpipe.machine.web import is_here, parse_url
 from specpipe.runtimes.pair.admission import is_for_load
 from specpipe.runtimes.repository_layout import ENSEMBLE
-from specpipe.triton.client.completion import Completion, check_reason, completion_of
+from specpipe.triton.client.completion import Completion, check_reason, read_completion
 from specpipe.triton.client.grpc_messages import is_final, read_values, write_request
 from specpipe.triton.client.grpc_transport import last_cause
 from specpipe.triton.client.transport import plain
@@ -131,7 +131,7 @@ class TritonUpstream:
                         raise NoAnswer(self.url, "it is about to end")
                     num_received += 1
                     check_reason(values, num_received, self.url, ENSEMBLE)
-                    completion = completion_of(values, self.url, ENSEMBLE)
+                    completion = read_completion(values, self.url)
                     finish_reason = completion.finish_reason
                     yield completion
                 if is_last:
