@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import grpc
@@ -21,7 +21,7 @@ from specpipe.machine.callables import Clock
 from specpipe.machine.web import is_here, parse_url
 from specpipe.runtimes.pair.admission import is_for_load
 from specpipe.runtimes.repository_layout import ENSEMBLE
-from specpipe.triton.client.completion import Completion, check_reason, completion_of
+from specpipe.triton.client.completion import Completion, check_reason, read_completion
 from specpipe.triton.client.grpc_messages import is_final, read_values, write_request
 from specpipe.triton.client.grpc_transport import last_cause
 from specpipe.triton.client.transport import plain
@@ -102,7 +102,7 @@ class TritonUpstream:
 
     async def answer(
         self, inputs: Mapping[str, Any], *, sticky_key: str = ""
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         self.num_running += 1
         try:
             async for completion in self._answer(inputs, self._timeout_s):
@@ -113,7 +113,7 @@ class TritonUpstream:
 
     async def _answer(
         self, inputs: Mapping[str, Any], timeout_s: float
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion, None]:
         num_received = 0
         finish_reason = None
         call = self._infer(timeout=timeout_s)
@@ -131,7 +131,7 @@ class TritonUpstream:
                         raise NoAnswer(self.url, "it is about to end")
                     num_received += 1
                     check_reason(values, num_received, self.url, ENSEMBLE)
-                    completion = completion_of(values, self.url, ENSEMBLE)
+                    completion = read_completion(values, self.url)
                     finish_reason = completion.finish_reason
                     yield completion
                 if is_last:
@@ -159,10 +159,9 @@ class TritonUpstream:
 
     def _broken(self, code: grpc.StatusCode, details: str | None, num_received: int) -> ServerError:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            reason = "the time for an answer is over"
-        else:
-            reason = last_cause(details or code.name)
-        return self._cut(reason, num_received)
+            # Nothing against the server: another one would not be quicker.
+            return ServerError(f"{self.url}: the answer took more than its time")
+        return self._cut(last_cause(details or code.name), num_received)
 
     def _cut(self, reason: str, num_received: int) -> ServerError:
         if num_received == 0:

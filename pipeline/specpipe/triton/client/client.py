@@ -14,10 +14,12 @@ from typing import Any
 from specpipe.errors import CutStream, RequestError, ServerError
 from specpipe.machine.web import parse_url, receive
 from specpipe.triton import serving
-from specpipe.triton.client.completion import Completion, check_reason, completion_of
+from specpipe.triton.client.completion import Completion, check_reason, read_completion
 from specpipe.triton.client.grpc_transport import GrpcTransport
 from specpipe.triton.client.http_transport import HttpTransport
 from specpipe.triton.client.transport import Responses, Served, Transport
+
+_JSON_INPUTS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
 
 class Client:
@@ -53,7 +55,8 @@ class Client:
         return self._served
 
     def generate(self, prompt: str | None = None, **settings: Any) -> Completion:
-        """Returns the whole answer. Settings are the inputs by name (serving/tensors.py).
+        """Returns the whole answer. Settings are the inputs by name (serving/tensors.py); what is
+        JSON there may be given as lists and dictionaries.
 
         Raises RequestError with what the server says against the request, ServerError when it does
         not answer, or when a request fails after its first chunk.
@@ -115,7 +118,7 @@ class Client:
     def _completions(self, inputs: Mapping[str, Any]) -> Iterator[Completion]:
         with contextlib.closing(self.responses(inputs)) as responses:
             for values in responses:
-                yield completion_of(values, self._url, self._model)
+                yield read_completion(values, f"{self._url}: {self._model}")
 
 
 def _inputs(prompt: str | None, settings: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
@@ -123,6 +126,7 @@ def _inputs(prompt: str | None, settings: Mapping[str, Any], *, stream: bool) ->
     inputs = {name: value for name, value in settings.items() if value is not None}
     if prompt is not None:
         inputs["text_input"] = prompt
-    if "messages" in inputs and not isinstance(inputs["messages"], str):
-        inputs["messages"] = json.dumps(inputs["messages"])
+    for name in _JSON_INPUTS:
+        if name in inputs and not isinstance(inputs[name], str):
+            inputs[name] = json.dumps(inputs[name])
     return {**inputs, "stream": stream}
