@@ -25,7 +25,7 @@ def dialect_of(tokenizer: Tokenizer, name: str | None = None) -> ToolDialect | N
 
     None where the template writes no calls, or in a way that is not known.
     """
-    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
+    template = _source(tokenizer)
     for dialect in _DIALECTS:
         if dialect.name == name or (name is None and dialect.is_used_by(template)):
             return dialect(_token_ids(tokenizer, dialect.marks), template)
@@ -50,8 +50,7 @@ class MessageFormat:
     @classmethod
     def of(cls, tokenizer: Tokenizer, dialect: str | None = None) -> MessageFormat:
         """Returns the format of a checkpoint; `dialect` is one of DIALECT_NAMES, or found out."""
-        template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
-        found, marks = dialect_of(tokenizer, dialect), marks_in(template) or ()
+        found, marks = dialect_of(tokenizer, dialect), marks_in(_source(tokenizer))
         tokens = tokenizer.tokens()
         special = {tokens[token_id] for token_id in tokenizer.special_token_ids}
         return cls(
@@ -114,6 +113,15 @@ class _Content:
 
     def end(self) -> MessageDelta:
         return MessageDelta()
+
+
+def _source(tokenizer: Tokenizer) -> str:
+    """Returns the source of the chat template, quotes inside its strings as they come out."""
+    return (
+        ""
+        if tokenizer.chat_template is None
+        else tokenizer.chat_template.source.replace(r"\"", '"')
+    )
 
 
 def _token_ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
