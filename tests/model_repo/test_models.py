@@ -80,8 +80,8 @@ def test_preprocessing_answers_neighbours_of_a_bad_request(
         ]
     )
     assert responses[0].error() is None
-    assert set(outputs(responses[0])) == {"request", "input_ids", "signature"}
-    assert len(outputs(responses[0])["input_ids"][0]) == 2
+    assert set(outputs(responses[0])) == {"request", "prompt_token_ids", "signature"}
+    assert len(outputs(responses[0])["prompt_token_ids"][0]) == 2
     assert str(responses[1].error()).startswith("max_tokens is missing")
     assert str(responses[2].error()).startswith("unknown request parameter 'max_token'")
     assert {r.error().code for r in responses[1:]} == {pb_utils.TritonError.INVALID_ARG}

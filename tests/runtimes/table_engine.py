@@ -35,6 +35,7 @@ class TableEngine:
         self.model = model
         self.vocab_size = model.vocab_size
         self.max_seq_len, self.max_batch_size = max_seq_len, max_batch_size
+        self.max_logits, self.max_logits_of_sequence = 64, 64
         self.sequences: dict[int, list[int]] = {}
         self.forwards: list[list[int]] = []
         """The number of tokens of each sequence, forward by forward."""
@@ -97,7 +98,7 @@ def make_pair(
         TableEngine(target),
         TorchSampler(min(draft.vocab_size, target.vocab_size), unused_token_ids),
         PairOptions(**settings),  # type: ignore[arg-type]
-        lambda prompt: WordDetokenizer(),
+        lambda prompt, **_: WordDetokenizer(),
         costs=costs,
         **({"clock": clock} if clock else {}),  # type: ignore[arg-type]
     )

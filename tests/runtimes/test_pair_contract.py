@@ -107,7 +107,7 @@ def test_a_stop_string_across_tokens_is_cut_off(make: Make) -> None:
         ScriptedModel(3, script),
         ScriptedModel(3, script),
         num_draft_tokens=4,
-        detokenizer=lambda prompt: PieceDetokenizer(PIECES),
+        detokenizer=lambda prompt, **_: PieceDetokenizer(PIECES),
     ) as pair:
         r = request(stop_strings=("a,b", "\n"), max_tokens=6)
         chunks = run(pair, [r])["r"]

@@ -36,11 +36,14 @@ class EchoPair:
 
     def submit(self, request: Request) -> str:
         self._limits.check(request)
-        decoder = self._detokenizer(())
+        decoder = self._detokenizer((), skip_special_tokens=True)
         prompt = decoder.append(request.prompt_token_ids) + decoder.flush()
         if "<refuse>" in prompt:
             raise RequestError("the queue is full (0 requests)")
-        state = RequestState(request, self._limits, self._detokenizer(request.text_token_ids))
+        detokenizer = self._detokenizer(
+            request.text_token_ids, skip_special_tokens=request.skip_special_tokens
+        )
+        state = RequestState(request, self._limits, detokenizer)
         self._running[request.request_id] = (state, prompt)
         return request.request_id
 

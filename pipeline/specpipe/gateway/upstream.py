@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from specpipe.errors import RequestError
-from specpipe.triton.client.client import Completion
+from specpipe.triton.client.completion import Completion
 
 
 class Busy(RequestError):

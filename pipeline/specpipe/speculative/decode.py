@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from specpipe.speculative.log_probs import likeliest, log_softmax
 from specpipe.speculative.noise import Floats, Purpose, gumbel, uniform
 from specpipe.speculative.request import Chunk, Request
 from specpipe.speculative.state import RequestState
@@ -33,8 +34,14 @@ def decode(
     """Runs one request to its end and yields what each step emits.
 
     A draft row with a NaN ends the draft there; a target row with one ends the request with an
-    error when the output gets to it.
+    error when the output gets to it, and so does one of a prompt whose log-probabilities are asked
+    for.
     """
+    if state.num_unscored_tokens and not _score_prompt(state, target):
+        yield state.finish("error", UNUSABLE_LOGITS)
+        return
+    if state.request.max_tokens == 0:
+        yield state.finish("length")
     while not state.is_finished:
         limit = state.drafts.next_num_draft_tokens() if draft is not None else 0
         draft_token_ids, draft_scores = _draft(state, draft, limit)
@@ -52,11 +59,27 @@ def decode(
         verified = _verify(
             state.request, len(state.token_ids), draft_token_ids, draft_scores, scores
         )
-        log_probs = [
-            float(np.log(softmax(np.asarray(row, np.float64))[token_id]))
-            for row, token_id in zip(rows, verified.token_ids, strict=False)
-        ]
-        yield state.accept(verified.token_ids, log_probs, num_draft_tokens=len(draft_token_ids))
+        log_probs = [log_softmax(row) for row in rows[: len(verified.token_ids)]]
+        yield state.accept(
+            verified.token_ids,
+            [float(row[i]) for row, i in zip(log_probs, verified.token_ids, strict=True)],
+            [likeliest(row, state.request.num_top_log_probs) for row in log_probs],
+            num_draft_tokens=len(draft_token_ids),
+        )
+
+
+def _score_prompt(state: RequestState, target: LanguageModel) -> bool:
+    """Gives the request the log-probabilities of its prompt; False where a row is unusable."""
+    prompt = state.request.prompt_token_ids
+    rows = target.logits(prompt[:-1], len(prompt) - 1)
+    if not all(map(_is_usable, rows)):
+        return False
+    log_probs = [log_softmax(row) for row in rows]
+    state.score_prompt(
+        [float(row[i]) for row, i in zip(log_probs, prompt[1:], strict=True)],
+        [likeliest(row, state.request.num_top_log_probs) for row in log_probs],
+    )
+    return True
 
 
 def _draft(

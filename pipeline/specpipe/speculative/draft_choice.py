@@ -36,7 +36,7 @@ class DraftChoice:
         self._lookup: PromptLookup | None = None
         if has_lookup and self.is_speculative and (sampling.is_greedy or sampling.is_seeded):
             self._lookup = PromptLookup(request.prompt_token_ids)
-        self.status: DraftStatus = "not_started"
+        self.status: DraftStatus = "not_started" if request.max_tokens else "too_short"
         if not self.is_speculative:
             is_configured = limits.max_num_draft_tokens > 0
             self.status = "off_by_request" if is_configured else "off_by_config"

@@ -5,7 +5,8 @@ Python's insides, but neither from all memory nor from running for days: the pro
 both. It imports Jinja and nothing else, so that it is there at once.
 
 Standard input is a socket: each line is JSON and is answered by another. The first says what is
-rendered, and within which limits; each that follows is a conversation.
+rendered, and within which limits; each that follows is a conversation: its variables, and how many
+bytes the prompt may have.
 
 The dialect is transformers': trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a
 `tojson` that escapes nothing, and `{% generation %}` blocks, which only mark their contents.
@@ -62,13 +63,7 @@ def serve() -> None:
 def _render(template: jinja2.Template, setup: Mapping[str, Any], line: bytes) -> dict[str, Any]:
     conversation = json.loads(line)
     parts, num_bytes, most = [], 0, conversation["max_bytes"]
-    for part in template.generate(
-        **setup["special_tokens"],
-        messages=conversation["messages"],
-        tools=None,
-        documents=None,
-        add_generation_prompt=True,
-    ):
+    for part in template.generate({**setup["special_tokens"], **conversation["variables"]}):
         num_bytes += len(part.encode(errors="surrogatepass"))
         if num_bytes > most:
             return _fault(

@@ -7,7 +7,9 @@ from typing import Any
 
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import CheckpointError, RequestError
+from specpipe.text.chat_arguments import ChatArguments, until_mark, with_mark
 from specpipe.text.chat_messages import (
+    Messages,
     check_messages,
     for_template,
     has_parts,
@@ -18,6 +20,7 @@ from specpipe.text.chat_worker import ChatWorker, Rendered
 
 _MAX_PROMPT_BYTES = 16 << 20  # 131,072 tokens of 128 bytes
 _PLAIN = [{"role": "user", "content": "Hello"}]
+_DEFAULTS = ChatArguments()
 
 
 class ChatTemplate:
@@ -46,35 +49,66 @@ class ChatTemplate:
             }
         )
 
-    def render(self, messages: list[dict[str, Any]], *, max_bytes: int | None = None) -> str:
-        """Returns the conversation as a prompt that asks for the assistant's turn.
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: ChatArguments = _DEFAULTS,
+        *,
+        max_bytes: int | None = None,
+    ) -> str:
+        """Returns the conversation as a prompt, which asks for the assistant's turn by default.
 
         A template that does not go through the parts of a content gets them joined to one text.
         max_bytes are those of the prompt, in UTF-8; none: 16 MiB.
         """
         messages = for_template(check_messages(messages))
+        if not arguments.continue_final_message:
+            return self._render_parts(messages, arguments, max_bytes)
+        if "content" not in self.source:
+            raise RequestError(
+                "continue_final_message is true, but the chat template reads no content"
+            )
+        prompt = self._render_parts(with_mark(messages), arguments, max_bytes)
+        return until_mark(prompt, messages)
+
+    def _render_parts(
+        self, messages: Messages, arguments: ChatArguments, max_bytes: int | None
+    ) -> str:
         if has_parts(messages):
             try:
-                prompt = self._render(messages, max_bytes)
+                prompt = self._render(messages, arguments, max_bytes)
             except RequestError:  # most often of adding a list to a text
                 prompt = ""
             if shows_parts(messages, prompt):
                 return prompt
             messages = with_joined_parts(messages)
-        return self._render(messages, max_bytes)
+        return self._render(messages, arguments, max_bytes)
 
-    def _render(self, messages: list[dict[str, Any]], max_bytes: int | None) -> str:
+    def _render(self, messages: Messages, arguments: ChatArguments, max_bytes: int | None) -> str:
         try:
-            answer = self._worker.render(messages, max_bytes or _MAX_PROMPT_BYTES)
+            answer = self._ask(messages, arguments, max_bytes)
         except (TypeError, ValueError, RecursionError) as exc:  # of a caller, not of a client
             raise RequestError(f"messages cannot be written as JSON: {exc}") from exc
         if answer.prompt is None:
             raise RequestError(f"messages: {_fault(answer, 'them')}")
         return answer.prompt
 
+    def _ask(
+        self,
+        messages: Messages,
+        arguments: ChatArguments = _DEFAULTS,
+        max_bytes: int | None = None,
+    ) -> Rendered:
+        return self._worker.render(
+            {
+                "variables": arguments.for_template(messages),
+                "max_bytes": max_bytes or _MAX_PROMPT_BYTES,
+            }
+        )
+
     def check(self) -> None:
         """Raises CheckpointError when the template does not compile or render a plain question."""
-        answer = self._worker.render(_PLAIN, _MAX_PROMPT_BYTES)
+        answer = self._ask(_PLAIN)
         if answer.prompt is None:
             raise CheckpointError(f"{self._file}: {_fault(answer, 'a plain question')}")
 

@@ -64,9 +64,11 @@ class ChatWorker:
         with self._lock:
             self._started()
 
-    def render(self, messages: list[Any], max_bytes: int) -> Rendered:
-        """Returns one conversation rendered; replaces a process once that was killed meanwhile."""
-        conversation = {"messages": messages, "max_bytes": max_bytes}
+    def render(self, conversation: Mapping[str, Any]) -> Rendered:
+        """Returns one conversation rendered; replaces a process once that was killed meanwhile.
+
+        `conversation` is a line that `chat_renderer.serve` reads.
+        """
         request = json.dumps(conversation, ensure_ascii=False)
         self._leave_to_parent()
         with self._lock:

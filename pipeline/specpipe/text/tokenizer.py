@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ import tokenizers
 
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import RequestError, show
+from specpipe.text.chat_arguments import ChatArguments
 from specpipe.text.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
 from specpipe.text.files import TokenizerParts, added_ends, is_library_fault, load_parts
 from specpipe.text.spelling import speller
+
+_DEFAULTS = ChatArguments()
 
 _WITHOUT_PREFIX = {
     "Metaspace": ("prepend_scheme", "never"),
@@ -51,7 +54,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(self._special_tokens)
         self._adds_bos, _ = added_ends(self._backend, self.bos_token_id, self.eos_token_id)
         self._steps = streaming_steps(self._backend.decoder)
-        self._piece = cache(self._find_piece)
+        self._pieces = {True: cache(self._find_piece), False: cache(self._backend.id_to_token)}
         self._spell = speller(self._backend.decoder)
 
     @classmethod
@@ -75,7 +78,11 @@ class Tokenizer:
         return token_ids
 
     def encode_messages(
-        self, messages: list[dict[str, Any]], *, max_bytes: int | None = None
+        self,
+        messages: list[dict[str, Any]],
+        arguments: ChatArguments = _DEFAULTS,
+        *,
+        max_bytes: int | None = None,
     ) -> list[int]:
         """Encodes a conversation by the chat template, up to where the assistant's turn begins.
 
@@ -85,7 +92,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError("messages: this model has no chat template; send text_input instead")
-        rendered = self.chat_template.render(messages, max_bytes=max_bytes)
+        rendered = self.chat_template.render(messages, arguments, max_bytes=max_bytes)
         token_ids = _encode(self._backend, rendered, add_special_tokens=False)
         if self._adds_bos and token_ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None  # what is added has an id
@@ -96,16 +103,16 @@ class Tokenizer:
         """Encodes text as it stands inside an output: no special tokens, no space put before it."""
         return _encode(self._fragment_backend, text, add_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the whole text of these ids as the tokenizers library has it.
 
-        Special tokens are left out; transformers' `clean_up_tokenization_spaces`, which also
-        removes spaces that the model wrote, is not applied.
+        transformers' `clean_up_tokenization_spaces`, which also removes spaces that the model
+        wrote, is not applied.
         """
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int] = ()
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> StreamingDetokenizer | BufferedDetokenizer:
         """Returns a fresh detokenizer for one request's output.
 
@@ -113,10 +120,12 @@ class Tokenizer:
         ids less that of the prompt's. Without a prompt the output is a text of its own, whose first
         word a tokenizer may strip of its space.
         """
+        hidden = self._special_tokens if skip_special_tokens else {}
         if self._steps is None:
-            return BufferedDetokenizer(self.decode, prompt_token_ids, self._special_tokens)
-        steps = self._steps()
-        return StreamingDetokenizer(self._piece, steps, prompt_token_ids, self._special_tokens)
+            decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+            return BufferedDetokenizer(decode, prompt_token_ids, hidden)
+        piece = self._pieces[skip_special_tokens]
+        return StreamingDetokenizer(piece, self._steps(), prompt_token_ids, hidden)
 
     def tokens(self) -> dict[int, str]:
         """Returns the string of every id that has one."""

@@ -320,7 +320,7 @@ def test_an_exception_in_the_text_of_a_request_fails_that_one_alone() -> None:
             raise ValueError("as asked")
 
     pair = make_pair(TableModel(target_rule), TableModel(target_rule))
-    pair._detokenizer = lambda prompt: Failing() if prompt == (9,) else WordDetokenizer()
+    pair._detokenizer = lambda prompt, **_: Failing() if prompt == (9,) else WordDetokenizer()
     chunks = run(pair, [request("bad", prompt_token_ids=(9,)), request("good")])
     assert ids(chunks["good"]) == greedy_reference(request())
     (last,) = chunks["bad"]

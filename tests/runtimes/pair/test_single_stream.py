@@ -131,7 +131,7 @@ def make_pair(
         *engines,
         TorchSampler(engines[0].vocab_size),
         PairOptions(adaptive=costs is not None, **settings),  # type: ignore[arg-type]
-        lambda prompt: WordDetokenizer(),
+        lambda prompt, **_: WordDetokenizer(),
         costs=table,
         rounds=rounds if has_rounds else None,
     )

@@ -75,8 +75,8 @@ class Drafting:
         """
         batch = []
         for running, num_target_cached in prefill:
-            drafts = running.state.drafts
-            if not drafts.is_speculative or (sequence := self.sequence(running)) is None:
+            can_draft = running.state.drafts.is_speculative and running.state.request.max_tokens > 1
+            if not can_draft or (sequence := self.sequence(running)) is None:
                 continue
             token_ids = running.state.token_ids
             end = num_target_cached + self._options.max_num_tokens

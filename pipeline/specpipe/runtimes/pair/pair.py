@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,8 +10,14 @@ from specpipe.roles import Role
 from specpipe.speculative.adaptive import Schedule
 from specpipe.speculative.request import Chunk, Detokenizer, Request
 
-DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
-"""Makes the detokenizer of one request from its `text_token_ids`."""
+
+class DetokenizerFactory(Protocol):
+    """`Tokenizer.detokenizer`, which makes the detokenizer of one request."""
+
+    def __call__(
+        self, prompt_token_ids: Sequence[int], /, *, skip_special_tokens: bool
+    ) -> Detokenizer:
+        """Takes `text_token_ids` of the request, and whether text leaves special tokens out."""
 
 
 @dataclass(frozen=True)

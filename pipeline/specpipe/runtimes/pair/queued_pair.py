@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from specpipe.machine.callables import Clock
 from specpipe.runtimes.pair.admission import OVERDUE, Waiting, WaitingRequests
+from specpipe.runtimes.pair.features import check_features
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.speculative.adaptive import DraftLength
 from specpipe.speculative.request import Chunk, FinishReason, Request, RequestLimits
@@ -43,11 +45,16 @@ class QueuedPair(ABC, Generic[R]):
         *,
         max_batch_size: int,
         has_lookup: bool = False,
+        honours: Collection[str] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        """max_batch_size is how many requests may run; has_lookup: they may copy draft tokens."""
+        """max_batch_size is how many requests may run; has_lookup: they may copy draft tokens.
+
+        honours  those of FEATURES that requests may ask for; the others are refused by name
+        """
         self._options, self._limits, self._detokenizer = options, limits, detokenizer
         self._max_batch_size, self._has_lookup, self._clock = max_batch_size, has_lookup, clock
+        self._honours = honours
         self._waiting = WaitingRequests(options, clock=clock)
         self._running: list[R] = []
         self._chunks: deque[Chunk] = deque()
@@ -55,6 +62,7 @@ class QueuedPair(ABC, Generic[R]):
 
     def submit(self, request: Request) -> str:
         self._limits.check(request)
+        check_features(request, self._honours)
         self._check_request(request)
         self._waiting.put(request, num_running=len(self._running))
         return request.request_id
@@ -138,7 +146,9 @@ class QueuedPair(ABC, Generic[R]):
         return RequestState(
             request,
             self._limits,
-            self._detokenizer(request.text_token_ids),
+            self._detokenizer(
+                request.text_token_ids, skip_special_tokens=request.skip_special_tokens
+            ),
             draft_length=DraftLength() if self._adapts(request) else None,
             has_lookup=self._has_lookup,
             queue_s=waiting.waited_s(self._clock()),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from specpipe.runtimes.pair.sampler import Drafted, RoundResult
+from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Scored
 from specpipe.speculative import noise
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
-from specpipe.speculative.request import Request, Sampling
+from specpipe.speculative.request import Request, Sampling, TopLogProbs
 from specpipe.speculative.verify import verify_by_matching
 from specpipe.speculative.warp import banned_token_ids
 
@@ -70,18 +70,38 @@ class TorchSampler:
     @torch.inference_mode()
     def verify(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[RoundResult]:
         rows = [_row(d, d.token_ids[:i]) for d in drafted for i in range(len(d.token_ids) + 1)]
-        raw = logits.clone() if any(d.state.request.return_log_probs for d in drafted) else logits
+        raw = logits.clone() if any(d.state.request.has_log_probs for d in drafted) else logits
         choices = _Choices(self._usable_columns(logits), rows, Purpose.RECOVERED)
         results = []
         first = 0
         for draft in drafted:
             end = first + len(draft.token_ids) + 1
             result = _verify(draft, choices, first, end)
-            if draft.state.request.return_log_probs and result.token_ids is not None:
-                result = _with_log_probs(result, raw[first : first + len(result.token_ids)])
+            if draft.state.request.has_log_probs and result.token_ids is not None:
+                scored = self._scored(
+                    raw[first : first + len(result.token_ids)],
+                    result.token_ids,
+                    draft.state.request.num_top_log_probs,
+                )
+                result = replace(result, **vars(scored))
             results.append(result)
             first = end
         return results
+
+    @torch.inference_mode()
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> Scored | None:
+        scored = self._scored(logits, token_ids, num_top)
+        return None if any(map(math.isnan, scored.log_probs)) else scored
+
+    def _scored(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> Scored:
+        """Returns log-softmax in float32 of raw logits [N, V], at N tokens and at the likeliest.
+
+        Ids that cannot be emitted have their part of the sum, and are never among the likeliest.
+        """
+        log_probs = logits.float().log_softmax(dim=-1)
+        index = torch.tensor(list(token_ids), device=logits.device)[:, None]
+        own = log_probs.gather(1, index)[:, 0].tolist()
+        return Scored(own, _likeliest(self._usable_columns(log_probs), num_top) if num_top else ())
 
     def _usable_columns(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, V] of ids that all three have; writes into its argument."""
@@ -158,15 +178,25 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> RoundR
     return RoundResult([*accepted, bonus], num_draft_tokens=len(token_ids))
 
 
-def _with_log_probs(result: RoundResult, raw_logits: torch.Tensor) -> RoundResult:
-    assert result.token_ids is not None
-    log_probs = raw_logits.float().log_softmax(dim=-1)
-    index = torch.tensor(list(result.token_ids), device=raw_logits.device)[:, None]
-    return RoundResult(
-        result.token_ids,
-        result.num_draft_tokens,
-        log_probs.gather(1, index)[:, 0].tolist(),
-    )
+def _likeliest(log_probs: torch.Tensor, count: int) -> list[TopLogProbs]:
+    """Returns so many of the highest of each row [R, V], as `speculative/log_probs.py` does.
+
+    What cannot be emitted is -inf; a row with a NaN has none. Writes into its argument.
+    """
+    log_probs.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+    count = min(count, log_probs.shape[-1])
+    cut = log_probs.topk(count, dim=-1).values[:, -1:]
+    is_above, is_tied = log_probs > cut, log_probs == cut
+    num_tied_kept = count - is_above.sum(dim=-1, keepdim=True)
+    if (is_tied.sum(dim=-1, keepdim=True) > num_tied_kept).any():
+        is_tied &= is_tied.cumsum(dim=-1) <= num_tied_kept
+    token_ids = (is_above | is_tied).nonzero()[:, 1].view(-1, count)
+    values, order = log_probs.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
+    rows = zip(token_ids.gather(1, order).tolist(), values.tolist(), strict=True)
+    return [
+        tuple((i, p) for i, p in zip(ids, probs, strict=True) if p > -math.inf)
+        for ids, probs in rows
+    ]
 
 
 def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -205,6 +235,10 @@ def _penalize_and_ban(scores: torch.Tensor, row: Row) -> None:
     if output and (sampling.presence_penalty or sampling.frequency_penalty):
         ids, counts = torch.unique(torch.tensor(output, device=scores.device), return_counts=True)
         scores[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.double()
+    if sampling.biases:
+        biased_ids = torch.tensor(list(sampling.biases), device=scores.device)
+        biases = list(sampling.biases.values())
+        scores[biased_ids] += torch.tensor(biases, dtype=torch.float64, device=scores.device)
     banned = banned_token_ids(sampling.bad_words, prompt, output)
     if len(output) < sampling.min_tokens:
         banned += [i for i in row.request.end_token_ids if i < len(scores)]
