@@ -161,6 +161,17 @@ def test_a_prompt_that_opens_thoughts_is_known(name: str, is_open: bool, folder:
     assert MessageFormat.of(tokenizer).is_reasoning_after(prompt) is is_open
 
 
+def test_a_variable_decides_whether_an_answer_begins_inside_thoughts(folder: Path) -> None:
+    found = MessageFormat.of(
+        load(folder, R1 + "{% if x %}{{ raise_exception('no x') }}{% endif %}")
+    )
+    for _ in range(2):  # the second time from memory
+        assert found.begins_reasoning({})
+        assert not found.begins_reasoning({"enable_thinking": False})
+    assert not found.begins_reasoning({"x": 1})
+    assert not MessageFormat.of(load(folder, QWEN_3)).begins_reasoning({})
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.sampled_from([*SPECIAL, *THOUGHTS, "<", "[", "|", "Hm", " "]), max_size=8).map(

@@ -36,7 +36,7 @@ def token(token_ids: Mapping[str, int], text: str) -> str:
 
 def json_value(schema: Mapping[str, Any]) -> str:
     """Returns a value of a JSON schema, which may have definitions of its own."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _FORM})}"
+    return f"%json {json.dumps({'x-guidance': _FORM, **schema})}"
 
 
 def call_object(name: str, arguments: str, schema: Mapping[str, Any]) -> str:
