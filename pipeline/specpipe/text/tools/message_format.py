@@ -147,11 +147,10 @@ class _Content:
 
 def _source(tokenizer: Tokenizer) -> str:
     """Returns the source of the chat template, quotes inside its strings as they come out."""
-    return (
-        ""
-        if tokenizer.chat_template is None
-        else tokenizer.chat_template.source.replace(r"\"", '"')
-    )
+    template = tokenizer.chat_template
+    if template is None:
+        return ""
+    return (template.with_tools or template).source.replace(r"\"", '"')
 
 
 def _token_ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
