@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpipe.errors import RequestError
+from specpipe.text.chat_arguments import ChatArguments
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.text.tools.functions import functions_of
 from specpipe.text.tools.message_format import MessageFormat, dialect_of
@@ -152,24 +153,18 @@ def test_thoughts_of_mistral(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_open"), [("R1", True), ("QWEN_3", False), ("qwen_2_tools", False)]
-)
-def test_a_prompt_that_opens_thoughts_is_known(name: str, is_open: bool, folder: Path) -> None:
+    ("name", "variables", "is_open"),
+    [("R1", {}, True), ("R1", {"enable_thinking": False}, False), ("QWEN_3", {}, False),
+     ("qwen_2_tools", {}, False)],
+)  # fmt: skip
+def test_a_prompt_that_opens_thoughts_is_known(
+    name: str, variables: dict[str, Any], is_open: bool, folder: Path
+) -> None:
     tokenizer = load(folder, SOURCES[name])
     assert tokenizer.chat_template is not None
-    prompt = tokenizer.chat_template.render([{"role": "user", "content": "Hi <think>"}])
+    question = [{"role": "user", "content": "Hi <think>"}]
+    prompt = tokenizer.chat_template.render(question, ChatArguments(variables=variables))
     assert MessageFormat.of(tokenizer).is_reasoning_after(prompt) is is_open
-
-
-def test_a_variable_decides_whether_an_answer_begins_inside_thoughts(folder: Path) -> None:
-    found = MessageFormat.of(
-        load(folder, R1 + "{% if x %}{{ raise_exception('no x') }}{% endif %}")
-    )
-    for _ in range(2):  # the second time from memory
-        assert found.begins_reasoning({})
-        assert not found.begins_reasoning({"enable_thinking": False})
-    assert not found.begins_reasoning({"x": 1})
-    assert not MessageFormat.of(load(folder, QWEN_3)).begins_reasoning({})
 
 
 @settings(max_examples=80, deadline=None)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from specpipe.errors import RequestError
-from specpipe.text.chat_arguments import ChatArguments
-from specpipe.text.chat_template import ChatTemplate
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.text.tools.contract import MessageDelta, MessageParser, ToolDialect
 from specpipe.text.tools.hermes import HermesDialect
@@ -21,9 +18,6 @@ from specpipe.text.tools.special_tokens import SpecialTokens, WithoutSpecialToke
 _DIALECTS = (MistralDialect, HermesDialect, LlamaDialect)
 
 DIALECT_NAMES = tuple(dialect.name for dialect in _DIALECTS)
-
-_PLAIN = [{"role": "user", "content": "Hello"}]
-_REMEMBERED = 256  # sets of variables, of so many characters: clients send a few
 
 
 def dialect_of(tokenizer: Tokenizer, name: str | None = None) -> ToolDialect | None:
@@ -52,8 +46,6 @@ class MessageFormat:
     special: SpecialTokens
     needs_special_tokens: bool
     """Calls or thoughts can only be told from a text with special tokens kept."""
-    template: ChatTemplate | None
-    _begins_inside: dict[str, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, dialect: str | None = None) -> MessageFormat:
@@ -66,33 +58,11 @@ class MessageFormat:
             reasoning=ReasoningMarks(*marks, _token_ids(tokenizer, marks)) if marks else None,
             special=SpecialTokens(special),
             needs_special_tokens=not special.isdisjoint({*marks, *(found.marks if found else ())}),
-            template=tokenizer.chat_template,
         )
 
     def is_reasoning_after(self, prompt: str) -> bool:
         """Returns whether an answer to a rendered prompt begins inside thoughts."""
         return self.reasoning is not None and self.reasoning.is_open_after(prompt)
-
-    def begins_reasoning(self, variables: Mapping[str, Any]) -> bool:
-        """Returns whether answers begin inside thoughts, by the prompt of a plain question.
-
-        variables  what the request sets of the chat template's, as `enable_thinking`
-
-        It takes as long as rendering, unless these variables were asked for before.
-        """
-        if self.reasoning is None or self.template is None:
-            return False
-        key = json.dumps(variables, sort_keys=True)
-        if (known := self._begins_inside.get(key)) is not None:
-            return known
-        try:
-            prompt = self.template.render(_PLAIN, ChatArguments(variables=variables))
-        except RequestError:  # of these variables, as the request will be told
-            return False
-        begins = self.is_reasoning_after(prompt)
-        if len(key) <= _REMEMBERED and len(self._begins_inside) < _REMEMBERED:
-            self._begins_inside[key] = begins
-        return begins
 
     def parser(
         self,
