@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from specpipe.speculative.guide import Guide
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.text.tools.message_format import MessageFormat
 from tests.chat_templates import TEMPLATES
@@ -177,3 +178,27 @@ def test_thoughts_may_come_before_a_call(name: str, is_open: bool, model: Model)
     assert not model.takes(grammar, f"{text}\n")
     read_as = read(found.parser(TOOLS, is_reasoning=is_open), text)
     assert read_as == (f"Hm: {call[:9]} ...", "", [("world.time", "{}")])
+
+
+GUIDES = [
+    (Guide(type="json"), '[1, {"a": null}]', "[1, }"),
+    (Guide(type="json_schema", text='{"enum": ["é", 2]}'), '"é"', '"x"'),
+    (Guide(type="json_schema", text="true"), "{}", "{]"),
+    (Guide(type="regex", text=r"a/[b-d]+\d"), "a/bd7", "a/b"),
+    (Guide(type="choice", text=r'["a \"b\"", "\u00e9\n", "😀"]'), "é\n", "c"),
+    (Guide(type="ebnf_grammar", text='root ::= "a" (root | [0-9])'), "aa1", "aa"),
+    (Guide(type="lark", text='start: "a" (start | NUMBER)\nNUMBER: /[0-9]/'), "aa1", "aa"),
+]
+
+
+@pytest.mark.parametrize(("guide", "good", "bad"), GUIDES)
+def test_a_guide_holds_after_the_thoughts_that_a_prompt_opens(
+    guide: Guide, good: str, bad: str, model: Model
+) -> None:
+    found = model.format(QWEN_3)
+    assert found.after_thoughts(guide, "<|im_start|>assistant\n") == guide
+    held = found.after_thoughts(guide, "<|im_start|>assistant\n<think>\n")
+    assert held.type == "lark"
+    assert model.takes(held.text, f"Hm: {good} or {bad}\n</think>\n\n{good}")
+    assert not model.takes(held.text, f"Hm.\n</think>\n\n{bad}")
+    assert not model.takes(held.text, good)

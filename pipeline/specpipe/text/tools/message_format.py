@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpipe.errors import RequestError
+from specpipe.speculative.guide import Guide
 from specpipe.text.tokenizer import Tokenizer
+from specpipe.text.tools import lark
 from specpipe.text.tools.contract import MessageDelta, MessageParser, ToolDialect
 from specpipe.text.tools.hermes import HermesDialect
 from specpipe.text.tools.llama import LlamaDialect
@@ -63,6 +65,15 @@ class MessageFormat:
     def is_reasoning_after(self, prompt: str) -> bool:
         """Returns whether an answer to a rendered prompt begins inside thoughts."""
         return self.reasoning is not None and self.reasoning.is_open_after(prompt)
+
+    def after_thoughts(self, guide: Guide, prompt: str) -> Guide:
+        """Returns the guide of an answer to a prompt: where that opens thoughts, they come first.
+
+        It must be one that can be followed.
+        """
+        if self.reasoning is None or not self.is_reasoning_after(prompt):
+            return guide
+        return Guide(type="lark", text=self.reasoning.grammar(lark.of_guide(guide), is_open=True))
 
     def parser(
         self,
