@@ -141,7 +141,7 @@ class Tokenizer:
         """
         if token_id in self._special_tokens:
             return self._special_tokens[token_id].encode()
-        piece = self._piece(token_id)
+        piece = self._find_piece(token_id)
         if piece is None:
             return b""
         if self._spell is None:
