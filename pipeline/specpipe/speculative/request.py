@@ -275,8 +275,11 @@ class Statistics:
     keep it, and a config that asked for it all the same.
     """
     accepted_prediction_tokens: int = 0
-    """Draft tokens that were copied from the request's prediction and accepted."""
+    """Draft tokens that were copied from the request's prediction and accepted; they are among the
+    accepted draft tokens, too.
+    """
     rejected_prediction_tokens: int = 0
+    """Those that were verified and not accepted."""
 
     def to_json(self) -> dict[str, int | float | str | None]:
         """Returns the fields by name."""

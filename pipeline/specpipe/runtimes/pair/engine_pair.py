@@ -256,6 +256,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             result.top_log_probs,
             num_draft_tokens=result.num_draft_tokens,
             is_copied=drafted.is_copied,
+            is_predicted=drafted.is_predicted,
         )
         self._emit(running, chunk)
         if chunk.finish_reason is None:
