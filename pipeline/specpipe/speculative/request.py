@@ -280,8 +280,12 @@ class Statistics:
     """
     rejected_prediction_tokens: int = 0
     """Those that were verified and not accepted."""
+    acceptance_histogram: tuple[int, ...] | None = None
+    """Steps with a draft token by how many of them were accepted: 0, 1, …; None where that is not
+    known.
+    """
 
-    def to_json(self) -> dict[str, int | float | str | None]:
+    def to_json(self) -> dict[str, int | float | str | tuple[int, ...] | None]:
         """Returns the fields by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 

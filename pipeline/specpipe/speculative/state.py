@@ -230,6 +230,7 @@ class RequestState:
         )
 
     def _statistics(self) -> Statistics:
+        histogram = self.counts.histogram
         return Statistics(
             num_input_tokens=len(self.request.prompt_token_ids),
             num_output_tokens=self._output.num_taken_tokens,
@@ -241,4 +242,5 @@ class RequestState:
             draft_status=self.drafts.status,
             accepted_prediction_tokens=self.counts.num_accepted_prediction_tokens,
             rejected_prediction_tokens=self.counts.num_rejected_prediction_tokens,
+            acceptance_histogram=tuple(histogram[n] for n in range(max(histogram, default=0) + 1)),
         )

@@ -26,7 +26,7 @@ from specpipe.speculative.decode import UNUSABLE_LOGITS
 from specpipe.speculative.guide import Guides
 from specpipe.speculative.request import Chunk, Request, RequestLimits
 
-_HONOURED = ("logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs")
+_HONOURED = ("logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs", "prediction")
 """Of `FEATURES`."""
 
 
