@@ -48,7 +48,7 @@ class EchoPair:
         return request.request_id
 
     def cancel(self, request_id: str) -> None:
-        if request_id in self._running:
+        if request_id in self._running and request_id not in self._cancelled:
             self._cancelled.append(request_id)
 
     def has_work(self) -> bool:
@@ -95,7 +95,12 @@ def _is_due(state: RequestState, prompt: str, what: str) -> bool:
 
 class EchoRuntime:
     def load_pair(
-        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+        self,
+        draft: Path,
+        target: Path,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        guides: object = None,
     ) -> EchoPair:
         return EchoPair(options, detokenizer)
 
