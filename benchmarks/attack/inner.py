@@ -31,7 +31,7 @@ from specpipe.speculative.request import Request
 from specpipe.triton.secret import Signer
 from specpipe.triton.serving.requests import Generation
 
-_PROMPT_IDS = Tensor("input_ids", "INT32", b"\7\0\0\0\1\0\0\0", (1, 2))
+_PROMPT_IDS = Tensor("prompt_token_ids", "INT32", b"\7\0\0\0\1\0\0\0", (1, 2))
 
 
 def speculative_types(target: Target, rng: random.Random) -> Reply:
@@ -109,7 +109,9 @@ def speculative_ids(target: Target, rng: random.Random) -> Reply:
     size = rng.choice([0, 1, 1_000_000])
     ids = rng.choice([b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff", b"\0\0\0\x80"]) * size
     request = strings("request", [json.dumps(_fields()).encode()])
-    return infer(target, [request, Tensor("input_ids", "INT32", ids, (1, size))], "speculative")
+    return infer(
+        target, [request, Tensor("prompt_token_ids", "INT32", ids, (1, size))], "speculative"
+    )
 
 
 def cancels(target: Target, rng: random.Random) -> Reply:

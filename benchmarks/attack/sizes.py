@@ -153,7 +153,9 @@ def unknown_input(target: Target, rng: random.Random) -> Reply:
 
 def unknown_output(target: Target, rng: random.Random) -> Reply:
     request = infer_request([strings("text_input", [b"a"]), number("max_tokens", 8)])
-    request.outputs.add(name=rng.choice(["x" * _MIB, "input_ids", "request", "text", "stream_id"]))
+    request.outputs.add(
+        name=rng.choice(["x" * _MIB, "prompt_token_ids", "request", "text", "stream_id"])
+    )
     return stream(target, request)
 
 

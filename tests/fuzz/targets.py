@@ -373,7 +373,7 @@ def _models() -> dict[str, Any]:
         "model_version": "1",
     }
 
-    def load_pair(_: object, pair: PairFile, detokenizer: Any) -> EchoPair:
+    def load_pair(_: object, pair: PairFile, detokenizer: Any, guides: Any) -> EchoPair:
         return EchoPair(pair.options, detokenizer)
 
     with (
@@ -793,14 +793,14 @@ def postprocessing(data: bytes) -> None:
 def _generation() -> dict[str, Any]:
     request = Request(request_id="", prompt_token_ids=(70, 71), max_tokens=3)
     tensors = serving.Generation(request=request, stream=True).to_tensors(Signer(_SECRET))
-    return {"request": json.loads(tensors["request"].item()), "input_ids": [70, 71]}
+    return {"request": json.loads(tensors["request"].item()), "prompt_token_ids": [70, 71]}
 
 
 @_target(_generation(), {"cancel": "x"}, {**_generation(), "signature": "0" * 64})
 def speculative(data: bytes) -> None:
     """What has no signature gets the right one, so that what comes after it is tried as well."""
     tensors, _ = _request(data, serving.SPECULATIVE_INPUTS)
-    for name, parts in (("cancel", ("cancel",)), ("request", ("request", "input_ids"))):
+    for name, parts in (("cancel", ("cancel",)), ("request", ("request", "prompt_token_ids"))):
         if "signature" not in tensors and all(
             part in tensors and tensors[part].size for part in parts
         ):

@@ -14,6 +14,7 @@ from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
+from specpipe.speculative.guide import Guides
 from specpipe.speculative.request import Chunk, Request
 from tests.speculative.table import WordDetokenizer
 
@@ -35,6 +36,7 @@ class TableEngine:
         self.model = model
         self.vocab_size = model.vocab_size
         self.max_seq_len, self.max_batch_size = max_seq_len, max_batch_size
+        self.max_logits, self.max_logits_of_sequence = 64, 64
         self.sequences: dict[int, list[int]] = {}
         self.forwards: list[list[int]] = []
         """The number of tokens of each sequence, forward by forward."""
@@ -81,6 +83,7 @@ def make_pair(
     *,
     costs: CostTable | None = None,
     clock: object = None,
+    guides: Guides | None = None,
     draft_max_seq_len: int = 500,
     unused_token_ids: tuple[tuple[int, int], ...] = (),
     **options: object,
@@ -97,8 +100,9 @@ def make_pair(
         TableEngine(target),
         TorchSampler(min(draft.vocab_size, target.vocab_size), unused_token_ids),
         PairOptions(**settings),  # type: ignore[arg-type]
-        lambda prompt: WordDetokenizer(),
+        lambda prompt, **_: WordDetokenizer(),
         costs=costs,
+        guides=guides,
         **({"clock": clock} if clock else {}),  # type: ignore[arg-type]
     )
 

@@ -36,16 +36,19 @@ class EchoPair:
 
     def submit(self, request: Request) -> str:
         self._limits.check(request)
-        decoder = self._detokenizer(())
+        decoder = self._detokenizer((), skip_special_tokens=True)
         prompt = decoder.append(request.prompt_token_ids) + decoder.flush()
         if "<refuse>" in prompt:
             raise RequestError("the queue is full (0 requests)")
-        state = RequestState(request, self._limits, self._detokenizer(request.text_token_ids))
+        detokenizer = self._detokenizer(
+            request.text_token_ids, skip_special_tokens=request.skip_special_tokens
+        )
+        state = RequestState(request, self._limits, detokenizer)
         self._running[request.request_id] = (state, prompt)
         return request.request_id
 
     def cancel(self, request_id: str) -> None:
-        if request_id in self._running:
+        if request_id in self._running and request_id not in self._cancelled:
             self._cancelled.append(request_id)
 
     def has_work(self) -> bool:
@@ -92,7 +95,12 @@ def _is_due(state: RequestState, prompt: str, what: str) -> bool:
 
 class EchoRuntime:
     def load_pair(
-        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+        self,
+        draft: Path,
+        target: Path,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        guides: object = None,
     ) -> EchoPair:
         return EchoPair(options, detokenizer)
 

@@ -56,6 +56,8 @@ def test_whole_answer(url: str) -> None:
         "acceptance_rate": 1.0,
         "draft_status": "drafted",
         "is_lossless": True,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
     }
 
 
@@ -235,8 +237,8 @@ REFUSAL = "speculative takes requests from the ensemble only: ask 'ensemble'"
 @pytest.mark.parametrize(
     ("model", "body", "expected"),
     [
-        ("speculative", {"request": "{}", "input_ids": [1, 2]}, REFUSAL),
-        ("speculative", {"request": "{}", "input_ids": [1], "signature": "0" * 64}, REFUSAL),
+        ("speculative", {"request": "{}", "prompt_token_ids": [1, 2]}, REFUSAL),
+        ("speculative", {"request": "{}", "prompt_token_ids": [1], "signature": "0" * 64}, REFUSAL),
         ("speculative", {"cancel": "somebody"}, REFUSAL),
         ("postprocessing", {"text": "a"}, "stream_id is missing"),
         ("postprocessing", {"stream_id": "a"}, "text is missing"),
@@ -261,7 +263,7 @@ def test_what_preprocessing_signs_for_a_stranger_cannot_be_changed(echo_server: 
     assert json.loads(answer)["text"] == "def f("
     for change in (
         {"request": signed["request"].replace('"max_tokens": 3', '"max_tokens": 2.5')},
-        {"input_ids": [1, *signed["input_ids"]]},
+        {"prompt_token_ids": [1, *signed["prompt_token_ids"]]},
     ):
         status, answer = post(echo_server, {**signed, **change}, model="speculative")
         assert (status, json.loads(answer)["error"]) == (400, REFUSAL)
@@ -285,7 +287,7 @@ def test_a_wrong_type_from_who_knows_the_secret_leaves_other_streams_alone(
     text, ids = written.replace(*change), np.array([[700, 701]], np.int32)
     assert text != written
     signature = Signer(echo_server.secret).sign("request", text.encode(), ids.tobytes())
-    hostile = {"request": text, "input_ids": [700, 701], "signature": signature}
+    hostile = {"request": text, "prompt_token_ids": [700, 701], "signature": signature}
     with Client(echo_server.http_url) as client:
         chunks = client.stream(f"<slow> {PROMPT}", max_tokens=12)
         first = next(chunks)

@@ -41,7 +41,7 @@ def test_every_config_parses_back_to_the_same_message() -> None:
 
 def test_the_ensemble_wires_three_steps() -> None:
     steps = CONFIGS["ensemble"].ensemble_scheduling.step
-    handed_on = {name: f"_{name}" for name in ("request", "input_ids", "signature")}
+    handed_on = {name: f"_{name}" for name in ("request", "prompt_token_ids", "signature")}
     assert [step.model_name for step in steps] == ["preprocessing", "speculative", "postprocessing"]
     assert dict(steps[0].input_map) == {t.name: t.name for t in serving.ENSEMBLE_INPUTS}
     assert dict(steps[0].output_map) == handed_on

@@ -40,19 +40,34 @@ class Limits(FileLimits):
     """Messages of one conversation."""
 
     max_json_depth: int = Field(default=32, ge=1, le=200)
-    """How deep lists and objects may be nested in `messages`."""
+    """How deep lists and objects may be nested in `messages`, and in every other input of JSON."""
 
     max_json_values: int = Field(default=65536, ge=1)
-    """Values, lists and objects in `messages`, those inside others included."""
+    """Values, lists and objects in such an input, those inside others included."""
+
+    max_tools: int = Field(default=128, ge=1)
+    """Functions in `tools`."""
+
+    max_tools_bytes: int = Field(default=262144, ge=1)
+    """Bytes of `tools`, and of `tool_choice`."""
+
+    max_template_kwargs_bytes: int = Field(default=65536, ge=1)
+    """Bytes of `chat_template_kwargs`."""
+
+    max_guide_bytes: int = Field(default=65536, ge=1)
+    """Bytes of `guided_decoding_guide`."""
+
+    max_logit_biases: int = Field(default=1024, ge=1)
+    """Entries of `logit_bias_ids`."""
 
     max_words: int = Field(default=256, ge=1)
-    """Entries of `stop_words`, and of `bad_words`."""
+    """Entries of `stop_words`, of `bad_words`, of `embedding_bias_words`, of `stop_token_ids`."""
 
     max_word_bytes: int = Field(default=1024, ge=1)
-    """Bytes of one entry of `stop_words` or `bad_words`."""
+    """Bytes of one entry of a list of words."""
 
     max_words_bytes: int = Field(default=16384, ge=1)
-    """Bytes of all entries of `stop_words`, and of `bad_words`."""
+    """Bytes of all entries of one of these lists."""
 
     max_parameters_bytes: int = Field(default=65536, ge=1)
     """Bytes of a request's parameters: what HTTP `generate` makes of keys that are no inputs."""

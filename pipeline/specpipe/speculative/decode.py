@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from specpipe.speculative.guide import allowed_ids
+from specpipe.speculative.log_probs import likeliest, log_softmax
 from specpipe.speculative.noise import Floats, Purpose, gumbel, uniform
 from specpipe.speculative.request import Chunk, Request
 from specpipe.speculative.state import RequestState
@@ -32,13 +34,30 @@ def decode(
 ) -> Iterator[Chunk]:
     """Runs one request to its end and yields what each step emits.
 
+    Its draft tokens are those that its guide forces, its prediction's where that is followed, else
+    those of the draft.
     A draft row with a NaN ends the draft there; a target row with one ends the request with an
-    error when the output gets to it.
+    error when the output gets to it, and so does one of a prompt whose log-probabilities are asked
+    for.
     """
+    if state.num_unscored_tokens and not _score_prompt(state, target):
+        yield state.finish("error", UNUSABLE_LOGITS)
+        return
+    if state.request.max_tokens == 0:
+        yield state.finish("length")
     while not state.is_finished:
-        limit = state.drafts.next_num_draft_tokens() if draft is not None else 0
-        draft_token_ids, draft_scores = _draft(state, draft, limit)
-        rows = target.logits([*state.token_ids, *draft_token_ids], len(draft_token_ids) + 1)
+        forced = state.drafts.forced()
+        given = forced or state.drafts.predict()
+        is_predicted, limit = bool(given) and not forced, 0
+        drafted: list[int] = []
+        draft_scores: list[Floats] = []
+        if draft is not None and not is_predicted:
+            limit = state.drafts.num_after_forced(len(forced))
+            drafted, draft_scores = _draft(state, draft, limit, given)
+        draft_token_ids = [*given, *drafted]
+        raw = target.logits([*state.token_ids, *draft_token_ids], len(draft_token_ids) + 1)
+        rows = [_masked(state, row, draft_token_ids[:i]) for i, row in enumerate(raw)]
+        draft_scores = [*(_certain(token_id, raw.shape[1]) for token_id in given), *draft_scores]
         num_usable = next((i for i, row in enumerate(rows) if not _is_usable(row)), len(rows))
         if num_usable == 0:
             yield state.finish("error", UNUSABLE_LOGITS)
@@ -46,32 +65,55 @@ def decode(
         # A later row counts only if the draft tokens before it stand, which the next step decides.
         rows, draft_token_ids = rows[:num_usable], draft_token_ids[: num_usable - 1]
         draft_scores = draft_scores[: len(draft_token_ids)]
-        if not draft_token_ids and (limit or draft is None):
+        if not draft_token_ids and (limit or draft is None) and not is_predicted:
             state.drafts.skip("off_by_config" if draft is None else "draft_failed")
         scores = np.stack([_warp(state, row, draft_token_ids[:i]) for i, row in enumerate(rows)])
         verified = _verify(
             state.request, len(state.token_ids), draft_token_ids, draft_scores, scores
         )
-        log_probs = [
-            float(np.log(softmax(np.asarray(row, np.float64))[token_id]))
-            for row, token_id in zip(rows, verified.token_ids, strict=False)
-        ]
-        yield state.accept(verified.token_ids, log_probs, num_draft_tokens=len(draft_token_ids))
+        log_probs = [log_softmax(row) for row in raw[: len(verified.token_ids)]]
+        yield state.accept(
+            verified.token_ids,
+            [float(row[i]) for row, i in zip(log_probs, verified.token_ids, strict=True)],
+            [likeliest(row, state.request.num_top_log_probs) for row in log_probs],
+            num_draft_tokens=len(draft_token_ids),
+            is_copied=is_predicted,
+            is_predicted=is_predicted,
+            num_forced=len(forced),
+        )
+
+
+def _score_prompt(state: RequestState, target: LanguageModel) -> bool:
+    """Gives the request the log-probabilities of its prompt; False where a row is unusable."""
+    prompt = state.request.prompt_token_ids
+    rows = target.logits(prompt[:-1], len(prompt) - 1)
+    if not all(map(_is_usable, rows)):
+        return False
+    log_probs = [log_softmax(row) for row in rows]
+    state.score_prompt(
+        [float(row[i]) for row, i in zip(log_probs, prompt[1:], strict=True)],
+        [likeliest(row, state.request.num_top_log_probs) for row in log_probs],
+    )
+    return True
 
 
 def _draft(
-    state: RequestState, draft: LanguageModel | None, num_draft_tokens: int
+    state: RequestState, draft: LanguageModel, num_draft_tokens: int, given: Sequence[int]
 ) -> tuple[list[int], list[Floats]]:
-    """Returns draft tokens, at most num_draft_tokens, and the scores [V] of each choice."""
+    """Returns draft tokens behind those given, at most num_draft_tokens, and the scores [V] of each
+    choice.
+    """
     token_ids: list[int] = []
     scores: list[Floats] = []
     for _ in range(num_draft_tokens):
-        assert draft is not None
-        row = draft.logits([*state.token_ids, *token_ids], 1)[0]
+        before = [*given, *token_ids]
+        if state.matcher is not None and state.matcher.mask(before) is None:
+            break  # nothing that is drafted there could stand
+        row = _masked(state, draft.logits([*state.token_ids, *before], 1)[0], before)
         if not _is_usable(row):
             break
-        scores.append(_warp(state, row, token_ids))
-        position = len(state.token_ids) + len(token_ids)
+        scores.append(_warp(state, row, before))
+        position = len(state.token_ids) + len(before)
         token_ids.append(_choose(state.request, scores[-1], position, Purpose.DRAFT))
     return token_ids, scores
 
@@ -122,6 +164,12 @@ def _choose(request: Request, scores: Floats, position: int, purpose: Purpose) -
     return int(np.argmax(scores + noise))
 
 
+def _masked(state: RequestState, logits: Floats, draft_token_ids: Sequence[int]) -> Floats:
+    """Returns logits [V] less what the guide does not allow behind draft tokens."""
+    mask = None if state.matcher is None else state.matcher.mask(draft_token_ids)
+    return logits if mask is None else np.where(allowed_ids(mask, logits.size), logits, -np.inf)
+
+
 def _warp(state: RequestState, logits: Floats, draft_token_ids: Sequence[int]) -> Floats:
     request = state.request
     return warp(
@@ -131,6 +179,13 @@ def _warp(state: RequestState, logits: Floats, draft_token_ids: Sequence[int]) -
         output=[*state.output_token_ids, *draft_token_ids],
         end_token_ids=request.end_token_ids,
     )
+
+
+def _certain(token_id: int, vocab_size: int) -> Floats:
+    """Returns the scores [V] of a copied token, which is drawn with probability 1."""
+    scores = np.full(vocab_size, -np.inf)
+    scores[token_id] = 0.0
+    return scores
 
 
 def _is_usable(logits: Floats) -> bool:

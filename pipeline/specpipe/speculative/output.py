@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from specpipe.speculative.request import Request
+from specpipe.speculative.request import Request, TopLogProbs
 from specpipe.speculative.stop_strings import StandIns, StopStrings
 
 
@@ -20,6 +20,7 @@ class Output:
 
     def __init__(self, request: Request, hidden_tokens: Mapping[int, str]) -> None:
         self._with_log_probs = request.return_log_probs
+        self._with_top_log_probs = request.num_top_log_probs > 0
         self._hidden_tokens = hidden_tokens
         self._stand_ins = StandIns(request.stop_strings, hidden_tokens)
         self._stop_strings = StopStrings(self._stand_ins.strings)
@@ -35,7 +36,14 @@ class Output:
         return token_id in self._stand_ins.characters
 
     def append(
-        self, token_id: int, log_prob: float | None, text: str, *, before: str, can_stop: bool
+        self,
+        token_id: int,
+        log_prob: float | None,
+        text: str,
+        *,
+        top: TopLogProbs = (),
+        before: str,
+        can_stop: bool,
     ) -> bool:
         """Adds one token; returns whether a stop string ended with it, which is then cut off.
 
@@ -50,7 +58,7 @@ class Output:
         text += self._stand_ins.characters.get(token_id, "")
         start = self._num_chars()
         self._text += text
-        self._tokens.append(Token(token_id, log_prob, start, self._num_chars()))
+        self._tokens.append(Token(token_id, log_prob, top, start, self._num_chars()))
         return self._search(text, can_stop=can_stop)
 
     def finish(self, text: str, *, can_stop: bool) -> bool:
@@ -62,18 +70,19 @@ class Output:
         self._num_held_chars = 0
         return self._is_cut
 
-    def take(self) -> tuple[str, tuple[int, ...], tuple[float, ...]]:
-        """Returns what may leave now: text, token ids, log-probabilities."""
+    def take(self) -> Taken:
+        """Returns what may leave now."""
         num_chars = len(self._text) - self._num_held_chars
         text, self._text = self._text[:num_chars], self._text[num_chars:]
         self._num_taken_chars += num_chars
         tokens = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
         self.num_taken_tokens += len(tokens)
         log_probs = [t.log_prob for t in tokens if t.log_prob is not None]
-        return (
+        return Taken(
             self._stand_ins.remove(text),
             tuple(t.token_id for t in tokens),
             tuple(log_probs) if self._with_log_probs else (),
+            tuple(t.top for t in tokens) if self._with_top_log_probs else (),
         )
 
     def _num_chars(self) -> int:
@@ -120,9 +129,20 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """What leaves a request at once."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    top_log_probs: tuple[TopLogProbs, ...]
+
+
+@dataclass(frozen=True)
 class Token:
     token_id: int
     log_prob: float | None
+    top: TopLogProbs
     start: int
     end: int
 

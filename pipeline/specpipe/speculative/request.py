@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Literal, Protocol
 
 from specpipe.errors import RequestError, show
@@ -24,6 +25,11 @@ TopLogProbs = tuple[tuple[int, float], ...]
 
 _MAX_COUNT = 2**31 - 1
 """The greatest INT32, the type in which clients send counts and token ids."""
+
+MAX_TOP_LOG_PROBS = 20
+"""The most that OpenAI's API gives: https://platform.openai.com/docs/api-reference/chat/create,
+`top_logprobs`.
+"""
 
 
 class Detokenizer(Protocol):
@@ -65,7 +71,9 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, and what is added to the score of each, after penalties and before temperature."""
+    """Token ids, and what is added to the score of each, after penalties and before temperature; an
+    id that is named twice gets both.
+    """
     seed: int = 0
     """Unsigned, 64 bits."""
     is_seeded: bool = False
@@ -90,6 +98,11 @@ class Sampling:
                 raise RequestError(f"{name} is {show(value)}; it must be {expected}")
         if () in self.bad_words:
             raise RequestError("bad_words has an empty entry; leave it out")
+        for token_id, bias in self.logit_bias:
+            if not math.isfinite(bias):
+                raise RequestError(
+                    f"logit_bias of token id {show(token_id)} is {bias}; it must be a finite number"
+                )
 
     @property
     def is_greedy(self) -> bool:
@@ -98,7 +111,7 @@ class Sampling:
 
     @property
     def changes_scores(self) -> bool:
-        """Whether scores depend on earlier tokens by more than the model: penalties, bans."""
+        """Whether scores are more than the model's own: penalties, biases, bans."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -107,6 +120,14 @@ class Sampling:
             or bool(self.bad_words)
             or bool(self.logit_bias)
         )
+
+    @cached_property
+    def biases(self) -> Mapping[int, float]:
+        """What is added to the score of each token id that logit_bias names."""
+        biases: dict[int, float] = {}
+        for token_id, bias in self.logit_bias:
+            biases[token_id] = biases.get(token_id, 0.0) + bias
+        return biases
 
 
 GREEDY = Sampling()
@@ -133,9 +154,11 @@ class Request:
     """The output is a text of its own, as the answer in a chat is; else the prompt's goes on."""
     return_log_probs: bool = False
     num_top_log_probs: int = 0
-    """How many of the likeliest tokens come with the log-probability of each token."""
+    """How many of the likeliest tokens come with each token, and their log-probabilities."""
     return_prompt_log_probs: bool = False
-    """The same of the prompt, but of its first token; max_tokens may then be 0."""
+    """Whether the prompt's tokens, but the first, have log-probabilities, and the likeliest tokens
+    instead of each; max_tokens may then be 0.
+    """
     guide: Guide | None = None
     """What the text must be."""
     prediction_token_ids: tuple[int, ...] = ()
@@ -150,8 +173,14 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError("the prompt is empty; send at least one token")
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {show(self.max_tokens)}; it must be 1 or more")
+        least = 0 if self.return_prompt_log_probs else 1
+        if self.max_tokens < least:
+            raise RequestError(f"max_tokens is {show(self.max_tokens)}; it must be {least} or more")
+        if not 0 <= self.num_top_log_probs <= MAX_TOP_LOG_PROBS:
+            raise RequestError(
+                f"num_top_log_probs is {show(self.num_top_log_probs)}; it must be between 0 and "
+                f"{MAX_TOP_LOG_PROBS}"
+            )
         if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
             raise RequestError(
                 f"num_draft_tokens is {show(self.num_draft_tokens)}; "
@@ -164,6 +193,11 @@ class Request:
             raise RequestError("stop_words has an empty entry; leave it out")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise RequestError(f"timeout_s is {self.timeout_s}; it must be positive")
+
+    @property
+    def has_log_probs(self) -> bool:
+        """Whether any come with the output's tokens: their own, or those of the likeliest."""
+        return self.return_log_probs or self.num_top_log_probs > 0
 
     @property
     def text_token_ids(self) -> tuple[int, ...]:
@@ -206,7 +240,9 @@ class RequestLimits:
             )
         for token_id in (
             *request.prompt_token_ids,
+            *request.prediction_token_ids,
             *request.end_token_ids,
+            *(i for i, _ in request.sampling.logit_bias),
             *(i for w in request.sampling.bad_words for i in w),
         ):
             if not 0 <= token_id < self.vocab_size:
@@ -239,10 +275,17 @@ class Statistics:
     keep it, and a config that asked for it all the same.
     """
     accepted_prediction_tokens: int = 0
-    """Draft tokens that were copied from the request's prediction and accepted."""
+    """Draft tokens that were copied from the request's prediction and accepted; they are among the
+    accepted draft tokens, too.
+    """
     rejected_prediction_tokens: int = 0
+    """Those that were verified and not accepted."""
+    acceptance_histogram: tuple[int, ...] | None = None
+    """Steps with a draft token by how many of them were accepted: 0, 1, …; None where that is not
+    known.
+    """
 
-    def to_json(self) -> dict[str, int | float | str | None]:
+    def to_json(self) -> dict[str, int | float | str | tuple[int, ...] | None]:
         """Returns the fields by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 

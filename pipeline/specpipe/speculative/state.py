@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from specpipe.errors import FAULT
 from specpipe.speculative.adaptive import DraftLength
 from specpipe.speculative.draft_choice import DraftChoice
+from specpipe.speculative.guide import Matcher
 from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.output import Output
 from specpipe.speculative.request import (
@@ -17,6 +18,7 @@ from specpipe.speculative.request import (
     Request,
     RequestLimits,
     Statistics,
+    TopLogProbs,
 )
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,10 +37,12 @@ class RequestState:
         *,
         draft_length: DraftLength | None = None,
         has_lookup: bool = False,
+        matcher: Matcher | None = None,
         queue_s: float | None = None,
     ) -> None:
         """draft_length and has_lookup are DraftChoice's.
 
+        matcher  follows the output by the request's guide
         queue_s  how long the request has waited, for its last chunk
         """
         limits.check(request)
@@ -50,12 +54,21 @@ class RequestState:
         self._limits = limits
         self._detokenizer = detokenizer
         self._queue_s = queue_s
+        self.matcher = matcher
         self.drafts = DraftChoice(
-            request, limits, self.token_ids, draft_length=draft_length, has_lookup=has_lookup
+            request,
+            limits,
+            self.token_ids,
+            draft_length=draft_length,
+            has_lookup=has_lookup,
+            matcher=matcher,
         )
         """What the next step drafts."""
         self._output = Output(request, detokenizer.hidden_tokens)
         self._echoes = request.echo
+        self._prompt_log_probs: list[float] = []
+        self._prompt_top_log_probs: list[TopLogProbs] = []
+        self._is_first = True
 
     @property
     def is_finished(self) -> bool:
@@ -72,23 +85,46 @@ class RequestState:
         """The accepted tokens."""
         return self.token_ids[len(self.request.prompt_token_ids) :]
 
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Tokens of the prompt whose log-probabilities are asked for and not known yet."""
+        if not self.request.return_prompt_log_probs:
+            return 0
+        return len(self.request.prompt_token_ids) - 1 - len(self._prompt_log_probs)
+
+    def score_prompt(
+        self, log_probs: Sequence[float], top_log_probs: Sequence[TopLogProbs] = ()
+    ) -> None:
+        """Takes in the log-probabilities of the next tokens of the prompt, from the second on.
+
+        top_log_probs  the likeliest tokens instead of each, where they are asked for
+        """
+        assert len(log_probs) <= self.num_unscored_tokens
+        self._prompt_log_probs += log_probs
+        self._prompt_top_log_probs += top_log_probs
+
     def accept(
         self,
         token_ids: Sequence[int],
         log_probs: Sequence[float] = (),
+        top_log_probs: Sequence[TopLogProbs] = (),
         *,
         num_draft_tokens: int,
         num_accepted: int | None = None,
         num_unverified: int = 0,
         is_copied: bool = False,
+        is_predicted: bool = False,
+        num_forced: int = 0,
     ) -> Chunk:
         """Takes in what one step verified: accepted draft tokens, then the target's own token.
 
-        log_probs       one for each token when the request asked for them
+        log_probs       one for each token when the request asked for them; so top_log_probs
         num_accepted    where the target went on by itself, or stopped short; None: all but its own
         num_unverified  draft tokens besides num_draft_tokens that it was given and did not judge;
                         a step that has some says nothing about the draft
         is_copied       whether the draft tokens were not the draft's
+        is_predicted    whether they were the prediction's
+        num_forced      draft tokens, the first ones, that the guide left no choice of
 
         Returns what may be emitted now, which is empty while a character is incomplete or a stop
         string may be under way.
@@ -99,10 +135,16 @@ class RequestState:
         if num_unverified:
             self.drafts.skip("not_verified")
         else:
-            self.drafts.observe(num_draft_tokens, num_accepted, is_copied=is_copied)
+            self.drafts.observe(
+                num_draft_tokens, num_accepted, is_copied=is_copied, num_forced=num_forced
+            )
         try:
             for row, token_id in enumerate(token_ids):
-                self._append(token_id, log_probs[row] if log_probs else None)
+                self._append(
+                    token_id,
+                    log_probs[row] if log_probs else None,
+                    top_log_probs[row] if top_log_probs else (),
+                )
                 if self.finish_reason is not None:
                     # What was drafted past the end was never judged.
                     num_draft_tokens = min(num_draft_tokens, row + 1)
@@ -114,6 +156,7 @@ class RequestState:
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=num_accepted,
             num_unverified_tokens=num_unverified,
+            is_predicted=is_predicted,
         )
         return self._chunk()
 
@@ -137,16 +180,21 @@ class RequestState:
         self.finish_reason = "error"
         return self._chunk(FAULT)
 
-    def _append(self, token_id: int, log_prob: float | None) -> None:
+    def _append(self, token_id: int, log_prob: float | None, top: TopLogProbs) -> None:
         can_stop = self.num_output_tokens >= self.request.sampling.min_tokens
         if token_id in self.request.end_token_ids and can_stop:
             self._end("stop")
             return
         self.token_ids.append(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         text = self._detokenizer.append([token_id])
         # A token that a stop string names stands after all of the text before it.
         before = self._detokenizer.settle() if self._output.is_searched(token_id) else ""
-        if self._output.append(token_id, log_prob, text, before=before, can_stop=can_stop):
+        is_cut = self._output.append(
+            token_id, log_prob, text, top=top, before=before, can_stop=can_stop
+        )
+        if is_cut or (self.matcher is not None and self.matcher.is_over):
             self._end("stop")
         elif self._limits.num_tokens_left(self.request, len(self.token_ids)) == 0:
             self._end("length")
@@ -157,15 +205,23 @@ class RequestState:
         self.finish_reason = "stop" if stopped and reason == "length" else reason
 
     def _chunk(self, error: str | None = None) -> Chunk:
-        text, token_ids, log_probs = self._output.take()
+        taken = self._output.take()
+        text = taken.text
         if self._echoes and (text or self.is_finished):
             self._echoes = False
             text = self._detokenizer.prompt_text + text
+        # A chunk with nothing to show is not sent; a prompt that was not read to its end has none.
+        is_first = self._is_first and bool(text or taken.token_ids or self.is_finished)
+        has_prompt = is_first and not self.num_unscored_tokens
+        self._is_first = self._is_first and not is_first
         return Chunk(
             request_id=self.request.request_id,
             text=text,
-            token_ids=token_ids,
-            log_probs=log_probs,
+            token_ids=taken.token_ids,
+            log_probs=taken.log_probs,
+            top_log_probs=taken.top_log_probs,
+            prompt_log_probs=tuple(self._prompt_log_probs) if has_prompt else (),
+            prompt_top_log_probs=tuple(self._prompt_top_log_probs) if has_prompt else (),
             finish_reason=self.finish_reason,
             error=error,
             statistics=self._statistics() if self.is_finished else None,
@@ -174,6 +230,7 @@ class RequestState:
         )
 
     def _statistics(self) -> Statistics:
+        histogram = self.counts.histogram
         return Statistics(
             num_input_tokens=len(self.request.prompt_token_ids),
             num_output_tokens=self._output.num_taken_tokens,
@@ -183,4 +240,7 @@ class RequestState:
             seed_used=self.request.sampling.seed,
             acceptance_rate=self.counts.acceptance_rate or 0.0,
             draft_status=self.drafts.status,
+            accepted_prediction_tokens=self.counts.num_accepted_prediction_tokens,
+            rejected_prediction_tokens=self.counts.num_rejected_prediction_tokens,
+            acceptance_histogram=tuple(histogram[n] for n in range(max(histogram, default=0) + 1)),
         )

@@ -1,4 +1,4 @@
-"""From raw logits to the scores that a token is drawn from: penalties, bans, temperature,
+"""From raw logits to the scores that a token is drawn from: penalties, biases, bans, temperature,
 truncation.
 
 The same function acts on draft rows and on target rows, so that the accept test compares like with
@@ -29,12 +29,14 @@ def warp(
     logits [V] are the raw logits of that position; output holds the emitted tokens and, in row i of
     a verification, the i draft tokens before it. An excluded token scores -inf. In order:
     repetition penalty (over prompt and output, Keskar et al. 2019, arXiv:1909.05858), presence and
-    frequency penalties (over output, as OpenAI defines them), bad words and min_tokens, then,
-    unless greedy, temperature, top-k, top-p, min-p, each on what the one before left. Equal scores
-    at a cut: the lower ids stay.
+    frequency penalties (over output, as OpenAI defines them), logit_bias (added, as OpenAI defines
+    it), bad words and min_tokens, then, unless greedy, temperature, top-k, top-p, min-p, each on
+    what the one before left. Equal scores at a cut: the lower ids stay.
     """
     scores = np.array(logits, dtype=np.float64)
     _penalize(scores, sampling, prompt, output)
+    if sampling.biases:
+        scores[list(sampling.biases)] += list(sampling.biases.values())
     _ban(scores, sampling, prompt, output, end_token_ids)
     if sampling.is_greedy:
         return scores

@@ -177,7 +177,7 @@ def streaming_steps(decoder: decoders.Decoder | None) -> Callable[[], list[_Step
         return lambda: [_Spaced()]
     factories: list[Callable[[], _Step]] = []
     is_fused = False  # all pieces so far are one text, which later steps see in fragments
-    for description in _flatten(json.loads(decoder.__getstate__())):
+    for description in flatten(json.loads(decoder.__getstate__())):
         kind = description["type"]
         factory = (_fused_step if is_fused else _piece_step)(kind, description)
         if factory is None:
@@ -187,10 +187,11 @@ def streaming_steps(decoder: decoders.Decoder | None) -> Callable[[], list[_Step
     return lambda: [factory() for factory in factories]
 
 
-def _flatten(description: dict[str, Any]) -> list[dict[str, Any]]:
+def flatten(description: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the decoders of a description, in order, without the sequences around them."""
     if description["type"] != "Sequence":
         return [description]
-    return [leaf for child in description["decoders"] for leaf in _flatten(child)]
+    return [leaf for child in description["decoders"] for leaf in flatten(child)]
 
 
 def _piece_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] | None:
@@ -208,12 +209,16 @@ def _piece_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] |
     if kind in ("Metaspace", "WordPiece", "Replace", "Strip"):
         single = _library_decoder(description)
         first = lru_cache(maxsize=_CACHED_RESULTS)(lambda piece: single.decode([piece]))
-        anchor_length = len(single.decode([_ANCHOR]))
-        later = lru_cache(maxsize=_CACHED_RESULTS)(
-            lambda piece: single.decode([_ANCHOR, piece])[anchor_length:]
-        )
+        later = lru_cache(maxsize=_CACHED_RESULTS)(later_piece(description))
         return lambda: _EachPiece(first, later)
     return None
+
+
+def later_piece(description: dict[str, Any]) -> Callable[[str], str]:
+    """Returns what a decoder that works piece by piece makes of a piece that is not the first."""
+    decoder = _library_decoder(description)
+    anchor_length = len(decoder.decode([_ANCHOR]))
+    return lambda piece: decoder.decode([_ANCHOR, piece])[anchor_length:]
 
 
 def _fused_step(kind: str, description: dict[str, Any]) -> Callable[[], _Step] | None:
@@ -286,14 +291,15 @@ class _ByteLevel:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, pieces: Iterable[str]) -> Iterable[str]:
-        return (self._decoder.decode(b"".join(map(_byte_level_bytes, pieces))),)
+        return (self._decoder.decode(b"".join(map(byte_level_bytes, pieces))),)
 
     def finish(self) -> Iterable[str]:
         return (self._decoder.decode(b"", final=True),)
 
 
 @lru_cache(maxsize=_CACHED_PIECES)
-def _byte_level_bytes(piece: str) -> bytes:
+def byte_level_bytes(piece: str) -> bytes:
+    """Returns the bytes of a piece in GPT-2's alphabet."""
     try:
         return bytes(_BYTE_OF_CHARACTER[character] for character in piece)
     except KeyError:  # an added token is kept as it is written
@@ -320,7 +326,7 @@ class _ByteFallback:
 
     def push(self, pieces: Iterable[str]) -> Iterable[str]:
         for piece in pieces:
-            byte = _fallback_byte(piece)
+            byte = fallback_byte(piece)
             if byte is None:
                 yield from self.finish()
                 yield piece
@@ -338,7 +344,8 @@ class _ByteFallback:
 
 
 @lru_cache(maxsize=_CACHED_PIECES)
-def _fallback_byte(piece: str) -> int | None:
+def fallback_byte(piece: str) -> int | None:
+    """Returns the byte of a piece such as <0xE2>; None for any other."""
     match = _BYTE_PIECE.fullmatch(piece)
     return int(match[1], 16) if match else None
 

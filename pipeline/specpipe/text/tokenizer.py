@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,13 @@ import tokenizers
 
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import RequestError, show
+from specpipe.text.chat_arguments import ChatArguments
 from specpipe.text.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
 from specpipe.text.files import TokenizerParts, added_ends, is_library_fault, load_parts
+from specpipe.text.guides.guides import Guides
+from specpipe.text.spelling import speller
+
+_DEFAULTS = ChatArguments()
 
 _WITHOUT_PREFIX = {
     "Metaspace": ("prepend_scheme", "never"),
@@ -35,9 +40,10 @@ class Tokenizer:
     special_token_ids  those that decoding leaves out
     roles              where an id without a string may have its meaning from, by id
     chat_template      None when the checkpoint has none
+    guides             what an answer may have to be
     """
 
-    def __init__(self, parts: TokenizerParts) -> None:
+    def __init__(self, parts: TokenizerParts, limits: FileLimits = FILE_LIMITS) -> None:
         self._backend = parts.backend
         self.bos_token_id = parts.bos_token_id
         self.eos_token_id = parts.eos_token_id
@@ -50,30 +56,38 @@ class Tokenizer:
         self.special_token_ids = frozenset(self._special_tokens)
         self._adds_bos, _ = added_ends(self._backend, self.bos_token_id, self.eos_token_id)
         self._steps = streaming_steps(self._backend.decoder)
-        self._piece = cache(self._find_piece)
+        self._pieces = {True: cache(self._find_piece), False: cache(self._backend.id_to_token)}
+        self._spell = speller(self._backend.decoder)
+        self.guides = Guides(self, limits)
 
     @classmethod
     def load(cls, folder: Path, limits: FileLimits = FILE_LIMITS) -> Tokenizer:
         """Reads the `TOKENIZER_FILES` of a checkpoint; CheckpointError names the file at fault."""
-        return cls(load_parts(folder, limits))
+        return cls(load_parts(folder, limits), limits)
 
     def warm_up(self) -> None:
         """Starts what the first conversation would have to wait for."""
         if self.chat_template is not None:
             self.chat_template.warm_up()
 
-    def encode(self, text: str) -> list[int]:
-        """Encodes a prompt as the checkpoint's tokenizer does, its special tokens included.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encodes a prompt as the checkpoint's tokenizer does, with the special tokens it adds.
 
         A text that already begins with BOS, such as a rendered chat template, gets no second one.
         """
-        token_ids = _encode(self._backend, text, add_special_tokens=True)
+        token_ids = _encode(self._backend, text, add_special_tokens=add_special_tokens)
+        if not add_special_tokens:
+            return token_ids
         if self._adds_bos and token_ids[:2] == [self.bos_token_id] * 2:
             del token_ids[0]
         return token_ids
 
     def encode_messages(
-        self, messages: list[dict[str, Any]], *, max_bytes: int | None = None
+        self,
+        messages: list[dict[str, Any]],
+        arguments: ChatArguments = _DEFAULTS,
+        *,
+        max_bytes: int | None = None,
     ) -> list[int]:
         """Encodes a conversation by the chat template, up to where the assistant's turn begins.
 
@@ -83,7 +97,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError("messages: this model has no chat template; send text_input instead")
-        rendered = self.chat_template.render(messages, max_bytes=max_bytes)
+        rendered = self.chat_template.render(messages, arguments, max_bytes=max_bytes)
         token_ids = _encode(self._backend, rendered, add_special_tokens=False)
         if self._adds_bos and token_ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None  # what is added has an id
@@ -94,16 +108,16 @@ class Tokenizer:
         """Encodes text as it stands inside an output: no special tokens, no space put before it."""
         return _encode(self._fragment_backend, text, add_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the whole text of these ids as the tokenizers library has it.
 
-        Special tokens are left out; transformers' `clean_up_tokenization_spaces`, which also
-        removes spaces that the model wrote, is not applied.
+        transformers' `clean_up_tokenization_spaces`, which also removes spaces that the model
+        wrote, is not applied.
         """
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int] = ()
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> StreamingDetokenizer | BufferedDetokenizer:
         """Returns a fresh detokenizer for one request's output.
 
@@ -111,16 +125,38 @@ class Tokenizer:
         ids less that of the prompt's. Without a prompt the output is a text of its own, whose first
         word a tokenizer may strip of its space.
         """
+        hidden = self._special_tokens if skip_special_tokens else {}
         if self._steps is None:
-            return BufferedDetokenizer(self.decode, prompt_token_ids, self._special_tokens)
-        steps = self._steps()
-        return StreamingDetokenizer(self._piece, steps, prompt_token_ids, self._special_tokens)
+            decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+            return BufferedDetokenizer(decode, prompt_token_ids, hidden)
+        piece = self._pieces[skip_special_tokens]
+        return StreamingDetokenizer(piece, self._steps(), prompt_token_ids, hidden)
 
     def tokens(self) -> dict[int, str]:
         """Returns the string of every id that has one."""
         model = self._backend.get_vocab(with_added_tokens=False)
         added = self._backend.get_added_tokens_decoder()
         return {i: token for token, i in model.items()} | {i: t.content for i, t in added.items()}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that a token adds to a text which it does not begin.
+
+        A special token has those of its string, which decoding leaves out; an id without a string,
+        none. Unless `spells_tokens`, the bytes are those of the token decoded alone.
+        """
+        if token_id in self._special_tokens:
+            return self._special_tokens[token_id].encode()
+        piece = self._pieces[True](token_id)
+        if piece is None:
+            return b""
+        if self._spell is None:
+            return self._backend.decode([token_id]).encode()
+        return self._spell(piece)
+
+    @property
+    def spells_tokens(self) -> bool:
+        """Whether a text has the bytes of its tokens one after another, but for its first space."""
+        return self._spell is not None
 
     @property
     def longest_token_bytes(self) -> int:

@@ -319,7 +319,7 @@ def tensorrt_pair(
         engines["draft"],
         engines["target"],
         PairOptions(**{**settings, **options}),  # type: ignore[arg-type]
-        detokenizer or (lambda prompt: WordDetokenizer()),
+        detokenizer or (lambda prompt, **_: WordDetokenizer()),
     )
     yield pair
     assert all(engine.can_admit(1) for engine in engines.values())

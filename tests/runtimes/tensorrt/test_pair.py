@@ -52,7 +52,9 @@ def engines(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def load(engines: tuple[Path, Path], options: PairOptions = FIXED) -> EnginePair:
-    pair = load_runtime("tensorrt").load_pair(*engines, options, lambda prompt: WordDetokenizer())
+    pair = load_runtime("tensorrt").load_pair(
+        *engines, options, lambda prompt, **_: WordDetokenizer()
+    )
     assert isinstance(pair, EnginePair)
     return pair
 

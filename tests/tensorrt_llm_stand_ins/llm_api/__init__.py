@@ -56,7 +56,7 @@ def table_pair(
     num_draft_tokens: int = 4,
     settings: dict[str, Any] | None = None,
     speculative_config: dict[str, Any] | None = None,
-    detokenizer: Callable[[Sequence[int]], Detokenizer] = lambda prompt: WordDetokenizer(),
+    detokenizer: Callable[[Sequence[int]], Detokenizer] = lambda prompt, **_: WordDetokenizer(),
     **options: Any,
 ) -> Iterator[LlmPair]:
     """An LlmPair over a fake LLM whose models are rules."""

@@ -110,9 +110,9 @@ BROKEN_MODELS: list[tuple[str, Edit, str]] = [
     ),
     (
         "preprocessing",
-        lambda c: setattr(tensor(c.output, "input_ids"), "data_type", pb.TYPE_INT64),
-        "ensemble: tensor '_input_ids' is INT64 from preprocessing's output input_ids, but INT32 "
-        "at speculative's input input_ids",
+        lambda c: setattr(tensor(c.output, "prompt_token_ids"), "data_type", pb.TYPE_INT64),
+        "ensemble: tensor '_prompt_token_ids' is INT64 from preprocessing's output "
+        "prompt_token_ids, but INT32 at speculative's input prompt_token_ids",
     ),
     (
         "preprocessing",
@@ -197,7 +197,7 @@ BROKEN_MODELS: list[tuple[str, Edit, str]] = [
     ),
     (
         "ensemble",
-        lambda c: c.ensemble_scheduling.step[1].input_map.update({"ids": "_input_ids"}),
+        lambda c: c.ensemble_scheduling.step[1].input_map.update({"ids": "_prompt_token_ids"}),
         "ensemble: speculative has no input 'ids'",
     ),
 ]

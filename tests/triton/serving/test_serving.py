@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specpipe.config.limits import Limits
 from specpipe.errors import RequestError, ServerError
 from specpipe.speculative import request as requests
 from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
@@ -26,42 +25,7 @@ from specpipe.triton.secret import Signer
 from specpipe.triton.serving.answers import Answer
 from specpipe.triton.serving.requests import Generation, parse_request
 from tests import toy_tokenizers
-
-
-class Words:
-    """A tokenizer: each character is the token of its code point; id 2 ends."""
-
-    end_token_ids = frozenset({2})
-
-    def encode(self, text: str) -> list[int]:
-        return [1, *map(ord, text)]
-
-    def encode_messages(
-        self, messages: list[dict[str, Any]], *, max_bytes: int | None = None
-    ) -> list[int]:
-        return [1, *(ord(char) for message in messages for char in message["content"])]
-
-    def encode_fragment(self, text: str) -> list[int]:
-        return [ord(char) for char in text]
-
-    def is_used(self, token_id: int) -> bool:
-        return token_id < 0x110000
-
-
-LIMITS = Limits().resolved(max_seq_len=1024, longest_token_bytes=16, is_bytewise=True)
-SIGNER = Signer("the secret of a start")
-
-
-def parse(*, parameters: str = "", timeout_us: int = 0, **inputs: Any) -> Generation:
-    """What preprocessing does with inputs as Triton delivers them: shaped, strings as bytes."""
-    tensors = {}
-    for name, value in inputs.items():
-        values = value if isinstance(value, list) else [value]
-        encoded = [v.encode() if isinstance(v, str) else v for v in values]
-        tensors[name] = serving.as_array(serving.input_tensor(name), encoded)
-    return parse_request(
-        tensors, Words(), limits=LIMITS, parameters=parameters, timeout_us=timeout_us
-    )
+from tests.triton.serving.asked import LIMITS, SIGNER, UNKNOWN, Words, parse
 
 
 def test_every_tensor_of_nvidias_ensemble_is_there() -> None:
@@ -250,12 +214,11 @@ def test_an_unsupported_input_passes_with_its_neutral_values_alone(name: str) ->
         name: np.array([other], dtype=tensor.numpy_dtype).reshape((1,) * rank),
     }
     with pytest.raises(RequestError, match=f"^{name} is not supported: "):
-        parse_request(tensors, Words(), limits=LIMITS)
+        parse_request(tensors, Words(), limits=LIMITS, calls=UNKNOWN)
     empty = np.zeros((1,) * (rank - 1) + (0,), dtype=tensor.numpy_dtype)
     if -1 in tensor.dims:
-        assert (
-            parse_request({**tensors, name: empty}, Words(), limits=LIMITS).request.max_tokens == 1
-        )
+        passes = parse_request({**tensors, name: empty}, Words(), limits=LIMITS, calls=UNKNOWN)
+        assert passes.request.max_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -265,11 +228,12 @@ def test_an_unsupported_input_passes_with_its_neutral_values_alone(name: str) ->
         ({"text_input": "a", "max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
         (
             {"max_tokens": 1},
-            "text_input and messages: exactly one is needed, neither was given",
+            "text_input, input_ids and messages: exactly one is needed, none was given",
         ),
         (
             {"text_input": "a", "messages": "[]", "max_tokens": 1},
-            "text_input and messages: exactly one is needed, both were given",
+            "text_input, input_ids and messages: exactly one is needed, text_input and messages "
+            "were given",
         ),
         (
             {"text_input": "", "max_tokens": 1},
@@ -294,7 +258,7 @@ def test_an_unsupported_input_passes_with_its_neutral_values_alone(name: str) ->
                 "max_tokens": 1,
                 "exclude_input_in_output": False,
             },
-            "exclude_input_in_output is false: only a text_input can be echoed",
+            "exclude_input_in_output is false: messages cannot be echoed",
         ),
         ({"text_input": ["a", "b"], "max_tokens": 1}, "text_input has 2 values: it takes one"),
         ({"text_input": b"\xff", "max_tokens": 1}, "text_input is not UTF-8: "),
@@ -367,11 +331,12 @@ BIG = "x" * 10**6
         ),
         (
             {"text_input": "a", "embedding_bias_weights": [0.0] * 10**6},
-            "embedding_bias_weights is not supported: send 0.0 or leave it out",
+            "embedding_bias_weights has 1000000 entries; it may have 256 (serving.limits.max_words",
         ),
         (
             {"text_input": "a", "guided_decoding_guide": BIG},
-            "guided_decoding_guide is not supported: leave it out",
+            "guided_decoding_guide has 1000000 bytes; at most 65536 are taken "
+            "(serving.limits.max_guide_bytes)",
         ),
         ({"text_input": "a", "timeout_s": math.nan}, "timeout_s is nan; it must be positive"),
         ({"text_input": "a", "timeout_s": math.inf}, "timeout_s is inf; it must be positive"),
@@ -451,19 +416,19 @@ def test_a_direct_caller_that_forgets_a_tensor() -> None:
     with pytest.raises(RequestError, match="^request is missing$"):
         read({})
     tensors = parse(text_input="a", max_tokens=1).to_tensors(SIGNER)
-    del tensors["input_ids"]
-    with pytest.raises(RequestError, match="^input_ids is missing$"):
+    del tensors["prompt_token_ids"]
+    with pytest.raises(RequestError, match="^prompt_token_ids is missing$"):
         read(tensors)
 
 
-def hand_on(fields: Any, input_ids: Any = (1, 97), **others: Any) -> dict[str, Any]:
+def hand_on(fields: Any, prompt_token_ids: Any = (1, 97), **others: Any) -> dict[str, Any]:
     """A request as preprocessing hands it on, with just these contents, signed."""
     text = fields if isinstance(fields, str) else json.dumps(fields)
-    ids = np.array([input_ids], np.int32)
+    ids = np.array([prompt_token_ids], np.int32)
     signature = SIGNER.sign("request", text.encode(errors="surrogatepass"), ids.tobytes())
     return {
         "request": np.array([[text.encode(errors="surrogatepass")]], object),
-        "input_ids": ids,
+        "prompt_token_ids": ids,
         "signature": np.array([[signature.encode()]], object),
         **others,
     }
@@ -536,14 +501,14 @@ def test_a_field_out_of_range_is_refused_by_name(changes: dict[str, Any], messag
     [
         ({}, "request is missing"),
         (
-            hand_on(written(), input_ids=[1] * 10**6),
+            hand_on(written(), prompt_token_ids=[1] * 10**6),
             "the prompt has 1000000 tokens; prompt and output together may have 1024 "
             "(engine.max_seq_len)",
         ),
-        (hand_on(written(), input_ids=[]), "the prompt is empty; send at least one token"),
+        (hand_on(written(), prompt_token_ids=[]), "the prompt is empty; send at least one token"),
         (
-            {**hand_on(written()), "input_ids": np.zeros((1, 2), np.int64)},
-            "input_ids is int64; it must be INT32",
+            {**hand_on(written()), "prompt_token_ids": np.zeros((1, 2), np.int64)},
+            "prompt_token_ids is int64; it must be INT32",
         ),
         (
             hand_on(written(), request=np.array([[b"{}"], [b"{}"]], object)),
@@ -554,7 +519,7 @@ def test_a_field_out_of_range_is_refused_by_name(changes: dict[str, Any], messag
             "request has 0 values: it takes one",
         ),
         (
-            {**hand_on(written()), "input_ids": np.array([[5]], np.int32)},
+            {**hand_on(written()), "prompt_token_ids": np.array([[5]], np.int32)},
             "speculative takes requests from the ensemble only: ask 'ensemble'",
         ),
         (
@@ -659,6 +624,7 @@ STATISTICS = Statistics(
     seed_used=2**63 + 1,
     acceptance_rate=0.5,
     draft_status="drafted",
+    acceptance_histogram=(1, 0, 1),
 )
 
 
@@ -695,6 +661,9 @@ LAST = {
     "num_steps": [[2]],
     "num_input_tokens": [[3]],
     "num_output_tokens": [[4]],
+    "accepted_prediction_tokens": [[0]],
+    "rejected_prediction_tokens": [[0]],
+    "acceptance_histogram": [[1, 0, 1]],
     "seed_used": [[2**63 + 1]],
     "is_lossless": [[True]],
 }
@@ -777,8 +746,12 @@ def test_a_failure_after_it_is_a_normal_last_response() -> None:
 
 def test_statistics_survive_the_way_to_the_client() -> None:
     (response,) = answer(CHUNKS)
-    values = {name: np.reshape(value, -1)[0] for name, value in response.items()}
+    values: dict[str, Any] = {name: np.reshape(v, -1)[0] for name, v in response.items()}
+    values["acceptance_histogram"] = response["acceptance_histogram"]
     assert serving.parse_statistics(values) == STATISTICS
+    values["acceptance_histogram"] = 2  # as Triton writes one number in JSON
+    only_one = dataclasses.replace(STATISTICS, acceptance_histogram=(2,))
+    assert serving.parse_statistics(values) == only_one
     assert serving.parse_statistics({"finish_reason": "error"}) is None
 
 
@@ -811,7 +784,7 @@ def told(tokenizer: Tokenizer, output: list[str], **inputs: Any) -> tuple[str, i
     tensors = {"max_tokens": serving.as_array(serving.input_tensor("max_tokens"), [len(output)])}
     for name, value in inputs.items():
         tensors[name] = serving.as_array(serving.input_tensor(name), [value])
-    generation = parse_request(tensors, tokenizer, limits=LIMITS)
+    generation = parse_request(tensors, tokenizer, limits=LIMITS, calls=UNKNOWN)
     request = generation.request
     limits = requests.RequestLimits(
         max_num_draft_tokens=4, max_seq_len=64, draft_max_seq_len=64, vocab_size=1000

@@ -154,7 +154,7 @@ def measure_acceptance(
             max_queue_size=len(prompts),
             request_timeout_s=math.inf,
         ),
-        lambda prompt: _NoText(),
+        lambda prompt, **_: _NoText(),
     )
     for number, prompt in enumerate(prompts):
         pair.submit(

@@ -18,7 +18,7 @@ from specpipe.runtimes.runtime import load_runtime
 from specpipe.speculative.request import Chunk, Request
 from specpipe.triton.loop import PairLoop
 from specpipe.triton.repository.contents import load_tokenizer
-from specpipe.triton.serving.requests import RequestTokenizer
+from specpipe.triton.serving.request_tokenizer import RequestTokenizer
 
 
 class InProcess:
@@ -42,6 +42,7 @@ class InProcess:
             folder / "target",
             dataclasses.replace(packaged.options, **options),
             tokenizer.detokenizer,
+            tokenizer.guides,
         )
         return cls(pair, tokenizer)
 

@@ -17,6 +17,9 @@ class Engine(Protocol):
     vocab_size: int
     max_seq_len: int
     max_batch_size: int
+    max_logits: int
+    """Rows of logits of a forward; enough for the verification of a full batch."""
+    max_logits_of_sequence: int
 
     def can_admit(self, max_tokens: int) -> bool:
         """Returns whether a sequence of max_tokens fits in with those that are there."""

@@ -19,10 +19,15 @@ from specpipe.runtimes.pair.engine import Engine, SequenceId
 from specpipe.runtimes.pair.pair import DetokenizerFactory, KVUse, Occupancy, PairOptions
 from specpipe.runtimes.pair.queued_pair import QueuedPair
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Sampler
+from specpipe.runtimes.pair.scheduling import schedule, score, uncached
 from specpipe.runtimes.pair.single_stream import Rounds, SingleStream
 from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.decode import UNUSABLE_LOGITS
+from specpipe.speculative.guide import Guides
 from specpipe.speculative.request import Chunk, Request, RequestLimits
+
+_HONOURED = ("logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs", "prediction")
+"""Of `FEATURES`."""
 
 
 class EnginePair(QueuedPair[RunningSequences]):
@@ -43,12 +48,14 @@ class EnginePair(QueuedPair[RunningSequences]):
         *,
         costs: CostTable | None = None,
         rounds: Rounds | None = None,
+        guides: Guides | None = None,
         clock: Clock = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """costs decides the draft length of adaptive requests; None keeps it fixed.
 
         rounds are how a request runs while it runs alone; None: as any other does.
+        guides are of the pair's tokenizer; None: requests have none.
         on_close gives back what the engines hold outside this process's own memory.
         """
         self.costs = costs if options.adaptive else None
@@ -64,6 +71,8 @@ class EnginePair(QueuedPair[RunningSequences]):
             detokenizer,
             max_batch_size=min(options.max_batch_size, target.max_batch_size),
             has_lookup=options.prompt_lookup and self.costs is not None,
+            honours=_HONOURED,
+            guides=guides,
             clock=clock,
         )
         self._draft, self._target, self._sampler = draft, target, sampler
@@ -81,6 +90,7 @@ class EnginePair(QueuedPair[RunningSequences]):
     def step(self) -> list[Chunk]:
         self._end_overdue()
         self._admit()
+        self._end_scored()
         if self._running:
             self._round()
             self.num_steps += 1
@@ -126,25 +136,33 @@ class EnginePair(QueuedPair[RunningSequences]):
         """Runs one forward of the target over all requests, and up to K of the draft before it."""
         if self._stream is not None:
             running = self._alone()
-            if running is not None and len(self._uncached(running)) == 1:
+            if running is not None and len(uncached(running, self._target)) == 1:
                 self._stream_step(self._stream, running)
                 return
             self._stream.end()
-        decoding, prefill = self._schedule()
+        decoding, prefill = schedule(self._running, self._target, self._options)
+        # The draft reads along while the target still reads the prompt.
+        self._drafting.read_along(
+            [(p.running, self._target.length(p.running.target_sequence)) for p in prefill]
+        )
         drafted = self._drafted(decoding)
         batch: list[tuple[SequenceId, Sequence[int]]] = []
         num_logits = []
         for running, draft in zip(decoding, drafted, strict=True):
-            batch.append((running.target_sequence, [*self._uncached(running), *draft.token_ids]))
+            unread = uncached(running, self._target)
+            batch.append((running.target_sequence, [*unread, *draft.token_ids]))
             num_logits.append(len(draft.token_ids) + 1)
-        for running, token_ids in prefill:
-            batch.append((running.target_sequence, token_ids))
-            num_logits.append(0)
+        num_verified = sum(num_logits)
+        for piece in prefill:
+            batch.append((piece.running.target_sequence, piece.token_ids))
+            num_logits.append(len(piece.token_ids) if piece.is_scored else 0)
         num_cached = [self._drafting.num_cached(r) for r in decoding]
         num_rows = len(num_logits) * max(num_logits)
         with timed(self.costs, "target", None if prefill else num_rows):
             logits = self._target.forward(batch, num_logits)
-            results = self._sampler.verify(logits, drafted) if decoding else []
+            results = self._sampler.verify(logits[:num_verified], drafted) if decoding else []
+        for running in score(prefill, logits[num_verified:], self._sampler):
+            self._end(running, "error", UNUSABLE_LOGITS)
         for verified in zip(decoding, drafted, results, num_cached, strict=True):
             self._take(*verified)
 
@@ -208,24 +226,12 @@ class EnginePair(QueuedPair[RunningSequences]):
         )
         self._emit(running, chunk)
 
-    def _schedule(self) -> tuple[list[RunningSequences], list[tuple[RunningSequences, list[int]]]]:
-        """Returns who decodes in this step, and whose prompt is read instead, with the piece."""
-        decoding: list[RunningSequences] = []
-        prefill: list[tuple[RunningSequences, list[int]]] = []
-        budget = self._options.max_num_tokens
-        for running in self._running:
-            uncached = self._uncached(running)
-            if len(uncached) > 1:
-                piece = uncached[:budget]
-                budget -= len(piece)
-                if len(piece) < len(uncached):
-                    if piece:
-                        prefill.append((running, piece))
-                    continue
-            decoding.append(running)
-        # The draft reads along while the target still reads the prompt.
-        self._drafting.read_along([(r, self._target.length(r.target_sequence)) for r, _ in prefill])
-        return decoding, prefill
+    def _end_scored(self) -> None:
+        """Ends requests that ask for the log-probabilities of their prompt alone, and have them."""
+        for running in list(self._running):
+            state = running.state
+            if state.request.max_tokens == 0 and not state.num_unscored_tokens:
+                self._end(running, "length")
 
     def _take(
         self,
@@ -238,7 +244,9 @@ class EnginePair(QueuedPair[RunningSequences]):
         state = running.state
         num_before = len(state.token_ids)
         if result.token_ids is None and not drafted.token_ids:
-            self._end(running, "error", UNUSABLE_LOGITS)
+            fault = None if state.matcher is None else state.matcher.fault
+            error = UNUSABLE_LOGITS if fault is None else f"guided_decoding_guide: {fault}"
+            self._end(running, "error", error)
             return
         if result.token_ids is None:
             # Attention gives later positions the weight 0, but 0 times the NaN of a draft token's
@@ -251,8 +259,11 @@ class EnginePair(QueuedPair[RunningSequences]):
         chunk = state.accept(
             result.token_ids,
             result.log_probs,
+            result.top_log_probs,
             num_draft_tokens=result.num_draft_tokens,
             is_copied=drafted.is_copied,
+            is_predicted=drafted.is_predicted,
+            num_forced=drafted.num_forced,
         )
         self._emit(running, chunk)
         if chunk.finish_reason is None:
@@ -263,10 +274,6 @@ class EnginePair(QueuedPair[RunningSequences]):
         self._target.truncate(running.target_sequence, num_valid)
         if running.draft_sequence is not None and num_draft_cached > num_valid:
             self._draft.truncate(running.draft_sequence, num_valid)
-
-    def _uncached(self, running: RunningSequences) -> list[int]:
-        """Returns accepted tokens that the target has not cached yet; one in a running decode."""
-        return running.state.token_ids[self._target.length(running.target_sequence) :]
 
     def _leave(self, running: RunningSequences, chunk: Chunk) -> None:
         if self._stream is not None and self._stream.runs(running.state):

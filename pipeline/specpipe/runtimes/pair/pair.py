@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,8 +10,14 @@ from specpipe.roles import Role
 from specpipe.speculative.adaptive import Schedule
 from specpipe.speculative.request import Chunk, Detokenizer, Request
 
-DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
-"""Makes the detokenizer of one request from its `text_token_ids`."""
+
+class DetokenizerFactory(Protocol):
+    """`Tokenizer.detokenizer`, which makes the detokenizer of one request."""
+
+    def __call__(
+        self, prompt_token_ids: Sequence[int], /, *, skip_special_tokens: bool
+    ) -> Detokenizer:
+        """Takes `text_token_ids` of the request, and whether text leaves special tokens out."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,18 @@ class Pair(Protocol):
     """A draft and a target that run requests together.
 
     One thread drives it: `submit`, `cancel`, `step` and `occupancy` are not to be called at the
-    same time. Any other may call `interrupt`.
+    same time. Any other may call `prepare` and `interrupt`.
     """
 
     @property
     def num_steps(self) -> int:
         """Draft-verify rounds so far: a sign of life while requests are long."""
+
+    def prepare(self, request: Request) -> None:
+        """Does of `submit` what takes long and needs no engine; any thread may call it.
+
+        Raises RequestError as that does.
+        """
 
     def submit(self, request: Request) -> str:
         """Queues a request and returns its id.

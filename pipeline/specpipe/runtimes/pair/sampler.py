@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specpipe.runtimes.pair.engine import Logits
+from specpipe.speculative.request import TopLogProbs
 from specpipe.speculative.state import RequestState
 
 
@@ -18,10 +19,14 @@ class Drafted:
     token_ids: list[int] = field(default_factory=list)
     probs: list[Any] = field(default_factory=list)
     """The probabilities [V] that each token was drawn from; empty for requests verified by
-    matching.
+    matching, and for copied tokens, which had no other.
     """
     is_copied: bool = False
-    """The tokens are the text's own and not the draft's."""
+    """The tokens are those of a text and not the draft's."""
+    is_predicted: bool = False
+    """That text is the request's prediction."""
+    num_forced: int = 0
+    """The first tokens, that the request's guide left no choice of; they have no `probs`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,15 @@ class RoundResult:
     num_draft_tokens: int = 0
     """Those that were judged: fewer than drafted when a later row was unusable."""
     log_probs: Sequence[float] = ()
+    top_log_probs: Sequence[TopLogProbs] = ()
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model says of tokens that are given."""
+
+    log_probs: Sequence[float]
+    top_log_probs: Sequence[TopLogProbs] = ()
 
 
 class Sampler(Protocol):
@@ -48,3 +62,8 @@ class Sampler(Protocol):
 
     def verify(self, logits: Logits, drafted: Sequence[Drafted]) -> list[RoundResult]:
         """Runs the accept test of each request on its K + 1 rows of logits [sum(K + 1), V]."""
+
+    def score(self, logits: Logits, token_ids: Sequence[int], num_top: int) -> Scored | None:
+        """Returns the log-probability of each of N tokens in its row of logits [N, V], and as many
+        of the likeliest; None where a row is unusable.
+        """

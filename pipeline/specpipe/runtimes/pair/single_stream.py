@@ -99,9 +99,17 @@ class SingleStream:
 
     @staticmethod
     def can_run(state: RequestState) -> bool:
-        """Returns whether a request wants tokens alone, chosen by the model's scores alone."""
+        """Returns whether a request wants tokens alone, chosen by the model's scores alone, and has
+        now no better draft tokens than the device's.
+        """
         request = state.request
-        return not request.sampling.changes_scores and not request.return_log_probs
+        return not (
+            request.sampling.changes_scores
+            or request.has_log_probs
+            or request.return_prompt_log_probs
+            or request.guide
+            or state.drafts.follows_prediction
+        )
 
     def may_draft(self, state: RequestState) -> bool:
         """Returns whether a request, or else the load that it is alone, lets the draft draft."""

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import numpy as np
 import torch
 
-from specpipe.runtimes.pair.sampler import Drafted, RoundResult
+from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Scored
 from specpipe.speculative import noise
+from specpipe.speculative.guide import Matcher
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
-from specpipe.speculative.request import Request, Sampling
+from specpipe.speculative.request import Request, Sampling, TopLogProbs
 from specpipe.speculative.verify import verify_by_matching
 from specpipe.speculative.warp import banned_token_ids
 
 _FIRST_SORTED = 128
 """Scores of each row that are sorted at first, then 8 times as many while a cut lies beyond. A
 guess.
+"""
+
+_BLOCK = 64
+"""Tokens of which the likeliest is found first, where the likeliest of all are looked for: a guess.
 """
 
 
@@ -58,7 +65,10 @@ class TorchSampler:
     @torch.inference_mode()
     def draft(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[bool]:
         rows = [_row(d, d.token_ids) for d in drafted]
-        choices = _Choices(self._usable_columns(logits), rows, Purpose.DRAFT)
+        logits = self._usable_columns(logits)
+        ended = _mask(logits, [(d.state.matcher, d.token_ids) for d in drafted])
+        logits[ended] = -torch.inf  # nothing that is drafted there could stand
+        choices = _Choices(logits, rows, Purpose.DRAFT)
         for index, (draft, row) in enumerate(zip(drafted, rows, strict=True)):
             if not choices.is_usable[index]:
                 continue
@@ -70,18 +80,47 @@ class TorchSampler:
     @torch.inference_mode()
     def verify(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[RoundResult]:
         rows = [_row(d, d.token_ids[:i]) for d in drafted for i in range(len(d.token_ids) + 1)]
-        raw = logits.clone() if any(d.state.request.return_log_probs for d in drafted) else logits
-        choices = _Choices(self._usable_columns(logits), rows, Purpose.RECOVERED)
+        raw = logits.clone() if any(d.state.request.has_log_probs for d in drafted) else logits
+        logits = self._usable_columns(logits)
+        _mask(
+            logits,
+            [
+                (d.state.matcher, d.token_ids[:i])
+                for d in drafted
+                for i in range(len(d.token_ids) + 1)
+            ],
+        )
+        choices = _Choices(logits, rows, Purpose.RECOVERED)
         results = []
         first = 0
         for draft in drafted:
             end = first + len(draft.token_ids) + 1
             result = _verify(draft, choices, first, end)
-            if draft.state.request.return_log_probs and result.token_ids is not None:
-                result = _with_log_probs(result, raw[first : first + len(result.token_ids)])
+            if draft.state.request.has_log_probs and result.token_ids is not None:
+                scored = self._scored(
+                    raw[first : first + len(result.token_ids)],
+                    result.token_ids,
+                    draft.state.request.num_top_log_probs,
+                )
+                result = replace(result, **vars(scored))
             results.append(result)
             first = end
         return results
+
+    @torch.inference_mode()
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> Scored | None:
+        scored = self._scored(logits, token_ids, num_top)
+        return None if any(map(math.isnan, scored.log_probs)) else scored
+
+    def _scored(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> Scored:
+        """Returns log-softmax in float32 of raw logits [N, V], at N tokens and at the likeliest.
+
+        Ids that cannot be emitted have their part of the sum, and are never among the likeliest.
+        """
+        log_probs = logits.float().log_softmax(dim=-1)
+        index = torch.tensor(list(token_ids), device=logits.device)[:, None]
+        own = log_probs.gather(1, index)[:, 0].tolist()
+        return Scored(own, _likeliest(self._usable_columns(log_probs), num_top) if num_top else ())
 
     def _usable_columns(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, V] of ids that all three have; writes into its argument."""
@@ -89,6 +128,26 @@ class TorchSampler:
         for start, stop in self._unused:
             logits[:, start:stop] = -torch.inf
         return logits
+
+
+def _mask(logits: torch.Tensor, rows: Sequence[tuple[Matcher | None, list[int]]]) -> list[int]:
+    """Excludes what guides do not allow, in place: rows of logits [R, V] by matcher, and by the
+    draft tokens before each. Rows without one cost nothing.
+
+    Returns those that the output cannot get to.
+    """
+    found = {i: m.mask(token_ids) for i, (m, token_ids) in enumerate(rows) if m is not None}
+    masks = {index: mask for index, mask in found.items() if mask is not None}
+    if not masks:
+        return list(found)
+    words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_allowed = ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    excluded = torch.ones(len(masks), logits.shape[1], dtype=torch.bool, device=logits.device)
+    excluded[:, : is_allowed.shape[1]] = ~is_allowed
+    index = torch.tensor(list(masks), device=logits.device)
+    logits[index] = logits[index].masked_fill(excluded, -torch.inf)
+    return [index for index in found if index not in masks]
 
 
 def _row(drafted: Drafted, draft_token_ids: list[int]) -> Row:
@@ -141,11 +200,13 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> RoundR
         verified = verify_by_matching(token_ids, choices.token_ids[first : first + num_rows])
         return RoundResult(verified.token_ids, num_draft_tokens=len(token_ids))
     accepted: list[int] = []
-    for index, (token_id, draft_probs) in enumerate(
-        zip(token_ids, drafted.probs, strict=False), first
-    ):
+    for place, token_id in enumerate(token_ids):
+        index = first + place
         row = choices.rows[index]
         target_probs = choices.probs(index)
+        own = place - drafted.num_forced
+        has_probs = own >= 0 and bool(drafted.probs)
+        draft_probs = drafted.probs[own] if has_probs else _certain(token_id, target_probs)
         accept = float(noise.uniform(row.sampling.seed, row.position, Purpose.ACCEPT, 1)[0])
         if accept * draft_probs[token_id] < target_probs[token_id]:
             accepted.append(token_id)
@@ -158,15 +219,32 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> RoundR
     return RoundResult([*accepted, bonus], num_draft_tokens=len(token_ids))
 
 
-def _with_log_probs(result: RoundResult, raw_logits: torch.Tensor) -> RoundResult:
-    assert result.token_ids is not None
-    log_probs = raw_logits.float().log_softmax(dim=-1)
-    index = torch.tensor(list(result.token_ids), device=raw_logits.device)[:, None]
-    return RoundResult(
-        result.token_ids,
-        result.num_draft_tokens,
-        log_probs.gather(1, index)[:, 0].tolist(),
-    )
+def _certain(token_id: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns the probabilities [V] of a copied token."""
+    probs = torch.zeros_like(like)
+    probs[token_id] = 1.0
+    return probs
+
+
+def _likeliest(log_probs: torch.Tensor, count: int) -> list[TopLogProbs]:
+    """Returns so many of the highest of each row [R, V], as `speculative/log_probs.py` does.
+
+    What cannot be emitted is -inf; a row with a NaN has none.
+    """
+    num_rows, vocab_size = log_probs.shape
+    num_blocks = vocab_size // _BLOCK
+    floor = torch.full((num_rows, 1), torch.finfo(log_probs.dtype).min, device=log_probs.device)
+    if num_blocks >= count:
+        # So many blocks have a token that is as likely as that: no other need be sorted.
+        blocks = log_probs[:, : num_blocks * _BLOCK].unflatten(-1, (num_blocks, _BLOCK))
+        floor = floor.maximum(blocks.amax(dim=-1).topk(count, dim=-1).values[:, -1:])
+    found = (log_probs >= floor).nonzero(as_tuple=True)
+    values = log_probs[found].cpu().numpy()
+    rows, token_ids = (index.cpu().numpy() for index in found)
+    order = np.lexsort((token_ids, -values, rows))
+    starts = np.searchsorted(rows, np.arange(num_rows + 1))
+    best = (order[a : min(a + count, b)] for a, b in pairwise(starts))
+    return [tuple(zip(token_ids[i].tolist(), values[i].tolist(), strict=True)) for i in best]
 
 
 def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -205,6 +283,10 @@ def _penalize_and_ban(scores: torch.Tensor, row: Row) -> None:
     if output and (sampling.presence_penalty or sampling.frequency_penalty):
         ids, counts = torch.unique(torch.tensor(output, device=scores.device), return_counts=True)
         scores[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.double()
+    if sampling.biases:
+        biased_ids = torch.tensor(list(sampling.biases), device=scores.device)
+        biases = list(sampling.biases.values())
+        scores[biased_ids] += torch.tensor(biases, dtype=torch.float64, device=scores.device)
     banned = banned_token_ids(sampling.bad_words, prompt, output)
     if len(output) < sampling.min_tokens:
         banned += [i for i in row.request.end_token_ids if i < len(scores)]

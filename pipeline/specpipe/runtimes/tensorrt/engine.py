@@ -75,6 +75,8 @@ class TensorRTEngine:
         self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
         self._max_rows = spec.max_draft_len + 1
+        self.max_logits = spec.max_batch_size * self._max_rows
+        self.max_logits_of_sequence = self._max_rows
         self._max_length = spec.max_seq_len + self._max_rows
         self._chunk = max(profile.tokens[2] for profile in spec.profiles)
         self._free = set(range(spec.max_batch_size))

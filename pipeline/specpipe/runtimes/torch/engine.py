@@ -20,7 +20,7 @@ from specpipe.runtimes.pair.engine import SequenceId
 from specpipe.runtimes.torch.build import ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.kernels import usable_kernel
 from specpipe.runtimes.torch.kv_cache import KVCache, Span
-from specpipe.runtimes.torch.memory import estimate_memory
+from specpipe.runtimes.torch.memory import estimate_memory, max_logits
 from specpipe.runtimes.torch.model import Model
 from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.version import __version__
@@ -88,6 +88,11 @@ class TorchEngineSpec:
         """Positions of a sequence: its text, and draft tokens that a step may have to take back."""
         return self.max_seq_len + self.max_draft_len + 1
 
+    @property
+    def max_logits(self) -> int:
+        """Rows of logits that one forward gives."""
+        return max_logits(self.max_batch_size, self.max_draft_len)
+
 
 @dataclass
 class _Sequence:
@@ -106,6 +111,7 @@ class TorchEngine:
         self.max_seq_len = spec.max_seq_len
         self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
+        self.max_logits = self.max_logits_of_sequence = spec.max_logits
         self.memory = spec.memory
         self._cache = KVCache(
             windows=spec.model.windows,

@@ -21,6 +21,9 @@ from specpipe.runtimes.torch.fused_sizes import (
 )
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
 
+_SCORED_TOKENS = 64
+"""Tokens of a prompt whose rows of logits a forward gives at least: a guess."""
+
 
 def estimate_memory(
     config: UnifiedConfig,
@@ -55,7 +58,7 @@ def estimate_memory(
     scores = 3 * max_num_tokens * num_heads * capacity
     if config.attention_cap is None:
         scores = 0
-    logits = max_batch_size * (max_draft_len + 1) * config.vocab_size
+    logits = max_logits(max_batch_size, max_draft_len) * config.vocab_size
     num_rows = max_num_tokens
     if on_gpu:
         num_rows += min(max_num_tokens, LONGEST_RECORDED)  # what was recorded has its own
@@ -67,6 +70,11 @@ def estimate_memory(
         + _rounding_bytes(config, max_num_tokens)
         + (_fused_bytes(config, capacity, max_batch_size, max_draft_len) if on_gpu else 0),
     )
+
+
+def max_logits(max_batch_size: int, max_draft_len: int) -> int:
+    """Returns the most rows of logits of a forward: a batch's, or a part of a prompt's."""
+    return max(max_batch_size * (max_draft_len + 1), _SCORED_TOKENS)
 
 
 def _weight_bytes(config: UnifiedConfig, dtype: str, kernel: Kernel | None) -> Iterator[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 
@@ -29,6 +29,22 @@ class MessageDelta:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
+    @classmethod
+    def joined(cls, deltas: Iterable[MessageDelta]) -> MessageDelta:
+        """Returns what several pieces add together, each call as one."""
+        deltas = tuple(deltas)
+        calls: list[ToolCallDelta] = []
+        for call in (call for delta in deltas for call in delta.tool_calls):
+            if calls and calls[-1].index == call.index:
+                calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + call.arguments)
+            else:
+                calls.append(call)
+        return cls(
+            content="".join(delta.content for delta in deltas),
+            reasoning="".join(delta.reasoning for delta in deltas),
+            tool_calls=tuple(calls),
+        )
+
 
 class MessageParser(Protocol):
     """Splits the text of one answer, special tokens kept, as it comes."""
@@ -44,9 +60,22 @@ class ToolDialect(Protocol):
     """How the models of a family write tool calls."""
 
     name: str
+    marks: tuple[str, ...]
+    """Texts that calls are told by; some may be tokens, special ones too."""
 
-    def parser(self, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
-        """Returns the parser of one answer, `tools` being those of the request."""
+    def parser(
+        self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool = True
+    ) -> MessageParser:
+        """Returns the parser of one answer, `tools` being those of the request.
+
+        Where calls are not parallel, those after the first are left out.
+        """
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> str:
-        """Returns the Lark grammar of an answer that is one call, or several, of these tools."""
+        """Returns the Lark grammar of an answer that is one call, or several, of these tools.
+
+        What it lets through, the parser reads as calls.
+        """
+
+    def new_call_id(self) -> str:
+        """Returns a random id for a call, in the form that the chat template takes."""

@@ -9,32 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from pydantic import TypeAdapter
-
-from specpipe.errors import CutStream, RequestError, ServerError, show, to_sentence
+from specpipe.errors import CutStream, RequestError, ServerError
 from specpipe.machine.web import parse_url, receive
-from specpipe.speculative.request import FinishReason, Statistics
 from specpipe.triton import serving
+from specpipe.triton.client.completion import Completion, check_reason, read_completion
 from specpipe.triton.client.grpc_transport import GrpcTransport
 from specpipe.triton.client.http_transport import HttpTransport
 from specpipe.triton.client.transport import Responses, Served, Transport
 
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """A response: a whole answer, or one chunk of a streamed one; the last has the statistics."""
-
-    text: str
-    finish_reason: FinishReason | None = None
-    statistics: Statistics | None = None
-    log_probs: tuple[float, ...] = ()
-
-
-_COMPLETIONS = TypeAdapter(Completion)
+_JSON_INPUTS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 
 
 class Client:
@@ -70,7 +55,8 @@ class Client:
         return self._served
 
     def generate(self, prompt: str | None = None, **settings: Any) -> Completion:
-        """Returns the whole answer. Settings are the inputs by name (serving/tensors.py).
+        """Returns the whole answer. Settings are the inputs by name (serving/tensors.py); what is
+        JSON there may be given as lists and dictionaries.
 
         Raises RequestError with what the server says against the request, ServerError when it does
         not answer, or when a request fails after its first chunk.
@@ -122,43 +108,17 @@ class Client:
                     raise ServerError(f"{self._url}: {self._model} went on after its last response")
                 num_received += 1
                 finish_reason = values.get("finish_reason")
-                self._check_reason(finish_reason, values, num_received)
+                check_reason(values, num_received, self._url, self._model)
                 yield values
         if num_received == 0:
             raise ServerError(f"{self._url}: {self._model} ended without a response")
         if finish_reason is None and served.has_finish_reason:
             raise CutStream.after(num_received, self._url, "the last one has no finish_reason")
 
-    def _check_reason(self, reason: Any, values: Mapping[str, Any], num_received: int) -> None:
-        """Raises for a response that ends the answer otherwise than it should."""
-        if reason == "error":
-            raise ServerError(f"the request failed: {to_sentence(str(values.get('error')))}")
-        if reason == "cancelled":
-            raise CutStream.after(num_received, self._url, "the server cancelled the request")
-        if reason not in (None, "stop", "length"):
-            raise ServerError(
-                f"{self._url}: {self._model} ended with finish_reason '{show(reason)}', which "
-                "this version of specpipe does not know"
-            )
-
     def _completions(self, inputs: Mapping[str, Any]) -> Iterator[Completion]:
         with contextlib.closing(self.responses(inputs)) as responses:
             for values in responses:
-                try:
-                    completion = _COMPLETIONS.validate_python(
-                        {
-                            "text": values.get("text_output", ""),
-                            "finish_reason": values.get("finish_reason"),
-                            "statistics": serving.parse_statistics(values),
-                            "log_probs": _floats(values.get("output_log_probs", ())),
-                        }
-                    )
-                except (KeyError, OverflowError, TypeError, ValueError) as exc:
-                    raise ServerError(
-                        f"{self._url}: {self._model} sent what is no answer of the ensemble: "
-                        f"{show(dict(values))}"
-                    ) from exc
-                yield completion
+                yield read_completion(values, f"{self._url}: {self._model}")
 
 
 def _inputs(prompt: str | None, settings: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
@@ -166,10 +126,7 @@ def _inputs(prompt: str | None, settings: Mapping[str, Any], *, stream: bool) ->
     inputs = {name: value for name, value in settings.items() if value is not None}
     if prompt is not None:
         inputs["text_input"] = prompt
-    if "messages" in inputs and not isinstance(inputs["messages"], str):
-        inputs["messages"] = json.dumps(inputs["messages"])
+    for name in _JSON_INPUTS:
+        if name in inputs and not isinstance(inputs[name], str):
+            inputs[name] = json.dumps(inputs[name])
     return {**inputs, "stream": stream}
-
-
-def _floats(value: Any) -> tuple[float, ...]:
-    return tuple(float(number) for number in np.reshape(value, -1))

@@ -1,9 +1,10 @@
 """The face that clients see: every tensor by name, and tensors turned into requests and back.
 
 Names, types and shapes are those of the `ensemble` of NVIDIA's TensorRT-LLM templates from 0.20 on,
-so clients and load tools written for it work unchanged. Added: `messages`, `num_draft_tokens`,
-`min_p`, `priority`, `timeout_s`. An input without effect here passes with its neutral value and is
-refused by name otherwise. Dims leave out the batch dimension, which is always 1.
+so clients and load tools written for it work unchanged. Added: `messages` and what belongs to them,
+`input_ids`, `num_draft_tokens`, `min_p`, `priority`, `timeout_s`, and what OpenAI's API needs. An
+input without effect here passes with its neutral value and is refused by name otherwise. Dims leave
+out the batch dimension, which is always 1.
 
 `stop_words` and `bad_words` are arrays (a JSON array in HTTP `generate`) or one string; each is a
 word as it stands, commas and spaces included. An empty one is ignored, since NVIDIA's examples
@@ -19,12 +20,9 @@ from specpipe.triton.serving.answers import (
     read_chunk,
     write_cancel,
 )
-from specpipe.triton.serving.requests import (
-    Generation,
-    check_known,
-    input_tensor,
-    parse_request,
-)
+from specpipe.triton.serving.inputs import check_known, input_tensor
+from specpipe.triton.serving.requests import Generation, parse_request
+from specpipe.triton.serving.tensor_values import Tensors, as_array
 from specpipe.triton.serving.tensors import (
     CANCEL,
     ENSEMBLE_INPUTS,
@@ -35,6 +33,7 @@ from specpipe.triton.serving.tensors import (
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
+    PROMPT_TOKEN_IDS,
     REQUEST,
     SIGNATURE,
     SPECULATIVE_INPUTS,
@@ -42,8 +41,6 @@ from specpipe.triton.serving.tensors import (
     STREAM_ID,
     TEXT,
     TEXT_OUTPUT,
-    Tensors,
-    as_array,
 )
 
 __all__ = [
@@ -58,6 +55,7 @@ __all__ = [
     "POSTPROCESSING_OUTPUTS",
     "PREPROCESSING_INPUTS",
     "PREPROCESSING_OUTPUTS",
+    "PROMPT_TOKEN_IDS",
     "REQUEST",
     "SIGNATURE",
     "SPECULATIVE_INPUTS",

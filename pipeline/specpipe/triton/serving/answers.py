@@ -9,23 +9,20 @@ from typing import Any
 import numpy as np
 
 from specpipe.errors import RequestError, ServerError, to_sentence
-from specpipe.speculative.request import Chunk, Statistics
+from specpipe.speculative.request import Chunk, Statistics, TopLogProbs
 from specpipe.triton.secret import Signer
 from specpipe.triton.serving.requests import Generation
-from specpipe.triton.serving.tensors import (
-    CANCEL,
+from specpipe.triton.serving.tensor_values import (
     LONGEST_ID,
-    SIGNATURE,
-    STREAM_ID,
-    TENSORS_BY_NAME,
-    TEXT,
     Tensors,
     array_of,
     as_array,
+    as_rows,
     decode_utf8,
     signature_of,
     single_of,
 )
+from specpipe.triton.serving.tensors import CANCEL, SIGNATURE, STREAM_ID, TENSORS_BY_NAME, TEXT
 
 
 @dataclass
@@ -35,9 +32,7 @@ class Answer:
     generation: Generation
     stream_id: str
     num_responses: int = 0  # after the first one a failure can no longer be a Triton error
-    _text: list[str] = field(default_factory=list)
-    _token_ids: list[int] = field(default_factory=list)
-    _log_probs: list[float] = field(default_factory=list)
+    _held: list[Chunk] = field(default_factory=list)
     _sum_log_probs: float = 0.0
 
     def add(self, chunk: Chunk) -> dict[str, np.ndarray[Any, Any]] | None:
@@ -48,30 +43,54 @@ class Answer:
         """
         if chunk.finish_reason == "error" and not self.num_responses:
             raise ServerError(chunk.error or "the request failed")
-        self._text.append(chunk.text)
-        self._token_ids += chunk.token_ids
-        self._log_probs += chunk.log_probs
+        self._held.append(chunk)
         self._sum_log_probs += sum(chunk.log_probs)
         is_last = chunk.finish_reason is not None
-        if not is_last and not (self.generation.stream and any(self._text)):
+        if not is_last and not (self.generation.stream and any(c.text for c in self._held)):
             return None
         values: dict[str, Sequence[Any]] = {
-            "text": ["".join(self._text)],
+            "text": ["".join(c.text for c in self._held)],
             "stream_id": [self.stream_id],
             "batch_index": [0],
             "sequence_index": [0],
         }
         if self.generation.return_token_ids:
-            values["output_ids"] = self._token_ids
-        if self.generation.request.return_log_probs:
-            values["output_log_probs"] = self._log_probs
-            if is_last:
-                values["cum_log_probs"] = [self._sum_log_probs]
+            values["output_ids"] = [i for c in self._held for i in c.token_ids]
+        rows = self._log_probs(values, is_last=is_last)
         if is_last:
             values |= _last_values(chunk)
         self.num_responses += 1
-        self._text, self._token_ids, self._log_probs = [], [], []
-        return {name: as_array(TENSORS_BY_NAME[name], listed) for name, listed in values.items()}
+        self._held = []
+        return {
+            **{name: as_array(TENSORS_BY_NAME[name], listed) for name, listed in values.items()},
+            **{name: as_rows(TENSORS_BY_NAME[name], listed) for name, listed in rows.items()},
+        }
+
+    def _log_probs(
+        self, values: dict[str, Sequence[Any]], *, is_last: bool
+    ) -> dict[str, list[list[Any]]]:
+        """Adds the log-probabilities that the request asks for, and returns those in rows."""
+        request = self.generation.request
+        if request.return_log_probs:
+            values["output_log_probs"] = [p for c in self._held for p in c.log_probs]
+            if is_last:
+                values["cum_log_probs"] = [self._sum_log_probs]
+        is_first = not self.num_responses
+        if request.return_prompt_log_probs and is_first:
+            values["prompt_log_probs"] = [p for c in self._held for p in c.prompt_log_probs]
+        if not request.num_top_log_probs:
+            return {}
+        rows = _rows("output", [row for c in self._held for row in c.top_log_probs])
+        if request.return_prompt_log_probs and is_first:
+            rows |= _rows("prompt", [row for c in self._held for row in c.prompt_top_log_probs])
+        return rows
+
+
+def _rows(of: str, likeliest: Sequence[TopLogProbs]) -> dict[str, list[list[Any]]]:
+    return {
+        f"{of}_top_log_prob_ids": [[token_id for token_id, _ in row] for row in likeliest],
+        f"{of}_top_log_probs": [[log_prob for _, log_prob in row] for row in likeliest],
+    }
 
 
 def _last_values(chunk: Chunk) -> dict[str, Sequence[Any]]:
@@ -80,7 +99,7 @@ def _last_values(chunk: Chunk) -> dict[str, Sequence[Any]]:
         values["error"] = [to_sentence(chunk.error)]
     if chunk.statistics is not None:
         values |= {
-            name: [value]
+            name: value if isinstance(value, tuple) else [value]
             for name, value in chunk.statistics.to_json().items()
             if name in TENSORS_BY_NAME and value is not None
         }
@@ -102,13 +121,23 @@ def parse_statistics(values: Mapping[str, Any]) -> Statistics | None:
             "seed_used",
         )
     }
+    # Servers before these were always sent leave them out.
+    counts |= {
+        name: int(values.get(name, 0))
+        for name in ("accepted_prediction_tokens", "rejected_prediction_tokens")
+    }
     return Statistics(
         **counts,
-        # Servers before these two were always sent leave them out.
         acceptance_rate=float(values.get("acceptance_rate", 0.0)),
         draft_status=values.get("draft_status"),
+        acceptance_histogram=_histogram(values.get("acceptance_histogram")),
         is_lossless=bool(values.get("is_lossless", True)),
     )
+
+
+def _histogram(value: Any) -> tuple[int, ...] | None:
+    """Returns an output that Triton writes as one number where it has but one."""
+    return None if value is None else tuple(int(count) for count in np.reshape(value, -1))
 
 
 def read_chunk(tensors: Tensors) -> tuple[np.ndarray[Any, Any], bytes]:

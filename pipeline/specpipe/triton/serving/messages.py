@@ -1,104 +1,91 @@
-"""The input `messages`: JSON from a client, checked before it is parsed."""
+"""The inputs of a conversation, which are JSON: `messages`, and what else a template is given."""
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from typing import Any, NoReturn
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from specpipe.config.limits import ServedLimits
-from specpipe.errors import RequestError, show
+from specpipe.errors import RequestError
 from specpipe.text.chat_messages import check_messages
+from specpipe.text.tools.functions import functions_of
+from specpipe.triton.serving import strict_json
 
-_EXPECTED = 'expected a JSON array such as [{"role": "user", "content": "Hello"}]'
-_MAX_DIGITS = 300  # below float's 1.8e308; Python itself reads 4300 (sys.int_info)
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NOT_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""What a template gets from inputs of their own."""
+
+_NAMED_TOOL = '{"type": "function", "function": {"name": "f"}}'
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether an answer may, or must, call tools; `name` is that of the only one that it must."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
+
+
+_CHOICES = {
+    "none": ToolChoice("none"),
+    "auto": ToolChoice("auto"),
+    "required": ToolChoice("required"),
+}
 
 
 def parse_messages(data: bytes, limits: ServedLimits) -> list[dict[str, Any]]:
-    """Returns the messages as templates take them; `data` is UTF-8 of a bounded size.
+    """Returns the messages as templates take them; RequestError says why there are none.
 
-    Raises RequestError for what is too deep, too much, or no JSON by RFC 8259 that means one thing:
-    NaN, a number without end, a key twice, half a surrogate pair.
+    Like the others here it reads UTF-8 of a bounded size (strict_json.py).
     """
-    _check_structure(data, limits)
-    try:
-        parsed = json.loads(
-            data.decode(),
-            object_pairs_hook=_object,
-            parse_constant=_refuse_constant,
-            parse_float=_float,
-            parse_int=_int,
-        )
-    except ValueError as exc:
-        raise RequestError(f"messages is not JSON ({exc}): {_EXPECTED}") from exc
+    example = 'a JSON array such as [{"role": "user", "content": "Hello"}]'
+    parsed = strict_json.parse("messages", data, limits, expected=example)
     if isinstance(parsed, list) and len(parsed) > limits.max_messages:
         raise RequestError(
             f"messages has {len(parsed)} messages; it may have {limits.max_messages} "
             "(serving.limits.max_messages)"
         )
-    if _SURROGATE.search(data):
-        _check_surrogates(parsed)
     return check_messages(parsed)
 
 
-def _check_structure(data: bytes, limits: ServedLimits) -> None:
-    """Counts brackets and commas outside strings: Python's parser calls itself for each bracket."""
-    without_escapes = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    codes = np.frombuffer(without_escapes, np.uint8)
-    # Whether a quote is open is all that is asked of the sum, so that it may overflow.
-    codes = codes[np.cumsum(codes == ord('"'), dtype=np.uint8) % 2 == 0]
-    opens = (codes == ord("[")) | (codes == ord("{"))
-    closes = (codes == ord("]")) | (codes == ord("}"))
-    steps = opens.astype(np.int8) - closes.astype(np.int8)
-    depth = int(np.cumsum(steps, dtype=np.int32).max(initial=0))
-    if depth > limits.max_json_depth:
+def parse_tools(data: bytes, limits: ServedLimits) -> list[dict[str, Any]]:
+    """Returns functions in OpenAI's form."""
+    expected = f"a JSON array such as [{_NAMED_TOOL}]"
+    tools = strict_json.parse("tools", data, limits, expected=expected)
+    if not isinstance(tools, list):
+        raise RequestError(f"tools must be {expected}")
+    if len(tools) > limits.max_tools:
         raise RequestError(
-            f"messages is nested {depth} deep; it may be {limits.max_json_depth} "
-            "(serving.limits.max_json_depth)"
+            f"tools has {len(tools)} entries; it may have {limits.max_tools} "
+            "(serving.limits.max_tools)"
         )
-    num_values = int(opens.sum() + (codes == ord(",")).sum())
-    if num_values > limits.max_json_values:
-        raise RequestError(
-            f"messages has {num_values} values; it may have {limits.max_json_values} "
-            "(serving.limits.max_json_values)"
-        )
+    functions_of(tools)
+    return tools
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise RequestError(f"messages has the key '{show(key)}' twice in one object")
-        values[key] = value
-    return values
+def parse_tool_choice(data: bytes, limits: ServedLimits) -> ToolChoice:
+    """Returns the choice that a word makes, or JSON that names a function as OpenAI's API does."""
+    by_word = _CHOICES.get(data.decode())
+    if by_word is not None:
+        return by_word
+    expected = f"none, auto, required, or JSON such as {_NAMED_TOOL}"
+    named = strict_json.parse("tool_choice", data, limits, expected=expected)
+    function = named.get("function") if isinstance(named, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or named.get("type") != "function":
+        raise RequestError(f"tool_choice must be {expected}")
+    return ToolChoice("required", name)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise RequestError(f"messages has {name}, which JSON does not have")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise RequestError(f"messages has the number {show(text)}, which is too large")
-    return value
-
-
-def _int(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
-        raise RequestError(
-            f"messages has a number of {len(text)} digits; it may have {_MAX_DIGITS}"
-        )
-    return int(text)
-
-
-def _check_surrogates(parsed: Any) -> None:
-    try:
-        json.dumps(parsed, ensure_ascii=False).encode()
-    except UnicodeEncodeError as exc:
-        half = show(exc.object[exc.start])
-        raise RequestError(f"messages has half a surrogate pair, {half}: send UTF-8") from exc
+def parse_template_kwargs(data: bytes, limits: ServedLimits) -> dict[str, Any]:
+    """Returns variables of a chat template by name."""
+    name = "chat_template_kwargs"
+    expected = 'a JSON object such as {"enable_thinking": false}'
+    parsed = strict_json.parse(name, data, limits, expected=expected)
+    if not isinstance(parsed, dict):
+        raise RequestError(f"{name} must be {expected}")
+    for key in _NOT_KWARGS:
+        if key in parsed:
+            raise RequestError(f"{name} has '{key}', which is an input: send it beside {name}")
+    if "chat_template" in parsed:
+        raise RequestError(f"{name} has 'chat_template': the template is the checkpoint's")
+    return parsed

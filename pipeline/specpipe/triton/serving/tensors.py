@@ -1,18 +1,11 @@
-"""Every tensor that enters or leaves a model, by name, and its values."""
+"""Every tensor that enters or leaves a model, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from specpipe.errors import RequestError
-
-LONGEST_ID = 64  # characters of a stream id, and of a signature
-
-Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
 
 @dataclass(frozen=True)
@@ -52,13 +45,54 @@ _NUMPY_DTYPES: dict[str, type[Any]] = {
 }
 
 ENSEMBLE_INPUTS: tuple[Input, ...] = (
-    Input("text_input", "STRING", meaning="The prompt; this or `messages` is required."),
+    Input(
+        "text_input",
+        "STRING",
+        meaning="The prompt; this, `input_ids` or `messages` is required.",
+    ),
+    Input("input_ids", "INT32", (-1,), meaning="The prompt as token ids, to which none is added."),
     Input(
         "messages",
         "STRING",
         meaning="A conversation as JSON, which the checkpoint's chat template renders.",
     ),
-    Input("max_tokens", "INT32", meaning="The most tokens of the answer; required."),
+    Input(
+        "tools",
+        "STRING",
+        meaning="Functions that the answer to `messages` may call: a JSON array in OpenAI's form.",
+    ),
+    Input(
+        "tool_choice",
+        "STRING",
+        meaning="`none`: the template gets no tools; `auto`; `required`, or a function as OpenAI's "
+        "JSON names one: the answer is a call.",
+    ),
+    Input(
+        "parallel_tool_calls",
+        "BOOL",
+        meaning="Whether an answer that must be a call may be several; true unless given.",
+    ),
+    Input(
+        "chat_template_kwargs",
+        "STRING",
+        meaning="More variables of the chat template, as a JSON object.",
+    ),
+    Input(
+        "add_generation_prompt",
+        "BOOL",
+        meaning="Whether `messages` are followed by the beginning of an answer; true unless the "
+        "last one is continued.",
+    ),
+    Input(
+        "continue_final_message",
+        "BOOL",
+        meaning="Whether the answer goes on where the last of `messages` ends.",
+    ),
+    Input(
+        "max_tokens",
+        "INT32",
+        meaning="The most tokens of the answer; required; 0 with `return_prompt_log_probs` alone.",
+    ),
     Input(
         "num_draft_tokens",
         "INT32",
@@ -97,6 +131,25 @@ ENSEMBLE_INPUTS: tuple[Input, ...] = (
     Input(
         "frequency_penalty", "FP32", meaning="The same for each time that the answer has the token."
     ),
+    Input("logit_bias_ids", "INT32", (-1,), meaning="Tokens that `logit_bias_values` are for."),
+    Input(
+        "logit_bias_values",
+        "FP32",
+        (-1,),
+        meaning="What is added to the logit of each token, after penalties and before temperature.",
+    ),
+    Input(
+        "embedding_bias_words",
+        "STRING",
+        (-1,),
+        meaning="Texts that `embedding_bias_weights` are for.",
+    ),
+    Input(
+        "embedding_bias_weights",
+        "FP32",
+        (-1,),
+        meaning="The same for every token of a text; of several for one token the sum counts.",
+    ),
     Input("min_tokens", "INT32", meaning="Tokens before which no end id is chosen."),
     Input("bad_words", "STRING", (-1,), meaning="Texts whose tokens are never chosen in a row."),
     Input(
@@ -106,6 +159,29 @@ ENSEMBLE_INPUTS: tuple[Input, ...] = (
         "end_id",
         "INT32",
         meaning="A token that ends the answer, instead of the checkpoint's; -1: none does.",
+    ),
+    Input(
+        "stop_token_ids",
+        "INT32",
+        (-1,),
+        meaning="Tokens that end the answer besides, and are not part of it.",
+    ),
+    Input("ignore_eos", "BOOL", meaning="True: the checkpoint's end ids end no answer."),
+    Input(
+        "guided_decoding_guide_type",
+        "STRING",
+        meaning="What the answer must be: `json` (any JSON), `json_schema`, `regex`, "
+        "`ebnf_grammar`, `choice`, `lark`.",
+    ),
+    Input(
+        "guided_decoding_guide",
+        "STRING",
+        meaning="The schema, the expression, the grammar, or the choices as a JSON array of texts.",
+    ),
+    Input(
+        "prediction",
+        "STRING",
+        meaning="A text that the answer may be much like; draft tokens are copied from it.",
     ),
     Input("pad_id", "INT32", meaning="Accepted, and without effect: an answer has no padding."),
     Input("priority", "INT32", meaning="Of requests that wait, a lower number goes first."),
@@ -121,6 +197,23 @@ ENSEMBLE_INPUTS: tuple[Input, ...] = (
         "return_log_probs",
         "BOOL",
         meaning="Whether `cum_log_probs` and `output_log_probs` are filled.",
+    ),
+    Input(
+        "num_top_log_probs",
+        "INT32",
+        meaning="How many of the likeliest tokens come with each log probability, which are then "
+        "sent, too.",
+    ),
+    Input(
+        "return_prompt_log_probs",
+        "BOOL",
+        meaning="Whether `prompt_log_probs` is filled, and with `num_top_log_probs` its likeliest.",
+    ),
+    Input("return_token_ids", "BOOL", meaning="Whether `output_ids` is filled."),
+    Input(
+        "skip_special_tokens",
+        "BOOL",
+        meaning="False: special tokens are part of the text.",
     ),
     Input(
         "return_perf_metrics",
@@ -143,16 +236,12 @@ ENSEMBLE_INPUTS: tuple[Input, ...] = (
     Input("beam_width", "INT32", neutral=(1,)),
     Input("length_penalty", "FP32", neutral=(0.0, 1.0)),
     Input("decoder_text_input", "STRING", neutral=("",)),
-    Input("embedding_bias_words", "STRING", (-1,), neutral=("",)),
-    Input("embedding_bias_weights", "FP32", (-1,), neutral=(0.0,)),
     Input("prompt_embedding_table", "FP16", (-1, -1), neutral=()),
     Input("prompt_vocab_size", "INT32", neutral=(0,)),
     Input("prompt_table_extra_id", "UINT64", neutral=(0,)),
     Input("lora_task_id", "UINT64", neutral=(0,)),
     Input("lora_weights", "FP16", (-1, -1), neutral=()),
     Input("lora_config", "INT32", (-1, 3), neutral=()),
-    Input("guided_decoding_guide_type", "STRING", neutral=("",)),
-    Input("guided_decoding_guide", "STRING", neutral=("",)),
 )
 
 _NEVER_SENT = "Never sent; NVIDIA's ensemble has it."
@@ -176,6 +265,22 @@ STATISTICS_OUTPUTS: tuple[TensorSpec, ...] = (
         "total_accepted_draft_tokens", "INT32", meaning="Draft tokens that the target accepted."
     ),
     TensorSpec("total_draft_tokens", "INT32", meaning="Draft tokens that the target verified."),
+    TensorSpec(
+        "accepted_prediction_tokens",
+        "INT32",
+        meaning="Those of them that were copied from `prediction`.",
+    ),
+    TensorSpec(
+        "rejected_prediction_tokens",
+        "INT32",
+        meaning="Draft tokens from `prediction` that the target did not accept.",
+    ),
+    TensorSpec(
+        "acceptance_histogram",
+        "INT32",
+        (-1,),
+        meaning="Steps with a draft token by how many were accepted: 0, 1, and so on.",
+    ),
     TensorSpec("num_steps", "INT32", meaning="Draft-verify steps of the answer."),
     TensorSpec("num_input_tokens", "INT32", meaning="Tokens of the prompt."),
     TensorSpec("num_output_tokens", "INT32", meaning="Tokens of the answer."),
@@ -201,9 +306,35 @@ UNFILLED_OUTPUTS: tuple[TensorSpec, ...] = (
 )
 """Outputs of NVIDIA's ensemble that are never sent: a client may name them in its request."""
 
+OUTPUT_IDS = TensorSpec(
+    "output_ids", "INT32", (-1,), meaning="The token ids of this response, where asked for."
+)
+
 GENERATION_OUTPUTS: tuple[TensorSpec, ...] = (
+    OUTPUT_IDS,
     TensorSpec("cum_log_probs", "FP32", (-1,), meaning="The sum of `output_log_probs`."),
     TensorSpec("output_log_probs", "FP32", (-1, -1), meaning="The log probability of each token."),
+    TensorSpec(
+        "output_top_log_prob_ids",
+        "INT32",
+        (-1, -1),
+        meaning="For each token the likeliest ones, likeliest first.",
+    ),
+    TensorSpec(
+        "output_top_log_probs", "FP32", (-1, -1), meaning="The log probability of each of them."
+    ),
+    TensorSpec(
+        "prompt_log_probs",
+        "FP32",
+        (-1,),
+        meaning="In the first response: of each token of the prompt but the first.",
+    ),
+    TensorSpec(
+        "prompt_top_log_prob_ids", "INT32", (-1, -1), meaning="Likewise, the likeliest tokens."
+    ),
+    TensorSpec(
+        "prompt_top_log_probs", "FP32", (-1, -1), meaning="The log probability of each of them."
+    ),
     TensorSpec("batch_index", "INT32", meaning="Always 0: a response belongs to one request."),
     TensorSpec("sequence_index", "INT32", meaning="Always 0: a request has one answer."),
     *STATISTICS_OUTPUTS,
@@ -214,17 +345,16 @@ ENSEMBLE_OUTPUTS: tuple[TensorSpec, ...] = (TEXT_OUTPUT, *GENERATION_OUTPUTS)
 
 # Between the models of the ensemble.
 REQUEST = TensorSpec("request", "STRING")  # a Generation as JSON
-INPUT_IDS = TensorSpec("input_ids", "INT32", (-1,))  # the prompt's token ids
+PROMPT_TOKEN_IDS = TensorSpec("prompt_token_ids", "INT32", (-1,))
 TEXT = TensorSpec("text", "STRING")  # one chunk's text
 STREAM_ID = TensorSpec("stream_id", "STRING")  # names the request that a chunk belongs to
-OUTPUT_IDS = TensorSpec("output_ids", "INT32", (-1,))  # one chunk's token ids, where asked for
 CANCEL = TensorSpec("cancel", "STRING")  # the stream id to cancel, in a request that has no other
 SIGNATURE = TensorSpec("signature", "STRING")  # says that a model of the ensemble made the rest
 
 PREPROCESSING_INPUTS: tuple[TensorSpec, ...] = ENSEMBLE_INPUTS
-PREPROCESSING_OUTPUTS: tuple[TensorSpec, ...] = (REQUEST, INPUT_IDS, SIGNATURE)
-SPECULATIVE_INPUTS: tuple[TensorSpec, ...] = (REQUEST, INPUT_IDS, CANCEL, SIGNATURE)
-SPECULATIVE_OUTPUTS: tuple[TensorSpec, ...] = (TEXT, STREAM_ID, OUTPUT_IDS, *GENERATION_OUTPUTS)
+PREPROCESSING_OUTPUTS: tuple[TensorSpec, ...] = (REQUEST, PROMPT_TOKEN_IDS, SIGNATURE)
+SPECULATIVE_INPUTS: tuple[TensorSpec, ...] = (REQUEST, PROMPT_TOKEN_IDS, CANCEL, SIGNATURE)
+SPECULATIVE_OUTPUTS: tuple[TensorSpec, ...] = (TEXT, STREAM_ID, *GENERATION_OUTPUTS)
 POSTPROCESSING_INPUTS: tuple[TensorSpec, ...] = (TEXT, STREAM_ID)
 POSTPROCESSING_OUTPUTS: tuple[TensorSpec, ...] = (TEXT_OUTPUT,)
 
@@ -234,56 +364,3 @@ TENSORS_BY_NAME = {
     tensor.name: tensor
     for tensor in (*PREPROCESSING_OUTPUTS, *SPECULATIVE_OUTPUTS, *ENSEMBLE_OUTPUTS, CANCEL)
 }
-
-
-def as_array(tensor: TensorSpec, values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Returns the values in the tensor's dtype and shape, the batch dimension of 1 included."""
-    shape = (1,) * len(tensor.dims) + (len(values),)
-    return np.array(values, dtype=tensor.numpy_dtype).reshape(shape)
-
-
-def values_of(tensor: TensorSpec, tensors: Tensors) -> list[Any]:
-    """Returns a tensor's elements as Python values."""
-    array = array_of(tensor, tensors)
-    if tensor.dtype == "STRING":
-        return [decode_utf8(tensor, value) for value in array.reshape(-1)]
-    if array.dtype == np.float32:
-        # The shortest decimal that means this float32: a temperature of 0.7 is 0.7 again, so that a
-        # request draws the same tokens through Triton as in process.
-        return [float(str(value)) for value in array.reshape(-1)]
-    values: list[Any] = array.reshape(-1).tolist()
-    return values
-
-
-def array_of(tensor: TensorSpec, tensors: Tensors) -> np.ndarray[Any, Any]:
-    """Returns a tensor that must be there, in its dtype."""
-    array = tensors.get(tensor.name)
-    if array is None:
-        raise RequestError(f"{tensor.name} is missing")
-    if array.dtype != tensor.numpy_dtype:
-        raise RequestError(f"{tensor.name} is {array.dtype}; it must be {tensor.dtype}")
-    return array
-
-
-def single_of(tensor: TensorSpec, tensors: Tensors) -> bytes:
-    """Returns the only element of a tensor of strings."""
-    array = array_of(tensor, tensors)
-    if array.size != 1:
-        raise RequestError(f"{tensor.name} has {array.size} values: it takes one")
-    value = array.reshape(-1)[0]
-    return value if isinstance(value, bytes) else str(value).encode()
-
-
-def signature_of(tensors: Tensors) -> bytes:
-    """Returns the signature of a request; b"" where there is none, or none that could be one."""
-    signature = single_of(SIGNATURE, tensors) if SIGNATURE.name in tensors else b""
-    return signature if len(signature) <= LONGEST_ID else b""
-
-
-def decode_utf8(tensor: TensorSpec, value: bytes | str) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError as exc:
-        raise RequestError(f"{tensor.name} is not UTF-8: {exc}") from exc

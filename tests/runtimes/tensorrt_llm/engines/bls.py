@@ -40,7 +40,7 @@ def make_bls_pair(
     vocab_size: int = 104,
     draft_max_seq_len: int = MAX_SEQ_LEN,
     acceptance: AcceptTest = "exact",
-    detokenizer: DetokenizerFactory = lambda prompt: WordDetokenizer(),
+    detokenizer: DetokenizerFactory = lambda prompt, **_: WordDetokenizer(),
     clock: Callable[[], float] | None = None,
     **options: Any,
 ) -> BlsPair:

@@ -289,7 +289,7 @@ def test_stop_strings_are_found_in_the_text_and_never_sent(
     script = [4, 5, 6, 7, 8, 9]
     draft, target = stand_ins(ScriptedModel(3, script), ScriptedModel(3, script))
     pair = make_bls_pair(
-        draft, target, num_draft_tokens=4, detokenizer=lambda prompt: PieceDetokenizer(PIECES)
+        draft, target, num_draft_tokens=4, detokenizer=lambda prompt, **_: PieceDetokenizer(PIECES)
     )
     r = request(stop_strings=stop_strings, max_tokens=6, num_draft_tokens=num_draft_tokens)
     chunks = run(pair, [r])["r"]
@@ -375,6 +375,7 @@ def test_counts_are_those_of_all_rounds() -> None:
         seed_used=0,
         acceptance_rate=0.5,
         draft_status="drafted",
+        acceptance_histogram=(1, 1, 0, 0, 1),
     )
     assert pair.num_steps == 4
 
@@ -935,7 +936,7 @@ def test_outside_triton_there_is_nothing_to_call(tmp_path: Path) -> None:
     target = write_engine(tmp_path / "target", max_draft_len=5)
     options = PairOptions(max_seq_len=128, runtime_settings={"acceptance": "exact"})
     with pytest.raises(RuntimeUnavailable) as caught:
-        load_pair(draft, target, options, lambda prompt: PieceDetokenizer({}))
+        load_pair(draft, target, options, lambda prompt, **_: PieceDetokenizer({}))
     assert str(caught.value) == (
         "runtime 'tensorrt_llm' runs engines inside Triton only: use `specpipe serve`"
     )

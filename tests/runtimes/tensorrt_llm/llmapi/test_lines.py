@@ -70,7 +70,7 @@ def loaded(repository: Path) -> Iterator[LlmPair]:
         version / "draft",
         version / "target",
         PairFile.read(version / "pair.json").options,
-        lambda prompt: WordDetokenizer(),
+        lambda prompt, **_: WordDetokenizer(),
     )
     assert isinstance(pair, LlmPair)
     try:

@@ -197,7 +197,7 @@ def test_stop_strings_cut_the_text_and_free_the_request(make: MakePair) -> None:
         time.sleep(0.002)
         return script[(len(context) - 3) % len(script)]
 
-    with make(TableModel(rule), detokenizer=lambda p: PieceDetokenizer(pieces)) as pair:
+    with make(TableModel(rule), detokenizer=lambda p, **_: PieceDetokenizer(pieces)) as pair:
         chunks = run(pair, [request(max_tokens=400, stop_strings=("STOP",))])["r"]
         assert wait_until(lambda: pair._llm.num_aborted == 1)
     assert "".join(c.text for c in chunks) == "foo "

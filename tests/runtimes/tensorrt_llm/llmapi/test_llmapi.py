@@ -218,7 +218,7 @@ def packaged(folder: Path, **changes: Any) -> tuple[Path, Path, PairOptions]:
 def load(folder: Path, **changes: Any) -> LlmPair:
     draft, target, options = packaged(folder, **changes)
     pair = load_runtime("tensorrt_llm").load_pair(
-        draft, target, options, lambda prompt: WordDetokenizer()
+        draft, target, options, lambda prompt, **_: WordDetokenizer()
     )
     assert isinstance(pair, LlmPair)
     return pair

@@ -325,7 +325,7 @@ def pair(num_draft_tokens: int, *, has_rounds: bool) -> tuple[EnginePair, list[i
     )
     sampler = TorchSampler(64, unused)
     engines = EnginePair(
-        draft, target, sampler, options, lambda prompt: WordDetokenizer(), rounds=rounds
+        draft, target, sampler, options, lambda prompt, **_: WordDetokenizer(), rounds=rounds
     )
     return engines, lengths
 

@@ -45,4 +45,4 @@ def make_pair(target: Path, draft: Path | None, **settings: Any) -> EnginePair:
             build_engine(checkpoint, Path(work) / role, **limits)
             for role, checkpoint in (("draft", draft or target), ("target", target))
         ]
-        return load_pair(*folders, options(**settings), lambda prompt: Visible())
+        return load_pair(*folders, options(**settings), lambda prompt, **_: Visible())

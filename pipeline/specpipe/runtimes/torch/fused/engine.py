@@ -61,6 +61,7 @@ class FusedEngine:
         self.max_seq_len = spec.max_seq_len
         self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
+        self.max_logits = self.max_logits_of_sequence = spec.max_logits
         self.memory = spec.memory
         self._spare = spare_positions(spec.max_draft_len)
         self.capacity = spec.max_seq_len + self._spare

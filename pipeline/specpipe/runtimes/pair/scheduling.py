@@ -1,0 +1,83 @@
+"""What each request of a step gets: a draft-verify round, or a piece of its prompt read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specpipe.runtimes.pair.drafting import RunningSequences
+from specpipe.runtimes.pair.engine import Engine, Logits
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt that the target reads in a step.
+
+    is_scored  whether it says how likely the token after each of them is
+    """
+
+    running: RunningSequences
+    token_ids: list[int]
+    is_scored: bool = False
+
+
+def uncached(running: RunningSequences, target: Engine) -> list[int]:
+    """Returns accepted tokens that the target has not cached yet; one in a running decode."""
+    return running.state.token_ids[target.length(running.target_sequence) :]
+
+
+def schedule(
+    running_requests: Sequence[RunningSequences], target: Engine, options: PairOptions
+) -> tuple[list[RunningSequences], list[Piece]]:
+    """Returns who decodes in a step, and pieces of the others' prompts.
+
+    Prompts get no more than max_num_tokens, and of those that are scored as many as the target can
+    give rows of logits for, beside those of the requests that decode. A prompt is scored but for
+    its last token, which is left for the first round.
+    """
+    decoding: list[RunningSequences] = []
+    prefill: list[Piece] = []
+    num_tokens = options.max_num_tokens
+    is_scored = [r.state.num_unscored_tokens > 0 for r in running_requests]
+    num_decoding = is_scored.count(False)
+    num_logits = target.max_logits - num_decoding * (options.num_draft_tokens + 1)
+    for running, scores in zip(running_requests, is_scored, strict=True):
+        unread = uncached(running, target)
+        size = len(unread)
+        if scores:
+            size = min(running.state.num_unscored_tokens, num_logits, target.max_logits_of_sequence)
+            num_logits -= size
+        elif size == 1:
+            decoding.append(running)
+            continue
+        piece = unread[: min(size, num_tokens)]
+        num_tokens -= len(piece)
+        if len(piece) == len(unread):
+            decoding.append(running)
+        elif piece:
+            prefill.append(Piece(running, piece, is_scored=scores))
+    return decoding, prefill
+
+
+def score(pieces: Sequence[Piece], logits: Logits, sampler: Sampler) -> list[RunningSequences]:
+    """Tells requests how likely the tokens of their prompts are, by the rows of the scored pieces.
+
+    Returns those that had an unusable row.
+    """
+    failed = []
+    first = 0
+    for piece in pieces:
+        if not piece.is_scored:
+            continue
+        state, stop = piece.running.state, first + len(piece.token_ids)
+        at = len(state.request.prompt_token_ids) - state.num_unscored_tokens
+        following = state.token_ids[at : at + len(piece.token_ids)]
+        scored = sampler.score(logits[first:stop], following, state.request.num_top_log_probs)
+        if scored is None:
+            failed.append(piece.running)
+        else:
+            state.score_prompt(scored.log_probs, scored.top_log_probs)
+        first = stop
+    return failed

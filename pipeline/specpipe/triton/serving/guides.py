@@ -1,0 +1,73 @@
+"""What the text of an answer must be, by the inputs of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, get_args
+
+from specpipe.errors import RequestError, show
+from specpipe.speculative.guide import Guide, GuideType
+from specpipe.triton.serving.conversation import Conversation
+from specpipe.triton.serving.inputs import Inputs
+
+_TYPES = get_args(GuideType)
+
+
+class CallFormat(Protocol):
+    """How a model writes calls of tools; `specpipe.text.tools.message_format.MessageFormat`."""
+
+    def is_reasoning_after(self, prompt: str) -> bool: ...
+
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_parallel: bool,
+        is_reasoning: bool = False,
+    ) -> str: ...
+
+
+def guide_to_call(
+    guide: Guide | None, conversation: Conversation, prompt: str, calls: CallFormat
+) -> Guide:
+    """Returns the guide of an answer to a prompt that must be a call, or several.
+
+    Raises RequestError where a `guide` was sent as well, or where how calls are written is not
+    known.
+    """
+    if guide is not None:
+        raise RequestError(
+            "guided_decoding_guide_type and tool_choice both say what the answer must be: leave "
+            "one out"
+        )
+    grammar = calls.grammar(
+        conversation.called_tools,
+        is_parallel=conversation.calls_are_parallel,
+        is_reasoning=calls.is_reasoning_after(prompt),
+    )
+    return Guide(type="lark", text=grammar)
+
+
+def read_guide(inputs: Inputs) -> Guide | None:
+    """Returns the guide that was sent, None where there is none; whether it can be followed is not
+    looked at.
+    """
+    kind, text = (inputs.one(f"guided_decoding_guide{suffix}", "") for suffix in ("_type", ""))
+    if not kind:
+        if text:
+            raise RequestError(
+                f"guided_decoding_guide was sent without its type: {', '.join(_TYPES)}"
+            )
+        return None
+    if kind not in _TYPES:
+        raise RequestError(
+            f"guided_decoding_guide_type is '{show(kind)}'; it must be one of {', '.join(_TYPES)}"
+        )
+    if kind == "json" and text:
+        raise RequestError(
+            "guided_decoding_guide_type 'json' is any JSON and takes no guided_decoding_guide; "
+            "'json_schema' does"
+        )
+    if kind != "json" and not text:
+        raise RequestError(f"guided_decoding_guide_type '{kind}' needs a guided_decoding_guide")
+    return Guide(type=kind, text=text)
