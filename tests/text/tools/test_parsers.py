@@ -164,6 +164,12 @@ def test_content_is_not_held_back_longer_than_a_mark() -> None:
     ]  # fmt: skip
 
 
+def test_white_space_without_end_is_passed_on() -> None:
+    text = "So." + " " * 300 + hermes(call(W, "{}"))
+    for pieces in ([text], text, [text[:100], text[100:]]):
+        assert read(HERMES.parser(TOOLS), pieces) == ("", "So." + " " * 44, [(W, "{}")])
+
+
 def test_calls_after_the_first_are_left_out_where_they_may_not_be_parallel() -> None:
     text = f"{hermes(call(W, '{}'))}\n{hermes(call(T, '{}'))} End."
     parser = HERMES.parser(TOOLS, is_parallel=False)

@@ -14,9 +14,10 @@ from typing import Any
 
 from specpipe.text.tools import lark
 from specpipe.text.tools.call_ids import NUM_MISTRAL, mistral_id
-from specpipe.text.tools.call_parser import SPACE, CallParser
+from specpipe.text.tools.call_parser import CallParser
 from specpipe.text.tools.calls import CallArguments, CallObject
 from specpipe.text.tools.functions import functions_of
+from specpipe.text.tools.partial import SPACE
 
 _CALLS, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
