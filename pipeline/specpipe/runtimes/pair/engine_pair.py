@@ -253,6 +253,7 @@ class EnginePair(QueuedPair[RunningSequences]):
         chunk = state.accept(
             result.token_ids,
             result.log_probs,
+            result.top_log_probs,
             num_draft_tokens=result.num_draft_tokens,
             is_copied=drafted.is_copied,
         )
