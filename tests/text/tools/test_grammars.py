@@ -183,7 +183,6 @@ def test_thoughts_may_come_before_a_call(name: str, is_open: bool, model: Model)
 GUIDES = [
     (Guide(type="json"), '[1, {"a": null}]', "[1, }"),
     (Guide(type="json_schema", text='{"enum": ["é", 2]}'), '"é"', '"x"'),
-    (Guide(type="json_schema", text="true"), "{}", "{]"),
     (Guide(type="regex", text=r"a/[b-d]+\d"), "a/bd7", "a/b"),
     (Guide(type="choice", text=r'["a \"b\"", "\u00e9\n", "😀"]'), "é\n", "c"),
     (Guide(type="ebnf_grammar", text='root ::= "a" (root | [0-9])'), "aa1", "aa"),

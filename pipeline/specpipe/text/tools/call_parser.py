@@ -63,8 +63,8 @@ class CallParser:
         self._content.append(self.drop(trimmed))
         return found - trimmed + len(self._mark)
 
-    def read_call(self, call: CallArguments, at: int) -> Generator[None, None, int]:
-        """Reads a call from `at` on, and drops its text once it has begun; returns its end."""
+    def read_call(self, call: CallArguments, at: int) -> Generator[None]:
+        """Reads a call from `at` on; what is left after one that has begun is what follows it."""
         is_first = True
         while call.is_open and (yield from self.has(at)):
             at += call.feed(self.text[at:])
@@ -73,7 +73,6 @@ class CallParser:
                 at = 0
                 self._report(call, is_first)
                 is_first = False
-        return at
 
     def has(self, at: int) -> Generator[None, None, bool]:
         """Waits for the character at `at`; returns whether it came."""
