@@ -151,9 +151,10 @@ def test_without_tools_all_is_content(
 def test_arguments_come_as_they_are_written() -> None:
     parser = HERMES.parser(TOOLS)
     parser.feed('<tool_call>\n{"name": "weather", "arguments": ')
-    came = [parser.feed(piece).tool_calls for piece in ('{"city', '": "K', 'öln"', "}}")]
+    pieces = ('{"city', '": "K', 'öln"', "}", "}", "\n</tool_call>")
+    came = [parser.feed(piece).tool_calls for piece in pieces]
     assert [[(call.name, call.arguments) for call in calls] for calls in came] == [
-        [("weather", '{"city')], [("", '": "K')], [("", 'öln"')], [("", "}")]
+        [("weather", '{"city')], [("", '": "K')], [("", 'öln"')], [("", "}")], [], []
     ]  # fmt: skip
 
 

@@ -117,7 +117,8 @@ class CallParser:
     def _report(self, call: CallArguments, is_first: bool) -> None:
         self.num_calls += is_first
         arguments = call.take_arguments()
-        if self._is_parallel or self.num_calls == 1:
+        is_shown = self._is_parallel or self.num_calls == 1
+        if is_shown and (is_first or arguments):
             self._calls.append(
                 ToolCallDelta(
                     index=self.num_calls - 1,
