@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic.fields import FieldInfo
 
 from specpipe.cli.group import main as cli
 from specpipe.config.sections import json_schema
+from specpipe.gateway.chat_schema import ChatRequest
+from specpipe.gateway.completion_schema import CompletionRequest
+from specpipe.gateway.parameters import Refused, effect_of
 from specpipe.runtimes.runtime import RUNTIMES
 from specpipe.triton.serving.tensors import ENSEMBLE_INPUTS, ENSEMBLE_OUTPUTS, TensorSpec
 
@@ -266,7 +270,69 @@ def ensemble_page() -> Iterator[str]:
     yield from table(head, rows(ENSEMBLE_OUTPUTS))
 
 
+# The front door's parameters.
+
+
+_BODIES = {"chat": ChatRequest, "completions": CompletionRequest}
+
+
+def openai_page() -> Iterator[str]:
+    yield "# Parameters of the front door"
+    yield ""
+    yield "Of [`/v1/chat/completions` and `/v1/completions`](../openai.md). `null` always passes,"
+    yield "and so does the value of a refused field that asks for nothing. A field that is in no"
+    yield "table is refused by name; with `--lenient` it is logged and left out."
+    yield ""
+    for effect, head in (
+        ("honoured", ("field", "of", "value", "what it is")),
+        ("accepted without effect", ("field", "of", "value")),
+        ("refused", ("field", "of", "what passes all the same")),
+    ):
+        yield f"## {effect.capitalize()}"
+        yield ""
+        yield from table(head, _parameters(effect))
+
+
+def _parameters(effect: str) -> Iterator[list[str]]:
+    """The fields of that effect; one of both bodies stands in one row where it is the same."""
+    for name in dict.fromkeys(name for body in _BODIES.values() for name in body.model_fields):
+        cells: dict[tuple[str, ...], list[str]] = {}
+        for kind, body in _BODIES.items():
+            field = body.model_fields.get(name)
+            if field is not None and effect_of(field) == effect:
+                schema = body.model_json_schema()["properties"][name]
+                cells.setdefault(_cells(field, schema), []).append(kind)
+        for found, kinds in cells.items():
+            yield [f"`{name}`", "both" if len(kinds) == 2 else kinds[0], *found]
+
+
+def _cells(field: FieldInfo, schema: Schema) -> tuple[str, ...]:
+    if effect_of(field) == "refused":
+        mark = next(mark for mark in field.metadata if isinstance(mark, Refused))
+        return (" or ".join(f"`{json.dumps(value)}`" for value in (None, *mark.neutral)),)
+    if effect_of(field) == "honoured":
+        return _value_of(schema), " ".join((field.description or "").split())
+    return (_value_of(schema),)
+
+
+def _value_of(schema: Schema) -> str:
+    """What a field's value may be, in words."""
+    choices = [c for c in schema.get("anyOf", [schema]) if c.get("type") != "null"]
+    return " or ".join(dict.fromkeys(_kind_of(choice) for choice in choices))
+
+
+def _kind_of(schema: Schema) -> str:
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "$ref" in schema or schema.get("type") == "object":
+        return "object"
+    if schema.get("type") == "array":
+        return f"list of {_value_of(schema['items'])}"
+    return type_of({}, schema)
+
+
 PAGES = {
+    "openai": openai_page,
     "settings": settings_page,
     "commands": commands_page,
     "release-commands": release_commands_page,

@@ -50,7 +50,7 @@ class EchoPair:
         return request.request_id
 
     def cancel(self, request_id: str) -> None:
-        if request_id in self._running:
+        if request_id in self._running and request_id not in self._cancelled:
             self._cancelled.append(request_id)
 
     def has_work(self) -> bool:

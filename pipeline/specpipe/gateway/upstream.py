@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from specpipe.errors import RequestError
@@ -22,8 +22,8 @@ class Upstream(Protocol):
 
     def answer(
         self, inputs: Mapping[str, Any], *, sticky_key: str = ""
-    ) -> AsyncIterator[Completion]:
-        """Yields an answer in chunks; closing the iterator cancels the request.
+    ) -> AsyncGenerator[Completion, None]:
+        """Yields an answer in chunks; closing the generator cancels the request.
 
         inputs      those of the ensemble by name; `stream` says whether the answer comes in parts
         sticky_key  requests of one key go to one server, while that is well

@@ -67,12 +67,14 @@ class Tokenizer:
         if self.chat_template is not None:
             self.chat_template.warm_up()
 
-    def encode(self, text: str) -> list[int]:
-        """Encodes a prompt as the checkpoint's tokenizer does, its special tokens included.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encodes a prompt as the checkpoint's tokenizer does, with the special tokens it adds.
 
         A text that already begins with BOS, such as a rendered chat template, gets no second one.
         """
-        token_ids = _encode(self._backend, text, add_special_tokens=True)
+        token_ids = _encode(self._backend, text, add_special_tokens=add_special_tokens)
+        if not add_special_tokens:
+            return token_ids
         if self._adds_bos and token_ids[:2] == [self.bos_token_id] * 2:
             del token_ids[0]
         return token_ids
@@ -141,7 +143,7 @@ class Tokenizer:
         """
         if token_id in self._special_tokens:
             return self._special_tokens[token_id].encode()
-        piece = self._find_piece(token_id)
+        piece = self._pieces[True](token_id)
         if piece is None:
             return b""
         if self._spell is None:

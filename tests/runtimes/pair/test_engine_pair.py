@@ -116,6 +116,33 @@ def test_batched_loop_equals_the_specification(is_seeded: bool) -> None:
             assert any(map(len, numbers)) == (has_any and len(ids(found)) > 0 and not has_length)
 
 
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_predicted_requests_in_a_batch_equal_the_specification(is_seeded: bool) -> None:
+    """Of each, what it said without a prediction, in which every seventh token was changed."""
+    target, draft = NoisyModel(1), NoisyModel(2, blend=0.4)
+    plain = sampled_requests(is_seeded)
+    said = run(make_pair(target, draft), plain)
+    requests = []
+    for r in plain:
+        text = [i if at % 7 else (i + 1) % 12 for at, i in enumerate(ids(said[r.request_id]), 1)]
+        requests.append(replace(r, prediction_token_ids=tuple(text)))
+    pair = make_pair(target, draft)
+    chunks = run(pair, requests)
+    accepted = 0
+    for r in requests:
+        expected = list(decode(new_state(r, vocab_size=12), _Rounded(target), _Rounded(draft)))
+        found = chunks[r.request_id]
+        assert ids(found) == ids(expected)
+        if is_seeded:
+            assert ids(found) == ids(said[r.request_id])
+        statistics = found[-1].statistics
+        assert statistics == expected[-1].statistics
+        assert statistics is not None
+        accepted += statistics.accepted_prediction_tokens
+        assert r.num_draft_tokens or not statistics.accepted_prediction_tokens
+    assert accepted > 10
+
+
 class _Rounded:
     def __init__(self, model: NoisyModel) -> None:
         self.model = model
@@ -465,6 +492,43 @@ def test_a_batch_drafts_no_further_than_pays_for_all() -> None:
         assert ids(together[r.request_id]) == greedy_reference(r)
     statistics = together["a"][-1].statistics
     assert statistics is not None and statistics.total_draft_tokens == 0
+
+
+def test_a_batch_copies_no_further_than_pays_for_all() -> None:
+    """Copied tokens take no draft step, but each makes the target score as many for the others."""
+    target, wrong = TableModel(target_rule), TableModel(DRAFT_RULES["wrong"])
+    requests = [
+        request("a", max_tokens=40, prediction_token_ids=tuple(greedy_reference(request()))),
+        *(request(name, max_tokens=60, num_draft_tokens=0) for name in "bcd"),
+    ]
+    for verify_5_for_4, copies in ((1.3, True), (3.0, False)):
+        costs = FixedCosts(
+            4, draft={1: 9.0, 4: 9.0}, target={1: 1.0, 4: 1.0, 5: 1.1, 20: verify_5_for_4}
+        )
+        pair = make_pair(target, wrong, costs=costs, num_draft_tokens=4)
+        chunks = run(pair, requests)
+        for r in requests:
+            assert ids(chunks[r.request_id]) == greedy_reference(r)
+        statistics = chunks["a"][-1].statistics
+        assert statistics is not None
+        assert (statistics.accepted_prediction_tokens > 10) == copies
+        assert statistics.total_draft_tokens == statistics.accepted_prediction_tokens
+
+
+def test_a_copied_text_is_read_by_the_draft_when_that_is_to_go_on() -> None:
+    """The prediction ends; the draft, which has read none of what was copied, takes over."""
+    said = greedy_reference(request(max_tokens=40))
+    r = request(max_tokens=40, num_draft_tokens=4, prediction_token_ids=tuple(said[:25]))
+    pair = make_pair(
+        TableModel(target_rule), TableModel(target_rule), num_draft_tokens=4, max_num_tokens=64
+    )
+    chunks = run(pair, [r])["r"]
+    assert ids(chunks) == said
+    draft, target = engines(pair)
+    assert target.forwards == [[3 + 4], *[[1 + 4]] * 7]
+    # Nothing for five steps; then all of the text, and a token for each of three more.
+    assert draft.forwards[:4] == [[28], [1], [1], [1]]
+    assert len(draft.forwards) == 4 * 3
 
 
 SCHEDULE = ((1, 3), (2, 1), (4, 0))

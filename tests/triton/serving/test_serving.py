@@ -624,6 +624,7 @@ STATISTICS = Statistics(
     seed_used=2**63 + 1,
     acceptance_rate=0.5,
     draft_status="drafted",
+    acceptance_histogram=(1, 0, 1),
 )
 
 
@@ -662,6 +663,7 @@ LAST = {
     "num_output_tokens": [[4]],
     "accepted_prediction_tokens": [[0]],
     "rejected_prediction_tokens": [[0]],
+    "acceptance_histogram": [[1, 0, 1]],
     "seed_used": [[2**63 + 1]],
     "is_lossless": [[True]],
 }
@@ -744,8 +746,12 @@ def test_a_failure_after_it_is_a_normal_last_response() -> None:
 
 def test_statistics_survive_the_way_to_the_client() -> None:
     (response,) = answer(CHUNKS)
-    values = {name: np.reshape(value, -1)[0] for name, value in response.items()}
+    values: dict[str, Any] = {name: np.reshape(v, -1)[0] for name, v in response.items()}
+    values["acceptance_histogram"] = response["acceptance_histogram"]
     assert serving.parse_statistics(values) == STATISTICS
+    values["acceptance_histogram"] = 2  # as Triton writes one number in JSON
+    only_one = dataclasses.replace(STATISTICS, acceptance_histogram=(2,))
+    assert serving.parse_statistics(values) == only_one
     assert serving.parse_statistics({"finish_reason": "error"}) is None
 
 

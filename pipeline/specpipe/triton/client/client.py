@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specpipe.errors import CutStream, RequestError, ServerError, show, to_sentence
+from specpipe.errors import CutStream, RequestError, ServerError
 from specpipe.machine.web import parse_url, receive
 from specpipe.triton import serving
-from specpipe.triton.client.completion import Completion, read_completion
+from specpipe.triton.client.completion import Completion, check_reason, read_completion
 from specpipe.triton.client.grpc_transport import GrpcTransport
 from specpipe.triton.client.http_transport import HttpTransport
 from specpipe.triton.client.transport import Responses, Served, Transport
@@ -108,24 +108,12 @@ class Client:
                     raise ServerError(f"{self._url}: {self._model} went on after its last response")
                 num_received += 1
                 finish_reason = values.get("finish_reason")
-                self._check_reason(finish_reason, values, num_received)
+                check_reason(values, num_received, self._url, self._model)
                 yield values
         if num_received == 0:
             raise ServerError(f"{self._url}: {self._model} ended without a response")
         if finish_reason is None and served.has_finish_reason:
             raise CutStream.after(num_received, self._url, "the last one has no finish_reason")
-
-    def _check_reason(self, reason: Any, values: Mapping[str, Any], num_received: int) -> None:
-        """Raises for a response that ends the answer otherwise than it should."""
-        if reason == "error":
-            raise ServerError(f"the request failed: {to_sentence(str(values.get('error')))}")
-        if reason == "cancelled":
-            raise CutStream.after(num_received, self._url, "the server cancelled the request")
-        if reason not in (None, "stop", "length"):
-            raise ServerError(
-                f"{self._url}: {self._model} ended with finish_reason '{show(reason)}', which "
-                "this version of specpipe does not know"
-            )
 
     def _completions(self, inputs: Mapping[str, Any]) -> Iterator[Completion]:
         with contextlib.closing(self.responses(inputs)) as responses:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from specpipe.errors import ServerError, show
+from specpipe.errors import CutStream, ServerError, show, to_sentence
 from specpipe.speculative.request import FinishReason, Statistics, TopLogProbs
 from specpipe.triton import serving
 
@@ -61,6 +61,20 @@ def read_completion(values: Mapping[str, Any], server: str) -> Completion:
         raise ServerError(
             f"{server} sent what is no answer of the ensemble: {show(dict(values))}"
         ) from exc
+
+
+def check_reason(values: Mapping[str, Any], num_received: int, server: str, model: str) -> None:
+    """Raises for a response that ends the answer otherwise than it should."""
+    reason = values.get("finish_reason")
+    if reason == "error":
+        raise ServerError(f"the request failed: {to_sentence(str(values.get('error')))}")
+    if reason == "cancelled":
+        raise CutStream.after(num_received, server, "the server cancelled the request")
+    if reason not in (None, "stop", "length"):
+        raise ServerError(
+            f"{server}: {model} ended with finish_reason '{show(reason)}', which "
+            "this version of specpipe does not know"
+        )
 
 
 def _rows(values: Mapping[str, Any], of: str, num_rows: int) -> list[list[tuple[Any, Any]]]:

@@ -4,6 +4,7 @@ The models in a repository import this package, so that its names stay where the
 """
 
 from specpipe.triton.repository.contents import (
+    load_limits,
     load_pair,
     load_tokenizer,
     parameter_path,
@@ -14,6 +15,7 @@ from specpipe.triton.repository.contents import (
 )
 
 __all__ = [
+    "load_limits",
     "load_pair",
     "load_tokenizer",
     "parameter_path",

@@ -130,6 +130,11 @@ def load_tokenizer(repository: Path) -> Tokenizer:
     return Tokenizer.load(version / "tokenizer", _parse_limits(version / "limits.json"))
 
 
+def load_limits(repository: Path) -> ServedLimits:
+    """Loads the limits that a repository was built with."""
+    return _parse_limits(repository / PREPROCESSING / VERSION / "limits.json")
+
+
 def read_limits(arguments: Mapping[str, str]) -> ServedLimits:
     """Reads the limits that a model's config names."""
     return _parse_limits(parameter_path(arguments, LIMITS_FILE))

@@ -1,0 +1,112 @@
+"""Failures as OpenAI's clients read them: a status, and one object that names the field."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from specpipe.errors import FAULT, RequestError, ServerError, to_sentence
+from specpipe.gateway.chat_schema import ChatRequest
+from specpipe.gateway.completion_schema import CompletionRequest
+from specpipe.gateway.upstream import Busy
+
+_LOGGER = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+_PARAMETERS: Mapping[str, str] = MappingProxyType(
+    {
+        "text_input": "prompt",
+        "input_ids": "prompt",
+        "stop_words": "stop",
+        "logit_bias_ids": "logit_bias",
+        "logit_bias_values": "logit_bias",
+        "num_top_log_probs": "logprobs",
+        "return_log_probs": "logprobs",
+        "return_prompt_log_probs": "prompt_logprobs",
+        "guided_decoding_guide": "response_format",
+        "guided_decoding_guide_type": "response_format",
+        "exclude_input_in_output": "echo",
+    }
+)
+"""Of OpenAI's names those that the ensemble's inputs have otherwise."""
+
+_FIELDS = frozenset((*ChatRequest.model_fields, *CompletionRequest.model_fields))
+_FIRST_NAME = re.compile(r"([a-z_]+)((?:\[\d+\]|\.[a-z_]+)*)")
+
+
+class ApiError(Exception):
+    """What a client is answered instead of what it asked for.
+
+    param    the field of the request that is at fault
+    headers  of the response
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        type: str = INVALID,
+        code: str | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        self.body = error_body(message, type=type, param=param, code=code)
+
+    def response(self) -> JSONResponse:
+        """Returns the error as a response."""
+        return JSONResponse(self.body, status_code=self.status, headers=dict(self.headers))
+
+
+def error_body(
+    message: str, *, type: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Returns OpenAI's error object."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def api_error(error: BaseException) -> ApiError:
+    """Returns any failure of a request as a client is told it; the log has what it is not told."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Busy):
+        return ApiError(
+            to_sentence(error),
+            status=429,
+            type="rate_limit_error",
+            code="rate_limit_exceeded",
+            headers={"Retry-After": str(max(1, math.ceil(error.retry_after_s)))},
+        )
+    if isinstance(error, RequestError):
+        return ApiError(to_sentence(error), param=_param_of(str(error)))
+    if isinstance(error, ServerError):
+        _LOGGER.error("a request failed: %s", to_sentence(error))
+        return ApiError(to_sentence(error), status=503, type="server_error")
+    _LOGGER.error("a request failed", exc_info=error)
+    return ApiError(FAULT, status=500, type="server_error")
+
+
+def not_found(message: str, *, code: str | None = None, param: str | None = None) -> ApiError:
+    """Returns what a client is told of something that is not here."""
+    return ApiError(message, status=404, code=code, param=param)
+
+
+def _param_of(message: str) -> str | None:
+    """Returns the field that a refusal begins with, as those of the ensemble do."""
+    match = _FIRST_NAME.match(message)
+    if match is None:
+        return None
+    name, path = match.groups()
+    if name in _FIELDS:
+        return name + path
+    return _PARAMETERS.get(name)

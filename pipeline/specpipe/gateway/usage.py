@@ -1,0 +1,50 @@
+"""The tokens of all answers to one request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specpipe.triton.client.completion import Completion
+
+
+class Usage:
+    """Counts tokens as OpenAI does: a prompt once, however many answers it has.
+
+    prompt_lengths  tokens of each prompt that the gateway has encoded itself; None: the server says
+    """
+
+    def __init__(self, *, num_choices: int, prompt_lengths: list[int | None]) -> None:
+        self._num_choices = num_choices
+        self._prompts = [length or 0 for length in prompt_lengths]
+        self._seen: dict[int, int] = {}
+        self._accepted = self._rejected = 0
+
+    def add(self, index: int, completion: Completion) -> None:
+        """Takes in a chunk of the answer of that number."""
+        statistics = completion.statistics
+        if statistics is None:
+            self._seen[index] = self._seen.get(index, 0) + len(completion.token_ids)
+            return
+        self._prompts[index // self._num_choices] = statistics.num_input_tokens
+        self._seen[index] = statistics.num_output_tokens
+        self._accepted += statistics.accepted_prediction_tokens
+        self._rejected += statistics.rejected_prediction_tokens
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tokens of prompts and of answers, so far."""
+        return sum(self._prompts), sum(self._seen.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns OpenAI's object; before the end of an answer, what there is of it."""
+        prompt, completion = self.counts
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self._accepted,
+                "rejected_prediction_tokens": self._rejected,
+            },
+        }
