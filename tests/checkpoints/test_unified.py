@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 
 from specpipe.build.stages.convert import convert
-from specpipe.checkpoints import unified
 from specpipe.checkpoints.checkpoint import raw_dtype, read_safetensors_header
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.formats import OFFERED
@@ -19,6 +18,7 @@ from specpipe.checkpoints.unified import load_unified, write_unified
 from specpipe.checkpoints.unified_layout import part_shape, stored_dtype, unified_tensors
 from specpipe.config.sections import QuantizationConfig
 from specpipe.errors import CheckpointError, SpecpipeError
+from specpipe.machine import memory
 from specpipe.quantization.quantized_config import quantized_config
 from tests.toy import read_tensor, toy_config, toy_tensors, write_toy_checkpoint
 
@@ -303,11 +303,12 @@ def test_full_disk_is_refused_before_writing(
     class Usage:
         free = 40_000
 
-    monkeypatch.setattr(unified.shutil, "disk_usage", lambda path: Usage())
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: Usage())
     with pytest.raises(SpecpipeError) as caught:
         write(tmp_path / "out")
     assert str(caught.value) == (
-        f"the unified checkpoint needs 0.1 MB, but the disk of {tmp_path / 'out'} has 0.0 MB free"
+        f"{tmp_path / 'out'} has 40.0 kB free, and 70.0 kB are needed for the unified checkpoint: "
+        "make room"
     )
     assert list((tmp_path / "out").iterdir()) == []
 

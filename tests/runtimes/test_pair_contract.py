@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from specpipe.errors import RequestError
+from specpipe.runtimes.pair.features import FEATURES
 from specpipe.runtimes.pair.pair import Pair
-from specpipe.speculative.request import Chunk, Request
+from specpipe.speculative.guide import Guide
+from specpipe.speculative.log_probs import likeliest, log_softmax
+from specpipe.speculative.noise import Floats
+from specpipe.speculative.request import Chunk, Request, Sampling
 from tests.runtimes.table_engine import ids, make_pair, run
 from tests.runtimes.tensorrt.table_library import tensorrt_pair
 from tests.runtimes.tensorrt_llm.engines.bls import make_bls_pair, stand_ins
@@ -29,6 +33,8 @@ from tests.tensorrt_llm_stand_ins.llm_api_lines import VERSIONS
 
 Make = Callable[..., AbstractContextManager[Pair]]
 """Makes a pair from the target's model and the draft's, and PairOptions."""
+
+OUR_OWN_LOOP = pytest.mark.parametrize("make", ["engines", "tensorrt"], indirect=True)
 
 PIECES = {4: "foo ", 5: "a", 6: ",b", 7: " bar", 8: "\n", 9: " end"}
 
@@ -50,6 +56,19 @@ def bls(target: TableModel, draft: TableModel, **options: Any) -> Iterator[Pair]
 
 PAIRS = ("engines", "tensorrt", "bls", "bls by logits", "llm 1.2", "llm 1.4")
 
+ASKING: dict[str, dict[str, Any]] = {
+    "logit_bias_ids": {"sampling": Sampling(logit_bias=((9, 1.0),))},
+    "num_top_log_probs": {"num_top_log_probs": 2},
+    "return_prompt_log_probs": {"return_prompt_log_probs": True},
+    "guided_decoding_guide": {"guide": Guide(type="json")},
+    "prediction": {"prediction_token_ids": (9, 9)},
+}
+"""What asks for each of FEATURES."""
+
+OF_OUR_OWN_LOOP = {"logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs"}
+
+HONOURED = {name: OF_OUR_OWN_LOOP if name in ("engines", "tensorrt") else set() for name in PAIRS}
+
 
 @pytest.fixture(params=PAIRS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
@@ -63,6 +82,12 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     else:
         acceptance = "logits" if "logits" in request.param else "exact"
         yield lambda target, draft, **o: bls(target, draft, acceptance=acceptance, **o)
+
+
+@pytest.fixture
+def pair_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.node.callspec.params["make"]
+    return name
 
 
 @pytest.mark.parametrize("draft_name", DRAFT_RULES)
@@ -181,3 +206,115 @@ def test_the_last_chunk_tells_the_steps_behind_the_statistics(make: Make) -> Non
     assert last.counts.drafted_at.total() == last.statistics.total_draft_tokens
     assert last.counts.accepted_at.total() == last.statistics.total_accepted_draft_tokens
     assert last.queue_s is not None and 0 <= last.queue_s < 10
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_a_pair_does_not_honour_is_refused_by_the_name_of_the_input(
+    make: Make, name: str, pair_name: str
+) -> None:
+    asking = request(**ASKING[name])
+    with make(TableModel(target_rule), TableModel(target_rule)) as pair:
+        if name in HONOURED[pair_name]:
+            assert len(ids(run(pair, [asking])["r"])) == 17
+            return
+        with pytest.raises(
+            RequestError, match=f"^{name} is not supported by this pair's runtime; leave it out$"
+        ):
+            pair.submit(asking)
+        assert not pair.has_work()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_special_tokens_are_a_part_of_the_text_where_that_is_asked_for(
+    make: Make, num_draft_tokens: int
+) -> None:
+    """Every pair has its text from the detokenizer, so that none can pass this over."""
+
+    def detokenizer(prompt: Sequence[int], *, skip_special_tokens: bool) -> PieceDetokenizer:
+        return PieceDetokenizer(PIECES | {6: "" if skip_special_tokens else "<b>"})
+
+    script = [4, 6, 5]
+    with make(
+        ScriptedModel(3, script),
+        ScriptedModel(3, script),
+        num_draft_tokens=num_draft_tokens,
+        detokenizer=detokenizer,
+    ) as pair:
+        chunks = run(
+            pair,
+            [
+                request("with", skip_special_tokens=False, max_tokens=3),
+                request("without", max_tokens=3),
+            ],
+        )
+    texts = {name: "".join(c.text for c in found) for name, found in chunks.items()}
+    assert texts == {"with": "foo <b>a", "without": "foo a"}
+
+
+@OUR_OWN_LOOP
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_a_bias_moves_what_is_chosen_and_no_log_probability(
+    make: Make, num_draft_tokens: int
+) -> None:
+    """By 2, where the target's own token scores 1 and all others 0: the token is always the one."""
+    r = request(sampling=Sampling(logit_bias=((50, 2.0),)), return_log_probs=True, max_tokens=5)
+    with make(
+        TableModel(target_rule), TableModel(target_rule), num_draft_tokens=num_draft_tokens
+    ) as pair:
+        chunks = run(pair, [r])["r"]
+    assert ids(chunks) == [50] * 5
+    expected = [row_of([*r.prompt_token_ids, *[50] * n])[50] for n in range(5)]
+    assert [p for c in chunks for p in c.log_probs] == pytest.approx(expected, abs=1e-5)
+    statistics = chunks[-1].statistics
+    assert statistics is not None
+    # The draft is biased alike.
+    assert statistics.total_accepted_draft_tokens == statistics.total_draft_tokens
+    assert (statistics.total_draft_tokens > 0) == (num_draft_tokens > 0)
+
+
+@OUR_OWN_LOOP
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 8])
+@pytest.mark.parametrize("max_tokens", [0, 1, 9])
+def test_log_probabilities_are_those_of_the_targets_raw_logits(
+    make: Make, num_draft_tokens: int, max_tokens: int
+) -> None:
+    """For every draft length, beside others, of output and prompt, which is read in pieces."""
+    sampling = Sampling(temperature=0.5, repetition_penalty=1.5, seed=1, is_seeded=True)
+    asking: dict[str, Any] = {
+        "sampling": sampling,
+        "return_log_probs": True,
+        "num_top_log_probs": 3,
+        "return_prompt_log_probs": True,
+        "max_tokens": max_tokens,
+    }
+    requests = [request(f"r{n}", n, **asking) for n in (1, 2, 40)]
+    others = [request("plain", 60), request("short", 5, max_tokens=30)]
+    target = TableModel(target_rule)
+    with make(target, TableModel(DRAFT_RULES["half"]), num_draft_tokens=num_draft_tokens) as pair:
+        chunks = run(pair, [requests[0], others[0], *requests[1:], others[1]])
+    assert all(ids(chunks[r.request_id]) == greedy_reference(r) for r in others)
+    for r in requests:
+        first, *later = chunks[r.request_id]
+        text = [*r.prompt_token_ids, *ids([first, *later])]
+        rows = [row_of(text[:n]) for n in range(1, len(text))]
+        own = [float(row[i]) for row, i in zip(rows, text[1:], strict=True)]
+        num_scored = len(r.prompt_token_ids) - 1
+        assert list(first.prompt_log_probs) == pytest.approx(own[:num_scored], abs=1e-5)
+        found = [p for c in [first, *later] for p in c.log_probs]
+        assert found == pytest.approx(own[num_scored:], abs=1e-5)
+        found_top = [*first.prompt_top_log_probs]
+        found_top += [top for c in [first, *later] for top in c.top_log_probs]
+        for top, row in zip(found_top, rows, strict=True):
+            # Of the many that score 0, the two with the lowest ids.
+            assert [i for i, _ in top] == [i for i, _ in likeliest(row, 3)]
+            assert [p for _, p in top] == pytest.approx([p for _, p in likeliest(row, 3)], abs=1e-5)
+        assert not any(c.prompt_log_probs or c.prompt_top_log_probs for c in later)
+        last = [first, *later][-1]
+        assert (last.finish_reason, len(ids([first, *later]))) == ("length", max_tokens)
+        assert last.statistics is not None
+        if max_tokens == 0:
+            assert last.statistics.num_steps == last.statistics.total_draft_tokens == 0
+
+
+def row_of(text: Sequence[int]) -> Floats:
+    return log_softmax(TableModel(target_rule).logits(text, 1)[0])

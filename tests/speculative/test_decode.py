@@ -222,13 +222,35 @@ def test_nan_of_the_target_fails_the_request() -> None:
 
 def test_log_probs_are_those_of_the_raw_target_logits() -> None:
     sampling = Sampling(temperature=0.5, top_k=3, repetition_penalty=1.5, seed=1, is_seeded=True)
-    r = request(sampling=sampling, return_log_probs=True, num_draft_tokens=2)
+    r = request(
+        sampling=sampling,
+        return_log_probs=True,
+        num_top_log_probs=2,
+        return_prompt_log_probs=True,
+        num_draft_tokens=2,
+    )
     target = NoisyModel(1)
     chunks = run(r, target, NoisyModel(2, blend=0.2), vocab_size=12)
-    context = list(r.prompt_token_ids)
-    for token_id, log_prob in zip(
-        ids(chunks), [p for c in chunks for p in c.log_probs], strict=True
-    ):
-        row = target.logits(context, 1)[0]
-        assert log_prob == pytest.approx(row[token_id] - np.log(np.exp(row).sum()), abs=1e-12)
-        context.append(token_id)
+    text = [*r.prompt_token_ids, *ids(chunks)]
+    found = [*chunks[0].prompt_log_probs, *(p for c in chunks for p in c.log_probs)]
+    top = [*chunks[0].prompt_top_log_probs, *(t for c in chunks for t in c.top_log_probs)]
+    assert len(found) == len(top) == len(text) - 1
+    for at, (log_prob, likeliest) in enumerate(zip(found, top, strict=True), 1):
+        row = target.logits(text[:at], 1)[0]
+        log_probs = row - np.log(np.exp(row).sum())
+        assert log_prob == pytest.approx(log_probs[text[at]], abs=1e-12)
+        best = sorted(range(12), key=lambda i: -log_probs[i])[:2]
+        assert [i for i, _ in likeliest] == best
+        assert [p for _, p in likeliest] == pytest.approx(log_probs[best].tolist(), abs=1e-12)
+
+
+def test_a_prompt_alone_is_scored_and_nothing_decoded() -> None:
+    target = TableModel(target_rule)
+    r = request(3, return_prompt_log_probs=True, max_tokens=0, echo=True)
+    (chunk,) = run(r, target, TableModel(target_rule))
+    assert target.num_logits_asked == [2]
+    # Neither token is the one of the rule, whose score is 1 among 103 of 0: 0 - log(e + 103).
+    assert chunk.prompt_log_probs == pytest.approx([-4.660781] * 2, abs=1e-5)
+    assert (chunk.token_ids, chunk.log_probs, chunk.finish_reason) == ((), (), "length")
+    assert chunk.statistics is not None
+    assert (chunk.statistics.num_steps, chunk.statistics.draft_status) == (0, "too_short")

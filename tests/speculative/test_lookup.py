@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.adaptive import StepCosts, num_worth_copying
 from specpipe.speculative.lookup import PromptLookup
 
 CHEAP = StepCosts(0.0, [0.0, *[0.01 * (n + 1) for n in range(8)]])  # of one stream on an H100
@@ -81,11 +81,18 @@ def test_what_copies_promise_decides() -> None:
         lap.extend([1, 2, 3, 4])
     for token_id in range(5, 15):
         new.extend([token_id])
-    assert new.choose(8, CHEAP, instead_of=1.0) == 0
-    assert lap.choose(8, CHEAP, instead_of=1.0) == 8
-    assert lap.choose(3, CHEAP, instead_of=1.0) == 3
-    assert lap.choose(8, CHEAP, instead_of=4.0) == 8
-    assert lap.choose(8, CHEAP, instead_of=9.0) == 0
-    assert lap.choose(8, DEAR, instead_of=1.0) == 0
-    assert lap.choose(0, CHEAP, instead_of=1.0) == 0
-    assert lap.choose(-2, CHEAP, instead_of=1.0) == 0
+    chance = {"new": new.acceptance_probability, "lap": lap.acceptance_probability}
+    found = [
+        num_worth_copying(chance[name], limit, costs, instead_of=other)
+        for name, limit, costs, other in (
+            ("new", 8, CHEAP, 1.0),
+            ("lap", 8, CHEAP, 1.0),
+            ("lap", 3, CHEAP, 1.0),
+            ("lap", 8, CHEAP, 4.0),
+            ("lap", 8, CHEAP, 9.0),
+            ("lap", 8, DEAR, 1.0),
+            ("lap", 0, CHEAP, 1.0),
+            ("lap", -2, CHEAP, 1.0),
+        )
+    ]
+    assert found == [0, 8, 3, 8, 0, 0, 0, 0]

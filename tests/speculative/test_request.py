@@ -54,7 +54,8 @@ def run(
     for size in sizes:
         block, rest = rest[:size], rest[size:]
         probs = [-float(i) for i in block]
-        chunks.append(state.accept(block, probs, num_draft_tokens=len(block) - 1))
+        tops = [((i, -float(i)), (1, -99.0)) for i in block]
+        chunks.append(state.accept(block, probs, tops, num_draft_tokens=len(block) - 1))
         if state.is_finished:
             return chunks
     raise AssertionError("not finished")
@@ -80,6 +81,40 @@ def test_stop_strings_as_people_write_them(split: tuple[int, ...]) -> None:
     assert chunks[-1].finish_reason == "stop"
     statistics = chunks[-1].statistics
     assert statistics is not None and statistics.num_output_tokens == 2
+
+
+@pytest.mark.parametrize("split", [(), (6,), (2, 4)])
+def test_log_probabilities_leave_and_are_cut_with_their_tokens(split: tuple[int, ...]) -> None:
+    chunks = run(
+        FOO_A_B_BAR_END, split=split, stop_strings=("\n",), log_probs=True, num_top_log_probs=2
+    )
+    for chunk in chunks:
+        assert chunk.log_probs == tuple(-float(i) for i in chunk.token_ids)
+        assert chunk.top_log_probs == tuple(((i, -float(i)), (1, -99.0)) for i in chunk.token_ids)
+    assert ids(chunks) == [10, 11, 12, 13]
+
+
+def test_log_probabilities_of_a_prompt_come_whole_with_the_first_chunk_that_shows_something() -> (
+    None
+):
+    top = (((5, -1.0),), ((6, -2.0),))
+    for num_known, expected in ((1, ((), ())), (2, ((-0.5, -0.25), top))):
+        request = Request(
+            request_id="r",
+            prompt_token_ids=(1, 2, 3),
+            max_tokens=9,
+            return_prompt_log_probs=True,
+            num_top_log_probs=1,
+            stop_strings=("foo!",),
+        )
+        state = RequestState(request, LIMITS, PieceDetokenizer(WORDS))
+        for log_prob, likeliest in list(zip((-0.5, -0.25), top, strict=True))[:num_known]:
+            state.score_prompt([log_prob], [likeliest])
+        held = state.accept([10], num_draft_tokens=0)
+        assert (held.text, held.token_ids, held.prompt_log_probs) == ("", (), ())
+        chunks = [state.accept([11], num_draft_tokens=0), state.finish("cancelled")]
+        found = [(c.prompt_log_probs, c.prompt_top_log_probs) for c in chunks]
+        assert found == [expected, ((), ())]
 
 
 @pytest.mark.parametrize("split", [(), (6,), (2, 4)])
@@ -259,6 +294,11 @@ def test_blocks_do_not_change_what_comes_out(
         ({"prompt_token_ids": ()}, "the prompt is empty; send at least one token"),
         ({"max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
         (
+            {"max_tokens": -1, "return_prompt_log_probs": True},
+            "max_tokens is -1; it must be 0 or more",
+        ),
+        ({"num_top_log_probs": 21}, "num_top_log_probs is 21; it must be between 0 and 20"),
+        (
             {"num_draft_tokens": -1},
             "num_draft_tokens is -1; it must be 0 (no speculation) or more",
         ),
@@ -276,6 +316,11 @@ def test_blocks_do_not_change_what_comes_out(
             "max_tokens is 1001; prompt and output together may have 1000 (engine.max_seq_len)",
         ),
         ({"prompt_token_ids": (1, 300)}, "token id 300 is outside the vocabulary of 300"),
+        ({"prediction_token_ids": (1, 300)}, "token id 300 is outside the vocabulary of 300"),
+        (
+            {"sampling": Sampling(logit_bias=((1, 2.0), (-1, 2.0)))},
+            "token id -1 is outside the vocabulary of 300",
+        ),
         ({"timeout_s": 0.0}, "timeout_s is 0.0; it must be positive"),
     ],
 )

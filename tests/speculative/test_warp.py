@@ -61,6 +61,20 @@ def test_presence_and_frequency_penalties_see_output_only() -> None:
     assert scores([1.0, 1.0, 1.0], sampling, prompt=[0, 0], output=[1, 2, 2]) == [1.0, 0.25, 0.0]
 
 
+def test_logit_bias_is_added_after_penalties_and_before_temperature() -> None:
+    sampling = Sampling(
+        temperature=0.5, repetition_penalty=2.0, logit_bias=((0, -3.0), (2, 1.5), (2, 0.5))
+    )
+    # Of the score 4.0, not of 1.0, the penalty leaves half.
+    assert scores([4.0, 1.0, 1.0], sampling, prompt=[0]) == [-2.0, 2.0, 6.0]
+    assert scores([4.0, 1.0], Sampling(logit_bias=((0, -100.0),))) == [-96.0, 1.0]
+
+
+def test_a_biased_token_that_is_banned_stays_banned() -> None:
+    sampling = Sampling(logit_bias=((1, 100.0),), bad_words=((1,),))
+    assert scores([1.0, 2.0], sampling) == [1.0, -INF]
+
+
 def test_min_tokens_bans_end_ids_until_reached() -> None:
     sampling = Sampling(min_tokens=2)
     short = scores([1.0, 2.0], sampling, output=[0], end_token_ids={1})
@@ -102,6 +116,10 @@ def test_softmax_of_excluded_is_zero() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be a positive number"),
         ({"seed": 2**64}, "seed is 18446744073709551616; it must be an unsigned 64-bit integer"),
         ({"bad_words": ((),)}, "bad_words has an empty entry; leave it out"),
+        (
+            {"logit_bias": ((1, 2.0), (7, float("inf")))},
+            "logit_bias of token id 7 is inf; it must be a finite number",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:

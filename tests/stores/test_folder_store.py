@@ -154,7 +154,7 @@ def test_link_in_the_place_of_a_file_is_replaced_and_not_followed(
 def test_download_without_room_says_both_numbers_before_the_first_byte(
     store: Store, tmp_path: Path
 ) -> None:
-    with pytest.raises(StoreError, match=r"MB free, and 8,796,093.0 MB are to be fetched"):
+    with pytest.raises(StoreError, match=r"B free, and 8796.1 GB are to be fetched"):
         store.download({tmp_path / "fetched" / "a": Blob("a" * 64, 1 << 43)})
     assert not (tmp_path / "fetched").exists()
 

@@ -8,19 +8,58 @@ from typing import Any
 import pytest
 
 from specpipe.errors import RequestError
+from specpipe.text.chat_arguments import ChatArguments
 from specpipe.text.chat_template import ChatTemplate
 from tests.chat_templates import CONVERSATIONS, TEMPLATES
+
+DEFAULTS = ChatArguments()
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Das Wetter <heute> & morgen",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer", "maximum": 7}},
+            "required": ["city"],
+        },
+    },
+}
+SHOWS_ALL = (
+    "{{ bos_token }}{{ tools | tojson }}{{ documents | tojson }}{{ enable_thinking | default(0) }}"
+    "{{ messages | tojson }}{{ add_generation_prompt | tojson }}{# content #}"
+)
+KINDS = {**TEMPLATES, "shows all": SHOWS_ALL}
+ARGUMENTS = (
+    DEFAULTS,
+    ChatArguments(tools=[WEATHER]),
+    ChatArguments(add_generation_prompt=False),
+    ChatArguments(continue_final_message=True),
+    ChatArguments(continue_final_message=True, add_generation_prompt=False, tools=[WEATHER]),
+    ChatArguments(variables={"enable_thinking": False, "bos_token": "<x>", "documents": [{}]}),
+)
+CASES = {
+    **CONVERSATIONS,
+    "an answer that has begun": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Es ist \n"},
+    ],
+    "an answer that begins with nothing": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": ""},
+    ],
+}
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @lru_cache(maxsize=1)  # each has a process
 def template(kind: str) -> ChatTemplate:
-    return ChatTemplate(TEMPLATES[kind], file="x", special_tokens=TOKENS)
+    return ChatTemplate(KINDS[kind], file="x", special_tokens=TOKENS)
 
 
-def render(kind: str, messages: list[dict[str, Any]]) -> str:
-    return template(kind).render(messages)
+def render(kind: str, messages: list[dict[str, Any]], arguments: ChatArguments = DEFAULTS) -> str:
+    return template(kind).render(messages, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -31,33 +70,105 @@ def reference() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **TOKENS)
 
 
-def theirs(reference: Any, kind: str, messages: list[dict[str, Any]]) -> str | None:
-    """What transformers renders; None where the template refuses."""
+def theirs(
+    reference: Any,
+    kind: str,
+    messages: list[dict[str, Any]],
+    arguments: ChatArguments = DEFAULTS,
+) -> str | None:
+    """What transformers renders; None where the template, or transformers, refuses."""
+    begins, continues = arguments.add_generation_prompt, arguments.continue_final_message
     try:
         prompt: str = reference.apply_chat_template(
-            messages, chat_template=TEMPLATES[kind], add_generation_prompt=True, tokenize=False
+            messages,
+            tools=list(arguments.tools) or None,
+            chat_template=KINDS[kind],
+            add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues,
+            tokenize=False,
+            **arguments.variables,
         )
     except Exception:
         return None
     return prompt
 
 
-def ours(kind: str, messages: list[dict[str, Any]]) -> str | None:
+def ours(
+    kind: str, messages: list[dict[str, Any]], arguments: ChatArguments = DEFAULTS
+) -> str | None:
     try:
-        return render(kind, messages)
+        return render(kind, messages, arguments)
     except RequestError as exc:
-        assert str(exc).startswith("messages: the chat template refuses them: ")
+        assert str(exc).startswith(
+            ("messages: the chat template refuses them: ", "continue_final_message is true, but ")
+        )
         return None
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_conversation_is_rendered_as_in_transformers(reference: Any, kind: str) -> None:
-    prompts = {name: ours(kind, messages) for name, messages in CONVERSATIONS.items()}
-    assert prompts == {
-        name: theirs(reference, kind, messages) for name, messages in CONVERSATIONS.items()
-    }
-    assert prompts["one question"] is not None
-    assert sum(prompt is not None for prompt in prompts.values()) >= 5
+    for arguments in ARGUMENTS:
+        prompts = {name: ours(kind, messages, arguments) for name, messages in CASES.items()}
+        assert prompts == {
+            name: theirs(reference, kind, messages, arguments) for name, messages in CASES.items()
+        }
+        if arguments == DEFAULTS:
+            assert prompts["one question"] is not None
+            assert sum(prompt is not None for prompt in prompts.values()) >= 5
+
+
+@pytest.mark.parametrize(
+    ("content", "prompt"),
+    [
+        ("So it is", "user:hi\nassistant:So it is"),
+        ("So it is ", "user:hi\nassistant:So it is"),  # the template trims
+        (" THE_ANSWER_GOES_ON_HERE", "user:hi\nassistant:THE_ANSWER_GOES_ON_HERE"),
+    ],
+)
+def test_an_answer_goes_on_where_its_beginning_ends(content: str, prompt: str) -> None:
+    source = "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}\n{% endfor %}"
+    made = ChatTemplate(source, file="x", special_tokens=TOKENS)
+    goes_on = ChatArguments(continue_final_message=True)
+    for written in (content, parts(content)):
+        begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": written}]
+        assert made.render(begun, goes_on) == prompt
+
+
+@pytest.mark.parametrize(
+    ("source", "last", "sentence"),
+    [
+        ("{{ messages[0].content }}", {}, "but the last message has no content"),
+        ("{{ messages[0].content }}", {"content": None}, "but the last message has no content"),
+        ("{{ messages[0].role }}", {"content": "a"}, "but the chat template reads no content"),
+        (
+            "{{ messages[0].content }}",
+            {"content": "a"},
+            "but the chat template does not write the last message as it is",
+        ),
+        (
+            "{{ messages[1].content | upper }}",
+            {"content": "a"},
+            "but the chat template does not write the last message as it is",
+        ),
+    ],
+)
+def test_a_message_that_cannot_be_continued(
+    source: str, last: dict[str, Any], sentence: str
+) -> None:
+    made = ChatTemplate(source, file="x", special_tokens=TOKENS)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **last}]
+    with pytest.raises(RequestError) as error:
+        made.render(messages, ChatArguments(continue_final_message=True))
+    assert str(error.value) == f"continue_final_message is true, {sentence}"
+
+
+def test_variables_take_the_place_of_nothing_that_has_an_argument() -> None:
+    made = ChatTemplate(SHOWS_ALL, file="x", special_tokens=TOKENS)
+    stolen = {"messages": [], "tools": [1], "add_generation_prompt": False, "self": 1, "context": 2}
+    messages = [{"role": "user", "content": "hi"}]
+    assert made.render(messages, ChatArguments(variables=stolen)) == (
+        '<s>nullnull0[{"role": "user", "content": "hi"}]true'
+    )
 
 
 def parts(*texts: str) -> list[dict[str, str]]:

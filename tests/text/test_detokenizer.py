@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -154,11 +154,12 @@ def test_prompt_and_text_are_the_one_shot_decode(kind: str, data: st.DataObject)
     token_ids = data.draw(st.lists(token_id, max_size=24))
     start, size = data.draw(st.integers(0, len(token_ids))), data.draw(st.integers(1, 4))
     prompt, output = token_ids[:start], token_ids[start:]
-    detokenizer = tokenizer.detokenizer(prompt)
+    skips = {"skip_special_tokens": data.draw(st.booleans())}
+    detokenizer = tokenizer.detokenizer(prompt, **skips)
     texts = [detokenizer.append(output[i : i + size]) for i in range(0, len(output), size)]
     begun = detokenizer.prompt_text if any(texts) else None
     text = "".join([*texts, detokenizer.flush()])
-    before, whole = tokenizer.decode(prompt), tokenizer.decode(token_ids)
+    before, whole = tokenizer.decode(prompt, **skips), tokenizer.decode(token_ids, **skips)
     if not whole.startswith(before):  # a character or a run of bytes that the prompt left open
         before = os.path.commonprefix((before, whole))
     assert (detokenizer.prompt_text, text) == (before, whole[len(before) :])
@@ -286,6 +287,7 @@ def test_byte_level_alphabet_is_the_librarys() -> None:
 @given(st.text(max_size=12))
 @settings(max_examples=200, deadline=None)
 def test_no_replacement_character_for_a_complete_text(text: str) -> None:
+    assume("né" not in text)  # an added token of GPT-2's characters, which decoding takes for bytes
     for kind in ("byte_level", "space_mark"):
         tokenizer = ALL[kind]
         token_ids = tokenizer.encode_fragment(text.replace(REPLACEMENT, ""))

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
 from specpipe.errors import CheckpointError, RequestError
+from specpipe.text.chat_arguments import ChatArguments
 from specpipe.text.tokenizer import Tokenizer
 from tests import toy_tokenizers
 
@@ -441,6 +442,25 @@ def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
     assert tokenizer.encode_messages(USER_HI) == reference.apply_chat_template(
         USER_HI, add_generation_prompt=True, return_dict=False
     )
+
+
+def test_a_template_of_its_own_is_rendered_where_there_are_tools(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    templates = {"default": TEMPLATE, "tool_use": "{{ tools[0].function.name }}: " + TEMPLATE}
+    folder = write_chat(
+        tmp_path,
+        chat_template=[{"name": name, "template": text} for name, text in templates.items()],
+    )
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    template = Tokenizer.load(folder).chat_template
+    assert template is not None
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given in ([], tools):
+        expected = reference.apply_chat_template(
+            USER_HI, tools=given or None, tokenize=False, add_generation_prompt=True
+        )
+        assert template.render(USER_HI, ChatArguments(tools=given)) == expected
+    assert expected.startswith("f: ")
 
 
 def test_templates_render_as_in_transformers(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,10 @@ def test_a_request_is_counted_by_draft_length_and_position(
     """
     counters = Counters(MetricFamily)
     counters.begin_request()
-    counters.end_request(last_chunk((4, 4), (4, 1), (2, 0), (0, 0), queue_s=0.3))
+    last = last_chunk((4, 4), (4, 1), (2, 0), (0, 0), queue_s=0.3)
+    assert last.statistics is not None
+    predicted = replace(last.statistics, accepted_prediction_tokens=1, rejected_prediction_tokens=3)
+    counters.end_request(replace(last, statistics=predicted))
     assert values(made) == {}
     counters.report(5, Occupancy())
     assert values(made) == {
@@ -99,6 +103,8 @@ def test_a_request_is_counted_by_draft_length_and_position(
         "specpipe_accepted_draft_tokens_by_position_total 2": 1,
         "specpipe_accepted_draft_tokens_by_position_total 3": 1,
         "specpipe_accepted_draft_tokens_by_position_total 4": 1,
+        "specpipe_accepted_prediction_tokens_total": 1,
+        "specpipe_rejected_prediction_tokens_total": 3,
     }
     assert made["specpipe_request_queue_seconds"][""].observed == [0.3]
 

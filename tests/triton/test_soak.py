@@ -20,6 +20,7 @@ from specpipe.errors import RequestError
 from specpipe.runtimes.pair_file import PairFile
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.text.tokenizer import Tokenizer
+from specpipe.text.tools.message_format import MessageFormat
 from specpipe.triton import serving
 from specpipe.triton.client import Client, Completion
 from specpipe.triton.server.server import Server
@@ -135,7 +136,9 @@ def target_only(repository: Path, cases: list[Case]) -> dict[int, str]:
             tensor = serving.input_tensor(name)
             values = value if isinstance(value, list) else [value]
             tensors[name] = serving.as_array(tensor, values)
-        generation = serving.parse_request(tensors, tokenizer, limits=limits)
+        generation = serving.parse_request(
+            tensors, tokenizer, limits=limits, calls=MessageFormat.of(tokenizer)
+        )
         request = replace(generation.request, request_id=str(case.number), num_draft_tokens=0)
         pair.submit(request)
         texts[case.number] = ""

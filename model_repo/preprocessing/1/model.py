@@ -3,6 +3,7 @@
 import triton_python_backend_utils as pb_utils
 
 from specpipe.text import Tokenizer
+from specpipe.text.tools.message_format import MessageFormat
 from specpipe.triton import repository, serving
 from specpipe.triton.answering import answer_each
 from specpipe.triton.secret import Signer
@@ -13,6 +14,7 @@ class TritonPythonModel:
         self._limits = repository.read_limits(args)
         self._tokenizer = Tokenizer.load(repository.tokenizer_folder(args), self._limits)
         self._tokenizer.warm_up()
+        self._calls = MessageFormat.of(self._tokenizer)
         self._signer = Signer.from_environment()
 
     def execute(self, requests):
@@ -23,6 +25,7 @@ class TritonPythonModel:
             {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
             self._tokenizer,
             limits=self._limits,
+            calls=self._calls,
             parameters=request.parameters(),
             timeout_us=request.timeout(),
         )

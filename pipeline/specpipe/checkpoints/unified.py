@@ -8,7 +8,6 @@ them whole tensors again, whatever the split was. Which tensors: unified_layout.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from specpipe.checkpoints.unified_layout import (
 )
 from specpipe.checkpoints.weight_values import rounded
 from specpipe.errors import CheckpointError, SpecpipeError
+from specpipe.machine.memory import disk_shortage
 from specpipe.machine.own_json import write_object
 
 ReadPart = Callable[[Part, int | None, int, int], Iterable[RawArray]]
@@ -76,11 +76,8 @@ def write_unified(out: Path, config: UnifiedConfig, read: ReadPart) -> None:
         for tensors in ranks
         for dtype, shape in tensors.values()
     )
-    if (free := shutil.disk_usage(out).free) < needed:
-        raise SpecpipeError(
-            f"the unified checkpoint needs {needed / 1e6:,.1f} MB, but the disk of {out} has "
-            f"{free / 1e6:,.1f} MB free"
-        )
+    if (shortage := disk_shortage(out, needed)) is not None:
+        raise SpecpipeError(f"{shortage} are needed for the unified checkpoint: make room")
     with ExitStack() as stack:
         writers = [
             stack.enter_context(create_safetensors(_rank_file(out, rank), tensors))

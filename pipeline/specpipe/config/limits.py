@@ -57,9 +57,6 @@ class Limits(FileLimits):
     max_guide_bytes: int = Field(default=65536, ge=1)
     """Bytes of `guided_decoding_guide`."""
 
-    max_top_log_probs: int = Field(default=20, ge=0)
-    """`num_top_log_probs` of a request."""
-
     max_logit_biases: int = Field(default=1024, ge=1)
     """Entries of `logit_bias_ids`."""
 

@@ -1,7 +1,8 @@
-"""What a pair takes in memory, and what the machine has."""
+"""What a pair takes in memory, and what the machine has, of that and of disks."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,3 +83,16 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count / 1000:.1f} kB"
+
+
+def existing_parent(path: Path) -> Path:
+    """Returns the nearest folder above a path that is there."""
+    return next(parent for parent in path.absolute().parents if parent.is_dir())
+
+
+def disk_shortage(folder: Path, num_bytes: int) -> str | None:
+    """Returns "FOLDER has … free, and …" where its disk lacks room for so many bytes, else None."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes <= free:
+        return None
+    return f"{folder} has {format_bytes(free)} free, and {format_bytes(num_bytes)}"

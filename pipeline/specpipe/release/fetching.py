@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specpipe.errors import EngineMismatch, StoreError, show
 from specpipe.machine.callables import Log
-from specpipe.machine.memory import format_bytes
+from specpipe.machine.memory import disk_shortage, existing_parent, format_bytes
 from specpipe.progress import phase
 from specpipe.release.documents import DOCUMENTS
 from specpipe.release.local import (
@@ -115,12 +115,12 @@ def _copy_known(wanted: Mapping[Path, Blob], known: Mapping[Blob, Path]) -> None
     }
     if not lacking:
         return
-    folder = next(parent for parent in next(iter(lacking)).parents if parent.is_dir())
     needed = sum(source.stat().st_size for source in lacking.values())
-    if (free := shutil.disk_usage(folder).free) < needed:
+    shortage = disk_shortage(existing_parent(next(iter(lacking))), needed)
+    if shortage is not None:
         raise StoreError(
-            f"{folder} has {format_bytes(free)} free, and {format_bytes(needed)} of other versions "
-            "are to be copied: make room, as with `specpipe versions prune --keep 2`"
+            f"{shortage} of other versions are to be copied: make room, as with "
+            "`specpipe versions prune --keep 2`"
         )
     for path, source in lacking.items():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -63,6 +63,21 @@ def best_draft_length(acceptance_probability: float, limit: int, costs: StepCost
     return max(range(limit + 1), key=lambda k: promise(acceptance_probability, k, costs))
 
 
+def num_worth_copying(
+    acceptance_probability: float, limit: int, costs: StepCosts, *, instead_of: float
+) -> int:
+    """Returns how many draft tokens, up to limit, to copy; 0 where it does not pay.
+
+    costs       of verifying them
+    instead_of  the tokens that another kind of step promises in the time of a plain step
+    """
+    if limit <= 0:
+        return 0
+    best = best_draft_length(acceptance_probability, limit, costs)
+    promised = promise(acceptance_probability, best, costs)
+    return best if promised > max(instead_of, MIN_GAIN) else 0
+
+
 class DraftLength:
     """Chooses one request's draft length from its own acceptance.
 

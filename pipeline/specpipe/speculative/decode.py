@@ -33,6 +33,7 @@ def decode(
 ) -> Iterator[Chunk]:
     """Runs one request to its end and yields what each step emits.
 
+    Its draft tokens are its prediction's where that is followed, else those of the draft.
     A draft row with a NaN ends the draft there; a target row with one ends the request with an
     error when the output gets to it, and so does one of a prompt whose log-probabilities are asked
     for.
@@ -43,9 +44,15 @@ def decode(
     if state.request.max_tokens == 0:
         yield state.finish("length")
     while not state.is_finished:
-        limit = state.drafts.next_num_draft_tokens() if draft is not None else 0
-        draft_token_ids, draft_scores = _draft(state, draft, limit)
+        draft_token_ids = state.drafts.predict()
+        draft_scores: list[Floats] = []
+        is_predicted, limit = bool(draft_token_ids), 0
+        if draft is not None and not is_predicted:
+            limit = state.drafts.next_num_draft_tokens()
+            draft_token_ids, draft_scores = _draft(state, draft, limit)
         rows = target.logits([*state.token_ids, *draft_token_ids], len(draft_token_ids) + 1)
+        if is_predicted:
+            draft_scores = [_certain(token_id, rows.shape[1]) for token_id in draft_token_ids]
         num_usable = next((i for i, row in enumerate(rows) if not _is_usable(row)), len(rows))
         if num_usable == 0:
             yield state.finish("error", UNUSABLE_LOGITS)
@@ -53,7 +60,7 @@ def decode(
         # A later row counts only if the draft tokens before it stand, which the next step decides.
         rows, draft_token_ids = rows[:num_usable], draft_token_ids[: num_usable - 1]
         draft_scores = draft_scores[: len(draft_token_ids)]
-        if not draft_token_ids and (limit or draft is None):
+        if not draft_token_ids and (limit or draft is None) and not is_predicted:
             state.drafts.skip("off_by_config" if draft is None else "draft_failed")
         scores = np.stack([_warp(state, row, draft_token_ids[:i]) for i, row in enumerate(rows)])
         verified = _verify(
@@ -65,6 +72,8 @@ def decode(
             [float(row[i]) for row, i in zip(log_probs, verified.token_ids, strict=True)],
             [likeliest(row, state.request.num_top_log_probs) for row in log_probs],
             num_draft_tokens=len(draft_token_ids),
+            is_copied=is_predicted,
+            is_predicted=is_predicted,
         )
 
 
@@ -154,6 +163,13 @@ def _warp(state: RequestState, logits: Floats, draft_token_ids: Sequence[int]) -
         output=[*state.output_token_ids, *draft_token_ids],
         end_token_ids=request.end_token_ids,
     )
+
+
+def _certain(token_id: int, vocab_size: int) -> Floats:
+    """Returns the scores [V] of a copied token, which is drawn with probability 1."""
+    scores = np.full(vocab_size, -np.inf)
+    scores[token_id] = 0.0
+    return scores
 
 
 def _is_usable(logits: Floats) -> bool:

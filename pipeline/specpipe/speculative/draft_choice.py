@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specpipe.speculative.adaptive import DraftLength, StepCosts, promise
+from specpipe.speculative.adaptive import (
+    DraftLength,
+    StepCosts,
+    expected_tokens,
+    num_worth_copying,
+    promise,
+)
 from specpipe.speculative.draft_status import PASSING, DraftStatus
 from specpipe.speculative.lookup import PromptLookup
+from specpipe.speculative.prediction import Prediction
 from specpipe.speculative.request import Request, RequestLimits
 
 
@@ -36,6 +43,10 @@ class DraftChoice:
         self._lookup: PromptLookup | None = None
         if has_lookup and self.is_speculative and (sampling.is_greedy or sampling.is_seeded):
             self._lookup = PromptLookup(request.prompt_token_ids)
+        self._prediction: Prediction | None = None
+        if self.is_speculative and request.prediction_token_ids:
+            self._prediction = Prediction(request.prediction_token_ids)
+        self._num_followed = len(request.prompt_token_ids)
         self.status: DraftStatus = "not_started" if request.max_tokens else "too_short"
         if not self.is_speculative:
             is_configured = limits.max_num_draft_tokens > 0
@@ -92,28 +103,43 @@ class DraftChoice:
         if self._lookup is None or self._draft_length is None:
             return 0
         self._lookup.extend(self._token_ids[self._lookup.length :])
-        limit, draft_limit = self._token_limit(), self._draft_limit(most)
-        if self.names_draft_length:
-            drafted = copied = 0.0
-            if drafting is not None and draft_limit > 0:
-                a = self._draft_length.acceptance_probability
-                drafted = promise(a, draft_limit, drafting)
-            if limit > 0:
-                copied = promise(self._lookup.acceptance_probability, limit, copying)
-            return limit if copied > drafted else 0
-        promised = 1.0
-        if drafting is not None:
-            promised = self._draft_length.promise(draft_limit, drafting)
-        return self._lookup.choose(limit, copying, instead_of=promised)
+        a = self._lookup.acceptance_probability
+        return self._num_to_copy(a, self._token_limit(), copying, drafting, most)
 
     def copy(self, num_tokens: int) -> list[int]:
         """Returns as many draft tokens as `next_num_copied_tokens` said, copied from the text."""
         assert self._lookup is not None
         return self._lookup.copy(num_tokens)
 
-    def expected_tokens(self, num_draft_tokens: int) -> float:
+    @property
+    def follows_prediction(self) -> bool:
+        """Whether the output is where its prediction more likely than not says what comes next."""
+        return bool(self._predicted(1))
+
+    def predict(
+        self,
+        copying: StepCosts | None = None,
+        drafting: StepCosts | None = None,
+        *,
+        most: int | None = None,
+    ) -> list[int]:
+        """Returns draft tokens for the next step from the request's prediction.
+
+        None are returned where drafting promises more. Costs and limits are those of
+        `next_num_copied_tokens`; without costs, what more likely than not stands is copied.
+        """
+        predicted = self._predicted(self._token_limit())
+        if not predicted or self._prediction is None or copying is None:
+            return predicted
+        a = self._prediction.acceptance_probability
+        return predicted[: self._num_to_copy(a, len(predicted), copying, drafting, most)]
+
+    def expected_tokens(self, num_draft_tokens: int, *, is_predicted: bool = False) -> float:
         """What a step with that many draft tokens should emit; only for an adaptive request."""
         assert self._draft_length is not None
+        if is_predicted:
+            assert self._prediction is not None
+            return expected_tokens(self._prediction.acceptance_probability, num_draft_tokens)
         return self._draft_length.expected_tokens(num_draft_tokens)
 
     def observe(self, num_draft_tokens: int, num_accepted_tokens: int, *, is_copied: bool) -> None:
@@ -129,6 +155,38 @@ class DraftChoice:
             self._draft_length.observe(
                 num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens
             )
+
+    def _predicted(self, num_tokens: int) -> list[int]:
+        if self._prediction is None:
+            return []
+        self._prediction.extend(self._token_ids[self._num_followed :])
+        self._num_followed = len(self._token_ids)
+        is_likely = self._prediction.acceptance_probability > 0.5
+        return self._prediction.copy(num_tokens) if is_likely else []
+
+    def _num_to_copy(
+        self,
+        acceptance_probability: float,
+        limit: int,
+        copying: StepCosts,
+        drafting: StepCosts | None,
+        most: int | None,
+    ) -> int:
+        """Returns how many draft tokens, up to limit, to copy instead of drafting."""
+        assert self._draft_length is not None
+        draft_limit = self._draft_limit(most)
+        if self.names_draft_length:
+            drafted = copied = 0.0
+            if drafting is not None and draft_limit > 0:
+                a = self._draft_length.acceptance_probability
+                drafted = promise(a, draft_limit, drafting)
+            if limit > 0:
+                copied = promise(acceptance_probability, limit, copying)
+            return limit if copied > drafted else 0
+        promised = 1.0
+        if drafting is not None:
+            promised = self._draft_length.promise(draft_limit, drafting)
+        return num_worth_copying(acceptance_probability, limit, copying, instead_of=promised)
 
     def _token_limit(self, num_ahead: int = 0) -> int:
         """The most draft tokens that the request has a use for; less than 1: none."""

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specpipe.speculative.adaptive import MIN_GAIN, StepCosts, best_draft_length, promise
-
 LONGEST, SHORTEST = 4, 2
 """Tokens at the end of the text that are looked for; more of them before fewer. Guesses."""
 
@@ -77,15 +75,3 @@ class PromptLookup:
             self._tokens = np.resize(self._tokens, 2 * length)
         self._tokens[self.length : length] = token_ids
         self.length = length
-
-    def choose(self, limit: int, costs: StepCosts, *, instead_of: float) -> int:
-        """Returns how many tokens, up to limit, to copy; 0 where it does not pay.
-
-        costs       of verifying them
-        instead_of  the tokens that another kind of step promises in the time of a plain step
-        """
-        if limit <= 0:
-            return 0
-        a = self.acceptance_probability
-        best = best_draft_length(a, limit, costs)
-        return best if promise(a, best, costs) > max(instead_of, MIN_GAIN) else 0

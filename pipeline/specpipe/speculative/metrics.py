@@ -16,11 +16,19 @@ class AcceptanceCounts:
     num_accepted_tokens: int = 0
     num_unverified_tokens: int = 0
     """Draft tokens that an engine dropped; they count as neither drafted nor rejected."""
+    num_accepted_prediction_tokens: int = 0
+    """Draft tokens that were copied from the request's prediction, by what came of them."""
+    num_rejected_prediction_tokens: int = 0
     steps: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Number of steps by draft tokens that were judged and those of them accepted."""
 
     def record(
-        self, *, num_draft_tokens: int, num_accepted_tokens: int, num_unverified_tokens: int = 0
+        self,
+        *,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_unverified_tokens: int = 0,
+        is_predicted: bool = False,
     ) -> None:
         """Counts one step."""
         self.num_steps += 1
@@ -28,6 +36,9 @@ class AcceptanceCounts:
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
         self.steps[num_draft_tokens, num_accepted_tokens] += 1
+        if is_predicted:
+            self.num_accepted_prediction_tokens += num_accepted_tokens
+            self.num_rejected_prediction_tokens += num_draft_tokens - num_accepted_tokens
 
     @property
     def acceptance_rate(self) -> float | None:

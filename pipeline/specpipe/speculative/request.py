@@ -275,10 +275,17 @@ class Statistics:
     keep it, and a config that asked for it all the same.
     """
     accepted_prediction_tokens: int = 0
-    """Draft tokens that were copied from the request's prediction and accepted."""
+    """Draft tokens that were copied from the request's prediction and accepted; they are among the
+    accepted draft tokens, too.
+    """
     rejected_prediction_tokens: int = 0
+    """Those that were verified and not accepted."""
+    acceptance_histogram: tuple[int, ...] | None = None
+    """Steps with a draft token by how many of them were accepted: 0, 1, …; None where that is not
+    known.
+    """
 
-    def to_json(self) -> dict[str, int | float | str | None]:
+    def to_json(self) -> dict[str, int | float | str | tuple[int, ...] | None]:
         """Returns the fields by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 

@@ -104,6 +104,7 @@ class RequestState:
         num_accepted: int | None = None,
         num_unverified: int = 0,
         is_copied: bool = False,
+        is_predicted: bool = False,
     ) -> Chunk:
         """Takes in what one step verified: accepted draft tokens, then the target's own token.
 
@@ -112,6 +113,7 @@ class RequestState:
         num_unverified  draft tokens besides num_draft_tokens that it was given and did not judge;
                         a step that has some says nothing about the draft
         is_copied       whether the draft tokens were not the draft's
+        is_predicted    whether they were the prediction's
 
         Returns what may be emitted now, which is empty while a character is incomplete or a stop
         string may be under way.
@@ -141,6 +143,7 @@ class RequestState:
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=num_accepted,
             num_unverified_tokens=num_unverified,
+            is_predicted=is_predicted,
         )
         return self._chunk()
 
@@ -209,6 +212,7 @@ class RequestState:
         )
 
     def _statistics(self) -> Statistics:
+        histogram = self.counts.histogram
         return Statistics(
             num_input_tokens=len(self.request.prompt_token_ids),
             num_output_tokens=self._output.num_taken_tokens,
@@ -218,4 +222,7 @@ class RequestState:
             seed_used=self.request.sampling.seed,
             acceptance_rate=self.counts.acceptance_rate or 0.0,
             draft_status=self.drafts.status,
+            accepted_prediction_tokens=self.counts.num_accepted_prediction_tokens,
+            rejected_prediction_tokens=self.counts.num_rejected_prediction_tokens,
+            acceptance_histogram=tuple(histogram[n] for n in range(max(histogram, default=0) + 1)),
         )

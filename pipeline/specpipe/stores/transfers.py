@@ -18,6 +18,7 @@ from typing import BinaryIO
 from specpipe import progress
 from specpipe.errors import StoreError, to_sentence
 from specpipe.machine.manifest import hash_file
+from specpipe.machine.memory import disk_shortage, existing_parent
 from specpipe.machine.signals import thread_pool
 from specpipe.stores.patience import Attempts, Patience
 from specpipe.stores.store import Blob, Transferred
@@ -334,21 +335,13 @@ def _check_space(needed: Mapping[Path, int]) -> None:
     by_device: dict[int, int] = defaultdict(int)
     folders: dict[int, Path] = {}
     for path, num_bytes in needed.items():
-        folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+        folder = existing_parent(path)
         device = folder.stat().st_dev
         folders.setdefault(device, folder)
         by_device[device] += num_bytes
     for device, num_bytes in by_device.items():
-        free = shutil.disk_usage(folders[device]).free
-        if num_bytes > free:
-            raise StoreError(
-                f"{folders[device]} has {_megabytes(free)} free, and {_megabytes(num_bytes)} are "
-                "to be fetched: make room"
-            )
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
+        if (shortage := disk_shortage(folders[device], num_bytes)) is not None:
+            raise StoreError(f"{shortage} are to be fetched: make room")
 
 
 @contextmanager

@@ -33,12 +33,17 @@ class ChatTemplate:
         file: str,
         special_tokens: Mapping[str, str],
         limits: FileLimits = FILE_LIMITS,
+        with_tools: ChatTemplate | None = None,
     ) -> None:
-        """special_tokens are the variables `bos_token`, `eos_token`, … that templates read."""
+        """special_tokens are the variables `bos_token`, `eos_token`, … that templates read.
+
+        with_tools is rendered instead where there are tools; None: this one is, then too.
+        """
         num_bytes = len(source.encode(errors="surrogatepass"))
         fact = f"{file}: the chat template has {num_bytes} bytes"
         limits.check("max_chat_template_bytes", num_bytes, fact)
         self.source = source
+        self.with_tools = with_tools
         self._file = file
         self._worker = ChatWorker(
             {
@@ -61,6 +66,8 @@ class ChatTemplate:
         A template that does not go through the parts of a content gets them joined to one text.
         max_bytes are those of the prompt, in UTF-8; none: 16 MiB.
         """
+        if arguments.tools and self.with_tools is not None:
+            return self.with_tools.render(messages, arguments, max_bytes=max_bytes)
         messages = for_template(check_messages(messages))
         if not arguments.continue_final_message:
             return self._render_parts(messages, arguments, max_bytes)

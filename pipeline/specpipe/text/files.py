@@ -316,7 +316,10 @@ def _set_ends(
 def _chat_template(
     folder: Path, settings: Mapping[str, Any], named: Mapping[str, str], limits: FileLimits
 ) -> ChatTemplate | None:
-    """Returns the chat template, the one named `default` where there are several."""
+    """Returns the chat template: where there are several, the one named `default`, with the one
+    named `tool_use` for requests that have tools, as transformers (5) chooses.
+    """
+    tool_use = None
     path = folder / "chat_template.jinja"
     if is_there(path):
         source: Any = read_text(path, limits, "max_chat_template_bytes")
@@ -326,9 +329,15 @@ def _chat_template(
         if isinstance(source, list):
             source = {entry["name"]: entry["template"] for entry in source}
         if isinstance(source, Mapping):
-            source = source.get("default")
+            source, tool_use = source.get("default"), source.get("tool_use")
         if source is None:
             return None
-        if not isinstance(source, str):
+        if not isinstance(source, str) or not isinstance(tool_use, str | None):
             raise TypeError("chat_template")
-    return ChatTemplate(source, file=str(path), special_tokens=named, limits=limits)
+
+    def template(source: str, with_tools: ChatTemplate | None = None) -> ChatTemplate:
+        return ChatTemplate(
+            source, file=str(path), special_tokens=named, limits=limits, with_tools=with_tools
+        )
+
+    return template(source, None if tool_use is None else template(tool_use))

@@ -113,6 +113,16 @@ METRIC_FAMILIES = (
         label="position",
     ),
     MetricFamily(
+        "specpipe_accepted_prediction_tokens_total",
+        "counter",
+        "Draft tokens that were copied from a request's prediction and accepted",
+    ),
+    MetricFamily(
+        "specpipe_rejected_prediction_tokens_total",
+        "counter",
+        "Draft tokens that were copied from a request's prediction and not accepted",
+    ),
+    MetricFamily(
         _QUEUE,
         "histogram",
         "Time that finished requests waited before they were started",
@@ -143,6 +153,8 @@ _STATISTICS = {
     "specpipe_request_steps_total": "num_steps",
     "specpipe_draft_tokens_total": "total_draft_tokens",
     "specpipe_accepted_draft_tokens_total": "total_accepted_draft_tokens",
+    "specpipe_accepted_prediction_tokens_total": "accepted_prediction_tokens",
+    "specpipe_rejected_prediction_tokens_total": "rejected_prediction_tokens",
 }
 
 Key = tuple[str, str]

@@ -82,6 +82,9 @@ def test_usage_has_the_fields_of_the_statistics() -> None:
         acceptance_rate=1.25,
         is_lossless=False,
         draft_status="drafted",
+        accepted_prediction_tokens=7,
+        rejected_prediction_tokens=8,
+        acceptance_histogram=(9, 10),
     )
     assert Usage.from_statistics(statistics) == Usage(
         num_input_tokens=1,
@@ -92,6 +95,9 @@ def test_usage_has_the_fields_of_the_statistics() -> None:
         seed_used=6,
         is_lossless=False,
         draft_status="drafted",
+        accepted_prediction_tokens=7,
+        rejected_prediction_tokens=8,
+        acceptance_histogram=(9, 10),
     )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,6 +67,7 @@ def sampled_requests(is_seeded: bool) -> list[Request]:
             frequency_penalty=rng.choice([0.0, 0.3]),
             min_tokens=rng.choice([0, 9]),
             bad_words=rng.choice([(), ((5,), (6, 7), (1, 2, 3))]),
+            logit_bias=rng.choice([(), ((3, 4.0), (8, -2.0), (3, -1.0))]),
             seed=rng.getrandbits(64),
             is_seeded=is_seeded,
         )
@@ -78,6 +80,8 @@ def sampled_requests(is_seeded: bool) -> list[Request]:
                 num_draft_tokens=rng.choice([0, 1, 4]),
                 sampling=sampling,
                 return_log_probs=rng.choice([True, False]),
+                num_top_log_probs=rng.choice([0, 3]),
+                return_prompt_log_probs=rng.choice([True, False]),
             )
         )
     return requests
@@ -97,10 +101,46 @@ def test_batched_loop_equals_the_specification(is_seeded: bool) -> None:
         assert ids(found) == ids(expected)
         assert found[-1].finish_reason == expected[-1].finish_reason
         assert found[-1].statistics == expected[-1].statistics
-        if r.return_log_probs:
-            assert [p for c in found for p in c.log_probs] == pytest.approx(
-                [p for c in expected for p in c.log_probs], abs=1e-5
+        for has_any, name in (
+            (r.return_log_probs, "log_probs"),
+            (r.num_top_log_probs > 0, "top_log_probs"),
+            (r.return_prompt_log_probs, "prompt_log_probs"),
+            (r.return_prompt_log_probs and r.num_top_log_probs > 0, "prompt_top_log_probs"),
+        ):
+            numbers = [np.array(getattr(c, name)).reshape(-1) for c in found]
+            expected_numbers = [np.array(getattr(c, name)).reshape(-1) for c in expected]
+            np.testing.assert_allclose(
+                np.concatenate(numbers), np.concatenate(expected_numbers), atol=1e-5
             )
+            has_length = name.startswith("prompt") and len(r.prompt_token_ids) == 1
+            assert any(map(len, numbers)) == (has_any and len(ids(found)) > 0 and not has_length)
+
+
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_predicted_requests_in_a_batch_equal_the_specification(is_seeded: bool) -> None:
+    """Of each, what it said without a prediction, in which every seventh token was changed."""
+    target, draft = NoisyModel(1), NoisyModel(2, blend=0.4)
+    plain = sampled_requests(is_seeded)
+    said = run(make_pair(target, draft), plain)
+    requests = []
+    for r in plain:
+        text = [i if at % 7 else (i + 1) % 12 for at, i in enumerate(ids(said[r.request_id]), 1)]
+        requests.append(replace(r, prediction_token_ids=tuple(text)))
+    pair = make_pair(target, draft)
+    chunks = run(pair, requests)
+    accepted = 0
+    for r in requests:
+        expected = list(decode(new_state(r, vocab_size=12), _Rounded(target), _Rounded(draft)))
+        found = chunks[r.request_id]
+        assert ids(found) == ids(expected)
+        if is_seeded:
+            assert ids(found) == ids(said[r.request_id])
+        statistics = found[-1].statistics
+        assert statistics == expected[-1].statistics
+        assert statistics is not None
+        accepted += statistics.accepted_prediction_tokens
+        assert r.num_draft_tokens or not statistics.accepted_prediction_tokens
+    assert accepted > 10
 
 
 class _Rounded:
@@ -164,6 +204,38 @@ def test_draft_never_reads_the_whole_prompt_ahead() -> None:
     draft, target = engines(pair)
     assert target.forwards[0] == [10 + 2, 6]
     assert draft.forwards[0] == [9]
+
+
+def test_a_prompt_that_is_scored_alone_costs_no_draft_and_no_step_beyond_it() -> None:
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule))
+    draft, target = engines(pair)
+    target.max_logits_of_sequence = 7
+    (chunk,) = run(pair, [request("r", 20, return_prompt_log_probs=True, max_tokens=0)])["r"]
+    assert target.forwards == [[7], [7], [5]]
+    assert draft.forwards == []
+    assert len(chunk.prompt_log_probs) == 19
+    assert draft.sequences == target.sequences == {}
+
+
+def test_prompts_are_scored_beside_all_that_goes_on() -> None:
+    """Rows of logits are shared out: those that decode have theirs, and the others what is left."""
+    pair = make_pair(TableModel(target_rule), TableModel(target_rule), num_draft_tokens=3)
+    _, target = engines(pair)
+    target.max_logits = target.max_logits_of_sequence = 4 * (3 + 1)
+    pair.submit(request("decoding", max_tokens=40))
+    pair.step()
+    for name in "ab":
+        pair.submit(request(name, 30, return_prompt_log_probs=True, max_tokens=1))
+    pair.step()
+    # One that decodes may need 4 of the 16 rows; the first that is scored gets the other 12.
+    assert target.forwards[-1] == [4, 12]
+    chunks = [chunk for _ in range(30) for chunk in pair.step()]
+    assert not pair.has_work()
+    assert {c.request_id: len(c.prompt_log_probs) for c in chunks if c.finish_reason} == {
+        "decoding": 0,
+        "a": 29,
+        "b": 29,
+    }
 
 
 def test_all_accepted_feeds_the_last_draft_token_first() -> None:
@@ -336,8 +408,11 @@ def test_nan_of_the_target_fails_that_request_alone() -> None:
             return rows * np.nan if token_ids[0] == 99 else rows  # type: ignore[index]
 
     pair = make_pair(NanForPromptOfFive(target_rule), TableModel(target_rule))
-    chunks = run(pair, [request("bad", prompt_token_ids=(99, 4)), request("good")])
-    assert chunks["bad"][-1].error == "the target model returned NaN, or no token is allowed here"
+    bad = request("bad", prompt_token_ids=(99, 4))
+    scored = replace(bad, request_id="scored", return_prompt_log_probs=True, num_top_log_probs=2)
+    chunks = run(pair, [bad, scored, request("good")])
+    for (last,) in (chunks["bad"], chunks["scored"]):
+        assert last.error == "the target model returned NaN, or no token is allowed here"
     assert ids(chunks["good"]) == greedy_reference(request())
 
 
@@ -417,6 +492,43 @@ def test_a_batch_drafts_no_further_than_pays_for_all() -> None:
         assert ids(together[r.request_id]) == greedy_reference(r)
     statistics = together["a"][-1].statistics
     assert statistics is not None and statistics.total_draft_tokens == 0
+
+
+def test_a_batch_copies_no_further_than_pays_for_all() -> None:
+    """Copied tokens take no draft step, but each makes the target score as many for the others."""
+    target, wrong = TableModel(target_rule), TableModel(DRAFT_RULES["wrong"])
+    requests = [
+        request("a", max_tokens=40, prediction_token_ids=tuple(greedy_reference(request()))),
+        *(request(name, max_tokens=60, num_draft_tokens=0) for name in "bcd"),
+    ]
+    for verify_5_for_4, copies in ((1.3, True), (3.0, False)):
+        costs = FixedCosts(
+            4, draft={1: 9.0, 4: 9.0}, target={1: 1.0, 4: 1.0, 5: 1.1, 20: verify_5_for_4}
+        )
+        pair = make_pair(target, wrong, costs=costs, num_draft_tokens=4)
+        chunks = run(pair, requests)
+        for r in requests:
+            assert ids(chunks[r.request_id]) == greedy_reference(r)
+        statistics = chunks["a"][-1].statistics
+        assert statistics is not None
+        assert (statistics.accepted_prediction_tokens > 10) == copies
+        assert statistics.total_draft_tokens == statistics.accepted_prediction_tokens
+
+
+def test_a_copied_text_is_read_by_the_draft_when_that_is_to_go_on() -> None:
+    """The prediction ends; the draft, which has read none of what was copied, takes over."""
+    said = greedy_reference(request(max_tokens=40))
+    r = request(max_tokens=40, num_draft_tokens=4, prediction_token_ids=tuple(said[:25]))
+    pair = make_pair(
+        TableModel(target_rule), TableModel(target_rule), num_draft_tokens=4, max_num_tokens=64
+    )
+    chunks = run(pair, [r])["r"]
+    assert ids(chunks) == said
+    draft, target = engines(pair)
+    assert target.forwards == [[3 + 4], *[[1 + 4]] * 7]
+    # Nothing for five steps; then all of the text, and a token for each of three more.
+    assert draft.forwards[:4] == [[28], [1], [1], [1]]
+    assert len(draft.forwards) == 4 * 3
 
 
 SCHEDULE = ((1, 3), (2, 1), (4, 0))

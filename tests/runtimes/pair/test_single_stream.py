@@ -221,9 +221,12 @@ def test_an_end_id_ends_it_though_rounds_are_under_way() -> None:
     [
         {"sampling": Sampling(repetition_penalty=1.2)},
         {"sampling": Sampling(temperature=1.0, min_tokens=3)},
+        {"sampling": Sampling(logit_bias=((5, 1.0),))},
         {"return_log_probs": True},
+        {"num_top_log_probs": 1},
+        {"return_prompt_log_probs": True},
     ],
-    ids=["penalized", "min_tokens", "log_probs"],
+    ids=["penalized", "min_tokens", "biased", "log_probs", "top_log_probs", "prompt_log_probs"],
 )
 def test_who_asks_for_more_than_tokens_of_the_scores_is_run_as_ever(
     settings: dict[str, object],

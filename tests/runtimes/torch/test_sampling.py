@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from specpipe.runtimes.pair.torch_sampler import Row, philox, uniform_at, warp
+from specpipe.runtimes.pair.torch_sampler import Row, TorchSampler, philox, uniform_at, warp
 from specpipe.speculative import noise
 from specpipe.speculative import warp as specification
+from specpipe.speculative.log_probs import likeliest, log_softmax
 from specpipe.speculative.noise import Purpose
 from specpipe.speculative.request import Request, Sampling
 
@@ -50,6 +51,9 @@ SETTINGS = [
     Sampling(temperature=1.0, min_tokens=9, bad_words=((3,), (1, 2), (2, 2, 8))),
     Sampling(temperature=1.0, top_k=10_000, top_p=0.999),
     Sampling(temperature=5.0, top_p=0.95),
+    Sampling(logit_bias=((9, 1e30), (4, -2.5), (9, -3.0))),
+    Sampling(temperature=0.6, logit_bias=((0, 5.0), (60, -1e38), (2, 0.25)), top_p=0.9),
+    Sampling(presence_penalty=0.5, logit_bias=((2, 1.0),), bad_words=((2,),)),
     Sampling(temperature=5.0, top_k=300, top_p=0.95),
 ]
 
@@ -80,3 +84,37 @@ def test_warped_rows_equal_the_specification(has_ties: bool, vocab_size: int) ->
             logits[row], sampling, prompt=(1, 2, 2), output=[2, 2, 9, 1], end_token_ids={0, 5}
         )
         np.testing.assert_allclose(scores[row], expected, rtol=1e-12, err_msg=str(sampling))
+
+
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_the_likeliest_tokens_are_those_of_the_specification(has_ties: bool) -> None:
+    """Likeliest first, and of equal ones the lower id, also where a cut goes through them."""
+    logits = np.random.default_rng(0).normal(scale=3.0, size=(6, 500)).astype(np.float32)
+    if has_ties:
+        logits = np.round(logits)
+    token_ids = [0, 7, 499, 3, 3, 250]
+    scored = TorchSampler(500).score(torch.from_numpy(logits), token_ids, 20)
+    assert scored is not None
+    for row, token_id, own, top in zip(
+        logits, token_ids, scored.log_probs, scored.top_log_probs, strict=True
+    ):
+        expected = likeliest(log_softmax(row), 20)
+        assert own == pytest.approx(log_softmax(row)[token_id], abs=1e-5)
+        assert [i for i, _ in top] == [i for i, _ in expected]
+        assert [p for _, p in top] == pytest.approx([p for _, p in expected], abs=1e-5)
+
+
+def test_what_cannot_be_emitted_is_never_among_the_likeliest() -> None:
+    """Of 8 ids the draft lacks the last and no tokenizer entry uses 2 and 3."""
+    logits = torch.tensor([[1.0, 0.0, 9.0, 9.0, 3.0, 1.0, 2.0, 9.0]])
+    scored = TorchSampler(7, ((2, 4),)).score(logits, [4], 20)
+    assert scored is not None
+    assert [i for i, _ in scored.top_log_probs[0]] == [4, 6, 0, 5, 1]
+    # They have their part of the sum all the same.
+    assert scored.log_probs == pytest.approx([3.0 - np.log(np.exp(logits.numpy()).sum())])
+
+
+def test_a_row_with_nan_scores_nothing() -> None:
+    logits = torch.zeros(3, 8)
+    logits[1, 7] = torch.nan
+    assert TorchSampler(7).score(logits, [1, 2, 3], 2) is None

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from specpipe.config.limits import Limits
 from specpipe.text.chat_arguments import ChatArguments
-from specpipe.text.tools.contract import ToolDialect
+from specpipe.text.tools.message_format import MessageFormat
+from specpipe.text.tools.special_tokens import SpecialTokens
 from specpipe.triton import serving
 from specpipe.triton.secret import Signer
+from specpipe.triton.serving.guides import CallFormat
 from specpipe.triton.serving.requests import Generation, parse_request
 
 DEFAULTS = ChatArguments()
+
+
+UNKNOWN = MessageFormat(
+    dialect=None, reasoning=None, special=SpecialTokens(()), needs_special_tokens=False
+)
 
 
 class Words:
@@ -37,6 +45,9 @@ class Words:
     def encode_fragment(self, text: str) -> list[int]:
         return [ord(char) for char in text]
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
+
     def is_used(self, token_id: int) -> bool:
         return token_id < 0x110000
 
@@ -49,7 +60,7 @@ def parse(
     *,
     parameters: str = "",
     timeout_us: int = 0,
-    dialect: ToolDialect | None = None,
+    calls: CallFormat = UNKNOWN,
     **inputs: Any,
 ) -> Generation:
     """What preprocessing does with inputs as Triton delivers them: shaped, strings as bytes."""
@@ -62,7 +73,7 @@ def parse(
         tensors,
         Words(),
         limits=LIMITS,
-        dialect=dialect,
+        calls=calls,
         parameters=parameters,
         timeout_us=timeout_us,
     )

@@ -14,7 +14,6 @@ import pytest
 from specpipe.errors import RequestError, ServerError
 from specpipe.speculative.guide import Guide
 from specpipe.speculative.request import Chunk, Statistics
-from specpipe.text.tools.contract import MessageParser
 from specpipe.triton.client import Completion, read_completion
 from specpipe.triton.serving.answers import Answer
 from specpipe.triton.serving.requests import Generation
@@ -25,16 +24,17 @@ CHAT = {"messages": '[{"role": "user", "content": "hi"}]', "max_tokens": 3}
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 
 
-class Dialect:
-    """Writes the names that may be called, and how often."""
+class Calls:
+    """Writes the names that may be called, and what else decides the grammar."""
 
-    name = "names"
+    def is_reasoning_after(self, prompt: str) -> bool:
+        return prompt.endswith("?")
 
-    def parser(self, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
-        raise NotImplementedError
-
-    def grammar(self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> str:
-        return " ".join([*(tool["function"]["name"] for tool in tools), "+" if is_parallel else ""])
+    def grammar(
+        self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool, is_reasoning: bool = False
+    ) -> str:
+        names = (tool["function"]["name"] for tool in tools)
+        return " ".join([*names, "+" * is_parallel, "?" * is_reasoning])
 
 
 def refusal(**inputs: Any) -> str:
@@ -69,7 +69,10 @@ def test_every_input_of_the_api_arrives_and_survives_the_way_to_the_pair() -> No
     )
     request = sent.request
     assert request.end_token_ids == {2, 7, 8}
-    assert request.sampling.logit_bias == ((5, 2.0), (6, -100.0), (97, 1.25), (98, 1.0))
+    assert request.sampling.logit_bias == (
+        *((5, 1.5), (6, -100.0), (5, 0.5)),
+        *((97, 0.25), (98, 1.0), (97, 1.0)),
+    )
     assert (request.return_log_probs, request.num_top_log_probs) == (True, 4)
     assert (request.return_prompt_log_probs, sent.return_token_ids) == (True, True)
     assert request.prediction_token_ids == (120, 121)
@@ -169,11 +172,11 @@ def test_what_asks_for_nothing_passes(neutral: dict[str, Any]) -> None:
         ),
         (
             {**ASKED, "num_top_log_probs": 21},
-            "num_top_log_probs is 21; it may be 0 to 20 (serving.limits.max_top_log_probs)",
+            "num_top_log_probs is 21; it must be between 0 and 20",
         ),
         (
             {**ASKED, "num_top_log_probs": -1},
-            "num_top_log_probs is -1; it may be 0 to 20 (serving.limits.max_top_log_probs)",
+            "num_top_log_probs is -1; it must be between 0 and 20",
         ),
         (
             {**ASKED, "prediction": "x" * 1025},
@@ -248,16 +251,19 @@ def test_refusals_name_the_input(inputs: dict[str, Any], sentence: str) -> None:
         ({}, "fghi", None),
         ({"tool_choice": "auto"}, "fghi", None),
         ({"tool_choice": "none"}, "hi", None),
-        ({"tool_choice": "required"}, "fghi", "f g +"),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, "fghi", "f g "),
-        ({"tool_choice": json.dumps(TOOLS[1])}, "fghi", "g "),
+        ({"tool_choice": "required"}, "fghi", "f g + "),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, "fghi", "f g  "),
+        ({"tool_choice": json.dumps(TOOLS[1])}, "fghi", "g  "),
     ],
     ids=str,
 )
 def test_what_a_tool_choice_means(choice: dict[str, Any], prompt: str, grammar: str | None) -> None:
-    request = parse(**CHAT, tools=json.dumps(TOOLS), **choice, dialect=Dialect()).request
+    request = parse(**CHAT, tools=json.dumps(TOOLS), **choice, calls=Calls()).request
     assert "".join(map(chr, request.prompt_token_ids[1:])) == prompt
     assert request.guide == (None if grammar is None else Guide(type="lark", text=grammar))
+    open_ = {**CHAT, "messages": '[{"role": "user", "content": "<think>?"}]'}
+    guide = parse(**open_, tools=json.dumps(TOOLS), **choice, calls=Calls()).request.guide
+    assert guide == (None if grammar is None else Guide(type="lark", text=f"{grammar}?"))
 
 
 @pytest.mark.parametrize(
@@ -290,8 +296,7 @@ def test_what_a_tool_choice_means(choice: dict[str, Any], prompt: str, grammar: 
         ),
         (
             {"tools": json.dumps(TOOLS), "tool_choice": "required"},
-            "tool_choice asks for a call, but how this model writes one is not known: send auto or "
-            "none",
+            "tool_choice: how this model writes calls is not known, so none can be asked for",
         ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",

@@ -25,7 +25,7 @@ from specpipe.triton.secret import Signer
 from specpipe.triton.serving.answers import Answer
 from specpipe.triton.serving.requests import Generation, parse_request
 from tests import toy_tokenizers
-from tests.triton.serving.asked import LIMITS, SIGNER, Words, parse
+from tests.triton.serving.asked import LIMITS, SIGNER, UNKNOWN, Words, parse
 
 
 def test_every_tensor_of_nvidias_ensemble_is_there() -> None:
@@ -214,12 +214,11 @@ def test_an_unsupported_input_passes_with_its_neutral_values_alone(name: str) ->
         name: np.array([other], dtype=tensor.numpy_dtype).reshape((1,) * rank),
     }
     with pytest.raises(RequestError, match=f"^{name} is not supported: "):
-        parse_request(tensors, Words(), limits=LIMITS)
+        parse_request(tensors, Words(), limits=LIMITS, calls=UNKNOWN)
     empty = np.zeros((1,) * (rank - 1) + (0,), dtype=tensor.numpy_dtype)
     if -1 in tensor.dims:
-        assert (
-            parse_request({**tensors, name: empty}, Words(), limits=LIMITS).request.max_tokens == 1
-        )
+        passes = parse_request({**tensors, name: empty}, Words(), limits=LIMITS, calls=UNKNOWN)
+        assert passes.request.max_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -625,6 +624,7 @@ STATISTICS = Statistics(
     seed_used=2**63 + 1,
     acceptance_rate=0.5,
     draft_status="drafted",
+    acceptance_histogram=(1, 0, 1),
 )
 
 
@@ -663,6 +663,7 @@ LAST = {
     "num_output_tokens": [[4]],
     "accepted_prediction_tokens": [[0]],
     "rejected_prediction_tokens": [[0]],
+    "acceptance_histogram": [[1, 0, 1]],
     "seed_used": [[2**63 + 1]],
     "is_lossless": [[True]],
 }
@@ -745,8 +746,12 @@ def test_a_failure_after_it_is_a_normal_last_response() -> None:
 
 def test_statistics_survive_the_way_to_the_client() -> None:
     (response,) = answer(CHUNKS)
-    values = {name: np.reshape(value, -1)[0] for name, value in response.items()}
+    values: dict[str, Any] = {name: np.reshape(v, -1)[0] for name, v in response.items()}
+    values["acceptance_histogram"] = response["acceptance_histogram"]
     assert serving.parse_statistics(values) == STATISTICS
+    values["acceptance_histogram"] = 2  # as Triton writes one number in JSON
+    only_one = dataclasses.replace(STATISTICS, acceptance_histogram=(2,))
+    assert serving.parse_statistics(values) == only_one
     assert serving.parse_statistics({"finish_reason": "error"}) is None
 
 
@@ -779,7 +784,7 @@ def told(tokenizer: Tokenizer, output: list[str], **inputs: Any) -> tuple[str, i
     tensors = {"max_tokens": serving.as_array(serving.input_tensor("max_tokens"), [len(output)])}
     for name, value in inputs.items():
         tensors[name] = serving.as_array(serving.input_tensor(name), [value])
-    generation = parse_request(tensors, tokenizer, limits=LIMITS)
+    generation = parse_request(tensors, tokenizer, limits=LIMITS, calls=UNKNOWN)
     request = generation.request
     limits = requests.RequestLimits(
         max_num_draft_tokens=4, max_seq_len=64, draft_max_seq_len=64, vocab_size=1000

@@ -63,6 +63,8 @@ class Usage:
     seed_used: int | None = None
     is_lossless: bool | None = None
     draft_status: str | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
     acceptance_histogram: tuple[int, ...] | None = None
 
     @classmethod

@@ -56,15 +56,20 @@ class CostTable:
             verify=[max(seconds / plain - 1.0, 0.0) for seconds in verified.tolist()],
         )
 
-    def step_seconds(self, draft_lengths: Sequence[int]) -> float:
-        """Returns the time of one step of a batch whose requests draft that many tokens each."""
-        num_rows = len(draft_lengths) * (1 + max(draft_lengths, default=0))
+    def step_seconds(
+        self, draft_lengths: Sequence[int], copied_lengths: Sequence[int] = ()
+    ) -> float:
+        """Returns the time of one step of a batch whose requests draft, or copy, that many tokens
+        each.
+        """
+        batch_size = len(draft_lengths) + len(copied_lengths)
+        num_rows = batch_size * (1 + max((*draft_lengths, *copied_lengths), default=0))
         still_drafting = (
             sum(length > depth for length in draft_lengths)
             for depth in range(max(draft_lengths, default=0))
         )
         return self.seconds("target", num_rows) + sum(
-            self.seconds("draft", batch_size) for batch_size in still_drafting
+            self.seconds("draft", num_drafting) for num_drafting in still_drafting
         )
 
     def favour_draft(self) -> None:

@@ -101,16 +101,13 @@ class Drafting:
         batch_size = len(decoding)
         most = most_draft_tokens(self._options.schedule, batch_size)
         costs = self._costs.at(batch_size) if self._costs is not None and decoding else None
-        if costs is not None and batch_size == 1:
-            copied = self._copy(decoding[0], costs, most)
-            if copied is not None:
-                return [copied]
-        drafted = [Drafted(r.state) for r in decoding]
+        drafted = [self._copy(r, costs, most, is_alone=batch_size == 1) for r in decoding]
+        copied = [d for d in drafted if d.is_copied]
         proposals, late = self._propose(decoding, drafted, costs, most)
         if self._costs is not None and decoding:
             if batch_size > 1:
-                proposals = _worthwhile(proposals, self._costs, batch_size)
-            if not proposals and most != 0:
+                proposals = _worthwhile(proposals, copied, self._costs, batch_size)
+            if not proposals and not copied and most != 0:
                 self._costs.favour_draft()
         if late:
             self._engine.forward(late, [0] * len(late))
@@ -118,15 +115,27 @@ class Drafting:
         return drafted
 
     def _copy(
-        self, running: RunningSequences, costs: StepCosts, most: int | None
-    ) -> Drafted | None:
-        """Returns draft tokens from the request's own text; None where none pay more."""
-        if not self._options.prompt_lookup or running.is_draft_suspect:
-            return None
+        self,
+        running: RunningSequences,
+        costs: StepCosts | None,
+        most: int | None,
+        *,
+        is_alone: bool,
+    ) -> Drafted:
+        """Returns draft tokens from the request's prediction or its own text; none where none pay
+        more than drafting.
+        """
         state = running.state
-        copying = replace(costs, draft_step=0.0)
+        if running.is_draft_suspect:
+            return Drafted(state)
+        copying = None if costs is None else replace(costs, draft_step=0.0)
+        predicted = state.drafts.predict(copying, costs, most=most)
+        if predicted:
+            return Drafted(state, predicted, is_copied=True, is_predicted=True)
+        if copying is None or not is_alone or not self._options.prompt_lookup:
+            return Drafted(state)
         num_copied = state.drafts.next_num_copied_tokens(copying, costs, most=most)
-        return Drafted(state, state.drafts.copy(num_copied), is_copied=True) if num_copied else None
+        return Drafted(state, state.drafts.copy(num_copied), is_copied=num_copied > 0)
 
     def _propose(
         self,
@@ -140,6 +149,8 @@ class Drafting:
         late = []
         for running, draft in zip(decoding, drafted, strict=True):
             state = running.state
+            if draft.is_copied:
+                continue
             if running.is_draft_suspect:
                 running.is_draft_suspect = False
                 state.drafts.skip("draft_failed", most=most)
@@ -179,37 +190,45 @@ class Drafting:
 
 
 def _worthwhile(
-    proposals: Sequence[_Proposal], costs: CostTable, batch_size: int
+    proposals: Sequence[_Proposal], copied: Sequence[Drafted], costs: CostTable, batch_size: int
 ) -> list[_Proposal]:
-    """Returns proposals cut to the draft length at which the batch emits most in a given time.
+    """Returns proposals cut to the draft length at which the batch emits most in a given time, and
+    cuts what was copied, of predictions, likewise.
 
     Each request proposes what would pay if all did as it does. But a draft step for a few of them
     costs nearly what it costs for all, and those that do not draft wait for it. Those that name
     their draft length are not stopped.
     """
-    num_plain = batch_size - len(proposals)
+    num_plain = batch_size - len(proposals) - len(copied)
 
     def rate(cap: int) -> float:
-        lengths = [_capped(p, cap) for p in proposals]
+        lengths = [_capped(p.drafted, p.num_draft_tokens, cap) for p in proposals]
+        copied_lengths = [_capped(d, len(d.token_ids), cap) for d in copied]
         expected = sum(
-            p.drafted.state.drafts.expected_tokens(length)
-            for p, length in zip(proposals, lengths, strict=True)
+            draft.state.drafts.expected_tokens(length, is_predicted=draft.is_predicted)
+            for draft, length in zip(
+                (*(p.drafted for p in proposals), *copied), (*lengths, *copied_lengths), strict=True
+            )
         )
-        return (num_plain + expected) / costs.step_seconds([*lengths, *[0] * num_plain])
+        seconds = costs.step_seconds([*lengths, *[0] * num_plain], copied_lengths)
+        return (num_plain + expected) / seconds
 
-    longest = max((p.num_draft_tokens for p in proposals), default=0)
+    longest = max(
+        (*(p.num_draft_tokens for p in proposals), *(len(d.token_ids) for d in copied)), default=0
+    )
     best = max(range(longest + 1), key=rate)
     cap = best if rate(best) >= MIN_GAIN * rate(0) else 0
     worthwhile = []
     for proposal in proposals:
-        proposal.num_draft_tokens = _capped(proposal, cap)
+        proposal.num_draft_tokens = _capped(proposal.drafted, proposal.num_draft_tokens, cap)
         if proposal.num_draft_tokens:
             worthwhile.append(proposal)
         else:
             proposal.drafted.state.drafts.skip("does_not_pay")
+    for draft in copied:
+        del draft.token_ids[_capped(draft, len(draft.token_ids), cap) :]
     return worthwhile
 
 
-def _capped(proposal: _Proposal, cap: int) -> int:
-    names_draft_length = proposal.drafted.state.drafts.names_draft_length
-    return proposal.num_draft_tokens if names_draft_length else min(proposal.num_draft_tokens, cap)
+def _capped(draft: Drafted, length: int, cap: int) -> int:
+    return length if draft.state.drafts.names_draft_length else min(length, cap)

@@ -25,7 +25,7 @@ from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.decode import UNUSABLE_LOGITS
 from specpipe.speculative.request import Chunk, Request, RequestLimits
 
-_HONOURED = ("logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs")
+_HONOURED = ("logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs", "prediction")
 """Of `FEATURES`."""
 
 
@@ -253,8 +253,10 @@ class EnginePair(QueuedPair[RunningSequences]):
         chunk = state.accept(
             result.token_ids,
             result.log_probs,
+            result.top_log_probs,
             num_draft_tokens=result.num_draft_tokens,
             is_copied=drafted.is_copied,
+            is_predicted=drafted.is_predicted,
         )
         self._emit(running, chunk)
         if chunk.finish_reason is None:

@@ -19,10 +19,12 @@ class Drafted:
     token_ids: list[int] = field(default_factory=list)
     probs: list[Any] = field(default_factory=list)
     """The probabilities [V] that each token was drawn from; empty for requests verified by
-    matching.
+    matching, and for copied tokens, which had no other.
     """
     is_copied: bool = False
-    """The tokens are the text's own and not the draft's."""
+    """The tokens are those of a text and not the draft's."""
+    is_predicted: bool = False
+    """That text is the request's prediction."""
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ class SingleStream:
 
     @staticmethod
     def can_run(state: RequestState) -> bool:
-        """Returns whether a request wants tokens alone, chosen by the model's scores alone, and
-        drafted by the draft or from its own text.
+        """Returns whether a request wants tokens alone, chosen by the model's scores alone, and has
+        now no better draft tokens than the device's.
         """
         request = state.request
         return not (
@@ -108,7 +108,7 @@ class SingleStream:
             or request.has_log_probs
             or request.return_prompt_log_probs
             or request.guide
-            or request.prediction_token_ids
+            or state.drafts.follows_prediction
         )
 
     def may_draft(self, state: RequestState) -> bool:

@@ -161,11 +161,11 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> RoundR
         verified = verify_by_matching(token_ids, choices.token_ids[first : first + num_rows])
         return RoundResult(verified.token_ids, num_draft_tokens=len(token_ids))
     accepted: list[int] = []
-    for index, (token_id, draft_probs) in enumerate(
-        zip(token_ids, drafted.probs, strict=False), first
-    ):
+    for place, token_id in enumerate(token_ids):
+        index = first + place
         row = choices.rows[index]
         target_probs = choices.probs(index)
+        draft_probs = drafted.probs[place] if drafted.probs else _certain(token_id, target_probs)
         accept = float(noise.uniform(row.sampling.seed, row.position, Purpose.ACCEPT, 1)[0])
         if accept * draft_probs[token_id] < target_probs[token_id]:
             accepted.append(token_id)
@@ -176,6 +176,13 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> RoundR
         return RoundResult(accepted, num_draft_tokens=len(token_ids))
     bonus = choices.token_ids[first + len(accepted)]
     return RoundResult([*accepted, bonus], num_draft_tokens=len(token_ids))
+
+
+def _certain(token_id: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns the probabilities [V] of a copied token."""
+    probs = torch.zeros_like(like)
+    probs[token_id] = 1.0
+    return probs
 
 
 def _likeliest(log_probs: torch.Tensor, count: int) -> list[TopLogProbs]:

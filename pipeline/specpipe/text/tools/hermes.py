@@ -32,9 +32,9 @@ class HermesDialect:
     def is_used_by(template: str) -> bool:
         """Returns whether a chat template writes such calls.
 
-        Qwen3-Coder and GLM-4.5 have XML between the same marks.
+        Qwen3-Coder and GLM-4.5 have XML between the same marks, and no object.
         """
-        return _OPEN in template and not any(mark in template for mark in ("<function", "<arg_"))
+        return _OPEN in template and '"name"' in template and "<function=" not in template
 
     def parser(
         self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool = True

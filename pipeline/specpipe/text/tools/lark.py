@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from specpipe.speculative.guide import Guide
+
 _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it, and chat templates with it, which models learned from."""
 
@@ -24,9 +26,27 @@ def after(prefix: str, rules: str, text: str) -> str:
     return f"start: {prefix} answer\n{rules}answer: {text.removeprefix('start: ')}"
 
 
+def of_guide(guide: Guide) -> str:
+    """Returns a guide that can be followed as a grammar."""
+    from llguidance import regex_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if guide.type in ("json", "json_schema"):
+        schema = json.loads(guide.text or "{}")
+        answer = json_value(schema) if isinstance(schema, dict) else f"%json {guide.text}"
+    elif guide.type == "regex":
+        answer = f"/{regex_to_lark(guide.text)}/"
+    elif guide.type == "choice":
+        answer = " | ".join(map(literal, json.loads(guide.text)))
+    else:
+        inner = gbnf_to_lark(guide.text) if guide.type == "ebnf_grammar" else guide.text
+        answer = f"%lark {{\n{inner}\n}}"
+    return grammar(start="guided", guided=answer)
+
+
 def literal(text: str) -> str:
     """Returns a text as Lark writes it."""
-    return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False)
 
 
 def token(token_ids: Mapping[str, int], text: str) -> str:
@@ -36,7 +56,7 @@ def token(token_ids: Mapping[str, int], text: str) -> str:
 
 def json_value(schema: Mapping[str, Any]) -> str:
     """Returns a value of a JSON schema, which may have definitions of its own."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _FORM})}"
+    return f"%json {json.dumps({'x-guidance': _FORM, **schema})}"
 
 
 def call_object(name: str, arguments: str, schema: Mapping[str, Any]) -> str:

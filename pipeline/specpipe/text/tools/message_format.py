@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpipe.errors import RequestError
+from specpipe.speculative.guide import Guide
 from specpipe.text.tokenizer import Tokenizer
+from specpipe.text.tools import lark
 from specpipe.text.tools.contract import MessageDelta, MessageParser, ToolDialect
 from specpipe.text.tools.hermes import HermesDialect
 from specpipe.text.tools.llama import LlamaDialect
@@ -25,7 +27,7 @@ def dialect_of(tokenizer: Tokenizer, name: str | None = None) -> ToolDialect | N
 
     None where the template writes no calls, or in a way that is not known.
     """
-    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
+    template = _source(tokenizer)
     for dialect in _DIALECTS:
         if dialect.name == name or (name is None and dialect.is_used_by(template)):
             return dialect(_token_ids(tokenizer, dialect.marks), template)
@@ -50,8 +52,7 @@ class MessageFormat:
     @classmethod
     def of(cls, tokenizer: Tokenizer, dialect: str | None = None) -> MessageFormat:
         """Returns the format of a checkpoint; `dialect` is one of DIALECT_NAMES, or found out."""
-        template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
-        found, marks = dialect_of(tokenizer, dialect), marks_in(template) or ()
+        found, marks = dialect_of(tokenizer, dialect), marks_in(_source(tokenizer))
         tokens = tokenizer.tokens()
         special = {tokens[token_id] for token_id in tokenizer.special_token_ids}
         return cls(
@@ -64,6 +65,15 @@ class MessageFormat:
     def is_reasoning_after(self, prompt: str) -> bool:
         """Returns whether an answer to a rendered prompt begins inside thoughts."""
         return self.reasoning is not None and self.reasoning.is_open_after(prompt)
+
+    def after_thoughts(self, guide: Guide, prompt: str) -> Guide:
+        """Returns the guide of an answer to a prompt: where that opens thoughts, they come first.
+
+        It must be one that can be followed.
+        """
+        if self.reasoning is None or not self.is_reasoning_after(prompt):
+            return guide
+        return Guide(type="lark", text=self.reasoning.grammar(lark.of_guide(guide), is_open=True))
 
     def parser(
         self,
@@ -114,6 +124,14 @@ class _Content:
 
     def end(self) -> MessageDelta:
         return MessageDelta()
+
+
+def _source(tokenizer: Tokenizer) -> str:
+    """Returns the source of the chat template, quotes inside its strings as they come out."""
+    template = tokenizer.chat_template
+    if template is None:
+        return ""
+    return (template.with_tools or template).source.replace(r"\"", '"')
 
 
 def _token_ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:

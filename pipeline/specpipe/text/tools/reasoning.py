@@ -46,9 +46,9 @@ class ReasoningMarks:
         return lark.after(prefix, rules, text)
 
 
-def marks_in(template: str) -> tuple[str, str] | None:
-    """Returns the marks of thoughts that a chat template knows."""
-    return next((pair for pair in _PAIRS if pair[1] in template), None)
+def marks_in(template: str) -> tuple[str, str] | tuple[()]:
+    """Returns the marks of thoughts that a chat template knows; none where there are none."""
+    return next((pair for pair in _PAIRS if pair[1] in template), ())
 
 
 class ReasoningParser:
@@ -63,7 +63,7 @@ class ReasoningParser:
         self._rest = rest
         self._is_open = is_open
         self._is_begun = False  # it is known whether the answer begins with the opening mark
-        self._is_trimmed = False  # white space here is dropped
+        self._is_trimmed = is_open  # white space here is dropped
         self._text = ""
 
     def feed(self, text: str) -> MessageDelta:
@@ -82,9 +82,9 @@ class ReasoningParser:
     def end(self) -> MessageDelta:
         """Returns what was held back."""
         if self._is_open:
-            return MessageDelta.joined(
-                [MessageDelta(reasoning=self._text.rstrip()), self._rest.end()]
-            )
+            self._trim()
+            cut = MessageDelta(reasoning=self._text.rstrip())
+            return MessageDelta.joined([cut, self._rest.end()])
         return MessageDelta.joined([self._rest.feed(self._text), self._rest.end()])
 
     def _begin(self) -> bool:
@@ -95,7 +95,7 @@ class ReasoningParser:
         if start.startswith(self._marks.opening):
             self._is_open = True
             self._text = start.removeprefix(self._marks.opening)
-        self._is_trimmed = self._is_open
+            self._is_trimmed = True
         return True
 
     def _read_thoughts(self) -> str:

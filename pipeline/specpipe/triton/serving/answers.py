@@ -99,7 +99,7 @@ def _last_values(chunk: Chunk) -> dict[str, Sequence[Any]]:
         values["error"] = [to_sentence(chunk.error)]
     if chunk.statistics is not None:
         values |= {
-            name: [value]
+            name: value if isinstance(value, tuple) else [value]
             for name, value in chunk.statistics.to_json().items()
             if name in TENSORS_BY_NAME and value is not None
         }
@@ -130,8 +130,14 @@ def parse_statistics(values: Mapping[str, Any]) -> Statistics | None:
         **counts,
         acceptance_rate=float(values.get("acceptance_rate", 0.0)),
         draft_status=values.get("draft_status"),
+        acceptance_histogram=_histogram(values.get("acceptance_histogram")),
         is_lossless=bool(values.get("is_lossless", True)),
     )
+
+
+def _histogram(value: Any) -> tuple[int, ...] | None:
+    """Returns an output that Triton writes as one number where it has but one."""
+    return None if value is None else tuple(int(count) for count in np.reshape(value, -1))
 
 
 def read_chunk(tensors: Tensors) -> tuple[np.ndarray[Any, Any], bytes]:

@@ -2,45 +2,56 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, get_args
 
 from specpipe.errors import RequestError, show
 from specpipe.speculative.guide import Guide, GuideType
-from specpipe.text.tools.contract import ToolDialect
 from specpipe.triton.serving.conversation import Conversation
 from specpipe.triton.serving.inputs import Inputs
 
 _TYPES = get_args(GuideType)
 
 
-def read_guide(
-    inputs: Inputs, conversation: Conversation | None, dialect: ToolDialect | None
-) -> Guide | None:
-    """Returns the guide of an answer: the one that was sent, or that of calls that it must make.
+class CallFormat(Protocol):
+    """How a model writes calls of tools; `specpipe.text.tools.message_format.MessageFormat`."""
 
-    Whether it can be followed is not looked at. dialect is how the model writes calls; None: that
-    is unknown.
+    def is_reasoning_after(self, prompt: str) -> bool: ...
+
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_parallel: bool,
+        is_reasoning: bool = False,
+    ) -> str: ...
+
+
+def guide_to_call(
+    guide: Guide | None, conversation: Conversation, prompt: str, calls: CallFormat
+) -> Guide:
+    """Returns the guide of an answer to a prompt that must be a call, or several.
+
+    Raises RequestError where a `guide` was sent as well, or where how calls are written is not
+    known.
     """
-    guide = _sent(inputs)
-    if conversation is None or not conversation.called_tools:
-        return guide
     if guide is not None:
         raise RequestError(
             "guided_decoding_guide_type and tool_choice both say what the answer must be: leave "
             "one out"
         )
-    if dialect is None:
-        raise RequestError(
-            "tool_choice asks for a call, but how this model writes one is not known: send auto or "
-            "none"
-        )
-    grammar = dialect.grammar(
-        conversation.called_tools, is_parallel=conversation.calls_are_parallel
+    grammar = calls.grammar(
+        conversation.called_tools,
+        is_parallel=conversation.calls_are_parallel,
+        is_reasoning=calls.is_reasoning_after(prompt),
     )
     return Guide(type="lark", text=grammar)
 
 
-def _sent(inputs: Inputs) -> Guide | None:
+def read_guide(inputs: Inputs) -> Guide | None:
+    """Returns the guide that was sent, None where there is none; whether it can be followed is not
+    looked at.
+    """
     kind, text = (inputs.one(f"guided_decoding_guide{suffix}", "") for suffix in ("_type", ""))
     if not kind:
         if text:

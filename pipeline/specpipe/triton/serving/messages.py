@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specpipe.config.limits import ServedLimits
-from specpipe.errors import RequestError, show
+from specpipe.errors import RequestError
 from specpipe.text.chat_messages import check_messages
+from specpipe.text.tools.functions import functions_of
 from specpipe.triton.serving import strict_json
 
 _NOT_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -47,7 +48,7 @@ def parse_messages(data: bytes, limits: ServedLimits) -> list[dict[str, Any]]:
 
 
 def parse_tools(data: bytes, limits: ServedLimits) -> list[dict[str, Any]]:
-    """Returns functions in OpenAI's form, each with a name of its own."""
+    """Returns functions in OpenAI's form."""
     expected = f"a JSON array such as [{_NAMED_TOOL}]"
     tools = strict_json.parse("tools", data, limits, expected=expected)
     if not isinstance(tools, list):
@@ -57,16 +58,7 @@ def parse_tools(data: bytes, limits: ServedLimits) -> list[dict[str, Any]]:
             f"tools has {len(tools)} entries; it may have {limits.max_tools} "
             "(serving.limits.max_tools)"
         )
-    names: set[str] = set()
-    for index, tool in enumerate(tools):
-        name = _name_of(tool)
-        if name is None:
-            raise RequestError(f"tools[{index}] must be an object such as {_NAMED_TOOL}")
-        if name in names:
-            raise RequestError(f"tools[{index}] has the name '{show(name)}', as one before it has")
-        if not isinstance(tool["function"].get("parameters") or {}, dict):
-            raise RequestError(f"tools[{index}].function.parameters must be a JSON schema")
-        names.add(name)
+    functions_of(tools)
     return tools
 
 
@@ -76,8 +68,10 @@ def parse_tool_choice(data: bytes, limits: ServedLimits) -> ToolChoice:
     if by_word is not None:
         return by_word
     expected = f"none, auto, required, or JSON such as {_NAMED_TOOL}"
-    name = _name_of(strict_json.parse("tool_choice", data, limits, expected=expected))
-    if name is None:
+    named = strict_json.parse("tool_choice", data, limits, expected=expected)
+    function = named.get("function") if isinstance(named, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or named.get("type") != "function":
         raise RequestError(f"tool_choice must be {expected}")
     return ToolChoice("required", name)
 
@@ -95,12 +89,3 @@ def parse_template_kwargs(data: bytes, limits: ServedLimits) -> dict[str, Any]:
     if "chat_template" in parsed:
         raise RequestError(f"{name} has 'chat_template': the template is the checkpoint's")
     return parsed
-
-
-def _name_of(tool: Any) -> str | None:
-    """Returns the name of a function in OpenAI's form, None for anything else."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        return None
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) and name else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from specpipe.errors import RequestError
@@ -26,6 +26,8 @@ class RequestTokenizer(Protocol):
     ) -> list[int]: ...
 
     def encode_fragment(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def is_used(self, token_id: int) -> bool: ...
 

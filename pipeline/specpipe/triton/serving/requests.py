@@ -13,10 +13,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from specpipe.config.limits import ServedLimits
 from specpipe.errors import RequestError, show
 from specpipe.speculative.request import Request, check_prompt_length
-from specpipe.text.tools.contract import ToolDialect
 from specpipe.triton.secret import Signer
 from specpipe.triton.serving.conversation import Conversation, read_conversation
-from specpipe.triton.serving.guides import read_guide
+from specpipe.triton.serving.guides import CallFormat, guide_to_call, read_guide
 from specpipe.triton.serving.inputs import Inputs, check_parameters
 from specpipe.triton.serving.request_tokenizer import RequestTokenizer, check_used
 from specpipe.triton.serving.sampling import read_end_token_ids, read_sampling, words_of
@@ -30,6 +29,8 @@ from specpipe.triton.serving.tensor_values import (
 from specpipe.triton.serving.tensors import PROMPT_TOKEN_IDS, REQUEST, SIGNATURE
 
 _PROMPTS = ("text_input", "input_ids", "messages")
+
+_END_TOKENS = 64  # of a prompt; more than a mark of thoughts and the lines after it take
 
 _STAND_IN = (0,)
 """Stands for the prompt in the JSON, since the prompt travels as a tensor of its own."""
@@ -102,15 +103,15 @@ def parse_request(
     tokenizer: RequestTokenizer,
     *,
     limits: ServedLimits,
-    dialect: ToolDialect | None = None,
+    calls: CallFormat,
     parameters: str = "",
     timeout_us: int = 0,
 ) -> Generation:
     """Turns the inputs of one request into a Generation; raises RequestError with the field's name.
 
-    What is too large is refused before anything is done with it. dialect is how the model writes
-    calls of tools; None: that is unknown. `parameters` are the request's, as the JSON that Triton
-    gives, `timeout_us` the timeout that gRPC clients set for Triton (0: none).
+    What is too large is refused before anything is done with it. calls is how the model writes
+    calls of tools. `parameters` are the request's, as the JSON that Triton gives, `timeout_us` the
+    timeout that gRPC clients set for Triton (0: none).
     """
     check_parameters(parameters, limits)
     inputs = Inputs(tensors, limits)
@@ -121,12 +122,15 @@ def parse_request(
     echo = inputs.one("exclude_input_in_output") is False
     if echo and "messages" in inputs:
         raise RequestError("exclude_input_in_output is false: messages cannot be echoed")
-    num_top_log_probs = _num_top_log_probs(inputs, limits)
+    num_top_log_probs = inputs.one("num_top_log_probs", 0)
     conversation = read_conversation(inputs, limits)
-    guide = read_guide(inputs, conversation, dialect)
+    guide = read_guide(inputs)
+    prompt_token_ids = _encode_prompt(inputs, conversation, tokenizer, limits)
+    if conversation is not None and conversation.called_tools:
+        guide = guide_to_call(guide, conversation, _end_of(prompt_token_ids, tokenizer), calls)
     request = Request(
         request_id="",
-        prompt_token_ids=tuple(_encode_prompt(inputs, conversation, tokenizer, limits)),
+        prompt_token_ids=tuple(prompt_token_ids),
         max_tokens=max_tokens,
         sampling=read_sampling(inputs, tokenizer),
         num_draft_tokens=inputs.one("num_draft_tokens"),
@@ -161,16 +165,6 @@ def _check_one_prompt(inputs: Inputs) -> None:
         )
 
 
-def _num_top_log_probs(inputs: Inputs, limits: ServedLimits) -> int:
-    count: int = inputs.one("num_top_log_probs", 0)
-    if not 0 <= count <= limits.max_top_log_probs:
-        raise RequestError(
-            f"num_top_log_probs is {count}; it may be 0 to {limits.max_top_log_probs} "
-            "(serving.limits.max_top_log_probs)"
-        )
-    return count
-
-
 def _encode_prompt(
     inputs: Inputs,
     conversation: Conversation | None,
@@ -193,6 +187,10 @@ def _encode_prompt(
         token_ids = tokenizer.encode(text)
     check_prompt_length(len(token_ids), limits.max_seq_len)
     return token_ids
+
+
+def _end_of(prompt_token_ids: list[int], tokenizer: RequestTokenizer) -> str:
+    return tokenizer.decode(prompt_token_ids[-_END_TOKENS:], skip_special_tokens=False)
 
 
 def _encode_prediction(

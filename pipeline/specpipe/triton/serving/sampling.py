@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from specpipe.errors import RequestError
 from specpipe.speculative.request import Sampling
@@ -69,22 +69,19 @@ def words_of(name: str, inputs: Inputs) -> list[str]:
 
 
 def _logit_bias(inputs: Inputs, tokenizer: RequestTokenizer) -> tuple[tuple[int, float], ...]:
-    """Returns what is added to the logit of each token, in the order in which they were named."""
+    """Returns what is added to the logits of tokens, one after the other."""
     ids, values = inputs.many("logit_bias_ids"), inputs.many("logit_bias_values")
     _check_pairs("logit_bias_ids", ids, "logit_bias_values", values)
     check_used("logit_bias_ids", ids, tokenizer)
     words, weights = inputs.many("embedding_bias_words"), inputs.many("embedding_bias_weights")
     if any(words) or any(weights):  # NVIDIA's clients send what asks for nothing
         _check_pairs("embedding_bias_words", words, "embedding_bias_weights", weights)
-    sums: dict[int, float] = {}
-    biased: Iterable[tuple[Sequence[int], float]] = (
-        *(((token_id,), value) for token_id, value in zip(ids, values, strict=True)),
-        *((tokenizer.encode_fragment(word), w) for word, w in zip(words, weights, strict=False)),
+    words_bias = (
+        (token_id, weight)
+        for word, weight in zip(words, weights, strict=False)
+        for token_id in tokenizer.encode_fragment(word)
     )
-    for token_ids, value in biased:
-        for token_id in token_ids:
-            sums[token_id] = sums.get(token_id, 0.0) + value
-    return tuple(sums.items())
+    return (*zip(ids, values, strict=True), *words_bias)
 
 
 def _check_pairs(

@@ -275,6 +275,12 @@ STATISTICS_OUTPUTS: tuple[TensorSpec, ...] = (
         "INT32",
         meaning="Draft tokens from `prediction` that the target did not accept.",
     ),
+    TensorSpec(
+        "acceptance_histogram",
+        "INT32",
+        (-1,),
+        meaning="Steps with a draft token by how many were accepted: 0, 1, and so on.",
+    ),
     TensorSpec("num_steps", "INT32", meaning="Draft-verify steps of the answer."),
     TensorSpec("num_input_tokens", "INT32", meaning="Tokens of the prompt."),
     TensorSpec("num_output_tokens", "INT32", meaning="Tokens of the answer."),

@@ -375,6 +375,7 @@ def test_counts_are_those_of_all_rounds() -> None:
         seed_used=0,
         acceptance_rate=0.5,
         draft_status="drafted",
+        acceptance_histogram=(1, 1, 0, 0, 1),
     )
     assert pair.num_steps == 4
 

@@ -338,6 +338,7 @@ def _with_counts(chunk: Chunk, part: _Part) -> Chunk:
     num_drafted, num_accepted = part.drafted
     statistics = replace(
         chunk.statistics,
+        acceptance_histogram=None,
         total_draft_tokens=num_drafted,
         total_accepted_draft_tokens=num_accepted,
         acceptance_rate=num_accepted / num_drafted,
