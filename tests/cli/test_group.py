@@ -89,6 +89,7 @@ def test_help_lists_the_commands() -> None:
         "check",
         "diff",
         "doctor",
+        "gateway",
         "generate",
         "init",
         "inspect",

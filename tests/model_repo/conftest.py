@@ -72,7 +72,14 @@ class ResponseSender:
 class ServerRequest:
     """A request as `execute` gets it."""
 
-    def __init__(self, arrays: dict[str, Any], *, parameters: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        arrays: dict[str, Any],
+        *,
+        parameters: dict[str, Any] | None = None,
+        request_id: str = "",
+    ) -> None:
+        self._request_id = request_id
         self._tensors = [Tensor(name, array) for name, array in arrays.items()]
         self._parameters = json.dumps(parameters or {})
         self.sender = ResponseSender()
@@ -83,6 +90,9 @@ class ServerRequest:
 
     def parameters(self) -> str:
         return self._parameters
+
+    def request_id(self) -> str:
+        return self._request_id
 
     def timeout(self) -> int:
         return 0

@@ -18,6 +18,7 @@ from specpipe.runtimes.pair_file import PairFile
 from specpipe.speculative.request import Chunk, Request, Statistics
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import serving
+from specpipe.triton.cancel_ids import new_cancel_id
 from specpipe.triton.repository import contents
 from specpipe.triton.secret import Signer
 
@@ -323,6 +324,28 @@ def test_speculative_survives_what_nobody_expected(
     assert str(response.error()) == "the request failed inside the server, whose log says how"
     assert good.sender.closed.wait(5)
     assert good.sender.sent[0][0].error() is None
+    speculative.finalize()
+
+
+def test_speculative_cancels_by_the_id_that_the_sender_drew_and_by_no_other(
+    speculative: Any, pb_utils: ModuleType
+) -> None:
+    drawn = new_cancel_id()
+    generation = serving.Generation(
+        request=Request(request_id="", prompt_token_ids=(1, 2), max_tokens=9)
+    )
+    tensors = generation.to_tensors(Signer(SECRET))
+    submitted: list[str] = []
+    loop = speculative._loop
+    loop.submit = lambda request, **_: submitted.append(request.request_id)
+    cancelled: list[str] = []
+    loop.cancel = cancelled.append
+    ids = ("1", drawn)
+    speculative.execute([pb_utils.ServerRequest(tensors, request_id=id_) for id_ in ids])
+    speculative.execute(
+        [pb_utils.ServerRequest(serving.write_cancel(id_.encode(), Signer(SECRET))) for id_ in ids]
+    )
+    assert cancelled == ["1", submitted[1]]
     speculative.finalize()
 
 

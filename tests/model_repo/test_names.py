@@ -17,6 +17,7 @@ NAMES = {
     "specpipe.triton.loop": {"PairLoop"},
     "specpipe.triton.metrics": {"Counters"},
     "specpipe.triton.model_config": {"CANCELS"},
+    "specpipe.triton.cancel_ids": {"CancelIds"},
     "specpipe.triton.repository": {
         "load_pair",
         "read_limits",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from specpipe.errors import NoAnswer, RequestError, ServerError
 from specpipe.gateway.triton_upstream import CompletionRate, TritonUpstream
 from specpipe.gateway.upstream import Busy
+from specpipe.machine.prometheus import parse_samples, total
 from specpipe.triton.client import Client, Completion
+from specpipe.triton.secret import Signer
 from specpipe.triton.server.server import Server
 
 PROMPT = "def add(a, b):\n    return a + b\n"
@@ -66,6 +69,35 @@ def test_a_request_that_fails_says_whose_fault_it_is(echo_server: Server) -> Non
     assert type(failed) is ServerError
     assert str(failed) == "the request failed: a target row is NaN"
     assert [chunk.finish_reason for chunk in again] == ["length"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_nobody_waits_for_ends_at_once(
+    echo_server: Server, wait_until: Callable[..., bool], stream: bool
+) -> None:
+    """Without a word it would run for 25 s; where it streams, closing the stream would do."""
+
+    async def run() -> None:
+        signer = Signer(echo_server.secret if not stream else None)
+        upstream = TritonUpstream(echo_server.grpc_url, signer=signer)
+        asked = asyncio.create_task(
+            ask(upstream, text_input="<slow> a b", max_tokens=1000, stream=stream)
+        )
+        await asyncio.to_thread(wait_until, lambda: in_flight(echo_server) == 1)
+        began = time.monotonic()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert await asyncio.to_thread(wait_until, lambda: in_flight(echo_server) == 0)
+        assert time.monotonic() - began < 10
+        assert upstream.num_running == 0
+        await upstream.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def in_flight(server: Server) -> float | None:
+    return total(parse_samples(server.read_metrics() or ""), "specpipe_requests_in_flight")
 
 
 def test_nobody_there_is_no_answer() -> None:

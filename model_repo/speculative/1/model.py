@@ -9,6 +9,7 @@ import triton_python_backend_utils as pb_utils
 from specpipe.errors import FAULT, RequestError, ServerError, to_sentence
 from specpipe.text import Tokenizer
 from specpipe.triton import repository, serving
+from specpipe.triton.cancel_ids import CancelIds
 from specpipe.triton.loop import PairLoop
 from specpipe.triton.metrics import Counters
 from specpipe.triton.secret import Signer
@@ -28,6 +29,7 @@ class TritonPythonModel:
         pair_file = repository.read_pair_file(args)
         self._max_seq_len = pair_file.options.max_seq_len
         self._signer = Signer.from_environment()
+        self._cancel_ids = CancelIds()
         self._counters = Counters(pb_utils.MetricFamily, args["model_name"])
         self._loop = PairLoop(
             repository.load_pair(args, pair_file, tokenizer.detokenizer),
@@ -38,7 +40,8 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                self._take({t.name(): t.as_numpy() for t in request.inputs()}, sender)
+                tensors = {t.name(): t.as_numpy() for t in request.inputs()}
+                self._take(request.request_id(), tensors, sender)
             except RequestError as exc:
                 self._counters.begin_request()  # and out again, as refused
                 self._refuse(sender, exc)
@@ -46,9 +49,10 @@ class TritonPythonModel:
                 LOGGER.exception("a request failed")
                 _send_error(sender, FAULT, code=pb_utils.TritonError.INTERNAL)
 
-    def _take(self, tensors, sender):
+    def _take(self, request_id, tensors, sender):
         if serving.CANCEL.name in tensors:
-            self._loop.cancel(serving.read_cancel(tensors, self._signer))
+            cancel_id = serving.read_cancel(tensors, self._signer)
+            self._loop.cancel(self._cancel_ids.stream_id(cancel_id))
             sender.send(flags=FINAL)
             return
         stream_id = uuid.uuid4().hex
@@ -56,23 +60,28 @@ class TritonPythonModel:
             tensors, request_id=stream_id, signer=self._signer, max_seq_len=self._max_seq_len
         )
         self._counters.begin_request()
+        self._cancel_ids.open(request_id, stream_id)
+        close = partial(self._cancel_ids.close, request_id, stream_id)
         self._loop.submit(
             generation.request,
-            on_chunk=partial(self._on_chunk, sender, serving.Answer(generation, stream_id)),
-            on_refusal=partial(self._refuse, sender),
+            on_chunk=partial(self._on_chunk, sender, serving.Answer(generation, stream_id), close),
+            on_refusal=partial(self._refuse, sender, close=close),
         )
 
     def finalize(self):
         self._loop.close()
         self._counters.close()
 
-    def _refuse(self, sender, error):
+    def _refuse(self, sender, error, close=None):
+        if close is not None:
+            close()
         self._counters.end_request()
         _send_error(sender, error, code=pb_utils.TritonError.INVALID_ARG)
 
-    def _on_chunk(self, sender, answer, chunk):
+    def _on_chunk(self, sender, answer, close, chunk):
         is_last = chunk.finish_reason is not None
         if is_last:
+            close()
             self._counters.end_request(chunk)
         elif answer.num_responses % RESPONSES_PER_POLL == 0 and sender.is_cancelled():
             self._loop.cancel(chunk.request_id)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from specpipe.cli.gateway import DOOR_DEFAULTS, door_options, door_settings, require_gateway
 from specpipe.cli.options import Command, load, open_store_of, pair_options
 from specpipe.cli.output import shown
 from specpipe.cli.progress import log
@@ -17,6 +18,7 @@ from specpipe.cli.progress import log
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
     from specpipe.runtimes.launch import LaunchMode
+    from specpipe.triton.server.launcher import Door, Server
 
 
 def _port_option(name: str, default: int, service: str) -> Callable[[Command], Command]:
@@ -55,6 +57,13 @@ def _port_option(name: str, default: int, service: str) -> Callable[[Command], C
     show_default=False,
     help="Listen for gRPC alone: known holes of older tritonservers are in HTTP.",
 )
+@click.option(
+    "--openai",
+    "openai_listen",
+    metavar="[HOST:]PORT",
+    help="Answer OpenAI's clients there, too, on this machine alone where no HOST is given.",
+)
+@door_options("With --openai: ")
 @click.option(
     "--allow-known-holes",
     is_flag=True,
@@ -104,7 +113,8 @@ def serve(
     verify_files: bool,
     allow_damaged: bool,
     verbose: bool,
-    **listen: Any,
+    openai_listen: str | None,
+    **options: Any,
 ) -> None:
     """Serve a pair with Triton until it is stopped.
 
@@ -128,12 +138,17 @@ def serve(
         if is_version and is_given:
             raise click.UsageError(f"{option} has no effect on a published version.")
 
+    door_values = {name: options.pop(name) for name in DOOR_DEFAULTS}
+    if openai_listen is None and door_values != DOOR_DEFAULTS:
+        raise click.UsageError("Options of the door have no effect without --openai.")
+
     def announce(server: launcher.Server) -> None:
         if is_promoted:
             starting.started(config, version)
         models = ", ".join(sorted(path.parent.name for path in repository.glob("*/1")))
         log(f"{config.name}: {models}; started in {time.monotonic() - started:.1f} s")
-        click.echo(f"ready: {' '.join(server.urls)} {server.metrics_url}")
+        urls = [*server.urls, server.metrics_url, *door_urls]
+        click.echo(f"ready: {' '.join(urls)}")
 
     def log_of_triton(line: str) -> None:
         if verbose or is_worth_showing(line, has_gpu=has_gpu):
@@ -152,12 +167,16 @@ def serve(
             allow_unverified=allow_unverified,
         )
     check_signature(config, repository, allow_unsigned=allow_unsigned, log=log)
+    door: Door = launcher.no_door
+    door_urls: tuple[str, ...] = ()
+    if openai_listen is not None:
+        door, door_urls = _door(config, repository, openai_listen, door_values)
     has_gpu = bool(gpus_here())
     log("starting Triton ...")
     started = time.monotonic()
     launcher.serve(
         repository,
-        launcher.ServeOptions(**listen),
+        launcher.ServeOptions(**options),
         report=log,
         number=number,
         artifacts_dir=config.artifacts_dir,
@@ -169,7 +188,28 @@ def serve(
         ),
         log=log_of_triton,
         on_ready=announce,
+        door=door,
     )
+
+
+def _door(
+    config: PipelineConfig, repository: Path, listen: str, values: Mapping[str, Any]
+) -> tuple[Door, tuple[str, ...]]:
+    """Returns what stands before the server, and its URL, on a port that is kept from now on."""
+    require_gateway()
+    from specpipe.gateway.child import GatewayChild, reserve
+    from specpipe.gateway.listening import url_of
+
+    settings = door_settings(config, repository, listen, (), values)
+    listener = reserve(settings)
+
+    def open_door(server: Server, is_interrupted: Callable[[], bool]) -> GatewayChild:
+        behind = settings.model_copy(update={"urls": (server.grpc_url,)})
+        return GatewayChild(
+            behind, listener, secret=server.secret, log=log, is_interrupted=is_interrupted
+        )
+
+    return open_door, (url_of(listener),)
 
 
 def _built(

@@ -25,13 +25,18 @@ PROBE_INTERVAL_S = 5.0  # of a server that is well and sends nothing
 RETURN_INTERVAL_S = 1.0  # of one that is left out
 PROBE_TIMEOUT_S = 30.0
 
+_BEGIN_TIME_S = 5.0
+_LOOK_INTERVAL_S = 0.01
+
+_NOT_ASKED = "it was not asked yet"
+
 
 @dataclass(eq=False)
 class Member:
     """A server of the pool; `fault` says why it is left out, None that it is not."""
 
     server: TritonUpstream
-    fault: str | None = "it was not asked yet"
+    fault: str | None = _NOT_ASKED
 
     def weight(self, sticky_key: str) -> bytes:
         """Returns what decides between servers, for one key: the same as long as both are there.
@@ -64,6 +69,14 @@ class Pool:
         await asyncio.gather(*self._watching, return_exceptions=True)
         for member in self.members:
             await member.server.close()
+
+    async def begin(self) -> None:
+        """Waits until a server answers, or all were asked in vain, or a while."""
+        deadline = self._clock() + _BEGIN_TIME_S
+        while self._clock() < deadline and not await self.is_ready():
+            if all(member.fault != _NOT_ASKED for member in self.members):
+                return
+            await asyncio.sleep(_LOOK_INTERVAL_S)
 
     def states(self) -> dict[str, bool]:
         """Returns by URL whether requests go to a server."""
@@ -106,7 +119,7 @@ class Pool:
         return "; ".join(f"{member.server.url}: {member.fault}" for member in self.members)
 
     def _leave_out(self, member: Member, failure: Exception) -> None:
-        if member.fault is None:
+        if member.fault in (None, _NOT_ASKED):
             self._log(f"{member.server.url} is left out: {to_sentence(failure)}")
         member.fault = to_sentence(failure)
 
@@ -130,6 +143,6 @@ class Pool:
         except Exception as exc:  # or nobody would ask this server again
             self._leave_out(member, exc)
             return
-        if member.fault is not None:
+        if member.fault not in (None, _NOT_ASKED):
             self._log(f"{member.server.url} answers")
-            member.fault = None
+        member.fault = None

@@ -6,6 +6,7 @@ that are closed before.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import deque
@@ -16,15 +17,18 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from specpipe.errors import FAULT, CutStream, NoAnswer, RequestError, ServerError
+from specpipe.gateway.cancelling import Canceller
 from specpipe.gateway.upstream import Busy
 from specpipe.machine.callables import Clock
 from specpipe.machine.web import is_here, parse_url
 from specpipe.runtimes.pair.admission import is_for_load
 from specpipe.runtimes.repository_layout import ENSEMBLE
+from specpipe.triton.cancel_ids import new_cancel_id
 from specpipe.triton.client.completion import Completion, check_reason, read_completion
 from specpipe.triton.client.grpc_messages import is_final, read_values, write_request
 from specpipe.triton.client.grpc_transport import last_cause
 from specpipe.triton.client.transport import plain
+from specpipe.triton.secret import Signer
 
 _PROBE_PROMPT = "Hello"
 _ANSWER_TIME_S = 2.0  # what a server that answers takes at most to say so
@@ -55,15 +59,24 @@ class TritonUpstream:
     """An `Upstream` of one server; to be made where its event loop runs."""
 
     def __init__(
-        self, url: str, *, timeout_s: float = 630.0, clock: Clock = time.monotonic
+        self,
+        url: str,
+        *,
+        timeout_s: float = 630.0,
+        signer: Signer | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """timeout_s  what an answer may take in all; a little more than the server gives it."""
+        """timeout_s  what an answer may take in all; a little more than the server gives it
+        signer     by which requests are cancelled at once; None: that of the environment
+        """
         address = parse_url(url, ("grpc",))
         self.url = f"grpc://{address}"
         self._timeout_s = timeout_s
         proxy = ("grpc.enable_http_proxy", 0 if is_here(address.host) else 1)
         self._channel = grpc.aio.insecure_channel(str(address), (*_CHANNEL_OPTIONS, proxy))
-        self._infer = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._infer = stub.ModelStreamInfer
+        self._canceller = Canceller(stub, signer or Signer.from_environment())
         self._rate = CompletionRate(clock)
         self._clock = clock
         self.num_running = 0
@@ -72,6 +85,7 @@ class TritonUpstream:
         """When the server last sent anything, by the clock."""
 
     async def close(self) -> None:
+        await self._canceller.close()
         await self._channel.close()
 
     async def is_ready(self) -> bool:
@@ -116,9 +130,10 @@ class TritonUpstream:
     ) -> AsyncGenerator[Completion, None]:
         num_received = 0
         finish_reason = None
+        cancel_id = new_cancel_id()
         call = self._infer(timeout=timeout_s)
         try:
-            await call.write(write_request(ENSEMBLE, inputs))
+            await call.write(write_request(ENSEMBLE, inputs, request_id=cancel_id))
             while (message := await call.read()) is not grpc.aio.EOF:
                 self.last_response_s = self._clock()
                 if message.error_message:
@@ -141,6 +156,10 @@ class TritonUpstream:
         except grpc.aio.AioRpcError as exc:
             if finish_reason is None:
                 raise self._broken(exc.code(), exc.details(), num_received) from exc
+        except (asyncio.CancelledError, GeneratorExit):  # nobody waits for the answer any more
+            if finish_reason is None:
+                self._canceller.cancel(cancel_id)
+            raise
         finally:
             call.cancel()
         if finish_reason is None:

@@ -14,6 +14,9 @@ cancel   `postprocessing` signs the id of the stream whose client it finds gone.
          choice; but a stream's id is 122 random bits, which go from `speculative` to
          `postprocessing` alone. No output of the ensemble and no message has it.
 
+           The door for OpenAI's clients (specpipe/gateway) knows the secret and signs the id that
+           it drew for its own request, which Triton hands on (cancel_ids.py).
+
 A program that asks `speculative` on purpose, as `specpipe verify` asks the servers that it starts,
 signs with the same secret (`Server.secret`). An operator who wants a known one sets SPECPIPE_SECRET
 where the server starts. A tritonserver that is started by hand, without the variable, checks
@@ -49,6 +52,10 @@ class Signer:
     def from_environment(cls) -> Signer:
         """Returns the signer of a model's process."""
         return cls(os.environ.get(VARIABLE) or None)
+
+    @property
+    def has_secret(self) -> bool:
+        return self._secret is not None
 
     def sign(self, purpose: str, *parts: bytes) -> str:
         """Returns the signature of the parts, each of which stands for itself."""

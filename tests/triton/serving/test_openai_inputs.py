@@ -30,6 +30,11 @@ class Calls:
     def is_reasoning_after(self, prompt: str) -> bool:
         return prompt.endswith("?")
 
+    def after_thoughts(self, guide: Guide, prompt: str) -> Guide:
+        if not self.is_reasoning_after(prompt):
+            return guide
+        return Guide(type="lark", text=f"thoughts {guide.type} {guide.text}")
+
     def grammar(
         self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool, is_reasoning: bool = False
     ) -> str:
@@ -303,6 +308,18 @@ def test_what_a_tool_choice_means(choice: dict[str, Any], prompt: str, grammar: 
 )
 def test_a_tool_choice_that_cannot_be_kept(inputs: dict[str, Any], sentence: str) -> None:
     assert refusal(**CHAT, **inputs) == sentence
+
+
+def test_a_guide_holds_after_the_thoughts_that_a_prompt_opens() -> None:
+    asked = {"max_tokens": 3, "guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}
+    for content, guide in (
+        ("hi", Guide(type="regex", text="a")),
+        ("<think>?", Guide(type="lark", text="thoughts regex a")),
+    ):
+        messages = json.dumps([{"role": "user", "content": content}])
+        assert parse(messages=messages, **asked, calls=Calls()).request.guide == guide
+    plain = parse(text_input="<think>?", **asked, calls=Calls()).request
+    assert plain.guide == Guide(type="regex", text="a")
 
 
 def test_an_answer_that_goes_on_is_no_text_of_its_own() -> None:

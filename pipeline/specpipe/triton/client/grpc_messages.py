@@ -6,7 +6,7 @@ that passes on thousands of chunks a second has no time for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,23 +14,33 @@ from tritonclient.grpc import service_pb2
 
 from specpipe.errors import ServerError
 from specpipe.triton import serving
+from specpipe.triton.serving.tensors import TensorSpec
 
 # By Triton's names of the types (its protocol, "Tensor Data Types"); contents are little-endian.
 _DTYPES = {"BOOL": "?", "INT32": "<i4", "INT64": "<i8", "UINT64": "<u8", "FP32": "<f4"}
 
 
-def write_request(model: str, inputs: Mapping[str, Any]) -> Any:
-    """Returns the message of a request, by which even an empty last response is sent."""
-    request = service_pb2.ModelInferRequest(model_name=model)
-    for name, value in inputs.items():
-        tensor = serving.input_tensor(name)
-        listed = value if isinstance(value, (list, tuple)) else [value]
+def write_request(model: str, inputs: Mapping[str, Any], *, request_id: str = "") -> Any:
+    """Returns the message of a request for the ensemble, inputs by name."""
+    listed: dict[TensorSpec, Sequence[Any]] = {
+        serving.input_tensor(name): value if isinstance(value, (list, tuple)) else [value]
+        for name, value in inputs.items()
+    }
+    return write_tensors(model, listed, request_id=request_id)
+
+
+def write_tensors(
+    model: str, tensors: Mapping[TensorSpec, Sequence[Any]], *, request_id: str = ""
+) -> Any:
+    """Returns the message of a request for any model; even an empty last response is sent."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for tensor, elements in tensors.items():
         is_text = tensor.dtype == "STRING"
-        array = serving.as_array(tensor, listed)
+        array = serving.as_array(tensor, elements)
         request.inputs.add(
-            name=name, datatype="BYTES" if is_text else tensor.dtype, shape=array.shape
+            name=tensor.name, datatype="BYTES" if is_text else tensor.dtype, shape=array.shape
         )
-        content = b"".join(map(_with_length, listed)) if is_text else array.tobytes()
+        content = b"".join(map(_with_length, elements)) if is_text else array.tobytes()
         request.raw_input_contents.append(content)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request

@@ -28,7 +28,16 @@ from specpipe.triton.server.options import ServeOptions
 from specpipe.triton.server.server import Server, running
 from specpipe.triton.server.versions import Versions
 
-__all__ = ["ServeOptions", "Server", "running", "serve"]
+__all__ = ["ServeOptions", "Server", "no_door", "running", "serve"]
+
+Door = Callable[[Server, Callable[[], bool]], contextlib.AbstractContextManager[object]]
+"""Takes the server, and what tells whether a signal came meanwhile."""
+
+
+def no_door(
+    server: Server, is_interrupted: Callable[[], bool]
+) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext()
 
 
 def serve(
@@ -43,6 +52,7 @@ def serve(
     build_command: str = "specpipe build",
     log: Log = lambda line: None,
     on_ready: Callable[[Server], None] = lambda server: None,
+    door: Door = no_door,
 ) -> None:
     """Serves a repository until SIGTERM or SIGINT; restarts a server that died or hangs.
 
@@ -56,6 +66,7 @@ def serve(
     number         which version of the pair the repository is, of one that has a number
     artifacts_dir  the pair's folder, in which this launcher can be asked for another version
                    (control.py); None: it cannot be asked
+    door           stands before the server from its first answer until it is to end
     """
 
     def plan(repository: Path) -> Launch:
@@ -84,9 +95,11 @@ def serve(
             server.start(signals.received)
             if not signals.received():
                 versions.watch()  # first, so that it is watched when on_ready is called
-                with _asked(artifacts_dir, versions, report):
-                    on_ready(server)
-                    _supervise(server, versions, signals, report)
+                opened = door(server, signals.received)
+                with _asked(artifacts_dir, versions, report), opened:
+                    if not signals.received():
+                        on_ready(server)
+                        _supervise(server, versions, signals, report)
             if signals.received():
                 report(f"stopping: running requests have {options.drain_timeout_s:g} s to finish")
         finally:

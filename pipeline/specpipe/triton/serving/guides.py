@@ -18,6 +18,8 @@ class CallFormat(Protocol):
 
     def is_reasoning_after(self, prompt: str) -> bool: ...
 
+    def after_thoughts(self, guide: Guide, prompt: str) -> Guide: ...
+
     def grammar(
         self,
         tools: Sequence[Mapping[str, Any]],
@@ -27,14 +29,16 @@ class CallFormat(Protocol):
     ) -> str: ...
 
 
-def guide_to_call(
+def guide_of_turn(
     guide: Guide | None, conversation: Conversation, prompt: str, calls: CallFormat
-) -> Guide:
-    """Returns the guide of an answer to a prompt that must be a call, or several.
+) -> Guide | None:
+    """Returns the guide of the assistant's turn after a prompt, of which the end is enough.
 
-    Raises RequestError where a `guide` was sent as well, or where how calls are written is not
-    known.
+    It is the one that was sent, after thoughts that the prompt opens, or that of calls that must be
+    made. Raises RequestError where both are asked for, or where how calls are written is not known.
     """
+    if not conversation.called_tools:
+        return None if guide is None else calls.after_thoughts(guide, prompt)
     if guide is not None:
         raise RequestError(
             "guided_decoding_guide_type and tool_choice both say what the answer must be: leave "
