@@ -410,7 +410,7 @@ def _models() -> dict[str, Any]:
         "model_version": "1",
     }
 
-    def load_pair(_: object, pair: PairFile, detokenizer: Any) -> EchoPair:
+    def load_pair(_: object, pair: PairFile, detokenizer: Any, guides: Any) -> EchoPair:
         return EchoPair(pair.options, detokenizer)
 
     with (

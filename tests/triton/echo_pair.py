@@ -109,7 +109,12 @@ def _is_due(state: RequestState, prompt: str, what: str) -> bool:
 
 class EchoRuntime:
     def load_pair(
-        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+        self,
+        draft: Path,
+        target: Path,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        guides: object = None,
     ) -> EchoPair:
         return EchoPair(options, detokenizer)
 

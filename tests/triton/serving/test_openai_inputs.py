@@ -204,6 +204,14 @@ def test_what_asks_for_nothing_passes(neutral: dict[str, Any]) -> None:
             "regex, ebnf_grammar, choice, lark",
         ),
         (
+            {
+                **ASKED,
+                "guided_decoding_guide_type": "regex",
+                "guided_decoding_guide": "bad: 3",
+            },
+            "guided_decoding_guide: bad: 3",
+        ),
+        (
             {**ASKED, "guided_decoding_guide_type": "regex"},
             "guided_decoding_guide_type 'regex' needs a guided_decoding_guide",
         ),
@@ -308,6 +316,12 @@ def test_what_a_tool_choice_means(choice: dict[str, Any], prompt: str, grammar: 
 )
 def test_a_tool_choice_that_cannot_be_kept(inputs: dict[str, Any], sentence: str) -> None:
     assert refusal(**CHAT, **inputs) == sentence
+
+
+def test_tools_whose_calls_cannot_be_forced_are_refused_by_their_name() -> None:
+    tools = json.dumps([{"type": "function", "function": {"name": "bad"}}])
+    asked = {**CHAT, "tools": tools, "tool_choice": "required", "calls": Calls()}
+    assert refusal(**asked) == "tools: bad + "
 
 
 def test_a_guide_holds_after_the_thoughts_that_a_prompt_opens() -> None:

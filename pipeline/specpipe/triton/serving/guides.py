@@ -9,6 +9,7 @@ from specpipe.errors import RequestError, show
 from specpipe.speculative.guide import Guide, GuideType
 from specpipe.triton.serving.conversation import Conversation
 from specpipe.triton.serving.inputs import Inputs
+from specpipe.triton.serving.request_tokenizer import GuideCheck
 
 _TYPES = get_args(GuideType)
 
@@ -30,7 +31,11 @@ class CallFormat(Protocol):
 
 
 def guide_of_turn(
-    guide: Guide | None, conversation: Conversation, prompt: str, calls: CallFormat
+    guide: Guide | None,
+    conversation: Conversation,
+    prompt: str,
+    calls: CallFormat,
+    guides: GuideCheck,
 ) -> Guide | None:
     """Returns the guide of the assistant's turn after a prompt, of which the end is enough.
 
@@ -49,12 +54,15 @@ def guide_of_turn(
         is_parallel=conversation.calls_are_parallel,
         is_reasoning=calls.is_reasoning_after(prompt),
     )
-    return Guide(type="lark", text=grammar)
+    guide = Guide(type="lark", text=grammar)
+    guides.check(guide, "tools")
+    return guide
 
 
-def read_guide(inputs: Inputs) -> Guide | None:
-    """Returns the guide that was sent, None where there is none; whether it can be followed is not
-    looked at.
+def read_guide(inputs: Inputs, guides: GuideCheck) -> Guide | None:
+    """Returns the guide that was sent, None where there is none.
+
+    Raises RequestError for one that cannot be followed.
     """
     kind, text = (inputs.one(f"guided_decoding_guide{suffix}", "") for suffix in ("_type", ""))
     if not kind:
@@ -74,4 +82,6 @@ def read_guide(inputs: Inputs) -> Guide | None:
         )
     if kind != "json" and not text:
         raise RequestError(f"guided_decoding_guide_type '{kind}' needs a guided_decoding_guide")
-    return Guide(type=kind, text=text)
+    guide = Guide(type=kind, text=text)
+    guides.check(guide)
+    return guide

@@ -124,11 +124,11 @@ def parse_request(
         raise RequestError("exclude_input_in_output is false: messages cannot be echoed")
     num_top_log_probs = inputs.one("num_top_log_probs", 0)
     conversation = read_conversation(inputs, limits)
-    guide = read_guide(inputs)
     prompt_token_ids = _encode_prompt(inputs, conversation, tokenizer, limits)
+    guide = read_guide(inputs, tokenizer.guides)
     if conversation is not None:
         prompt = tokenizer.decode(prompt_token_ids[-_END_TOKENS:], skip_special_tokens=False)
-        guide = guide_of_turn(guide, conversation, prompt, calls)
+        guide = guide_of_turn(guide, conversation, prompt, calls, tokenizer.guides)
     request = Request(
         request_id="",
         prompt_token_ids=tuple(prompt_token_ids),
