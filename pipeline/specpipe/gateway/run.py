@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from specpipe.errors import ServerError
 from specpipe.gateway.access_log import AccessLog
@@ -47,7 +48,7 @@ def run(
     served = ServedModel.load(settings.repository, settings.names)
     given = settings.listener
     with bind(listen) if given is None else socket.socket(fileno=given) as listener:
-        number = asyncio.run(_serve(settings, keys, served, listener, log, on_ready))
+        number = uvloop.run(_serve(settings, keys, served, listener, log, on_ready))
     if number == signal.SIGINT:
         raise KeyboardInterrupt
 
