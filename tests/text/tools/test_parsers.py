@@ -202,7 +202,7 @@ def cuts(data: Any, text: str) -> list[str]:
     return [text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(WRITTEN, st.sampled_from([W, T]), st.text(max_size=12), st.data())
 def test_any_arguments_come_through_any_split(
     arguments: str, name: str, before: str, data: Any
@@ -260,7 +260,7 @@ SHREDS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(SHREDS, st.sampled_from(DIALECTS), st.data())
 def test_any_text_survives_any_split(text: str, dialect: ToolDialect, data: Any) -> None:
     whole = read(dialect.parser(TOOLS), [text])
