@@ -167,7 +167,7 @@ def test_a_prompt_that_opens_thoughts_is_known(
     assert MessageFormat.of(tokenizer).is_reasoning_after(prompt) is is_open
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.sampled_from([*SPECIAL, *THOUGHTS, "<", "[", "|", "Hm", " "]), max_size=8).map(
         "".join
