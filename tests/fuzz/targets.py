@@ -62,12 +62,16 @@ from specpipe.runtimes.pair_file import PairFile, read_pair
 from specpipe.speculative.request import Request
 from specpipe.text.chat_template import ChatTemplate
 from specpipe.text.tokenizer import Tokenizer
+from specpipe.text.tools.hermes import HermesDialect
+from specpipe.text.tools.llama import LlamaDialect
+from specpipe.text.tools.mistral import MistralDialect
 from specpipe.triton import repository, serving
 from specpipe.triton.client import Client
 from specpipe.triton.secret import Signer
 from tests.chat_templates import CONVERSATIONS, TEMPLATES
 from tests.fuzz.trial import MAX_BYTES, SENTENCE, VALUE, Target, Use
 from tests.model_repo.conftest import InferenceRequest, ServerRequest, load, stand_in
+from tests.tool_calls import TOOLS, read
 from tests.toy import ARCHITECTURES, LLAMA3_SCALING, toy_config, write_toy_checkpoint
 from tests.toy_tokenizers import byte_level, space_mark, word_piece, words, write_tokenizer
 from tests.triton.echo_pair import EchoPair
@@ -316,6 +320,39 @@ def chat_template(data: bytes) -> None:
     )
     template.check()
     template.render([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+
+
+# What models write, and which functions they may call
+
+
+_DIALECTS = (HermesDialect({}), LlamaDialect({}), MistralDialect({}))
+_ANSWERS = (
+    'So.\n<tool_call>\n{"name": "weather", "arguments": {"days": [1.5]}}\n</tool_call>',
+    '<|python_tag|>{"name": "weather", "parameters": {"city": "\\u00e9"}}; {"name": ""}',
+    '[TOOL_CALLS] [{"name": "weather", "arguments": {}, "id": "012345678"}]',
+    '[TOOL_CALLS]world.time[CALL_ID]012345678[ARGS]{"a": "b"}[TOOL_CALLS]weather{}',
+)
+
+
+@_target(*_ANSWERS)
+def answer(data: bytes) -> None:
+    text = data.decode(errors="replace")[:1024]
+    for dialect in _DIALECTS:
+        whole = read(dialect.parser(TOOLS), [text])
+        half = len(text) // 2
+        assert read(dialect.parser(TOOLS), [text[:half], text[half:]]) == whole
+        json.dumps(whole, ensure_ascii=False).encode()
+
+
+@_target(TOOLS)
+def tools(data: bytes) -> None:
+    try:
+        offered = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(offered, list):
+        for dialect in _DIALECTS:
+            dialect.grammar(offered, is_parallel=True).encode()
 
 
 # The YAML
