@@ -15,7 +15,7 @@ from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.speculative.draft_choice import DraftChoice
-from specpipe.speculative.request import GREEDY, Request, Sampling
+from specpipe.speculative.request import GREEDY, Chunk, Request, Sampling
 from specpipe.text.tokenizer import Tokenizer
 
 pytest.importorskip("torch")
@@ -28,6 +28,8 @@ PROMPTS = [
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=11, is_seeded=True)
 PENALTY = 1.05
 """Of every other seeded prompt; fused rounds run those without one."""
+BIAS = tuple((token_id, 1.5) for token_id in range(300, 400))
+"""Of every other prompt that has a penalty."""
 MAX_TOKENS = 32
 
 
@@ -146,7 +148,12 @@ def sampling_of(sampling: Sampling, index: int) -> Sampling:
     if sampling.is_greedy:
         return sampling
     penalty = PENALTY if index % 2 else 1.0
-    return dataclasses.replace(sampling, seed=sampling.seed + index, repetition_penalty=penalty)
+    return dataclasses.replace(
+        sampling,
+        seed=sampling.seed + index,
+        repetition_penalty=penalty,
+        logit_bias=BIAS if index % 4 == 3 else (),
+    )
 
 
 # The slow ones are asked through Triton as well, in tests/triton/test_quickstart.py.
@@ -220,6 +227,56 @@ def test_the_target_alone_is_transformers_greedy(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False
         )
         assert without_end(output[0, ids.shape[1] :].tolist(), tokenizer) == expected
+
+
+def test_log_probabilities_of_prompt_and_output_are_those_of_transformers(
+    pair: Pair, setting: Setting, tokenizer: Tokenizer
+) -> None:
+    """And the likeliest tokens, whatever the draft length, beside others, under any sampling."""
+    if setting.dtype != "float32":
+        pytest.skip("two implementations round to bfloat16 in different places")
+    import torch
+
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        ROOT / "models" / "python-code" / "target", dtype=torch.float32
+    )
+    requests = [
+        Request(
+            request_id=f"{index}-{num_draft_tokens}",
+            prompt_token_ids=tuple(tokenizer.encode(PROMPTS[index])),
+            max_tokens=max_tokens,
+            num_draft_tokens=num_draft_tokens,
+            sampling=sampling_of(SEEDED, index),
+            return_log_probs=True,
+            num_top_log_probs=4,
+            return_prompt_log_probs=True,
+        )
+        for index, max_tokens in ((2, MAX_TOKENS), (3, MAX_TOKENS), (5, 0))
+        for num_draft_tokens in (0, 4)
+    ]
+    chunks: dict[str, list[Chunk]] = {r.request_id: [] for r in requests}
+    for request in requests:
+        pair.submit(request)
+    while pair.has_work():
+        for chunk in pair.step():
+            chunks[chunk.request_id].append(chunk)
+    for request in requests:
+        found = chunks[request.request_id]
+        text = [*request.prompt_token_ids, *(i for c in found for i in c.token_ids)]
+        expected = model(torch.tensor([text])).logits[0, :-1].log_softmax(dim=-1)
+        own = [*found[0].prompt_log_probs, *(p for c in found for p in c.log_probs)]
+        rows = torch.arange(len(text) - 1)
+        torch.testing.assert_close(
+            torch.tensor(own), expected[rows, text[1:]], atol=1e-3, rtol=1e-4
+        )
+        top = [*found[0].prompt_top_log_probs, *(t for c in found for t in c.top_log_probs)]
+        torch.testing.assert_close(
+            torch.tensor([[p for _, p in likeliest] for likeliest in top]),
+            expected.topk(4).values,
+            atol=1e-3,
+            rtol=1e-4,
+        )
 
 
 def without_end(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:

@@ -62,12 +62,16 @@ from specpipe.runtimes.pair_file import PairFile, read_pair
 from specpipe.speculative.request import Request
 from specpipe.text.chat_template import ChatTemplate
 from specpipe.text.tokenizer import Tokenizer
+from specpipe.text.tools.hermes import HermesDialect
+from specpipe.text.tools.llama import LlamaDialect
+from specpipe.text.tools.mistral import MistralDialect
 from specpipe.triton import repository, serving
 from specpipe.triton.client import Client
 from specpipe.triton.secret import Signer
 from tests.chat_templates import CONVERSATIONS, TEMPLATES
 from tests.fuzz.trial import MAX_BYTES, SENTENCE, VALUE, Target, Use
 from tests.model_repo.conftest import InferenceRequest, ServerRequest, load, stand_in
+from tests.tool_calls import TOOLS, read
 from tests.toy import ARCHITECTURES, LLAMA3_SCALING, toy_config, write_toy_checkpoint
 from tests.toy_tokenizers import byte_level, space_mark, word_piece, words, write_tokenizer
 from tests.triton.echo_pair import EchoPair
@@ -318,6 +322,39 @@ def chat_template(data: bytes) -> None:
     template.render([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
 
 
+# What models write, and which functions they may call
+
+
+_DIALECTS = (HermesDialect({}), LlamaDialect({}), MistralDialect({}))
+_ANSWERS = (
+    'So.\n<tool_call>\n{"name": "weather", "arguments": {"days": [1.5]}}\n</tool_call>',
+    '<|python_tag|>{"name": "weather", "parameters": {"city": "\\u00e9"}}; {"name": ""}',
+    '[TOOL_CALLS] [{"name": "weather", "arguments": {}, "id": "012345678"}]',
+    '[TOOL_CALLS]world.time[CALL_ID]012345678[ARGS]{"a": "b"}[TOOL_CALLS]weather{}',
+)
+
+
+@_target(*_ANSWERS)
+def answer(data: bytes) -> None:
+    text = data.decode(errors="replace")[:1024]
+    for dialect in _DIALECTS:
+        whole = read(dialect.parser(TOOLS), [text])
+        half = len(text) // 2
+        assert read(dialect.parser(TOOLS), [text[:half], text[half:]]) == whole
+        json.dumps(whole, ensure_ascii=False).encode()
+
+
+@_target(TOOLS)
+def tools(data: bytes) -> None:
+    try:
+        offered = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(offered, list):
+        for dialect in _DIALECTS:
+            dialect.grammar(offered, is_parallel=True).encode()
+
+
 # The YAML
 
 
@@ -373,7 +410,7 @@ def _models() -> dict[str, Any]:
         "model_version": "1",
     }
 
-    def load_pair(_: object, pair: PairFile, detokenizer: Any) -> EchoPair:
+    def load_pair(_: object, pair: PairFile, detokenizer: Any, guides: Any) -> EchoPair:
         return EchoPair(pair.options, detokenizer)
 
     with (
@@ -730,12 +767,39 @@ _SETTINGS: dict[str, Any] = {
     "exclude_input_in_output": False,
     "return_log_probs": True,
     "beam_width": 1,
-    "embedding_bias_weights": [0.0],
+    "embedding_bias_words": ["a", "b"],
+    "embedding_bias_weights": [0.5, -0.5],
+    "logit_bias_ids": [5, 6],
+    "logit_bias_values": [1.5, -100.0],
+    "stop_token_ids": [7, 8],
+    "ignore_eos": False,
+    "num_top_log_probs": 2,
+    "return_token_ids": True,
+    "skip_special_tokens": False,
     "parameters": {"id": "x"},
     "timeout_us": 0,
 }
+_CHAT = {
+    "messages": CONVERSATIONS["two turns"],
+    "max_tokens": 3,
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "add_generation_prompt": False,
+}
 _REQUESTS = (
     {"text_input": "abc", **_SETTINGS},
+    {"input_ids": [97, 98, 99], "max_tokens": 0, "return_prompt_log_probs": True},
+    {"text_input": "abc", "max_tokens": 3, "prediction": "abd"},
+    {
+        "text_input": "abc",
+        "max_tokens": 3,
+        "guided_decoding_guide_type": "json_schema",
+        "guided_decoding_guide": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+    _CHAT,
+    {**_CHAT, "tool_choice": "auto", "continue_final_message": True},
     *({"messages": messages, "max_tokens": 3} for messages in CONVERSATIONS.values()),
 )
 
@@ -881,7 +945,14 @@ _LAST = {
     "model_name": "ensemble",
     "text_output": "é",
     "finish_reason": "stop",
+    "output_ids": [5, 6],
     "output_log_probs": [-0.5, -1.0],
+    "output_top_log_prob_ids": [5, 7, 6, 8],
+    "output_top_log_probs": [-0.5, -2.0, -1.0, -3.0],
+    "prompt_log_probs": -1.5,
+    "prompt_top_log_prob_ids": [1, 2],
+    "prompt_top_log_probs": [-1.5, -2.5],
+    "accepted_prediction_tokens": 1,
     "acceptance_rate": 0.5,
     **dict.fromkeys(("num_input_tokens", "num_output_tokens", "num_steps", "seed_used"), 3),
     **dict.fromkeys(("total_draft_tokens", "total_accepted_draft_tokens"), 2),

@@ -85,8 +85,8 @@ class Door:
             connection.close()
 
 
-def _served() -> ServedModel:
-    tokenizer = Tokenizer.load(MODEL)
+def served_model(folder: Path = MODEL) -> ServedModel:
+    tokenizer = Tokenizer.load(folder)
     limits = Limits().resolved(
         max_seq_len=1024,
         longest_token_bytes=tokenizer.longest_token_bytes,
@@ -113,7 +113,7 @@ def running(app: Any) -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def session_door() -> Iterator[Door]:
-    upstream, served = FakeUpstream(), _served()
+    upstream, served = FakeUpstream(), served_model()
     with running(make_app(upstream, served, keep_alive_s=0.2)) as port:
         yield Door(port, upstream, served)
 

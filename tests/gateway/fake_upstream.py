@@ -39,9 +39,14 @@ def pieces(*texts: str, reason: str = "stop", num_input_tokens: int = 3) -> Repl
             parts = [("".join(texts), token_ids)]
         for index, (text, ids) in enumerate(parts):
             is_last = index == len(parts) - 1
+            num_prompt_log_probs = 0
+            if index == 0 and inputs.get("return_prompt_log_probs"):
+                num_prompt_log_probs = len(inputs.get("input_ids", "x")) - 1
             yield Completion(
                 text=text,
                 token_ids=ids if inputs.get("return_token_ids") else (),
+                log_probs=(-1.0,) * len(ids) if inputs.get("return_log_probs") else (),
+                prompt_log_probs=(-1.0,) * num_prompt_log_probs,
                 finish_reason=reason if is_last else None,  # type: ignore[arg-type]
                 statistics=statistics(num_input_tokens, len(texts)) if is_last else None,
             )

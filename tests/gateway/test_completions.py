@@ -218,7 +218,7 @@ def test_answers_of_one_stream_are_told_apart(door: Door) -> None:
         (
             RequestError("text_input has 9 bytes; at most 8 are taken"),
             400,
-            ("text_input has 9 bytes; at most 8 are taken", "prompt", "invalid_request_error"),
+            ("prompt has 9 bytes; at most 8 are taken", "prompt", "invalid_request_error"),
         ),
         (RequestError("no room"), 400, ("no room", None, "invalid_request_error")),
         (Busy("4 wait", retry_after_s=2.1), 429, ("4 wait", None, "rate_limit_error")),

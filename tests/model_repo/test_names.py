@@ -18,6 +18,7 @@ NAMES = {
     "specpipe.triton.metrics": {"Counters"},
     "specpipe.triton.model_config": {"CANCELS"},
     "specpipe.triton.cancel_ids": {"CancelIds"},
+    "specpipe.text.tools.message_format": {"MessageFormat"},
     "specpipe.triton.repository": {
         "load_pair",
         "read_limits",

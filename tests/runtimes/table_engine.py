@@ -14,6 +14,7 @@ from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
+from specpipe.speculative.guide import Guides
 from specpipe.speculative.request import Chunk, Request
 from tests.speculative.table import WordDetokenizer
 
@@ -82,6 +83,7 @@ def make_pair(
     *,
     costs: CostTable | None = None,
     clock: object = None,
+    guides: Guides | None = None,
     draft_max_seq_len: int = 500,
     unused_token_ids: tuple[tuple[int, int], ...] = (),
     **options: object,
@@ -100,6 +102,7 @@ def make_pair(
         PairOptions(**settings),  # type: ignore[arg-type]
         lambda prompt, **_: WordDetokenizer(),
         costs=costs,
+        guides=guides,
         **({"clock": clock} if clock else {}),  # type: ignore[arg-type]
     )
 

@@ -112,9 +112,9 @@ def test_hostile_template_is_refused_by_check_and_for_each_chat(source: str, fau
 def test_template_that_ends_its_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that overflows the stack of C; what Python guards against differs by version."""
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    monkeypatch.setattr("specpipe.text.chat_worker._BOOT", crash)
+    monkeypatch.setattr("specpipe.text.worker._BOOT", crash)
     assert refusal(template(PLAIN)) == (
-        "messages: the chat template does not compile: the process that renders it died (SIGSEGV)"
+        "messages: the chat template does not compile: the process that does it died (SIGSEGV)"
     )
 
 

@@ -24,6 +24,16 @@ from tests.quiet import Quiet
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "models" / "python-code" / "target"
 
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}# {{ message.role }}: {{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}def answer():\n{% endif %}"
+)
+"""For the quickstart pair, which has none; calls as Hermes writes them."""
+
 _PLAIN_CONFIG = """
 name: "plain"  backend: "python"  max_batch_size: 1
 input { name: "text_input" data_type: TYPE_STRING dims: 1 optional: true }
@@ -117,7 +127,7 @@ def url(request: pytest.FixtureRequest, echo_server: Server) -> str:
 
 @pytest.fixture(scope="session")
 def quickstart_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `specpipe build` does, for up to 8 draft tokens, then moved.
+    """Built as `specpipe build` does, for up to 8 draft tokens, then moved; with a chat template.
 
     K is as asked: the adaptive one is 0 on a machine that is busy.
     """
@@ -129,7 +139,10 @@ def quickstart_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
     execution.run(planning.plan(config), Quiet())
-    return repositories.built_repository(config).rename(output_dir / "moved")
+    repository = repositories.built_repository(config).rename(output_dir / "moved")
+    for folder in repository.glob("*/1/tokenizer"):
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return repository
 
 
 @pytest.fixture(scope="session")

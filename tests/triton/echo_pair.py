@@ -1,6 +1,7 @@
 """A pair that repeats its prompt, two tokens a step: what Triton tests need without weights.
 
-Words in the prompt make it misbehave: "<refuse>" at submit, "<fail N>" that request alone after N
+Every token has the log-probability -0.5, and the ids after it are the next likeliest. Words in the
+prompt make it misbehave: "<refuse>" at submit, "<fail N>" that request alone after N
 steps, "<crash N>" the pair itself, "<slow>" 50 ms a step.
 """
 
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from specpipe.errors import RequestError
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
-from specpipe.speculative.request import Chunk, Request, RequestLimits
+from specpipe.speculative.request import Chunk, Request, RequestLimits, TopLogProbs
 from specpipe.speculative.state import RequestState
 from specpipe.triton.repository import contents
 
@@ -80,12 +82,24 @@ class EchoPair:
             raise ZeroDivisionError("as asked")
         if _is_due(state, prompt, "fail"):
             return state.finish("error", "a target row is NaN")
+        request = state.request
+        if num_unscored := state.num_unscored_tokens:
+            scored = _likeliest(request, request.prompt_token_ids[1:])
+            state.score_prompt([-0.5] * num_unscored, scored)
+        if request.max_tokens == 0:
+            return state.finish("length")
         num_draft_tokens = min(state.drafts.next_num_draft_tokens(), 1)
-        ids = state.request.prompt_token_ids
+        ids = request.prompt_token_ids
         first = state.num_output_tokens + self.first
         tokens = [ids[(first + i) % len(ids)] for i in range(num_draft_tokens + 1)]
-        log_probs = [-0.5] * len(tokens) if state.request.return_log_probs else ()
-        return state.accept(tokens, log_probs, num_draft_tokens=num_draft_tokens)
+        log_probs = [-0.5] * len(tokens) if request.return_log_probs else ()
+        top_log_probs = _likeliest(request, tokens)
+        return state.accept(tokens, log_probs, top_log_probs, num_draft_tokens=num_draft_tokens)
+
+
+def _likeliest(request: Request, token_ids: Sequence[int]) -> list[TopLogProbs]:
+    count = request.num_top_log_probs
+    return [tuple((i + n, -0.5 - n) for n in range(count)) for i in token_ids if count]
 
 
 def _is_due(state: RequestState, prompt: str, what: str) -> bool:
@@ -95,7 +109,12 @@ def _is_due(state: RequestState, prompt: str, what: str) -> bool:
 
 class EchoRuntime:
     def load_pair(
-        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+        self,
+        draft: Path,
+        target: Path,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        guides: object = None,
     ) -> EchoPair:
         return EchoPair(options, detokenizer)
 

@@ -91,9 +91,14 @@ class FaultyRuntime:
         self._controls = controls
 
     def load_pair(
-        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+        self,
+        draft: Path,
+        target: Path,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        guides: Any = None,
     ) -> Any:
-        pair: Any = self._runtime.load_pair(draft, target, options, detokenizer)
+        pair: Any = self._runtime.load_pair(draft, target, options, detokenizer, guides)
         pair._target = FaultyEngine(pair._target, self._controls)
         return pair
 

@@ -20,6 +20,8 @@ TEMPLATE = (
     "{% set word = messages[0].content %}"
     "{% if word == 'slow' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     "{% endfor %}{% elif word == 'large' %}{{ 'x' * 10**10 }}{% endif %}{{ word }}"
+    "{% if tools %}({{ tools[0].function.name }}, {{ style }}){% endif %}"
+    "{% if messages[1] %}{{ messages[1].content }} else{% endif %}"
 )
 
 
@@ -40,6 +42,25 @@ def refusal(server: Server, word: str) -> str:
     return str(error.value)
 
 
+def rendered(url: str) -> str:
+    """What the template makes of everything that it may be given, as the echo of it tells."""
+    function = {"type": "function", "function": {"name": "g"}}
+    with Client(url) as client:
+        completion = client.generate(
+            messages=[
+                {"role": "user", "content": "def f"},
+                {"role": "assistant", "content": ":ret"},
+            ],
+            tools=[function],
+            tool_choice="auto",
+            chat_template_kwargs={"style": "plain"},
+            continue_final_message=True,
+            max_tokens=40,
+            end_id=-1,
+        )
+    return completion.text[: completion.text.index(":ret") + 4]
+
+
 def test_hostile_chat_fails_alone(echo_repository: Callable[..., Path]) -> None:
     repository = echo_repository()
     preprocessing = repository / "preprocessing"
@@ -57,4 +78,6 @@ def test_hostile_chat_fails_alone(echo_repository: Callable[..., Path]) -> None:
         assert "takes longer than 2 s" in slow.result()
         assert "needs more than 268435456 bytes of memory" in refusal(server, "large")
         assert str(repository) not in slow.result()
+        for url in (server.http_url, server.grpc_url):
+            assert rendered(url) == "def f(g, plain):ret"
         assert [chat(server, "def read(path):") for _ in range(4)] == [expected] * 4

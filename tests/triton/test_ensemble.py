@@ -109,6 +109,66 @@ def test_log_probs_come_with_their_tokens(url: str) -> None:
     assert [chunk.log_probs for chunk in chunks] == [(-0.5, -0.5), (-0.5, -0.5), (-0.5,)]
 
 
+ALL_THAT_IS_TAKEN = {
+    "stop_token_ids": [2, 3],
+    "ignore_eos": True,
+    "logit_bias_ids": [5, 6],
+    "logit_bias_values": [1.5, -100.0],
+    "embedding_bias_words": ["a"],
+    "embedding_bias_weights": [0.5],
+    "prediction": PROMPT,
+    "guided_decoding_guide_type": "regex",
+    "guided_decoding_guide": ".*",
+    "skip_special_tokens": False,
+}
+
+
+def test_ids_and_likeliest_tokens_pass_every_protocol(url: str) -> None:
+    asked = {"return_token_ids": True, "num_top_log_probs": 3, **ALL_THAT_IS_TAKEN}
+    with Client(url) as client:
+        by_text = client.generate(PROMPT, max_tokens=5, return_token_ids=True)
+        ids = by_text.token_ids
+        whole = client.generate(
+            input_ids=list(ids), max_tokens=5, return_prompt_log_probs=True, **asked
+        )
+        chunks = list(client.stream(input_ids=list(ids), max_tokens=5, **asked))
+        scored = client.generate(
+            input_ids=list(ids),
+            max_tokens=0,
+            return_prompt_log_probs=True,
+            exclude_input_in_output=False,
+            num_top_log_probs=1,
+        )
+        of_one = client.generate(input_ids=[ids[0]], max_tokens=1, **asked)
+    likeliest = [tuple((i + n, -0.5 - n) for n in range(3)) for i in ids]
+    assert (by_text.text, len(ids), by_text.log_probs) == (PROMPT, 5, ())
+    assert (whole.text, whole.token_ids, whole.log_probs) == (PROMPT, ids, (-0.5,) * 5)
+    assert whole.top_log_probs == tuple(likeliest)
+    assert whole.prompt_log_probs == (-0.5,) * 4
+    assert whole.prompt_top_log_probs == tuple(likeliest[1:])
+    assert [chunk.token_ids for chunk in chunks] == [ids[:2], ids[2:4], ids[4:]]
+    assert [row for chunk in chunks for row in chunk.top_log_probs] == likeliest
+    assert (scored.text, scored.token_ids, scored.finish_reason) == (PROMPT, (), "length")
+    assert scored.prompt_top_log_probs == tuple(row[:1] for row in likeliest[1:])
+    assert (of_one.token_ids, of_one.top_log_probs) == (ids[:1], (likeliest[0],))
+
+
+def test_inputs_of_openais_api_are_refused_by_name(url: str) -> None:
+    with Client(url) as client:
+        for settings, sentence in (
+            ({"input_ids": [1, 10**9]}, "input_ids has 1000000000, which is no token of this mode"),
+            ({"text_input": "a", "tools": []}, "tools says how messages are rendered: send it wi"),
+            (
+                {"messages": [{"role": "user", "content": "a"}], "tools": "[" * 99},
+                "tools is nested 99 deep; it may be 32 (serving.limits.max_json_depth)",
+            ),
+            ({"text_input": "a", "num_top_log_probs": 21}, "num_top_log_probs is 21; it must be "),
+        ):
+            with pytest.raises(RequestError) as caught:
+                client.generate(max_tokens=1, **settings)
+            assert str(caught.value).startswith(sentence)
+
+
 def test_echo_begins_the_first_chunk(url: str) -> None:
     with Client(url) as client:
         whole = client.generate(PROMPT, max_tokens=3, exclude_input_in_output=False)
@@ -193,7 +253,7 @@ def test_http_needs_nothing_but_curl(echo_server: Server) -> None:
     ("body", "expected"),
     [
         ({"text_input": "a"}, "max_tokens is missing"),
-        ({"max_tokens": 3}, "text_input and messages: exactly one is needed, neither was given"),
+        ({"max_tokens": 3}, "input_ids and messages: exactly one is needed, none was given"),
         (
             {"text_input": "a", "max_token": 3},
             "unknown request parameter 'max_token': did you mean 'max_tokens'?",

@@ -599,7 +599,7 @@ def raw_stream(server: Server, tensors: list[grpc.InferInput], **settings: Any) 
     [
         (list, "request has 0 inputs"),
         (lambda: inputs(text_input="a"), "max_tokens is missing: say how many tokens"),
-        (lambda: inputs(max_tokens=3), "text_input and messages: exactly one is needed, neither"),
+        (lambda: inputs(max_tokens=3), "input_ids and messages: exactly one is needed, none was"),
         (
             lambda: [*inputs(text_input="a"), infer_input("max_tokens", np.ones((1, 1)), "FP64")],
             "max_tokens.*FP64",

@@ -10,9 +10,12 @@ import pytest
 
 from specpipe.errors import RequestError
 from specpipe.runtimes.pair.pair import Occupancy
+from specpipe.speculative.guide import Guide
 from specpipe.speculative.request import Chunk, Request
 from specpipe.triton import loop as loop_module
 from specpipe.triton.loop import PairLoop
+
+GUIDE, BAD_GUIDE = Guide(type="json"), Guide(type="regex", text="(")
 
 
 class CountingPair:
@@ -21,11 +24,17 @@ class CountingPair:
     def __init__(self) -> None:
         self.go = threading.Semaphore(0)
         self.fault: Exception | None = None
+        self.may_compile = threading.Semaphore(0)
         self.num_steps = 0
         self.num_interrupts = 0
         self.is_closed = False
         self._running: dict[str, list[int]] = {}
         self._cancelled: set[str] = set()
+
+    def prepare(self, request: Request) -> None:
+        self.may_compile.acquire()
+        if request.guide == BAD_GUIDE:
+            raise RequestError("guided_decoding_guide: it is bad")
 
     def submit(self, request: Request) -> str:
         if request.max_tokens > 100:
@@ -74,9 +83,13 @@ class CountingPair:
 class Caller:
     """One request's end of the loop."""
 
-    def __init__(self, loop: PairLoop, name: str, max_tokens: int) -> None:
+    def __init__(
+        self, loop: PairLoop, name: str, max_tokens: int, guide: Guide | None = None
+    ) -> None:
         self.received: queue.SimpleQueue[Chunk | RequestError] = queue.SimpleQueue()
-        request = Request(request_id=name, prompt_token_ids=(1,), max_tokens=max_tokens)
+        request = Request(
+            request_id=name, prompt_token_ids=(1,), max_tokens=max_tokens, guide=guide
+        )
         loop.submit(request, on_chunk=self.received.put, on_refusal=self.received.put)
 
     def next(self) -> Chunk:
@@ -108,6 +121,7 @@ def faults() -> list[str]:
 def loop(pair: CountingPair, faults: list[str]) -> Iterator[PairLoop]:
     made = PairLoop(pair, on_fault=lambda: faults.append("fault"))
     yield made
+    pair.may_compile.release(1000)
     pair.go.release(1000)
     made.close()
 
@@ -122,6 +136,24 @@ def test_requests_join_while_others_run_and_each_gets_its_chunks_in_order(
     pair.go.release(10)
     assert first.texts() == ["2", "3"]
     assert second.texts() == ["1", "2"]
+
+
+def test_a_guide_is_compiled_while_the_steps_of_others_go_on(
+    loop: PairLoop, pair: CountingPair, faults: list[str]
+) -> None:
+    guided = Caller(loop, "guided", 1, GUIDE)
+    gone = Caller(loop, "gone", 1, GUIDE)
+    refused = Caller(loop, "refused", 1, BAD_GUIDE)
+    other = Caller(loop, "other", 2)
+    pair.go.release(2)
+    assert other.texts() == ["1", "2"]
+    loop.cancel("gone")
+    assert gone.next().finish_reason == "cancelled"
+    pair.may_compile.release(3)
+    assert str(refused.received.get(timeout=5)) == "guided_decoding_guide: it is bad"
+    pair.go.release()
+    assert guided.texts() == ["1"]
+    assert gone.received.empty() and faults == []
 
 
 def test_a_refused_request_hears_why_and_others_go_on(loop: PairLoop, pair: CountingPair) -> None:

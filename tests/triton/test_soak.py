@@ -50,9 +50,13 @@ INVALID: tuple[tuple[dict[str, Any], str], ...] = (
     ({"end_id": -2}, "end_id is -2; it must be a token id, or -1 for none"),
     ({"beam_width": 4}, "beam_width is not supported: send 1 or leave it out"),
     ({"length_penalty": 2.0}, "length_penalty is not supported"),
-    ({"embedding_bias_words": ["a"]}, "embedding_bias_words is not supported: leave it out"),
+    ({"embedding_bias_words": ["a"]}, "embedding_bias_words has 1 entries, embedding_bias_weights"),
+    ({"logit_bias_ids": [5]}, "logit_bias_ids has 1 entries, logit_bias_values 0: each takes one"),
+    ({"stop_token_ids": [-5]}, "stop_token_ids has -5, which is no token of this model"),
+    ({"num_top_log_probs": 99}, "num_top_log_probs is 99; it must be between 0 and 20"),
+    ({"tools": "[]"}, "tools says how messages are rendered: send it with messages"),
     ({"timeout_s": -1.0}, "timeout_s is -1.0; it must be positive"),
-    ({"messages": "[]"}, "text_input and messages: exactly one is needed, both were given"),
+    ({"messages": "[]"}, "text_input, input_ids and messages: exactly one is needed, text_input a"),
 )
 
 

@@ -32,7 +32,7 @@ class TritonPythonModel:
         self._cancel_ids = CancelIds()
         self._counters = Counters(pb_utils.MetricFamily, args["model_name"])
         self._loop = PairLoop(
-            repository.load_pair(args, pair_file, tokenizer.detokenizer),
+            repository.load_pair(args, pair_file, tokenizer.detokenizer, tokenizer.guides),
             on_report=self._counters.report,
         )
 

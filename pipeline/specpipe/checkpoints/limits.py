@@ -44,6 +44,15 @@ class FileLimits(Section):
     chat_template_memory_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Bytes of memory that the process which renders may add to those that it starts with."""
 
+    max_guide_bytes: int = Field(default=64 << 10, ge=1)
+    """Bytes of a `guided_decoding_guide`."""
+
+    guide_seconds: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    """CPU seconds for compiling one guide, when it is checked."""
+
+    guide_memory_bytes: int = Field(default=512 << 20, ge=1 << 20)
+    """Bytes of memory that the process which checks guides may add to those it starts with."""
+
     def check(self, name: str, number: float, fact: str) -> None:
         """Raises CheckpointError for a number above the limit; `fact` begins the message."""
         most = getattr(self, name)

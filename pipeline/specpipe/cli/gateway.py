@@ -113,7 +113,7 @@ def gateway(
 
 def require_gateway() -> None:
     """Raises RuntimeUnavailable where the door's libraries are missing."""
-    for library in ("fastapi", "httptools", "uvicorn"):
+    for library in ("fastapi", "httptools", "uvicorn", "uvloop"):
         if importlib.util.find_spec(library) is None:
             raise RuntimeUnavailable(
                 f"the door for OpenAI's clients needs '{library}': "

@@ -54,9 +54,6 @@ class Limits(FileLimits):
     max_template_kwargs_bytes: int = Field(default=65536, ge=1)
     """Bytes of `chat_template_kwargs`."""
 
-    max_guide_bytes: int = Field(default=65536, ge=1)
-    """Bytes of `guided_decoding_guide`."""
-
     max_logit_biases: int = Field(default=1024, ge=1)
     """Entries of `logit_bias_ids`."""
 

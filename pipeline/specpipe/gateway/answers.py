@@ -71,6 +71,15 @@ async def answers(upstream: Upstream, asks: Sequence[Ask], *, sticky_key: str) -
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def collected(arriving: Answers, num: int) -> list[Completion]:
+    """Returns answers that come in one piece each, in their order."""
+    completions = {}
+    async with contextlib.aclosing(arriving):
+        async for index, completion in arriving:
+            completions[index] = completion
+    return [completions[index] for index in range(num)]
+
+
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Returns what comes of the work; cancels it, and raises ClientGone, when the client leaves.
 

@@ -112,14 +112,14 @@ def _remove(error: Any, body: Any) -> None:
 
 def _refusal(errors: Sequence[Any], body: dict[str, Any]) -> ApiError:
     error = errors[0]
-    field = field_of(error, body)
+    field = show(field_of(error, body))
     if error["type"] == "extra_forbidden":
-        message = f"unknown field '{show(field)}': leave it out"
-        return ApiError(message, param=show(field), code="unknown_parameter")
+        message = f"unknown field '{field}': leave it out"
+        return ApiError(message, param=field, code="unknown_parameter")
     if error["type"] == "missing":
         return ApiError(f"{field} is missing", param=field, code="missing_required_parameter")
     # Of a value that may be of several types each one says why it is none of them.
-    reasons = [_reason(other) for other in errors if field_of(other, body) == field]
+    reasons = [_reason(other) for other in errors if show(field_of(other, body)) == field]
     reason = to_sentence(" or: ".join(dict.fromkeys(reasons)))
     if field:
         return ApiError(f"{field}: {reason}", param=field)

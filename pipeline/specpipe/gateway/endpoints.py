@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from specpipe.gateway.answers import ClientGone, answers, unless_gone
+from specpipe.gateway.answers import ClientGone, answers, collected, unless_gone
 from specpipe.gateway.body import parse_body, read_body, validate
 from specpipe.gateway.chat import ChatWriter
 from specpipe.gateway.chat_inputs import chat_asks, template_kwargs
 from specpipe.gateway.chat_schema import ChatRequest
 from specpipe.gateway.completion_schema import CompletionRequest
 from specpipe.gateway.completions import CompletionWriter, completion_asks
-from specpipe.gateway.errors import ApiError, api_error
+from specpipe.gateway.errors import INPUT_NAMES, ApiError, api_error
+from specpipe.gateway.guide_inputs import guide_field
 from specpipe.gateway.inputs import Ask
 from specpipe.gateway.message_parsers import MessageParsers
 from specpipe.gateway.models import ServedModel
@@ -148,15 +148,36 @@ class Endpoints:
     ) -> Response:
         sticky_key = body.prompt_cache_key or request.headers.get("x-session-id") or body.user or ""
         arriving = answers(self._upstream, asks, sticky_key=sticky_key)
+        told = partial(api_error, names=_names(body))
+
+        def count_tokens() -> None:
+            if (count := request.scope.get("state", {}).get("count_tokens")) is not None:
+                count(*writer.usage.counts)
+
         if body.stream:
-            return EventStream(arriving, writer, keep_alive_s=self._keep_alive_s)
+            return EventStream(
+                arriving,
+                writer,
+                keep_alive_s=self._keep_alive_s,
+                told=told,
+                when_over=count_tokens,
+            )
+        try:
+            completions = await unless_gone(request.receive, collected(arriving, len(asks)))
+        except ClientGone:
+            raise
+        except Exception as exc:
+            raise told(exc) from exc
+        response = JSONResponse(writer.whole(completions))
+        count_tokens()
+        return response
 
-        async def collect() -> list[Completion]:
-            completions = {}
-            async with contextlib.aclosing(arriving):
-                async for index, completion in arriving:
-                    completions[index] = completion
-            return [completions[index] for index in range(len(asks))]
 
-        completions = await unless_gone(request.receive, collect())
-        return JSONResponse(writer.whole(completions))
+def _names(body: Parameters) -> dict[str, str]:
+    """Returns the fields that inputs of the ensemble come from, where their names differ."""
+    names = {**INPUT_NAMES, "guided_decoding_guide": guide_field(body) or "tools"}
+    if isinstance(body, CompletionRequest):
+        names["num_top_log_probs"] = "logprobs"
+    elif body.max_tokens is None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from specpipe.errors import FAULT, RequestError, ServerError, to_sentence
+from specpipe.errors import FAULT, RequestError, ServerError, SpecpipeError, to_sentence
 from specpipe.gateway.chat_schema import ChatRequest
 from specpipe.gateway.completion_schema import CompletionRequest
 from specpipe.gateway.upstream import Busy
@@ -21,28 +21,26 @@ _LOGGER = logging.getLogger(__name__)
 INVALID = "invalid_request_error"
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
-_PARAMETERS: Mapping[str, str] = MappingProxyType(
+INPUT_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "text_input": "prompt",
         "input_ids": "prompt",
         "stop_words": "stop",
         "logit_bias_ids": "logit_bias",
         "logit_bias_values": "logit_bias",
-        "num_top_log_probs": "logprobs",
+        "num_top_log_probs": "top_logprobs",
         "return_log_probs": "logprobs",
         "return_prompt_log_probs": "prompt_logprobs",
-        "guided_decoding_guide": "response_format",
-        "guided_decoding_guide_type": "response_format",
         "exclude_input_in_output": "echo",
     }
 )
-"""Of OpenAI's names those that the ensemble's inputs have otherwise."""
+"""The fields of inputs of the ensemble, where these have another name."""
 
 _FIELDS = frozenset((*ChatRequest.model_fields, *CompletionRequest.model_fields))
 _FIRST_NAME = re.compile(r"([a-z_]+)((?:\[\d+\]|\.[a-z_]+)*)")
 
 
-class ApiError(Exception):
+class ApiError(SpecpipeError):
     """What a client is answered instead of what it asked for.
 
     param    the field of the request that is at fault
@@ -75,8 +73,11 @@ def error_body(
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
-def api_error(error: BaseException) -> ApiError:
-    """Returns any failure of a request as a client is told it; the log has what it is not told."""
+def api_error(error: BaseException, names: Mapping[str, str] = INPUT_NAMES) -> ApiError:
+    """Returns any failure of a request as a client is told it; the log has what it is not told.
+
+    names  of the fields by which the client has set inputs of the ensemble
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Busy):
@@ -88,7 +89,8 @@ def api_error(error: BaseException) -> ApiError:
             headers={"Retry-After": str(max(1, math.ceil(error.retry_after_s)))},
         )
     if isinstance(error, RequestError):
-        return ApiError(to_sentence(error), param=_param_of(str(error)))
+        message, param = _in_its_words(to_sentence(error), names)
+        return ApiError(message, param=param)
     if isinstance(error, ServerError):
         _LOGGER.error("a request failed: %s", to_sentence(error))
         return ApiError(to_sentence(error), status=503, type="server_error")
@@ -101,12 +103,11 @@ def not_found(message: str, *, code: str | None = None, param: str | None = None
     return ApiError(message, status=404, code=code, param=param)
 
 
-def _param_of(message: str) -> str | None:
-    """Returns the field that a refusal begins with, as those of the ensemble do."""
+def _in_its_words(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """Returns a refusal and the field that it begins with, as those of the ensemble do."""
     match = _FIRST_NAME.match(message)
     if match is None:
-        return None
+        return message, None
     name, path = match.groups()
-    if name in _FIELDS:
-        return name + path
-    return _PARAMETERS.get(name)
+    field = names.get(name, name if name in _FIELDS else "")
+    return (field or name) + message.removeprefix(name), field + path if field else None

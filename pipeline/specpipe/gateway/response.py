@@ -45,8 +45,14 @@ class Head:
         """Returns the event with the usage, where it is asked for."""
         if not self._has_usage:
             return []
-        return [{**self._event_fields, "choices": [], "usage": usage.to_json()}]
+        return [{**self._event_fields, "choices": [], **_counted(usage)}]
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         """Returns a whole response."""
-        return {**self._fields, "choices": choices, "usage": usage.to_json()}
+        return {**self._fields, "choices": choices, **_counted(usage)}
+
+
+def _counted(usage: Usage) -> dict[str, Any]:
+    metrics = usage.metrics()
+    counted = {"usage": usage.to_json()}
+    return counted if metrics is None else {**counted, "metrics": metrics}

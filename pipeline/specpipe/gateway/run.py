@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from specpipe.errors import ServerError
 from specpipe.gateway.access_log import AccessLog
@@ -22,6 +23,7 @@ from specpipe.gateway.listening import bind, check_open, parse_listen, url_of
 from specpipe.gateway.metrics import GatewayMetrics
 from specpipe.gateway.models import ServedModel
 from specpipe.gateway.pool import Pool
+from specpipe.gateway.protocol import DoorProtocol
 from specpipe.gateway.settings import PROBE_KEY_VARIABLE, GatewaySettings
 from specpipe.gateway.triton_upstream import TritonUpstream
 from specpipe.machine.callables import Log
@@ -47,7 +49,7 @@ def run(
     served = ServedModel.load(settings.repository, settings.names)
     given = settings.listener
     with bind(listen) if given is None else socket.socket(fileno=given) as listener:
-        number = asyncio.run(_serve(settings, keys, served, listener, log, on_ready))
+        number = uvloop.run(_serve(settings, keys, served, listener, log, on_ready))
     if number == signal.SIGINT:
         raise KeyboardInterrupt
 
@@ -105,7 +107,7 @@ async def standing(
         uvicorn.Config(
             door,
             interface="asgi3",
-            http="httptools",
+            http=DoorProtocol,
             ws="none",
             lifespan="off",
             access_log=False,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specpipe.gateway.answers import Answers, ClientGone, unless_gone
-from specpipe.gateway.errors import ApiError, api_error
+from specpipe.gateway.errors import ApiError
 from specpipe.triton.client.completion import Completion
 
 _KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients pass over
@@ -42,8 +42,18 @@ class EventStream(Response):
     Until it has begun a failure has its own status; from then on it is an event.
     """
 
-    def __init__(self, answers: Answers, writer: Writer, *, keep_alive_s: float) -> None:
+    def __init__(
+        self,
+        answers: Answers,
+        writer: Writer,
+        *,
+        keep_alive_s: float,
+        told: Callable[[BaseException], ApiError],
+        when_over: Callable[[], None],
+    ) -> None:
+        """told  what a failure is to the client"""
         self._answers, self._writer, self._keep_alive_s = answers, writer, keep_alive_s
+        self._told, self._when_over = told, when_over
         self._has_begun = False
         self.background = None
 
@@ -54,7 +64,9 @@ class EventStream(Response):
             except ClientGone:
                 raise
             except Exception as exc:
-                await self._send_failure(api_error(exc), scope, receive, send)
+                await self._send_failure(self._told(exc), scope, receive, send)
+            finally:
+                self._when_over()
 
     async def _send_all(self, send: Send) -> None:
         events, encode = self._writer.events, _encode

@@ -18,6 +18,8 @@ class Usage:
         self._prompts = [length or 0 for length in prompt_lengths]
         self._seen: dict[int, int] = {}
         self._accepted = self._rejected = 0
+        self._num_drafted = 0
+        self._histograms: list[tuple[int, ...]] = []
 
     def add(self, index: int, completion: Completion) -> None:
         """Takes in a chunk of the answer of that number."""
@@ -29,6 +31,8 @@ class Usage:
         self._seen[index] = statistics.num_output_tokens
         self._accepted += statistics.accepted_prediction_tokens
         self._rejected += statistics.rejected_prediction_tokens
+        self._num_drafted += statistics.total_draft_tokens
+        self._histograms.append(statistics.acceptance_histogram or ())
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -47,4 +51,24 @@ class Usage:
                 "accepted_prediction_tokens": self._accepted,
                 "rejected_prediction_tokens": self._rejected,
             },
+        }
+
+    def metrics(self) -> dict[str, Any] | None:
+        """Returns what drafting came to, as vLLM has it beside the usage; aiperf and guidellm read
+        it. None where nothing was drafted, and of several answers, as vLLM does.
+        """
+        histogram = self._histograms[0] if len(self._histograms) == 1 else ()
+        num_steps = sum(histogram)
+        if not num_steps or not self._num_drafted:
+            return None
+        num_accepted = sum(num * steps for num, steps in enumerate(histogram))
+        return {
+            "speculative_decoding": {
+                "acceptance_histogram": list(histogram),
+                "num_spec_steps": num_steps,
+                "num_draft_tokens": self._num_drafted,
+                "num_accepted_draft_tokens": num_accepted,
+                "mean_acceptance_length": 1 + num_accepted / num_steps,
+                "draft_acceptance_rate": num_accepted / self._num_drafted,
+            }
         }

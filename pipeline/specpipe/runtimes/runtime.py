@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.plan import EngineStages, PairPlan, Side
     from specpipe.runtimes.repository_rule import Repository, ServedPair
     from specpipe.runtimes.requirements import Requirements
+    from specpipe.speculative.guide import Guides
 
 RUNTIMES = {
     "torch": "specpipe.runtimes.torch:TorchRuntime",
@@ -95,9 +96,17 @@ class Backend(Protocol[Plan]):
         """
 
     def load_pair(
-        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+        self,
+        draft: Path,
+        target: Path,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        guides: Guides | None = None,
     ) -> Pair:
-        """Loads two engines; RuntimeUnavailable or EngineMismatch when they cannot run here."""
+        """Loads two engines; RuntimeUnavailable or EngineMismatch when they cannot run here.
+
+        With `guides` requests may have a guide, where the runtime can follow one.
+        """
 
     def describe(self, engine: Path) -> EngineDescription | None:
         """What an engine is, by its folder alone: without the library and the GPU that run it.

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from specpipe.speculative.guide import allowed_ids
 from specpipe.speculative.log_probs import likeliest, log_softmax
 from specpipe.speculative.noise import Floats, Purpose, gumbel, uniform
 from specpipe.speculative.request import Chunk, Request
@@ -33,7 +34,8 @@ def decode(
 ) -> Iterator[Chunk]:
     """Runs one request to its end and yields what each step emits.
 
-    Its draft tokens are its prediction's where that is followed, else those of the draft.
+    Its draft tokens are those that its guide forces, its prediction's where that is followed, else
+    those of the draft.
     A draft row with a NaN ends the draft there; a target row with one ends the request with an
     error when the output gets to it, and so does one of a prompt whose log-probabilities are asked
     for.
@@ -44,15 +46,18 @@ def decode(
     if state.request.max_tokens == 0:
         yield state.finish("length")
     while not state.is_finished:
-        draft_token_ids = state.drafts.predict()
+        forced = state.drafts.forced()
+        given = forced or state.drafts.predict()
+        is_predicted, limit = bool(given) and not forced, 0
+        drafted: list[int] = []
         draft_scores: list[Floats] = []
-        is_predicted, limit = bool(draft_token_ids), 0
         if draft is not None and not is_predicted:
-            limit = state.drafts.next_num_draft_tokens()
-            draft_token_ids, draft_scores = _draft(state, draft, limit)
-        rows = target.logits([*state.token_ids, *draft_token_ids], len(draft_token_ids) + 1)
-        if is_predicted:
-            draft_scores = [_certain(token_id, rows.shape[1]) for token_id in draft_token_ids]
+            limit = state.drafts.num_after_forced(len(forced))
+            drafted, draft_scores = _draft(state, draft, limit, given)
+        draft_token_ids = [*given, *drafted]
+        raw = target.logits([*state.token_ids, *draft_token_ids], len(draft_token_ids) + 1)
+        rows = [_masked(state, row, draft_token_ids[:i]) for i, row in enumerate(raw)]
+        draft_scores = [*(_certain(token_id, raw.shape[1]) for token_id in given), *draft_scores]
         num_usable = next((i for i, row in enumerate(rows) if not _is_usable(row)), len(rows))
         if num_usable == 0:
             yield state.finish("error", UNUSABLE_LOGITS)
@@ -66,7 +71,7 @@ def decode(
         verified = _verify(
             state.request, len(state.token_ids), draft_token_ids, draft_scores, scores
         )
-        log_probs = [log_softmax(row) for row in rows[: len(verified.token_ids)]]
+        log_probs = [log_softmax(row) for row in raw[: len(verified.token_ids)]]
         yield state.accept(
             verified.token_ids,
             [float(row[i]) for row, i in zip(log_probs, verified.token_ids, strict=True)],
@@ -74,6 +79,7 @@ def decode(
             num_draft_tokens=len(draft_token_ids),
             is_copied=is_predicted,
             is_predicted=is_predicted,
+            num_forced=len(forced),
         )
 
 
@@ -92,18 +98,22 @@ def _score_prompt(state: RequestState, target: LanguageModel) -> bool:
 
 
 def _draft(
-    state: RequestState, draft: LanguageModel | None, num_draft_tokens: int
+    state: RequestState, draft: LanguageModel, num_draft_tokens: int, given: Sequence[int]
 ) -> tuple[list[int], list[Floats]]:
-    """Returns draft tokens, at most num_draft_tokens, and the scores [V] of each choice."""
+    """Returns draft tokens behind those given, at most num_draft_tokens, and the scores [V] of each
+    choice.
+    """
     token_ids: list[int] = []
     scores: list[Floats] = []
     for _ in range(num_draft_tokens):
-        assert draft is not None
-        row = draft.logits([*state.token_ids, *token_ids], 1)[0]
+        before = [*given, *token_ids]
+        if state.matcher is not None and state.matcher.mask(before) is None:
+            break  # nothing that is drafted there could stand
+        row = _masked(state, draft.logits([*state.token_ids, *before], 1)[0], before)
         if not _is_usable(row):
             break
-        scores.append(_warp(state, row, token_ids))
-        position = len(state.token_ids) + len(token_ids)
+        scores.append(_warp(state, row, before))
+        position = len(state.token_ids) + len(before)
         token_ids.append(_choose(state.request, scores[-1], position, Purpose.DRAFT))
     return token_ids, scores
 
@@ -152,6 +162,12 @@ def _choose(request: Request, scores: Floats, position: int, purpose: Purpose) -
         sampling.seed, position, Purpose.TOKEN if sampling.is_seeded else purpose, scores.size
     )
     return int(np.argmax(scores + noise))
+
+
+def _masked(state: RequestState, logits: Floats, draft_token_ids: Sequence[int]) -> Floats:
+    """Returns logits [V] less what the guide does not allow behind draft tokens."""
+    mask = None if state.matcher is None else state.matcher.mask(draft_token_ids)
+    return logits if mask is None else np.where(allowed_ids(mask, logits.size), logits, -np.inf)
 
 
 def _warp(state: RequestState, logits: Floats, draft_token_ids: Sequence[int]) -> Floats:

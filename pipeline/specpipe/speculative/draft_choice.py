@@ -12,6 +12,7 @@ from specpipe.speculative.adaptive import (
     promise,
 )
 from specpipe.speculative.draft_status import PASSING, DraftStatus
+from specpipe.speculative.guide import Matcher
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.prediction import Prediction
 from specpipe.speculative.request import Request, RequestLimits
@@ -28,15 +29,17 @@ class DraftChoice:
         *,
         draft_length: DraftLength | None = None,
         has_lookup: bool = False,
+        matcher: Matcher | None = None,
     ) -> None:
         """token_ids are prompt and output of the request, which grow while it runs.
 
         draft_length adapts the draft length to acceptance and costs; None keeps it fixed.
         has_lookup  whether draft tokens may be copied from the text, where it does not matter to
                     what is emitted how they were found
+        matcher     which knows what the request's guide forces, and what it allows to copy
         """
         self._request, self._limits, self._token_ids = request, limits, token_ids
-        self._draft_length = draft_length
+        self._draft_length, self._matcher = draft_length, matcher
         wanted = request.num_draft_tokens
         self._max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
         sampling = request.sampling
@@ -109,7 +112,24 @@ class DraftChoice:
     def copy(self, num_tokens: int) -> list[int]:
         """Returns as many draft tokens as `next_num_copied_tokens` said, copied from the text."""
         assert self._lookup is not None
-        return self._lookup.copy(num_tokens)
+        return self._allowed(self._lookup.copy(num_tokens))
+
+    def forced(self) -> list[int]:
+        """Returns draft tokens for the next step that the request's guide leaves no choice of.
+
+        They cost no draft step, and the target no less: it may spell the same text otherwise.
+        """
+        limit = self._token_limit()
+        return self._matcher.forced(limit) if self._matcher is not None and limit > 0 else []
+
+    def num_after_forced(
+        self, num_forced: int, costs: StepCosts | None = None, *, most: int | None = None
+    ) -> int:
+        """How many tokens to draft behind those that are forced, which count as draft tokens."""
+        num_left = self._max_num_draft_tokens - num_forced
+        if num_left < 1 and num_forced:
+            return 0
+        return min(self.next_num_draft_tokens(costs, most=most, num_ahead=num_forced), num_left)
 
     @property
     def follows_prediction(self) -> bool:
@@ -142,8 +162,20 @@ class DraftChoice:
             return expected_tokens(self._prediction.acceptance_probability, num_draft_tokens)
         return self._draft_length.expected_tokens(num_draft_tokens)
 
-    def observe(self, num_draft_tokens: int, num_accepted_tokens: int, *, is_copied: bool) -> None:
-        """Takes in what a step accepted of its draft tokens."""
+    def observe(
+        self,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        *,
+        is_copied: bool,
+        num_forced: int = 0,
+    ) -> None:
+        """Takes in what a step accepted of its draft tokens, the first of which were forced."""
+        if num_forced >= num_draft_tokens or num_forced > num_accepted_tokens:
+            is_copied = is_copied or num_forced > 0  # of the draft's own none was judged
+        else:
+            num_draft_tokens -= num_forced
+            num_accepted_tokens -= num_forced
         if num_draft_tokens:
             is_trial = self.is_on_trial and not is_copied
             self._note("does_not_pay" if is_trial else "drafted")
@@ -162,7 +194,13 @@ class DraftChoice:
         self._prediction.extend(self._token_ids[self._num_followed :])
         self._num_followed = len(self._token_ids)
         is_likely = self._prediction.acceptance_probability > 0.5
-        return self._prediction.copy(num_tokens) if is_likely else []
+        return self._allowed(self._prediction.copy(num_tokens)) if is_likely else []
+
+    def _allowed(self, token_ids: list[int]) -> list[int]:
+        """Returns what of copied tokens the guide would let stand."""
+        if self._matcher is None or not token_ids:
+            return token_ids
+        return token_ids[: self._matcher.num_allowed(token_ids)]
 
     def _num_to_copy(
         self,

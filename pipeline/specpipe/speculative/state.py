@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from specpipe.errors import FAULT
 from specpipe.speculative.adaptive import DraftLength
 from specpipe.speculative.draft_choice import DraftChoice
+from specpipe.speculative.guide import Matcher
 from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.output import Output
 from specpipe.speculative.request import (
@@ -36,10 +37,12 @@ class RequestState:
         *,
         draft_length: DraftLength | None = None,
         has_lookup: bool = False,
+        matcher: Matcher | None = None,
         queue_s: float | None = None,
     ) -> None:
         """draft_length and has_lookup are DraftChoice's.
 
+        matcher  follows the output by the request's guide
         queue_s  how long the request has waited, for its last chunk
         """
         limits.check(request)
@@ -51,8 +54,14 @@ class RequestState:
         self._limits = limits
         self._detokenizer = detokenizer
         self._queue_s = queue_s
+        self.matcher = matcher
         self.drafts = DraftChoice(
-            request, limits, self.token_ids, draft_length=draft_length, has_lookup=has_lookup
+            request,
+            limits,
+            self.token_ids,
+            draft_length=draft_length,
+            has_lookup=has_lookup,
+            matcher=matcher,
         )
         """What the next step drafts."""
         self._output = Output(request, detokenizer.hidden_tokens)
@@ -105,6 +114,7 @@ class RequestState:
         num_unverified: int = 0,
         is_copied: bool = False,
         is_predicted: bool = False,
+        num_forced: int = 0,
     ) -> Chunk:
         """Takes in what one step verified: accepted draft tokens, then the target's own token.
 
@@ -114,6 +124,7 @@ class RequestState:
                         a step that has some says nothing about the draft
         is_copied       whether the draft tokens were not the draft's
         is_predicted    whether they were the prediction's
+        num_forced      draft tokens, the first ones, that the guide left no choice of
 
         Returns what may be emitted now, which is empty while a character is incomplete or a stop
         string may be under way.
@@ -124,7 +135,9 @@ class RequestState:
         if num_unverified:
             self.drafts.skip("not_verified")
         else:
-            self.drafts.observe(num_draft_tokens, num_accepted, is_copied=is_copied)
+            self.drafts.observe(
+                num_draft_tokens, num_accepted, is_copied=is_copied, num_forced=num_forced
+            )
         try:
             for row, token_id in enumerate(token_ids):
                 self._append(
@@ -173,10 +186,15 @@ class RequestState:
             self._end("stop")
             return
         self.token_ids.append(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         text = self._detokenizer.append([token_id])
         # A token that a stop string names stands after all of the text before it.
         before = self._detokenizer.settle() if self._output.is_searched(token_id) else ""
-        if self._output.append(token_id, log_prob, text, top=top, before=before, can_stop=can_stop):
+        is_cut = self._output.append(
+            token_id, log_prob, text, top=top, before=before, can_stop=can_stop
+        )
+        if is_cut or (self.matcher is not None and self.matcher.is_over):
             self._end("stop")
         elif self._limits.num_tokens_left(self.request, len(self.token_ids)) == 0:
             self._end("length")

@@ -16,7 +16,7 @@ from specpipe.text.chat_messages import (
     shows_parts,
     with_joined_parts,
 )
-from specpipe.text.chat_worker import ChatWorker, Rendered
+from specpipe.text.worker import Answer, Worker
 
 _MAX_PROMPT_BYTES = 16 << 20  # 131,072 tokens of 128 bytes
 _PLAIN = [{"role": "user", "content": "Hello"}]
@@ -45,13 +45,15 @@ class ChatTemplate:
         self.source = source
         self.with_tools = with_tools
         self._file = file
-        self._worker = ChatWorker(
+        self._worker = Worker(
+            "specpipe.text.chat_renderer",
             {
+                "limits": "chat_template",
                 "source": source,
                 "special_tokens": dict(special_tokens),
                 "seconds": limits.chat_template_seconds,
                 "memory_bytes": limits.chat_template_memory_bytes,
-            }
+            },
         )
 
     def render(
@@ -96,17 +98,18 @@ class ChatTemplate:
             answer = self._ask(messages, arguments, max_bytes)
         except (TypeError, ValueError, RecursionError) as exc:  # of a caller, not of a client
             raise RequestError(f"messages cannot be written as JSON: {exc}") from exc
-        if answer.prompt is None:
+        if answer.result is None:
             raise RequestError(f"messages: {_fault(answer, 'them')}")
-        return answer.prompt
+        prompt: str = answer.result
+        return prompt
 
     def _ask(
         self,
         messages: Messages,
         arguments: ChatArguments = _DEFAULTS,
         max_bytes: int | None = None,
-    ) -> Rendered:
-        return self._worker.render(
+    ) -> Answer:
+        return self._worker.ask(
             {
                 "variables": arguments.for_template(messages),
                 "max_bytes": max_bytes or _MAX_PROMPT_BYTES,
@@ -116,7 +119,7 @@ class ChatTemplate:
     def check(self) -> None:
         """Raises CheckpointError when the template does not compile or render a plain question."""
         answer = self._ask(_PLAIN)
-        if answer.prompt is None:
+        if answer.result is None:
             raise CheckpointError(f"{self._file}: {_fault(answer, 'a plain question')}")
 
     def warm_up(self) -> None:
@@ -124,9 +127,9 @@ class ChatTemplate:
         self._worker.start()
 
 
-def _fault(answer: Rendered, messages: str) -> str:
+def _fault(answer: Answer, messages: str) -> str:
     verbs = {
-        "compile": "does not compile",
+        "setup": "does not compile",
         "refusal": f"refuses {messages}",
         "limit": f"cannot render {messages}",
     }

@@ -19,6 +19,7 @@ from specpipe.errors import RequestError, show
 from specpipe.text.chat_arguments import ChatArguments
 from specpipe.text.detokenizer import BufferedDetokenizer, StreamingDetokenizer, streaming_steps
 from specpipe.text.files import TokenizerParts, added_ends, is_library_fault, load_parts
+from specpipe.text.guides.guides import Guides
 from specpipe.text.spelling import speller
 
 _DEFAULTS = ChatArguments()
@@ -39,9 +40,10 @@ class Tokenizer:
     special_token_ids  those that decoding leaves out
     roles              where an id without a string may have its meaning from, by id
     chat_template      None when the checkpoint has none
+    guides             what an answer may have to be
     """
 
-    def __init__(self, parts: TokenizerParts) -> None:
+    def __init__(self, parts: TokenizerParts, limits: FileLimits = FILE_LIMITS) -> None:
         self._backend = parts.backend
         self.bos_token_id = parts.bos_token_id
         self.eos_token_id = parts.eos_token_id
@@ -56,11 +58,12 @@ class Tokenizer:
         self._steps = streaming_steps(self._backend.decoder)
         self._pieces = {True: cache(self._find_piece), False: cache(self._backend.id_to_token)}
         self._spell = speller(self._backend.decoder)
+        self.guides = Guides(self, limits)
 
     @classmethod
     def load(cls, folder: Path, limits: FileLimits = FILE_LIMITS) -> Tokenizer:
         """Reads the `TOKENIZER_FILES` of a checkpoint; CheckpointError names the file at fault."""
-        return cls(load_parts(folder, limits))
+        return cls(load_parts(folder, limits), limits)
 
     def warm_up(self) -> None:
         """Starts what the first conversation would have to wait for."""

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from specpipe.errors import FAULT, RequestError
@@ -40,7 +41,8 @@ class PairLoop:
     requests fail, every later one does, and `on_fault` is called once those that were open have
     their answers.
 
-    Answers are sent by a thread of their own, in order, so that no round waits for Triton.
+    A guide is compiled on a thread of its own before its request is submitted, so that no round
+    waits for that. Answers are sent by another, in order, so that no round waits for Triton.
     `on_report` gets the number of rounds since its last call and what the pair holds: before the
     first answer to a request that comes while no other is open, twice a second while rounds go on,
     and when they end. It is called on the thread of the answers, after those of these rounds, and
@@ -60,6 +62,8 @@ class PairLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[str, OnChunk] = {}
+        self._preparing: set[str] = set()
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="specpipe-guides")
         self._fault: str | None = None
         self._is_closed = False
         self._takes_requests = True
@@ -140,8 +144,28 @@ class PairLoop:
         self._open[request.request_id] = on_chunk
         if self._fault is not None:
             self._deliver(_failure(request.request_id, self._fault))
-            return
+        elif request.guide is None:
+            self._take_in(request, on_refusal)
+        else:
+            self._preparing.add(request.request_id)
+            prepared = self._preparer.submit(self._pair.prepare, request)
+            prepared.add_done_callback(
+                lambda _: self._put(partial(self._take_prepared, request, on_refusal, prepared))
+            )
+
+    def _take_prepared(
+        self, request: Request, on_refusal: OnRefusal, prepared: Future[None]
+    ) -> None:
+        self._preparing.discard(request.request_id)
+        if request.request_id in self._open:  # not cancelled, and nothing has failed
+            self._take_in(request, on_refusal, prepared)
+
+    def _take_in(
+        self, request: Request, on_refusal: OnRefusal, prepared: Future[None] | None = None
+    ) -> None:
         try:
+            if prepared is not None:
+                prepared.result()
             self._pair.submit(request)
         except RequestError as exc:
             del self._open[request.request_id]
@@ -156,11 +180,14 @@ class PairLoop:
             self._report()
 
     def _cancel(self, request_id: str) -> None:
-        if self._fault is None and request_id in self._open:
+        if request_id in self._preparing:
+            self._deliver(Chunk(request_id=request_id, finish_reason="cancelled"))
+        elif self._fault is None and request_id in self._open:
             self._pair.cancel(request_id)
 
     def _close(self) -> None:
         self._is_closed = True
+        self._preparer.shutdown(wait=False, cancel_futures=True)
         for request_id in tuple(self._open):
             self._cancel(request_id)
             self._deliver(Chunk(request_id=request_id, finish_reason="cancelled"))

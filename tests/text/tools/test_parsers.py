@@ -151,9 +151,10 @@ def test_without_tools_all_is_content(
 def test_arguments_come_as_they_are_written() -> None:
     parser = HERMES.parser(TOOLS)
     parser.feed('<tool_call>\n{"name": "weather", "arguments": ')
-    came = [parser.feed(piece).tool_calls for piece in ('{"city', '": "K', 'öln"', "}}")]
+    pieces = ('{"city', '": "K', 'öln"', "}", "}", "\n</tool_call>")
+    came = [parser.feed(piece).tool_calls for piece in pieces]
     assert [[(call.name, call.arguments) for call in calls] for calls in came] == [
-        [("weather", '{"city')], [("", '": "K')], [("", 'öln"')], [("", "}")]
+        [("weather", '{"city')], [("", '": "K')], [("", 'öln"')], [("", "}")], [], []
     ]  # fmt: skip
 
 
@@ -162,6 +163,12 @@ def test_content_is_not_held_back_longer_than_a_mark() -> None:
     assert [parser.feed(piece).content for piece in ("Hi [TOOL", "_BOX] ", "x")] == [
         "Hi", " [TOOL_BOX]", " x"
     ]  # fmt: skip
+
+
+def test_white_space_without_end_is_passed_on() -> None:
+    text = "So." + " " * 300 + hermes(call(W, "{}"))
+    for pieces in ([text], text, [text[:100], text[100:]]):
+        assert read(HERMES.parser(TOOLS), pieces) == ("", "So." + " " * 44, [(W, "{}")])
 
 
 def test_calls_after_the_first_are_left_out_where_they_may_not_be_parallel() -> None:

@@ -246,6 +246,22 @@ def test_limits_that_cannot_be_read_are_found(folder: Path, model: str) -> None:
     ]
 
 
+def test_a_repository_of_an_older_release_is_found(folder: Path) -> None:
+    """It called the tensor of the prompt's ids as an input of the ensemble is called now."""
+
+    def rename(config: pb.ModelConfig) -> None:
+        for declared in (*config.input, *config.output):
+            declared.name = declared.name.replace("prompt_token_ids", "input_ids")
+
+    for model in ("preprocessing", "speculative"):
+        edit(folder, model, rename)
+    faults = lint.lint(folder)
+    for model, kind in (("preprocessing", "output"), ("speculative", "input")):
+        assert (
+            f"{model}: it has no {kind} 'prompt_token_ids', as older releases wrote it; build again"
+        ) in faults
+
+
 def test_a_link_out_of_the_repository_is_found(folder: Path) -> None:
     (folder / "speculative" / "1" / "target" / "weights").symlink_to(folder.parent)
     assert lint.lint(folder) == [

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specpipe.config.limits import Limits
+from specpipe.errors import RequestError
+from specpipe.speculative.guide import Guide
 from specpipe.text.chat_arguments import ChatArguments
 from specpipe.text.tools.message_format import MessageFormat
 from specpipe.text.tools.special_tokens import SpecialTokens
@@ -22,10 +24,19 @@ UNKNOWN = MessageFormat(
 )
 
 
+class Unchecked:
+    """Takes every guide but those that say that they are bad."""
+
+    def check(self, guide: Guide, field: str = "guided_decoding_guide") -> None:
+        if guide.text.startswith("bad"):
+            raise RequestError(f"{field}: {guide.text}")
+
+
 class Words:
     """A tokenizer: each character is the token of its code point; id 2 ends."""
 
     end_token_ids = frozenset({2})
+    guides = Unchecked()
 
     def encode(self, text: str) -> list[int]:
         return [1, *map(ord, text)]

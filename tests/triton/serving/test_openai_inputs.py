@@ -30,6 +30,11 @@ class Calls:
     def is_reasoning_after(self, prompt: str) -> bool:
         return prompt.endswith("?")
 
+    def after_thoughts(self, guide: Guide, prompt: str) -> Guide:
+        if not self.is_reasoning_after(prompt):
+            return guide
+        return Guide(type="lark", text=f"thoughts {guide.type} {guide.text}")
+
     def grammar(
         self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool, is_reasoning: bool = False
     ) -> str:
@@ -199,6 +204,14 @@ def test_what_asks_for_nothing_passes(neutral: dict[str, Any]) -> None:
             "regex, ebnf_grammar, choice, lark",
         ),
         (
+            {
+                **ASKED,
+                "guided_decoding_guide_type": "regex",
+                "guided_decoding_guide": "bad: 3",
+            },
+            "guided_decoding_guide: bad: 3",
+        ),
+        (
             {**ASKED, "guided_decoding_guide_type": "regex"},
             "guided_decoding_guide_type 'regex' needs a guided_decoding_guide",
         ),
@@ -303,6 +316,24 @@ def test_what_a_tool_choice_means(choice: dict[str, Any], prompt: str, grammar: 
 )
 def test_a_tool_choice_that_cannot_be_kept(inputs: dict[str, Any], sentence: str) -> None:
     assert refusal(**CHAT, **inputs) == sentence
+
+
+def test_tools_whose_calls_cannot_be_forced_are_refused_by_their_name() -> None:
+    tools = json.dumps([{"type": "function", "function": {"name": "bad"}}])
+    asked = {**CHAT, "tools": tools, "tool_choice": "required", "calls": Calls()}
+    assert refusal(**asked) == "tools: bad + "
+
+
+def test_a_guide_holds_after_the_thoughts_that_a_prompt_opens() -> None:
+    asked = {"max_tokens": 3, "guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}
+    for content, guide in (
+        ("hi", Guide(type="regex", text="a")),
+        ("<think>?", Guide(type="lark", text="thoughts regex a")),
+    ):
+        messages = json.dumps([{"role": "user", "content": content}])
+        assert parse(messages=messages, **asked, calls=Calls()).request.guide == guide
+    plain = parse(text_input="<think>?", **asked, calls=Calls()).request
+    assert plain.guide == Guide(type="regex", text="a")
 
 
 def test_an_answer_that_goes_on_is_no_text_of_its_own() -> None:

@@ -42,6 +42,7 @@ class InProcess:
             folder / "target",
             dataclasses.replace(packaged.options, **options),
             tokenizer.detokenizer,
+            tokenizer.guides,
         )
         return cls(pair, tokenizer)
 

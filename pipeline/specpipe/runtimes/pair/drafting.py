@@ -28,7 +28,7 @@ class RunningSequences(Running):
 
 @dataclass(eq=False)
 class _Proposal:
-    """Draft tokens that a request is to get in this step."""
+    """Draft tokens that a request is to get in this step, behind those that are forced."""
 
     sequence: SequenceId
     drafted: Drafted
@@ -122,12 +122,15 @@ class Drafting:
         *,
         is_alone: bool,
     ) -> Drafted:
-        """Returns draft tokens from the request's prediction or its own text; none where none pay
-        more than drafting.
+        """Returns draft tokens that the request's guide forces, or from its prediction or its own
+        text; none where none pay more than drafting.
         """
         state = running.state
         if running.is_draft_suspect:
             return Drafted(state)
+        forced = state.drafts.forced()
+        if forced:
+            return Drafted(state, forced, num_forced=len(forced))
         copying = None if costs is None else replace(costs, draft_step=0.0)
         predicted = state.drafts.predict(copying, costs, most=most)
         if predicted:
@@ -135,7 +138,8 @@ class Drafting:
         if copying is None or not is_alone or not self._options.prompt_lookup:
             return Drafted(state)
         num_copied = state.drafts.next_num_copied_tokens(copying, costs, most=most)
-        return Drafted(state, state.drafts.copy(num_copied), is_copied=num_copied > 0)
+        copied = state.drafts.copy(num_copied) if num_copied else []
+        return Drafted(state, copied, is_copied=bool(copied))
 
     def _propose(
         self,
@@ -155,7 +159,7 @@ class Drafting:
                 running.is_draft_suspect = False
                 state.drafts.skip("draft_failed", most=most)
                 continue
-            num_draft_tokens = state.drafts.next_num_draft_tokens(costs, most=most)
+            num_draft_tokens = state.drafts.num_after_forced(draft.num_forced, costs, most=most)
             if num_draft_tokens == 0:
                 continue
             sequence = self.sequence(running)
@@ -167,6 +171,7 @@ class Drafting:
                 state.drafts.skip("not_ready")
                 late.append((sequence, unread[: self._options.max_num_tokens]))
             else:
+                unread += draft.token_ids
                 proposals.append(_Proposal(sequence, draft, num_draft_tokens, unread))
         return proposals, late
 
@@ -183,7 +188,8 @@ class Drafting:
                 token_ids = proposal.drafted.token_ids
                 if not token_ids:
                     proposal.drafted.state.drafts.skip("draft_failed")
-                if is_drafted and len(token_ids) < proposal.num_draft_tokens:
+                num_drafted = len(token_ids) - proposal.drafted.num_forced
+                if is_drafted and num_drafted < proposal.num_draft_tokens:
                     proposal.unread = [token_ids[-1]]
                     still_drafting.append(proposal)
             proposals = still_drafting

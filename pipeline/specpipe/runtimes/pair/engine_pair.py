@@ -23,6 +23,7 @@ from specpipe.runtimes.pair.scheduling import schedule, score, uncached
 from specpipe.runtimes.pair.single_stream import Rounds, SingleStream
 from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.decode import UNUSABLE_LOGITS
+from specpipe.speculative.guide import Guides
 from specpipe.speculative.request import Chunk, Request, RequestLimits
 
 _HONOURED = ("logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs", "prediction")
@@ -47,12 +48,14 @@ class EnginePair(QueuedPair[RunningSequences]):
         *,
         costs: CostTable | None = None,
         rounds: Rounds | None = None,
+        guides: Guides | None = None,
         clock: Clock = time.monotonic,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """costs decides the draft length of adaptive requests; None keeps it fixed.
 
         rounds are how a request runs while it runs alone; None: as any other does.
+        guides are of the pair's tokenizer; None: requests have none.
         on_close gives back what the engines hold outside this process's own memory.
         """
         self.costs = costs if options.adaptive else None
@@ -69,6 +72,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             max_batch_size=min(options.max_batch_size, target.max_batch_size),
             has_lookup=options.prompt_lookup and self.costs is not None,
             honours=_HONOURED,
+            guides=guides,
             clock=clock,
         )
         self._draft, self._target, self._sampler = draft, target, sampler
@@ -240,7 +244,9 @@ class EnginePair(QueuedPair[RunningSequences]):
         state = running.state
         num_before = len(state.token_ids)
         if result.token_ids is None and not drafted.token_ids:
-            self._end(running, "error", UNUSABLE_LOGITS)
+            fault = None if state.matcher is None else state.matcher.fault
+            error = UNUSABLE_LOGITS if fault is None else f"guided_decoding_guide: {fault}"
+            self._end(running, "error", error)
             return
         if result.token_ids is None:
             # Attention gives later positions the weight 0, but 0 times the NaN of a draft token's
@@ -257,6 +263,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             num_draft_tokens=result.num_draft_tokens,
             is_copied=drafted.is_copied,
             is_predicted=drafted.is_predicted,
+            num_forced=drafted.num_forced,
         )
         self._emit(running, chunk)
         if chunk.finish_reason is None:

@@ -45,12 +45,18 @@ class Pair(Protocol):
     """A draft and a target that run requests together.
 
     One thread drives it: `submit`, `cancel`, `step` and `occupancy` are not to be called at the
-    same time. Any other may call `interrupt`.
+    same time. Any other may call `prepare` and `interrupt`.
     """
 
     @property
     def num_steps(self) -> int:
         """Draft-verify rounds so far: a sign of life while requests are long."""
+
+    def prepare(self, request: Request) -> None:
+        """Does of `submit` what takes long and needs no engine; any thread may call it.
+
+        Raises RequestError as that does.
+        """
 
     def submit(self, request: Request) -> str:
         """Queues a request and returns its id.

@@ -14,6 +14,7 @@ from specpipe.runtimes.pair.admission import OVERDUE, Waiting, WaitingRequests
 from specpipe.runtimes.pair.features import check_features
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.speculative.adaptive import DraftLength
+from specpipe.speculative.guide import Guides, Matcher
 from specpipe.speculative.request import Chunk, FinishReason, Request, RequestLimits
 from specpipe.speculative.state import RequestState
 
@@ -46,23 +47,31 @@ class QueuedPair(ABC, Generic[R]):
         max_batch_size: int,
         has_lookup: bool = False,
         honours: Collection[str] = (),
+        guides: Guides | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """max_batch_size is how many requests may run; has_lookup: they may copy draft tokens.
 
         honours  those of FEATURES that requests may ask for; the others are refused by name
+        guides   with them requests may have a guide, too
         """
         self._options, self._limits, self._detokenizer = options, limits, detokenizer
         self._max_batch_size, self._has_lookup, self._clock = max_batch_size, has_lookup, clock
-        self._honours = honours
+        self._honours = {*honours, *(("guided_decoding_guide",) if guides is not None else ())}
+        self._guides = guides
         self._waiting = WaitingRequests(options, clock=clock)
         self._running: list[R] = []
         self._chunks: deque[Chunk] = deque()
         self.num_steps = 0
 
+    def prepare(self, request: Request) -> None:
+        if request.guide is not None and self._guides is not None:
+            self._guides.compile(request.guide)
+
     def submit(self, request: Request) -> str:
         self._limits.check(request)
         check_features(request, self._honours)
+        self.prepare(request)
         self._check_request(request)
         self._waiting.put(request, num_running=len(self._running))
         return request.request_id
@@ -151,5 +160,15 @@ class QueuedPair(ABC, Generic[R]):
             ),
             draft_length=DraftLength() if self._adapts(request) else None,
             has_lookup=self._has_lookup,
+            matcher=self._matcher(request),
             queue_s=waiting.waited_s(self._clock()),
+        )
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        if request.guide is None or self._guides is None:
+            return None
+        return self._guides.matcher(
+            request.guide,
+            end_token_ids=request.end_token_ids,
+            vocab_size=self._limits.vocab_size,
         )

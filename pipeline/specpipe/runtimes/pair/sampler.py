@@ -25,6 +25,8 @@ class Drafted:
     """The tokens are those of a text and not the draft's."""
     is_predicted: bool = False
     """That text is the request's prediction."""
+    num_forced: int = 0
+    """The first tokens, that the request's guide left no choice of; they have no `probs`."""
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Scored
 from specpipe.speculative import noise
+from specpipe.speculative.guide import Matcher
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
 from specpipe.speculative.request import Request, Sampling, TopLogProbs
 from specpipe.speculative.verify import verify_by_matching
@@ -58,7 +60,10 @@ class TorchSampler:
     @torch.inference_mode()
     def draft(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[bool]:
         rows = [_row(d, d.token_ids) for d in drafted]
-        choices = _Choices(self._usable_columns(logits), rows, Purpose.DRAFT)
+        logits = self._usable_columns(logits)
+        ended = _mask(logits, [(d.state.matcher, d.token_ids) for d in drafted])
+        logits[ended] = -torch.inf  # nothing that is drafted there could stand
+        choices = _Choices(logits, rows, Purpose.DRAFT)
         for index, (draft, row) in enumerate(zip(drafted, rows, strict=True)):
             if not choices.is_usable[index]:
                 continue
@@ -71,7 +76,16 @@ class TorchSampler:
     def verify(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[RoundResult]:
         rows = [_row(d, d.token_ids[:i]) for d in drafted for i in range(len(d.token_ids) + 1)]
         raw = logits.clone() if any(d.state.request.has_log_probs for d in drafted) else logits
-        choices = _Choices(self._usable_columns(logits), rows, Purpose.RECOVERED)
+        logits = self._usable_columns(logits)
+        _mask(
+            logits,
+            [
+                (d.state.matcher, d.token_ids[:i])
+                for d in drafted
+                for i in range(len(d.token_ids) + 1)
+            ],
+        )
+        choices = _Choices(logits, rows, Purpose.RECOVERED)
         results = []
         first = 0
         for draft in drafted:
@@ -109,6 +123,26 @@ class TorchSampler:
         for start, stop in self._unused:
             logits[:, start:stop] = -torch.inf
         return logits
+
+
+def _mask(logits: torch.Tensor, rows: Sequence[tuple[Matcher | None, list[int]]]) -> list[int]:
+    """Excludes what guides do not allow, in place: rows of logits [R, V] by matcher, and by the
+    draft tokens before each. Rows without one cost nothing.
+
+    Returns those that the output cannot get to.
+    """
+    found = {i: m.mask(token_ids) for i, (m, token_ids) in enumerate(rows) if m is not None}
+    masks = {index: mask for index, mask in found.items() if mask is not None}
+    if not masks:
+        return list(found)
+    words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_allowed = ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    excluded = torch.ones(len(masks), logits.shape[1], dtype=torch.bool, device=logits.device)
+    excluded[:, : is_allowed.shape[1]] = ~is_allowed
+    index = torch.tensor(list(masks), device=logits.device)
+    logits[index] = logits[index].masked_fill(excluded, -torch.inf)
+    return [index for index in found if index not in masks]
 
 
 def _row(drafted: Drafted, draft_token_ids: list[int]) -> Row:
@@ -165,7 +199,9 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> RoundR
         index = first + place
         row = choices.rows[index]
         target_probs = choices.probs(index)
-        draft_probs = drafted.probs[place] if drafted.probs else _certain(token_id, target_probs)
+        own = place - drafted.num_forced
+        has_probs = own >= 0 and bool(drafted.probs)
+        draft_probs = drafted.probs[own] if has_probs else _certain(token_id, target_probs)
         accept = float(noise.uniform(row.sampling.seed, row.position, Purpose.ACCEPT, 1)[0])
         if accept * draft_probs[token_id] < target_probs[token_id]:
             accepted.append(token_id)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.repository_rule import Repository, ServedPair
     from specpipe.runtimes.requirements import Requirements
     from specpipe.runtimes.tensorrt.plan import PairPlan
+    from specpipe.speculative.guide import Guides
 
 
 class TensorRTRuntime:
@@ -127,12 +128,17 @@ class TensorRTRuntime:
         return requirements(repository, driver=driver)
 
     def load_pair(
-        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+        self,
+        draft: Path,
+        target: Path,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        guides: Guides | None = None,
     ) -> Pair:
         require_library(self.name, "torch", extra="torch")
         from specpipe.runtimes.tensorrt.pair import load_pair
 
-        return load_pair(draft, target, options, detokenizer)
+        return load_pair(draft, target, options, detokenizer, guides)
 
     def describe(self, engine: Path) -> EngineDescription | None:
         from specpipe.runtimes.tensorrt import describe

@@ -20,10 +20,15 @@ from specpipe.runtimes.tensorrt.engine import TensorRTEngine
 from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec, check_files
 from specpipe.runtimes.tensorrt.fit import find_device, fit_faults
 from specpipe.runtimes.torch.pair import pair_of
+from specpipe.speculative.guide import Guides
 
 
 def load_pair(
-    draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+    draft: Path,
+    target: Path,
+    options: PairOptions,
+    detokenizer: DetokenizerFactory,
+    guides: Guides | None = None,
 ) -> EnginePair:
     """Loads both engines and measures what their steps cost, unless drafting is fixed or off.
 
@@ -44,7 +49,14 @@ def load_pair(
             runners.append(CudaRunner(spec, device, trt=modules[spec.library], cuda=cuda))
             loaded.callback(runners[-1].close)
         draft_engine, target_engine = map(TensorRTEngine, specs, runners)
-        pair = pair_of(draft_engine, target_engine, options, detokenizer, on_close=loaded.close)
+        pair = pair_of(
+            draft_engine,
+            target_engine,
+            options,
+            detokenizer,
+            guides=guides,
+            on_close=loaded.close,
+        )
         for runner in runners:
             runner.keep_kernels()  # also for a server that is killed
         return pair

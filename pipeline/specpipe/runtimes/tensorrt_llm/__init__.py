@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.requirements import Requirements
     from specpipe.runtimes.runtime import Backend
     from specpipe.runtimes.tensorrt_llm.plan import PairPlan
+    from specpipe.speculative.guide import Guides
 
 
 class TensorRTLLMRuntime:
@@ -108,9 +109,14 @@ class TensorRTLLMRuntime:
         return _built(pair.options).lint(repository, pair)
 
     def load_pair(
-        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+        self,
+        draft: Path,
+        target: Path,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        guides: Guides | None = None,
     ) -> Pair:
-        return _built(options).load_pair(draft, target, options, detokenizer)
+        return _built(options).load_pair(draft, target, options, detokenizer, guides)
 
     def launch(
         self,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.repository_rule import Repository, ServedPair
     from specpipe.runtimes.requirements import Requirements
     from specpipe.runtimes.torch.plan import PairPlan
+    from specpipe.speculative.guide import Guides
 
 
 class TorchRuntime:
@@ -104,12 +105,17 @@ class TorchRuntime:
         return Requirements(runtime=self.name, libraries={"torch": ""})  # of any version
 
     def load_pair(
-        self, draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+        self,
+        draft: Path,
+        target: Path,
+        options: PairOptions,
+        detokenizer: DetokenizerFactory,
+        guides: Guides | None = None,
     ) -> Pair:
         self.require()
         from specpipe.runtimes.torch.pair import load_pair
 
-        return load_pair(draft, target, options, detokenizer)
+        return load_pair(draft, target, options, detokenizer, guides)
 
     def describe(self, engine: Path) -> EngineDescription | None:
         from specpipe.runtimes.torch import describe

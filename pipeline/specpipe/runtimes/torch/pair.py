@@ -22,6 +22,7 @@ from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
 from specpipe.runtimes.pair.single_stream import Rounds
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec, check_memory
+from specpipe.speculative.guide import Guides
 
 Kernels = Literal["auto", "fused", "plain"]
 
@@ -29,7 +30,11 @@ _MIN_CAPABILITY, _MIN_FP8_CAPABILITY = (8, 0), (8, 9)  # Ampere; Ada
 
 
 def load_pair(
-    draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+    draft: Path,
+    target: Path,
+    options: PairOptions,
+    detokenizer: DetokenizerFactory,
+    guides: Guides | None = None,
 ) -> EnginePair:
     """Loads both engines and measures what their steps cost, unless drafting is fixed or off."""
     check_memory([draft, target])
@@ -38,12 +43,12 @@ def load_pair(
     num_threads = options.num_threads or max(len(os.sched_getaffinity(0)) - 1, 1)
     reason = unfused((draft, target), options.runtime_settings.get("kernels", "auto"))
     if reason is None:
-        return _fused_pair(draft, target, options, detokenizer)
+        return _fused_pair(draft, target, options, detokenizer, guides)
     engines = [TorchEngine.load(folder, num_threads=num_threads) for folder in (draft, target)]
     for engine, folder in zip(engines, (draft, target), strict=True):
         check_limits(folder, engine, options)
     draft_engine, target_engine = engines
-    return pair_of(draft_engine, target_engine, options, detokenizer)
+    return pair_of(draft_engine, target_engine, options, detokenizer, guides=guides)
 
 
 def unfused(folders: Sequence[Path], kernels: Kernels) -> str | None:
@@ -104,7 +109,11 @@ def _cannot_compile() -> str | None:
 
 
 def _fused_pair(
-    draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+    draft: Path,
+    target: Path,
+    options: PairOptions,
+    detokenizer: DetokenizerFactory,
+    guides: Guides | None = None,
 ) -> EnginePair:
     from specpipe.runtimes.torch.fused.load import load_engine
     from specpipe.runtimes.torch.fused.rounds import MAX_DRAFT_TOKENS, FusedRounds
@@ -124,7 +133,7 @@ def _fused_pair(
             copies=options.prompt_lookup,
         )
         rounds.prepare()
-    return pair_of(draft_engine, target_engine, options, detokenizer, rounds=rounds)
+    return pair_of(draft_engine, target_engine, options, detokenizer, rounds=rounds, guides=guides)
 
 
 def pair_of(
@@ -134,6 +143,7 @@ def pair_of(
     detokenizer: DetokenizerFactory,
     *,
     rounds: Rounds | None = None,
+    guides: Guides | None = None,
     on_close: Callable[[], None] = lambda: None,
 ) -> EnginePair:
     """Pairs engines whose logits are torch's, wherever they were computed."""
@@ -154,5 +164,6 @@ def pair_of(
         detokenizer,
         costs=costs,
         rounds=rounds,
+        guides=guides,
         on_close=on_close,
     )

@@ -8,9 +8,9 @@ from typing import Any
 from specpipe.text.tools.calls import CallArguments
 from specpipe.text.tools.contract import MessageDelta, ToolCallDelta
 from specpipe.text.tools.functions import functions_of
-from specpipe.text.tools.partial import num_held_back
+from specpipe.text.tools.partial import SPACE, num_certain, num_trimmed
 
-SPACE = " \t\n\r"
+_AT_ONCE = 4096  # characters: what is decided is cut off the rest, which is copied
 
 
 class CallParser:
@@ -38,13 +38,13 @@ class CallParser:
 
     def feed(self, text: str) -> MessageDelta:
         """Returns what is certain by now; text that may begin a call is held back."""
-        self.text += text
-        return self._advance()
+        slices = (text[at : at + _AT_ONCE] for at in range(0, len(text), _AT_ONCE))
+        return MessageDelta.joined([self._read_on(piece) for piece in slices])
 
     def end(self) -> MessageDelta:
         """Returns what was held back; a call that was cut stays as far as it came."""
         self._is_over = True
-        return self._advance()
+        return self._read_on("")
 
     def read_calls(self, at: int) -> Generator[None]:
         """Reads the calls after a mark that ends at `at`; where none begins, all is content."""
@@ -57,12 +57,14 @@ class CallParser:
                 if not self.num_calls or not self.text.isspace():
                     self._content.append(self.text)
                 return -1
-            self._pass_on(len(self.text) - num_held_back(self.text, self._mark))
+            self._content.append(self.drop(num_certain(self.text, self._mark)))
             yield
-        return len(self._mark) + found - self._pass_on(found)
+        trimmed = num_trimmed(self.text[:found])
+        self._content.append(self.drop(trimmed))
+        return found - trimmed + len(self._mark)
 
-    def read_call(self, call: CallArguments, at: int) -> Generator[None, None, int]:
-        """Reads a call from `at` on, and drops its text once it has begun; returns its end."""
+    def read_call(self, call: CallArguments, at: int) -> Generator[None]:
+        """Reads a call from `at` on; what is left after one that has begun is what follows it."""
         is_first = True
         while call.is_open and (yield from self.has(at)):
             at += call.feed(self.text[at:])
@@ -71,7 +73,6 @@ class CallParser:
                 at = 0
                 self._report(call, is_first)
                 is_first = False
-        return at
 
     def has(self, at: int) -> Generator[None, None, bool]:
         """Waits for the character at `at`; returns whether it came."""
@@ -113,17 +114,11 @@ class CallParser:
             if self.num_calls == num_calls:
                 self._content.append(self.drop(at))
 
-    def _pass_on(self, at: int) -> int:
-        """Makes the text before `at` content, but for white space at its end; returns how much."""
-        content = self.text[:at].rstrip(SPACE)
-        self._content.append(content)
-        self.drop(len(content))
-        return len(content)
-
     def _report(self, call: CallArguments, is_first: bool) -> None:
         self.num_calls += is_first
         arguments = call.take_arguments()
-        if self._is_parallel or self.num_calls == 1:
+        is_shown = self._is_parallel or self.num_calls == 1
+        if is_shown and (is_first or arguments):
             self._calls.append(
                 ToolCallDelta(
                     index=self.num_calls - 1,
@@ -132,9 +127,10 @@ class CallParser:
                 )
             )
 
-    def _advance(self) -> MessageDelta:
+    def _read_on(self, text: str) -> MessageDelta:
+        self.text += text
         next(self._steps, None)
         came = MessageDelta(content="".join(self._content), tool_calls=tuple(self._calls))
         self._content.clear()
         self._calls.clear()
-        return MessageDelta.joined([came])
+        return came

@@ -32,8 +32,7 @@ def of_guide(guide: Guide) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if guide.type in ("json", "json_schema"):
-        schema = json.loads(guide.text or "{}")
-        answer = json_value(schema) if isinstance(schema, dict) else f"%json {guide.text}"
+        answer = json_value(json.loads(guide.text or "{}"))
     elif guide.type == "regex":
         answer = f"/{regex_to_lark(guide.text)}/"
     elif guide.type == "choice":

@@ -13,9 +13,10 @@ from typing import Any
 
 from specpipe.text.tools import lark
 from specpipe.text.tools.call_ids import openai_id
-from specpipe.text.tools.call_parser import SPACE, CallParser
+from specpipe.text.tools.call_parser import CallParser
 from specpipe.text.tools.calls import CallObject
 from specpipe.text.tools.functions import functions_of
+from specpipe.text.tools.partial import SPACE
 
 _TAG = "<|python_tag|>"
 

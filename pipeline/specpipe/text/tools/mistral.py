@@ -1,33 +1,24 @@
 """Calls after `[TOOL_CALLS]`: a list of objects, or a name and its arguments for each mark.
 
 Source: the chat templates of mistralai/Mistral-7B-Instruct-v0.3, Mistral-Nemo-Instruct-2407 and
-Mistral-Small-3.1 (lists; the space before one is SentencePiece's), of Mistral-Small-3.2
-(`[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`) and of Ministral-3-14B-Instruct-2512
+Mistral-Small-3.1 (lists; some have a space before one, where mistral-common has none), of
+Mistral-Small-3.2 (`[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`) and of Ministral-3-14B-Instruct-2512
 (`[TOOL_CALLS]name[ARGS]{…}`). Those that want an id want 9 letters and digits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from specpipe.text.tools import lark
 from specpipe.text.tools.call_ids import NUM_MISTRAL, mistral_id
-from specpipe.text.tools.call_parser import SPACE, CallParser
+from specpipe.text.tools.call_parser import CallParser
 from specpipe.text.tools.calls import CallArguments, CallObject
 from specpipe.text.tools.functions import functions_of
+from specpipe.text.tools.partial import SPACE
 
 _CALLS, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Form:
-    """How a version writes calls: named ones or a list, which may have a space before it."""
-
-    is_named: bool = False
-    has_ids: bool = False
-    has_space: bool = False
 
 
 class MistralDialect:
@@ -38,13 +29,9 @@ class MistralDialect:
 
     def __init__(self, token_ids: Mapping[str, int], template: str = "") -> None:
         """token_ids are those of the marks that are tokens; without a template, they decide."""
-        source = template if _CALLS in template else token_ids
         self._token_ids = token_ids
-        self._form = _Form(
-            is_named=_ARGUMENTS in source,
-            has_ids=_CALL_ID in template,
-            has_space=f"{_CALLS} [" in template,
-        )
+        self._is_named = _ARGUMENTS in (template if _CALLS in template else token_ids)
+        self._has_ids = _CALL_ID in template
 
     @staticmethod
     def is_used_by(template: str) -> bool:
@@ -61,12 +48,11 @@ class MistralDialect:
         """Returns the Lark grammar of one call or several, in the form of the chat template."""
         calls, call_id, arguments = (lark.token(self._token_ids, mark) for mark in self.marks)
         functions = functions_of(tools)
-        if not self._form.is_named:
-            opening = lark.literal(" [" if self._form.has_space else "[")
+        if not self._is_named:
             listed = r'function (", " function)*' if is_parallel else "function"
             objects = [lark.call_object(f.name, "arguments", f.parameters) for f in functions]
-            return lark.grammar(start=f'{calls} {opening} {listed} "]"', function=objects)
-        if self._form.has_ids:
+            return lark.grammar(start=rf'{calls} / ?\[/ {listed} "]"', function=objects)
+        if self._has_ids:
             arguments = f"{call_id} /[a-zA-Z0-9]{{{NUM_MISTRAL}}}/ {arguments}"
         named = [
             f"{lark.literal(f.name)} {arguments} {lark.json_value(f.parameters)}" for f in functions

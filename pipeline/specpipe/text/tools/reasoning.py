@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from specpipe.text.tools import lark
 from specpipe.text.tools.contract import MessageDelta, MessageParser
-from specpipe.text.tools.partial import num_held_back
+from specpipe.text.tools.partial import SPACE, num_certain, num_trimmed
 
 _PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
@@ -83,12 +83,12 @@ class ReasoningParser:
         """Returns what was held back."""
         if self._is_open:
             self._trim()
-            cut = MessageDelta(reasoning=self._text.rstrip())
+            cut = MessageDelta(reasoning=self._text[: num_trimmed(self._text)])
             return MessageDelta.joined([cut, self._rest.end()])
         return MessageDelta.joined([self._rest.feed(self._text), self._rest.end()])
 
     def _begin(self) -> bool:
-        start = self._text.lstrip()
+        start = self._text.lstrip(SPACE)
         if self._marks.opening.startswith(start):
             return False
         self._is_begun = True
@@ -105,13 +105,12 @@ class ReasoningParser:
         if mark:
             self._text = rest
             self._is_open, self._is_trimmed = False, True
-            return thoughts.rstrip()
-        most = len(thoughts) - num_held_back(thoughts, self._marks.closing)
-        certain = thoughts[:most].rstrip()
-        self._text = thoughts[len(certain) :]
-        return certain
+            return thoughts[: num_trimmed(thoughts)]
+        certain = num_certain(thoughts, self._marks.closing)
+        self._text = thoughts[certain:]
+        return thoughts[:certain]
 
     def _trim(self) -> None:
         if self._is_trimmed:
-            self._text = self._text.lstrip()
+            self._text = self._text.lstrip(SPACE)
             self._is_trimmed = not self._text

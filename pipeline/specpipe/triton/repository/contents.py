@@ -25,6 +25,7 @@ from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair
 from specpipe.runtimes.pair_file import PairFile
 from specpipe.runtimes.repository_layout import PREPROCESSING, SPECULATIVE, VERSION
 from specpipe.runtimes.runtime import load_runtime
+from specpipe.speculative.guide import Guides
 from specpipe.text.files import TOKENIZER_FILES
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import model_config
@@ -103,7 +104,10 @@ def read_pair_file(arguments: Mapping[str, str]) -> PairFile:
 
 
 def load_pair(
-    arguments: Mapping[str, str], pair: PairFile, detokenizer: DetokenizerFactory
+    arguments: Mapping[str, str],
+    pair: PairFile,
+    detokenizer: DetokenizerFactory,
+    guides: Guides | None = None,
 ) -> Pair:
     """Loads the engines of the `speculative` model with the runtime that `pair.json` names.
 
@@ -121,6 +125,7 @@ def load_pair(
         parameter_path(arguments, TARGET_ENGINE_DIR),
         dataclasses.replace(pair.options, runtime_settings=settings),
         detokenizer,
+        guides,
     )
 
 

@@ -263,20 +263,33 @@ def _cancellation(repository: Repository) -> Iterator[str]:
             yield f"{name}: {CANCELS} '{target}' is not a model of the repository"
 
 
-def _request_limits(repository: Repository) -> Iterator[str]:
-    """Yields models that write or read our requests without limits, which they read when loaded."""
+def _requests(repository: Repository) -> Iterator[str]:
+    """Yields models that write or read our requests as another release did: without limits, which
+    they read when loaded, or with the prompt in another tensor.
+    """
     for name, config in repository.models.items():
-        if serving.REQUEST.name not in {tensor.name for tensor in (*config.input, *config.output)}:
-            continue
-        file = parameter(config, LIMITS_FILE)
-        if file is None:
-            yield f"{name}: it names no {LIMITS_FILE}, as older releases wrote it; build again"
-            continue
-        path = repository.version_folder(name) / file
-        try:
-            ServedLimits.model_validate_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
-            yield f"{name}: {path} holds no limits ({to_sentence(exc)})"
+        for kind, declared in (("input", config.input), ("output", config.output)):
+            names = {tensor.name for tensor in declared}
+            if serving.REQUEST.name not in names:
+                continue
+            if serving.PROMPT_TOKEN_IDS.name not in names:
+                yield (
+                    f"{name}: it has no {kind} '{serving.PROMPT_TOKEN_IDS.name}', as older "
+                    "releases wrote it; build again"
+                )
+            yield from _limits_faults(repository, name, config)
+
+
+def _limits_faults(repository: Repository, name: str, config: pb.ModelConfig) -> Iterator[str]:
+    file = parameter(config, LIMITS_FILE)
+    if file is None:
+        yield f"{name}: it names no {LIMITS_FILE}, as older releases wrote it; build again"
+        return
+    path = repository.version_folder(name) / file
+    try:
+        ServedLimits.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        yield f"{name}: {path} holds no limits ({to_sentence(exc)})"
 
 
 def _pairs(repository: Repository) -> Iterator[str]:
@@ -306,7 +319,7 @@ RULES: tuple[LintRule, ...] = (
     _decoupled,
     _order,
     _cancellation,
-    _request_limits,
+    _requests,
     _pairs,
 )
 

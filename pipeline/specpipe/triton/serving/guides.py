@@ -9,6 +9,7 @@ from specpipe.errors import RequestError, show
 from specpipe.speculative.guide import Guide, GuideType
 from specpipe.triton.serving.conversation import Conversation
 from specpipe.triton.serving.inputs import Inputs
+from specpipe.triton.serving.request_tokenizer import GuideCheck
 
 _TYPES = get_args(GuideType)
 
@@ -17,6 +18,8 @@ class CallFormat(Protocol):
     """How a model writes calls of tools; `specpipe.text.tools.message_format.MessageFormat`."""
 
     def is_reasoning_after(self, prompt: str) -> bool: ...
+
+    def after_thoughts(self, guide: Guide, prompt: str) -> Guide: ...
 
     def grammar(
         self,
@@ -27,14 +30,20 @@ class CallFormat(Protocol):
     ) -> str: ...
 
 
-def guide_to_call(
-    guide: Guide | None, conversation: Conversation, prompt: str, calls: CallFormat
-) -> Guide:
-    """Returns the guide of an answer to a prompt that must be a call, or several.
+def guide_of_turn(
+    guide: Guide | None,
+    conversation: Conversation,
+    prompt: str,
+    calls: CallFormat,
+    guides: GuideCheck,
+) -> Guide | None:
+    """Returns the guide of the assistant's turn after a prompt, of which the end is enough.
 
-    Raises RequestError where a `guide` was sent as well, or where how calls are written is not
-    known.
+    It is the one that was sent, after thoughts that the prompt opens, or that of calls that must be
+    made. Raises RequestError where both are asked for, or where how calls are written is not known.
     """
+    if not conversation.called_tools:
+        return None if guide is None else calls.after_thoughts(guide, prompt)
     if guide is not None:
         raise RequestError(
             "guided_decoding_guide_type and tool_choice both say what the answer must be: leave "
@@ -45,12 +54,15 @@ def guide_to_call(
         is_parallel=conversation.calls_are_parallel,
         is_reasoning=calls.is_reasoning_after(prompt),
     )
-    return Guide(type="lark", text=grammar)
+    guide = Guide(type="lark", text=grammar)
+    guides.check(guide, "tools")
+    return guide
 
 
-def read_guide(inputs: Inputs) -> Guide | None:
-    """Returns the guide that was sent, None where there is none; whether it can be followed is not
-    looked at.
+def read_guide(inputs: Inputs, guides: GuideCheck) -> Guide | None:
+    """Returns the guide that was sent, None where there is none.
+
+    Raises RequestError for one that cannot be followed.
     """
     kind, text = (inputs.one(f"guided_decoding_guide{suffix}", "") for suffix in ("_type", ""))
     if not kind:
@@ -70,4 +82,6 @@ def read_guide(inputs: Inputs) -> Guide | None:
         )
     if kind != "json" and not text:
         raise RequestError(f"guided_decoding_guide_type '{kind}' needs a guided_decoding_guide")
-    return Guide(type=kind, text=text)
+    guide = Guide(type=kind, text=text)
+    guides.check(guide)
+    return guide

@@ -6,7 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from specpipe.errors import RequestError
+from specpipe.speculative.guide import Guide
 from specpipe.text.chat_arguments import ChatArguments
+
+
+class GuideCheck(Protocol):
+    """`specpipe.text.guides.guides.Guides` has it."""
+
+    def check(self, guide: Guide, field: str = ...) -> None:
+        """Raises RequestError, which begins with the field, for a guide that cannot be followed."""
 
 
 class RequestTokenizer(Protocol):
@@ -14,6 +22,9 @@ class RequestTokenizer(Protocol):
 
     @property
     def end_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def guides(self) -> GuideCheck: ...
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -15,7 +15,7 @@ from specpipe.errors import RequestError, show
 from specpipe.speculative.request import Request, check_prompt_length
 from specpipe.triton.secret import Signer
 from specpipe.triton.serving.conversation import Conversation, read_conversation
-from specpipe.triton.serving.guides import CallFormat, guide_to_call, read_guide
+from specpipe.triton.serving.guides import CallFormat, guide_of_turn, read_guide
 from specpipe.triton.serving.inputs import Inputs, check_parameters
 from specpipe.triton.serving.request_tokenizer import RequestTokenizer, check_used
 from specpipe.triton.serving.sampling import read_end_token_ids, read_sampling, words_of
@@ -124,10 +124,11 @@ def parse_request(
         raise RequestError("exclude_input_in_output is false: messages cannot be echoed")
     num_top_log_probs = inputs.one("num_top_log_probs", 0)
     conversation = read_conversation(inputs, limits)
-    guide = read_guide(inputs)
     prompt_token_ids = _encode_prompt(inputs, conversation, tokenizer, limits)
-    if conversation is not None and conversation.called_tools:
-        guide = guide_to_call(guide, conversation, _end_of(prompt_token_ids, tokenizer), calls)
+    guide = read_guide(inputs, tokenizer.guides)
+    if conversation is not None:
+        prompt = tokenizer.decode(prompt_token_ids[-_END_TOKENS:], skip_special_tokens=False)
+        guide = guide_of_turn(guide, conversation, prompt, calls, tokenizer.guides)
     request = Request(
         request_id="",
         prompt_token_ids=tuple(prompt_token_ids),
@@ -187,10 +188,6 @@ def _encode_prompt(
         token_ids = tokenizer.encode(text)
     check_prompt_length(len(token_ids), limits.max_seq_len)
     return token_ids
-
-
-def _end_of(prompt_token_ids: list[int], tokenizer: RequestTokenizer) -> str:
-    return tokenizer.decode(prompt_token_ids[-_END_TOKENS:], skip_special_tokens=False)
 
 
 def _encode_prediction(

@@ -49,6 +49,7 @@ from specpipe.runtimes.tensorrt_llm.engines.engine_calls import (
 )
 from specpipe.runtimes.tensorrt_llm.engines.engine_config import AcceptTest
 from specpipe.speculative.adaptive import most_draft_tokens
+from specpipe.speculative.guide import Guides
 from specpipe.speculative.request import Chunk, FinishReason, Request, RequestLimits
 
 _LOGGER = logging.getLogger(__name__)
@@ -351,7 +352,11 @@ class TritonModel:
 
 
 def load_pair(
-    draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+    draft: Path,
+    target: Path,
+    options: PairOptions,
+    detokenizer: DetokenizerFactory,
+    guides: Guides | None = None,  # which it cannot follow
 ) -> BlsPair:
     """A pair of two models of this server; the folders hold the configs of their engines.
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
     from specpipe.runtimes.tensorrt_llm.llmapi.llm_pair import LlmPair
     from specpipe.runtimes.tensorrt_llm.plan import PairPlan
+    from specpipe.speculative.guide import Guides
 
 
 def reads_quantized(engine: TensorRTLLMEngineConfig) -> bool:
@@ -111,7 +112,11 @@ def requirements(repository: Path, *, driver: str | None) -> Requirements:
 
 
 def load_pair(
-    draft: Path, target: Path, options: PairOptions, detokenizer: DetokenizerFactory
+    draft: Path,
+    target: Path,
+    options: PairOptions,
+    detokenizer: DetokenizerFactory,
+    guides: Guides | None = None,  # which it cannot follow
 ) -> LlmPair:
     """Starts TensorRT-LLM on the two checkpoints; `model.yaml` lies beside them.
 
