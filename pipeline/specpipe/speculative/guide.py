@@ -51,8 +51,10 @@ class Matcher(Protocol):
         it takes, have none after them that could stand.
         """
 
-    def forced(self, most: int) -> list[int]:
-        """Returns the tokens, at most so many, that the guide leaves no choice of."""
+    def forced(self, most: int, after: Sequence[int] = ()) -> list[int]:
+        """Returns the tokens, at most so many, that the guide leaves no choice of behind the
+        accepted tokens and these draft tokens.
+        """
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """Returns how many of these tokens could follow those that were accepted."""
@@ -77,7 +79,5 @@ class Guides(Protocol):
 
 def allowed_ids(mask: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
     """Returns [V] whether each id is allowed."""
-    bits = np.unpackbits(mask.view(np.uint8), count=None, bitorder="little")[:vocab_size]
-    allowed = np.zeros(vocab_size, dtype=np.bool_)
-    allowed[: len(bits)] = bits
-    return allowed
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].view(np.bool_)
+    return np.pad(bits, (0, vocab_size - len(bits))) if len(bits) < vocab_size else bits

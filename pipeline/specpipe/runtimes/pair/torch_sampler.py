@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Scored
 from specpipe.speculative import noise
-from specpipe.speculative.guide import Matcher
+from specpipe.speculative.guide import Matcher, allowed_ids
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
 from specpipe.speculative.request import Request, Sampling, TopLogProbs
 from specpipe.speculative.verify import verify_by_matching
@@ -66,7 +67,7 @@ class TorchSampler:
     def draft(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[bool]:
         rows = [_row(d, d.token_ids) for d in drafted]
         logits = self._usable_columns(logits)
-        ended = _mask(logits, [(d.state.matcher, d.token_ids) for d in drafted])
+        ended = mask_rows(logits, [(d.state.matcher, d.token_ids) for d in drafted])
         logits[ended] = -torch.inf  # nothing that is drafted there could stand
         choices = _Choices(logits, rows, Purpose.DRAFT)
         for index, (draft, row) in enumerate(zip(drafted, rows, strict=True)):
@@ -74,7 +75,7 @@ class TorchSampler:
                 continue
             draft.token_ids.append(choices.token_ids[index])
             if not _is_matched(row.sampling):
-                draft.probs.append(choices.probs(index))
+                draft.probs[len(draft.token_ids) - 1] = choices.probs(index)
         return choices.is_usable
 
     @torch.inference_mode()
@@ -82,7 +83,7 @@ class TorchSampler:
         rows = [_row(d, d.token_ids[:i]) for d in drafted for i in range(len(d.token_ids) + 1)]
         raw = logits.clone() if any(d.state.request.has_log_probs for d in drafted) else logits
         logits = self._usable_columns(logits)
-        _mask(
+        mask_rows(
             logits,
             [
                 (d.state.matcher, d.token_ids[:i])
@@ -130,7 +131,7 @@ class TorchSampler:
         return logits
 
 
-def _mask(logits: torch.Tensor, rows: Sequence[tuple[Matcher | None, list[int]]]) -> list[int]:
+def mask_rows(logits: torch.Tensor, rows: Sequence[tuple[Matcher | None, list[int]]]) -> list[int]:
     """Excludes what guides do not allow, in place: rows of logits [R, V] by matcher, and by the
     draft tokens before each. Rows without one cost nothing.
 
@@ -140,14 +141,27 @@ def _mask(logits: torch.Tensor, rows: Sequence[tuple[Matcher | None, list[int]]]
     masks = {index: mask for index, mask in found.items() if mask is not None}
     if not masks:
         return list(found)
-    words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    is_allowed = ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
-    excluded = torch.ones(len(masks), logits.shape[1], dtype=torch.bool, device=logits.device)
-    excluded[:, : is_allowed.shape[1]] = ~is_allowed
-    index = torch.tensor(list(masks), device=logits.device)
-    logits[index] = logits[index].masked_fill(excluded, -torch.inf)
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu":
+        for index, mask in masks.items():
+            excluded = torch.from_numpy(~allowed_ids(mask, vocab_size))
+            logits[index].masked_fill_(excluded, -torch.inf)
+    else:
+        places = torch.tensor(list(masks), device=logits.device)
+        excluded = ~_allowed_ids(np.stack(list(masks.values())), vocab_size, logits.device)
+        logits[places] = logits[places].masked_fill(excluded, -torch.inf)
     return [index for index in found if index not in masks]
+
+
+def _allowed_ids(
+    masks: npt.NDArray[np.int32], vocab_size: int, device: torch.device
+) -> torch.Tensor:
+    """Returns [R, V] what masks [R, words] allow; what goes to the device is a bit for each id."""
+    words = torch.from_numpy(masks).to(device)
+    bits = torch.arange(32, dtype=torch.int32, device=device)
+    is_allowed = ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
+    num_beyond = vocab_size - is_allowed.shape[1]
+    return torch.nn.functional.pad(is_allowed, (0, num_beyond))
 
 
 def _row(drafted: Drafted, draft_token_ids: list[int]) -> Row:
@@ -204,9 +218,9 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> RoundR
         index = first + place
         row = choices.rows[index]
         target_probs = choices.probs(index)
-        own = place - drafted.num_forced
-        has_probs = own >= 0 and bool(drafted.probs)
-        draft_probs = drafted.probs[own] if has_probs else _certain(token_id, target_probs)
+        draft_probs = drafted.probs.get(place)
+        if draft_probs is None:
+            draft_probs = _certain(token_id, target_probs)
         accept = float(noise.uniform(row.sampling.seed, row.position, Purpose.ACCEPT, 1)[0])
         if accept * draft_probs[token_id] < target_probs[token_id]:
             accepted.append(token_id)
