@@ -23,6 +23,7 @@ from specpipe.gateway.listening import bind, check_open, parse_listen, url_of
 from specpipe.gateway.metrics import GatewayMetrics
 from specpipe.gateway.models import ServedModel
 from specpipe.gateway.pool import Pool
+from specpipe.gateway.protocol import DoorProtocol
 from specpipe.gateway.settings import PROBE_KEY_VARIABLE, GatewaySettings
 from specpipe.gateway.triton_upstream import TritonUpstream
 from specpipe.machine.callables import Log
@@ -106,7 +107,7 @@ async def standing(
         uvicorn.Config(
             door,
             interface="asgi3",
-            http="httptools",
+            http=DoorProtocol,
             ws="none",
             lifespan="off",
             access_log=False,
