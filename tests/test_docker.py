@@ -65,7 +65,11 @@ def test_without_engines_triton_comes_into_tensorrt_llm_s_image() -> None:
 
 @pytest.mark.parametrize(
     ("name", "default"),
-    [("Dockerfile", "torch,evaluate"), (TENSORRT_LLM, "evaluate"), (PYTORCH, "evaluate")],
+    [
+        ("Dockerfile", "torch,evaluate,openai"),
+        (TENSORRT_LLM, "evaluate,openai"),
+        (PYTORCH, "evaluate,openai"),
+    ],
 )
 def test_the_image_is_told_which_extras_it_has(name: str, default: str, wheel: Path) -> None:
     found = instructions(name)
@@ -151,6 +155,7 @@ def test_what_is_copied_is_let_into_the_build(name: str) -> None:
 
 def test_compose_builds_all_and_leaves_time_to_drain() -> None:
     services: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    gateway = services.pop("gateway")
     assert {name: service["build"]["dockerfile"] for name, service in services.items()} == {
         "cpu": "docker/Dockerfile",
         "gpu": "docker/Dockerfile",
@@ -165,3 +170,12 @@ def test_compose_builds_all_and_leaves_time_to_drain() -> None:
     # Two images of one file must not bear one name.
     assert len({service["image"] for service in services.values()}) == len(services)
     assert services["cpu"]["build"]["args"]["TORCH_INDEX"].endswith("/cpu")
+    # The door is the image of another one, knows what its server knows, and is held to keys.
+    assert gateway["image"] == services["cpu"]["image"]
+    for service in services.values():
+        assert service["environment"].items() <= gateway["environment"].items()
+    assert gateway["command"][0] == "gateway"
+    assert gateway["environment"]["SPECPIPE_API_KEYS"] == "${SPECPIPE_API_KEYS:-}"
+    assert not {"--allow-no-keys", "--keys"} & set(gateway["command"])
+    assert gateway["ports"] == ["127.0.0.1:9000:9000"]
+    assert gateway["stop_grace_period"] == "1m"
