@@ -50,7 +50,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/python scripts/reference.py --check
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict --site-dir $(VENV)/site
 	$(VENV)/bin/hadolint docker/Dockerfile*
-	$(VENV)/bin/shellcheck .ci/run examples/curl.sh
+	$(VENV)/bin/shellcheck .ci/run examples/curl.sh examples/openai_curl.sh
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/actionlint .github/workflows/*.yml \
 	    examples/ci/nightly*.yml
 	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml

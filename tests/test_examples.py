@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from openai import OpenAI
 
 from specpipe import Client
 from specpipe.build import execution, planning, repositories
@@ -22,6 +24,7 @@ from specpipe.cli.group import main
 from specpipe.machine.manifest import read_manifest
 from specpipe.triton.server import launcher
 from specpipe.triton.server.server import Server
+from tests.chat_templates import TEMPLATES
 from tests.quiet import Quiet
 
 ROOT = Path(__file__).parents[1]
@@ -32,14 +35,46 @@ NIGHTLY = sorted((EXAMPLES / "nightly").glob("*.yaml"))
 PROMPT = "def fibonacci(n):"
 
 
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What is set of the quickstart pair: it gets a chat template, which it has not."""
+    folder = tmp_path_factory.mktemp("pair")
     # K is as asked: the adaptive one is 0 on a machine that is busy.
-    overrides = [f"output_dir={tmp_path_factory.mktemp('engines')}", "speculation.adaptive=false"]
-    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    overrides = [f"output_dir={folder}", "speculation.adaptive=false"]
+    for role in ("draft", "target"):
+        shutil.copytree(ROOT / "models" / "python-code" / role, folder / role)
+        settings = folder / role / "tokenizer_config.json"
+        changed = {**json.loads(settings.read_text()), "chat_template": TEMPLATES["qwen_2_tools"]}
+        settings.write_text(json.dumps(changed))
+        overrides.append(f"{role}.checkpoint={folder / role}")
+    return overrides
+
+
+@pytest.fixture(scope="module")
+def server(overrides: list[str]) -> Iterator[Server]:
+    config = load_config(QUICKSTART, overrides)
     execution.run(planning.plan(config), Quiet())
     with launcher.running(repositories.built_repository(config)) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def door(server: Server, overrides: list[str]) -> Iterator[str]:
+    """The address of the door for OpenAI's clients in front of the server."""
+    options = [word for value in overrides for word in ("--set", value)]
+    command = ["gateway", "--config", QUICKSTART, "--url", server.grpc_url, "--listen", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "specpipe", *map(str, command), *options],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        yield line.removeprefix("ready: ").strip()
+        process.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +140,55 @@ def test_tritonclient_over_grpc(server: Server, answer: str) -> None:
 def test_tritonclient_over_grpc_decoupled(server: Server, answer: str) -> None:
     printed = run(sys.executable, EXAMPLES / "triton_grpc_stream.py", address(server.grpc_url))
     assert printed == f"{answer}\n"
+
+
+def test_openai_chat(door: str) -> None:
+    with OpenAI(base_url=f"{door}/v1", api_key="none") as client:
+        whole, sampled = (
+            client.chat.completions.create(
+                model="python-code",
+                messages=[{"role": "user", "content": "Write fibonacci(n)."}],
+                max_tokens=32,
+                temperature=temperature,
+                seed=7,
+            )
+            for temperature in (0, 0.8)
+        )
+    printed = run(sys.executable, EXAMPLES / "openai_chat.py", f"{door}/v1")
+    assert printed.startswith(f"{whole.choices[0].message.content}\nfinished by: length\n")
+    assert f"\n{sampled.choices[0].message.content}\ntokens: " in printed
+    assert "\nrefused: {'message': 'temperature" in printed
+
+
+def test_openai_tools(door: str) -> None:
+    first, call, answer = run(sys.executable, EXAMPLES / "openai_tools.py", f"{door}/v1").split(
+        "\n", maxsplit=2
+    )
+    assert first == "finished by: tool_calls"
+    arguments = re.fullmatch(r"call: weather \{'city': (.{1,42}), 'days': (\d+)\}", call)
+    assert arguments is not None and 0 <= int(arguments[2]) <= 14
+    assert answer.startswith("answer: ")
+
+
+def test_openai_structured_output(door: str) -> None:
+    printed = run(sys.executable, EXAMPLES / "openai_structured.py", f"{door}/v1")
+    assert re.fullmatch(
+        r"parsed: verdict='(good|bad)' stars=[1-5] why=.*\n"
+        r"chosen: (yes|no)\nmatched: 20\d\d-[01]\d-[0-3]\d\n",
+        printed,
+        re.DOTALL,
+    )
+
+
+def test_openai_with_curl(door: str, answer: str) -> None:
+    name, whole, *lines, chat = run(EXAMPLES / "openai_curl.sh", door).splitlines()
+    assert name == "python-code"
+    assert json.loads(whole)["choices"][0]["text"] == answer
+    *chunks, end = [line.removeprefix("data: ") for line in lines if line]
+    assert end == "[DONE]"
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == answer
+    content = json.loads(json.loads(chat)["choices"][0]["message"]["content"])
+    assert content in ({"is_prime": True}, {"is_prime": False})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="no ModelOpt here")

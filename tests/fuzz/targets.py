@@ -6,6 +6,7 @@ they start from beside the corpus.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import base64
 import contextlib
@@ -47,6 +48,12 @@ from specpipe.errors import (
 from specpipe.evaluate.endpoints.base import Question
 from specpipe.evaluate.endpoints.openai import OpenAI
 from specpipe.evaluate.endpoints.triton import Triton
+from specpipe.gateway.body import parse_body, validate
+from specpipe.gateway.chat_inputs import chat_asks
+from specpipe.gateway.chat_schema import ChatRequest
+from specpipe.gateway.completion_schema import CompletionRequest
+from specpipe.gateway.completions import completion_asks
+from specpipe.gateway.models import ServedModel
 from specpipe.machine.gpus import Gpu
 from specpipe.machine.manifest import FileRecord, Manifest
 from specpipe.quantization.prequantized import read_prequantized
@@ -67,6 +74,7 @@ from specpipe.text.tools.llama import LlamaDialect
 from specpipe.text.tools.mistral import MistralDialect
 from specpipe.triton import repository, serving
 from specpipe.triton.client import Client
+from specpipe.triton.client.grpc_messages import write_request
 from specpipe.triton.secret import Signer
 from tests.chat_templates import CONVERSATIONS, TEMPLATES
 from tests.fuzz.trial import MAX_BYTES, SENTENCE, VALUE, Target, Use
@@ -823,6 +831,70 @@ def preprocessing(data: bytes) -> None:
     )
     again = read.to_tensors(Signer(_SECRET))
     assert all(np.array_equal(array, again[name]) for name, array in made.items())
+
+
+@cache
+def _served() -> ServedModel:
+    limits = Limits().resolved(max_seq_len=512, longest_token_bytes=2, is_bytewise=True)
+    return ServedModel(names=("toy",), tokenizer=Tokenizer.load(_folder() / "toy"), limits=limits)
+
+
+_FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": 1}}}}
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+@_target(
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+        ],
+        "tools": [{"type": "function", "function": _FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "stream_options": {"include_usage": True},
+        "logit_bias": {"5": -100},
+        "prediction": {"type": "content", "content": "x"},
+        "reasoning_effort": "none",
+    },
+    {
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"type": "object"}},
+        },
+        "top_logprobs": 2,
+        "logprobs": True,
+        "n": 2,
+        "seed": -1,
+    },
+)
+def openai_chat(data: bytes) -> None:
+    """From the body to what is sent to Triton."""
+    parsed = parse_body(data, _served().limits)
+    body = validate(ChatRequest, parsed, is_lenient=len(data) % 2 == 0)
+    for ask in chat_asks(body, _served(), shows_special=False):
+        write_request("ensemble", ask.inputs)
+
+
+@_target(
+    {
+        "prompt": ["x y", "z"],
+        "stop": ["a"],
+        "logprobs": 1,
+        "echo": True,
+        "max_tokens": 0,
+        "top_p": 0,
+        "stop_token_ids": [3],
+        "structured_outputs": {"choice": ["a", "b"]},
+    },
+    {"prompt": [[1, 2], [3]], "temperature": 0.5, "guided_grammar": 'start: "a"', "n": 3},
+)
+def openai_completion(data: bytes) -> None:
+    """The same of the other kind."""
+    parsed = parse_body(data, _served().limits)
+    body = validate(CompletionRequest, parsed, is_lenient=len(data) % 2 == 0)
+    for ask in asyncio.run(completion_asks(body, _served())):
+        write_request("ensemble", ask.inputs)
 
 
 @_target(*_REQUESTS)

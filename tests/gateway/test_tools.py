@@ -130,3 +130,15 @@ def test_a_call_that_was_cut_is_there_as_far_as_it_came(thinking_door: Door) -> 
     (call,) = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Bonn", '}
     assert choice["finish_reason"] == "length"
+
+
+def test_the_tokens_of_a_conversation_are_those_of_its_template(thinking_door: Door) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+    messages = [*QUESTION["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    body = {"messages": messages, "tools": TOOLS, "add_generation_prompt": False}
+    found = thinking_door.post("/tokenize", body).json()
+    text = (
+        "<|im_start|>user\nHow warm is it?<|im_end|>\n<|im_start|>assistant\n\n<tool_call>\n"
+        '{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call><|im_end|>\n'
+    )
+    assert thinking_door.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"] == text

@@ -65,7 +65,8 @@ ASKING: dict[str, dict[str, Any]] = {
 }
 """What asks for each of FEATURES."""
 
-OF_OUR_OWN_LOOP = {"logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs"}
+OF_OUR_OWN_LOOP = {"logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs", "prediction"}
+"""And guides, where the pair is given what compiles them; these pairs are not."""
 
 HONOURED = {name: OF_OUR_OWN_LOOP if name in ("engines", "tensorrt") else set() for name in PAIRS}
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from openai.lib._pydantic import to_strict_json_schema
+from openai.types import chat, completion_create_params
+from pydantic import BaseModel
 
 from specpipe.gateway.app import make_app
+from specpipe.gateway.chat_schema import ChatRequest
+from specpipe.gateway.completion_schema import CompletionRequest
 from specpipe.gateway.models import ServedModel
 from specpipe.gateway.triton_upstream import TritonUpstream
 from specpipe.triton.client import Client, Completion
@@ -253,3 +259,112 @@ def test_tokens_of_a_text_and_of_a_conversation(client: openai.OpenAI, triton: C
     assert by_ids.choices[0].text.strip() == (by_chat.choices[0].message.content or "").strip()
     assert json.loads(by_chat.model_dump_json())["object"] == "chat.completion"
     assert [model.id for model in client.models.list()] == [MODEL]
+
+
+class Verdict(BaseModel):
+    is_good: bool
+    grade: Literal["a", "b", "c"]
+
+
+class Weather(BaseModel):
+    """Tells the weather."""
+
+    city: Literal["Bonn", "Rome"]
+    days: Literal[1, 2, 3]
+
+
+def test_answers_that_follow_a_schema_are_parsed(client: openai.OpenAI, triton: Client) -> None:
+    parsed = client.chat.completions.parse(
+        model=MODEL, messages=QUESTION, response_format=Verdict, seed=5
+    )
+    (choice,) = parsed.choices
+    assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Verdict)
+    schema = json.dumps(to_strict_json_schema(Verdict))
+    expected = triton.generate(
+        messages=QUESTION,
+        max_tokens=100,
+        temperature=1.0,
+        seed=5,
+        guided_decoding_guide_type="json_schema",
+        guided_decoding_guide=schema,
+    )
+    assert choice.message.content == expected.text
+    with client.chat.completions.stream(
+        model=MODEL, messages=QUESTION, response_format=Verdict, seed=5
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == choice.message.parsed
+    for guide, pattern in (
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"structured_outputs": {"regex": "[ab]{3}-[0-9]"}}, "[ab]{3}-[0-9]"),
+        ({"guided_grammar": 'root ::= "x" ("y" | "z")'}, "x[yz]"),
+        ({"guided_grammar": 'start: "x" ("y" | "z")'}, "x[yz]"),
+    ):
+        found = client.completions.create(model=MODEL, prompt=PROMPT, extra_body=guide)
+        assert re.fullmatch(pattern, found.choices[0].text), (guide, found)
+        assert found.choices[0].finish_reason == "stop"
+
+
+def test_a_call_that_must_be_is_parsed(client: openai.OpenAI) -> None:
+    tools = [openai.pydantic_function_tool(Weather)]
+    for choice in ("required", {"type": "function", "function": {"name": "Weather"}}):
+        body: Any = {
+            "model": MODEL,
+            "messages": QUESTION,
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "seed": 3,
+        }
+        (found,) = client.chat.completions.parse(**body).choices
+        assert found.finish_reason == "tool_calls" and found.message.tool_calls
+        (call,) = found.message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Weather)
+        with client.chat.completions.stream(**body) as stream:
+            (streamed,) = stream.get_final_completion().choices
+        assert streamed.message.tool_calls is not None
+        assert [c.function.parsed_arguments for c in streamed.message.tool_calls] == [
+            call.function.parsed_arguments
+        ]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "21"}
+    message = found.message.model_dump(include={"role", "content", "tool_calls"})
+    after = client.chat.completions.create(
+        model=MODEL, messages=[*QUESTION, message, result], max_tokens=4, tools=tools
+    )
+    assert after.usage is not None and after.usage.completion_tokens > 0
+
+
+def test_guides_that_nothing_can_follow_are_named(client: openai.OpenAI) -> None:
+    def refused(**body: Any) -> openai.BadRequestError:
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model=MODEL, messages=QUESTION, **body)
+        return error.value
+
+    wrong = {"type": "object", "properties": {"a": {"type": "frog"}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
+    error = refused(response_format=schema)
+    assert error.param == "response_format" and "properties.a" in error.message
+    assert refused(extra_body={"guided_regex": "("}).param == "guided_regex"
+    assert refused(extra_body={"structured_outputs": {"grammar": "start: x"}}).param == (
+        "structured_outputs.grammar"
+    )
+
+
+def test_a_prediction_that_is_right_is_counted(client: openai.OpenAI) -> None:
+    body: Any = {"model": MODEL, "messages": QUESTION, **SAMPLED}
+    plain = client.chat.completions.create(**body).choices[0].message.content
+    predicted = client.chat.completions.create(
+        **body, prediction={"type": "content", "content": plain or ""}
+    )
+    assert predicted.choices[0].message.content == plain
+    assert predicted.usage is not None
+    details = predicted.usage.completion_tokens_details
+    assert details is not None and (details.accepted_prediction_tokens or 0) > 0
+
+
+def test_every_parameter_of_the_client_is_known() -> None:
+    for params, body in (
+        (chat.completion_create_params.CompletionCreateParamsStreaming, ChatRequest),
+        (completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
+    ):
+        names = params.__required_keys__ | params.__optional_keys__
+        assert len(names) > 15 and names - set(body.model_fields) == set()

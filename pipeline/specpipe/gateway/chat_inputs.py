@@ -24,7 +24,7 @@ def chat_asks(body: ChatRequest, served: ServedModel, *, shows_special: bool) ->
     shows_special  special tokens are part of the text, for a parser that reads them
     """
     inputs = common_inputs(body, max_tokens=body.max_completion_tokens or served.limits.max_seq_len)
-    inputs["messages"] = _dumps([_message(m, served.limits) for m in body.messages])
+    inputs["messages"] = _dumps([template_message(m, served.limits) for m in body.messages])
     if body.logprobs:
         inputs |= {"return_log_probs": True, "num_top_log_probs": body.top_logprobs or 0}
         inputs["return_token_ids"] = True
@@ -69,7 +69,7 @@ def template_kwargs(body: ChatRequest) -> dict[str, Any]:
     return {**kwargs, **(body.chat_template_kwargs or {})}
 
 
-def _message(message: Message, limits: ServedLimits) -> dict[str, Any]:
+def template_message(message: Message, limits: ServedLimits) -> dict[str, Any]:
     """Returns a message as templates take it: the arguments of a call as an object."""
     found = message.model_dump(exclude_unset=True)
     found["role"] = _ROLES.get(message.role, message.role)

@@ -14,12 +14,18 @@ _FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 """As `text/tools` has them: OpenAI's, and what servers of MCP put before a tool's name."""
 
 
-class CalledFunction(Part):
+class _Past(BaseModel):
+    """A part of a call that was made; what clients add to it (`parsed_arguments`) is left out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class CalledFunction(_Past):
     name: _FunctionName
     arguments: str | dict[str, JsonValue]
 
 
-class CalledTool(Part):
+class CalledTool(_Past):
     id: str | None = None
     type: Literal["function"] | None = None
     index: int | None = None

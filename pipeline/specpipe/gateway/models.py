@@ -52,11 +52,13 @@ class ServedModel:
     @classmethod
     def load(cls, repository: Path, names: Sequence[str]) -> ServedModel:
         """Reads the tokenizer and the limits of a built repository."""
-        return cls(
+        served = cls(
             names=tuple(names),
             tokenizer=repositories.load_tokenizer(repository),
             limits=repositories.load_limits(repository),
         )
+        assert served.format  # goes through the vocabulary: not while the first chat waits
+        return served
 
     @property
     def name(self) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from specpipe.gateway.chat_schema import Message
+from specpipe.gateway.chat_inputs import template_message
+from specpipe.gateway.chat_schema import Message, Tool
 from specpipe.gateway.errors import ApiError
 from specpipe.gateway.models import ServedModel
 from specpipe.gateway.parameters import Named, TokenId
+from specpipe.text.chat_arguments import ChatArguments
 
 _MOST_MESSAGES = 1024
 
@@ -22,6 +24,11 @@ class TokenizeRequest(Named):
     """A conversation, which the checkpoint's chat template renders."""
     add_special_tokens: bool | None = None
     """False: no BOS is added to `prompt`."""
+    tools: list[Tool] | None = None
+    """What the template is given besides `messages`, as in a chat; so the next three."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     """Whether the tokens come as text, too."""
 
@@ -42,9 +49,17 @@ async def tokenize(body: TokenizeRequest, served: ServedModel) -> dict[str, Any]
         adds = body.add_special_tokens is not False
         token_ids = await served.encode(body.prompt, add_special_tokens=adds)
     else:
-        messages = [message.model_dump(exclude_unset=True) for message in body.messages or ()]
+        arguments = ChatArguments(
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+            variables=body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+        )
         token_ids = await asyncio.to_thread(
-            served.tokenizer.encode_messages, messages, max_bytes=served.limits.max_prompt_bytes
+            served.tokenizer.encode_messages,
+            [template_message(message, served.limits) for message in body.messages or ()],
+            arguments,
+            max_bytes=served.limits.max_prompt_bytes,
         )
     texts = None
     if body.return_token_strs:

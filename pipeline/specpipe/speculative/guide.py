@@ -77,7 +77,5 @@ class Guides(Protocol):
 
 def allowed_ids(mask: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
     """Returns [V] whether each id is allowed."""
-    bits = np.unpackbits(mask.view(np.uint8), count=None, bitorder="little")[:vocab_size]
-    allowed = np.zeros(vocab_size, dtype=np.bool_)
-    allowed[: len(bits)] = bits
-    return allowed
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].view(np.bool_)
+    return np.pad(bits, (0, vocab_size - len(bits))) if len(bits) < vocab_size else bits

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Scored
 from specpipe.speculative import noise
-from specpipe.speculative.guide import Matcher
+from specpipe.speculative.guide import Matcher, allowed_ids
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
 from specpipe.speculative.request import Request, Sampling, TopLogProbs
 from specpipe.speculative.verify import verify_by_matching
@@ -61,7 +62,7 @@ class TorchSampler:
     def draft(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[bool]:
         rows = [_row(d, d.token_ids) for d in drafted]
         logits = self._usable_columns(logits)
-        ended = _mask(logits, [(d.state.matcher, d.token_ids) for d in drafted])
+        ended = mask_rows(logits, [(d.state.matcher, d.token_ids) for d in drafted])
         logits[ended] = -torch.inf  # nothing that is drafted there could stand
         choices = _Choices(logits, rows, Purpose.DRAFT)
         for index, (draft, row) in enumerate(zip(drafted, rows, strict=True)):
@@ -77,7 +78,7 @@ class TorchSampler:
         rows = [_row(d, d.token_ids[:i]) for d in drafted for i in range(len(d.token_ids) + 1)]
         raw = logits.clone() if any(d.state.request.has_log_probs for d in drafted) else logits
         logits = self._usable_columns(logits)
-        _mask(
+        mask_rows(
             logits,
             [
                 (d.state.matcher, d.token_ids[:i])
@@ -125,7 +126,7 @@ class TorchSampler:
         return logits
 
 
-def _mask(logits: torch.Tensor, rows: Sequence[tuple[Matcher | None, list[int]]]) -> list[int]:
+def mask_rows(logits: torch.Tensor, rows: Sequence[tuple[Matcher | None, list[int]]]) -> list[int]:
     """Excludes what guides do not allow, in place: rows of logits [R, V] by matcher, and by the
     draft tokens before each. Rows without one cost nothing.
 
@@ -135,14 +136,27 @@ def _mask(logits: torch.Tensor, rows: Sequence[tuple[Matcher | None, list[int]]]
     masks = {index: mask for index, mask in found.items() if mask is not None}
     if not masks:
         return list(found)
-    words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    is_allowed = ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
-    excluded = torch.ones(len(masks), logits.shape[1], dtype=torch.bool, device=logits.device)
-    excluded[:, : is_allowed.shape[1]] = ~is_allowed
-    index = torch.tensor(list(masks), device=logits.device)
-    logits[index] = logits[index].masked_fill(excluded, -torch.inf)
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu":
+        for index, mask in masks.items():
+            excluded = torch.from_numpy(~allowed_ids(mask, vocab_size))
+            logits[index].masked_fill_(excluded, -torch.inf)
+    else:
+        index = torch.tensor(list(masks), device=logits.device)
+        excluded = ~_allowed_ids(np.stack(list(masks.values())), vocab_size, logits.device)
+        logits[index] = logits[index].masked_fill(excluded, -torch.inf)
     return [index for index in found if index not in masks]
+
+
+def _allowed_ids(
+    masks: npt.NDArray[np.int32], vocab_size: int, device: torch.device
+) -> torch.Tensor:
+    """Returns [R, V] what masks [R, words] allow; what goes to the device is a bit for each id."""
+    words = torch.from_numpy(masks).to(device)
+    bits = torch.arange(32, dtype=torch.int32, device=device)
+    is_allowed = ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
+    num_beyond = vocab_size - is_allowed.shape[1]
+    return torch.nn.functional.pad(is_allowed, (0, num_beyond))
 
 
 def _row(drafted: Drafted, draft_token_ids: list[int]) -> Row:

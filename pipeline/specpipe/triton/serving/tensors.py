@@ -268,7 +268,7 @@ STATISTICS_OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec(
         "accepted_prediction_tokens",
         "INT32",
-        meaning="Those of them that were copied from `prediction`.",
+        meaning="Accepted draft tokens that were copied from `prediction`.",
     ),
     TensorSpec(
         "rejected_prediction_tokens",
