@@ -7,8 +7,6 @@ import logging
 import pytest
 
 from specpipe.gateway.app import make_app
-from specpipe.gateway.chat_schema import ChatRequest
-from specpipe.gateway.completion_schema import CompletionRequest
 from specpipe.version import __version__
 from tests.gateway.conftest import Door, running, served_model
 from tests.gateway.fake_upstream import FakeUpstream
@@ -87,15 +85,3 @@ def test_a_lenient_door_logs_what_nobody_knows(caplog: pytest.LogCaptureFixture)
         "a field that nobody knows is left out: stream_options.other",
         "a field that nobody knows is left out: unheard",
     ]
-
-
-def test_every_parameter_of_openai_is_known() -> None:
-    """Those of its client's own types, with vLLM's and ours beside them."""
-    chats = pytest.importorskip("openai.types.chat.completion_create_params")
-    texts = pytest.importorskip("openai.types.completion_create_params")
-    for params, body in (
-        (chats.CompletionCreateParamsStreaming, ChatRequest),
-        (texts.CompletionCreateParamsStreaming, CompletionRequest),
-    ):
-        names = params.__required_keys__ | params.__optional_keys__
-        assert len(names) > 15 and names - set(body.model_fields) == set()

@@ -13,9 +13,12 @@ from typing import Any, Literal
 import openai
 import pytest
 from openai.lib._pydantic import to_strict_json_schema
+from openai.types import chat, completion_create_params
 from pydantic import BaseModel
 
 from specpipe.gateway.app import make_app
+from specpipe.gateway.chat_schema import ChatRequest
+from specpipe.gateway.completion_schema import CompletionRequest
 from specpipe.gateway.models import ServedModel
 from specpipe.gateway.triton_upstream import TritonUpstream
 from specpipe.triton.client import Client, Completion
@@ -356,3 +359,12 @@ def test_a_prediction_that_is_right_is_counted(client: openai.OpenAI) -> None:
     assert predicted.usage is not None
     details = predicted.usage.completion_tokens_details
     assert details is not None and (details.accepted_prediction_tokens or 0) > 0
+
+
+def test_every_parameter_of_the_client_is_known() -> None:
+    for params, body in (
+        (chat.completion_create_params.CompletionCreateParamsStreaming, ChatRequest),
+        (completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
+    ):
+        names = params.__required_keys__ | params.__optional_keys__
+        assert len(names) > 15 and names - set(body.model_fields) == set()
