@@ -86,14 +86,18 @@ def test_warped_rows_equal_the_specification(has_ties: bool, vocab_size: int) ->
         np.testing.assert_allclose(scores[row], expected, rtol=1e-12, err_msg=str(sampling))
 
 
+@pytest.mark.parametrize("vocab_size", [500, 3000])  # 3000: more than all are looked at
 @pytest.mark.parametrize("has_ties", [False, True])
-def test_the_likeliest_tokens_are_those_of_the_specification(has_ties: bool) -> None:
+def test_the_likeliest_tokens_are_those_of_the_specification(
+    has_ties: bool, vocab_size: int
+) -> None:
     """Likeliest first, and of equal ones the lower id, also where a cut goes through them."""
-    logits = np.random.default_rng(0).normal(scale=3.0, size=(6, 500)).astype(np.float32)
+    logits = np.random.default_rng(0).normal(scale=3.0, size=(6, vocab_size)).astype(np.float32)
+    logits[2, -25:] += 20.0  # in the last block, which is not whole
     if has_ties:
         logits = np.round(logits)
     token_ids = [0, 7, 499, 3, 3, 250]
-    scored = TorchSampler(500).score(torch.from_numpy(logits), token_ids, 20)
+    scored = TorchSampler(vocab_size).score(torch.from_numpy(logits), token_ids, 20)
     assert scored is not None
     for row, token_id, own, top in zip(
         logits, token_ids, scored.log_probs, scored.top_log_probs, strict=True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,10 @@ from specpipe.speculative.warp import banned_token_ids
 _FIRST_SORTED = 128
 """Scores of each row that are sorted at first, then 8 times as many while a cut lies beyond. A
 guess.
+"""
+
+_BLOCK = 64
+"""Tokens of which the likeliest is found first, where the likeliest of all are looked for: a guess.
 """
 
 
@@ -238,22 +243,22 @@ def _certain(token_id: int, like: torch.Tensor) -> torch.Tensor:
 def _likeliest(log_probs: torch.Tensor, count: int) -> list[TopLogProbs]:
     """Returns so many of the highest of each row [R, V], as `speculative/log_probs.py` does.
 
-    What cannot be emitted is -inf; a row with a NaN has none. Writes into its argument.
+    What cannot be emitted is -inf; a row with a NaN has none.
     """
-    log_probs.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
-    count = min(count, log_probs.shape[-1])
-    cut = log_probs.topk(count, dim=-1).values[:, -1:]
-    is_above, is_tied = log_probs > cut, log_probs == cut
-    num_tied_kept = count - is_above.sum(dim=-1, keepdim=True)
-    if (is_tied.sum(dim=-1, keepdim=True) > num_tied_kept).any():
-        is_tied &= is_tied.cumsum(dim=-1) <= num_tied_kept
-    token_ids = (is_above | is_tied).nonzero()[:, 1].view(-1, count)
-    values, order = log_probs.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
-    rows = zip(token_ids.gather(1, order).tolist(), values.tolist(), strict=True)
-    return [
-        tuple((i, p) for i, p in zip(ids, probs, strict=True) if p > -math.inf)
-        for ids, probs in rows
-    ]
+    num_rows, vocab_size = log_probs.shape
+    num_blocks = vocab_size // _BLOCK
+    floor = torch.full((num_rows, 1), torch.finfo(log_probs.dtype).min, device=log_probs.device)
+    if num_blocks >= count:
+        # So many blocks have a token that is as likely as that: no other need be sorted.
+        blocks = log_probs[:, : num_blocks * _BLOCK].unflatten(-1, (num_blocks, _BLOCK))
+        floor = floor.maximum(blocks.amax(dim=-1).topk(count, dim=-1).values[:, -1:])
+    found = (log_probs >= floor).nonzero(as_tuple=True)
+    values = log_probs[found].cpu().numpy()
+    rows, token_ids = (index.cpu().numpy() for index in found)
+    order = np.lexsort((token_ids, -values, rows))
+    starts = np.searchsorted(rows, np.arange(num_rows + 1))
+    best = (order[a : min(a + count, b)] for a, b in pairwise(starts))
+    return [tuple(zip(token_ids[i].tolist(), values[i].tolist(), strict=True)) for i in best]
 
 
 def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
