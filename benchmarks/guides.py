@@ -195,7 +195,7 @@ def measure_pair(guides: Mapping[str, Guide], config: Path, num_draft_tokens: in
         return num_tokens, num_steps, statistics.median(times)
 
     with_forced = run(requests(len(guides), guided=True))
-    with mock.patch.object(DraftChoice, "forced", lambda self: []):
+    with mock.patch.object(DraftChoice, "forced", lambda self, after=(): []):
         without = run(requests(len(guides), guided=True))
     rates = [tokens / steps for tokens, steps, _ in (with_forced, without)]
     print(

@@ -46,18 +46,21 @@ def decode(
     if state.request.max_tokens == 0:
         yield state.finish("length")
     while not state.is_finished:
-        forced = state.drafts.forced()
-        given = forced or state.drafts.predict()
-        is_predicted, limit = bool(given) and not forced, 0
-        drafted: list[int] = []
-        draft_scores: list[Floats] = []
+        draft_token_ids = state.drafts.forced()
+        forced = set(range(len(draft_token_ids)))
+        predicted = [] if forced else state.drafts.predict()
+        is_predicted, limit = bool(predicted), 0
+        draft_token_ids += predicted
+        scores_of: dict[int, Floats] = {}  # of the draft's choices, by place
         if draft is not None and not is_predicted:
             limit = state.drafts.num_after_forced(len(forced))
-            drafted, draft_scores = _draft(state, draft, limit, given)
-        draft_token_ids = [*given, *drafted]
+            scores_of = _draft(state, draft, limit, draft_token_ids, forced)
         raw = target.logits([*state.token_ids, *draft_token_ids], len(draft_token_ids) + 1)
         rows = [_masked(state, row, draft_token_ids[:i]) for i, row in enumerate(raw)]
-        draft_scores = [*(_certain(token_id, raw.shape[1]) for token_id in given), *draft_scores]
+        draft_scores = [
+            scores_of.get(place, _certain(token_id, raw.shape[1]))
+            for place, token_id in enumerate(draft_token_ids)
+        ]
         num_usable = next((i for i, row in enumerate(rows) if not _is_usable(row)), len(rows))
         if num_usable == 0:
             yield state.finish("error", UNUSABLE_LOGITS)
@@ -79,7 +82,7 @@ def decode(
             num_draft_tokens=len(draft_token_ids),
             is_copied=is_predicted,
             is_predicted=is_predicted,
-            num_forced=len(forced),
+            forced=forced,
         )
 
 
@@ -98,24 +101,31 @@ def _score_prompt(state: RequestState, target: LanguageModel) -> bool:
 
 
 def _draft(
-    state: RequestState, draft: LanguageModel, num_draft_tokens: int, given: Sequence[int]
-) -> tuple[list[int], list[Floats]]:
-    """Returns draft tokens behind those given, at most num_draft_tokens, and the scores [V] of each
-    choice.
+    state: RequestState,
+    draft: LanguageModel,
+    num_draft_tokens: int,
+    token_ids: list[int],
+    forced: set[int],
+) -> dict[int, Floats]:
+    """Adds draft tokens to those that are there, and at which places others are forced.
+
+    Returns the scores [V] of each choice of the draft, which are num_draft_tokens at most.
     """
-    token_ids: list[int] = []
-    scores: list[Floats] = []
-    for _ in range(num_draft_tokens):
-        before = [*given, *token_ids]
-        if state.matcher is not None and state.matcher.mask(before) is None:
+    scores: dict[int, Floats] = {}
+    while len(scores) < num_draft_tokens and state.drafts.has_room_behind(len(token_ids)):
+        if state.matcher is not None and state.matcher.mask(token_ids) is None:
             break  # nothing that is drafted there could stand
-        row = _masked(state, draft.logits([*state.token_ids, *before], 1)[0], before)
+        row = _masked(state, draft.logits([*state.token_ids, *token_ids], 1)[0], token_ids)
         if not _is_usable(row):
             break
-        scores.append(_warp(state, row, before))
-        position = len(state.token_ids) + len(before)
-        token_ids.append(_choose(state.request, scores[-1], position, Purpose.DRAFT))
-    return token_ids, scores
+        place = len(token_ids)
+        scores[place] = _warp(state, row, token_ids)
+        position = len(state.token_ids) + place
+        token_ids.append(_choose(state.request, scores[place], position, Purpose.DRAFT))
+        more = state.drafts.forced(token_ids)
+        forced.update(range(place + 1, place + 1 + len(more)))
+        token_ids += more
+    return scores
 
 
 def _verify(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from specpipe.speculative.adaptive import (
     DraftLength,
@@ -114,22 +114,26 @@ class DraftChoice:
         assert self._lookup is not None
         return self._allowed(self._lookup.copy(num_tokens))
 
-    def forced(self) -> list[int]:
-        """Returns draft tokens for the next step that the request's guide leaves no choice of.
-
-        They cost no draft step, and the target no less: it may spell the same text otherwise.
+    def forced(self, after: Sequence[int] = ()) -> list[int]:
+        """Returns draft tokens that the request's guide leaves no choice of, behind those that the
+        next step has already. They cost no draft step.
         """
-        limit = self._token_limit()
-        return self._matcher.forced(limit) if self._matcher is not None and limit > 0 else []
+        if self._matcher is None:
+            return []
+        return self._matcher.forced(self._token_limit() - len(after), after)
+
+    def has_room_behind(self, num_draft_tokens: int) -> bool:
+        """Returns whether the draft may draft one more behind so many draft tokens of a step."""
+        has_use = num_draft_tokens < self._token_limit()
+        return has_use and self._draft_room(num_draft_tokens) > 0
 
     def num_after_forced(
         self, num_forced: int, costs: StepCosts | None = None, *, most: int | None = None
     ) -> int:
         """How many tokens to draft behind those that are forced, which count as draft tokens."""
-        num_left = self._max_num_draft_tokens - num_forced
-        if num_left < 1 and num_forced:
+        if num_forced and not self.has_room_behind(num_forced):
             return 0
-        return min(self.next_num_draft_tokens(costs, most=most, num_ahead=num_forced), num_left)
+        return self.next_num_draft_tokens(costs, most=most, num_ahead=num_forced)
 
     @property
     def follows_prediction(self) -> bool:
@@ -168,15 +172,16 @@ class DraftChoice:
         num_accepted_tokens: int,
         *,
         is_copied: bool,
-        num_forced: int = 0,
+        forced: Collection[int] = (),
     ) -> None:
-        """Takes in what a step accepted of its draft tokens, the first of which were forced."""
-        if num_forced >= num_draft_tokens or num_forced > num_accepted_tokens:
-            is_copied = is_copied or num_forced > 0  # of the draft's own none was judged
-        else:
-            num_draft_tokens -= num_forced
-            num_accepted_tokens -= num_forced
-        if num_draft_tokens:
+        """Takes in what a step accepted of its draft tokens; at which places they were forced."""
+        num_accepted = num_accepted_tokens
+        if forced:
+            num_accepted = sum(place not in forced for place in range(num_accepted_tokens))
+            is_rejected = num_draft_tokens > num_accepted_tokens not in forced
+            is_copied = is_copied or num_accepted + is_rejected == 0  # no own one was judged
+            num_draft_tokens = num_accepted + is_rejected
+        if num_draft_tokens or forced:
             is_trial = self.is_on_trial and not is_copied
             self._note("does_not_pay" if is_trial else "drafted")
         if self._draft_length is None:
@@ -185,7 +190,7 @@ class DraftChoice:
             self._draft_length.observe_others(num_accepted_tokens + 1)
         else:
             self._draft_length.observe(
-                num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens
+                num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted
             )
 
     def _predicted(self, num_tokens: int) -> list[int]:

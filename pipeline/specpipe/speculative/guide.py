@@ -51,8 +51,10 @@ class Matcher(Protocol):
         it takes, have none after them that could stand.
         """
 
-    def forced(self, most: int) -> list[int]:
-        """Returns the tokens, at most so many, that the guide leaves no choice of."""
+    def forced(self, most: int, after: Sequence[int] = ()) -> list[int]:
+        """Returns the tokens, at most so many, that the guide leaves no choice of behind the
+        accepted tokens and these draft tokens.
+        """
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """Returns how many of these tokens could follow those that were accepted."""

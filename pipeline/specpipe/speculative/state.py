@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from specpipe.errors import FAULT
 from specpipe.speculative.adaptive import DraftLength
@@ -114,7 +114,7 @@ class RequestState:
         num_unverified: int = 0,
         is_copied: bool = False,
         is_predicted: bool = False,
-        num_forced: int = 0,
+        forced: Collection[int] = (),
     ) -> Chunk:
         """Takes in what one step verified: accepted draft tokens, then the target's own token.
 
@@ -124,7 +124,7 @@ class RequestState:
                         a step that has some says nothing about the draft
         is_copied       whether the draft tokens were not the draft's
         is_predicted    whether they were the prediction's
-        num_forced      draft tokens, the first ones, that the guide left no choice of
+        forced          the places of draft tokens that the guide left no choice of
 
         Returns what may be emitted now, which is empty while a character is incomplete or a stop
         string may be under way.
@@ -135,9 +135,7 @@ class RequestState:
         if num_unverified:
             self.drafts.skip("not_verified")
         else:
-            self.drafts.observe(
-                num_draft_tokens, num_accepted, is_copied=is_copied, num_forced=num_forced
-            )
+            self.drafts.observe(num_draft_tokens, num_accepted, is_copied=is_copied, forced=forced)
         try:
             for row, token_id in enumerate(token_ids):
                 self._append(

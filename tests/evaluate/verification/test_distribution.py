@@ -85,7 +85,7 @@ def biased_verify(*, accepts_the_argmax: bool = False, draws_from_the_target: bo
 
     def verify(drafted: Drafted, choices: Any, first: int, end: int) -> RoundResult:
         accepted: list[int] = []
-        pairs = zip(drafted.token_ids, drafted.probs, strict=True)
+        pairs = zip(drafted.token_ids, drafted.probs.values(), strict=True)
         for index, (token_id, draft_probs) in enumerate(pairs, first):
             row = choices.rows[index]
             target_probs = choices.probs(index)
@@ -140,7 +140,7 @@ def test_a_forgotten_draft_temperature_is_flagged(monkeypatch: pytest.MonkeyPatc
         probs = logits.double().softmax(dim=-1)
         found = draft(self, logits, drafted)
         for row, one in zip(probs, drafted, strict=True):
-            one.probs[-1] = row
+            one.probs[len(one.token_ids) - 1] = row
         return found
 
     monkeypatch.setattr(torch_sampling.TorchSampler, "draft", forgetful)

@@ -28,7 +28,9 @@ class RunningSequences(Running):
 
 @dataclass(eq=False)
 class _Proposal:
-    """Draft tokens that a request is to get in this step, behind those that are forced."""
+    """Draft tokens that the draft is to give a request in this step, beside those that its guide
+    forces.
+    """
 
     sequence: SequenceId
     drafted: Drafted
@@ -128,9 +130,9 @@ class Drafting:
         state = running.state
         if running.is_draft_suspect:
             return Drafted(state)
-        forced = state.drafts.forced()
-        if forced:
-            return Drafted(state, forced, num_forced=len(forced))
+        drafted = Drafted(state)
+        if drafted.add_forced():
+            return drafted
         copying = None if costs is None else replace(costs, draft_step=0.0)
         predicted = state.drafts.predict(copying, costs, most=most)
         if predicted:
@@ -159,7 +161,7 @@ class Drafting:
                 running.is_draft_suspect = False
                 state.drafts.skip("draft_failed", most=most)
                 continue
-            num_draft_tokens = state.drafts.num_after_forced(draft.num_forced, costs, most=most)
+            num_draft_tokens = state.drafts.num_after_forced(len(draft.forced), costs, most=most)
             if num_draft_tokens == 0:
                 continue
             sequence = self.sequence(running)
@@ -188,9 +190,11 @@ class Drafting:
                 token_ids = proposal.drafted.token_ids
                 if not token_ids:
                     proposal.drafted.state.drafts.skip("draft_failed")
-                num_drafted = len(token_ids) - proposal.drafted.num_forced
-                if is_drafted and num_drafted < proposal.num_draft_tokens:
-                    proposal.unread = [token_ids[-1]]
+                if not is_drafted:
+                    continue
+                proposal.unread = [token_ids[-1], *proposal.drafted.add_forced()]
+                is_wanted = proposal.drafted.num_drawn < proposal.num_draft_tokens
+                if is_wanted and proposal.drafted.state.drafts.has_room_behind(len(token_ids)):
                     still_drafting.append(proposal)
             proposals = still_drafting
 

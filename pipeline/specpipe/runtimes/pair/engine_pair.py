@@ -263,7 +263,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             num_draft_tokens=result.num_draft_tokens,
             is_copied=drafted.is_copied,
             is_predicted=drafted.is_predicted,
-            num_forced=drafted.num_forced,
+            forced=drafted.forced,
         )
         self._emit(running, chunk)
         if chunk.finish_reason is None:

@@ -17,16 +17,29 @@ class Drafted:
 
     state: RequestState
     token_ids: list[int] = field(default_factory=list)
-    probs: list[Any] = field(default_factory=list)
-    """The probabilities [V] that each token was drawn from; empty for requests verified by
-    matching, and for copied tokens, which had no other.
+    probs: dict[int, Any] = field(default_factory=dict)
+    """The probabilities [V] that a token was drawn from, by its place; none for requests verified
+    by matching, and for copied and forced tokens, which had no other.
     """
     is_copied: bool = False
     """The tokens are those of a text and not the draft's."""
     is_predicted: bool = False
     """That text is the request's prediction."""
-    num_forced: int = 0
-    """The first tokens, that the request's guide left no choice of; they have no `probs`."""
+    forced: set[int] = field(default_factory=set)
+    """The places of tokens that the request's guide left no choice of."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the draft gave."""
+        return len(self.token_ids) - len(self.forced)
+
+    def add_forced(self) -> list[int]:
+        """Adds and returns what the guide forces behind the tokens that are there."""
+        token_ids = self.state.drafts.forced(self.token_ids)
+        first = len(self.token_ids)
+        self.forced.update(range(first, first + len(token_ids)))
+        self.token_ids.extend(token_ids)
+        return token_ids
 
 
 @dataclass(frozen=True)

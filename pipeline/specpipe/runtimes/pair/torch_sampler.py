@@ -75,7 +75,7 @@ class TorchSampler:
                 continue
             draft.token_ids.append(choices.token_ids[index])
             if not _is_matched(row.sampling):
-                draft.probs.append(choices.probs(index))
+                draft.probs[len(draft.token_ids) - 1] = choices.probs(index)
         return choices.is_usable
 
     @torch.inference_mode()
@@ -147,9 +147,9 @@ def mask_rows(logits: torch.Tensor, rows: Sequence[tuple[Matcher | None, list[in
             excluded = torch.from_numpy(~allowed_ids(mask, vocab_size))
             logits[index].masked_fill_(excluded, -torch.inf)
     else:
-        index = torch.tensor(list(masks), device=logits.device)
+        places = torch.tensor(list(masks), device=logits.device)
         excluded = ~_allowed_ids(np.stack(list(masks.values())), vocab_size, logits.device)
-        logits[index] = logits[index].masked_fill(excluded, -torch.inf)
+        logits[places] = logits[places].masked_fill(excluded, -torch.inf)
     return [index for index in found if index not in masks]
 
 
@@ -218,9 +218,9 @@ def _verify(drafted: Drafted, choices: _Choices, first: int, end: int) -> RoundR
         index = first + place
         row = choices.rows[index]
         target_probs = choices.probs(index)
-        own = place - drafted.num_forced
-        has_probs = own >= 0 and bool(drafted.probs)
-        draft_probs = drafted.probs[own] if has_probs else _certain(token_id, target_probs)
+        draft_probs = drafted.probs.get(place)
+        if draft_probs is None:
+            draft_probs = _certain(token_id, target_probs)
         accept = float(noise.uniform(row.sampling.seed, row.position, Purpose.ACCEPT, 1)[0])
         if accept * draft_probs[token_id] < target_probs[token_id]:
             accepted.append(token_id)

@@ -41,10 +41,10 @@ class GuideMatcher:
             self._masks[depth] = self._compute()
         return self._masks[depth]
 
-    def forced(self, most: int) -> list[int]:
+    def forced(self, most: int, after: Sequence[int] = ()) -> list[int]:
         token_ids: list[int] = []
         while len(token_ids) < most:
-            mask = self.mask(token_ids)
+            mask = self.mask([*after, *token_ids])
             only = None if mask is None else _only_id(mask)
             if only is None or only in self._end_token_ids:
                 break
