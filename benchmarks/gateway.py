@@ -25,6 +25,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -38,7 +39,7 @@ from specpipe.build.repositories import built_repository
 from specpipe.gateway.triton_upstream import TritonUpstream
 from specpipe.triton.server import launcher
 
-_START_TIME_S = 300.0
+_START_TIME_S = 120.0
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -239,13 +240,17 @@ def _stand_in(built: Path) -> Iterator[str]:
 def _child(command: list[str], sign: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yields a process that has printed a line that begins with the sign, and that line."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    late = threading.Timer(_START_TIME_S, process.kill)
+    late.start()
     try:
         assert process.stdout is not None
         line = next((line for line in process.stdout if line.startswith(sign)), None)
         if line is None:
             raise SystemExit(f"{' '.join(command)} ended without being ready")
+        late.cancel()
         yield process, line
     finally:
+        late.cancel()
         process.terminate()
         process.wait()
 

@@ -26,6 +26,7 @@ from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.repository_layout import SPECULATIVE, VERSION
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.speculative.request import Chunk
+from specpipe.text.tools.message_format import MessageFormat
 from specpipe.triton import repository, serving
 from specpipe.triton.loop import PairLoop
 from specpipe.triton.serving.tensors import TENSORS_BY_NAME
@@ -39,6 +40,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, built: Path) -> None:
         self._tokenizer = repository.load_tokenizer(built)
         self._limits = repository.load_limits(built)
+        self._calls = MessageFormat.of(self._tokenizer)
         pair = read_pair(built)
         folder = built / SPECULATIVE / VERSION
         self._loop = PairLoop(
@@ -58,7 +60,9 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
     def _answer(
         self, tensors: dict[str, Any], context: Any
     ) -> Iterator[tuple[dict[str, Any], bool]]:
-        parsed = serving.parse_request(tensors, self._tokenizer, limits=self._limits)
+        parsed = serving.parse_request(
+            tensors, self._tokenizer, limits=self._limits, calls=self._calls
+        )
         request = dataclasses.replace(parsed.request, request_id=uuid.uuid4().hex)
         answer = serving.Answer(dataclasses.replace(parsed, request=request), request.request_id)
         arrived: queue.SimpleQueue[Chunk | RequestError] = queue.SimpleQueue()

@@ -26,6 +26,7 @@ from specpipe.triton.serving.requests import Generation
 _NVIDIAS_COUNTS = {"return_num_input_tokens": True, "return_num_output_tokens": True}
 _NVIDIAS_ACCEPTANCE = {"return_perf_metrics": True}
 _USAGE = tuple(Usage.__dataclass_fields__)
+_HISTOGRAM = "acceptance_histogram"  # the only one of them that is a list
 
 
 class Triton:
@@ -162,7 +163,10 @@ class Speculative:
 
 def _reported(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a response reports of its whole answer."""
-    return {name: values[name] for name in _USAGE if name in values}
+    usage = {name: values[name] for name in _USAGE if name in values}
+    if _HISTOGRAM in usage:
+        usage[_HISTOGRAM] = _listed(usage[_HISTOGRAM])
+    return usage
 
 
 def _listed(value: Any) -> tuple[int, ...]:

@@ -85,9 +85,9 @@ def check_reason(values: Mapping[str, Any], num_received: int, server: str, mode
 def _rows(values: Mapping[str, Any], of: str, num_rows: int) -> list[list[tuple[Any, Any]]]:
     """Returns the likeliest tokens of each position; protocols flatten the two tensors."""
     ids = _listed(values, f"{of}_top_log_prob_ids")
-    pairs = list(zip(ids, _listed(values, f"{of}_top_log_probs"), strict=True))
-    if not pairs:
+    if not ids:
         return []
+    pairs = list(zip(ids, _listed(values, f"{of}_top_log_probs"), strict=True))
     width, rest = divmod(len(pairs), num_rows)
     if rest:
         raise ValueError(f"{len(pairs)} likeliest tokens of {num_rows}")
