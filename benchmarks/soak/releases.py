@@ -15,6 +15,8 @@ from benchmarks.soak.commands import Command, Outcome, Running
 from benchmarks.soak.history import History
 from benchmarks.soak.place import CONTENTS, Place
 from specpipe.errors import ServerError
+from specpipe.machine.artifacts import Artifacts
+from specpipe.stores.promoted import read_promotion
 from specpipe.triton.server import control
 
 COMMANDS = ("publish", "promote")
@@ -37,6 +39,7 @@ class Releases:
     ) -> None:
         self._place, self._served, self._rng, self._say = place, served, rng, say
         self._last_number = 0  # published last
+        self._last_pruned = 0  # the last number when old versions were pruned
         self._usual_s = dict.fromkeys(COMMANDS, 3.0)
         self.history = History()
         self.contents: dict[int, str] = {}
@@ -64,9 +67,14 @@ class Releases:
         return self._ended(running.end())
 
     def roll_back(self, outcome: Outcome = "works", situation: str = "") -> Command:
+        # What a host has on disk of it may be older than what its server knows: a full disk.
         previous = control.ask(self._place.artifacts_dir, "status")["previous"]
-        if previous is not None:
-            self.history.attempt(previous["number"], time.monotonic())
+        recorded = read_promotion(Artifacts(self._place.artifacts_dir).promoted)
+        for number in {
+            None if previous is None else previous["number"],
+            None if recorded is None else recorded.previous,
+        } - {None}:
+            self.history.attempt(number, time.monotonic())
         return self._ended(self._place.on_host("rollback").end(outcome, situation))
 
     def both(
@@ -104,7 +112,8 @@ class Releases:
 
     def prune(self) -> None:
         """Removes old versions where there are many, as a timer of an operator does."""
-        if self._last_number % _MOST_PUBLISHED == 0:
+        if self._last_number >= self._last_pruned + _MOST_PUBLISHED:
+            self._last_pruned = self._last_number
             self._ended(self._place.on_host(f"versions prune --keep {_MOST_PUBLISHED // 2}").end())
 
     def _ended(self, command: Command) -> Command:

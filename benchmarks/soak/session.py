@@ -146,6 +146,7 @@ class Session:
         begun = time.monotonic()
         load.begin(self._run.num_streams)
         for _ in rounds[name]():
+            self._releases.prune()
             if time.monotonic() > begun + seconds:
                 break
         time.sleep(max(0.0, begun + seconds - time.monotonic()))
@@ -172,7 +173,6 @@ class Session:
                 self._releases.roll_back()
                 time.sleep(_PAUSE_S)
             yield
-            self._releases.prune()
 
     def _outages(self) -> Iterator[None]:
         """The store is away: for the whole of a publish and a promote, and from their middle on."""

@@ -1,7 +1,7 @@
 """A pair that repeats its prompt, two tokens a step: what Triton tests need without weights.
 
 Every token has the log-probability -0.5, and the ids after it are the next likeliest. Words in the
-prompt make it misbehave: "<refuse>" at submit, "<fail N>" that request alone after N
+prompt make it misbehave: "<refuse>" and "<late>" at submit, "<fail N>" that request alone after N
 steps, "<crash N>" the pair itself, "<slow>" 50 ms a step.
 """
 
@@ -42,6 +42,8 @@ class EchoPair:
         prompt = decoder.append(request.prompt_token_ids) + decoder.flush()
         if "<refuse>" in prompt:
             raise RequestError("the queue is full (0 requests)")
+        if "<late>" in prompt:
+            raise RequestError("the request waited 2.0 s without being started")
         detokenizer = self._detokenizer(
             request.text_token_ids, skip_special_tokens=request.skip_special_tokens
         )

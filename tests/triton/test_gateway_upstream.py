@@ -55,17 +55,23 @@ def test_an_answer_is_that_of_the_client(echo_server: Server, stream: bool) -> N
 
 
 def test_a_request_that_fails_says_whose_fault_it_is(echo_server: Server) -> None:
-    refused, busy, failed, again = asked(
+    refused, busy, failed, late, again = asked(
         echo_server.grpc_url,
         {"text_input": PROMPT, "top_p": 2.0},
         {"text_input": "<refuse>"},
         {"text_input": "<fail 2> a b c d e f"},
+        {"text_input": "<late>"},
         {"text_input": PROMPT, "max_tokens": 2},
     )
     assert type(refused) is RequestError
     assert isinstance(busy, Busy)
     assert str(busy) == "the queue is full (0 requests)"
     assert busy.retry_after_s == 1.0
+    # Another server would not be asked for it: its time is over.
+    assert (type(late), str(late)) == (
+        ServerError,
+        "the request waited 2.0 s without being started",
+    )
     assert type(failed) is ServerError
     assert str(failed) == "the request failed: a target row is NaN"
     assert [chunk.finish_reason for chunk in again] == ["length"]

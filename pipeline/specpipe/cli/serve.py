@@ -141,6 +141,8 @@ def serve(
     door_values = {name: options.pop(name) for name in DOOR_DEFAULTS}
     if openai_listen is None and door_values != DOOR_DEFAULTS:
         raise click.UsageError("Options of the door have no effect without --openai.")
+    if openai_listen is not None:
+        require_gateway()
 
     def announce(server: launcher.Server) -> None:
         if is_promoted:
@@ -196,7 +198,6 @@ def _door(
     config: PipelineConfig, repository: Path, listen: str, values: Mapping[str, Any]
 ) -> tuple[Door, tuple[str, ...]]:
     """Returns what stands before the server, and its URL, on a port that is kept from now on."""
-    require_gateway()
     from specpipe.gateway.child import GatewayChild, reserve
     from specpipe.gateway.listening import url_of
 

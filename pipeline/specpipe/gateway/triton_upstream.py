@@ -7,6 +7,7 @@ that are closed before.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from specpipe.gateway.cancelling import Canceller
 from specpipe.gateway.upstream import Busy
 from specpipe.machine.callables import Clock
 from specpipe.machine.web import is_here, parse_url
-from specpipe.runtimes.pair.admission import is_for_load
+from specpipe.runtimes.pair.admission import QUEUE_FULL, is_for_load
 from specpipe.runtimes.repository_layout import ENSEMBLE
 from specpipe.triton.cancel_ids import new_cancel_id
 from specpipe.triton.client.completion import Completion, check_reason, read_completion
@@ -51,6 +52,7 @@ _UNWELL = (
     "the draft-verify loop failed",
 )
 
+_REQUEST_ID = re.compile(r"\[request id: [^\]]*\] ?")  # by which Triton begins some; our own
 _RATE_WINDOW_S = 60.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
@@ -108,8 +110,10 @@ class TritonUpstream:
             "stream": False,
         }
         try:
-            async for _ in self._answer(inputs, timeout_s + _ANSWER_TIME_S):
-                pass
+            limit_s = timeout_s + _ANSWER_TIME_S
+            async with contextlib.aclosing(self._answer(inputs, limit_s)) as completions:
+                async for _ in completions:
+                    pass
         except RequestError as exc:
             if not is_for_load(str(exc)):
                 raise ServerError(f"{self.url} refuses a request for one token: {exc}") from exc
@@ -119,8 +123,9 @@ class TritonUpstream:
     ) -> AsyncGenerator[Completion, None]:
         self.num_running += 1
         try:
-            async for completion in self._answer(inputs, self._timeout_s):
-                yield completion
+            async with contextlib.aclosing(self._answer(inputs, self._timeout_s)) as completions:
+                async for completion in completions:
+                    yield completion
         finally:
             self.num_running -= 1
         self._rate.count()
@@ -137,7 +142,8 @@ class TritonUpstream:
             while (message := await call.read()) is not grpc.aio.EOF:
                 self.last_response_s = self._clock()
                 if message.error_message:
-                    raise self._refusal(plain(message.error_message), num_received)
+                    said = _REQUEST_ID.sub("", message.error_message)
+                    raise self._refusal(plain(said), num_received)
                 response = message.infer_response
                 is_last = is_final(response)
                 if response.outputs:
@@ -168,11 +174,11 @@ class TritonUpstream:
     def _refusal(self, message: str, num_received: int) -> RequestError | ServerError:
         if num_received:
             return ServerError(f"the request failed: {message}")
-        if is_for_load(message):
+        if QUEUE_FULL in message:
             return Busy(message, retry_after_s=self._rate.retry_after_s(message))
         if any(part in message for part in _UNWELL):
             return NoAnswer(self.url, message)
-        if FAULT in message:
+        if FAULT in message or is_for_load(message):
             return ServerError(message)
         return RequestError(message)
 

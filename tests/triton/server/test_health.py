@@ -382,6 +382,33 @@ def test_a_dead_child_counts_and_the_childs_own_child_does_not(
     assert died is not None and died.endswith(f"(pid {child}) died")
 
 
+def test_a_child_that_is_ending_is_not_needed(wait_until: WaitUntil) -> None:
+    """As the process of a version that is unloaded while another one begins to be watched: its
+    arguments go before it does. Here it never had any.
+    """
+    code = (
+        "import subprocess; child = subprocess.Popen([''], executable='/bin/cat', stdin=-1)\n"
+        "input(); child.stdin.close(); child.wait(); input()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=-1, start_new_session=True) as leader:
+        try:
+            assert wait_until(lambda: "cat" in names_of(leader.pid))
+            needed = NeededProcesses(leader.pid)
+            assert needed.pids == {leader.pid}
+            assert leader.stdin is not None
+            leader.stdin.write(b"\n")
+            leader.stdin.flush()
+            assert wait_until(lambda: "cat" not in names_of(leader.pid))
+            assert needed.fault() is None
+        finally:
+            processes.kill_session(leader.pid)
+
+
+def names_of(session: int) -> list[str]:
+    return [process.name for process in processes.of_session(session)]
+
+
 def test_a_leader_that_is_gone_is_named(family: tuple[subprocess.Popen[str], int, int]) -> None:
     leader, _, _ = family
     needed = NeededProcesses(leader.pid)

@@ -16,13 +16,15 @@ from specpipe.speculative.request import Request
 OVERDUE = "the request ran into its time limit (timeout_s or serving.request_timeout_s)"
 """The message of a running request at its deadline."""
 
-_QUEUE_FULL = "the queue is full"
+QUEUE_FULL = "the queue is full"
+"""How the refusal of a request begins that finds no place to wait."""
+
 _NOT_STARTED = "without being started"
 
 
 def is_for_load(message: str) -> bool:
     """Returns whether an error is due to the load alone: the pair works."""
-    return any(part in message for part in (OVERDUE, _QUEUE_FULL, _NOT_STARTED))
+    return any(part in message for part in (OVERDUE, QUEUE_FULL, _NOT_STARTED))
 
 
 @dataclass(order=True)
@@ -63,7 +65,7 @@ class WaitingRequests:
         """Adds a request; raises RequestError, with the numbers, when the queue is full."""
         if len(self._heap) >= self._options.max_queue_size:
             raise RequestError(
-                f"{_QUEUE_FULL}: {len(self._heap)} requests wait "
+                f"{QUEUE_FULL}: {len(self._heap)} requests wait "
                 f"(serving.max_queue_size), {num_running} run; try again later"
             )
         now = self._clock()

@@ -101,9 +101,9 @@ class NeededProcesses:
             if process.pid not in self._names:
                 return False
             if process.pid == leader or not processes.runs_model(process):
-                # One that is dead had no part in what answered: a model that was unloaded.
-                is_alive = process.pid == leader or process.state not in processes.DEAD
-                return is_whole_server and is_alive
+                # One that ends had no part in what answered: a model that was unloaded.
+                is_needed = process.pid == leader or not processes.is_ending(process)
+                return is_whole_server and is_needed
             return models is None or self._names[process.pid] in models
 
         self._needed = [process for process in session if is_needed(process)]

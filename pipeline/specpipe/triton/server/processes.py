@@ -73,6 +73,13 @@ def arguments(pid: int) -> list[str]:
         return []
 
 
+def is_ending(process: Process) -> bool:
+    """Returns whether it is dead or about to be: exit(2) takes the memory, and with it the
+    arguments, some time before the state says so.
+    """
+    return process.state in DEAD or not any(arguments(process.pid))
+
+
 def model_name(process: Process) -> str:
     """Returns the model's name, by the path of model.py in its arguments; else the program's."""
     return _model(process) or process.name
