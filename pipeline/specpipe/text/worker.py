@@ -55,7 +55,8 @@ class Worker:
         """`module` serves in the process; `setup` is the first line that it reads.
 
         Of the setup, `seconds`, `memory_bytes` and `limits` are read here: the limits of each work,
-        and what their names in serving.limits begin with.
+        and what their names in serving.limits begin with; `setup_seconds`, if there, are those of
+        what comes before all work.
         """
         self._module, self._setup = module, setup
         self._pid, self._lock = os.getpid(), threading.Lock()

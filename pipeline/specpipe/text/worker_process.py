@@ -42,21 +42,22 @@ def serve(prepare: Callable[[Mapping[str, Any]], Work]) -> None:
     most = _address_space() + setup["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     works: list[Work] = []
-    _send(_within_limits(lambda: works.append(prepare(setup)), setup))
+    prepare_s = setup.get("setup_seconds", setup["seconds"])
+    _send(_within_limits(lambda: works.append(prepare(setup)), setup, prepare_s))
     while works and (line := _receive(parent)) is not None:
-        _send(_within_limits(partial(_do, works[0], line), setup))
+        _send(_within_limits(partial(_do, works[0], line), setup, setup["seconds"]))
 
 
 def _do(work: Work, line: bytes) -> Any:
     return work(json.loads(line))
 
 
-def _within_limits(work: Callable[[], Any], setup: Mapping[str, Any]) -> bytes:
+def _within_limits(work: Callable[[], Any], setup: Mapping[str, Any], seconds: float) -> bytes:
     """Returns the answer of some work; SIGPROF ends the process when that takes too long.
 
     No handler of Python's would do, as nothing interrupts one multiplication of large numbers.
     """
-    signal.setitimer(signal.ITIMER_PROF, setup["seconds"])
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return _line({"result": work()})
     except Fault as exc:

@@ -127,6 +127,17 @@ def test_compiling_takes_so_much_time_and_no_more() -> None:
     )
 
 
+def test_a_large_vocabulary_is_no_guide_that_takes_long() -> None:
+    class Large(Ascii):
+        def tokens(self) -> dict[int, str]:
+            return dict.fromkeys(range(60_000), "")
+
+        def token_bytes(self, token_id: int) -> bytes:
+            return f"{token_id:x}".encode()
+
+    Guides(Large(), FileLimits(guide_seconds=0.05)).check(Guide(type="regex", text="ab"))
+
+
 def test_a_model_whose_tokens_have_no_bytes_of_their_own_follows_no_guide() -> None:
     class Unspelled(Ascii):
         spells_tokens = False

@@ -19,6 +19,7 @@ from specpipe.text.worker import Worker
 FIELD = "guided_decoding_guide"
 """The ensemble's input."""
 
+_VOCABULARY_S = 30.0  # of the processor, at most, until a process can check
 _CACHED = 128  # guides that are kept compiled, and as many that are known to be right
 
 
@@ -107,11 +108,25 @@ class Guides:
             "specpipe.text.guides.checker",
             {
                 "limits": "guide",
+                "setup_seconds": _VOCABULARY_S,
                 "seconds": self._limits.guide_seconds,
                 "memory_bytes": self._limits.guide_memory_bytes,
-                "tokens": [token.decode("latin-1") for token in self._vocabulary],
+                "tokens": [token.decode("latin-1") for token in self._small_vocabulary()],
             },
         )
+
+    def _small_vocabulary(self) -> list[bytes]:
+        """Special tokens at their ids, since grammars may name those, and bytes for all others.
+
+        Whether a guide compiles depends on no more, and a process is ready much sooner.
+        """
+        special = self._spelling.special_token_ids
+        data = iter([bytes([byte]) for byte in range(256)])
+        tokens = [
+            token if i in special else next(data, b"")
+            for i, token in enumerate(self._vocabulary[:-1])
+        ]
+        return [*tokens, *data, self._vocabulary[-1]]
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
