@@ -52,6 +52,7 @@ else:
         """Imports the client when it is asked for: `import specpipe` alone takes no time."""
         if name not in ("Client", "Completion", "Statistics"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from specpipe.triton.client import client
+        from specpipe.speculative import request
+        from specpipe.triton import client
 
-        return getattr(client, name)
+        return getattr(request if name == "Statistics" else client, name)

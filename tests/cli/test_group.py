@@ -392,8 +392,8 @@ def test_check_states_the_contract() -> None:
         "draft and target fit: 4096 token ids in use; embedding rows: draft 4096, target 4096\n"
         "context: draft 1024, target 1024\n"
         "end ids: 0\n"
-        "memory of the draft: 18.4 MB (3.6 MB weights, 8.4 MB KV cache, 6.4 MB workspace)\n"
-        "memory of the target: 81.9 MB (21.9 MB weights, 50.6 MB KV cache, 9.4 MB workspace)\n"
+        "memory of the draft: 19.2 MB (3.6 MB weights, 8.4 MB KV cache, 7.2 MB workspace)\n"
+        "memory of the target: 82.7 MB (21.9 MB weights, 50.6 MB KV cache, 10.2 MB workspace)\n"
     )
 
 
@@ -410,9 +410,9 @@ def test_check_plans_memory_for_a_named_gpu() -> None:
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[5:] == [
         "8 × 1024 tokens (batch × length):",
-        "  GPU 0, L4 (compute capability 8.9): draft 12.3 MB (1.8 MB weights, 4.5 MB KV cache, 6.1 "
-        "MB workspace); target 46.9 MB (11.0 MB weights, 26.7 MB KV cache, 9.2 MB workspace); "
-        "together 59.2 MB of 22.8 GB usable, fits",
+        "  GPU 0, L4 (compute capability 8.9): draft 14.1 MB (1.8 MB weights, 4.5 MB KV cache, 7.9 "
+        "MB workspace); target 48.9 MB (11.0 MB weights, 26.7 MB KV cache, 11.2 MB workspace); "
+        "together 63.1 MB of 22.8 GB usable, fits",
         "largest batch × length that fits: at least 4096 × 1024",
     ]
 
