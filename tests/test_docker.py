@@ -177,5 +177,5 @@ def test_compose_builds_all_and_leaves_time_to_drain() -> None:
     assert gateway["command"][0] == "gateway"
     assert gateway["environment"]["SPECPIPE_API_KEYS"] == "${SPECPIPE_API_KEYS:-}"
     assert not {"--allow-no-keys", "--keys"} & set(gateway["command"])
-    assert gateway["ports"] == ["127.0.0.1:9000:9000"]
+    assert gateway["ports"] == ["127.0.0.1:8080:8080"]
     assert gateway["stop_grace_period"] == "1m"
