@@ -255,7 +255,8 @@ def test_without_mpirun_the_sentence_says_where_to_serve(monkeypatch: pytest.Mon
 
 def test_the_environment_of_a_launch_wins() -> None:
     launch = Launch(environment={"TRTLLM_ORCHESTRATOR": "1"})
-    inherited = {"TRTLLM_ORCHESTRATOR": "0", "PATH": "/usr/bin"}
+    keys = {"SPECPIPE_API_KEYS": "secret", "SPECPIPE_ADMIN_KEY": "secret"}  # not for models
+    inherited = {"TRTLLM_ORCHESTRATOR": "0", "PATH": "/usr/bin", **keys}
     with contextlib.closing(Workspace(BINARY)) as workspace:
         environment = server_environment(BINARY, launch, inherited, workspace)
     assert environment == {

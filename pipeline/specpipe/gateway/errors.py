@@ -19,6 +19,7 @@ from specpipe.gateway.upstream import Busy
 _LOGGER = logging.getLogger(__name__)
 
 INVALID = "invalid_request_error"
+_RETRY_UNWELL_S = 5  # in which a small pair's Triton is started again: a guess
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 INPUT_NAMES: Mapping[str, str] = MappingProxyType(
@@ -93,7 +94,8 @@ def api_error(error: BaseException, names: Mapping[str, str] = INPUT_NAMES) -> A
         return ApiError(message, param=param)
     if isinstance(error, ServerError):
         _LOGGER.error("a request failed: %s", to_sentence(error))
-        return ApiError(to_sentence(error), status=503, type="server_error")
+        headers = {"Retry-After": str(_RETRY_UNWELL_S)}
+        return ApiError(to_sentence(error), status=503, type="server_error", headers=headers)
     _LOGGER.error("a request failed", exc_info=error)
     return ApiError(FAULT, status=500, type="server_error")
 

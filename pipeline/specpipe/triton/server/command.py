@@ -28,6 +28,9 @@ ADMIN_CALLS = ("shared-memory", "model-repository", "trace", "logging", "statist
 ADMIN_HEADER = "specpipe-admin-key"
 """The HTTP header that opens them; over gRPC it is `triton-grpc-protocol-specpipe-admin-key`."""
 
+_NOT_FOR_MODELS = frozenset({"SPECPIPE_ADMIN_KEY", "SPECPIPE_API_KEYS"})
+"""Variables of the launcher (server.py) and of the front door (gateway/keys.py)."""
+
 # Linux sends a SIGTERM when the thread that started the process dies, however that came (1 is
 # PR_SET_PDEATHSIG), so that no server is left behind with its ports and its memory.
 _EXEC = (
@@ -111,7 +114,8 @@ def server_environment(
     binary: TritonBinary, launch: Launch, inherited: Mapping[str, str], workspace: Workspace
 ) -> dict[str, str]:
     """Returns the variables of the server and, since mpirun hands its own on, of every rank."""
-    environment = {**inherited, **launch.environment, "PYTHONUNBUFFERED": "1"}
+    own = {name: value for name, value in inherited.items() if name not in _NOT_FOR_MODELS}
+    environment = {**own, **launch.environment, "PYTHONUNBUFFERED": "1"}
     # The stub finds its packages through the `python3` that comes first on PATH, and is started by
     # bash, which a PATH may lack.
     paths = [str(workspace.python_dir), str(Path(sys.executable).parent), inherited.get("PATH", "")]
