@@ -13,6 +13,7 @@ from specpipe.build import repositories
 from specpipe.cli.group import main
 from specpipe.gateway import run as gateway
 from specpipe.gateway.settings import GatewaySettings
+from specpipe.machine.libraries import with_extras
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -82,5 +83,5 @@ def test_a_missing_library_is_named(command: str, monkeypatch: pytest.MonkeyPatc
     result = run(command, "--config", str(CONFIG), *door)
     assert result.exit_code == 1
     assert result.output.splitlines()[-1] == (
-        "Error: the door for OpenAI's clients needs 'uvicorn': pip install 'specpipe-llm[openai]'"
+        f"Error: the door for OpenAI's clients needs 'uvicorn': {with_extras('openai')}"
     )

@@ -167,6 +167,7 @@ def test_every_hint_names_an_extra_of_the_wheel(wheel: Path) -> None:
     assert {extra for _, extra in hinted} == {
         "evaluate",
         "gcs",
+        "openai",
         "quantize",
         "release",
         "s3",

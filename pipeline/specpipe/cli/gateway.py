@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ import click
 
 from specpipe.cli.options import Command, built_pair_options, load, together
 from specpipe.cli.progress import log
-from specpipe.errors import RuntimeUnavailable
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -113,12 +111,10 @@ def gateway(
 
 def require_gateway() -> None:
     """Raises RuntimeUnavailable where the door's libraries are missing."""
-    for library in ("fastapi", "httptools", "uvicorn", "uvloop"):
-        if importlib.util.find_spec(library) is None:
-            raise RuntimeUnavailable(
-                f"the door for OpenAI's clients needs '{library}': "
-                "pip install 'specpipe-llm[openai]'"
-            )
+    from specpipe.machine.libraries import require_installed
+
+    libraries = ("fastapi", "httptools", "uvicorn", "uvloop")
+    require_installed("the door for OpenAI's clients", *libraries, extra="openai")
 
 
 def door_settings(
