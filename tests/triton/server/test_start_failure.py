@@ -60,7 +60,7 @@ def test_stubs_that_the_loader_refuses_are_not_waited_for(
     binary = stub_that(tmp_path, f"echo '{loader}' >&2; exit 127")
     message, took_s = not_started(echo_repository(), binary)
     assert message.startswith("Triton did not start: ")
-    assert message.endswith(f": {loader}")
+    assert message.endswith(loader)  # of several models, where they ended at once
     assert took_s < 60  # against 600
 
 
