@@ -29,8 +29,7 @@ def ended(
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
         for index, number in enumerate(numbers):
-            # The first not before the body waits: a signal just before that does not wake it.
-            time.sleep(pause_s if index else 0.2)
+            time.sleep(pause_s if index else 0.0)
             process.send_signal(number)
         try:
             printed, errors = process.communicate(timeout=SECONDS)
@@ -51,6 +50,17 @@ def test_a_signal_unwinds_the_stack(number: signal.Signals, code: int, errors: s
         "try:\n    print('running', flush=True)\n    time.sleep(600)\nfinally:\n    print('done')"
     )
     assert ended(body, number) == (code, "done\n", errors)
+
+
+def test_a_signal_that_comes_to_another_thread_wakes_the_one_that_waits() -> None:
+    """Which thread gets it is the system's to choose; here it is always the other one."""
+    body = (
+        "def send(): signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "threading.Timer(0.5, send).start()\n"
+        "try:\n    print('running', flush=True)\n    time.sleep(600)\nfinally:\n    print('done')"
+    )
+    module = "import signal, threading, time\nfrom specpipe.machine import signals\n"
+    assert ended(body, module=module) == (130, "done\n", "Interrupted.\n")
 
 
 SWALLOWING = {

@@ -168,11 +168,20 @@ class Interruption:
 
     def watch(self, reader: int) -> None:
         """Ends the process at the second signal, or when it does not end by itself after one."""
+        main = threading.main_thread().ident
+        assert main is not None  # since it runs
         number, began = 0, 0.0
         while True:
             left_s = max(began + _UNWIND_TIME_S - time.monotonic(), 0.0) if number else None
-            if not select.select([reader], [], [], left_s)[0]:
-                break
+            is_unheard = left_s is not None and self.number is None
+            wait_s = min(left_s, _REPEAT_S) if left_s is not None and is_unheard else left_s
+            if not select.select([reader], [], [], wait_s)[0]:
+                if wait_s == left_s:
+                    break
+                # It came to another thread, or just before the main one began to wait, which
+                # would handle it after that.
+                signal.pthread_kill(main, signal.SIGALRM)
+                continue
             received = os.read(reader, 1)
             if not received:
                 return
