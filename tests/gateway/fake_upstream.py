@@ -15,6 +15,18 @@ Step = Completion | Exception | float
 
 Reply = Callable[[Mapping[str, Any]], Iterable[Step]]
 
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 2,
+    "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    },
+}
+"""What an answer of two `pieces` comes to."""
+
 
 def statistics(num_input_tokens: int, num_output_tokens: int, **counts: int) -> Statistics:
     return Statistics(

@@ -9,7 +9,7 @@ import pytest
 
 from specpipe.triton.client.completion import Completion
 from tests.gateway.conftest import Door
-from tests.gateway.fake_upstream import pieces, statistics
+from tests.gateway.fake_upstream import USAGE, pieces, statistics
 
 PATH = "/v1/chat/completions"
 QUESTION = {"role": "user", "content": "Hi"}
@@ -37,16 +37,7 @@ def test_an_answer_has_openai_s_form(door: Door) -> None:
         "object": "chat.completion",
         "model": "python-code",
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
-        "usage": {
-            "prompt_tokens": 3,
-            "completion_tokens": 2,
-            "total_tokens": 5,
-            "prompt_tokens_details": {"cached_tokens": 0},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
-            },
-        },
+        "usage": USAGE,
     }
     (inputs,) = door.upstream.asked
     assert json.loads(inputs.pop("messages")) == [QUESTION]

@@ -11,19 +11,9 @@ from specpipe.errors import NoAnswer, RequestError
 from specpipe.gateway.upstream import Busy
 from specpipe.triton.client.completion import Completion
 from tests.gateway.conftest import Door
-from tests.gateway.fake_upstream import Step, pieces, statistics
+from tests.gateway.fake_upstream import USAGE, Step, pieces, statistics
 
 PATH = "/v1/completions"
-USAGE = {
-    "prompt_tokens": 3,
-    "completion_tokens": 2,
-    "total_tokens": 5,
-    "prompt_tokens_details": {"cached_tokens": 0},
-    "completion_tokens_details": {
-        "accepted_prediction_tokens": 0,
-        "rejected_prediction_tokens": 0,
-    },
-}
 DEFAULTS = {"stream": False, "max_tokens": 1024, "temperature": 1.0}
 
 

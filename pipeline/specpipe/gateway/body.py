@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from specpipe.config.limits import ServedLimits
 from specpipe.errors import RequestError, show, to_sentence
-from specpipe.gateway.errors import ApiError
+from specpipe.gateway.errors import ApiError, too_large
 from specpipe.triton.serving import strict_json
 
 _LOGGER = logging.getLogger(__name__)
@@ -27,19 +27,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Returns the body; raises ApiError, with both numbers, as soon as there is too much of it."""
     told = request.headers.get("content-length", "0")
     if told.isdecimal() and int(told[:20]) > max_bytes:
-        raise _too_large(max_bytes)
+        raise too_large(max_bytes)
     body = bytearray()
     async for block in request.stream():
         body += block
         if len(body) > max_bytes:
-            raise _too_large(max_bytes)
+            raise too_large(max_bytes)
     return bytes(body)
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(
-        f"the body is too large; it may have {max_bytes} bytes", status=413, code="body_too_large"
-    )
 
 
 def parse_body(data: bytes, limits: ServedLimits) -> dict[str, Any]:

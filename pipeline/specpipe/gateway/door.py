@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import re
 import time
 import uuid
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specpipe.errors import show
 from specpipe.gateway.access_log import AccessLog
-from specpipe.gateway.errors import ApiError
+from specpipe.gateway.errors import ApiError, too_large, too_many
 from specpipe.gateway.keys import ApiKey, Keys
 from specpipe.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from specpipe.gateway.rates import Usages
@@ -28,6 +27,7 @@ _FREE_PATHS = frozenset(("/health", "/metrics", "/version"))
 """What is asked without a key, and is not counted against one."""
 
 _REQUEST_ID = re.compile(rb"[\w.:-]{1,64}", re.ASCII)
+_CLOSING = {"Connection": "close"}
 _DRAIN_RETRY_S = 5  # after which another server may stand here
 _BODY_TIME_S = 60.0  # from the first byte of a request to its last
 
@@ -122,7 +122,7 @@ class Door:
                 usage = self._usages.of(visit.key)
                 if (over := usage.begin()) is not None:
                     usage = None
-                    raise _Refusal("rate", _too_many(over.message, over.retry_after_s))
+                    raise _Refusal("rate", too_many(over.message, over.retry_after_s))
             visit.body = await self._read_body(visit, headers, receive)
             if not visit.is_gone:
                 await self._enter(visit, scope, _again(visit, receive), send)
@@ -163,7 +163,7 @@ class Door:
         most = (visit.key and visit.key.max_body_bytes) or self._max_body_bytes
         told = headers.get(b"content-length", b"0")
         if told.isdigit() and int(told[:20]) > most:
-            raise _Refusal("size", _too_large(most))
+            raise _Refusal("size", too_large(most, _CLOSING))
         try:
             return await asyncio.wait_for(_body(visit, receive, most), self._body_time_s)
         except asyncio.TimeoutError:
@@ -247,7 +247,7 @@ async def _body(visit: _Visit, receive: Receive, most: int) -> bytes:
         blocks.append(message.get("body", b""))
         num_bytes += len(blocks[-1])
         if num_bytes > most:
-            raise _Refusal("size", _too_large(most))
+            raise _Refusal("size", too_large(most, _CLOSING))
         if not message.get("more_body"):
             return b"".join(blocks)
 
@@ -281,26 +281,7 @@ def _unauthorized(message: str) -> ApiError:
         status=401,
         type="authentication_error",
         code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer", "Connection": "close"},
-    )
-
-
-def _too_many(message: str, retry_after_s: float) -> ApiError:
-    return ApiError(
-        message,
-        status=429,
-        type="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={"Retry-After": str(max(1, math.ceil(retry_after_s)))},
-    )
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(
-        f"the body is too large; it may have {most} bytes",
-        status=413,
-        code="body_too_large",
-        headers={"Connection": "close"},
+        headers={"WWW-Authenticate": "Bearer", **_CLOSING},
     )
 
 
@@ -309,7 +290,7 @@ def _too_slow(seconds: float) -> ApiError:
         f"the body did not come within {seconds:g} s",
         status=408,
         code="body_too_slow",
-        headers={"Connection": "close"},
+        headers=_CLOSING,
     )
 
 
@@ -319,5 +300,5 @@ def _draining() -> ApiError:
         status=503,
         type="server_error",
         code="draining",
-        headers={"Retry-After": str(_DRAIN_RETRY_S), "Connection": "close"},
+        headers={"Retry-After": str(_DRAIN_RETRY_S), **_CLOSING},
     )

@@ -82,13 +82,7 @@ def api_error(error: BaseException, names: Mapping[str, str] = INPUT_NAMES) -> A
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Busy):
-        return ApiError(
-            to_sentence(error),
-            status=429,
-            type="rate_limit_error",
-            code="rate_limit_exceeded",
-            headers={"Retry-After": str(max(1, math.ceil(error.retry_after_s)))},
-        )
+        return too_many(to_sentence(error), error.retry_after_s)
     if isinstance(error, RequestError):
         message, param = _in_its_words(to_sentence(error), names)
         return ApiError(message, param=param)
@@ -98,6 +92,27 @@ def api_error(error: BaseException, names: Mapping[str, str] = INPUT_NAMES) -> A
         return ApiError(to_sentence(error), status=503, type="server_error", headers=headers)
     _LOGGER.error("a request failed", exc_info=error)
     return ApiError(FAULT, status=500, type="server_error")
+
+
+def too_many(message: str, retry_after_s: float) -> ApiError:
+    """Returns what a client is told that has to wait; `Retry-After` is in whole seconds."""
+    return ApiError(
+        message,
+        status=429,
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(max(1, math.ceil(retry_after_s)))},
+    )
+
+
+def too_large(max_bytes: int, headers: Mapping[str, str] = _NO_HEADERS) -> ApiError:
+    """Returns what a client is told whose body has more bytes than that."""
+    return ApiError(
+        f"the body is too large; it may have {max_bytes} bytes",
+        status=413,
+        code="body_too_large",
+        headers=headers,
+    )
 
 
 def not_found(message: str, *, code: str | None = None, param: str | None = None) -> ApiError:

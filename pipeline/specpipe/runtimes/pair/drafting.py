@@ -128,17 +128,15 @@ class Drafting:
         text; none where none pay more than drafting.
         """
         state = running.state
-        if running.is_draft_suspect:
-            return Drafted(state)
         drafted = Drafted(state)
-        if drafted.add_forced():
+        if running.is_draft_suspect or drafted.add_forced():
             return drafted
         copying = None if costs is None else replace(costs, draft_step=0.0)
         predicted = state.drafts.predict(copying, costs, most=most)
         if predicted:
             return Drafted(state, predicted, is_copied=True, is_predicted=True)
         if copying is None or not is_alone or not self._options.prompt_lookup:
-            return Drafted(state)
+            return drafted
         num_copied = state.drafts.next_num_copied_tokens(copying, costs, most=most)
         copied = state.drafts.copy(num_copied) if num_copied else []
         return Drafted(state, copied, is_copied=bool(copied))
