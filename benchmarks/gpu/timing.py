@@ -106,8 +106,8 @@ def step_seconds(
         slots = torch.full((ROWS,), engine.slot(sequence), dtype=torch.int32, device=device)
         tokens = torch.arange(1, ROWS + 1, dtype=torch.int32, device=device)
         history = torch.zeros(engine.capacity + 2 * ROWS, dtype=torch.int32, device=device)
-        max_chunks = engine.max_chunks(context + num_rows)
-        rows = Rows(positions, slots, tokens, num_rows, num_rows, max_chunks)
+        is_long = engine.is_long(context + num_rows)
+        rows = Rows(positions, slots, tokens, num_rows, num_rows, is_long)
 
         def launch() -> None:
             decoder.layers(rows)

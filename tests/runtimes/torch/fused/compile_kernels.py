@@ -82,7 +82,7 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     """What a draft-verify round launches, one of each kernel."""
     decoder = recording_decoder(model, dtype)
     integers = torch.empty(128, dtype=torch.int32, device="meta")
-    rows = Rows(integers[:5], integers, integers, num_rows=5, group=5, max_chunks=8)
+    rows = Rows(integers[:5], integers, integers, num_rows=5, group=5, is_long=False)
     decoder.layers(rows)
     decoder.score(0, 5, writes_logits=True)
     decoder.propose(integers, integers)
@@ -91,7 +91,7 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     names = ["embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score"]
     names += ["propose", "copy", "accept"]
     launches = dict(zip(names, decoder.launches, strict=True))
-    decoder.layers(replace(rows, max_chunks=64))
+    decoder.layers(replace(rows, is_long=True))
     launches["attention_by_blocks"] = decoder.launches[len(names) + names.index("attention")]
     return launches
 

@@ -32,17 +32,17 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("by_position", [False, True])
-def test_embed(dtype: torch.dtype, by_position: bool) -> None:
+@pytest.mark.parametrize("has_texts", [False, True])
+def test_embed(dtype: torch.dtype, has_texts: bool) -> None:
     table, gain = random(50, 48, dtype=dtype), random(48, dtype=dtype, seed=1)
     hidden, scaled = poisoned(4, 48, dtype=dtype), poisoned(4, 48, dtype=dtype)
     squares = torch.zeros(1, ROWS, device=DEVICE)
-    tokens = integers(7, 3, 49, 0, 11)
+    tokens = integers(7, 3, 49, 0, 11, 5, 6, 8, 21, 13)  # by row, or two texts of five
     launch(
-        kernels.embed, (4,), tokens, integers(2, 4, -1, 1), table, gain, hidden, scaled, squares,
-        2.0, C=48, BLOCK_C=32, BY_POSITION=by_position,
+        kernels.embed, (4,), tokens, integers(2, 4, -1, 1), integers(0, 1, 0, 1), table, gain,
+        hidden, scaled, squares, 5, 2.0, C=48, BLOCK_C=32, HAS_TEXTS=has_texts,
     )  # fmt: skip
-    rows = [49, 11, 3] if by_position else [7, 3, 0]
+    rows = [49, 13, 6] if has_texts else [7, 3, 0]
     wanted = 2.0 * table[rows]
     assert torch.equal(hidden[[0, 1, 3]], wanted)
     assert hidden[2].isnan().all()  # a row below position 0 is kept nowhere

@@ -57,9 +57,10 @@ class Rows:
 
     positions    int32 [num_rows]; a row below 0 is computed and kept nowhere
     slots        int32 [num_rows]: whose pages each row reads and writes
-    tokens       int32: token ids by row, or by position where by_position
+    tokens       int32 [num_rows]: token ids; or of many texts [texts, capacity], by position
     group        neighbouring rows that are of one sequence, positions rising
-    max_chunks   CHUNK positions each: how far the positions may reach
+    is_long      whether one of them may see more than MOST_CHUNKS chunks: FusedEngine.is_long
+    texts        int32 [num_rows]: in which of the texts a row's token stands; None: there are none
     """
 
     positions: Tensor
@@ -67,8 +68,8 @@ class Rows:
     tokens: Tensor
     num_rows: int
     group: int
-    max_chunks: int
-    by_position: bool = False
+    is_long: bool
+    texts: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -239,9 +240,10 @@ class Decoder:
         scale = self.config.embedding_scale or 1.0
         self.launch(
             kernels.embed, (rows.num_rows,),
-            rows.tokens, rows.positions, table, self._norms[0], self._hidden, self._scaled,
-            self._squares, scale,
-            C=self.config.hidden_size, BLOCK_C=_EMBED_BLOCK, BY_POSITION=rows.by_position,
+            rows.tokens, rows.positions, rows.positions if rows.texts is None else rows.texts,
+            table, self._norms[0], self._hidden, self._scaled, self._squares,
+            rows.tokens.stride(0), scale,
+            C=self.config.hidden_size, BLOCK_C=_EMBED_BLOCK, HAS_TEXTS=rows.texts is not None,
         )  # fmt: skip
         num_parts = 1
         for index, layer in enumerate(self.weights.layers):
@@ -341,8 +343,9 @@ class Decoder:
         queries = min(max(16, power_of_2_above(num_queries)), most)
         blocks = -(-num_queries // queries)
         programs = rows.num_rows // rows.group * blocks, config.num_kv_heads
-        takes_blocks = rows.max_chunks > MOST_CHUNKS
-        num_parts = -(-rows.max_chunks // BLOCK) if takes_blocks else rows.max_chunks
+        most_chunks = -(-self.capacity // CHUNK)
+        takes_blocks = rows.is_long
+        num_parts = -(-most_chunks // BLOCK) if takes_blocks else min(most_chunks, MOST_CHUNKS)
         head_bytes = config.head_size * self._dtype.itemsize
         self.launch(
             attention.attention, (*programs, num_parts),

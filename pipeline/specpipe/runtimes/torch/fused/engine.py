@@ -16,9 +16,9 @@ from specpipe.runtimes.torch.fused.weights import Weights
 from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
     LONGEST_RECORDED,
+    MOST_CHUNKS,
     WIDTHS,
     most_rows,
-    power_of_2_above,
     spare_positions,
     width_of,
 )
@@ -206,20 +206,19 @@ class FusedEngine:
             [row.token_id for row in filled],
         ]
         self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
-        max_chunks = self.max_chunks(max(row.position for row in rows) + 1)
+        is_long = self.is_long(max(row.position for row in rows) + 1)
         positions, slots, tokens = self._inputs
 
         def launch() -> None:
-            self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, max_chunks))
+            self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
             self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
 
-        self.graphs.run((num_rows, max_chunks), launch)
+        self.graphs.run((num_rows, is_long), launch)
 
-    def max_chunks(self, num_positions: int) -> int:
-        """Returns the parts of attention to launch for a text that long: few different numbers."""
-        most = -(-self.capacity // CHUNK)
-        chunks = -(-num_positions // CHUNK)
-        return min(most, max(8, power_of_2_above(chunks)))
+    @staticmethod
+    def is_long(num_positions: int) -> bool:
+        """Returns whether attention over that many positions takes blocks of them, not chunks."""
+        return num_positions > MOST_CHUNKS * CHUNK
 
     def skip(self, sequence: SequenceId, num_tokens: int) -> None:
         """Takes tokens as cached that a round has cached, or, for timing, that never were."""

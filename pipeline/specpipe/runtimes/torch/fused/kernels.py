@@ -79,19 +79,23 @@ ACTIVATIONS = {"silu": 0, "swiglu": 0, "gelu_pytorch_tanh": 1}
 
 @triton.jit
 def embed(
-    tokens_ptr, positions_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr, squares_ptr, scale,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, BY_POSITION: tl.constexpr, PDL: tl.constexpr,
+    tokens_ptr, positions_ptr, texts_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr, squares_ptr,
+    tokens_stride, scale,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, HAS_TEXTS: tl.constexpr, PDL: tl.constexpr,
 ):
     """hidden, scaled [R, C] and squares [1, R] of embeddings of tokens; one program a row.
 
-    tokens  by row, or by position if BY_POSITION
+    tokens  by row; if HAS_TEXTS by position, in the text [tokens_stride] that texts names
     """
     begin(PDL)
     row = tl.program_id(0)
     position = tl.load(positions_ptr + row)
     if position < 0:
         return
-    token = tl.load(tokens_ptr + (position if BY_POSITION else row))
+    place = row
+    if HAS_TEXTS:
+        place = tl.load(texts_ptr + row) * tokens_stride + position
+    token = tl.load(tokens_ptr + place)
     c = tl.arange(0, BLOCK_C)
     squares = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, C, BLOCK_C):

@@ -94,6 +94,7 @@ class FusedRounds:
         self._history = zeros(max(draft.capacity, target.capacity) + 2 * ROWS)
         self._positions = zeros(_NUM_POSITIONS)
         self._draft_slots, self._target_slots = zeros(ROWS), zeros(ROWS)
+        self._texts = zeros(ROWS)
         self._mode: Mode | None = None
         self._settings = Settings(self._device)
         self._draft_drawing, self._target_drawing = self._drawings()
@@ -105,7 +106,7 @@ class FusedRounds:
         ]
         self._under_way: deque[_UnderWay] = deque()
         self._num_launched = 0
-        self._max_chunks = 0
+        self._is_long = False
         self._num_unread = 0
         self._has_draft = False
         self._copies = copies
@@ -159,13 +160,13 @@ class FusedRounds:
     def launch(self, num_draft_tokens: int, *, num_positions: int, is_copied: bool = False) -> None:
         """Puts a round on the GPU; num_positions is what its text may have reached by its end."""
         assert len(self._under_way) < len(self._told), "take a round first"
-        self._max_chunks = self._round_chunks(num_positions)
+        self._is_long = self._target.is_long(num_positions)
         is_drafting = num_draft_tokens > 0 and not is_copied
         num_unread = self._num_unread + sum(r.num_unread for r in self._under_way)
         can_read = self._has_draft and num_positions <= self._draft.capacity
         if is_drafting or (can_read and num_unread + num_draft_tokens + 1 >= _FIRST):
             self._catch_up(num_unread)
-        key = ("round", num_draft_tokens, is_copied, self._max_chunks, self._mode)
+        key = ("round", num_draft_tokens, is_copied, self._is_long, self._mode)
         self._graphs.run(key, lambda: self._round(num_draft_tokens, is_copied=is_copied))
         told = self._told[self._num_launched % len(self._told)]
         self._num_launched += 1
@@ -207,7 +208,7 @@ class FusedRounds:
 
     def _read_block(self, blocks_ago: int) -> None:
         first = _FIRST - blocks_ago * _CATCH_UP
-        key = ("catch up", first, self._max_chunks)
+        key = ("catch up", first, self._is_long)
         self._graphs.run(key, lambda: self._draft_layers(first, _CATCH_UP))
 
     def _round(self, num_draft_tokens: int, *, is_copied: bool = False) -> None:
@@ -252,11 +253,11 @@ class FusedRounds:
         return Rows(
             positions=self._positions[first : first + num_rows],
             slots=slots,
-            tokens=self._history,
+            tokens=self._history[None],
             num_rows=num_rows,
             group=num_rows,
-            max_chunks=self._max_chunks,
-            by_position=True,
+            is_long=self._is_long,
+            texts=self._texts[:num_rows],
         )
 
     @torch.inference_mode()
@@ -272,10 +273,10 @@ class FusedRounds:
             kinds += [(k, True) for k in lengths[1:]]
         engines = (self._draft, self._target)
         draft, target = (engine.allocate(prompt_length=1, max_tokens=1) for engine in engines)
-        for max_chunks in self._all_max_chunks():
+        for num_positions in self._lengths():
             for k, is_copied in kinds:
                 self._begin_again(target, draft)
-                self.launch(k, num_positions=max_chunks * CHUNK, is_copied=is_copied)
+                self.launch(k, num_positions=num_positions, is_copied=is_copied)
                 self.drop()
             for blocks_ago in range(1, _FIRST // _CATCH_UP + 1):
                 self._read_block(blocks_ago)
@@ -294,13 +295,10 @@ class FusedRounds:
         if self._copies:
             self.copy_costs = _costs(plain, [self._seconds(k, is_copied=True) for k in lengths[1:]])
 
-    def _all_max_chunks(self) -> list[int]:
+    def _lengths(self) -> list[int]:
+        """A short text and, if there can be one, a long one."""
         capacity = max(self._draft.capacity, self._target.capacity)
-        lengths = range(1, capacity + 1, CHUNK)
-        return sorted({self._round_chunks(length) for length in lengths})
-
-    def _round_chunks(self, num_positions: int) -> int:
-        return max(engine.max_chunks(num_positions) for engine in (self._draft, self._target))
+        return [CHUNK, capacity] if self._target.is_long(capacity) else [CHUNK]
 
     def _begin_again(
         self, target: int, draft: int, num_tokens: int = 1, *, sampling: Sampling = GREEDY
