@@ -26,6 +26,7 @@ from benchmarks.gpu.timing import (
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.graphs import prepare
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.pair import pair_of
 from specpipe.speculative.request import GREEDY, Sampling
@@ -90,8 +91,8 @@ class LoadedPair:
             copies=True,
         )
         if draft.device.type == "cuda":
-            for engine in (self.draft, self.target):
-                engine.record_prompts(settings.prompt_tokens)
+            engines = (self.draft, self.target)
+            prepare([r for engine in engines for r in engine.recordings(settings.prompt_tokens)])
             self.rounds.prepare()
         self._options = PairOptions(
             num_draft_tokens=settings.most_draft_tokens,

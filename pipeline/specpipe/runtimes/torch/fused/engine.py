@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from specpipe.runtimes.torch.engine import TorchEngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
-from specpipe.runtimes.torch.fused.graphs import Graphs
+from specpipe.runtimes.torch.fused.graphs import Graphs, Recording
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused.weights import Weights
 from specpipe.runtimes.torch.fused_sizes import (
@@ -168,26 +169,30 @@ class FusedEngine:
         filled = [*token_ids, *[token_ids[-1]] * (length - len(token_ids))]
         self._prompt[:length] = self._on_device(filled)
         self._prompt_slots.fill_(sequence.slot)
-        self.graphs.run(
-            ("prompt", length),
-            lambda: self.decoder.prefill(self._prompt[:length], self._prompt_slots[:length], 0),
-        )
+        self.graphs.run(("prompt", length), partial(self._run_prompt, length))
+
+    def _run_prompt(self, length: int) -> None:
+        self.decoder.prefill(self._prompt[:length], self._prompt_slots[:length], 0)
 
     @torch.inference_mode()
-    def record_prompts(self, longest: int) -> None:
-        """Records what pieces of prompts of up to so many tokens need, before the first comes."""
-        sequence = self.allocate(prompt_length=1, max_tokens=self.max_seq_len)
-        step = self._prompt_step
-        for length in range(step, min(longest + step, LONGEST_RECORDED + 1), step):
-            self._prefill(self._sequences[sequence], [0] * length, 0)
-        self.free(sequence)
+    def recordings(self, longest_prompt: int) -> list[Recording]:
+        """Returns what forwards launch, with pieces of prompts of up to so many tokens.
 
-    @torch.inference_mode()
-    def record_rows(self) -> None:
-        """Compiles and records launches of every width, for short texts, before the first comes."""
-        for count in _ROW_COUNTS:
-            if count <= self._most_rows:
-                self._launch([_NOBODY] * count)
+        Rows are nobody's and prompts of page 0, until there is a forward.
+        """
+        self._inputs[0].fill_(_NOBODY.position)
+        most = min(LONGEST_RECORDED, self.capacity, longest_prompt + self._prompt_step - 1)
+        prompts = [
+            Recording(self.graphs, ("prompt", length), partial(self._run_prompt, length))
+            for length in range(self._prompt_step, most + 1, self._prompt_step)
+        ]
+        rows = [
+            Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
+            for num_rows in _ROW_COUNTS
+            if num_rows <= self._most_rows
+            for is_long in sorted({False, self.is_long(self.capacity)})
+        ]
+        return prompts + rows
 
     def _on_device(self, token_ids: Sequence[int]) -> Tensor:
         """Copies token ids without waiting for what the device does before it."""
@@ -207,13 +212,12 @@ class FusedEngine:
         ]
         self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
         is_long = self.is_long(max(row.position for row in rows) + 1)
+        self.graphs.run((num_rows, is_long), partial(self._run_rows, num_rows, is_long))
+
+    def _run_rows(self, num_rows: int, is_long: bool) -> None:
         positions, slots, tokens = self._inputs
-
-        def launch() -> None:
-            self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
-            self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
-
-        self.graphs.run((num_rows, is_long), launch)
+        self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
+        self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
 
     @staticmethod
     def is_long(num_positions: int) -> bool:
