@@ -32,6 +32,10 @@ It is set when the first request comes, and again after everything that was coun
 has all answers and reads 0 here finds them counted.
 """
 
+LATE_COMPILATIONS = "specpipe_kernel_compilations_after_ready_total"
+LATE_RECORDINGS = "specpipe_graph_recordings_after_ready_total"
+"""What made requests wait, and should have been done before; `specpipe bench` warns of it."""
+
 _REQUESTS = "specpipe_requests_total"
 _REFUSED = "specpipe_refused_requests_total"
 _BY_DRAFT_LENGTH = "specpipe_request_steps_by_draft_length_total"
@@ -43,8 +47,6 @@ _RUNNING = "specpipe_requests_running"
 _WAITING = "specpipe_requests_waiting"
 _KV_TOKENS = "specpipe_kv_cache_tokens"
 _KV_CAPACITY = "specpipe_kv_cache_capacity_tokens"
-_LATE_COMPILATIONS = "specpipe_kernel_compilations_after_ready_total"
-_LATE_RECORDINGS = "specpipe_graph_recordings_after_ready_total"
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,12 @@ METRIC_FAMILIES = (
         values=ROLES,
     ),
     MetricFamily(
-        _LATE_COMPILATIONS,
+        LATE_COMPILATIONS,
         "counter",
         "GPU kernels that were compiled, or read from disk, while requests waited",
     ),
     MetricFamily(
-        _LATE_RECORDINGS, "counter", "CUDA graphs that were recorded while requests waited"
+        LATE_RECORDINGS, "counter", "CUDA graphs that were recorded while requests waited"
     ),
 )
 
@@ -247,8 +249,8 @@ class Counters:
         for role, used in occupancy.kv_caches.items():
             self._set((_KV_TOKENS, role), used.num_tokens)
             self._set((_KV_CAPACITY, role), used.capacity_tokens)
-        self._raise((_LATE_COMPILATIONS, ""), occupancy.late_work.num_compilations)
-        self._raise((_LATE_RECORDINGS, ""), occupancy.late_work.num_recordings)
+        self._raise((LATE_COMPILATIONS, ""), occupancy.late_work.num_compilations)
+        self._raise((LATE_RECORDINGS, ""), occupancy.late_work.num_recordings)
         self._set((IN_FLIGHT, ""), num_in_flight)
 
     def _set(self, key: Key, value: int) -> None:

@@ -23,6 +23,9 @@ from specpipe.progress import count
 
 Launch = Callable[[], None]
 
+_MOST_THREADS = 32
+"""More would wait for Python, in which a tenth of the work is done, and take much memory."""
+
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -81,11 +84,11 @@ def compile_kernels(launches: Iterable[Launch]) -> None:
         return
     use_writable_cache()
     device = torch.cuda.current_device()
-    num_cores = len(os.sched_getaffinity(0))
+    num_threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     # Triton compiles in LLVM and ptxas, which leave Python to other threads meanwhile.
     with (
         ThreadPoolExecutor(
-            num_cores, initializer=torch.cuda.set_device, initargs=(device,)
+            num_threads, initializer=torch.cuda.set_device, initargs=(device,)
         ) as pool,
         triton.AsyncCompileMode(_Loading(pool)) as mode,
     ):
