@@ -116,7 +116,7 @@ def _fused_pair(
     guides: Guides | None = None,
 ) -> EnginePair:
     from specpipe.runtimes.torch.fused.load import load_engine
-    from specpipe.runtimes.torch.fused.rounds import MAX_DRAFT_TOKENS, FusedRounds
+    from specpipe.runtimes.torch.fused.old_rounds import MAX_DRAFT_TOKENS, OldRounds
 
     draft_engine, target_engine = load_engine(draft), load_engine(target)
     for engine, folder in ((draft_engine, draft), (target_engine, target)):
@@ -125,7 +125,7 @@ def _fused_pair(
         engine.record_rows()
     rounds = None
     if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
-        rounds = FusedRounds(
+        rounds = OldRounds(
             draft_engine,
             target_engine,
             num_draft_tokens=options.num_draft_tokens,
