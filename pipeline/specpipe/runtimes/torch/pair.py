@@ -120,10 +120,10 @@ def _fused_pair(
 ) -> EnginePair:
     from specpipe.runtimes.torch.fused.load import load_engine
 
-    draft_engine, target_engine = load_engine(draft), load_engine(target)
-    for engine, folder in ((draft_engine, draft), (target_engine, target)):
+    engines = load_engine(draft), load_engine(target)
+    for engine, folder in zip(engines, (draft, target), strict=True):
         check_limits(folder, engine, options)
-    return fused_pair_of(draft_engine, target_engine, options, detokenizer, guides=guides)
+    return fused_pair_of(*engines, options, detokenizer, guides=guides)
 
 
 def fused_pair_of(
@@ -137,7 +137,7 @@ def fused_pair_of(
     """Pairs engines on the fused kernels; what they launch is recorded before any request comes."""
     from specpipe.runtimes.torch.fused.graphs import prepare
     from specpipe.runtimes.torch.fused.lateness import Lateness, preparing
-    from specpipe.runtimes.torch.fused.rounds import MAX_DRAFT_TOKENS, FusedRounds
+    from specpipe.runtimes.torch.fused.old_rounds import MAX_DRAFT_TOKENS, OldRounds
 
     with preparing():
         prepare(
@@ -145,7 +145,7 @@ def fused_pair_of(
         )
         rounds = None
         if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
-            rounds = FusedRounds(
+            rounds = OldRounds(
                 draft,
                 target,
                 num_draft_tokens=options.num_draft_tokens,
