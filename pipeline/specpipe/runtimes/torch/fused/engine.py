@@ -18,16 +18,13 @@ from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
     LONGEST_RECORDED,
     MOST_CHUNKS,
-    WIDTHS,
+    ROW_COUNTS,
     most_rows,
     spare_positions,
     width_of,
 )
 
 SequenceId = int
-
-_ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
-"""Rows of the launches that are recorded; a step with others is filled up with rows of nobody."""
 
 _MAX_PIECE = 8
 """Tokens before the scored ones that go through the decode kernels, not as a prompt."""
@@ -188,7 +185,7 @@ class FusedEngine:
         ]
         rows = [
             Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
-            for num_rows in _ROW_COUNTS
+            for num_rows in ROW_COUNTS
             if num_rows <= self._most_rows
             for is_long in sorted({False, self.is_long(self.capacity)})
         ]
@@ -203,7 +200,7 @@ class FusedEngine:
 
     def _launch(self, rows: Sequence[_Row]) -> None:
         """Runs rows of one launch; each of them is attended by itself."""
-        num_rows = next(count for count in _ROW_COUNTS if count >= len(rows))
+        num_rows = next(count for count in ROW_COUNTS if count >= len(rows))
         filled = [*rows, *[_NOBODY] * (num_rows - len(rows))]
         inputs = [
             [row.position for row in filled],

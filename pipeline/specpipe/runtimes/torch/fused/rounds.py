@@ -22,6 +22,7 @@ from specpipe.runtimes.pair.engine import SequenceId
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.graphs import Recording
 from specpipe.runtimes.torch.fused.round_costs import measured_costs
 from specpipe.runtimes.torch.fused.round_graphs import RoundGraphs
 from specpipe.runtimes.torch.fused_sizes import RESULT
@@ -206,16 +207,10 @@ class FusedRounds:
                     keys.append(RoundKey(places, most, drafts, is_long))
         return keys
 
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        """Records all that may be asked for, and times rounds.
-
-        A round that is recorded while requests run makes one of them wait, the longer the more of
-        its kernels are to be compiled first.
-        """
-        for key, launch in self._graphs.launches(self.keys()):
-            self._graphs.graphs.run(key, launch)
-        self.measure()
+    def recordings(self) -> list[Recording]:
+        """Returns all that rounds may launch."""
+        graphs = self._graphs.graphs
+        return [Recording(graphs, *each) for each in self._graphs.launches(self.keys())]
 
     @torch.inference_mode()
     def measure(self) -> None:
