@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.goals import covered
 from specpipe.runtimes.pair.engine_pair import EnginePair
-from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY
 
 ROWS = 16
 """Rows that the narrowest launch takes, and every one of a single stream."""

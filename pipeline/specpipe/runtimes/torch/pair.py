@@ -19,7 +19,7 @@ from specpipe.runtimes.pair.costs import measure_costs
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
-from specpipe.runtimes.pair.single_stream import Rounds
+from specpipe.runtimes.pair.rounds import Rounds
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec, check_memory
 from specpipe.speculative.guide import Guides
@@ -134,7 +134,14 @@ def _fused_pair(
             copies=options.prompt_lookup,
         )
         rounds.prepare()
-    return pair_of(draft_engine, target_engine, options, detokenizer, rounds=rounds, guides=guides)
+    return pair_of(
+        draft_engine,
+        target_engine,
+        options,
+        detokenizer,
+        rounds=rounds,  # type: ignore[arg-type]  # of one sequence, until those of many are here
+        guides=guides,
+    )
 
 
 def pair_of(

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY
 from specpipe.runtimes.pair.sampler import RoundResult
-from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.drawing import Drawing, Mode, Settings, Text
 from specpipe.runtimes.torch.fused.engine import FusedEngine
