@@ -19,9 +19,10 @@ from specpipe.runtimes.pair.costs import measure_costs
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import DetokenizerFactory, LateWork, PairOptions
-from specpipe.runtimes.pair.single_stream import Rounds
+from specpipe.runtimes.pair.rounds import Rounds
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec, check_memory
+from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS
 from specpipe.speculative.guide import Guides
 
 if TYPE_CHECKING:
@@ -137,15 +138,13 @@ def fused_pair_of(
     """Pairs engines on the fused kernels; what they launch is recorded before any request comes."""
     from specpipe.runtimes.torch.fused.graphs import prepare
     from specpipe.runtimes.torch.fused.lateness import Lateness, preparing
-    from specpipe.runtimes.torch.fused.old_rounds import MAX_DRAFT_TOKENS, OldRounds
+    from specpipe.runtimes.torch.fused.rounds import FusedRounds
 
     with preparing():
-        prepare(
-            [r for engine in (draft, target) for r in engine.recordings(options.max_num_tokens)]
-        )
+        recordings = [r for e in (draft, target) for r in e.recordings(options.max_num_tokens)]
         rounds = None
         if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
-            rounds = OldRounds(
+            rounds = FusedRounds(
                 draft,
                 target,
                 num_draft_tokens=options.num_draft_tokens,
@@ -153,7 +152,10 @@ def fused_pair_of(
                 unused=options.unused_token_ids,
                 copies=options.prompt_lookup,
             )
-            rounds.prepare()
+            recordings += rounds.recordings()
+        prepare(recordings)
+        if rounds is not None:
+            rounds.measure()
         late_work = Lateness()
         return pair_of(
             draft, target, options, detokenizer, rounds=rounds, guides=guides, late_work=late_work
