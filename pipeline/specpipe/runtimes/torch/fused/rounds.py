@@ -102,10 +102,10 @@ class FusedRounds:
         return self.sizes.most_draft_tokens(num_members)
 
     def costs(self, num_members: int) -> StepCosts | None:
-        return self._costs.get(self.sizes.places(num_members))
+        return self._costs.get(num_members)
 
     def copy_costs(self, num_members: int) -> StepCosts | None:
-        return self._copy_costs.get(self.sizes.places(num_members))
+        return self._copy_costs.get(num_members)
 
     @torch.inference_mode()
     def join(
@@ -136,9 +136,10 @@ class FusedRounds:
             is_long=is_long,
         )
         num_draft_tokens = max(member.num_draft_tokens for member in members)
+        most = self.sizes.length(len(members), num_draft_tokens)
         key = RoundKey(
-            places=self.sizes.places(len(members)),
-            most=self.sizes.length(len(members), num_draft_tokens),
+            places=self.sizes.places(len(members), most),
+            most=most,
             drafts=any(is_drafting),
             is_long=is_long,
         )
