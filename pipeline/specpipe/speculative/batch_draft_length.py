@@ -13,6 +13,7 @@ from specpipe.speculative.adaptive import (
     TRIAL_SHARE,
     DraftLength,
     StepCosts,
+    promise,
 )
 
 
@@ -74,7 +75,9 @@ class BatchDraftLength:
         """
         self._since_trial += 1.0
         limit = min(max((c.limit for c in candidates), default=0), len(costs.verify) - 1)
-        if limit < 1 or is_trial_under_way or (limit + 1) / costs.time(limit) < MIN_GAIN:
+        lengths = range(1, limit + 1)
+        can_pay = max((promise(1.0, k, costs) for k in lengths), default=0.0) >= MIN_GAIN
+        if is_trial_under_way or not can_pay:
             return Choice()
         best = _best(candidates, num_others, costs, limit)
         if best:
