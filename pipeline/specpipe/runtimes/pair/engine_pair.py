@@ -16,7 +16,13 @@ from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.costs import CostTable, timed
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine, SequenceId
-from specpipe.runtimes.pair.pair import DetokenizerFactory, KVUse, Occupancy, PairOptions
+from specpipe.runtimes.pair.pair import (
+    DetokenizerFactory,
+    KVUse,
+    LateWork,
+    Occupancy,
+    PairOptions,
+)
 from specpipe.runtimes.pair.queued_pair import QueuedPair
 from specpipe.runtimes.pair.rounds import Rounds
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Sampler
@@ -52,12 +58,14 @@ class EnginePair(QueuedPair[RunningSequences]):
         rounds: Rounds | None = None,
         guides: Guides | None = None,
         clock: Clock = time.monotonic,
+        late_work: Callable[[], LateWork] = LateWork,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """costs decides the draft length of adaptive requests; None keeps it fixed.
 
         rounds are how all run that can; None: step by step.
         guides are of the pair's tokenizer; None: requests have none.
+        late_work tells what the engines had to make ready while requests waited.
         on_close gives back what the engines hold outside this process's own memory.
         """
         self.costs = costs if options.adaptive else None
@@ -80,7 +88,7 @@ class EnginePair(QueuedPair[RunningSequences]):
         )
         self._draft, self._target, self._sampler = draft, target, sampler
         self._drafting = Drafting(draft, sampler, options, self.costs)
-        self._on_close = on_close
+        self._late_work, self._on_close = late_work, on_close
         self._streams: Streams | None = None
         if rounds is not None:
             self._streams = Streams(
@@ -119,7 +127,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             role: KVUse(num_tokens[role], engine.max_batch_size * engine.max_seq_len)
             for role, engine in self.engines.items()
         }
-        return replace(super().occupancy(), kv_caches=kv_caches)
+        return replace(super().occupancy(), kv_caches=kv_caches, late_work=self._late_work())
 
     def _adapts(self, request: Request) -> bool:
         return self.costs is not None
