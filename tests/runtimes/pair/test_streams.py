@@ -304,7 +304,6 @@ def test_nothing_is_copied_unless_that_was_asked_for_and_changes_nothing() -> No
         (False, Sampling(), False),
         (True, Sampling(), True),
         (True, SEEDED, True),
-        (True, Sampling(temperature=0.05, seed=3), False),  # the accept test wants probabilities
     ):
         pair, rounds = copying_pair("wrong", prompt_lookup=prompt_lookup)
         asked = request("r", 3, max_tokens=60, sampling=sampling)
@@ -314,6 +313,18 @@ def test_nothing_is_copied_unless_that_was_asked_for_and_changes_nothing() -> No
         pair, rounds = copying_pair("wrong", prompt_lookup=prompt_lookup, costs=None)
         assert ids(run(pair, [asked])["r"]) == ids(chunks)
         assert not rounds.copied  # a fixed draft length is that of the draft
+
+
+@pytest.mark.parametrize("has_rounds", [True, False])
+def test_what_is_copied_is_judged_where_nobody_gave_a_seed(has_rounds: bool) -> None:
+    """Nearly greedy, so that what is drawn is known: nothing but the target's own token."""
+    pair, rounds = copying_pair("wrong", has_rounds=has_rounds)
+    asked = request("r", 3, max_tokens=60, sampling=Sampling(temperature=0.01, seed=3))
+    chunks = run(pair, [asked])["r"]
+    assert ids(chunks) == text_of(lap_rule, asked)
+    assert bool(rounds.copied) == has_rounds
+    statistics = chunks[-1].statistics
+    assert statistics is not None and statistics.total_accepted_draft_tokens >= 30
 
 
 def test_a_request_may_ask_for_fewer_copied_tokens_or_none() -> None:

@@ -160,11 +160,12 @@ class EnginePair(QueuedPair[RunningSequences]):
         self._read([piece for piece in prefill if not piece.is_scored], self._streams)
         decoding = self._join(others, decoding, self._streams)
         self._streams.launch(len(decoding))
+        for taken in self._streams.take():
+            self._take_round(taken)
+        # Behind the next round, so that the device was busy while the host took in the last one.
         scored = [piece for piece in prefill if piece.is_scored]
         if decoding or scored:
             self._step_by_step(decoding, scored, num_beside=len(self._streams))
-        for taken in self._streams.take():
-            self._take_round(taken)
 
     def _read(self, pieces: Sequence[Piece], streams: Streams) -> None:
         """Reads pieces of prompts without waiting for the device."""

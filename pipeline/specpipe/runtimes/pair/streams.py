@@ -19,7 +19,7 @@ from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.batch_draft_length import BatchDraftLength, Candidate
 from specpipe.speculative.state import RequestState
 
-_READ_PER_STEP = 64
+_READ_PER_STEP = 256
 """Tokens of a text that the draft reads in the time of one of its steps: a guess."""
 
 
@@ -83,8 +83,8 @@ class Streams:
     ) -> None:
         self._rounds, self._drafting, self._target = rounds, drafting, target
         self._options = options
-        costs = rounds.costs(1)
-        self._is_adaptive = is_adaptive and costs is not None
+        costs = rounds.costs(1) if is_adaptive else None
+        self._is_adaptive = costs is not None
         self._reading = 0.0 if costs is None else (costs.time(1) - 1.0) / _READ_PER_STEP
         self._length = BatchDraftLength()
         self._streams: dict[RunningSequences, _Stream] = {}
@@ -200,13 +200,15 @@ class Streams:
         waiting = [s for s in self._streams.values() if not s.is_sure_to_end]
         streams: list[_Stream] = []
         lengths: list[int] = []
+        longest = 0
         for stream in sorted(waiting, key=lambda stream: stream.last_round):
             length = self._fixed_length(stream, most)
             if length is None:
                 continue
-            if max([length, *lengths]) <= self._rounds.most_draft_tokens(len(streams) + 1):
+            if max(longest, length) <= self._rounds.most_draft_tokens(len(streams) + 1):
                 streams.append(stream)
                 lengths.append(length)
+                longest = max(longest, length)
         if num_decoding == 1 and streams and (num_copied := self._num_to_copy(streams[0], most)):
             return _UnderWay([self._part(streams[0], num_copied, is_copied=True)])
         is_trial = self._adapt(streams, lengths, most)
@@ -228,9 +230,9 @@ class Streams:
         text. Where the accept test rejects draft tokens, what is drawn depends on which tokens are
         drafted: those must be the same ones as in single steps.
         """
-        if not self.is_fixed(stream.running):
-            return 0
         drafts = stream.state.drafts
+        if not drafts.is_speculative or not self.is_fixed(stream.running):
+            return 0
         length = drafts.next_num_draft_tokens(most=most)
         if length and not stream.has_draft:
             if self._drafting.catch_up(stream.running):
