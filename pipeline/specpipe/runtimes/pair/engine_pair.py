@@ -158,7 +158,8 @@ class EnginePair(QueuedPair[RunningSequences]):
             others, self._target, self._options, joins=self._streams.can_run
         )
         self._read([piece for piece in prefill if not piece.is_scored], self._streams)
-        decoding = self._join(others, decoding, self._streams)
+        self._streams.join(others)
+        decoding = [r for r in decoding if r not in self._streams]
         self._streams.launch(len(decoding))
         for taken in self._streams.take():
             self._take_round(taken)
@@ -176,23 +177,11 @@ class EnginePair(QueuedPair[RunningSequences]):
             [
                 (p.running, self._target.length(p.running.target_sequence))
                 for p in pieces
-                if streams.is_fixed(p.running) or not streams.can_run(p.running)
+                if streams.reads_along(p.running)
             ]
         )
         batch = [(p.running.target_sequence, p.token_ids) for p in pieces]
         self._target.forward(batch, [0] * len(batch))
-
-    def _join(
-        self,
-        others: Sequence[RunningSequences],
-        decoding: Sequence[RunningSequences],
-        streams: Streams,
-    ) -> list[RunningSequences]:
-        """Lets those join the rounds that can; returns those that decode step by step."""
-        for running in others:
-            if streams.can_run(running) and len(uncached(running, self._target)) == 1:
-                streams.join(running)
-        return [r for r in decoding if r not in streams]
 
     def _step_by_step(
         self,
