@@ -165,11 +165,7 @@ class Decoder:
         num_blocks = self._num_blocks(ROWS)
         self._best = empty(num_blocks, rows, dtype=torch.float32)
         self._best_ids = empty(num_blocks, rows, dtype=torch.int32)
-        # Of a narrow launch, whose rows lie side by side.
-        self.best, self.best_ids = (
-            best.flatten()[: num_blocks * ROWS].view(num_blocks, ROWS)
-            for best in (self._best, self._best_ids)
-        )
+        self.best, self.best_ids = self.bests(ROWS)
         self.is_unused = zeros(config.vocab_size, torch.uint8)
         self._num_usable, self._has_unused = config.vocab_size, False
 
@@ -258,12 +254,31 @@ class Decoder:
         """How many sums of squares a product with the hidden states as its columns leaves."""
         return self.config.hidden_size // (tiles.summed or tiles.block_n)
 
-    def score(
-        self, first_row: int, num_rows: int, *, writes_logits: bool, width: int = ROWS
-    ) -> None:
-        """Scores the vocabulary for some rows of the last launch: best, best_ids, and logits.
+    def bests(self, width: int) -> tuple[Tensor, Tensor]:
+        """Returns the best of each block of the vocabulary, and its id, [blocks, width].
 
-        width  of that launch; only of a narrow one are there best and best_ids
+        They are of the rows scored last, those of a launch of that width.
+        """
+        num_blocks = self._num_blocks(width)
+        best, ids = (
+            best.flatten()[: num_blocks * width].view(num_blocks, width)
+            for best in (self._best, self._best_ids)
+        )
+        return best, ids
+
+    def score(
+        self,
+        first_row: int,
+        num_rows: int,
+        *,
+        writes_logits: bool,
+        width: int = ROWS,
+        first_out: int = 0,
+    ) -> None:
+        """Scores the vocabulary for some rows of the last launch: bests, and logits.
+
+        width      of that launch
+        first_out  the row of logits that the first of them gets
         """
         tiles, head = self._head_tiles[width], self.weights.head
         num_parts = self._num_parts(self._tiles[width][-1].mlp_out)
@@ -271,7 +286,7 @@ class Decoder:
         self.launch(
             scoring.score, (self._num_blocks(width), 1, width // tiles.rows),
             x, self._squares, self._row_scales, head.weight, _scale_of(head),
-            self.is_unused, self.logits, self._best, self._best_ids, first_row, num_rows,
+            self.is_unused, self.logits, self._best, self._best_ids, first_row, first_out, num_rows,
             num_parts, self._num_usable, self.config.norm_epsilon,
             V=self.config.vocab_size, C=head.num_channels, BLOCK_N=tiles.block_n,
             BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=tiles.rows, WIDTH=width,
