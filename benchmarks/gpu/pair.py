@@ -26,7 +26,7 @@ from benchmarks.gpu.timing import (
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.fused.engine import FusedEngine
-from specpipe.runtimes.torch.fused.rounds import FusedRounds
+from specpipe.runtimes.torch.fused.old_rounds import OldRounds
 from specpipe.runtimes.torch.pair import pair_of
 from specpipe.speculative.request import GREEDY, Sampling
 from specpipe.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class LoadedPair:
         }
         self.draft: FusedEngine = draft.engine(**limits)
         self.target: FusedEngine = target.engine(**limits)
-        self.rounds = FusedRounds(
+        self.rounds = OldRounds(
             self.draft,
             self.target,
             num_draft_tokens=settings.most_draft_tokens,
@@ -117,7 +117,7 @@ class LoadedPair:
         """As many requests at once are run: the host asks for logits and chooses."""
         return self._pair(self._options, None)
 
-    def _pair(self, options: PairOptions, rounds: FusedRounds | None) -> EnginePair:
+    def _pair(self, options: PairOptions, rounds: OldRounds | None) -> EnginePair:
         make = self._tokenizer.detokenizer
         return pair_of(self.draft, self.target, options, make, rounds=rounds)
 

@@ -19,7 +19,7 @@ from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
-from specpipe.runtimes.torch.fused.rounds import FusedRounds
+from specpipe.runtimes.torch.fused.old_rounds import OldRounds
 from specpipe.runtimes.torch.fused_sizes import ROWS
 from specpipe.speculative.request import GREEDY, Request, Sampling, Statistics
 
@@ -104,15 +104,15 @@ def step_seconds(
     with _sequence(engine, context) as sequence:
         positions = torch.arange(context, context + num_rows, dtype=torch.int32, device=device)
         slots = torch.full((ROWS,), engine.slot(sequence), dtype=torch.int32, device=device)
-        tokens = torch.arange(1, ROWS + 1, dtype=torch.int32, device=device)
-        history = torch.zeros(engine.capacity + 2 * ROWS, dtype=torch.int32, device=device)
+        history = torch.ones(1, engine.capacity + ROWS, dtype=torch.int32, device=device)
+        texts = torch.zeros_like(slots)
         is_long = engine.is_long(context + num_rows)
-        rows = Rows(positions, slots, tokens, num_rows, num_rows, is_long)
+        rows = Rows(positions, slots, history, num_rows, num_rows, is_long, texts)
 
         def launch() -> None:
             decoder.layers(rows)
             decoder.score(0, num_rows, writes_logits=False)
-            decoder.propose(history, positions)
+            decoder.propose(rows, history, num_places=1, first_row=0, row_step=1)
 
         graphs = Graphs(device)
         return clock.repeated(lambda: graphs.run("step", launch), times)
@@ -121,7 +121,7 @@ def step_seconds(
 @torch.inference_mode()
 def round_seconds(
     clock: Clock,
-    rounds: FusedRounds,
+    rounds: OldRounds,
     draft: FusedEngine,
     target: FusedEngine,
     *,

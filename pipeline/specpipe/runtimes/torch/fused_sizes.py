@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY
 
 ROWS = 16
 """Rows that the narrowest launch takes, and every one of a single stream."""
+
+RESULT = 2 + ROWS
+"""Numbers that a round tells of each place: scoring.move_on."""
 
 WIDTHS = (16, 32, 64, 128)
 """Rows that launches take at most, each kind by kernels of its own."""

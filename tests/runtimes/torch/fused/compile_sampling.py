@@ -10,8 +10,9 @@ import sys
 
 import torch
 
-from specpipe.runtimes.torch.fused.drawing import Drawing, Form, Settings
+from specpipe.runtimes.torch.fused.drawing import Drawing, Settings
 from specpipe.runtimes.torch.fused.streams import Members, Streams
+from specpipe.runtimes.torch.round_sizes import Form
 from tests.runtimes.torch.fused import compile_kernels
 
 _META = torch.device("meta")
@@ -19,7 +20,7 @@ _TYPES = {torch.int64: "*i64", torch.float64: "*fp64"}
 
 
 def launches_of(model: str) -> list[compile_kernels.Launch]:
-    """What a round of five draft tokens launches behind its heads, each kernel in each form once."""
+    """What a round launches behind its heads, each kernel in each form once."""
     decoder = compile_kernels.recording_decoder(model)
     is_unused = torch.empty(decoder.config.vocab_size, dtype=torch.uint8, device=_META)
     settings = Settings(2, _META)

@@ -7,7 +7,7 @@ import torch
 
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.runtimes.torch.fused.engine import FusedEngine
-from specpipe.runtimes.torch.fused.rounds import FusedRounds
+from specpipe.runtimes.torch.fused.old_rounds import OldRounds
 from specpipe.runtimes.torch.fused.weights import load_weights
 from specpipe.runtimes.torch.fused_sizes import max_parts, most_rows, spare_positions
 from specpipe.runtimes.torch.memory import estimate_memory
@@ -44,7 +44,7 @@ def test_the_estimate_counts_what_an_engine_holds(max_batch_size: int) -> None:
     with torch.inference_mode():
         weights = load_weights(spec.model, toy_weights(spec.model).get)
         engine, draft = FusedEngine(spec, weights), FusedEngine(spec, weights)
-    rounds = FusedRounds(draft, engine, num_draft_tokens=4, vocab_size=engine.vocab_size, unused=())
+    rounds = OldRounds(draft, engine, num_draft_tokens=4, vocab_size=engine.vocab_size, unused=())
     on_gpu, plain = (
         estimate_memory(unified, dtype="float32", max_num_tokens=0, on_gpu=on_gpu, **limits)
         for on_gpu in (True, False)

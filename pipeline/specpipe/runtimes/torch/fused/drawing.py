@@ -5,16 +5,17 @@ Kernels, and words and letters, are in sampling.py and rejection.py.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.torch.fused import rejection, sampling
+from specpipe.runtimes.torch.fused import rejection
+from specpipe.runtimes.torch.fused import sampling as kernels
 from specpipe.runtimes.torch.fused.decoder import Decoder
 from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, width_of
+from specpipe.runtimes.torch.round_sizes import Form
 from specpipe.speculative.request import Sampling
 
 _MOST_BLOCKS = 64
@@ -23,54 +24,29 @@ _CHUNK = 64
 _COLUMNS_A_WARP = 256
 
 
-class Form(IntEnum):
-    """Which kernels a round has, by what its members need. Each form does what those below it do.
-
-    Numbers are on the GPU: two members of one form may ask for anything else.
-    """
-
-    GREEDY = 0
-    """Nobody draws: scoring.py."""
-    DRAWN = 1
-    """Nobody has top-k or top-p."""
-    CUT = 2
-    """Nobody has both."""
-    CUT_TWICE = 3
-
-
-def form_of(sampling: Sampling, vocab_size: int) -> Form:
-    """Returns the form that a member with this sampling needs."""
-    if sampling.is_greedy:
-        return Form.GREEDY
-    cuts = (0 < sampling.top_k < vocab_size, sampling.top_p < 1.0)
-    return (Form.DRAWN, Form.CUT, Form.CUT_TWICE)[sum(cuts)]
-
-
 class Settings:
     """The sampling of each stream, on the GPU."""
 
     def __init__(self, num_streams: int, device: torch.device) -> None:
-        self.table = torch.zeros(
-            num_streams, sampling.FIELDS.value, dtype=torch.int64, device=device
-        )
-        """int64 [streams, FIELDS]: as sampling.py names them"""
+        fields = kernels.FIELDS.value
+        self.table = torch.zeros(num_streams, fields, dtype=torch.int64, device=device)
 
-    def write(self, stream: int, sampling_of_it: Sampling, vocab_size: int) -> None:
+    def write(self, stream: int, sampling: Sampling, vocab_size: int) -> None:
         """Takes over what a stream asks for, from the next round on; it waits for nothing."""
-        asked = sampling_of_it
         numbers = torch.tensor([1.0, 1.0, -torch.inf], dtype=torch.float64)
-        top_k, kind = sampling.NO_LIMIT.value, sampling.GREEDY.value
-        if not asked.is_greedy:
-            numbers[0], numbers[1] = asked.temperature, asked.top_p
-            numbers[2] = torch.tensor(asked.min_p, dtype=torch.float64).log()
-            if 0 < asked.top_k < vocab_size:
-                top_k = asked.top_k
-            kind = sampling.MATCHED.value if asked.is_seeded else sampling.REJECTING.value
+        top_k, kind = kernels.NO_LIMIT.value, kernels.GREEDY.value
+        if not sampling.is_greedy:
+            asked = [sampling.temperature, sampling.top_p, sampling.min_p]
+            numbers = torch.tensor(asked, dtype=torch.float64)
+            numbers[2].log_()
+            if 0 < sampling.top_k < vocab_size:
+                top_k = sampling.top_k
+            kind = kernels.MATCHED.value if sampling.is_seeded else kernels.REJECTING.value
         # Its 64 bits, as a signed number.
-        seed = asked.seed - (asked.seed >> 63 << 64)
+        seed = sampling.seed - (sampling.seed >> 63 << 64)
         settings = torch.cat([numbers.view(torch.int64), torch.tensor([top_k, seed, kind])])
         if self.table.is_cuda:
-            # The allocator of pinned memory keeps it until the copy was made.
+            # The allocator of pinned memory keeps it until it was copied.
             settings = settings.pin_memory()
         self.table[stream].copy_(settings, non_blocking=True)
 
@@ -94,10 +70,10 @@ class Drawing:
         self._num_warps = max(4, block // _COLUMNS_A_WARP)
         self._num_rows = rows = len(decoder.logits)
         zeros = partial(torch.zeros, device=is_unused.device)
-        levels = sampling.ALL_LEVELS.value
-        self._states = zeros(levels, rows, sampling.STATE.value, dtype=torch.int64)
+        levels = kernels.ALL_LEVELS.value
+        self._states = zeros(levels, rows, kernels.STATE.value, dtype=torch.int64)
         self._counts, self._masses = (
-            zeros(levels, rows, sampling.BINS.value, dtype=torch.int64) for _ in range(2)
+            zeros(levels, rows, kernels.BINS.value, dtype=torch.int64) for _ in range(2)
         )
         self._peaks = zeros(rows, dtype=torch.float64)
         self._limits = zeros(rows, dtype=torch.int64)
@@ -125,7 +101,7 @@ class Drawing:
             width=width_of(stride * places), group=1, drafts=True,
         )  # fmt: skip
         self._decoder.launch(
-            sampling.propose_drawn, (places,),
+            kernels.propose_drawn, (places,),
             self._drawn, self._drawn_ids, self._peaks, *_arrays(members), streams.last,
             streams.history, first, stride, step, self._num_blocks, streams.history.stride(0),
             BLOCKS=self._blocks, num_warps=1,
@@ -155,24 +131,24 @@ class Drawing:
         assert first + stride * (num_rows - 1) < self._num_rows
         best, best_ids = decoder.bests(width)
         decoder.launch(
-            sampling.peak, (num_rows,),
+            kernels.peak, (num_rows,),
             best, best_ids, *arrays, settings, self._peaks, self._counts, self._masses,
             self._drawn, self._drawn_ids, first, stride, scored, group, step, width, len(best),
             self._num_rows, self._num_blocks,
             DRAFTS=drafts, BESTS=power_of_2_above(len(best)), BLOCKS=self._blocks,
         )  # fmt: skip
         logits_stride = decoder.logits.stride(0)
-        levels = {Form.CUT: sampling.LEVELS.value, Form.CUT_TWICE: sampling.ALL_LEVELS.value}
+        levels = {Form.CUT: kernels.LEVELS.value, Form.CUT_TWICE: kernels.ALL_LEVELS.value}
         for level in range(levels.get(form, 0)):
             decoder.launch(
-                sampling.narrow, (self._num_blocks, num_rows),
+                kernels.narrow, (self._num_blocks, num_rows),
                 decoder.logits, self._is_unused, *arrays, settings, self._peaks, self._states,
                 self._counts, self._masses, first, stride, group, step, level, self._num_rows,
                 self._num_columns, logits_stride,
                 DRAFTS=drafts, BLOCK=self._block, CHUNK=min(_CHUNK, self._block), num_warps=8,
             )  # fmt: skip
         decoder.launch(
-            sampling.draw, (self._num_blocks, num_rows),
+            kernels.draw, (self._num_blocks, num_rows),
             decoder.logits, self._is_unused, *arrays, self._streams.last, settings, self._peaks,
             self._states, self._counts, self._masses, self._limits, self._last_ids, self._drawn,
             self._drawn_ids, self._kept_masses, first, stride, group, step, self._num_rows,
@@ -183,7 +159,7 @@ class Drawing:
     def accept(self, draft: Drawing, members: Members, result: Tensor) -> None:
         """Judges draft tokens by the rows that target and draft have drawn from, and moves on.
 
-        result  int32 [places, 2 + ROWS]: scoring.move_on
+        result  int32 [places, RESULT]: scoring.move_on
         """
         decoder, streams = self._decoder, self._streams
         judged = (

@@ -32,6 +32,7 @@ from specpipe.runtimes.torch.fused.sampling import (
     scores_of,
     uniform,
 )
+from specpipe.runtimes.torch.fused.scoring import move_on
 from specpipe.speculative.noise import Purpose
 
 _ACCEPT: tl.constexpr = tl.constexpr(int(Purpose.ACCEPT))
@@ -263,22 +264,7 @@ def accept_drawn(
             is_wrong = (drafted != best_id) | (index >= num_drafted)
             num_accepted = tl.min(tl.where(is_wrong, index, ROWS), axis=0)
         num_emitted = tl.where(num_usable > 0, num_accepted + 1, 0)
-        _move_on(
+        move_on(
             result_ptr, history_ptr, last_ptr, place, first_position, token_ids, num_emitted,
             num_drafted, num_draft, ROWS,
         )
-
-
-@triton.jit
-def _move_on(
-    result_ptr, history_ptr, last_ptr, place, last, token_ids, num_emitted, num_judged, num_draft,
-    ROWS: tl.constexpr,
-):
-    index = tl.arange(0, ROWS)
-    result_ptr += place * (2 + ROWS)
-    tl.debug_barrier()  # all warps have read what is written now
-    tl.store(result_ptr, num_emitted)
-    tl.store(result_ptr + 1, num_judged)
-    tl.store(result_ptr + 2 + index, token_ids, mask=index <= num_draft)
-    tl.store(history_ptr + last + 1 + index, token_ids, mask=index == num_emitted - 1)
-    tl.store(last_ptr, last + num_emitted)
