@@ -1,4 +1,4 @@
-"""Which sizes rounds are recorded in: places, and draft tokens of each.
+"""What rounds are recorded for: places, draft tokens of each, and whether tokens are drawn.
 
 A round is recorded for few numbers of members and of draft tokens, and runs in the least that
 holds it; what is too much is nobody's. Importing this imports neither torch nor Triton.
@@ -7,8 +7,10 @@ holds it; what is too much is nobody's. Importing this imports neither torch nor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from specpipe.runtimes.torch.fused_sizes import ROWS, WIDTHS, most_rows
+from specpipe.speculative.request import Sampling
 
 MAX_DRAFT_TOKENS = ROWS - 1
 
@@ -19,6 +21,30 @@ _FEW = (1, 2)
 """Places of rounds that need not fill a launch."""
 
 
+class Form(IntEnum):
+    """Which kernels a round has for what its members ask. Each does what those below it do."""
+
+    GREEDY = 0
+    """Nobody draws: scoring.py."""
+    DRAWN = 1
+    """Nobody has top-k or top-p."""
+    CUT = 2
+    """Nobody has both."""
+    CUT_TWICE = 3
+
+
+def form_of(sampling: Sampling, vocab_size: int) -> Form:
+    """Returns the form that a member with this sampling needs."""
+    if sampling.is_greedy:
+        return Form.GREEDY
+    cuts = (0 < sampling.top_k < vocab_size, sampling.top_p < 1.0)
+    return (Form.DRAWN, Form.CUT, Form.CUT_TWICE)[sum(cuts)]
+
+
+_FORMS = (Form.GREEDY, Form.CUT_TWICE)
+"""Those that are recorded."""
+
+
 @dataclass(frozen=True)
 class RoundKey:
     """What a round is recorded for.
@@ -27,12 +53,14 @@ class RoundKey:
     most     draft tokens that each has room for
     drafts   the draft runs, for one of them at least; else their draft tokens are copied
     is_long  one of their texts may be long: FusedEngine.is_long
+    form     one that does what each of them needs
     """
 
     places: int
     most: int
     drafts: bool
     is_long: bool
+    form: Form = Form.GREEDY
 
     @property
     def num_rows(self) -> int:
@@ -76,6 +104,14 @@ class RoundSizes:
     def places(self, num_members: int, most: int) -> int:
         """Returns the places of a round of so many with one of their `lengths`."""
         return next(places for places in self._all_places(most) if places >= num_members)
+
+    def forms(self) -> tuple[Form, ...]:
+        """Returns the forms that rounds are recorded in, rising."""
+        return _FORMS
+
+    def form(self, needed: Form) -> Form:
+        """Returns the least of them that does what is needed."""
+        return next(form for form in _FORMS if form >= needed)
 
     def shapes(self) -> list[tuple[int, int]]:
         """Returns places and draft tokens of all that rounds are recorded for, rising."""

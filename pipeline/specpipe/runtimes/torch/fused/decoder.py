@@ -258,11 +258,18 @@ class Decoder:
         return self.config.hidden_size // (tiles.summed or tiles.block_n)
 
     def score(
-        self, first_row: int, num_rows: int, *, writes_logits: bool, width: int = ROWS
+        self,
+        first_row: int,
+        num_rows: int,
+        *,
+        writes_logits: bool,
+        width: int = ROWS,
+        first_out: int = 0,
     ) -> None:
         """Scores the vocabulary for some rows of the last launch: bests, and logits.
 
-        width  of that launch
+        width      of that launch
+        first_out  the row of logits that the first of them gets
         """
         tiles, head = self._head_tiles[width], self.weights.head
         num_parts = self._num_parts(self._tiles[width][-1].mlp_out)
@@ -270,7 +277,7 @@ class Decoder:
         self.launch(
             scoring.score, (self._num_blocks(width), 1, width // tiles.rows),
             x, self._squares, self._row_scales, head.weight, _scale_of(head),
-            self.is_unused, self.logits, self._best, self._best_ids, first_row, num_rows,
+            self.is_unused, self.logits, self._best, self._best_ids, first_row, first_out, num_rows,
             num_parts, self._num_usable, self.config.norm_epsilon,
             V=self.config.vocab_size, C=head.num_channels, BLOCK_N=tiles.block_n,
             BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=tiles.rows, WIDTH=width,
