@@ -26,7 +26,8 @@ from benchmarks.gpu.timing import (
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.fused.engine import FusedEngine
-from specpipe.runtimes.torch.fused.old_rounds import OldRounds
+from specpipe.runtimes.torch.fused.graphs import prepare
+from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.pair import pair_of
 from specpipe.speculative.request import GREEDY, Sampling
 from specpipe.text.tokenizer import Tokenizer
@@ -81,7 +82,7 @@ class LoadedPair:
         }
         self.draft: FusedEngine = draft.engine(**limits)
         self.target: FusedEngine = target.engine(**limits)
-        self.rounds = OldRounds(
+        self.rounds = FusedRounds(
             self.draft,
             self.target,
             num_draft_tokens=settings.most_draft_tokens,
@@ -90,9 +91,10 @@ class LoadedPair:
             copies=True,
         )
         if draft.device.type == "cuda":
-            for engine in (self.draft, self.target):
-                engine.record_prompts(settings.prompt_tokens)
-            self.rounds.prepare()
+            engines = (self.draft, self.target)
+            recordings = [r for e in engines for r in e.recordings(settings.prompt_tokens)]
+            prepare([*recordings, *self.rounds.recordings()])
+            self.rounds.measure()
         self._options = PairOptions(
             num_draft_tokens=settings.most_draft_tokens,
             adaptive=False,
@@ -117,7 +119,7 @@ class LoadedPair:
         """As many requests at once are run: the host asks for logits and chooses."""
         return self._pair(self._options, None)
 
-    def _pair(self, options: PairOptions, rounds: OldRounds | None) -> EnginePair:
+    def _pair(self, options: PairOptions, rounds: FusedRounds | None) -> EnginePair:
         make = self._tokenizer.detokenizer
         return pair_of(self.draft, self.target, options, make, rounds=rounds)
 

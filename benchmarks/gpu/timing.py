@@ -15,11 +15,11 @@ from torch import Tensor
 
 from benchmarks.gpu.goals import covered
 from specpipe.runtimes.pair.engine_pair import EnginePair
-from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
-from specpipe.runtimes.torch.fused.old_rounds import OldRounds
+from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.fused_sizes import ROWS
 from specpipe.speculative.request import GREEDY, Request, Sampling, Statistics
 
@@ -121,7 +121,7 @@ def step_seconds(
 @torch.inference_mode()
 def round_seconds(
     clock: Clock,
-    rounds: OldRounds,
+    rounds: FusedRounds,
     draft: FusedEngine,
     target: FusedEngine,
     *,
@@ -131,15 +131,17 @@ def round_seconds(
 ) -> float:
     """The time of one draft-verify round after so many tokens, while the next one waits for it."""
     with _sequence(draft, context - 1) as of_draft, _sequence(target, context - 1) as of_target:
-        rounds.begin([1] * context, target_sequence=of_target, draft_sequence=of_draft)
+        rounds.join(of_target, [1] * context, GREEDY)
+        rounds.give_draft(of_target, of_draft)
         marks: list[Any] = []
         for _ in range(times + 2):
             if rounds.num_under_way == MOST_UNDER_WAY:
                 rounds.take()
             num_positions = context + (len(marks) + 1) * (num_draft_tokens + 1)
-            rounds.launch(num_draft_tokens, num_positions=num_positions)
+            rounds.launch([Member(of_target, num_draft_tokens, num_positions)])
             marks.append(clock.mark())
         rounds.drop()
+        rounds.leave(of_target)
         return clock.median(marks[1:])  # the first one's kernels may just have been compiled
 
 

@@ -13,6 +13,9 @@ RESULT = 2 + ROWS
 WIDTHS = (16, 32, 64, 128)
 """Rows that launches take at most, each kind by kernels of its own."""
 
+ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
+"""Rows of the forwards that are recorded; one of others is filled up with rows of nobody."""
+
 PAGE = 64
 """Positions of a page of the KV cache."""
 

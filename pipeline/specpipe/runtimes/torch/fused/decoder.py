@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime import driver
 
-from specpipe.runtimes.torch.fused import attention, kernels, lookup, scoring
+from specpipe.runtimes.torch.fused import attention, compilation, kernels, lookup, scoring
 from specpipe.runtimes.torch.fused.attention import MAX_QUERIES
 from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import Linear
@@ -502,7 +502,7 @@ class Decoder:
             options["launch_pdl"] = True
         if tiles is not None:
             options.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-        kernel[grid](*arguments, **constants, **options)
+        compilation.launch(kernel, grid, arguments, {**constants, **options})
 
     def prefill(self, token_ids: Tensor, slots: Tensor, start: int) -> None:
         """Caches the keys and values of tokens [T] of one sequence from position start on.

@@ -22,6 +22,7 @@ from specpipe.runtimes.pair.engine import SequenceId
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.graphs import Recording
 from specpipe.runtimes.torch.fused.round_costs import measured_costs
 from specpipe.runtimes.torch.fused.round_graphs import RoundGraphs
 from specpipe.runtimes.torch.fused_sizes import RESULT
@@ -104,10 +105,10 @@ class FusedRounds:
         return self.sizes.most_draft_tokens(num_members)
 
     def costs(self, num_members: int) -> StepCosts | None:
-        return self._costs.get(self.sizes.places(num_members))
+        return self._costs.get(num_members)
 
     def copy_costs(self, num_members: int) -> StepCosts | None:
-        return self._copy_costs.get(self.sizes.places(num_members))
+        return self._copy_costs.get(num_members)
 
     @torch.inference_mode()
     def join(
@@ -138,9 +139,10 @@ class FusedRounds:
             is_long=is_long,
         )
         num_draft_tokens = max(member.num_draft_tokens for member in members)
+        most = self.sizes.length(len(members), num_draft_tokens)
         key = RoundKey(
-            places=self.sizes.places(len(members)),
-            most=self.sizes.length(len(members), num_draft_tokens),
+            places=self.sizes.places(len(members), most),
+            most=most,
             drafts=any(is_drafting),
             is_long=is_long,
             form=self.sizes.form(max(stream.form for stream in streams)),
@@ -211,16 +213,10 @@ class FusedRounds:
                         keys.append(RoundKey(places, most, drafts, is_long, form))
         return keys
 
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        """Records all that may be asked for, and times rounds.
-
-        A round that is recorded while requests run makes one of them wait, the longer the more of
-        its kernels are to be compiled first.
-        """
-        for key, launch in self._graphs.launches(self.keys()):
-            self._graphs.graphs.run(key, launch)
-        self.measure()
+    def recordings(self) -> list[Recording]:
+        """Returns all that rounds may launch."""
+        graphs = self._graphs.graphs
+        return [Recording(graphs, *each) for each in self._graphs.launches(self.keys())]
 
     @torch.inference_mode()
     def measure(self) -> None:
