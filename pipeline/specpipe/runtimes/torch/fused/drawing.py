@@ -20,8 +20,12 @@ from specpipe.speculative.request import Sampling
 
 _MOST_BLOCKS = 64
 _MIN_BLOCK = 1024
-_CHUNK = 64
 _COLUMNS_A_WARP = 256
+_CHUNK = 256
+"""Columns that a program of `narrow` looks at together, one a thread."""
+
+_MOST_PROGRAMS = 512
+"""Of `narrow`, which are few for each row where there are many rows: most have nothing to do."""
 
 
 class Settings:
@@ -68,6 +72,7 @@ class Drawing:
         self._num_blocks = num_blocks = -(-self._num_columns // block)
         self._blocks = power_of_2_above(num_blocks)
         self._num_warps = max(4, block // _COLUMNS_A_WARP)
+        self._chunk = min(_CHUNK, power_of_2_above(self._num_columns))
         self._num_rows = rows = len(decoder.logits)
         zeros = partial(torch.zeros, device=is_unused.device)
         levels = kernels.ALL_LEVELS.value
@@ -138,14 +143,17 @@ class Drawing:
             DRAFTS=drafts, BESTS=power_of_2_above(len(best)), BLOCKS=self._blocks,
         )  # fmt: skip
         logits_stride = decoder.logits.stride(0)
+        num_chunks = -(-self._num_columns // self._chunk)
+        num_parts = max(1, min(_MOST_PROGRAMS // num_rows, num_chunks // 4))
+        size = self._chunk * -(-num_chunks // num_parts)
         levels = {Form.CUT: kernels.LEVELS.value, Form.CUT_TWICE: kernels.ALL_LEVELS.value}
         for level in range(levels.get(form, 0)):
             decoder.launch(
-                kernels.narrow, (self._num_blocks, num_rows),
+                kernels.narrow, (num_parts, num_rows),
                 decoder.logits, self._is_unused, *arrays, settings, self._peaks, self._states,
                 self._counts, self._masses, first, stride, group, step, level, self._num_rows,
-                self._num_columns, logits_stride,
-                DRAFTS=drafts, BLOCK=self._block, CHUNK=min(_CHUNK, self._block), num_warps=8,
+                size, self._num_columns, logits_stride,
+                DRAFTS=drafts, CHUNK=self._chunk, num_warps=8,
             )  # fmt: skip
         decoder.launch(
             kernels.draw, (self._num_blocks, num_rows),

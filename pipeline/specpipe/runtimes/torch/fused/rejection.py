@@ -63,7 +63,7 @@ def _probs(
         logits_ptr, is_unused_ptr, temperature, peak, column, is_column
     )
     is_kept = (key < limit) | ((key == limit) & (column <= last_id))
-    is_kept &= scores >= peak + log_min_p
+    is_kept &= scores >= peak / temperature + log_min_p
     return tl.where(is_kept, tl.exp(-gap), 0.0) / kept_masses
 
 

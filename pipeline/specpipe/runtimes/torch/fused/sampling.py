@@ -7,7 +7,7 @@ depends on nothing else.
 
 | kernel | does |
 |---|---|
-| peak | the best score of each row; a greedy one is done |
+| peak | the best logit of each row; a greedy one is done |
 | narrow | finds where top-k or top-p cut a row, a digit of the gap at a time |
 | draw | cuts, and finds the best score under noise of each block of columns |
 | propose_drawn | the draft tokens of a step |
@@ -23,9 +23,9 @@ of what top-k leaves is found by a second search, when the first has told what t
 Letters are those of kernels.py, and:
 blocks  of BLOCK columns of a row; what programs find is joined by the programs of the next kernel
 gap     of a token: the row's best score less its own
-key     the gap as an integer, in units of 2^-37; gaps of 32 and more have one key
+key     the gap as an integer, in units of 2^-35; gaps of 32 and more have one key
 mass    exp(-gap); 0 of what is cut away. Where masses are bins' they are integers, in units of
-        2^-44: the order in which they are added changes nothing
+        2^-44: whoever adds them, in whatever order, finds the same
 levels  LEVELS of a search, of BITS bits of a key each
 
 Rows are numbered as those of the decoder's logits. A launch takes some of them: `at`.
@@ -60,15 +60,15 @@ REJECTING: tl.constexpr = tl.constexpr(2)
 NO_LIMIT: tl.constexpr = tl.constexpr((1 << 63) - 1)
 """Of a count or a mass."""
 
-_BITS: tl.constexpr = tl.constexpr(6)
-BINS: tl.constexpr = tl.constexpr(64)
-LEVELS: tl.constexpr = tl.constexpr(7)
-ALL_LEVELS: tl.constexpr = tl.constexpr(13)
+_BITS: tl.constexpr = tl.constexpr(5)
+BINS: tl.constexpr = tl.constexpr(32)
+LEVELS: tl.constexpr = tl.constexpr(8)
+ALL_LEVELS: tl.constexpr = tl.constexpr(15)
 """Of both searches: the first level is the same."""
-_KEY_BITS: tl.constexpr = tl.constexpr(42)
+_KEY_BITS: tl.constexpr = tl.constexpr(40)
 _WIDEST: tl.constexpr = tl.constexpr(32.0)  # a mass below 2e-14
-_KEYS_PER_UNIT: tl.constexpr = tl.constexpr(2.0**37)
-_LAST_KEY: tl.constexpr = tl.constexpr((1 << 42) - 1)
+_KEYS_PER_UNIT: tl.constexpr = tl.constexpr(2.0**35)
+_LAST_KEY: tl.constexpr = tl.constexpr((1 << 40) - 1)
 _MASSES_PER_UNIT: tl.constexpr = tl.constexpr(2.0**44)
 NO_KEY: tl.constexpr = tl.constexpr(1 << 60)
 NO_ID: tl.constexpr = tl.constexpr(2147483647)
@@ -82,7 +82,7 @@ _RECOVERED: tl.constexpr = tl.constexpr(int(Purpose.RECOVERED))
 
 UNSPECIALIZED = (
     "first", "stride", "scored", "group", "step", "num_places", "level", "width", "num_bests",
-    "num_rows",
+    "num_rows", "size",
 )  # fmt: skip
 """What the machine code must not depend on."""
 
@@ -142,15 +142,16 @@ def at(streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS: t
 
 @triton.jit
 def scores_of(logits_ptr, is_unused_ptr, temperature, peak, column, is_column):
-    """Scores of some columns of a row, their gaps to its peak, and their keys.
+    """Scores of some columns of a row, the gaps to that of the peak, and their keys.
 
-    NO_KEY is that of what is not in use, whose score and gap are of no use either.
+    peak  the best logit. What is not in use has its score, and NO_KEY
     """
     logits = tl.load(logits_ptr + column, mask=is_column, other=-float("inf"))
     is_unused = tl.load(is_unused_ptr + column, mask=is_column, other=1)
     is_usable = (logits > -float("inf")) & (is_unused == 0)
-    scores = tl.where(is_usable, logits, 0.0).to(tl.float64) / temperature
-    gap = tl.where(is_usable, peak - scores, 0.0)
+    logits = tl.where(is_usable, logits.to(tl.float64), peak)
+    scores = logits / temperature
+    gap = (peak - logits) * (1.0 / temperature)  # no division: `narrow` needs no more than this
     key = (tl.minimum(gap, _WIDEST) * _KEYS_PER_UNIT).to(tl.int64)
     return scores, gap, tl.where(is_usable, tl.minimum(key, _LAST_KEY), NO_KEY)
 
@@ -162,10 +163,10 @@ def peak(
     first, stride, scored, group, step, width, num_bests, num_rows, num_blocks,
     DRAFTS: tl.constexpr, BESTS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The best score of each row: program (number of a row).
+    """The best logit of each row: program (number of a row).
 
     best    of the rows scored last, each width of them: number's is scored + stride * number
-    peaks   float64 [R]: the best score; not finite: there is no usable one
+    peaks   float64 [R]: the best logit; not finite: there is no usable one
     counts, masses  of the bins of a row that is cut; empty
     drawn   of a greedy row, which is done
     """
@@ -183,8 +184,7 @@ def peak(
         has_nan = tl.max((best != best).to(tl.int32), axis=0) > 0
         best = tl.where(best == best, best, -float("inf"))
         top = tl.max(best, axis=0)
-        top_score = tl.where(has_nan, float("nan"), top).to(tl.float64)
-        tl.store(peaks_ptr + row, top_score / temperature)
+        tl.store(peaks_ptr + row, tl.where(has_nan, float("nan"), top).to(tl.float64))
         if kind == GREEDY:
             ids = tl.load(best_ids_ptr + place, mask=block < num_bests, other=NO_ID)
             top_id = tl.min(tl.where(best == top, ids, NO_ID), axis=0)
@@ -261,10 +261,12 @@ def _mass_of_top_k(states_ptr, counts_ptr, masses_ptr, top_k, place):
 def narrow(
     logits_ptr, is_unused_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, settings_ptr, peaks_ptr,
     states_ptr, counts_ptr, masses_ptr,
-    first, stride, group, step, level, num_rows, num_columns, logits_stride,
-    DRAFTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    first, stride, group, step, level, num_rows, size, num_columns, logits_stride,
+    DRAFTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Counts and weighs the tokens of each bin of a level: program (block, number of a row).
+    """Counts and weighs the tokens of each bin of a level: program (part, number of a row).
+
+    A part has `size` columns; who has which changes nothing.
 
     states          int64 [ALL_LEVELS, R, STATE]: the bin that a level divides, and the mass before
                     which its search looks for a cut
@@ -284,7 +286,7 @@ def narrow(
     else:
         is_there &= has_top_k & has_top_p
     if is_there & is_finite(tl.load(peaks_ptr + row)):
-        block = tl.program_id(0)
+        part = tl.program_id(0)
         lowest = tl.full([], 0, tl.int64)
         bits = tl.full([], _KEY_BITS, tl.int64)
         count = tl.full([], 2, tl.int64)  # or more: all there are
@@ -308,7 +310,7 @@ def narrow(
                 states_ptr, counts_ptr, masses_ptr, top_k, most_mass, before
             )
         place = level * num_rows + row
-        if block == 0:
+        if part == 0:
             states = states_ptr + place * STATE
             tl.store(states, lowest)
             tl.store(states + 1, bits)
@@ -320,32 +322,27 @@ def narrow(
         if count > 1:
             logits_ptr += row.to(tl.int64) * logits_stride
             peak = tl.load(peaks_ptr + row)
-            column = block * BLOCK + tl.arange(0, BLOCK)
-            scores, gap, key = scores_of(
-                logits_ptr, is_unused_ptr, temperature, peak, column, column < num_columns
-            )
-            is_inside = (key >= lowest) & (((key - lowest) >> bits) == 0)
-            if tl.max(is_inside.to(tl.int32), axis=0) > 0:
-                bin = tl.arange(0, BINS)
-                counts = tl.zeros([CHUNK, BINS], tl.int32)
-                masses = tl.zeros([CHUNK, BINS], tl.int64)
-                for chunk in range(0, BLOCK, CHUNK):
-                    some = block * BLOCK + chunk + tl.arange(0, CHUNK)
-                    some_scores, some_gaps, some_keys = scores_of(
-                        logits_ptr, is_unused_ptr, temperature, peak, some, some < num_columns
-                    )
-                    digit = some_keys - lowest
-                    digit = tl.where(digit >= 0, digit >> (bits - _BITS), BINS)
-                    weight = (tl.exp(-some_gaps) * _MASSES_PER_UNIT + 0.5).to(tl.int64)
-                    is_hit = digit[:, None] == bin[None, :]
-                    counts += is_hit.to(tl.int32)
-                    masses += tl.where(is_hit, weight[:, None], 0)
-                found = tl.sum(counts, axis=0).to(tl.int64)
-                bins = place * BINS + bin
-                tl.atomic_add(counts_ptr + bins, found, mask=found > 0, sem="relaxed")
-                tl.atomic_add(
-                    masses_ptr + bins, tl.sum(masses, axis=0), mask=found > 0, sem="relaxed"
+            # A thread has a column of these, or several: nothing is computed twice.
+            bin = tl.arange(0, BINS)
+            counts = tl.zeros([BINS, CHUNK], tl.int32)
+            masses = tl.zeros([BINS, CHUNK], tl.int64)
+            for start in range(part * size, tl.minimum((part + 1) * size, num_columns), CHUNK):
+                column = start + tl.arange(0, CHUNK)
+                scores, gap, key = scores_of(
+                    logits_ptr, is_unused_ptr, temperature, peak, column, column < num_columns
                 )
+                digit = (key - lowest) >> (bits - _BITS)
+                is_inside = (digit >= 0) & (digit < BINS)
+                if tl.max(is_inside.to(tl.int32), axis=0) > 0:
+                    mass_of_each = (tl.exp(-gap) * _MASSES_PER_UNIT + 0.5).to(tl.int64)
+                    is_hit = tl.where(is_inside, digit, BINS).to(tl.int32)[None, :] == bin[:, None]
+                    counts += is_hit.to(tl.int32)
+                    masses += tl.where(is_hit, mass_of_each[None, :], 0)
+            found = tl.sum(counts, axis=1).to(tl.int64)
+            found_mass = tl.sum(masses, axis=1)
+            bins = place * BINS + bin
+            tl.atomic_add(counts_ptr + bins, found, mask=found > 0, sem="relaxed")
+            tl.atomic_add(masses_ptr + bins, found_mass, mask=found > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -361,7 +358,7 @@ def draw(
     limits, last_ids  int64 and int32 [R]: tokens with a lower key stay, and of those with that key
                       the ids up to last_id
     drawn, drawn_ids  float64 and int32 [R, blocks]: the best, and its lowest id
-    kept_masses       float64 [R, blocks]: of what stays
+    kept_masses       float64 [R, blocks]: of what stays, where the accept test asks for it
     """
     begin(PDL)
     block = tl.program_id(0)
@@ -411,18 +408,22 @@ def draw(
             tl.store(limits_ptr + row, limit)
             if not has_ties:
                 tl.store(last_ids_ptr + row, -1)
-        is_kept &= scores >= peak + log_min_p
-        purpose = tl.where(kind == MATCHED, _TOKEN, _DRAFT if DRAFTS else _RECOVERED)
-        position = tl.load(last_ptr + stream) + index + 1
-        noise = gumbel(seed, position, purpose, column)
-        drawn = tl.where(is_kept, scores + noise, -float("inf"))
-        best = tl.max(drawn, axis=0)
-        best_id = tl.min(tl.where(is_kept & (drawn == best), column, NO_ID), axis=0)
+        is_kept &= scores >= peak / temperature + log_min_p
+        best = tl.full([], -float("inf"), tl.float64)
+        best_id = tl.full([], NO_ID, tl.int32)
+        if tl.max(is_kept.to(tl.int32), axis=0) > 0:
+            purpose = tl.where(kind == MATCHED, _TOKEN, _DRAFT if DRAFTS else _RECOVERED)
+            position = tl.load(last_ptr + stream) + index + 1
+            noise = gumbel(seed, position, purpose, column)
+            drawn = tl.where(is_kept, scores + noise, -float("inf"))
+            best = tl.max(drawn, axis=0)
+            best_id = tl.min(tl.where(is_kept & (drawn == best), column, NO_ID), axis=0)
         found = row * num_blocks + block
         tl.store(drawn_ptr + found, best)
         tl.store(drawn_ids_ptr + found, best_id)
-        mass_kept = tl.sum(tl.where(is_kept, tl.exp(-gap), 0.0), axis=0)
-        tl.store(kept_masses_ptr + found, mass_kept)
+        if kind == REJECTING:
+            mass_kept = tl.sum(tl.where(is_kept, tl.exp(-gap), 0.0), axis=0)
+            tl.store(kept_masses_ptr + found, mass_kept)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
