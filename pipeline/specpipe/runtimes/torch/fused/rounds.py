@@ -140,12 +140,13 @@ class FusedRounds:
         )
         num_draft_tokens = max(member.num_draft_tokens for member in members)
         most = self.sizes.length(len(members), num_draft_tokens)
+        places = self.sizes.places(len(members), most)
         key = RoundKey(
-            places=self.sizes.places(len(members), most),
+            places=places,
             most=most,
             drafts=any(is_drafting),
             is_long=is_long,
-            form=self.sizes.form(max(stream.form for stream in streams)),
+            form=self.sizes.form(places, max(stream.form for stream in streams)),
         )
         self._graphs.run(
             key,
@@ -209,7 +210,7 @@ class FusedRounds:
             kinds = [most > 0, *([False] if self._has_copies and most else [])]
             for drafts in kinds:
                 for is_long in (False, True)[: 1 + is_ever_long]:
-                    for form in self.sizes.forms():
+                    for form in self.sizes.forms(places):
                         keys.append(RoundKey(places, most, drafts, is_long, form))
         return keys
 
