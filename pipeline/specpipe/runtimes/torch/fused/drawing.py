@@ -21,8 +21,8 @@ from specpipe.speculative.request import Sampling
 _MOST_BLOCKS = 64
 _MIN_BLOCK = 1024
 _COLUMNS_A_WARP = 256
-_CHUNK = 256
-"""Columns that a program of `narrow` looks at together, one a thread."""
+_CHUNK, _TILE = 128, 1024
+"""Columns that a program of `narrow` looks at together: one a thread, or several."""
 
 _MOST_PROGRAMS = 512
 """Of `narrow`, which are few for each row where there are many rows: most have nothing to do."""
@@ -72,7 +72,9 @@ class Drawing:
         self._num_blocks = num_blocks = -(-self._num_columns // block)
         self._blocks = power_of_2_above(num_blocks)
         self._num_warps = max(4, block // _COLUMNS_A_WARP)
-        self._chunk = min(_CHUNK, power_of_2_above(self._num_columns))
+        self._chunk, self._tile = (
+            min(size, power_of_2_above(self._num_columns)) for size in (_CHUNK, _TILE)
+        )
         self._num_rows = rows = len(decoder.logits)
         zeros = partial(torch.zeros, device=is_unused.device)
         levels = kernels.ALL_LEVELS.value
@@ -81,6 +83,7 @@ class Drawing:
             zeros(levels, rows, kernels.BINS.value, dtype=torch.int64) for _ in range(2)
         )
         self._peaks = zeros(rows, dtype=torch.float64)
+        self._noises = zeros(rows, dtype=torch.float64)
         self._limits = zeros(rows, dtype=torch.int64)
         self._last_ids = zeros(rows, dtype=torch.int32)
         self._drawn = zeros(rows, num_blocks, dtype=torch.float64)
@@ -137,14 +140,14 @@ class Drawing:
         best, best_ids = decoder.bests(width)
         decoder.launch(
             kernels.peak, (num_rows,),
-            best, best_ids, *arrays, settings, self._peaks, self._counts, self._masses,
-            self._drawn, self._drawn_ids, first, stride, scored, group, step, width, len(best),
-            self._num_rows, self._num_blocks,
+            best, best_ids, *arrays, self._streams.last, settings, self._peaks, self._noises,
+            self._counts, self._masses, self._drawn, self._drawn_ids, first, stride, scored, group,
+            step, width, len(best), self._num_rows, self._num_blocks,
             DRAFTS=drafts, BESTS=power_of_2_above(len(best)), BLOCKS=self._blocks,
         )  # fmt: skip
         logits_stride = decoder.logits.stride(0)
         num_chunks = -(-self._num_columns // self._chunk)
-        num_parts = max(1, min(_MOST_PROGRAMS // num_rows, num_chunks // 4))
+        num_parts = max(1, min(_MOST_PROGRAMS // num_rows, num_chunks // 2))
         size = self._chunk * -(-num_chunks // num_parts)
         levels = {Form.CUT: kernels.LEVELS.value, Form.CUT_TWICE: kernels.ALL_LEVELS.value}
         for level in range(levels.get(form, 0)):
@@ -153,14 +156,14 @@ class Drawing:
                 decoder.logits, self._is_unused, *arrays, settings, self._peaks, self._states,
                 self._counts, self._masses, first, stride, group, step, level, self._num_rows,
                 size, self._num_columns, logits_stride,
-                DRAFTS=drafts, CHUNK=self._chunk, num_warps=8,
+                DRAFTS=drafts, CHUNK=self._chunk, TILE=self._tile, num_warps=4,
             )  # fmt: skip
         decoder.launch(
             kernels.draw, (self._num_blocks, num_rows),
             decoder.logits, self._is_unused, *arrays, self._streams.last, settings, self._peaks,
-            self._states, self._counts, self._masses, self._limits, self._last_ids, self._drawn,
-            self._drawn_ids, self._kept_masses, first, stride, group, step, self._num_rows,
-            self._num_columns, self._num_blocks, logits_stride,
+            self._noises, self._states, self._counts, self._masses, self._limits, self._last_ids,
+            self._drawn, self._drawn_ids, self._kept_masses, first, stride, group, step,
+            self._num_rows, self._num_columns, self._num_blocks, logits_stride,
             DRAFTS=drafts, BLOCK=self._block, num_warps=self._num_warps,
         )  # fmt: skip
 

@@ -27,9 +27,9 @@ from specpipe.runtimes.torch.fused.sampling import (
     UNSPECIALIZED,
     asked,
     best_drawn,
+    gaps_of,
     gumbel,
     is_finite,
-    scores_of,
     uniform,
 )
 from specpipe.runtimes.torch.fused.scoring import move_on
@@ -59,11 +59,11 @@ def _probs(
     is_column,
 ):
     """The probabilities of some columns of rows, of which `draw` has left limit and last_id."""
-    scores, gap, key = scores_of(
+    logits, gap, key = gaps_of(
         logits_ptr, is_unused_ptr, temperature, peak, column, is_column
     )
     is_kept = (key < limit) | ((key == limit) & (column <= last_id))
-    is_kept &= scores >= peak / temperature + log_min_p
+    is_kept &= logits / temperature >= peak / temperature + log_min_p
     return tl.where(is_kept, tl.exp(-gap), 0.0) / kept_masses
 
 

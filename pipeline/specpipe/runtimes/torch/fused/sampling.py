@@ -88,22 +88,40 @@ UNSPECIALIZED = (
 
 
 @triton.jit
-def uniform(seed, position, purpose, token_ids):
-    """Uniform numbers between 0 and 1 in float64, with the bits of speculative/noise.py."""
+def _noise_bits(seed, position, purpose, token_ids):
+    """The bits of speculative/noise.py, uint32."""
     block = (token_ids // 4).to(tl.uint32)
     zero = block * 0
     first, second, third, fourth = tl.philox(
         seed, block, zero + position.to(tl.uint32), zero, (zero + purpose).to(tl.uint32)
     )
     word = token_ids % 4
-    bits = tl.where(word < 2, tl.where(word == 0, first, second),
+    return tl.where(word < 2, tl.where(word == 0, first, second),
                     tl.where(word == 2, third, fourth))
+
+
+@triton.jit
+def _gumbel_of(bits):
+    return -tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10))
+
+
+@triton.jit
+def uniform(seed, position, purpose, token_ids):
+    """Uniform numbers between 0 and 1 in float64."""
+    bits = _noise_bits(seed, position, purpose, token_ids)
     return (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
 
 
 @triton.jit
 def gumbel(seed, position, purpose, token_ids):
-    return -tl.log(-tl.log(uniform(seed, position, purpose, token_ids)))
+    """Standard Gumbel noise in float64."""
+    return _gumbel_of(_noise_bits(seed, position, purpose, token_ids))
+
+
+@triton.jit
+def _purpose(kind, DRAFTS: tl.constexpr):
+    """What a row draws for: with a seed the same whoever does, so that draft and target agree."""
+    return tl.where(kind == MATCHED, _TOKEN, _DRAFT if DRAFTS else _RECOVERED)
 
 
 @triton.jit
@@ -141,25 +159,24 @@ def at(streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS: t
 
 
 @triton.jit
-def scores_of(logits_ptr, is_unused_ptr, temperature, peak, column, is_column):
-    """Scores of some columns of a row, the gaps to that of the peak, and their keys.
+def gaps_of(logits_ptr, is_unused_ptr, temperature, peak, column, is_column):
+    """Logits of some columns of a row, their gaps to its peak, and keys.
 
-    peak  the best logit. What is not in use has its score, and NO_KEY
+    peak  the best logit. What is not in use has it, too, but NO_KEY
     """
     logits = tl.load(logits_ptr + column, mask=is_column, other=-float("inf"))
     is_unused = tl.load(is_unused_ptr + column, mask=is_column, other=1)
     is_usable = (logits > -float("inf")) & (is_unused == 0)
     logits = tl.where(is_usable, logits.to(tl.float64), peak)
-    scores = logits / temperature
-    gap = (peak - logits) * (1.0 / temperature)  # no division: `narrow` needs no more than this
+    gap = (peak - logits) * (1.0 / temperature)  # a division of each would be half of `narrow`
     key = (tl.minimum(gap, _WIDEST) * _KEYS_PER_UNIT).to(tl.int64)
-    return scores, gap, tl.where(is_usable, tl.minimum(key, _LAST_KEY), NO_KEY)
+    return logits, gap, tl.where(is_usable, tl.minimum(key, _LAST_KEY), NO_KEY)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def peak(
-    best_ptr, best_ids_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, settings_ptr, peaks_ptr,
-    counts_ptr, masses_ptr, drawn_ptr, drawn_ids_ptr,
+    best_ptr, best_ids_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr, settings_ptr,
+    peaks_ptr, noises_ptr, counts_ptr, masses_ptr, drawn_ptr, drawn_ids_ptr,
     first, stride, scored, group, step, width, num_bests, num_rows, num_blocks,
     DRAFTS: tl.constexpr, BESTS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -167,6 +184,7 @@ def peak(
 
     best    of the rows scored last, each width of them: number's is scored + stride * number
     peaks   float64 [R]: the best logit; not finite: there is no usable one
+    noises  float64 [R]: that of its token
     counts, masses  of the bins of a row that is cut; empty
     drawn   of a greedy row, which is done
     """
@@ -185,14 +203,17 @@ def peak(
         best = tl.where(best == best, best, -float("inf"))
         top = tl.max(best, axis=0)
         tl.store(peaks_ptr + row, tl.where(has_nan, float("nan"), top).to(tl.float64))
+        ids = tl.load(best_ids_ptr + place, mask=block < num_bests, other=NO_ID)
+        top_id = tl.min(tl.where(best == top, ids, NO_ID), axis=0)
         if kind == GREEDY:
-            ids = tl.load(best_ids_ptr + place, mask=block < num_bests, other=NO_ID)
-            top_id = tl.min(tl.where(best == top, ids, NO_ID), axis=0)
             of_row = tl.arange(0, BLOCKS)
             is_block = of_row < num_blocks
             drawn = row * num_blocks + of_row
             tl.store(drawn_ptr + drawn, tl.where(of_row == 0, 0.0, -float("inf")), mask=is_block)
             tl.store(drawn_ids_ptr + drawn, top_id + of_row * 0, mask=is_block)
+        else:
+            position = tl.load(last_ptr + stream) + index + 1
+            tl.store(noises_ptr + row, gumbel(seed, position, _purpose(kind, DRAFTS), top_id))
         if (top_k < NO_LIMIT) | (top_p < 1.0):
             bin = tl.arange(0, BINS)
             for level in tl.static_range(ALL_LEVELS):
@@ -262,11 +283,12 @@ def narrow(
     logits_ptr, is_unused_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, settings_ptr, peaks_ptr,
     states_ptr, counts_ptr, masses_ptr,
     first, stride, group, step, level, num_rows, size, num_columns, logits_stride,
-    DRAFTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    DRAFTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Counts and weighs the tokens of each bin of a level: program (part, number of a row).
 
-    A part has `size` columns; who has which changes nothing.
+    A part has `size` columns; who has which changes nothing. Where most tokens are to be counted,
+    CHUNK of them are looked at together, one a thread, against all bins; else TILE.
 
     states          int64 [ALL_LEVELS, R, STATE]: the bin that a level divides, and the mass before
                     which its search looks for a cut
@@ -289,7 +311,7 @@ def narrow(
         part = tl.program_id(0)
         lowest = tl.full([], 0, tl.int64)
         bits = tl.full([], _KEY_BITS, tl.int64)
-        count = tl.full([], 2, tl.int64)  # or more: all there are
+        count = num_columns.to(tl.int64)
         mass = tl.full([], 0, tl.int64)
         count_before = tl.full([], 0, tl.int64)
         mass_before = tl.full([], 0, tl.int64)
@@ -322,38 +344,61 @@ def narrow(
         if count > 1:
             logits_ptr += row.to(tl.int64) * logits_stride
             peak = tl.load(peaks_ptr + row)
-            # A thread has a column of these, or several: nothing is computed twice.
-            bin = tl.arange(0, BINS)
-            counts = tl.zeros([BINS, CHUNK], tl.int32)
-            masses = tl.zeros([BINS, CHUNK], tl.int64)
-            for start in range(part * size, tl.minimum((part + 1) * size, num_columns), CHUNK):
-                column = start + tl.arange(0, CHUNK)
-                scores, gap, key = scores_of(
-                    logits_ptr, is_unused_ptr, temperature, peak, column, column < num_columns
-                )
-                digit = (key - lowest) >> (bits - _BITS)
-                is_inside = (digit >= 0) & (digit < BINS)
-                if tl.max(is_inside.to(tl.int32), axis=0) > 0:
-                    mass_of_each = (tl.exp(-gap) * _MASSES_PER_UNIT + 0.5).to(tl.int64)
-                    is_hit = tl.where(is_inside, digit, BINS).to(tl.int32)[None, :] == bin[:, None]
+            end = tl.minimum((part + 1) * size, num_columns)
+            if count * 4 > num_columns:
+                bin = tl.arange(0, BINS)
+                counts = tl.zeros([BINS, CHUNK], tl.int32)
+                masses = tl.zeros([BINS, CHUNK], tl.int64)
+                for start in range(part * size, end, CHUNK):
+                    column = start + tl.arange(0, CHUNK)
+                    logits, gap, key = gaps_of(
+                        logits_ptr, is_unused_ptr, temperature, peak, column, column < end
+                    )
+                    digit, mass_of_each = _counted(gap, key, lowest, bits)
+                    is_hit = digit[None, :] == bin[:, None]
                     counts += is_hit.to(tl.int32)
                     masses += tl.where(is_hit, mass_of_each[None, :], 0)
-            found = tl.sum(counts, axis=1).to(tl.int64)
-            found_mass = tl.sum(masses, axis=1)
-            bins = place * BINS + bin
-            tl.atomic_add(counts_ptr + bins, found, mask=found > 0, sem="relaxed")
-            tl.atomic_add(masses_ptr + bins, found_mass, mask=found > 0, sem="relaxed")
+                found = tl.sum(counts, axis=1).to(tl.int64)
+                found_mass = tl.sum(masses, axis=1)
+                bins = place * BINS + bin
+                tl.atomic_add(counts_ptr + bins, found, mask=found > 0, sem="relaxed")
+                tl.atomic_add(masses_ptr + bins, found_mass, mask=found > 0, sem="relaxed")
+            else:
+                for start in range(part * size, end, TILE):
+                    some = start + tl.arange(0, TILE)
+                    some_logits, some_gaps, some_keys = gaps_of(
+                        logits_ptr, is_unused_ptr, temperature, peak, some, some < end
+                    )
+                    is_inside = (some_keys >= lowest) & (((some_keys - lowest) >> bits) == 0)
+                    if tl.max(is_inside.to(tl.int32), axis=0) > 0:
+                        some_digits, some_masses = _counted(some_gaps, some_keys, lowest, bits)
+                        some_bins = place * BINS + some_digits
+                        one = tl.full([TILE], 1, tl.int64)
+                        tl.atomic_add(counts_ptr + some_bins, one, mask=is_inside, sem="relaxed")
+                        tl.atomic_add(
+                            masses_ptr + some_bins, some_masses, mask=is_inside, sem="relaxed"
+                        )
+
+
+@triton.jit
+def _counted(gap, key, lowest, bits):
+    """The bin of each token, BINS if it is in none, and its integer mass."""
+    digit = tl.minimum((key - lowest) >> (bits - _BITS), BINS)
+    digit = tl.where(key >= lowest, digit, BINS).to(tl.int32)
+    return digit, (tl.exp(-gap) * _MASSES_PER_UNIT + 0.5).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def draw(
     logits_ptr, is_unused_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr, settings_ptr,
-    peaks_ptr, states_ptr, counts_ptr, masses_ptr, limits_ptr, last_ids_ptr, drawn_ptr,
+    peaks_ptr, noises_ptr, states_ptr, counts_ptr, masses_ptr, limits_ptr, last_ids_ptr, drawn_ptr,
     drawn_ids_ptr, kept_masses_ptr,
     first, stride, group, step, num_rows, num_columns, num_blocks, logits_stride,
     DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """The best score under noise of each block of a row: program (block, number of a row).
+
+    A block of which no token can be that of the row has none.
 
     limits, last_ids  int64 and int32 [R]: tokens with a lower key stay, and of those with that key
                       the ids up to last_id
@@ -372,7 +417,7 @@ def draw(
     if is_there & (kind != GREEDY) & is_finite(peak):
         logits_ptr += row.to(tl.int64) * logits_stride
         column = block * BLOCK + tl.arange(0, BLOCK)
-        scores, gap, key = scores_of(
+        logits, gap, key = gaps_of(
             logits_ptr, is_unused_ptr, temperature, peak, column, column < num_columns
         )
         limit = tl.full([], NO_KEY, tl.int64)
@@ -394,7 +439,7 @@ def draw(
                 # Equal scores at the cut: the lower ids stay.
                 num_tied = tl.zeros([BLOCK], tl.int32)
                 for start in range(0, block * BLOCK, BLOCK):
-                    scores_before, gap_before, keys_before = scores_of(
+                    logits_before, gap_before, keys_before = gaps_of(
                         logits_ptr, is_unused_ptr, temperature, peak, start + tl.arange(0, BLOCK),
                         column >= 0,
                     )
@@ -408,14 +453,19 @@ def draw(
             tl.store(limits_ptr + row, limit)
             if not has_ties:
                 tl.store(last_ids_ptr + row, -1)
-        is_kept &= scores >= peak / temperature + log_min_p
+        if log_min_p > -float("inf"):
+            is_kept &= logits / temperature >= peak / temperature + log_min_p
+        position = tl.load(last_ptr + stream) + index + 1
+        bits = _noise_bits(seed, position, _purpose(kind, DRAFTS), column)
+        # To come before the best token under that one's noise, -log(-log(u)) must be this lead at
+        # least, for which 1 - u may be exp(-lead) at most: few are that near to 1.
+        lead = (gap + tl.load(noises_ptr + row)).to(tl.float32)
+        rest = (0xFFFFFFFF - bits).to(tl.float32) * 2.3283064365386963e-10
+        may_win = is_kept & (rest <= 1.001 * tl.exp(-lead))
         best = tl.full([], -float("inf"), tl.float64)
         best_id = tl.full([], NO_ID, tl.int32)
-        if tl.max(is_kept.to(tl.int32), axis=0) > 0:
-            purpose = tl.where(kind == MATCHED, _TOKEN, _DRAFT if DRAFTS else _RECOVERED)
-            position = tl.load(last_ptr + stream) + index + 1
-            noise = gumbel(seed, position, purpose, column)
-            drawn = tl.where(is_kept, scores + noise, -float("inf"))
+        if tl.max(may_win.to(tl.int32), axis=0) > 0:
+            drawn = tl.where(is_kept, logits / temperature + _gumbel_of(bits), -float("inf"))
             best = tl.max(drawn, axis=0)
             best_id = tl.min(tl.where(is_kept & (drawn == best), column, NO_ID), axis=0)
         found = row * num_blocks + block
