@@ -20,18 +20,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specpipe.runtimes.torch.fused.programs import begin
-from specpipe.runtimes.torch.fused.sampling import (
-    NO_ID,
+from specpipe.runtimes.torch.fused.asked import (
     REJECTING,
     UNSPECIALIZED,
     asked,
-    best_drawn,
     gaps_of,
-    gumbel,
     is_finite,
-    uniform,
 )
+from specpipe.runtimes.torch.fused.programs import begin
+from specpipe.runtimes.torch.fused.sampling import NO_ID, best_drawn, gumbel, uniform
 from specpipe.runtimes.torch.fused.scoring import move_on
 from specpipe.speculative.noise import Purpose
 
