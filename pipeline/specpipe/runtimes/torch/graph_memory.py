@@ -6,7 +6,14 @@ them, and 2.9 KB a launch.
 
 from __future__ import annotations
 
-from specpipe.runtimes.torch.fused_sizes import CHUNK, MOST_CHUNKS, ROW_COUNTS, ROWS
+from specpipe.runtimes.torch.fused_sizes import (
+    CHUNK,
+    MOST_CHUNKS,
+    PROMPT_WIDTHS,
+    ROW_COUNTS,
+    ROWS,
+    prompt_width_of,
+)
 from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS, RoundSizes
 
 _FIRST_BYTES = 72 << 20
@@ -16,8 +23,13 @@ _LAUNCHES_OF_LAYER = 5
 _LAUNCHES_OF_WIDE_LAYER = 7
 """Of a launch of more than ROWS rows, whose sums of squares are joined first."""
 
-_LAUNCHES_OF_STEP = 8
-"""Those around the layers: embedding, scores, and what draws and judges tokens."""
+_LAUNCHES_OF_PROMPT_LAYER = 12
+"""With what rounds inputs or unpacks integers."""
+
+_LAUNCHES_OF_STEP = 14
+"""Those around the layers: embedding, scores, and what draws and judges tokens; 6 if nothing is
+drawn, else 21.
+"""
 
 _FORMS = 2
 """Rounds of greedy requests alone, and those in which tokens are drawn."""
@@ -39,6 +51,9 @@ def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draf
     num_launches = sum(_launches(num_layers, num_rows) for num_rows in steps)
     if capacity > MOST_CHUNKS * CHUNK:
         num_launches *= 2  # for short texts and for long ones
+    num_widths = len([width for width in PROMPT_WIDTHS if width <= prompt_width_of(capacity)])
+    of_prompt = num_layers * _LAUNCHES_OF_PROMPT_LAYER + _LAUNCHES_OF_STEP
+    num_launches += 2 * num_widths * of_prompt  # those that are scored go through all layers
     return _FIRST_BYTES // 2 + _LAUNCH_BYTES * num_launches
 
 

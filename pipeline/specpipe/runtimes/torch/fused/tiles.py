@@ -199,6 +199,39 @@ def wide_tiles(
     )  # fmt: skip
 
 
+def prompt_tiles(
+    num_columns: int, num_channels: int, width: int, *, num_matrices: int = 1, rounds: bool = False,
+    widens: bool = True,
+) -> Tiles:  # fmt: skip
+    """Tiles of a product with the rows of prompts, of which a launch has `width` or fewer.
+
+    All channels are added one after the other, so tiles change only how fast it goes: large ones
+    are faster, as far as they keep all processors busy. In FP8 blocks of channels are added by
+    themselves; they are of one size.
+
+    num_matrices  that a program multiplies by: of gate and up projection both
+    rounds        whether inputs are FP8
+    widens        whether larger tiles are another order of additions, or nobody waits: float32
+    """
+    if not widens:
+        block_n, block_c = largest_divisor(num_columns, 32), largest_divisor(num_channels, 32)
+        return Tiles(block_n, block_c, num_stages=2, rows=64)
+    block_c = largest_divisor(num_channels, 128 if rounds else 64)
+    best, most = _PROMPT_TILES[-1][1], 0.0
+    for speed, tiles in _PROMPT_TILES:
+        if tiles.rows > width or num_matrices * max(tiles.block_n, tiles.rows) > 256:
+            continue
+        if rounds and tiles.block_n * tiles.rows > 128 * 128:  # there are two sums
+            continue
+        block_n = largest_divisor(num_columns, tiles.block_n)
+        num_programs = -(-width // tiles.rows) * -(-num_columns // block_n)
+        rounds_of_chip = -(-num_programs // _PROCESSORS)
+        busy = num_programs / (rounds_of_chip * _PROCESSORS)
+        if speed * busy > most:
+            best, most = replace(tiles, block_n=block_n), speed * busy
+    return replace(best, block_c=block_c)
+
+
 def _is_uneven(num_programs: int) -> bool:
     """Says whether some processors would have far more to do than others."""
     rounds = -(-num_programs // _PROCESSORS)
@@ -252,3 +285,12 @@ def _held(block_n: int, num_channels: int, *, num_warps: int, splits: int = 1) -
 def largest_divisor(size: int, most: int) -> int:
     """Returns the largest power of 2 up to `most` that divides size."""
     return min(size & -size, power_of_2_below(most))
+
+
+_PROMPT_TILES = (
+    (1.0, Tiles(128, 64, num_warps=8, num_stages=4, rows=256)),
+    (0.95, Tiles(128, 64, num_warps=8, num_stages=4, rows=128)),
+    (0.88, Tiles(64, 64, num_warps=4, num_stages=4, rows=128)),
+    (0.7, Tiles(64, 64, num_warps=4, num_stages=6, rows=64)),
+)
+"""Of prompts, and how fast they multiply where they keep all processors busy."""
