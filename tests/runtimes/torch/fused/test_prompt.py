@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specpipe.runtimes.torch.fused import prompt_kernels
 from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.linear import ROUNDED, Kind
 from specpipe.runtimes.torch.fused.prompt import Piece, PromptRows
 from specpipe.runtimes.torch.fused.prompt_attention import prompt_attention
 from specpipe.runtimes.torch.fused.tiles import prompt_tiles
@@ -27,6 +28,7 @@ from tests.runtimes.torch.fused.kernel_inputs import (
     poisoned,
     random,
 )
+from tests.runtimes.torch.fused.test_rows import SHAPES, random_engine
 from tests.runtimes.torch.fused.test_tiles import EVERY_SHAPE, Shape
 from tests.runtimes.torch.fused.toy import toy_config, toy_engines
 
@@ -180,3 +182,48 @@ def test_a_prompt_is_the_same_however_it_is_cut_and_whatever_is_beside_it() -> N
     for found in (read([30, 44], is_alone=False), read([1, 73], is_alone=True)):
         assert torch.equal(found[0], wanted[0])
         assert torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("shape", "kind", "group"),
+    [
+        ("large", "plain", 0), ("uneven", "plain", 0), ("small", "plain", 0), ("large", "fp8", 0),
+        ("small", "fp8_per_token", 0), ("large", "int8", 0), ("large", "int4", 128),
+    ],
+)  # fmt: skip
+def test_bits_of_prompts_in_launches_of_every_width(shape: str, kind: Kind, group: int) -> None:
+    """And near those of the kernels of decoding, which read the same text row by row."""
+    config = toy_config(**SHAPES[shape], num_layers=3)
+    engine = random_engine(config, kind, group, torch.bfloat16, max_batch_size=3, max_seq_len=1100)
+    text, other = (torch.randint(0, 4096, (length,)).tolist() for length in (700, 300))
+
+    def read(cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        sequence, neighbour = (
+            engine.allocate(prompt_length=length, max_tokens=710) for length in (701, 301)
+        )
+        start = 0
+        for cut in cuts:
+            batch = [(neighbour, other[:cut]), (sequence, text[start : start + cut])]
+            logits = engine.forward(batch[start == 0 :], [0, min(cut, 40)][start == 0 :])
+            engine.truncate(neighbour, 0)
+            start += cut
+        found = cached(engine, sequence)
+        engine.free(sequence)
+        engine.free(neighbour)
+        return found, logits
+
+    wanted = read([700])
+    assert all(x.isfinite().all() for x in wanted)
+    for cuts in ([1, 699], [33, 60, 167, 440], [650, 50]):
+        found = read(cuts)
+        assert torch.equal(found[0], wanted[0]), cuts
+        assert torch.equal(found[1], wanted[1]), cuts
+    decoded = engine.allocate(prompt_length=1, max_tokens=100)
+    engine.forward([(decoded, text[:60])], [0])
+    for first in (0, config.num_layers):  # keys and values of layer 0, before what is chaotic
+        of_prompt = wanted[0][first, :60]
+        assert error(of_prompt, cached(engine, decoded)[first]) < (
+            0.03 if kind in ROUNDED else 0.01
+        )

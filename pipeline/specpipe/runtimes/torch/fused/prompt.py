@@ -197,7 +197,8 @@ class Prompts:
                 out = torch.empty(
                     len(some), part.num_columns, dtype=torch.float32, device=self._device
                 )
-                self._multiply(self._normed, part, out, width)
+                columns = power_of_2_below(part.num_columns)  # any number of tokens will do
+                self._multiply(self._normed, part, out, width, num_columns=columns)
                 parts.append(out)
             logits.append(torch.cat(parts, dim=1))
         return torch.cat(logits)
@@ -226,11 +227,15 @@ class Prompts:
         )  # fmt: skip
 
     def _multiply(
-        self, x: Tensor, linear: Linear, out: Tensor, width: int, *, adds: bool = False
-    ) -> None:
-        """Writes a product with the inputs of a linear, or adds it to what is there."""
+        self, x: Tensor, linear: Linear, out: Tensor, width: int, *, adds: bool = False,
+        num_columns: int | None = None,
+    ) -> None:  # fmt: skip
+        """Writes a product with the inputs of a linear, or adds it to what is there.
+
+        num_columns  by which it is divided, if not by its own: then blocks may overlap
+        """
         x, weight, kind = self._operands(x, linear, width)
-        tiles = self._tiles(linear, width)
+        tiles = self._tiles(linear, width, num_columns or linear.num_columns)
         self._decoder.launch(
             prompt_kernels.linear, self._grid(linear.num_columns, width, tiles),
             x, self._row_scales, weight, weight if linear.scale is None else linear.scale,
@@ -243,8 +248,8 @@ class Prompts:
     def _gate(self, layer: Layer, width: int) -> None:
         linear, out = layer.mlp_in, layer.mlp_out
         x, weight, kind = self._operands(self._normed, linear, width)
-        tiles = self._tiles(linear, width, num_matrices=2)
         num_columns = self._config.intermediate_size
+        tiles = self._tiles(linear, width, num_columns, num_matrices=2)
         self._decoder.launch(
             prompt_kernels.gated, self._grid(num_columns, width, tiles),
             x, self._row_scales, weight, weight if linear.scale is None else linear.scale,
@@ -261,11 +266,14 @@ class Prompts:
     def _grid(num_columns: int, width: int, tiles: Tiles) -> tuple[int, int]:
         return -(-width // tiles.rows), -(-num_columns // tiles.block_n)
 
-    def _tiles(self, linear: Linear, width: int, *, num_matrices: int = 1) -> Tiles:
+    def _tiles(
+        self, linear: Linear, width: int, num_columns: int, *, num_matrices: int = 1
+    ) -> Tiles:
         decoder = self._decoder
         tiles = prompt_tiles(
-            linear.num_columns // num_matrices, linear.num_channels, width,
-            num_matrices=num_matrices, rounds=linear.rounds, widens=decoder.widens,
+            num_columns, linear.num_channels, width,
+            num_matrices=num_matrices, rounds=linear.rounds, is_known=decoder.widens,
+            element_bytes=self._dtype.itemsize,
         )  # fmt: skip
         weights = linear.weight.dtype if linear.rounds else self._dtype
         inputs = decoder.fp8_dtype if linear.rounds else self._dtype

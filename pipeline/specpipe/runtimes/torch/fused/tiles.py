@@ -18,7 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specpipe.runtimes.torch.fused.linear import ROUNDED, UNPACKED, Kind
-from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, power_of_2_below
+from specpipe.runtimes.torch.fused_sizes import (
+    PROMPT_WIDTHS,
+    ROWS,
+    power_of_2_above,
+    power_of_2_below,
+)
 
 MIN_BLOCK = 16
 """Channels that one matrix instruction takes: what every size must be divisible by."""
@@ -199,9 +204,18 @@ def wide_tiles(
     )  # fmt: skip
 
 
+_PROMPT_TILES = (
+    (1.0, Tiles(128, 64, num_warps=8, num_stages=4, rows=256)),
+    (0.9, Tiles(128, 64, num_warps=8, num_stages=4, rows=128)),
+    (0.74, Tiles(64, 64, num_warps=4, num_stages=4, rows=128)),
+    (0.6, Tiles(64, 64, num_warps=4, num_stages=6, rows=64)),
+)
+"""Of prompts, and how fast they multiply where they keep all processors busy."""
+
+
 def prompt_tiles(
     num_columns: int, num_channels: int, width: int, *, num_matrices: int = 1, rounds: bool = False,
-    widens: bool = True,
+    element_bytes: int = 2, is_known: bool = True,
 ) -> Tiles:  # fmt: skip
     """Tiles of a product with the rows of prompts, of which a launch has `width` or fewer.
 
@@ -211,24 +225,29 @@ def prompt_tiles(
 
     num_matrices  that a program multiplies by: of gate and up projection both
     rounds        whether inputs are FP8
-    widens        whether larger tiles are another order of additions, or nobody waits: float32
+    element_bytes of what is multiplied. Nobody waits for float32, which has one size of tiles
+    is_known      whether tiles of several sizes give the same bits on this chip
     """
-    if not widens:
+    if element_bytes == 4:
         block_n, block_c = largest_divisor(num_columns, 32), largest_divisor(num_channels, 32)
         return Tiles(block_n, block_c, num_stages=2, rows=64)
     block_c = largest_divisor(num_channels, 128 if rounds else 64)
-    best, most = _PROMPT_TILES[-1][1], 0.0
-    for speed, tiles in _PROMPT_TILES:
-        if tiles.rows > width or num_matrices * max(tiles.block_n, tiles.rows) > 256:
-            continue
-        if rounds and tiles.block_n * tiles.rows > 128 * 128:  # there are two sums
-            continue
-        block_n = largest_divisor(num_columns, tiles.block_n)
-        num_programs = -(-width // tiles.rows) * -(-num_columns // block_n)
-        rounds_of_chip = -(-num_programs // _PROCESSORS)
-        busy = num_programs / (rounds_of_chip * _PROCESSORS)
-        if speed * busy > most:
-            best, most = replace(tiles, block_n=block_n), speed * busy
+    most = 128 * 128 if rounds else 128 * 256  # sums; in FP8 there are two of each
+    candidates = [
+        (speed, replace(tiles, block_n=largest_divisor(num_columns, tiles.block_n)))
+        for speed, tiles in _PROMPT_TILES
+        if tiles.rows <= width
+        and num_matrices * tiles.rows <= 256
+        and tiles.block_n * tiles.rows <= most
+        and (is_known or tiles.rows == PROMPT_WIDTHS[0])
+    ]
+
+    def speed_of(candidate: tuple[float, Tiles]) -> float:
+        speed, tiles = candidate
+        num_programs = width // tiles.rows * num_columns // tiles.block_n
+        return speed * num_programs / (-(-num_programs // _PROCESSORS) * _PROCESSORS)
+
+    _, best = max(candidates if is_known else candidates[:1], key=speed_of)
     return replace(best, block_c=block_c)
 
 
@@ -285,12 +304,3 @@ def _held(block_n: int, num_channels: int, *, num_warps: int, splits: int = 1) -
 def largest_divisor(size: int, most: int) -> int:
     """Returns the largest power of 2 up to `most` that divides size."""
     return min(size & -size, power_of_2_below(most))
-
-
-_PROMPT_TILES = (
-    (1.0, Tiles(128, 64, num_warps=8, num_stages=4, rows=256)),
-    (0.95, Tiles(128, 64, num_warps=8, num_stages=4, rows=128)),
-    (0.88, Tiles(64, 64, num_warps=4, num_stages=4, rows=128)),
-    (0.7, Tiles(64, 64, num_warps=4, num_stages=6, rows=64)),
-)
-"""Of prompts, and how fast they multiply where they keep all processors busy."""
