@@ -15,7 +15,7 @@ from specpipe.runtimes.torch.fused_sizes import CHUNK, PAGE
 
 KERNELS = [
     "embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score",
-    "propose", "copy", "accept", "attention_by_blocks",
+    "propose", "copy", "accept", "attention_by_blocks", "attention_of_many",
 ]  # fmt: skip
 """Both projections back to the hidden states are add_linear, with tiles of their own."""
 
@@ -23,6 +23,7 @@ READ_BEFORE_THE_WAIT = {
     "rotary_linear": {"positions_ptr", "slots_ptr", "pages_ptr", "rotations_ptr"},
     "attention": {"positions_ptr", "slots_ptr", "pages_ptr", "keys_ptr", "values_ptr"},
     "attention_by_blocks": {"positions_ptr", "slots_ptr", "pages_ptr"},
+    "attention_of_many": {"parts_ptr"},
     "dense": {"hidden_ptr", "gain_ptr"},
     "mlp_out": {"hidden_ptr", "gain_ptr"},
 }
@@ -35,6 +36,7 @@ STREAMED = {
     "mlp_out": {"weight_ptr", "x_ptr"},
     "score": {"weight_ptr", "scaled_ptr"},
     "attention_by_blocks": {"keys_ptr", "values_ptr"},
+    "attention_of_many": {"keys_ptr", "values_ptr"},
 }
 """What moves to shared memory while earlier blocks are multiplied; what is held, all at once."""
 
@@ -86,7 +88,7 @@ def check(found: dict[str, dict[str, Any]], capability: int) -> None:
 
 
 def test_memory_is_read_wide_and_nothing_too_early(tmp_path: Path) -> None:
-    kernels = ("rotary_linear", "attention", "dense", "attention_by_blocks")
+    kernels = ("rotary_linear", "attention", "dense", "attention_by_blocks", "attention_of_many")
     found = facts(tmp_path, "7b", 90, *kernels)
     assert list(found) == list(kernels)
     check(found, 90)
