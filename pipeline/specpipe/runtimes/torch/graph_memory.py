@@ -44,13 +44,14 @@ def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draf
     num_draft_tokens = min(max_draft_len, MAX_DRAFT_TOKENS)
     sizes = RoundSizes.of(max_batch_size, num_draft_tokens)
     steps = [num_rows for num_rows in ROW_COUNTS if num_rows <= sizes.rows]
+    # What is of one sequence is recorded for short texts and for long ones.
+    of_one = 1 + (capacity > MOST_CHUNKS * CHUNK)
+    steps += [1] * (of_one - 1)
     for places, most in sizes.shapes():
         drafting = [places * (2 if step == 0 else 1) for step in range(most)]
         verifying = [places * (most + 1)] * (2 if most else 1)
-        steps += (drafting + verifying) * _FORMS
+        steps += (drafting + verifying) * _FORMS * (of_one if places == 1 else 1)
     num_launches = sum(_launches(num_layers, num_rows) for num_rows in steps)
-    if capacity > MOST_CHUNKS * CHUNK:
-        num_launches *= 2  # for short texts and for long ones
     num_widths = len([width for width in PROMPT_WIDTHS if width <= prompt_width_of(capacity)])
     of_prompt = num_layers * _LAUNCHES_OF_PROMPT_LAYER + _LAUNCHES_OF_STEP
     num_launches += 2 * num_widths * of_prompt  # those that are scored go through all layers

@@ -100,7 +100,10 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     names += ["propose", "copy", "accept", "plan_round"]
     launches = dict(zip(names, decoder.launches, strict=True))
     decoder.layers(replace(rows, is_long=True))
-    launches["attention_by_blocks"] = decoder.launches[len(names) + names.index("attention")]
+    decoder.layers(replace(rows, num_rows=4, group=1))
+    for number, name in enumerate(("attention_by_blocks", "attention_of_many")):
+        first = len(names) + number * (names.index("mlp_out") + 1)
+        launches[name] = decoder.launches[first + names.index("attention")]
     decoder.launches = []
     Prompts(decoder, PROMPT_WIDTHS[-1]).launch(PROMPT_WIDTHS[-1], is_whole=True)
     names = [
@@ -122,10 +125,9 @@ def compiled(launch: Launch, capability: int) -> Any:
     has_pdl = capability >= 90
     constants = {**launch.constants, "PDL": has_pdl}
     options: dict[str, Any] = {"launch_pdl": True} if has_pdl else {}
-    if "num_warps" in constants:
-        options["num_warps"] = constants.pop("num_warps")
-    if "maxnreg" in constants:
-        options["maxnreg"] = constants.pop("maxnreg")
+    for name in "num_warps", "maxnreg":
+        if name in constants:
+            options[name] = constants.pop(name)
     signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
     names = [name for name in launch.kernel.arg_names if name not in constants]
     for name, value in zip(names, launch.arguments, strict=True):

@@ -47,6 +47,15 @@ _EMBED_BLOCK = 1024
 _BESTS = 1024
 """What is looked at together of the best of each block of the vocabulary, of one row or more."""
 
+_ATTENTION_WARPS = 16
+"""Of each processor, where attention takes parts from a list."""
+
+_CHUNKS_EACH = 2
+"""That each program may get then; if there are more, it takes blocks."""
+
+_REGISTERS = 1 << 16
+"""Of a processor: CUDA C++ Programming Guide, compute capabilities 8.0 to 12.0."""
+
 _LOOKUP_BLOCK = 4096
 """Places of a text that are looked at together, by one program: then nothing is to be joined."""
 
@@ -58,7 +67,8 @@ class Rows:
     positions    int32 [num_rows]; a row below 0 is computed and kept nowhere
     slots        int32 [num_rows]: whose pages each row reads and writes
     tokens       int32 [num_rows]: token ids; or of many texts [texts, capacity], by position
-    group        neighbouring rows that are of one sequence, positions rising
+    group        neighbouring rows that are of one sequence, positions rising; of each such group
+                 some rows, or all, may be below 0
     is_long      whether one of them may see more than MOST_CHUNKS chunks: FusedEngine.is_long
     texts        int32 [num_rows]: in which of the texts a row's token stands; None: there are none
     """
@@ -116,10 +126,12 @@ class Decoder:
         # waits for float32.
         self.widens = not is_cuda or (capability[0] != 10 and self._dtype != torch.float32)
         self._shared_bytes: int | None = None
+        self._attention_programs = _ATTENTION_WARPS // self._warps_of_attention
         if is_cuda:
             index = self._device.index or torch.cuda.current_device()
             properties = driver.active.utils.get_device_properties(index)
             self._shared_bytes = properties["max_shared_mem"]
+            self._attention_programs *= properties["multiprocessor_count"]
         table = config.rotary.table(capacity).squeeze(1)
         self._rotations = torch.view_as_real(table).contiguous().to(self._device)
         self._make_buffers()
@@ -148,6 +160,7 @@ class Decoder:
             return torch.zeros(num, dtype=dtype, device=self._device)
 
         self._arrivals = zeros(rows * config.num_heads)
+        self._listed = zeros(4 + 4 * rows * self._max_parts)
         layers = self.weights.layers
         widths = [width for width in WIDTHS if width <= rows]
         self._tiles = {w: [self._layer_tiles(layer, w) for layer in layers] for w in widths}
@@ -242,11 +255,13 @@ class Decoder:
         table = self.weights.embedding
         scale = self.config.embedding_scale or 1.0
         self.launch(
-            kernels.embed, (rows.num_rows,),
+            kernels.embed, (rows.num_rows + self._lists_parts(rows),),
             rows.tokens, rows.positions, rows.positions if rows.texts is None else rows.texts,
-            table, self._norms[0], self._hidden, self._scaled, self._squares,
-            rows.tokens.stride(0), scale,
+            rows.slots, table, self._norms[0], self._hidden, self._scaled, self._squares,
+            self._listed, rows.tokens.stride(0), scale, rows.num_rows, self._together(rows),
+            self._attention_programs * _CHUNKS_EACH // self.config.num_kv_heads,
             C=self.config.hidden_size, BLOCK_C=_EMBED_BLOCK, HAS_TEXTS=rows.texts is not None,
+            WIDTH=rows.width, CHUNK=CHUNK, BLOCK=BLOCK, MOST_CHUNKS=MOST_CHUNKS,
         )  # fmt: skip
         num_parts = 1
         for index, layer in enumerate(self.weights.layers):
@@ -365,29 +380,62 @@ class Decoder:
     def _look_back(self, index: int, layer: Layer, rows: Rows) -> None:
         """Attends to what is cached."""
         config, cache, dense = self.config, self.cache, layer.dense
-        num_queries = rows.group * config.group_size
+        queries = self._queries(rows)
+        is_listed = self._lists_parts(rows)
+        together = self._together(rows) if is_listed else rows.group
+        query_blocks = -(-together * config.group_size // queries)
+        inputs = self._query, cache.keys[index], cache.values[index], cache.table
+        outputs = (
+            self._query if dense.gain is None else dense.gain, self._room(self._attended, dense),
+            self._sums, self._states, self._arrivals, cache.table.stride(0), self._max_parts,
+            config.windows[index] or 0, self._scale,
+        )  # fmt: skip
+        constants: dict[str, Any] = {
+            "H": config.num_heads, "H_KV": config.num_kv_heads, "D": config.head_size,
+            "PAGE": PAGE, "CHUNK": CHUNK, "BLOCK": BLOCK, "QUERIES": queries,
+            "QUERY_BLOCKS": query_blocks, "UNROLL": 128 // queries,
+            "HEADS_BY_KV": dense.heads_by_kv, "HAS_GAIN": dense.gain is not None,
+            "NEXT": KINDS[dense.kind], "num_warps": self._warps_of_attention,
+        }  # fmt: skip
+        if is_listed:
+            self.launch(
+                attention.attention_of_many, (self._attention_programs,),
+                *inputs, self._listed, *outputs, dense.input_scale, STAGES=3,
+                maxnreg=_REGISTERS // (32 * _ATTENTION_WARPS), **constants,
+            )  # fmt: skip
+            return
+        most_chunks = -(-self.capacity // CHUNK)
+        num_parts = -(-most_chunks // BLOCK) if rows.is_long else min(most_chunks, MOST_CHUNKS)
+        groups = rows.num_rows // rows.group * query_blocks
+        self.launch(
+            attention.attention, (groups, config.num_kv_heads, num_parts),
+            *inputs, rows.positions, rows.slots, *outputs, rows.group, rows.num_rows,
+            dense.input_scale, ROWS=rows.width, TAKES_BLOCKS=rows.is_long,
+            STAGES=self._attention_stages, **constants,
+        )  # fmt: skip
+
+    @property
+    def _warps_of_attention(self) -> int:
+        """Of one program. How weights are added up follows from it: it is always the same."""
+        return 4 if self.config.head_size * self._dtype.itemsize <= 128 else 8
+
+    @staticmethod
+    def _lists_parts(rows: Rows) -> bool:
+        """Whether attention takes parts of texts from a list; the texts of one group it knows."""
+        return rows.num_rows > rows.group
+
+    def _together(self, rows: Rows) -> int:
+        """Rows of a sequence that attention takes together if it takes parts from a list.
+
+        No more than a group: a row that is NaN spoils those that it is taken together with.
+        """
+        return min(max(self._queries(rows) // self.config.group_size, 1), rows.group)
+
+    def _queries(self, rows: Rows) -> int:
+        """Of one program of attention."""
         # More of float32 would be added up in another order.
         most = 16 if self._dtype == torch.float32 else MAX_QUERIES
-        queries = min(max(16, power_of_2_above(num_queries)), most)
-        blocks = -(-num_queries // queries)
-        programs = rows.num_rows // rows.group * blocks, config.num_kv_heads
-        most_chunks = -(-self.capacity // CHUNK)
-        takes_blocks = rows.is_long
-        num_parts = -(-most_chunks // BLOCK) if takes_blocks else min(most_chunks, MOST_CHUNKS)
-        head_bytes = config.head_size * self._dtype.itemsize
-        self.launch(
-            attention.attention, (*programs, num_parts),
-            self._query, cache.keys[index], cache.values[index], cache.table, rows.positions,
-            rows.slots, self._query if dense.gain is None else dense.gain,
-            self._room(self._attended, dense), self._sums, self._states, self._arrivals,
-            cache.table.stride(0), self._max_parts, config.windows[index] or 0, self._scale,
-            rows.group, rows.num_rows, dense.input_scale,
-            H=config.num_heads, H_KV=config.num_kv_heads, D=config.head_size, PAGE=PAGE,
-            ROWS=rows.width, CHUNK=CHUNK, BLOCK=BLOCK, TAKES_BLOCKS=takes_blocks,
-            STAGES=self._attention_stages, QUERIES=queries, QUERY_BLOCKS=blocks,
-            UNROLL=128 // queries, HEADS_BY_KV=dense.heads_by_kv, HAS_GAIN=dense.gain is not None,
-            NEXT=KINDS[dense.kind], num_warps=4 if head_bytes <= 128 else 8,
-        )  # fmt: skip
+        return min(max(16, power_of_2_above(rows.group * self.config.group_size)), most)
 
     @property
     def _attention_stages(self) -> int:

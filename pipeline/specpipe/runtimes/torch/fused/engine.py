@@ -196,7 +196,7 @@ class FusedEngine:
             Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
             for num_rows in ROW_COUNTS
             if num_rows <= self._most_rows
-            for is_long in sorted({False, self.is_long(self.capacity)})
+            for is_long in sorted({False, num_rows == 1 and self.is_long(self.capacity)})
         ]
         return prompts + rows
 
@@ -220,7 +220,7 @@ class FusedEngine:
             [row.token_id for row in filled],
         ]
         self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
-        is_long = self.is_long(max(row.position for row in rows) + 1)
+        is_long = num_rows == 1 and self.is_long(rows[0].position + 1)
         self.graphs.run((num_rows, is_long), partial(self._run_rows, num_rows, is_long))
 
     def _run_rows(self, num_rows: int, is_long: bool) -> None:
@@ -230,7 +230,10 @@ class FusedEngine:
 
     @staticmethod
     def is_long(num_positions: int) -> bool:
-        """Returns whether attention over that many positions takes blocks of them, not chunks."""
+        """Returns whether attention over that many positions takes blocks of them, not chunks.
+
+        It is so asked for launches of a single sequence: of several it finds out by itself.
+        """
         return num_positions > MOST_CHUNKS * CHUNK
 
     def skip(self, sequence: SequenceId, num_tokens: int) -> None:

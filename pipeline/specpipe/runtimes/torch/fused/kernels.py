@@ -6,7 +6,7 @@ made to stream one matrix: five of them make a layer.
 | kernel | does |
 |---|---|
 | rotary_linear | RMSNorm, queries, keys and values, rotary embedding, KV cache write |
-| attention | queries against the pages of their sequence, split over its length |
+| attention | queries against the pages of their sequence, split over its length: attention.py |
 | add_linear | output projection, or the MLP's, added to the hidden states; readies the next norm |
 | gated_linear | RMSNorm, gate and up projections, activation |
 | score | RMSNorm, the head, and the best token of each block of the vocabulary |
@@ -43,6 +43,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specpipe.runtimes.torch.fused.attention import list_parts
 from specpipe.runtimes.torch.fused.products import (
     FP8,
     FP8_PER_TOKEN,
@@ -77,18 +78,27 @@ _GELU_TANH: tl.constexpr = tl.constexpr(1)
 ACTIVATIONS = {"silu": 0, "swiglu": 0, "gelu_pytorch_tanh": 1}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def embed(
-    tokens_ptr, positions_ptr, texts_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr, squares_ptr,
-    tokens_stride, scale,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, HAS_TEXTS: tl.constexpr, PDL: tl.constexpr,
+    tokens_ptr, positions_ptr, texts_ptr, slots_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr,
+    squares_ptr, parts_ptr, tokens_stride, scale, num_rows, most, most_in_chunks,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, HAS_TEXTS: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):
     """hidden, scaled [R, C] and squares [1, R] of embeddings of tokens; one program a row.
+
+    If there is one more, it lists the parts of all texts for the attention of every layer.
 
     tokens  by row; if HAS_TEXTS by position, in the text [tokens_stride] that texts names
     """
     begin(PDL)
     row = tl.program_id(0)
+    if row == num_rows:
+        list_parts(
+            parts_ptr, positions_ptr, slots_ptr, num_rows, most, most_in_chunks,
+            WIDTH, CHUNK, BLOCK, MOST_CHUNKS,
+        )
+        return
     position = tl.load(positions_ptr + row)
     if position < 0:
         return

@@ -140,11 +140,12 @@ class FusedRounds:
         )
         num_draft_tokens = max(member.num_draft_tokens for member in members)
         most = self.sizes.length(len(members), num_draft_tokens)
+        places = self.sizes.places(len(members), most)
         key = RoundKey(
-            places=self.sizes.places(len(members), most),
+            places=places,
             most=most,
             drafts=any(is_drafting),
-            is_long=is_long,
+            is_long=is_long and places == 1,
             form=self.sizes.form(max(stream.form for stream in streams)),
         )
         self._graphs.run(
@@ -208,7 +209,7 @@ class FusedRounds:
             # What drafts may copy as well; what only copies runs without the draft.
             kinds = [most > 0, *([False] if self._has_copies and most else [])]
             for drafts in kinds:
-                for is_long in (False, True)[: 1 + is_ever_long]:
+                for is_long in (False, True)[: 1 + (is_ever_long and places == 1)]:
                     for form in self.sizes.forms():
                         keys.append(RoundKey(places, most, drafts, is_long, form))
         return keys
