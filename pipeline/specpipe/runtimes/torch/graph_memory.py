@@ -19,9 +19,6 @@ _LAUNCHES_OF_WIDE_LAYER = 7
 _LAUNCHES_OF_STEP = 8
 """Those around the layers: embedding, scores, and what draws and judges tokens."""
 
-_FORMS = 2
-"""Rounds of greedy requests alone, and those in which tokens are drawn."""
-
 
 def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draft_len: int) -> int:
     """Returns what the launches of one engine take, in its forwards and in rounds of a pair.
@@ -35,7 +32,7 @@ def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draf
     for places, most in sizes.shapes():
         drafting = [places * (2 if step == 0 else 1) for step in range(most)]
         verifying = [places * (most + 1)] * (2 if most else 1)
-        steps += (drafting + verifying) * _FORMS
+        steps += (drafting + verifying) * len(sizes.forms())
     num_launches = sum(_launches(num_layers, num_rows) for num_rows in steps)
     if capacity > MOST_CHUNKS * CHUNK:
         num_launches *= 2  # for short texts and for long ones
