@@ -31,9 +31,6 @@ _LAUNCHES_OF_STEP = 14
 drawn, else 21.
 """
 
-_FORMS = 2
-"""Rounds of greedy requests alone, and those in which tokens are drawn."""
-
 
 def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draft_len: int) -> int:
     """Returns what the launches of one engine take, in its forwards and in rounds of a pair.
@@ -50,7 +47,8 @@ def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draf
     for places, most in sizes.shapes():
         drafting = [places * (2 if step == 0 else 1) for step in range(most)]
         verifying = [places * (most + 1)] * (2 if most else 1)
-        steps += (drafting + verifying) * _FORMS * (of_one if places == 1 else 1)
+        forms = len(sizes.forms())
+        steps += (drafting + verifying) * forms * (of_one if places == 1 else 1)
     num_launches = sum(_launches(num_layers, num_rows) for num_rows in steps)
     num_widths = len([width for width in PROMPT_WIDTHS if width <= prompt_width_of(capacity)])
     of_prompt = num_layers * _LAUNCHES_OF_PROMPT_LAYER + _LAUNCHES_OF_STEP
