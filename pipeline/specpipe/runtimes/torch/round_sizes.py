@@ -42,7 +42,9 @@ def form_of(sampling: Sampling, vocab_size: int) -> Form:
 
 
 _FORMS = (Form.GREEDY, Form.CUT_TWICE)
-"""Those that are recorded."""
+"""Those that rounds of several members are recorded in; of one, all are: there, a launch that finds
+nothing to do is a hundredth of a step with ten others.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,13 @@ class RoundSizes:
         """Returns the places of a round of so many with one of their `lengths`."""
         return next(places for places in self._all_places(most) if places >= num_members)
 
-    def forms(self) -> tuple[Form, ...]:
-        """Returns the forms that rounds are recorded in, rising."""
-        return _FORMS
+    def forms(self, places: int) -> tuple[Form, ...]:
+        """Returns the forms that rounds of so many places are recorded in, rising."""
+        return tuple(Form) if places == 1 else _FORMS
 
-    def form(self, needed: Form) -> Form:
+    def form(self, places: int, needed: Form) -> Form:
         """Returns the least of them that does what is needed."""
-        return next(form for form in _FORMS if form >= needed)
+        return next(form for form in self.forms(places) if form >= needed)
 
     def shapes(self) -> list[tuple[int, int]]:
         """Returns places and draft tokens of all that rounds are recorded for, rising."""

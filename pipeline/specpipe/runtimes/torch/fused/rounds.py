@@ -146,7 +146,7 @@ class FusedRounds:
             most=most,
             drafts=any(is_drafting),
             is_long=is_long and places == 1,
-            form=self.sizes.form(max(stream.form for stream in streams)),
+            form=self.sizes.form(places, max(stream.form for stream in streams)),
         )
         self._graphs.run(
             key,
@@ -210,7 +210,7 @@ class FusedRounds:
             kinds = [most > 0, *([False] if self._has_copies and most else [])]
             for drafts in kinds:
                 for is_long in (False, True)[: 1 + (is_ever_long and places == 1)]:
-                    for form in self.sizes.forms():
+                    for form in self.sizes.forms(places):
                         keys.append(RoundKey(places, most, drafts, is_long, form))
         return keys
 

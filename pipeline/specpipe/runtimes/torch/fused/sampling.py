@@ -23,7 +23,7 @@ of what top-k leaves is found by a second search, when the first has told what t
 Letters are those of kernels.py, and:
 blocks  of BLOCK columns of a row; what programs find is joined by the programs of the next kernel
 gap     of a token: the row's best score less its own
-key     the gap as an integer, in units of 2^-35; gaps of 32 and more have one key
+key     the gap as an integer, in units of 2^-30; gaps of 32 and more have one key
 mass    exp(-gap); 0 of what is cut away. Where masses are bins' they are integers, in units of
         2^-44: whoever adds them, in whatever order, finds the same
 levels  LEVELS of a search, of BITS bits of a key each
@@ -62,13 +62,13 @@ NO_LIMIT: tl.constexpr = tl.constexpr((1 << 63) - 1)
 
 _BITS: tl.constexpr = tl.constexpr(5)
 BINS: tl.constexpr = tl.constexpr(32)
-LEVELS: tl.constexpr = tl.constexpr(8)
-ALL_LEVELS: tl.constexpr = tl.constexpr(15)
+LEVELS: tl.constexpr = tl.constexpr(7)
+ALL_LEVELS: tl.constexpr = tl.constexpr(13)
 """Of both searches: the first level is the same."""
-_KEY_BITS: tl.constexpr = tl.constexpr(40)
+_KEY_BITS: tl.constexpr = tl.constexpr(35)
 _WIDEST: tl.constexpr = tl.constexpr(32.0)  # a mass below 2e-14
-_KEYS_PER_UNIT: tl.constexpr = tl.constexpr(2.0**35)
-_LAST_KEY: tl.constexpr = tl.constexpr((1 << 40) - 1)
+_KEYS_PER_UNIT: tl.constexpr = tl.constexpr(2.0**30)
+_LAST_KEY: tl.constexpr = tl.constexpr((1 << 35) - 1)
 _MASSES_PER_UNIT: tl.constexpr = tl.constexpr(2.0**44)
 NO_KEY: tl.constexpr = tl.constexpr(1 << 60)
 NO_ID: tl.constexpr = tl.constexpr(2147483647)
