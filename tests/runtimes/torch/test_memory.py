@@ -7,6 +7,7 @@ import pytest
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.machine import memory
 from specpipe.machine.memory import MemoryEstimate, available_bytes
+from specpipe.runtimes.torch.graph_memory import graph_bytes
 from specpipe.runtimes.torch.memory import estimate_memory
 from tests.toy import toy_config
 
@@ -72,10 +73,9 @@ def test_what_fused_kernels_take_is_counted_on_a_gpu(
     assert on_gpu.kv_cache_bytes == 2 * 2 * 8 * positions * 2 * 2 * 8
     # 32 rows: of 4 heads the parts of attention, 8 sums and a state of 2 each; and 256 logits
     fused = 4 * 32 * (4 * parts * 10 + 256)
-    # of 4 rows in a round what a token is drawn from, 16 bytes of each of 256 tokens
-    fused += 4 * 16 * 256
     # of rows of prompts two hidden states, queries, keys and values, queries twice more, the MLP's
     fused += 2 * rows * (2 * 32 + (4 + 2 * 2) * 8 + 2 * 4 * 8 + 64)
+    fused += graph_bytes(2, max_batch_size=8, max_draft_len=3, capacity=positions)
     # and the logits of a forward, of 64 tokens at least, twice
     assert on_gpu.workspace_bytes == fused + 4 * 2 * 64 * 256
 

@@ -69,7 +69,7 @@ def largest_difference(
     """Runs steps on both engines; the largest difference, relative to the largest logit."""
     fused, plain = toy_engines(toy_config(**settings), limits=limits, **shapes)
     if longest_recorded is not None:
-        fused.record_prompts(longest_recorded)
+        fused.recordings(longest_recorded)
     engines: tuple[Engine, ...] = fused, plain
     contents = texts(3, text_length)
     sequences = [
@@ -166,7 +166,8 @@ def test_a_row_is_the_same_whatever_runs_beside_it() -> None:
     one, other = (fused.allocate(prompt_length=9, max_tokens=20) for _ in range(2))
     alone = [fused.forward([(one, [token])], [1]) for token in first[:2]]
     fused.truncate(one, 0)
-    fused.record_rows()  # which are nobody's
+    for recording in fused.recordings(longest_prompt=0):
+        recording.launch()  # of rows that are nobody's
     together = fused.forward([(other, second[:2]), (one, first[:3])], [0, 3])
     assert torch.equal(together[:2], torch.cat(alone))
 
@@ -234,7 +235,8 @@ def test_a_short_sequence_holds_no_more_pages_than_it_needs(engine: FusedEngine)
 def test_rows_of_nobody_are_never_looked_at() -> None:
     """Beside a prompt, in pages that held what would show."""
     fused, plain = toy_engines(toy_config(**SMALL))
-    fused.record_prompts(100)
+    for recording in fused.recordings(longest_prompt=100):
+        recording.launch()
     with torch.inference_mode():
         for pool in (*fused.cache.keys, *fused.cache.values):
             pool.fill_(torch.nan)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from specpipe.runtimes.torch.engine import TorchEngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
-from specpipe.runtimes.torch.fused.graphs import Graphs
+from specpipe.runtimes.torch.fused.graphs import Graphs, Recording
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused.prompt import Piece, PromptRows, Prompts
 from specpipe.runtimes.torch.fused.weights import Weights
 from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
     MOST_CHUNKS,
-    WIDTHS,
+    ROW_COUNTS,
     most_rows,
     prompt_width_of,
     spare_positions,
@@ -25,9 +26,6 @@ from specpipe.runtimes.torch.fused_sizes import (
 )
 
 SequenceId = int
-
-_ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
-"""Rows of the launches that are recorded; a step with others is filled up with rows of nobody."""
 
 
 @dataclass
@@ -168,29 +166,34 @@ class FusedEngine:
         """Caches rows of prompts; few are scored, and what that takes is not recorded."""
         width = self.prompts.fill(rows)
         if not rows.scored:
-            self.graphs.run(("prompt", width), lambda: self.prompts.launch(width))
+            self.graphs.run(("prompt", width), partial(self.prompts.launch, width))
             return
         self.prompts.launch(width, is_whole=True)
         found = self.prompts.score(self._on_device(rows.scored))
         logits.index_copy_(0, self._on_device(rows.logits), found)
 
     @torch.inference_mode()
-    def record_prompts(self, longest: int) -> None:
-        """Records what pieces of prompts of up to so many tokens need, before the first comes."""
-        self._most_prompt_rows = min(prompt_width_of(longest), self.prompts.most_rows)
-        logits = torch.empty(1, self.vocab_size, device=self.spec.device)
-        for width in self.prompts.widths:
-            if width <= self._most_prompt_rows:
-                nobody = PromptRows.nobody(width)
-                self._read(nobody, logits)
-                self._read(replace(nobody, scored=[0], logits=[0]), logits)
+    def recordings(self, longest_prompt: int) -> list[Recording]:
+        """Returns what forwards launch, with pieces of prompts of up to so many tokens together.
 
-    @torch.inference_mode()
-    def record_rows(self) -> None:
-        """Compiles and records launches of every width, for short texts, before the first comes."""
-        for count in _ROW_COUNTS:
-            if count <= self._most_rows:
-                self._launch([_NOBODY] * count)
+        All rows are nobody's, until there is a forward.
+        """
+        self._inputs[0].fill_(_NOBODY.position)
+        self._most_prompt_rows = min(prompt_width_of(longest_prompt), self.prompts.most_rows)
+        prompts = [
+            Recording(self.graphs, ("prompt", width), partial(self.prompts.launch, width))
+            for width in self.prompts.widths
+            if width <= self._most_prompt_rows
+        ]
+        # What scores is run as it is; this has it compiled.
+        prompts.append(Recording(self.graphs, "scored", self.prompts.score_first))
+        rows = [
+            Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
+            for num_rows in ROW_COUNTS
+            if num_rows <= self._most_rows
+            for is_long in sorted({False, self.is_long(self.capacity)})
+        ]
+        return prompts + rows
 
     def _on_device(self, token_ids: Sequence[int]) -> Tensor:
         """Copies token ids without waiting for what the device does before it."""
@@ -201,7 +204,7 @@ class FusedEngine:
 
     def _launch(self, rows: Sequence[_Row]) -> None:
         """Runs rows of one launch; each of them is attended by itself."""
-        num_rows = next(count for count in _ROW_COUNTS if count >= len(rows))
+        num_rows = next(count for count in ROW_COUNTS if count >= len(rows))
         filled = [*rows, *[_NOBODY] * (num_rows - len(rows))]
         inputs = [
             [row.position for row in filled],
@@ -210,13 +213,12 @@ class FusedEngine:
         ]
         self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
         is_long = self.is_long(max(row.position for row in rows) + 1)
+        self.graphs.run((num_rows, is_long), partial(self._run_rows, num_rows, is_long))
+
+    def _run_rows(self, num_rows: int, is_long: bool) -> None:
         positions, slots, tokens = self._inputs
-
-        def launch() -> None:
-            self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
-            self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
-
-        self.graphs.run((num_rows, is_long), launch)
+        self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
+        self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
 
     @staticmethod
     def is_long(num_positions: int) -> bool:

@@ -64,10 +64,6 @@ class PromptRows:
     logits: list[int] = field(default_factory=list)
 
     @classmethod
-    def nobody(cls, num_rows: int) -> PromptRows:
-        return cls([-1] * num_rows, [0] * num_rows, [0] * num_rows)
-
-    @classmethod
     def packed(cls, pieces: Iterable[Piece], most: int, tile_rows: int) -> Iterator[PromptRows]:
         """Puts pieces into launches of `most` rows, each in tiles of its own."""
         rows = cls()
@@ -115,6 +111,7 @@ class Prompts:
         self._queries = power_of_2_above(self.tile_rows * config.group_size)
         self.inputs = torch.zeros(3 * most_rows + 1, dtype=torch.int32, device=self._device)
         self.positions, self.slots, self.tokens, self.num_rows = self._parts_of(self.inputs)
+        self.positions.fill_(-1)
 
         def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self._device)
@@ -160,6 +157,7 @@ class Prompts:
     def _parts_of(self, inputs: Tensor) -> list[Tensor]:
         return list(inputs.split([*[self.most_rows] * 3, 1]))
 
+    @torch.inference_mode()
     def launch(self, width: int, *, is_whole: bool = False) -> None:
         """Caches the keys and values of the rows there are, `width` or fewer, one of widths.
 
@@ -183,6 +181,7 @@ class Prompts:
             self._gate(layer, width)
             self._multiply(self._mlp, layer.mlp_out, self._hidden, width, adds=True)
 
+    @torch.inference_mode()
     def score(self, rows: Tensor) -> Tensor:
         """Returns float32 logits [rows, V] of some rows, int64, of the whole launch before."""
         head, width = self._decoder.weights.head, self.widths[0]
@@ -202,6 +201,10 @@ class Prompts:
                 parts.append(out)
             logits.append(torch.cat(parts, dim=1))
         return torch.cat(logits)
+
+    def score_first(self) -> None:
+        """Scores the first row for nobody, so that all kernels for it are compiled."""
+        self.score(torch.zeros(1, dtype=torch.int64, device=self._device))
 
     def _parts_of_head(self) -> Iterator[Linear]:
         """Divides the head into what there is room to unpack, if it has to be."""
