@@ -124,8 +124,6 @@ def compiled(launch: Launch, capability: int) -> Any:
     options: dict[str, Any] = {"launch_pdl": True} if has_pdl else {}
     if "num_warps" in constants:
         options["num_warps"] = constants.pop("num_warps")
-    if "maxnreg" in constants:
-        options["maxnreg"] = constants.pop("maxnreg")
     signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
     names = [name for name in launch.kernel.arg_names if name not in constants]
     for name, value in zip(names, launch.arguments, strict=True):
