@@ -12,7 +12,6 @@ from specpipe.runtimes.torch.fused_sizes import (
     PROMPT_WIDTHS,
     ROW_COUNTS,
     ROWS,
-    prompt_width_of,
 )
 from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS, Form, RoundSizes
 
@@ -23,8 +22,8 @@ _LAUNCHES_OF_LAYER = 5
 _LAUNCHES_OF_WIDE_LAYER = 7
 """Of a launch of more than ROWS rows, whose sums of squares are joined first."""
 
-_LAUNCHES_OF_PROMPT_LAYER = 12
-"""With what rounds inputs or unpacks integers."""
+_LAUNCHES_OF_PROMPTS_LAYER = 7
+"""Of a launch of prompts; integers are unpacked by 4 more."""
 
 _LAUNCHES_OF_STEP = 8
 """Those around the layers: embedding, scores, and what proposes and judges tokens."""
@@ -56,9 +55,7 @@ def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draf
     num_launches = max(drafting, verifying)
     rows = [num_rows for num_rows in ROW_COUNTS if num_rows <= sizes.rows]
     num_launches += launches([*rows, *[1] * (of_one - 1)])
-    num_widths = len([width for width in PROMPT_WIDTHS if width <= prompt_width_of(capacity)])
-    of_prompt = num_layers * _LAUNCHES_OF_PROMPT_LAYER + _LAUNCHES_OF_STEP
-    num_launches += 2 * num_widths * of_prompt  # those that are scored go through all layers
+    num_launches += len(PROMPT_WIDTHS) * num_layers * _LAUNCHES_OF_PROMPTS_LAYER
     return _FIRST_BYTES // 2 + _LAUNCH_BYTES * num_launches
 
 

@@ -236,7 +236,8 @@ def test_a_short_sequence_holds_no_more_pages_than_it_needs(engine: FusedEngine)
 def test_rows_of_nobody_are_never_looked_at() -> None:
     """Beside a prompt, in pages that held what would show."""
     fused, plain = toy_engines(toy_config(**SMALL))
-    fused.recordings(100)
+    for recording in fused.recordings(longest_prompt=100):
+        recording.launch()
     with torch.inference_mode():
         for pool in (*fused.cache.keys, *fused.cache.values):
             pool.fill_(torch.nan)

@@ -119,6 +119,7 @@ class Decoder:
         is_cuda = self._device.type == "cuda"
         capability = torch.cuda.get_device_capability(self._device) if is_cuda else (9, 0)
         self._pdl = is_cuda and capability >= (9, 0)
+        self.is_hopper = is_cuda and capability[0] == 9
         # What inputs of FP8 are multiplied as: products.py. Only Hopper's sums of e4m3 were
         # compared with exact ones.
         self.fp8_dtype = torch.float8_e4m3fn if capability[0] == 9 else torch.float16

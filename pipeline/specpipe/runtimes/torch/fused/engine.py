@@ -166,32 +166,27 @@ class FusedEngine:
         """Caches rows of prompts; few are scored, and how that is done is not recorded."""
         width = self.prompts.fill(rows)
         if not rows.scored:
-            self.graphs.run(("prompt", width), lambda: self.prompts.launch(width))
+            self.graphs.run(("prompt", width), partial(self.prompts.launch, width))
             return
-        self.graphs.run(("whole prompt", width), lambda: self.prompts.launch(width, is_whole=True))
+        self.prompts.launch(width, is_whole=True)
         found = self.prompts.score(self._on_device(rows.scored))
         logits.index_copy_(0, self._on_device(rows.logits), found)
 
     @torch.inference_mode()
     def recordings(self, longest_prompt: int) -> list[Recording]:
-        """Returns what forwards launch, with pieces of prompts of up to so many tokens.
+        """Returns what forwards launch, with pieces of prompts of up to so many tokens together.
 
-        Rows are nobody's until there is a forward.
+        All rows are nobody's, until there is a forward.
         """
         self._inputs[0].fill_(_NOBODY.position)
-        self.prompts.fill(PromptRows.nobody(1))
         self._most_prompt_rows = min(prompt_width_of(longest_prompt), self.prompts.most_rows)
         prompts = [
-            Recording(
-                self.graphs, (name, width), partial(self.prompts.launch, width, is_whole=whole)
-            )
+            Recording(self.graphs, ("prompt", width), partial(self.prompts.launch, width))
             for width in self.prompts.widths
             if width <= self._most_prompt_rows
-            for name, whole in (("prompt", False), ("whole prompt", True))
         ]
-        # How many rows are scored is not known before; their kernels are compiled.
-        first = torch.zeros(1, dtype=torch.int64, device=self.spec.device)
-        prompts.append(Recording(self.graphs, "score", partial(self._score_prompt, first)))
+        # What scores is run as it is; this has it compiled.
+        prompts.append(Recording(self.graphs, "scored", self.prompts.score_first))
         rows = [
             Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
             for num_rows in ROW_COUNTS

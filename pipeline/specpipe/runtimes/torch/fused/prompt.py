@@ -28,8 +28,10 @@ from specpipe.runtimes.torch.fused_sizes import (
     power_of_2_below,
 )
 
-_QUERIES = 128
-"""Of one program of attention: as many as go with a page at the speed of the matrix units."""
+_QUERIES_BYTES = 256
+"""Of one channel of the queries of a program of attention: 128 of them multiply a page at the speed
+of the matrix units, and of float32 no more than half as many would have room.
+"""
 
 _NORMED, _TURNED = 4, 32
 """Rows that a program norms, or turns a head of."""
@@ -62,10 +64,6 @@ class PromptRows:
     tokens: list[int] = field(default_factory=list)
     scored: list[int] = field(default_factory=list)
     logits: list[int] = field(default_factory=list)
-
-    @classmethod
-    def nobody(cls, num_rows: int) -> PromptRows:
-        return cls([-1] * num_rows, [0] * num_rows, [0] * num_rows)
 
     @classmethod
     def packed(cls, pieces: Iterable[Piece], most: int, tile_rows: int) -> Iterator[PromptRows]:
@@ -111,10 +109,12 @@ class Prompts:
         self._device, self._dtype = weights.norm.device, weights.embedding.dtype
         self.most_rows = most_rows
         self.widths = tuple(width for width in PROMPT_WIDTHS if width <= most_rows)
-        self.tile_rows = min(power_of_2_below(max(_QUERIES // config.group_size, 1)), _QUERIES)
+        queries = _QUERIES_BYTES // self._dtype.itemsize
+        self.tile_rows = power_of_2_below(max(queries // config.group_size, 1))
         self._queries = power_of_2_above(self.tile_rows * config.group_size)
         self.inputs = torch.zeros(3 * most_rows + 1, dtype=torch.int32, device=self._device)
         self.positions, self.slots, self.tokens, self.num_rows = self._parts_of(self.inputs)
+        self.positions.fill_(-1)
 
         def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self._device)
@@ -160,6 +160,7 @@ class Prompts:
     def _parts_of(self, inputs: Tensor) -> list[Tensor]:
         return list(inputs.split([*[self.most_rows] * 3, 1]))
 
+    @torch.inference_mode()
     def launch(self, width: int, *, is_whole: bool = False) -> None:
         """Caches the keys and values of the rows there are, `width` or fewer, one of widths.
 
@@ -174,7 +175,10 @@ class Prompts:
         for index, layer in enumerate(weights.layers):
             self._norm(layer.attention_norm, layer.qkv, width)
             self._multiply(self._normed, layer.qkv, self._qkv, width)
-            self._turn(index, layer, width)
+            positions = self.positions[:width]
+            self._decoder.turn(
+                index, layer, self._qkv, self._query, positions, self.slots, rows=_TURNED
+            )
             if index == config.num_layers - 1 and not is_whole:
                 return
             self._look_back(index, layer.dense, width)
@@ -183,6 +187,7 @@ class Prompts:
             self._gate(layer, width)
             self._multiply(self._mlp, layer.mlp_out, self._hidden, width, adds=True)
 
+    @torch.inference_mode()
     def score(self, rows: Tensor) -> Tensor:
         """Returns float32 logits [rows, V] of some rows, int64, of the whole launch before."""
         head, width = self._decoder.weights.head, self.widths[0]
@@ -193,7 +198,7 @@ class Prompts:
             self.num_rows.fill_(len(some))
             self._norm(self._decoder.weights.norm, head, width)
             parts = []
-            for part in self._parts_of_head():
+            for part in _parts_of_head(head, len(self._unpacked)):
                 out = torch.empty(
                     len(some), part.num_columns, dtype=torch.float32, device=self._device
                 )
@@ -203,18 +208,9 @@ class Prompts:
             logits.append(torch.cat(parts, dim=1))
         return torch.cat(logits)
 
-    def _parts_of_head(self) -> Iterator[Linear]:
-        """Divides the head into what there is room to unpack, if it has to be."""
-        head = self._decoder.weights.head
-        if head.kind not in UNPACKED:
-            yield head
-            return
-        assert head.scale is not None
-        most = len(self._unpacked) // head.num_channels
-        for weight, scale in zip(
-            head.weight.split(most), head.scale.split(most, dim=-1), strict=True
-        ):
-            yield replace(head, weight=weight, scale=scale.contiguous())
+    def score_first(self) -> None:
+        """Scores the first row for nobody, so that all kernels for it are compiled."""
+        self.score(torch.zeros(1, dtype=torch.int64, device=self._device))
 
     def _norm(self, norm: Tensor, linear: Linear, width: int) -> None:
         num_channels = self._config.hidden_size
@@ -313,11 +309,6 @@ class Prompts:
         )  # fmt: skip
         return rounded
 
-    def _turn(self, index: int, layer: Layer, width: int) -> None:
-        self._decoder.turn(
-            index, layer, self._qkv, self._query, self.positions[:width], self.slots, rows=_TURNED
-        )
-
     def _look_back(self, index: int, dense: Linear, width: int) -> None:
         """Attends to what is cached."""
         config, cache, decoder = self._config, self._decoder.cache, self._decoder
@@ -342,7 +333,18 @@ class Prompts:
         room = self._decoder.shared_bytes or 232_448
         stages = max(1, min(2, (room - query_bytes) // page_bytes))
         options = {"STAGES": stages, "num_warps": 8 if self._queries >= 128 else 4}
-        if self._dtype != torch.float32 and self._device.type == "cuda":
-            # Two programs on a processor: one multiplies while the other looks for exponents.
+        if self._dtype != torch.float32 and self._decoder.is_hopper:
+            # Then two programs share a processor: one multiplies while the other takes exponents.
             options["maxnreg"] = 128
         return options
+
+
+def _parts_of_head(head: Linear, room: int) -> Iterator[Linear]:
+    """Divides a head into what there is room to unpack, if it has to be."""
+    if head.kind not in UNPACKED:
+        yield head
+        return
+    assert head.scale is not None
+    most = room // head.num_channels
+    for weight, scale in zip(head.weight.split(most), head.scale.split(most, dim=-1), strict=True):
+        yield replace(head, weight=weight, scale=scale.contiguous())
