@@ -320,7 +320,7 @@ def test_score(dtype: torch.dtype, kind: Kind, group: int) -> None:
     launch(
         scoring.score, (2,),
         x, squares_of(hidden, 4), row_scales, linear.weight, linear.scale, UNUSED, logits, best,
-        best_ids, 1, rows, 4, vocab_size, EPSILON,
+        best_ids, 1, 0, rows, 4, vocab_size, EPSILON,
         V=vocab_size, C=channels, BLOCK_N=64, BLOCK_C=linear.block or 128, PARTS=4, ROWS=ROWS,
         WIDTH=ROWS, PREFETCH=64, HAS_UNUSED=False, WRITES_LOGITS=True, GROUP=group,
         KIND=KINDS[kind],

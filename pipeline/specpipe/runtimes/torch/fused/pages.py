@@ -59,8 +59,9 @@ class PagedKVCache:
         slot = self._free_slots.pop()
         pages = [self._free_pages.pop() for _ in range(pages_of(num_positions))]
         self._pages[slot] = pages
-        row = torch.tensor(pages, dtype=torch.int32)
-        self.table[slot, : len(pages)] = row.to(self.table.device)
+        # Pinned, or the host would wait for the rounds under way.
+        row = torch.tensor(pages, dtype=torch.int32, pin_memory=self.table.is_cuda)
+        self.table[slot, : len(pages)].copy_(row, non_blocking=True)
         return slot
 
     def free(self, slot: int) -> None:
