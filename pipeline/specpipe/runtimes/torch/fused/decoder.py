@@ -179,7 +179,6 @@ class Decoder:
         num_bests = max(self._num_blocks(width) * width for width in widths)
         self._best = empty(num_bests, dtype=torch.float32)
         self._best_ids = empty(num_bests, dtype=torch.int32)
-        self.best, self.best_ids = self.bests(ROWS)
         self.is_unused = zeros(config.vocab_size, torch.uint8)
         self._num_usable, self._has_unused = config.vocab_size, False
 
