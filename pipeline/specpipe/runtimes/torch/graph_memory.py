@@ -6,7 +6,13 @@ them, and 2.9 KB a launch.
 
 from __future__ import annotations
 
-from specpipe.runtimes.torch.fused_sizes import CHUNK, MOST_CHUNKS, ROW_COUNTS, ROWS
+from specpipe.runtimes.torch.fused_sizes import (
+    CHUNK,
+    MOST_CHUNKS,
+    PROMPT_WIDTHS,
+    ROW_COUNTS,
+    ROWS,
+)
 from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS, Form, RoundSizes
 
 _FIRST_BYTES = 72 << 20
@@ -15,6 +21,9 @@ _LAUNCH_BYTES = 3 << 10
 _LAUNCHES_OF_LAYER = 5
 _LAUNCHES_OF_WIDE_LAYER = 7
 """Of a launch of more than ROWS rows, whose sums of squares are joined first."""
+
+_LAUNCHES_OF_PROMPTS_LAYER = 7
+"""Of a launch of prompts; integers are unpacked by 4 more."""
 
 _LAUNCHES_OF_STEP = 8
 """Those around the layers: embedding, scores, and what proposes and judges tokens."""
@@ -35,15 +44,18 @@ def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draf
     def launches(steps: list[int], form: Form = Form.GREEDY) -> int:
         return sum(_launches(num_layers, num_rows, form) for num_rows in steps)
 
+    # What is of one sequence is recorded for short texts and for long ones.
+    of_one = 1 + (capacity > MOST_CHUNKS * CHUNK)
     drafting = verifying = 0
     for places, most in sizes.shapes():
+        times = of_one if places == 1 else 1
         for form in sizes.forms(places):
-            drafting += launches([places * (1 if step else 2) for step in range(most)], form)
-            verifying += launches([places * (most + 1)] * (2 if most else 1), form)
+            drafting += times * launches([places * (1 if k else 2) for k in range(most)], form)
+            verifying += times * launches([places * (most + 1)] * (2 if most else 1), form)
     num_launches = max(drafting, verifying)
-    num_launches += launches([num_rows for num_rows in ROW_COUNTS if num_rows <= sizes.rows])
-    if capacity > MOST_CHUNKS * CHUNK:
-        num_launches *= 2  # for short texts and for long ones
+    rows = [num_rows for num_rows in ROW_COUNTS if num_rows <= sizes.rows]
+    num_launches += launches([*rows, *[1] * (of_one - 1)])
+    num_launches += len(PROMPT_WIDTHS) * num_layers * _LAUNCHES_OF_PROMPTS_LAYER
     return _FIRST_BYTES // 2 + _LAUNCH_BYTES * num_launches
 
 
