@@ -134,12 +134,12 @@ def fused_pair_of(
     *,
     guides: Guides | None = None,
 ) -> EnginePair:
-    """Pairs engines on the fused kernels, with rounds, and records what requests will need."""
+    """Pairs engines on the fused kernels, with rounds, and records what requests will need.
+
+    On a CPU, which is for tests, there is nothing to record.
+    """
     from specpipe.runtimes.torch.fused.rounds import MAX_DRAFT_TOKENS, FusedRounds
 
-    for engine in (draft, target):
-        engine.record_prompts(options.max_num_tokens)
-        engine.record_rows()
     rounds = None
     if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
         rounds = FusedRounds(
@@ -150,7 +150,12 @@ def fused_pair_of(
             unused=options.unused_token_ids,
             copies=options.prompt_lookup,
         )
-        rounds.prepare()
+    if target.spec.device.type == "cuda":
+        for engine in (draft, target):
+            engine.record_prompts(options.max_num_tokens)
+            engine.record_rows()
+        if rounds is not None:
+            rounds.prepare()
     return pair_of(draft, target, options, detokenizer, rounds=rounds, guides=guides)
 
 
