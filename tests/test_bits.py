@@ -69,7 +69,7 @@ def test_requests_that_come_and_go_are_told_what_each_is_alone(is_adaptive: bool
 
 
 def test_all_kinds_of_requests_are_asked() -> None:
-    kinds = {one.kind.partition(", ")[2] for one in ask(5, 120, MATERIAL)}
+    kinds = {one.kind.partition(", ")[2] for one in ask(5, 300, MATERIAL)}
     assert kinds == {
         "plain",
         "log-probabilities",

@@ -21,7 +21,7 @@ _EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 256, 257)
 _IDLE_SHARE = 0.04  # of requests that come once nothing runs any more
 _BURST_SHARES = (0.2, 0.6, 0.95)  # of those after it that come with the one before
 _MOST_STEPS_BETWEEN = 6
-_CANCELLED_SHARE = 0.15
+_CANCELLED_SHARE = 0.2  # some of them have ended by then
 _SPECIAL_SHARE = 0.3
 _STOPPED_SHARE = 0.2  # that have a stop string
 
@@ -76,7 +76,7 @@ def ask(seed: int, number: int, material: Material) -> list[Asked]:
         elif rng.random() < burst_share:
             steps_after = 0
         is_cancelled = rng.random() < _CANCELLED_SHARE
-        cancelled_after = rng.randrange(material.max_tokens) if is_cancelled else None
+        cancelled_after = rng.randrange(-(-material.max_tokens // 3)) if is_cancelled else None
         asked.append(Asked(request, kind, steps_after, cancelled_after))
     return asked
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from benchmarks.bits.asked import Asked
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.engine_pair import EnginePair
-from specpipe.speculative.request import Chunk, Request
+from specpipe.speculative.request import Chunk, FinishReason, Request
 
 _MOST_STILL_STEPS = 1_000
 """Steps in which nobody is told anything, and the pair is taken to hang."""
@@ -37,6 +37,11 @@ class Told:
         ended = self.chunks and self.chunks[-1].finish_reason
         return self.chunks[-1] if ended else None
 
+    @property
+    def reason(self) -> FinishReason | None:
+        """Why it is over; None: it is not."""
+        return None if self.last is None else self.last.finish_reason
+
     def step_of(self, place: int) -> int:
         """Returns the step in which a token of the output, or else the end, was told."""
         num_told = 0
@@ -61,6 +66,10 @@ class Crowd:
     num_steps: int = 0
     most_at_once: int = 0
     is_stuck: bool = False
+
+    def of(self, request_id: str) -> Told:
+        """Returns what a request was told, also if it never came."""
+        return self.told.get(request_id, Told(self.num_steps))
 
     def beside(self, request_id: str, step: int) -> list[str]:
         """Returns who else was told something in a step, or in those about it."""

@@ -92,7 +92,7 @@ def different(
     with a tolerance up to that.
     """
     request_id = asked.request.request_id
-    is_cancelled = told.last is not None and told.last.finish_reason == "cancelled"
+    is_cancelled = told.reason == "cancelled"
     for name, title in _NAMES.items():
         found, wanted = _all(told, name), _all(expected, name)
         if is_cancelled:
@@ -104,13 +104,12 @@ def different(
             here, there = (str(x[place]) if place < len(x) else "the end" for x in (found, wanted))
             what = f"{title}: {here} at {place}, expected {there}"
             return Fault(request_id, what, None if name.startswith("prompt") else place)
-    if is_cancelled or told.last is None or expected.last is None:
+    if is_cancelled:
         return None
     if _text(told) != _text(expected):
         return Fault(request_id, "the text is another one, of the same tokens")
-    if told.last.finish_reason != expected.last.finish_reason:
-        reasons = f"{told.last.finish_reason}, expected {expected.last.finish_reason}"
-        return Fault(request_id, f"it ended by {reasons}")
+    if told.reason != expected.reason:
+        return Fault(request_id, f"it ended by {told.reason}, expected {expected.reason}")
     return None
 
 

@@ -10,7 +10,6 @@ from benchmarks.bits.asked import Asked, lone
 from benchmarks.bits.crowd import Crowd, Room, Told, run_alone, run_crowd
 from benchmarks.bits.faults import Fault, different, is_repeatable, unsound
 from specpipe.runtimes.pair.engine_pair import EnginePair
-from specpipe.runtimes.pair.pair import Occupancy
 from specpipe.speculative.request import Request
 
 _MOST_NEIGHBOURS = 12  # that are shown of a fault
@@ -87,22 +86,16 @@ def try_pair(
     of_pair = _faults_of_pair(pair, crowd, before)
     faults = []
     for one in asked:
-        told = crowd.told.get(one.request.request_id)
-        fault = None
-        if told is None:
-            fault = Fault(one.request.request_id, "it never came")
-        else:
-            fault = unsound(one, told, vocab_size=vocab_size)
-        if fault is None and told is not None and is_repeatable(one.request):
-            ended_by = None if told.last is None else told.last.finish_reason
-            expected = lone_runs.of(one.request, is_cancelled=ended_by == "cancelled")
+        told = crowd.of(one.request.request_id)
+        fault = unsound(one, told, vocab_size=vocab_size)
+        if fault is None and is_repeatable(one.request) and not crowd.is_stuck:
+            expected = lone_runs.of(one.request, is_cancelled=told.reason == "cancelled")
             fault = different(one, told, expected, tolerance=tolerance)
         if fault is not None:
-            faults.append((fault, _where(fault, one, crowd, asked)))
-    if faults and not crowd.is_stuck:
-        for n, (fault, where) in enumerate(faults[:_MOST_AGAIN]):
-            again = _again(pair, lone_runs, asked, fault, tolerance)
-            faults[n] = fault, f"{where}\n  {again}"
+            where = _where(fault, one, crowd, asked)
+            if not crowd.is_stuck and len(faults) < _MOST_AGAIN:
+                where = f"{where}\n  {_again(pair, lone_runs, one, tolerance)}"
+            faults.append((fault, where))
     return Outcome(crowd, faults, of_pair, asked)
 
 
@@ -135,9 +128,12 @@ def _faults_of_pair(pair: EnginePair, crowd: Crowd, before: dict[str, Room]) -> 
         return ["it has work, and does none"]
     found = [f"{n} chunks for request {i}, which is none" for i, n in crowd.unknown.items()]
     occupancy = pair.occupancy()
-    held = {role: use.num_tokens for role, use in occupancy.kv_caches.items()}
-    if any(held.values()) or replace(occupancy, kv_caches={}) != Occupancy():
-        found.append(f"it holds {occupancy} with nothing to do")
+    num_tokens = sum(use.num_tokens for use in occupancy.kv_caches.values())
+    if occupancy.num_running or occupancy.num_waiting or num_tokens:
+        found.append(
+            f"with nothing to do it runs {occupancy.num_running} requests, {occupancy.num_waiting} "
+            f"wait, and its caches hold {num_tokens} tokens"
+        )
     for role, room in _rooms(pair).items():
         if room != before[role]:
             found.append(f"{role}: room for {room}, at the start for {before[role]}")
@@ -146,9 +142,7 @@ def _faults_of_pair(pair: EnginePair, crowd: Crowd, before: dict[str, Room]) -> 
 
 def _where(fault: Fault, one: Asked, crowd: Crowd, asked: Sequence[Asked]) -> str:
     """Returns what may have to do with a fault: the request, and who was there."""
-    told = crowd.told.get(fault.request_id)
-    if told is None:
-        return f"  {_described(one)}"
+    told = crowd.of(fault.request_id)
     step = told.step_of(0 if fault.place is None else fault.place)
     beside = crowd.beside(fault.request_id, step)
     kinds = {a.request.request_id: a for a in asked}
@@ -172,12 +166,10 @@ def _described(one: Asked) -> str:
 def _again(
     pair: EnginePair,
     lone_runs: LoneRuns,
-    asked: Sequence[Asked],
-    fault: Fault,
+    one: Asked,
     tolerance: float | None,
 ) -> str:
     """Says whether a request is told the same wrong thing with the pair for itself."""
-    one = next(a for a in asked if a.request.request_id == fault.request_id)
     if not is_repeatable(one.request):
         return "not repeatable"
     alone = replace(one, cancelled_after=None)
