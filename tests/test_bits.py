@@ -95,15 +95,9 @@ def test_a_request_that_company_changes_is_found_with_its_neighbours() -> None:
 
 
 def test_a_request_that_its_draft_tokens_change_is_found() -> None:
-    pair = pair_of()
-    forward = pair.engines["target"].forward
-
-    def changed(batch: Sequence[Any], num_logits: Sequence[int]) -> torch.Tensor:
-        logits = forward(batch, num_logits)
-        return logits.roll(1, dims=-1) if max(num_logits) > 5 else logits
-
-    pair.engines["target"].forward = changed  # type: ignore[method-assign]
-    outcome = tried(pair)
+    outcome = tried(
+        disturbed(lambda _, logits: logits.roll(1, dims=-1) if len(logits) == 6 else logits)
+    )
     assert any("alone, with its own draft tokens, too" in where for _, where in outcome.faults)
 
 

@@ -84,7 +84,7 @@ def try_pair(
             lone_runs.of(one.request)
     crowd = run_crowd(pair, asked, max_waiting=max_waiting)
     of_pair = _faults_of_pair(pair, crowd, before)
-    faults = []
+    faults: list[tuple[Fault, str]] = []
     for one in asked:
         told = crowd.of(one.request.request_id)
         fault = unsound(one, told, vocab_size=vocab_size)
