@@ -86,7 +86,7 @@ def tried(
 @pytest.mark.parametrize(
     ("number", "num_draft_tokens", "seed"),
     [
-        (5, 2, 1395),  # all three ways to draw, penalties; four come at once
+        (4, 2, 22195),  # all three ways to draw, and penalties
         pytest.param(24, 4, 23, marks=pytest.mark.slow),
     ],
 )
