@@ -134,6 +134,12 @@ def _faults_of_pair(pair: EnginePair, crowd: Crowd, before: dict[str, Room]) -> 
             f"with nothing to do it runs {occupancy.num_running} requests, {occupancy.num_waiting} "
             f"wait, and its caches hold {num_tokens} tokens"
         )
+    late = occupancy.late_work
+    if late.num_compilations or late.num_recordings:
+        found.append(
+            f"while requests waited it compiled {late.num_compilations} kernels and recorded "
+            f"{late.num_recordings} launches"
+        )
     for role, room in _rooms(pair).items():
         if room != before[role]:
             found.append(f"{role}: room for {room}, at the start for {before[role]}")

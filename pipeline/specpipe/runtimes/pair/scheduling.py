@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specpipe.runtimes.pair.drafting import RunningSequences
 from specpipe.runtimes.pair.engine import Engine, Logits
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.sampler import Sampler
+
+_GATHERS_FROM = 16
+"""Requests that decode for each step that a prompt may wait; simulated: benchmarks/notes.md,
+"Prompts that wait for each other".
+"""
 
 
 @dataclass(frozen=True)
@@ -23,15 +28,42 @@ class Piece:
     is_scored: bool = False
 
 
+class Gathering:
+    """Holds prompts back while many requests decode, so that several are read at once.
+
+    A prompt is read in the time of a round or two, most of it that of the weights, which several
+    share. What is lost by waiting is the rounds of those that wait: one of many.
+    """
+
+    def __init__(self) -> None:
+        self._num_waited = 0  # steps, of all that wait
+
+    def holds(self, num_tokens: Sequence[int], num_decoding: int, options: PairOptions) -> bool:
+        """Returns whether prompts of which nothing is read yet, of so many tokens, wait a step."""
+        is_enough = sum(num_tokens) >= options.max_num_tokens
+        if not num_tokens or is_enough or self._num_waited >= num_decoding // _GATHERS_FROM:
+            self._num_waited = 0
+            return False
+        self._num_waited += len(num_tokens)
+        return True
+
+
 def uncached(running: RunningSequences, target: Engine) -> list[int]:
     """Returns accepted tokens that the target has not cached yet; one in a running decode."""
     return running.state.token_ids[target.length(running.target_sequence) :]
 
 
 def schedule(
-    running_requests: Sequence[RunningSequences], target: Engine, options: PairOptions
+    running_requests: Sequence[RunningSequences],
+    target: Engine,
+    options: PairOptions,
+    *,
+    joins: Callable[[RunningSequences], bool] = lambda running: False,
 ) -> tuple[list[RunningSequences], list[Piece]]:
     """Returns who decodes in a step, and pieces of the others' prompts.
+
+    A prompt that is read to its end in a step decodes in it, unless its request joins the rounds of
+    others: then all but its last token is read.
 
     Prompts get no more than max_num_tokens, and of those that are scored as many as the target can
     give rows of logits for, beside those of the requests that decode. A prompt is scored but for
@@ -52,6 +84,8 @@ def schedule(
         elif size == 1:
             decoding.append(running)
             continue
+        elif joins(running):
+            size -= 1
         piece = unread[: min(size, num_tokens)]
         num_tokens -= len(piece)
         if len(piece) == len(unread):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY
 
 ROWS = 16
 """Rows that the narrowest launch takes, and every one of a single stream."""
 
+RESULT = 2 + ROWS
+"""Numbers that a round tells of each place: scoring.move_on."""
+
 WIDTHS = (16, 32, 64, 128)
 """Rows that launches take at most, each kind by kernels of its own."""
+
+ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
+"""Rows of the forwards that are recorded; one of others is filled up with rows of nobody."""
 
 PAGE = 64
 """Positions of a page of the KV cache."""
@@ -24,8 +30,8 @@ MOST_CHUNKS = 32
 join.
 """
 
-LONGEST_RECORDED = 512
-"""Tokens of a piece of a prompt. For more, the GPU takes longer than the host to launch it all."""
+PROMPT_WIDTHS = (128, 256, 512, 1024)
+"""Rows of prompts that launches take at most; each is recorded."""
 
 
 def width_of(num_rows: int) -> int:
@@ -36,6 +42,11 @@ def width_of(num_rows: int) -> int:
 def most_rows(max_batch_size: int, max_draft_len: int) -> int:
     """Returns the width of an engine's greatest launch, which all sequences may need to verify."""
     return width_of(min(max_batch_size * (max_draft_len + 1), WIDTHS[-1]))
+
+
+def prompt_width_of(num_rows: int) -> int:
+    """Returns the width of a launch for so many rows of prompts; the greatest may need several."""
+    return next((width for width in PROMPT_WIDTHS if width >= num_rows), PROMPT_WIDTHS[-1])
 
 
 def spare_positions(max_draft_len: int) -> int:

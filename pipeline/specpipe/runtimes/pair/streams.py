@@ -1,0 +1,195 @@
+"""Requests whose texts the device goes on with by itself, in rounds of all of them at once.
+
+The device has its next round before the last one has ended. It does not matter when a request joins
+or leaves: its text is the same as step by step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
+from specpipe.runtimes.pair.engine import Engine
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Rounds
+from specpipe.runtimes.pair.sampler import RoundResult
+from specpipe.runtimes.pair.scheduling import uncached
+from specpipe.runtimes.pair.stream_drafts import Stream, StreamDrafts
+from specpipe.speculative.adaptive import most_draft_tokens
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    parts: Sequence[tuple[Stream, Member]]
+    is_trial: bool = False
+
+
+@dataclass(frozen=True)
+class StreamRound:
+    """What a round said of one request, and what it had in it."""
+
+    running: RunningSequences
+    member: Member
+    result: RoundResult
+
+
+class Streams:
+    """The requests that have joined, and the rounds under way."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        drafting: Drafting,
+        target: Engine,
+        options: PairOptions,
+        *,
+        is_adaptive: bool,
+    ) -> None:
+        self._rounds, self._drafting, self._target = rounds, drafting, target
+        self._options = options
+        self._drafts = StreamDrafts(rounds, drafting, options, is_adaptive=is_adaptive)
+        self._streams: dict[RunningSequences, Stream] = {}
+        self._under_way: deque[_UnderWay] = deque()
+        self._num_launched = 0
+
+    def __contains__(self, running: RunningSequences) -> bool:
+        return running in self._streams
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @staticmethod
+    def can_run(running: RunningSequences) -> bool:
+        """Returns whether a request wants tokens alone, chosen by the model's scores alone, and has
+        now no better draft tokens than the device's.
+        """
+        state = running.state
+        request = state.request
+        return not (
+            running.is_draft_suspect
+            or request.sampling.changes_scores
+            or request.has_log_probs
+            or request.return_prompt_log_probs
+            or request.guide
+            or state.drafts.follows_prediction
+        )
+
+    def reads_along(self, running: RunningSequences) -> bool:
+        """Returns whether the draft reads a prompt along, as it will draft in any case."""
+        return not self.can_run(running) or self._drafts.is_fixed(running)
+
+    def join(self, requests: Sequence[RunningSequences]) -> None:
+        """Takes in those whose texts the target has cached but for the last token, and that rounds
+        can run, as long as there are places.
+        """
+        for running in requests:
+            if len(self._streams) >= self._rounds.max_members:
+                return
+            if not self.can_run(running) or len(uncached(running, self._target)) > 1:
+                continue
+            state = running.state
+            self._rounds.join(running.target_sequence, state.token_ids, state.request.sampling)
+            self._streams[running] = Stream(running, last_round=self._num_launched)
+
+    def leave(self, running: RunningSequences) -> None:
+        """Lets a request go, if it has joined."""
+        stream = self._streams.pop(running, None)
+        if stream is not None:
+            stream.has_left = True
+            self._rounds.leave(running.target_sequence)
+
+    def part(self) -> None:
+        """Lets those go that now need more than rounds give."""
+        for running in [r for r in self._streams if not self.can_run(r)]:
+            self.leave(running)
+
+    def close(self) -> None:
+        """Forgets the rounds under way."""
+        self._rounds.drop()
+        self._under_way.clear()
+
+    def launch(self, num_beside: int) -> None:
+        """Keeps the device busy, and lets the draft read the texts that it lacks meanwhile.
+
+        num_beside  requests that decode beside, step by step
+        """
+        self._forget_what_left()
+        while len(self._under_way) < MOST_UNDER_WAY:
+            under_way = self._next(num_beside)
+            if not under_way.parts:
+                break
+            self._num_launched += 1
+            for stream, member in under_way.parts:
+                stream.under_way.append(member)
+                stream.last_round = self._num_launched
+            self._rounds.launch([member for _, member in under_way.parts])
+            self._under_way.append(under_way)
+        self._drafts.read()
+
+    def take(self) -> list[StreamRound]:
+        """Waits for the oldest round of requests that are still here; none: returns nothing."""
+        self._forget_what_left()
+        return self._take() if self._under_way else []
+
+    def _forget_what_left(self) -> None:
+        while self._under_way and all(s.has_left for s, _ in self._under_way[0].parts):
+            self._take()
+
+    def _take(self) -> list[StreamRound]:
+        parts = self._under_way.popleft().parts
+        taken = []
+        for (stream, member), result in zip(parts, self._rounds.take(), strict=True):
+            assert stream.under_way.popleft() is member
+            if stream.has_left:
+                continue
+            if result.token_ids is not None:
+                self._count(stream.running, member, len(result.token_ids))
+            taken.append(StreamRound(stream.running, member, result))
+        return taken
+
+    def _count(self, running: RunningSequences, member: Member, num_tokens: int) -> None:
+        """Counts what the engines have cached by a round that emitted so many tokens."""
+        self._target.skip(running.target_sequence, num_tokens)
+        if member.num_draft_tokens and not member.is_copied:
+            # The draft read all of the text and of its own tokens, but the last of those.
+            num_new = min(member.num_draft_tokens, num_tokens)
+            self._drafting.skip_to(running, len(running.state.token_ids) - 1 + num_new)
+
+    def _next(self, num_beside: int) -> _UnderWay:
+        """Returns the round to launch; those go first that have waited the longest."""
+        num_decoding = len(self._streams) + num_beside
+        most = most_draft_tokens(self._options.schedule, num_decoding)
+        waiting = [s for s in self._streams.values() if not s.is_sure_to_end]
+        streams: list[Stream] = []
+        lengths: list[int] = []
+        longest = 0
+        for stream in sorted(waiting, key=lambda stream: stream.last_round):
+            length = self._drafts.fixed_length(stream, most)
+            if length is None:
+                continue
+            if max(longest, length) <= self._rounds.most_draft_tokens(len(streams) + 1):
+                streams.append(stream)
+                lengths.append(length)
+                longest = max(longest, length)
+        if num_decoding == 1 and streams:
+            num_copied = self._drafts.num_to_copy(streams[0], most)
+            if num_copied:
+                return _UnderWay([self._part(streams[0], num_copied, is_copied=True)])
+        is_trial = self._drafts.adapt(
+            streams,
+            lengths,
+            most,
+            is_trial_under_way=any(under_way.is_trial for under_way in self._under_way),
+        )
+        parts = [self._part(s, k) for s, k in zip(streams, lengths, strict=True)]
+        return _UnderWay(parts, is_trial)
+
+    def _part(
+        self, stream: Stream, num_draft_tokens: int, *, is_copied: bool = False
+    ) -> tuple[Stream, Member]:
+        num_ahead = stream.most_ahead + num_draft_tokens + 1
+        num_positions = len(stream.state.token_ids) + num_ahead
+        sequence = stream.running.target_sequence
+        return stream, Member(sequence, num_draft_tokens, num_positions, is_copied)
