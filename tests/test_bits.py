@@ -88,7 +88,7 @@ def test_a_request_that_company_changes_is_found_with_its_neighbours() -> None:
     outcome = tried(disturbed(lambda n, logits: logits.roll(1, dims=-1) if n > 3 else logits))
     assert len(outcome.faults) > 3
     assert outcome.of_pair == []
-    for fault, where in outcome.faults:
+    for fault, where in outcome.faults[:20]:  # those that are asked again
         assert " at " in fault.what
         assert "alone, with its own draft tokens, it is right: it takes company" in where
         assert "    " in where
@@ -156,8 +156,8 @@ def test_a_pair_that_hangs_is_told_from_one_that_works(monkeypatch: pytest.Monke
 
 
 def test_a_part_of_the_requests_comes_in_the_same_steps() -> None:
-    asked = ask(5, 40, MATERIAL)
-    first = next(n for n, one in enumerate(asked) if one.steps_after is None)
+    asked = ask(5, 200, MATERIAL)
+    first = next(n for n, one in enumerate(asked) if n > 1 and one.steps_after is None)
     ids = [asked[n].request.request_id for n in (first - 1, first + 1, first + 4)]
     kept = only(asked, ids)
     assert [one.request for one in kept] == [

@@ -18,8 +18,8 @@ from specpipe.speculative.request import GREEDY, Request, Sampling
 _EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 256, 257)
 """Lengths of prompts about the bounds of pages and chunks."""
 
-_IDLE_SHARE = 0.04  # of requests that come once nothing runs any more
-_BURST_SHARES = (0.2, 0.6, 0.95)  # of those after it that come with the one before
+_IDLE_SHARE = 0.03  # of requests that come once nothing runs any more
+_BURST_SHARES = (0.2, 0.7, 1.0)  # of those after it that come with the one before
 _MOST_STEPS_BETWEEN = 6
 _CANCELLED_SHARE = 0.2  # some of them have ended by then
 _SPECIAL_SHARE = 0.3
@@ -66,7 +66,7 @@ def ask(seed: int, number: int, material: Material) -> list[Asked]:
     """Returns so many requests in the order in which they come."""
     rng = random.Random(seed)
     prompts = [_prompt(rng, material) for _ in range(material.num_questions)]
-    burst_share = _BURST_SHARES[0]
+    burst_share = _BURST_SHARES[1]
     asked = []
     for n in range(number):
         request, kind = _request(rng, str(n), rng.choice(prompts), material)
