@@ -84,14 +84,14 @@ def tried(
 
 
 @pytest.mark.parametrize(
-    ("number", "num_draft_tokens", "seed"),
+    ("number", "num_draft_tokens", "max_prompt_tokens", "seed"),
     [
-        (4, 2, 3623),  # greedy and with a seed, and one that wants log-probabilities
-        pytest.param(24, 4, 23, marks=pytest.mark.slow),
+        (4, 2, 6, 7665),  # all three ways to draw, penalties and a prediction
+        pytest.param(24, 4, 20, 23, marks=pytest.mark.slow),
     ],
 )
 def test_requests_that_come_and_go_are_told_what_each_is_alone(
-    number: int, num_draft_tokens: int, seed: int
+    number: int, num_draft_tokens: int, max_prompt_tokens: int, seed: int
 ) -> None:
     options = PairOptions(
         num_draft_tokens=num_draft_tokens,
@@ -101,7 +101,12 @@ def test_requests_that_come_and_go_are_told_what_each_is_alone(
         max_num_tokens=16,
     )
     outcome = tried(
-        ONE_LAYER, options, number=number, max_prompt_tokens=20, max_tokens=number, seed=seed
+        ONE_LAYER,
+        options,
+        number=number,
+        max_prompt_tokens=max_prompt_tokens,
+        max_tokens=number,
+        seed=seed,
     )
     assert outcome.is_right, outcome.report()
     counts = outcome.counts()
