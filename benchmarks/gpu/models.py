@@ -85,9 +85,18 @@ class FusedModel:
         weights = load_weights(config, fp8_tensors(config, read) if fp8 else read)
         return cls(unified, config, weights, source.device, source.dtype)
 
-    def engine(self, *, max_seq_len: int, max_draft_len: int) -> FusedEngine:
-        """An engine for one sequence, with a KV cache of its own."""
-        spec = _spec(self.unified, self.device, self.dtype, max_seq_len, max_draft_len)
+    def engine(
+        self, *, max_seq_len: int, max_draft_len: int, max_batch_size: int = 1
+    ) -> FusedEngine:
+        """An engine with a KV cache of its own."""
+        spec = _spec(
+            self.unified,
+            self.device,
+            self.dtype,
+            max_seq_len=max_seq_len,
+            max_draft_len=max_draft_len,
+            max_batch_size=max_batch_size,
+        )
         with torch.inference_mode():
             return FusedEngine(spec, self.weights)
 
@@ -117,7 +126,14 @@ def plain_engine(source: Source, *, max_seq_len: int) -> TorchEngine:
         tensors = {
             name: read(name) for name in sorted(names, key=lambda name: name != "head.weight")
         }
-        spec = _spec(unified, source.device, source.dtype, max_seq_len, 0)
+        spec = _spec(
+            unified,
+            source.device,
+            source.dtype,
+            max_seq_len=max_seq_len,
+            max_draft_len=0,
+            max_batch_size=1,
+        )
         return TorchEngine(spec, Model(spec.model, cast("dict[str, Tensor]", tensors)))
 
 
@@ -125,25 +141,24 @@ def _spec(
     unified: UnifiedConfig,
     device: torch.device,
     dtype: torch.dtype,
+    *,
     max_seq_len: int,
-    max_draft_len: int,
+    **limits: int,
 ) -> TorchEngineSpec:
     memory = estimate_memory(
         unified,
         dtype=str(dtype).removeprefix("torch."),
-        max_batch_size=1,
         max_seq_len=max_seq_len,
-        max_draft_len=max_draft_len,
         max_num_tokens=max_seq_len,
+        **limits,
     )
     return TorchEngineSpec(
         model=ModelConfig.from_unified(unified),
         dtype=dtype,
         device=device,
-        max_batch_size=1,
         max_seq_len=max_seq_len,
-        max_draft_len=max_draft_len,
         memory=memory,
+        **limits,
     )
 
 

@@ -8,7 +8,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -23,6 +23,9 @@ from specpipe.runtimes.pair.single_stream import Rounds
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec, check_memory
 from specpipe.speculative.guide import Guides
+
+if TYPE_CHECKING:
+    from specpipe.runtimes.torch.fused.engine import FusedEngine
 
 Kernels = Literal["auto", "fused", "plain"]
 
@@ -116,25 +119,39 @@ def _fused_pair(
     guides: Guides | None = None,
 ) -> EnginePair:
     from specpipe.runtimes.torch.fused.load import load_engine
+
+    engines = load_engine(draft), load_engine(target)
+    for engine, folder in zip(engines, (draft, target), strict=True):
+        check_limits(folder, engine, options)
+    return fused_pair_of(*engines, options, detokenizer, guides=guides)
+
+
+def fused_pair_of(
+    draft: FusedEngine,
+    target: FusedEngine,
+    options: PairOptions,
+    detokenizer: DetokenizerFactory,
+    *,
+    guides: Guides | None = None,
+) -> EnginePair:
+    """Pairs engines on the fused kernels, with rounds, and records what requests will need."""
     from specpipe.runtimes.torch.fused.rounds import MAX_DRAFT_TOKENS, FusedRounds
 
-    draft_engine, target_engine = load_engine(draft), load_engine(target)
-    for engine, folder in ((draft_engine, draft), (target_engine, target)):
-        check_limits(folder, engine, options)
+    for engine in (draft, target):
         engine.record_prompts(options.max_num_tokens)
         engine.record_rows()
     rounds = None
     if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
         rounds = FusedRounds(
-            draft_engine,
-            target_engine,
+            draft,
+            target,
             num_draft_tokens=options.num_draft_tokens,
-            vocab_size=min(draft_engine.vocab_size, target_engine.vocab_size),
+            vocab_size=min(draft.vocab_size, target.vocab_size),
             unused=options.unused_token_ids,
             copies=options.prompt_lookup,
         )
         rounds.prepare()
-    return pair_of(draft_engine, target_engine, options, detokenizer, rounds=rounds, guides=guides)
+    return pair_of(draft, target, options, detokenizer, rounds=rounds, guides=guides)
 
 
 def pair_of(
