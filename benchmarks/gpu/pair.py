@@ -26,6 +26,7 @@ from benchmarks.gpu.timing import (
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.graphs import prepare
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.pair import pair_of
 from specpipe.speculative.request import GREEDY, Sampling
@@ -90,9 +91,10 @@ class LoadedPair:
             copies=True,
         )
         if draft.device.type == "cuda":
-            for engine in (self.draft, self.target):
-                engine.record_prompts(settings.prompt_tokens)
-            self.rounds.prepare()
+            engines = (self.draft, self.target)
+            recordings = [r for e in engines for r in e.recordings(settings.prompt_tokens)]
+            prepare([*recordings, *self.rounds.recordings()])
+            self.rounds.measure()
         self._options = PairOptions(
             num_draft_tokens=settings.most_draft_tokens,
             adaptive=False,

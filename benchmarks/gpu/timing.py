@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.goals import covered
 from specpipe.runtimes.pair.engine_pair import EnginePair
-from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
 from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
@@ -104,15 +104,15 @@ def step_seconds(
     with _sequence(engine, context) as sequence:
         positions = torch.arange(context, context + num_rows, dtype=torch.int32, device=device)
         slots = torch.full((ROWS,), engine.slot(sequence), dtype=torch.int32, device=device)
-        tokens = torch.arange(1, ROWS + 1, dtype=torch.int32, device=device)
-        history = torch.zeros(engine.capacity + 2 * ROWS, dtype=torch.int32, device=device)
+        history = torch.ones(1, engine.capacity + ROWS, dtype=torch.int32, device=device)
+        texts = torch.zeros_like(slots)
         is_long = engine.is_long(context + num_rows)
-        rows = Rows(positions, slots, tokens, num_rows, num_rows, is_long)
+        rows = Rows(positions, slots, history, num_rows, num_rows, is_long, texts)
 
         def launch() -> None:
             decoder.layers(rows)
             decoder.score(0, num_rows, writes_logits=False)
-            decoder.propose(history, positions)
+            decoder.propose(rows, history, num_places=1, first_row=0, row_step=1)
 
         graphs = Graphs(device)
         return clock.repeated(lambda: graphs.run("step", launch), times)
@@ -131,15 +131,17 @@ def round_seconds(
 ) -> float:
     """The time of one draft-verify round after so many tokens, while the next one waits for it."""
     with _sequence(draft, context - 1) as of_draft, _sequence(target, context - 1) as of_target:
-        rounds.begin([1] * context, target_sequence=of_target, draft_sequence=of_draft)
+        rounds.join(of_target, [1] * context, GREEDY)
+        rounds.give_draft(of_target, of_draft)
         marks: list[Any] = []
         for _ in range(times + 2):
             if rounds.num_under_way == MOST_UNDER_WAY:
                 rounds.take()
             num_positions = context + (len(marks) + 1) * (num_draft_tokens + 1)
-            rounds.launch(num_draft_tokens, num_positions=num_positions)
+            rounds.launch([Member(of_target, num_draft_tokens, num_positions)])
             marks.append(clock.mark())
         rounds.drop()
+        rounds.leave(of_target)
         return clock.median(marks[1:])  # the first one's kernels may just have been compiled
 
 

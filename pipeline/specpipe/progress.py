@@ -12,7 +12,10 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Literal, Protocol, TypeVar
 
-Unit = Literal["bytes", "answers", "layers", "loads", "rounds", "sides", "steps", "tests", "texts"]
+Unit = Literal[
+    "bytes", "answers", "graphs", "kernels", "layers", "loads", "rounds", "sides", "steps", "tests",
+    "texts",
+]  # fmt: skip
 """What is counted, in the plural."""
 
 _Item = TypeVar("_Item")

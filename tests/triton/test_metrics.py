@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.runtimes.pair.pair import KVUse, Occupancy
+from specpipe.runtimes.pair.pair import KVUse, LateWork, Occupancy
 from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.request import Chunk, Statistics
 from specpipe.triton.client import Client
@@ -156,6 +156,23 @@ def test_a_request_whose_steps_nobody_knows_counts_in_the_totals(
         "specpipe_request_steps_total": 1,
         "specpipe_draft_tokens_total": 4,
         "specpipe_accepted_draft_tokens_total": 2,
+    }
+
+
+def test_late_work_is_counted_once_and_never_falls(made: dict[str, dict[str, Metric]]) -> None:
+    counters = Counters(MetricFamily)
+    assert made["specpipe_kernel_compilations_after_ready_total"][""].value == 0
+    late = LateWork(num_compilations=3, num_recordings=1)
+    for occupancy in (
+        Occupancy(late_work=late),
+        Occupancy(late_work=late),
+        Occupancy(),  # as that of a loop that failed
+        Occupancy(late_work=replace(late, num_recordings=2)),
+    ):
+        counters.report(0, occupancy)
+    assert values(made) == {
+        "specpipe_kernel_compilations_after_ready_total": 3,
+        "specpipe_graph_recordings_after_ready_total": 2,
     }
 
 

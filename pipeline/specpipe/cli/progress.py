@@ -106,6 +106,8 @@ class _LineCount:
 _STEPS: dict[Unit, int] = {
     "bytes": 4 * 10**9,
     "answers": 1000,
+    "graphs": 100,
+    "kernels": 50,
     "layers": 1,
     "steps": 1,
     "tests": 1,

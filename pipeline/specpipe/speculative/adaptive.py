@@ -8,14 +8,18 @@ from dataclasses import dataclass
 # Prior, share and pauses were simulated at measured costs: benchmarks/notes.md, 12.
 _DECAY = 0.97  # weight of an observation after each later one: a memory of some thirty steps
 _PRIOR = (0.7, 0.5)  # accepted and rejected tokens that a new request begins with
+_EXPECTED = _PRIOR[0] / sum(_PRIOR)
 MIN_GAIN = 1.1
 """The least gain that a perfect draft must promise one request, and any draft a batch: costs that
 are not measured (the draft reads the prompt too, and what the target added by itself) use up a
 lower one. A guess.
 """
 
-_TRIAL_SHARE = 0.01  # of the time, which trials that fail may take
-_MIN_PAUSE, _MAX_PAUSE = 4, 96  # tokens without drafting before the next trial
+TRIAL_SHARE = 0.01
+"""How much of the time trials that fail may take."""
+
+_MIN_PAUSE, MAX_PAUSE = 4, 96  # tokens without drafting before the next trial
+_MEMORY = 0.998  # weight of an observation in what is expected of new requests, likewise
 
 
 Schedule = tuple[tuple[int, int], ...]
@@ -78,6 +82,23 @@ def num_worth_copying(
     return best if promised > max(instead_of, MIN_GAIN) else 0
 
 
+class Prior:
+    """What is expected of a request that has drafted nothing yet, by those before and beside it."""
+
+    def __init__(self) -> None:
+        self._accepted, self._rejected = _PRIOR
+
+    @property
+    def acceptance_probability(self) -> float:
+        """The estimate of a."""
+        return self._accepted / (self._accepted + self._rejected)
+
+    def observe(self, *, num_accepted_tokens: int, is_rejected: bool) -> None:
+        """Takes in one step that drafted."""
+        self._accepted = self._accepted * _MEMORY + num_accepted_tokens
+        self._rejected = self._rejected * _MEMORY + is_rejected
+
+
 class DraftLength:
     """Chooses one request's draft length from its own acceptance.
 
@@ -87,20 +108,30 @@ class DraftLength:
     that succeeds after a pause lets the request begin anew: what was seen before is no measure.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prior: Prior | None = None) -> None:
+        """prior is of all requests of a pair; None: each begins as the first did."""
+        self._prior = prior
         self._is_trial = False
         self._first_pause = _MIN_PAUSE
         self._begin()
 
     def _begin(self) -> None:
-        self._accepted, self._rejected = _PRIOR
+        self._accepted = self._rejected = 0.0
+        self._doubt = sum(_PRIOR)  # the weight of what was expected
         self._pause = 0  # its length in tokens, until a trial succeeds
         self._tokens_left_in_pause = 0
 
     @property
     def acceptance_probability(self) -> float:
         """The estimate of a."""
-        return self._accepted / (self._accepted + self._rejected)
+        expected = _EXPECTED if self._prior is None else self._prior.acceptance_probability
+        accepted = self._accepted + self._doubt * expected
+        return accepted / (self._accepted + self._rejected + self._doubt)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing of its own was observed yet."""
+        return not self._accepted + self._rejected
 
     @property
     def is_trial(self) -> bool:
@@ -115,8 +146,12 @@ class DraftLength:
             return 0  # not even a perfect draft would pay at this load
         best = 0 if self._pause else best_draft_length(self.acceptance_probability, limit, costs)
         self._is_trial = best == 0
-        self._first_pause = round((costs.time(1) - 1.0) / _TRIAL_SHARE)
+        self._first_pause = round((costs.time(1) - 1.0) / TRIAL_SHARE)
         return max(best, 1)
+
+    def begin_trial(self) -> None:
+        """Makes the next step that drafts a trial, which another decided on."""
+        self._is_trial = True
 
     def promise(self, limit: int, costs: StepCosts) -> float:
         """Returns the tokens that drafting up to limit promises in the time of a plain step."""
@@ -143,10 +178,13 @@ class DraftLength:
             self._begin()
         self._accepted = self._accepted * _DECAY + num_accepted_tokens
         self._rejected = self._rejected * _DECAY + rejected
+        self._doubt *= _DECAY
+        if self._prior is not None:
+            self._prior.observe(num_accepted_tokens=num_accepted_tokens, is_rejected=rejected)
         if self._is_trial and rejected:
             self._start_pause()
         self._is_trial = False
 
     def _start_pause(self) -> None:
         pause = max(self._first_pause, 2 * self._pause, _MIN_PAUSE)
-        self._pause = self._tokens_left_in_pause = min(pause, _MAX_PAUSE)
+        self._pause = self._tokens_left_in_pause = min(pause, MAX_PAUSE)

@@ -70,18 +70,31 @@ class DraftChoice:
         """True when the last draft length was chosen to see whether drafting pays again."""
         return self._draft_length is not None and self._draft_length.is_trial
 
+    @property
+    def draft_length(self) -> DraftLength | None:
+        """What adapts the draft length; None: nothing does."""
+        return self._draft_length
+
     def next_num_draft_tokens(
-        self, costs: StepCosts | None = None, *, most: int | None = None, num_ahead: int = 0
+        self,
+        costs: StepCosts | None = None,
+        *,
+        most: int | None = None,
+        num_ahead: int = 0,
+        num_sure: int | None = None,
     ) -> int:
         """How many tokens to draft in the next step; 0 makes it a plain one-token step.
 
         Never more than could be emitted beside the target's own token, nor than the draft's context
         holds. Costs, and `most`, what the load allows, are for requests that name no draft length.
-        num_ahead says how many tokens there may be by then that were not yet accepted here.
+        num_ahead says how many tokens there may be by then that were not yet accepted here, and
+        num_sure how many at least; None: all of them.
         """
-        limit = self._draft_limit(most, num_ahead)
+        if num_sure is None:
+            num_sure = num_ahead
+        limit = self._draft_limit(most, num_ahead, num_sure)
         if limit < 1:
-            self._note(self._why_none(most, num_ahead))
+            self._note(self._why_none(most, num_ahead, num_sure))
             return 0
         if self.names_draft_length or self._draft_length is None or costs is None:
             return limit
@@ -236,22 +249,24 @@ class DraftChoice:
         num_left = self._limits.num_tokens_left(self._request, len(self._token_ids))
         return min(self._max_num_draft_tokens, num_left - num_ahead - 1)
 
-    def _draft_limit(self, most: int | None, num_ahead: int = 0) -> int:
+    def _draft_limit(self, most: int | None, num_ahead: int = 0, num_sure: int = 0) -> int:
         """The same, of those that the draft has room for and the load allows."""
-        limit = min(self._token_limit(num_ahead), self._draft_room(num_ahead))
+        limit = min(self._token_limit(num_sure), self._draft_room(num_ahead))
         return limit if most is None or self.names_draft_length else min(limit, most)
 
     def _draft_room(self, num_ahead: int = 0) -> int:
         """The most draft tokens that the draft's context has room for."""
         return self._limits.draft_max_seq_len - len(self._token_ids) - num_ahead + 1
 
-    def _why_none(self, most: int | None, num_ahead: int = 0) -> DraftStatus | None:
+    def _why_none(
+        self, most: int | None, num_ahead: int = 0, num_sure: int = 0
+    ) -> DraftStatus | None:
         """What leaves no draft token to `_draft_limit`; None where there is one."""
-        if self._token_limit(num_ahead) < 1:
+        if self._token_limit(num_sure) < 1:
             return "too_short"
         if self._draft_room(num_ahead) < 1:
             return "no_room"
-        return None if self._draft_limit(most, num_ahead) > 0 else "off_by_schedule"
+        return None if self._draft_limit(most, num_ahead, num_sure) > 0 else "off_by_schedule"
 
     def _note(self, status: DraftStatus | None) -> None:
         """Keeps what the last step says of drafting, unless it is of that step alone."""

@@ -81,6 +81,11 @@ class RequestState:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
+    def num_tokens_left(self) -> int:
+        """Tokens that may still be emitted."""
+        return self._limits.num_tokens_left(self.request, len(self.token_ids))
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The accepted tokens."""
         return self.token_ids[len(self.request.prompt_token_ids) :]
@@ -194,7 +199,7 @@ class RequestState:
         )
         if is_cut or (self.matcher is not None and self.matcher.is_over):
             self._end("stop")
-        elif self._limits.num_tokens_left(self.request, len(self.token_ids)) == 0:
+        elif self.num_tokens_left == 0:
             self._end("length")
 
     def _end(self, reason: FinishReason) -> None:

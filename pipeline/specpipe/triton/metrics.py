@@ -32,6 +32,10 @@ It is set when the first request comes, and again after everything that was coun
 has all answers and reads 0 here finds them counted.
 """
 
+LATE_COMPILATIONS = "specpipe_kernel_compilations_after_ready_total"
+LATE_RECORDINGS = "specpipe_graph_recordings_after_ready_total"
+"""What made requests wait, and should have been done before; `specpipe bench` warns of it."""
+
 _REQUESTS = "specpipe_requests_total"
 _REFUSED = "specpipe_refused_requests_total"
 _BY_DRAFT_LENGTH = "specpipe_request_steps_by_draft_length_total"
@@ -145,6 +149,14 @@ METRIC_FAMILIES = (
         label="role",
         values=ROLES,
     ),
+    MetricFamily(
+        LATE_COMPILATIONS,
+        "counter",
+        "GPU kernels that were compiled, or read from disk, while requests waited",
+    ),
+    MetricFamily(
+        LATE_RECORDINGS, "counter", "CUDA graphs that were recorded while requests waited"
+    ),
 )
 
 _STATISTICS = {
@@ -186,7 +198,7 @@ class Counters:
         for family in METRIC_FAMILIES:
             for value in family.values if family.label else ("",):
                 self._metric((family.name, value))
-        self._gauges: dict[Key, int] = {}
+        self._last_values: dict[Key, int] = {}
         self._lock = Lock()
         self._unreported: Counter[Key] = Counter()
         self._queue_times_s: list[float] = []
@@ -237,12 +249,21 @@ class Counters:
         for role, used in occupancy.kv_caches.items():
             self._set((_KV_TOKENS, role), used.num_tokens)
             self._set((_KV_CAPACITY, role), used.capacity_tokens)
+        self._raise((LATE_COMPILATIONS, ""), occupancy.late_work.num_compilations)
+        self._raise((LATE_RECORDINGS, ""), occupancy.late_work.num_recordings)
         self._set((IN_FLIGHT, ""), num_in_flight)
 
     def _set(self, key: Key, value: int) -> None:
-        if self._gauges.get(key, 0) != value:
+        if self._last_values.get(key, 0) != value:
             self._metric(key).set(value)
-            self._gauges[key] = value
+            self._last_values[key] = value
+
+    def _raise(self, key: Key, value: int) -> None:
+        """Lets a counter have the value that another has reached, which nobody lowers."""
+        before = self._last_values.get(key, 0)
+        if value > before:
+            self._metric(key).increment(value - before)
+            self._last_values[key] = value
 
     def _metric(self, key: Key) -> Any:
         """Returns a metric, which is made when it first occurs."""

@@ -9,7 +9,13 @@ from threading import Thread
 import pytest
 
 from specpipe.errors import ServerError
-from specpipe.evaluate.bench.counters import acceptance, gained, read_counters, read_settled
+from specpipe.evaluate.bench.counters import (
+    acceptance,
+    gained,
+    late_work,
+    read_counters,
+    read_settled,
+)
 from specpipe.machine.prometheus import Samples, parse_samples, total
 
 VLLM = """\
@@ -125,6 +131,15 @@ def test_other_servers_are_read_as_they_are(serve: Serve) -> None:
 def test_a_load_is_what_counters_gained() -> None:
     before, after = samples({"a": 2.0, "gone": 1.0}), samples({"a": 5.0, "b": 3.0})
     assert gained(before, after) == samples({"a": 3.0, "b": 3.0})
+
+
+def test_what_made_requests_wait_is_told() -> None:
+    names = [
+        f"specpipe_{name}_after_ready_total" for name in ("kernel_compilations", "graph_recordings")
+    ]
+    assert late_work(samples(dict.fromkeys(names, 0.0))) is None
+    found = late_work(samples(dict(zip(names, (3.0, 1.0), strict=True))))
+    assert found == "3 kernels were compiled and 1 launches recorded while requests waited"
 
 
 @pytest.mark.parametrize("grown", [{}, {"nv_inference_count": 3.0}])

@@ -14,7 +14,7 @@ from specpipe.runtimes.pair.pair import Pair
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.draft_status import DraftStatus
 from specpipe.speculative.request import Chunk, Request
-from tests.runtimes.pair import test_single_stream as single_stream
+from tests.runtimes.pair import table_rounds, test_streams
 from tests.runtimes.table_engine import ids, make_pair, run
 from tests.runtimes.tensorrt_llm.engines.bls import make_bls_pair, stand_ins
 from tests.runtimes.tensorrt_llm.engines.test_bls import Timed
@@ -45,7 +45,7 @@ def engines(draft: TableModel = TARGET, **options: Any) -> Pair:
 
 def stream(draft: TableModel = TARGET, **options: Any) -> Pair:
     options = {"num_draft_tokens": 4, "costs": DEAR_ROUNDS, **options}
-    return single_stream.make_pair(draft, **options)[0]
+    return table_rounds.make_pair(draft, **options)[0]
 
 
 def bls(draft: TableModel = TARGET, **options: Any) -> Pair:
@@ -118,12 +118,12 @@ def test_one_named_length_does_not_let_others_draft() -> None:
 @pytest.mark.parametrize("has_rounds", [True, False])
 def test_a_named_length_is_copied_or_drafted(has_rounds: bool) -> None:
     for draft in ("self", "wrong"):
-        pair, rounds = single_stream.copying_pair(
+        pair, rounds = test_streams.copying_pair(
             draft, has_rounds=has_rounds, costs=DEAR_ROUNDS, draft_max_seq_len=40
         )
         asked = request(max_tokens=60, num_draft_tokens=4)
         chunks = run(pair, [asked])["r"]
-        assert ids(chunks) == single_stream.text_of(single_stream.lap_rule, asked)
+        assert ids(chunks) == test_streams.text_of(test_streams.lap_rule, asked)
         # Also beyond what the draft can hold.
         assert set(steps(chunks[-1])) - {4} <= set(range(4))
         assert sum(n for k, n in steps(chunks[-1]).items() if k < 4) <= 4
@@ -185,7 +185,7 @@ CAUSES: list[tuple[str, int, Callable[[], Chunk]]] = [
     ("not_verified", 0, lambda: last(dropping(), request())),
     ("too_short", 0, lambda: last(engines(costs=None), request(max_tokens=1))),
     ("too_short", 0, lambda: last(bls(), request(max_tokens=1))),
-    ("not_ready", 0, lambda: last(stream(costs=single_stream.COSTS), request(max_tokens=2))),
+    ("not_ready", 0, lambda: last(stream(costs=test_streams.COSTS), request(max_tokens=2))),
     ("not_ready", 0, timed_first),
     ("not_started", 0, cancelled_in_the_queue),
 ]

@@ -15,7 +15,7 @@ from specpipe.evaluate.bench.metrics import AcceptanceTotals
 from specpipe.machine.callables import Log
 from specpipe.machine.prometheus import Samples, parse_samples, total
 from specpipe.machine.web import fetch, to_words
-from specpipe.triton.metrics import IN_FLIGHT
+from specpipe.triton.metrics import IN_FLIGHT, LATE_COMPILATIONS, LATE_RECORDINGS
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,17 @@ def read_settled(url: str, *, report: Log, timeout_s: float = _SETTLE_TIMEOUT_S)
 def gained(before: Samples, after: Samples) -> Samples:
     """Returns by how much each counter grew; one that is new grew from 0."""
     return {sample: value - before.get(sample, 0.0) for sample, value in after.items()}
+
+
+def late_work(grown: Samples) -> str | None:
+    """Returns what made requests wait that a server of ours does before it is ready; None: none."""
+    compiled = round(total(grown, LATE_COMPILATIONS) or 0)
+    recorded = round(total(grown, LATE_RECORDINGS) or 0)
+    if not compiled and not recorded:
+        return None
+    return (
+        f"{compiled} kernels were compiled and {recorded} launches recorded while requests waited"
+    )
 
 
 def acceptance(grown: Samples) -> dict[str, Any] | None:

@@ -236,7 +236,10 @@ def _add_load(
         load = run_load(
             side.endpoint, questions, concurrency=concurrency, num_warm_up=settings.num_warm_up
         )
-    for sample, value in counters.gained(before, read()).items():
+    grown = counters.gained(before, read())
+    if late_work := counters.late_work(grown):
+        report(f"warning: {side.name}: {late_work}, which the times have in them")
+    for sample, value in grown.items():
         measured.grown[sample] = measured.grown.get(sample, 0.0) + value
     measured.loads.append(load)
     measured.prompts.append(tuple(prompt for _, prompt in prompts))

@@ -14,6 +14,7 @@ from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.queued_pair import Running
 from specpipe.runtimes.pair.sampler import Drafted, Sampler
 from specpipe.speculative.adaptive import MIN_GAIN, StepCosts, most_draft_tokens
+from specpipe.speculative.request import Request
 
 
 @dataclass(eq=False)
@@ -58,18 +59,25 @@ class Drafting:
             return 0
         return self._engine.length(running.draft_sequence)
 
+    def has_room(self, running: RunningSequences) -> bool:
+        """Returns whether a request has a sequence or can have one."""
+        if running.draft_sequence is not None:
+            return True
+        return self._engine.can_admit(self._max_tokens(running.state.request))
+
     def sequence(self, running: RunningSequences) -> SequenceId | None:
         """Returns a request's sequence, made when first needed; None when there is no room."""
+        if not self.has_room(running):
+            return None
         if running.draft_sequence is None:
             request = running.state.request
-            num_prompt = len(request.prompt_token_ids)
-            max_tokens = min(num_prompt + request.max_tokens, self._engine.max_seq_len)
-            if not self._engine.can_admit(max_tokens):
-                return None
             running.draft_sequence = self._engine.allocate(
-                prompt_length=num_prompt, max_tokens=max_tokens
+                prompt_length=len(request.prompt_token_ids), max_tokens=self._max_tokens(request)
             )
         return running.draft_sequence
+
+    def _max_tokens(self, request: Request) -> int:
+        return min(len(request.prompt_token_ids) + request.max_tokens, self._engine.max_seq_len)
 
     def read_along(self, prefill: Iterable[tuple[RunningSequences, int]]) -> None:
         """Reads prompts of which the target has cached that many tokens, and a piece of no more
@@ -90,20 +98,52 @@ class Drafting:
         if batch:
             self._engine.forward(batch, [0] * len(batch))
 
-    def catch_up(self, running: RunningSequences) -> None:
-        """Reads all of a text that the draft lacks, but for the last token."""
-        assert running.draft_sequence is not None
-        token_ids = running.state.token_ids
-        while (start := self.num_cached(running)) < len(token_ids) - 1:
-            piece = token_ids[start : min(start + self._options.max_num_tokens, len(token_ids) - 1)]
-            self._engine.forward([(running.draft_sequence, piece)], [0])
+    def read(self, requests: Sequence[RunningSequences]) -> list[RunningSequences]:
+        """Reads texts but for their last tokens, no more than max_num_tokens in all.
 
-    def draft(self, decoding: Sequence[RunningSequences]) -> list[Drafted]:
-        """Returns the draft tokens of those that decode in this step, in their order."""
+        Returns those of which nothing else is left.
+        """
+        batch, read = [], []
+        num_tokens = self._options.max_num_tokens
+        for running in requests:
+            sequence = self.sequence(running)
+            if sequence is None:
+                running.state.drafts.skip("no_room")
+                continue
+            unread = running.state.token_ids[self.num_cached(running) : -1]
+            piece = unread[:num_tokens]
+            num_tokens -= len(piece)
+            if piece:
+                batch.append((sequence, piece))
+            if len(piece) == len(unread):
+                read.append(running)
+        if batch:
+            self._engine.forward(batch, [0] * len(batch))
+        return read
+
+    def catch_up(self, running: RunningSequences) -> bool:
+        """Reads all of a text but its last token; False where there is no room for it."""
+        if not self.has_room(running):
+            return False
+        while not self.read([running]):
+            pass
+        return True
+
+    def skip_to(self, running: RunningSequences, num_cached: int) -> None:
+        """Takes as many tokens of a request as cached, which rounds have cached."""
+        assert running.draft_sequence is not None
+        self._engine.skip(running.draft_sequence, num_cached - self.num_cached(running))
+
+    def draft(self, decoding: Sequence[RunningSequences], *, num_beside: int = 0) -> list[Drafted]:
+        """Returns the draft tokens of those that decode in this step, in their order.
+
+        num_beside  others that decode meanwhile, so that the time of a forward says nothing
+        """
         batch_size = len(decoding)
-        most = most_draft_tokens(self._options.schedule, batch_size)
+        most = most_draft_tokens(self._options.schedule, batch_size + num_beside)
         costs = self._costs.at(batch_size) if self._costs is not None and decoding else None
-        drafted = [self._copy(r, costs, most, is_alone=batch_size == 1) for r in decoding]
+        is_alone = batch_size + num_beside == 1
+        drafted = [self._copy(r, costs, most, is_alone=is_alone) for r in decoding]
         copied = [d for d in drafted if d.is_copied]
         proposals, late = self._propose(decoding, drafted, costs, most)
         if self._costs is not None and decoding:
@@ -113,7 +153,7 @@ class Drafting:
                 self._costs.favour_draft()
         if late:
             self._engine.forward(late, [0] * len(late))
-        self._run(proposals)
+        self._run(proposals, is_timed=not num_beside)
         return drafted
 
     def _copy(
@@ -175,11 +215,11 @@ class Drafting:
                 proposals.append(_Proposal(sequence, draft, num_draft_tokens, unread))
         return proposals, late
 
-    def _run(self, proposals: list[_Proposal]) -> None:
+    def _run(self, proposals: list[_Proposal], *, is_timed: bool) -> None:
         """Runs up to K forwards, each over the proposals that lack a token."""
         while proposals:
             batch = [(p.sequence, p.unread) for p in proposals]
-            is_plain = all(len(p.unread) == 1 for p in proposals)
+            is_plain = is_timed and all(len(p.unread) == 1 for p in proposals)
             with timed(self._costs, "draft", len(batch) if is_plain else None):
                 logits = self._engine.forward(batch, [1] * len(batch))
                 has_token = self._sampler.draft(logits, [p.drafted for p in proposals])

@@ -16,12 +16,19 @@ from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.costs import CostTable, timed
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine, SequenceId
-from specpipe.runtimes.pair.pair import DetokenizerFactory, KVUse, Occupancy, PairOptions
+from specpipe.runtimes.pair.pair import (
+    DetokenizerFactory,
+    KVUse,
+    LateWork,
+    Occupancy,
+    PairOptions,
+)
 from specpipe.runtimes.pair.queued_pair import QueuedPair
+from specpipe.runtimes.pair.rounds import Rounds
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Sampler
-from specpipe.runtimes.pair.scheduling import schedule, score, uncached
-from specpipe.runtimes.pair.single_stream import Rounds, SingleStream
-from specpipe.speculative.adaptive import most_draft_tokens
+from specpipe.runtimes.pair.scheduling import Piece, schedule, score, uncached
+from specpipe.runtimes.pair.streams import StreamRound, Streams
+from specpipe.speculative.adaptive import Prior
 from specpipe.speculative.decode import UNUSABLE_LOGITS
 from specpipe.speculative.guide import Guides
 from specpipe.speculative.request import Chunk, Request, RequestLimits
@@ -35,7 +42,8 @@ class EnginePair(QueuedPair[RunningSequences]):
 
     A step gives each running request one draft-verify round. A request whose prompt is not yet
     cached gets at most what is left of max_num_tokens instead, so that a long prompt does not stall
-    the others.
+    the others. Where the device makes rounds by itself it has those of all requests that want no
+    more than rounds give, and the others go on step by step beside them.
     """
 
     def __init__(
@@ -50,12 +58,14 @@ class EnginePair(QueuedPair[RunningSequences]):
         rounds: Rounds | None = None,
         guides: Guides | None = None,
         clock: Clock = time.monotonic,
+        late_work: Callable[[], LateWork] = LateWork,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """costs decides the draft length of adaptive requests; None keeps it fixed.
 
-        rounds are how a request runs while it runs alone; None: as any other does.
+        rounds are how all run that can; None: step by step.
         guides are of the pair's tokenizer; None: requests have none.
+        late_work tells what the engines had to make ready while requests waited.
         on_close gives back what the engines hold outside this process's own memory.
         """
         self.costs = costs if options.adaptive else None
@@ -73,14 +83,17 @@ class EnginePair(QueuedPair[RunningSequences]):
             has_lookup=options.prompt_lookup and self.costs is not None,
             honours=_HONOURED,
             guides=guides,
+            prior=None if rounds is None else Prior(),
             clock=clock,
         )
         self._draft, self._target, self._sampler = draft, target, sampler
         self._drafting = Drafting(draft, sampler, options, self.costs)
-        self._on_close = on_close
-        self._stream: SingleStream | None = None
+        self._late_work, self._on_close = late_work, on_close
+        self._streams: Streams | None = None
         if rounds is not None:
-            self._stream = SingleStream(rounds, options, is_adaptive=self.costs is not None)
+            self._streams = Streams(
+                rounds, self._drafting, target, options, is_adaptive=self.costs is not None
+            )
 
     @property
     def engines(self) -> dict[Role, Engine]:
@@ -100,6 +113,8 @@ class EnginePair(QueuedPair[RunningSequences]):
         """Does nothing: a step does not wait."""
 
     def close(self) -> None:
+        if self._streams is not None:
+            self._streams.close()
         self._on_close()
 
     def occupancy(self) -> Occupancy:
@@ -112,7 +127,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             role: KVUse(num_tokens[role], engine.max_batch_size * engine.max_seq_len)
             for role, engine in self.engines.items()
         }
-        return replace(super().occupancy(), kv_caches=kv_caches)
+        return replace(super().occupancy(), kv_caches=kv_caches, late_work=self._late_work())
 
     def _adapts(self, request: Request) -> bool:
         return self.costs is not None
@@ -133,19 +148,67 @@ class EnginePair(QueuedPair[RunningSequences]):
         return min(len(request.prompt_token_ids) + request.max_tokens, self._limits.max_seq_len)
 
     def _round(self) -> None:
-        """Runs one forward of the target over all requests, and up to K of the draft before it."""
-        if self._stream is not None:
-            running = self._alone()
-            if running is not None and len(uncached(running, self._target)) == 1:
-                self._stream_step(self._stream, running)
-                return
-            self._stream.end()
-        decoding, prefill = schedule(self._running, self._target, self._options)
+        """Gives every request a part of its prompt, or a round."""
+        if self._streams is None:
+            self._step_by_step(*schedule(self._running, self._target, self._options))
+            return
+        self._streams.part()
+        others = [r for r in self._running if r not in self._streams]
+        decoding, prefill = schedule(
+            others, self._target, self._options, joins=self._streams.can_run
+        )
+        self._read([piece for piece in prefill if not piece.is_scored], self._streams)
+        decoding = self._join(others, decoding, self._streams)
+        self._streams.launch(len(decoding))
+        scored = [piece for piece in prefill if piece.is_scored]
+        if decoding or scored:
+            self._step_by_step(decoding, scored, num_beside=len(self._streams))
+        for taken in self._streams.take():
+            self._take_round(taken)
+
+    def _read(self, pieces: Sequence[Piece], streams: Streams) -> None:
+        """Reads pieces of prompts without waiting for the device."""
+        if not pieces:
+            return
+        # Where the draft may turn out not to pay it reads nothing before it is asked for.
+        self._drafting.read_along(
+            [
+                (p.running, self._target.length(p.running.target_sequence))
+                for p in pieces
+                if streams.is_fixed(p.running) or not streams.can_run(p.running)
+            ]
+        )
+        batch = [(p.running.target_sequence, p.token_ids) for p in pieces]
+        self._target.forward(batch, [0] * len(batch))
+
+    def _join(
+        self,
+        others: Sequence[RunningSequences],
+        decoding: Sequence[RunningSequences],
+        streams: Streams,
+    ) -> list[RunningSequences]:
+        """Lets those join the rounds that can; returns those that decode step by step."""
+        for running in others:
+            if streams.can_run(running) and len(uncached(running, self._target)) == 1:
+                streams.join(running)
+        return [r for r in decoding if r not in streams]
+
+    def _step_by_step(
+        self,
+        decoding: Sequence[RunningSequences],
+        prefill: Sequence[Piece],
+        *,
+        num_beside: int = 0,
+    ) -> None:
+        """Runs one forward of the target over all requests, and up to K of the draft before it.
+
+        num_beside  others are in rounds
+        """
         # The draft reads along while the target still reads the prompt.
         self._drafting.read_along(
             [(p.running, self._target.length(p.running.target_sequence)) for p in prefill]
         )
-        drafted = self._drafted(decoding)
+        drafted = self._drafting.draft(decoding, num_beside=num_beside)
         batch: list[tuple[SequenceId, Sequence[int]]] = []
         num_logits = []
         for running, draft in zip(decoding, drafted, strict=True):
@@ -158,7 +221,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             num_logits.append(len(piece.token_ids) if piece.is_scored else 0)
         num_cached = [self._drafting.num_cached(r) for r in decoding]
         num_rows = len(num_logits) * max(num_logits)
-        with timed(self.costs, "target", None if prefill else num_rows):
+        with timed(self.costs, "target", None if prefill or num_beside else num_rows):
             logits = self._target.forward(batch, num_logits)
             results = self._sampler.verify(logits[:num_verified], drafted) if decoding else []
         for running in score(prefill, logits[num_verified:], self._sampler):
@@ -166,63 +229,20 @@ class EnginePair(QueuedPair[RunningSequences]):
         for verified in zip(decoding, drafted, results, num_cached, strict=True):
             self._take(*verified)
 
-    def _alone(self) -> RunningSequences | None:
-        """Returns the request that runs alone, if the device can run it by itself."""
-        if len(self._running) != 1:
-            return None
-        running = self._running[0]
-        if running.is_draft_suspect or not SingleStream.can_run(running.state):
-            return None
-        return running
-
-    def _drafted(self, decoding: Sequence[RunningSequences]) -> list[Drafted]:
-        """Returns the draft tokens of those that decode in this step, in their order."""
-        streams = self._stream is not None and self.costs is not None
-        alone = self._alone() if streams else None
-        if alone is None or alone.state.drafts.names_draft_length:
-            return self._drafting.draft(decoding)
-        # This step is that of a prompt: its token need not wait for the draft, which reads the
-        # prompt while the device is busy with the rounds that come next.
-        most = most_draft_tokens(self._options.schedule, len(decoding))
-        alone.state.drafts.skip("not_ready", most=most)
-        return [Drafted(r.state) for r in decoding]
-
-    def _stream_step(self, stream: SingleStream, running: RunningSequences) -> None:
-        """Takes in a round of a request that the device runs by itself."""
+    def _take_round(self, taken: StreamRound) -> None:
+        """Hands what a round said of a request to it."""
+        running, member, result = taken.running, taken.member, taken.result
         state = running.state
-        if not stream.runs(state):
-            stream.end()
-            fits_draft = len(state.token_ids) <= self._draft.max_seq_len
-            may_draft = stream.may_draft(state) and fits_draft
-            draft_sequence = self._drafting.sequence(running) if may_draft else None
-            # Rounds want all of the text but its last two tokens.
-            num_unread = len(state.token_ids) - self._drafting.num_cached(running)
-            is_behind = draft_sequence is not None and num_unread > 2
-            stream.begin(
-                state,
-                target_sequence=running.target_sequence,
-                draft_sequence=draft_sequence,
-                reads_meanwhile=is_behind,
-            )
-            if is_behind:
-                self._drafting.catch_up(running)
-        taken = stream.step()
-        result = taken.result
-        if result.token_ids is None:
-            stream.end()
-            if taken.num_drafted:
-                running.is_draft_suspect = True
-            else:
-                self._end(running, "error", UNUSABLE_LOGITS)
+        if result.token_ids is None and not member.num_draft_tokens:
+            self._end(running, "error", UNUSABLE_LOGITS)
             return
-        if taken.num_drafted and not result.num_draft_tokens:
+        if result.token_ids is None:
+            running.is_draft_suspect = True
+            return
+        if member.num_draft_tokens and not result.num_draft_tokens:
             state.drafts.skip("draft_failed")
-        self._target.skip(running.target_sequence, len(result.token_ids))
-        if taken.num_draft_cached is not None and running.draft_sequence is not None:
-            num_new = taken.num_draft_cached - self._drafting.num_cached(running)
-            self._draft.skip(running.draft_sequence, num_new)
         chunk = state.accept(
-            result.token_ids, num_draft_tokens=result.num_draft_tokens, is_copied=taken.is_copied
+            result.token_ids, num_draft_tokens=result.num_draft_tokens, is_copied=member.is_copied
         )
         self._emit(running, chunk)
 
@@ -276,8 +296,8 @@ class EnginePair(QueuedPair[RunningSequences]):
             self._draft.truncate(running.draft_sequence, num_valid)
 
     def _leave(self, running: RunningSequences, chunk: Chunk) -> None:
-        if self._stream is not None and self._stream.runs(running.state):
-            self._stream.end()
+        if self._streams is not None:
+            self._streams.leave(running)
         super()._leave(running, chunk)
         self._target.free(running.target_sequence)
         if running.draft_sequence is not None:

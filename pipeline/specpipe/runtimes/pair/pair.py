@@ -29,16 +29,30 @@ class KVUse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LateWork:
+    """What a pair should have done before it was ready, and did while requests waited.
+
+    num_compilations  kernels that were compiled, or read from disk
+    num_recordings    launches that were recorded
+    """
+
+    num_compilations: int = 0
+    num_recordings: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Occupancy:
     """What a pair holds at a moment.
 
     num_waiting  requests in its queue
     kv_caches    empty where the models run elsewhere, which then has metrics of its own
+    late_work    since it was loaded
     """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_caches: Mapping[Role, KVUse] = field(default_factory=dict)
+    late_work: LateWork = LateWork()
 
 
 class Pair(Protocol):

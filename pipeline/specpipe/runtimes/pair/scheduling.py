@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specpipe.runtimes.pair.drafting import RunningSequences
@@ -29,9 +29,16 @@ def uncached(running: RunningSequences, target: Engine) -> list[int]:
 
 
 def schedule(
-    running_requests: Sequence[RunningSequences], target: Engine, options: PairOptions
+    running_requests: Sequence[RunningSequences],
+    target: Engine,
+    options: PairOptions,
+    *,
+    joins: Callable[[RunningSequences], bool] = lambda running: False,
 ) -> tuple[list[RunningSequences], list[Piece]]:
     """Returns who decodes in a step, and pieces of the others' prompts.
+
+    A prompt that is read to its end in a step decodes in it, unless its request joins the rounds of
+    others: then all but its last token is read.
 
     Prompts get no more than max_num_tokens, and of those that are scored as many as the target can
     give rows of logits for, beside those of the requests that decode. A prompt is scored but for
@@ -52,6 +59,8 @@ def schedule(
         elif size == 1:
             decoding.append(running)
             continue
+        elif joins(running):
+            size -= 1
         piece = unread[: min(size, num_tokens)]
         num_tokens -= len(piece)
         if len(piece) == len(unread):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from specpipe.runtimes.pair.single_stream import MOST_UNDER_WAY
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY
 
 ROWS = 16
 """Rows that the narrowest launch takes, and every one of a single stream."""
 
+RESULT = 2 + ROWS
+"""Numbers that a round tells of each place: scoring.move_on."""
+
 WIDTHS = (16, 32, 64, 128)
 """Rows that launches take at most, each kind by kernels of its own."""
+
+ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
+"""Rows of the forwards that are recorded; one of others is filled up with rows of nobody."""
 
 PAGE = 64
 """Positions of a page of the KV cache."""

@@ -19,6 +19,7 @@ from specpipe.runtimes.torch.fused_sizes import (
     pages_of,
     spare_positions,
 )
+from specpipe.runtimes.torch.graph_memory import graph_bytes
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
 
 _SCORED_TOKENS = 64
@@ -118,10 +119,18 @@ def _rounding_bytes(config: UnifiedConfig, max_num_tokens: int) -> int:
 def _fused_bytes(
     config: UnifiedConfig, capacity: int, max_batch_size: int, max_draft_len: int
 ) -> int:
-    """Returns what fused engines keep of a step: parts of attention, logits, and what is drawn."""
+    """Returns what fused engines keep of a step (parts of attention, logits, what is drawn), and
+    what its recordings take.
+    """
     rows = most_rows(max_batch_size, max_draft_len)
     num_parts = rows * config.num_attention_heads * max_parts(capacity)
     part = config.head_size + 2  # sums of values; the highest score, and the sum of weights
     floats = num_parts * part + rows * config.vocab_size
     drawn = 16 * config.vocab_size  # of each row a key and a mass of every token
-    return ELEMENT_BYTES["F32"] * floats + (max_draft_len + 1) * drawn
+    recorded = graph_bytes(
+        config.num_hidden_layers,
+        capacity=capacity,
+        max_batch_size=max_batch_size,
+        max_draft_len=max_draft_len,
+    )
+    return ELEMENT_BYTES["F32"] * floats + (max_draft_len + 1) * drawn + recorded

@@ -18,10 +18,11 @@ from specpipe.runtimes.engine_fit import check_limits
 from specpipe.runtimes.pair.costs import measure_costs
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.engine_pair import EnginePair
-from specpipe.runtimes.pair.pair import DetokenizerFactory, PairOptions
-from specpipe.runtimes.pair.single_stream import Rounds
+from specpipe.runtimes.pair.pair import DetokenizerFactory, LateWork, PairOptions
+from specpipe.runtimes.pair.rounds import Rounds
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec, check_memory
+from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS
 from specpipe.speculative.guide import Guides
 
 if TYPE_CHECKING:
@@ -134,24 +135,31 @@ def fused_pair_of(
     *,
     guides: Guides | None = None,
 ) -> EnginePair:
-    """Pairs engines on the fused kernels, with rounds, and records what requests will need."""
-    from specpipe.runtimes.torch.fused.rounds import MAX_DRAFT_TOKENS, FusedRounds
+    """Pairs engines on the fused kernels; what they launch is recorded before any request comes."""
+    from specpipe.runtimes.torch.fused.graphs import prepare
+    from specpipe.runtimes.torch.fused.lateness import Lateness, preparing
+    from specpipe.runtimes.torch.fused.rounds import FusedRounds
 
-    for engine in (draft, target):
-        engine.record_prompts(options.max_num_tokens)
-        engine.record_rows()
-    rounds = None
-    if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
-        rounds = FusedRounds(
-            draft,
-            target,
-            num_draft_tokens=options.num_draft_tokens,
-            vocab_size=min(draft.vocab_size, target.vocab_size),
-            unused=options.unused_token_ids,
-            copies=options.prompt_lookup,
+    with preparing():
+        recordings = [r for e in (draft, target) for r in e.recordings(options.max_num_tokens)]
+        rounds = None
+        if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
+            rounds = FusedRounds(
+                draft,
+                target,
+                num_draft_tokens=options.num_draft_tokens,
+                vocab_size=min(draft.vocab_size, target.vocab_size),
+                unused=options.unused_token_ids,
+                copies=options.prompt_lookup,
+            )
+            recordings += rounds.recordings()
+        prepare(recordings)
+        if rounds is not None:
+            rounds.measure()
+        late_work = Lateness()
+        return pair_of(
+            draft, target, options, detokenizer, rounds=rounds, guides=guides, late_work=late_work
         )
-        rounds.prepare()
-    return pair_of(draft, target, options, detokenizer, rounds=rounds, guides=guides)
 
 
 def pair_of(
@@ -162,6 +170,7 @@ def pair_of(
     *,
     rounds: Rounds | None = None,
     guides: Guides | None = None,
+    late_work: Callable[[], LateWork] = LateWork,
     on_close: Callable[[], None] = lambda: None,
 ) -> EnginePair:
     """Pairs engines whose logits are torch's, wherever they were computed."""
@@ -183,5 +192,6 @@ def pair_of(
         costs=costs,
         rounds=rounds,
         guides=guides,
+        late_work=late_work,
         on_close=on_close,
     )

@@ -20,6 +20,7 @@ from specpipe.checkpoints.files import copy_file, is_there
 from specpipe.config.limits import Limits, ServedLimits
 from specpipe.errors import RepositoryError
 from specpipe.machine.own_json import read_object, reason
+from specpipe.progress import shown
 from specpipe.runtimes import config_pbtxt
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Pair
 from specpipe.runtimes.pair_file import PairFile
@@ -29,6 +30,7 @@ from specpipe.speculative.guide import Guides
 from specpipe.text.files import TOKENIZER_FILES
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import model_config
+from specpipe.triton.load_progress import LoadProgress
 from specpipe.triton.model_config import (
     CALLS_SUFFIX,
     DRAFT_ENGINE_DIR,
@@ -120,13 +122,14 @@ def load_pair(
         if key.endswith(CALLS_SUFFIX)
     }
     settings = {**pair.options.runtime_settings, **called}
-    return load_runtime(pair.runtime).load_pair(
-        parameter_path(arguments, DRAFT_ENGINE_DIR),
-        parameter_path(arguments, TARGET_ENGINE_DIR),
-        dataclasses.replace(pair.options, runtime_settings=settings),
-        detokenizer,
-        guides,
-    )
+    with shown(LoadProgress()):
+        return load_runtime(pair.runtime).load_pair(
+            parameter_path(arguments, DRAFT_ENGINE_DIR),
+            parameter_path(arguments, TARGET_ENGINE_DIR),
+            dataclasses.replace(pair.options, runtime_settings=settings),
+            detokenizer,
+            guides,
+        )
 
 
 def load_tokenizer(repository: Path) -> Tokenizer:

@@ -19,10 +19,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from specpipe.runtimes.torch.fused import round_rows
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
+from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused.tiles import Tiles
 from specpipe.runtimes.torch.fused.weights import Weights, load_weights
+from specpipe.runtimes.torch.fused_sizes import ROWS
 from tests.runtimes.torch.fused.toy import MISTRAL_7B, QWEN_05B, toy_config, toy_shapes
 
 MODELS = {"7b": MISTRAL_7B, "0.5b": QWEN_05B}
@@ -82,14 +85,18 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     """What a draft-verify round launches, one of each kernel."""
     decoder = recording_decoder(model, dtype)
     integers = torch.empty(128, dtype=torch.int32, device="meta")
-    rows = Rows(integers[:5], integers, integers, num_rows=5, group=5, is_long=False)
+    texts = integers.view(2, 64)
+    streams = Streams(texts, integers, integers)
+    members = Members(integers[:1], integers[:1], integers[:1], most=4)
+    rows = Rows(integers[:5], integers, texts, 5, 5, is_long=False, texts=integers[:5])
     decoder.layers(rows)
     decoder.score(0, 5, writes_logits=True)
-    decoder.propose(integers, integers)
-    decoder.copy(integers, integers, 96, 4)
-    decoder.accept(integers, integers, 96, integers, 4)
+    decoder.propose(rows, texts, num_places=1, first_row=1, row_step=2)
+    decoder.copy(streams, members)
+    decoder.accept(rows, streams, members, integers)
+    decoder.launch(round_rows.plan_round, (1,), *[integers] * 10, 4, ROWS=ROWS, num_warps=1)
     names = ["embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score"]
-    names += ["propose", "copy", "accept"]
+    names += ["propose", "copy", "accept", "plan_round"]
     launches = dict(zip(names, decoder.launches, strict=True))
     decoder.layers(replace(rows, is_long=True))
     launches["attention_by_blocks"] = decoder.launches[len(names) + names.index("attention")]

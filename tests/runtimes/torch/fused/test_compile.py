@@ -15,7 +15,7 @@ from specpipe.runtimes.torch.fused_sizes import CHUNK, PAGE
 
 KERNELS = [
     "embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score",
-    "propose", "copy", "accept", "attention_by_blocks",
+    "propose", "copy", "accept", "plan_round", "attention_by_blocks",
 ]  # fmt: skip
 """Both projections back to the hidden states are add_linear, with tiles of their own."""
 

@@ -149,7 +149,8 @@ def test_a_row_is_the_same_whatever_runs_beside_it() -> None:
     one, other = (fused.allocate(prompt_length=9, max_tokens=20) for _ in range(2))
     alone = [fused.forward([(one, [token])], [1]) for token in first[:2]]
     fused.truncate(one, 0)
-    fused.record_rows()  # which are nobody's
+    for recording in fused.recordings(longest_prompt=0):
+        recording.launch()  # of rows that are nobody's
     together = fused.forward([(other, second[:2]), (one, first[:3])], [0, 3])
     assert torch.equal(together[:2], torch.cat(alone))
 

@@ -10,24 +10,27 @@ import torch
 from specpipe.runtimes.torch.fused import lookup
 from specpipe.runtimes.torch.fused_sizes import ROWS
 from specpipe.speculative.lookup import PromptLookup
-from tests.runtimes.torch.fused.kernel_inputs import DEVICE, integers, launch
+from tests.runtimes.torch.fused.kernel_inputs import integers, launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
-
-_FIRST = 3
 
 
 def copied(text: list[int], num_tokens: int, block: int) -> list[int]:
     """What the kernel writes behind a text; it must leave the rest as it is."""
     # What stands behind a text is of rounds that were not accepted: the tokens of its end.
     behind = (text[-4:] * ROWS)[: 2 * ROWS]
-    history = integers(*text, *behind)
-    positions = torch.arange(8, dtype=torch.int32, device=DEVICE) + len(text) - 1 - _FIRST
+    history = integers(*behind, *text, *behind).view(1, -1)
+    others = [7] * len(behind)  # of another stream, which drafts
+    texts = torch.cat([history[:, len(behind) :], integers(*others, *text).view(1, -1)])
+    untouched = texts[1].tolist()
     launch(
-        lookup.copy_draft, (1,),
-        history, positions, num_tokens,
-        FIRST=_FIRST, BLOCK=block, ROWS=ROWS,
+        lookup.copy_draft, (3,),
+        integers(1, -1, 0), integers(2, 2, num_tokens), integers(0, 1, 1), texts,
+        integers(len(text) - 1, len(text) - 1), texts.stride(0),
+        BLOCK=block, ROWS=ROWS,
     )  # fmt: skip
+    assert texts[1].tolist() == untouched
+    history = texts[0]
     end = len(text) + num_tokens
     assert history[: len(text)].tolist() == text
     assert history[end:].tolist() == behind[num_tokens:]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specpipe.runtimes.torch.fused import scoring
-from specpipe.runtimes.torch.fused_sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import RESULT, ROWS
 from tests.runtimes.torch.fused.kernel_inputs import (
     DEVICE,
     DTYPES,
@@ -64,10 +64,10 @@ def test_score(dtype: torch.dtype) -> None:
         assert best_ids[block, :rows].tolist() == first.tolist()
 
 
-def scored(*rows: list[tuple[float, int]]) -> tuple[Tensor, Tensor]:
+def scored(*rows: list[tuple[float, int]], width: int = ROWS) -> tuple[Tensor, Tensor]:
     """best and best_ids of two blocks, from (logit, id) of each row's blocks."""
-    best = torch.full((2, ROWS), -torch.inf, device=DEVICE)
-    ids = torch.zeros(2, ROWS, dtype=torch.int32, device=DEVICE)
+    best = torch.full((2, width), -torch.inf, device=DEVICE)
+    ids = torch.zeros(2, width, dtype=torch.int32, device=DEVICE)
     for row, blocks in enumerate(rows):
         for block, (value, token_id) in enumerate(blocks):
             best[block, row], ids[block, row] = value, token_id
@@ -75,50 +75,67 @@ def scored(*rows: list[tuple[float, int]]) -> tuple[Tensor, Tensor]:
 
 
 def test_propose_takes_the_lowest_of_equal_ids(dtype: torch.dtype) -> None:
-    best, ids = scored([(1.5, 4), (1.5, 90)])
-    history = integers(*range(100, 110))
-    launch(scoring.propose, (1,), best, ids, history, integers(6), 2, ROWS=ROWS, BLOCKS=4)
-    assert history.tolist() == [100, 101, 102, 103, 104, 105, 106, 4, 108, 109]
+    """Of every second row that is somebody's, behind its position in its text."""
+    nothing = [(NAN, 1), (0.0, 2)]
+    best, ids = scored(
+        nothing, [(1.5, 4), (1.5, 90)], nothing, nothing, nothing, [(1.0, 5), (1.5, 80)], width=32
+    )
+    history = torch.arange(100, 130, dtype=torch.int32, device=DEVICE).view(3, 10)
+    launch(
+        scoring.propose, (3,),
+        best, ids, integers(5, 6, -1, -1, 0, 1), integers(1, 1, 0, 0, 2, 2), history, 1, 2, 2, 10,
+        WIDTH=32, BLOCKS=4,
+    )  # fmt: skip
+    wanted = torch.arange(100, 130).view(3, 10)
+    wanted[1, 7], wanted[2, 2] = 4, 80
+    assert history.tolist() == wanted.tolist()
 
 
 NAN = float("nan")
+FIRST = ([(1.0, 7), (0.0, 70)], [(0.0, 8), (1.0, 80)], [(2.0, 9), (1.0, 90)])
+"""Rows whose best tokens are 7, 80 and 9."""
 
 
 @pytest.mark.parametrize(
     ("rows", "drafted", "result", "history"),
     [
         # Both draft tokens are the target's own: they and one more are emitted.
-        ([[(1.0, 7), (0.0, 70)], [(0.0, 8), (1.0, 80)], [(2.0, 9), (1.0, 90)]], [7, 80],
-         [3, 2, 7, 80, 9], [7, 80, 9]),
+        (FIRST, [7, 80], [3, 2, 7, 80, 9], [7, 80, 9]),
         # The first is not.
-        ([[(1.0, 7), (0.0, 70)], [(0.0, 8), (1.0, 80)], [(2.0, 9), (1.0, 90)]], [6, 80],
-         [1, 2, 7], [7, 80]),
+        (FIRST, [6, 80], [1, 2, 7], [7, 80]),
         # The second is not.
-        ([[(1.0, 7), (0.0, 70)], [(0.0, 8), (1.0, 80)], [(2.0, 9), (1.0, 90)]], [7, 8],
-         [2, 2, 7, 80], [7, 80]),
+        (FIRST, [7, 8], [2, 2, 7, 80], [7, 80]),
+        # A member of one draft token has no third row.
+        (FIRST, [7], [2, 1, 7, 80], [7, 80]),
         # A row with a NaN counts for nothing, nor do those behind it.
-        ([[(1.0, 7), (0.0, 70)], [(NAN, 8), (1.0, 80)], [(2.0, 9), (1.0, 90)]], [7, 80],
-         [1, 0, 7], [7, 80]),
-        ([[(NAN, 7), (0.0, 70)], [(0.0, 8), (1.0, 80)], [(2.0, 9), (1.0, 90)]], [7, 80],
-         [0, 0], [7, 80]),
+        ((FIRST[0], [(NAN, 8), (1.0, 80)], FIRST[2]), [7, 80], [1, 0, 7], [7, 80]),
+        (([(NAN, 7), (0.0, 70)], *FIRST[1:]), [7, 80], [0, 0], [7, 80]),
     ],
-)  # fmt: skip
+)
 def test_accept(
     dtype: torch.dtype,
-    rows: list[list[tuple[float, int]]],
+    rows: tuple[list[tuple[float, int]], ...],
     drafted: list[int],
     result: list[int],
     history: list[int],
 ) -> None:
-    best, ids = scored(*rows)
-    tokens = integers(50, 51, 52, *drafted, 0, 0, 0)
-    positions = torch.arange(-2, 14, dtype=torch.int32, device=DEVICE)  # 2 stands at FIRST
-    found = integers(*[-1] * (2 + ROWS))
+    """Of the third place, behind nobody's and one without draft tokens."""
+    nobody = [[(5.0, 3), (5.0, 33)]] * 3
+    best, ids = scored(*nobody, *FIRST, *rows, width=32)
+    tokens = integers(*range(60)).view(3, 20)
+    text = [50, 51, 52, *drafted, 0, 0, 0]
+    tokens[1, : len(text)] = integers(*text)
+    last = integers(11, 2, 5)
+    found = torch.full((3, RESULT), -1, dtype=torch.int32, device=DEVICE)
     launch(
-        scoring.accept, (1,), best, ids, tokens, positions, found, 2,
-        NUM_DRAFT=2, FIRST=4, NUM_POSITIONS=16, ROWS=ROWS, BLOCKS=4,
+        scoring.accept, (3,),
+        best, ids, integers(-1, 2, 1), integers(0, 0, len(drafted)), tokens, last, found, 2, 2, 20,
+        ROWS=4, WIDTH=32, BLOCKS=4,
     )  # fmt: skip
-    assert found.tolist()[: len(result)] == result
-    assert tokens.tolist()[3 : 3 + len(history)] == history
-    num_emitted = result[0]
-    assert positions.tolist() == list(range(-2 + num_emitted, 14 + num_emitted))
+    assert found[0].tolist() == [-1] * RESULT
+    assert found[1, :3].tolist() == [1, 0, 7]
+    assert found[2, : len(result)].tolist() == result
+    assert tokens[1, 3 : 3 + len(history)].tolist() == history
+    assert tokens[0].tolist() == list(range(20))
+    assert tokens[2].tolist() == [*range(40, 46), 7, *range(47, 60)]
+    assert last.tolist() == [11, 2 + result[0], 6]

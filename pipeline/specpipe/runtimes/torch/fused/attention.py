@@ -150,7 +150,10 @@ def attention(
     first_row = tl.program_id(0) // QUERY_BLOCKS * group
     # Positions and pages are older than the kernel before: see rotary_linear.
     first_position = tl.load(positions_ptr + first_row)
-    last_position = tl.load(positions_ptr + first_row + group - 1)
+    any_row = tl.arange(0, ROWS)
+    is_of_group = (any_row >= first_row) & (any_row < first_row + group)
+    of_group = tl.load(positions_ptr + any_row, mask=is_of_group, other=-1)
+    last_position = tl.max(of_group, axis=0)  # a group may end in rows of nobody
     num_chunks = last_position // CHUNK + 1
     first_chunk = 0
     if window > 0:
@@ -208,7 +211,6 @@ def attention(
         seen = part * CHUNK + tl.arange(0, CHUNK)
         place = _places(pages_ptr, slot, pages_stride, seen, last_position, kv_head, H_KV, D, PAGE)
         # So are the keys and values of earlier steps; those of this one are the kernel's before.
-        any_row = tl.arange(0, ROWS)
         any_position = tl.load(positions_ptr + any_row, mask=any_row < num_rows, other=-1)
         any_slot = tl.load(slots_ptr + any_row, mask=any_row < num_rows, other=-1)
         is_ours = (any_slot == slot) & (any_position >= 0)

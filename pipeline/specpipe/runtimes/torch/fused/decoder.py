@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime import driver
 
-from specpipe.runtimes.torch.fused import attention, kernels, lookup, scoring
+from specpipe.runtimes.torch.fused import attention, compilation, kernels, lookup, scoring
 from specpipe.runtimes.torch.fused.attention import MAX_QUERIES
 from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import Linear
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused.products import KINDS
+from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused.tiles import (
     Tiles,
     add_tiles,
@@ -46,7 +47,9 @@ from specpipe.runtimes.torch.fused_sizes import (
 from specpipe.runtimes.torch.model_shape import ModelConfig
 
 _EMBED_BLOCK = 1024
-_BEST_BLOCKS = 64
+_BESTS = 1024
+"""What is looked at together of the best of each block of the vocabulary, of one row or more."""
+
 _LOOKUP_BLOCK = 4096
 """Places of a text that are looked at together, by one program: then nothing is to be joined."""
 
@@ -162,14 +165,10 @@ class Decoder:
         self._parts = empty(splits, rows, config.hidden_size, dtype=torch.float32)
         self._part_arrivals = zeros(rows // ROWS * config.hidden_size // 16)
         self._head_tiles = {width: self._tiles_of_head(width) for width in widths}
-        num_blocks = self._num_blocks(ROWS)
-        self._best = empty(num_blocks, rows, dtype=torch.float32)
-        self._best_ids = empty(num_blocks, rows, dtype=torch.int32)
-        # Of a narrow launch, whose rows lie side by side.
-        self.best, self.best_ids = (
-            best.flatten()[: num_blocks * ROWS].view(num_blocks, ROWS)
-            for best in (self._best, self._best_ids)
-        )
+        num_bests = max(self._num_blocks(width) * width for width in widths)
+        self._best = empty(num_bests, dtype=torch.float32)
+        self._best_ids = empty(num_bests, dtype=torch.int32)
+        self.best, self.best_ids = self.bests(ROWS)
         self.is_unused = zeros(config.vocab_size, torch.uint8)
         self._num_usable, self._has_unused = config.vocab_size, False
 
@@ -261,9 +260,9 @@ class Decoder:
     def score(
         self, first_row: int, num_rows: int, *, writes_logits: bool, width: int = ROWS
     ) -> None:
-        """Scores the vocabulary for some rows of the last launch: best, best_ids, and logits.
+        """Scores the vocabulary for some rows of the last launch: bests, and logits.
 
-        width  of that launch; only of a narrow one are there best and best_ids
+        width  of that launch
         """
         tiles, head = self._head_tiles[width], self.weights.head
         num_parts = self._num_parts(self._tiles[width][-1].mlp_out)
@@ -279,31 +278,49 @@ class Decoder:
             GROUP=head.group, KIND=KINDS[head.kind], tiles=tiles,
         )  # fmt: skip
 
-    def propose(self, history: Tensor, position: Tensor) -> None:
-        """Writes the best token of the row scored first behind *position in a history."""
-        self.launch(
-            scoring.propose, (1,),
-            self.best, self.best_ids, history, position, len(self.best),
-            ROWS=ROWS, BLOCKS=_BEST_BLOCKS,
-        )  # fmt: skip
+    def bests(self, width: int) -> tuple[Tensor, Tensor]:
+        """Returns what `score` finds of a launch of some width: best and best_ids, [blocks, width].
 
-    def copy(self, history: Tensor, positions: Tensor, first: int, num_draft_tokens: int) -> None:
-        """Writes draft tokens that are copied from a history behind it: lookup.copy_draft."""
-        self.launch(
-            lookup.copy_draft, (1,),
-            history, positions, num_draft_tokens,
-            FIRST=first, BLOCK=_LOOKUP_BLOCK, ROWS=ROWS, num_warps=16,
-        )  # fmt: skip
+        They are the highest logit of each block of the vocabulary, and its id.
+        """
+        size = self._num_blocks(width) * width
+        best, best_ids = (x[:size].view(-1, width) for x in (self._best, self._best_ids))
+        return best, best_ids
 
-    def accept(
-        self, history: Tensor, positions: Tensor, first: int, result: Tensor, num_draft_tokens: int
+    def propose(
+        self, rows: Rows, history: Tensor, *, num_places: int, first_row: int, row_step: int
     ) -> None:
-        """Judges draft tokens by the rows scored: scoring.accept."""
+        """Writes the best tokens of rows behind them, into their texts: scoring.propose.
+
+        They are num_places rows of those scored, row_step apart.
+        """
+        best, best_ids = self.bests(rows.width)
         self.launch(
-            scoring.accept, (1,),
-            self.best, self.best_ids, history, positions, result, len(self.best),
-            NUM_DRAFT=num_draft_tokens, FIRST=first, NUM_POSITIONS=len(positions), ROWS=ROWS,
-            BLOCKS=_BEST_BLOCKS,
+            scoring.propose, (num_places,),
+            best, best_ids, rows.positions, rows.texts, history, first_row, row_step, len(best),
+            history.stride(0),
+            WIDTH=rows.width, BLOCKS=_BESTS,
+        )  # fmt: skip
+
+    def copy(self, streams: Streams, members: Members) -> None:
+        """Writes draft tokens that are copied from texts behind them: lookup.copy_draft."""
+        history = streams.history
+        self.launch(
+            lookup.copy_draft, (members.num_places,),
+            members.streams, members.num_draft, members.is_copied, history, streams.last,
+            history.stride(0),
+            BLOCK=_LOOKUP_BLOCK, ROWS=ROWS, num_warps=16,
+        )  # fmt: skip
+
+    def accept(self, rows: Rows, streams: Streams, members: Members, result: Tensor) -> None:
+        """Judges draft tokens by the rows scored: scoring.accept."""
+        best, best_ids = self.bests(rows.width)
+        history, of_place = streams.history, power_of_2_above(members.most + 1)
+        self.launch(
+            scoring.accept, (members.num_places,),
+            best, best_ids, members.streams, members.num_draft, history, streams.last, result,
+            members.most, len(best), history.stride(0),
+            ROWS=of_place, WIDTH=rows.width, BLOCKS=_BESTS // of_place,
         )  # fmt: skip
 
     def _attend(self, index: int, layer: Layer, rows: Rows, num_parts: int) -> None:
@@ -478,7 +495,7 @@ class Decoder:
             options["launch_pdl"] = True
         if tiles is not None:
             options.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-        kernel[grid](*arguments, **constants, **options)
+        compilation.launch(kernel, grid, arguments, {**constants, **options})
 
     def prefill(self, token_ids: Tensor, slots: Tensor, start: int) -> None:
         """Caches the keys and values of tokens [T] of one sequence from position start on.

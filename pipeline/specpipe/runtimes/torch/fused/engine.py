@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from specpipe.runtimes.torch.engine import TorchEngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
-from specpipe.runtimes.torch.fused.graphs import Graphs
+from specpipe.runtimes.torch.fused.graphs import Graphs, Recording
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused.weights import Weights
 from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
     LONGEST_RECORDED,
     MOST_CHUNKS,
-    WIDTHS,
+    ROW_COUNTS,
     most_rows,
     spare_positions,
     width_of,
 )
 
 SequenceId = int
-
-_ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
-"""Rows of the launches that are recorded; a step with others is filled up with rows of nobody."""
 
 _MAX_PIECE = 8
 """Tokens before the scored ones that go through the decode kernels, not as a prompt."""
@@ -168,26 +166,30 @@ class FusedEngine:
         filled = [*token_ids, *[token_ids[-1]] * (length - len(token_ids))]
         self._prompt[:length] = self._on_device(filled)
         self._prompt_slots.fill_(sequence.slot)
-        self.graphs.run(
-            ("prompt", length),
-            lambda: self.decoder.prefill(self._prompt[:length], self._prompt_slots[:length], 0),
-        )
+        self.graphs.run(("prompt", length), partial(self._run_prompt, length))
+
+    def _run_prompt(self, length: int) -> None:
+        self.decoder.prefill(self._prompt[:length], self._prompt_slots[:length], 0)
 
     @torch.inference_mode()
-    def record_prompts(self, longest: int) -> None:
-        """Records what pieces of prompts of up to so many tokens need, before the first comes."""
-        sequence = self.allocate(prompt_length=1, max_tokens=self.max_seq_len)
-        step = self._prompt_step
-        for length in range(step, min(longest + step, LONGEST_RECORDED + 1), step):
-            self._prefill(self._sequences[sequence], [0] * length, 0)
-        self.free(sequence)
+    def recordings(self, longest_prompt: int) -> list[Recording]:
+        """Returns what forwards launch, with pieces of prompts of up to so many tokens.
 
-    @torch.inference_mode()
-    def record_rows(self) -> None:
-        """Compiles and records launches of every width, for short texts, before the first comes."""
-        for count in _ROW_COUNTS:
-            if count <= self._most_rows:
-                self._launch([_NOBODY] * count)
+        Rows are nobody's and prompts of page 0, until there is a forward.
+        """
+        self._inputs[0].fill_(_NOBODY.position)
+        most = min(LONGEST_RECORDED, self.capacity, longest_prompt + self._prompt_step - 1)
+        prompts = [
+            Recording(self.graphs, ("prompt", length), partial(self._run_prompt, length))
+            for length in range(self._prompt_step, most + 1, self._prompt_step)
+        ]
+        rows = [
+            Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
+            for num_rows in ROW_COUNTS
+            if num_rows <= self._most_rows
+            for is_long in sorted({False, self.is_long(self.capacity)})
+        ]
+        return prompts + rows
 
     def _on_device(self, token_ids: Sequence[int]) -> Tensor:
         """Copies token ids without waiting for what the device does before it."""
@@ -198,7 +200,7 @@ class FusedEngine:
 
     def _launch(self, rows: Sequence[_Row]) -> None:
         """Runs rows of one launch; each of them is attended by itself."""
-        num_rows = next(count for count in _ROW_COUNTS if count >= len(rows))
+        num_rows = next(count for count in ROW_COUNTS if count >= len(rows))
         filled = [*rows, *[_NOBODY] * (num_rows - len(rows))]
         inputs = [
             [row.position for row in filled],
@@ -207,13 +209,12 @@ class FusedEngine:
         ]
         self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
         is_long = self.is_long(max(row.position for row in rows) + 1)
+        self.graphs.run((num_rows, is_long), partial(self._run_rows, num_rows, is_long))
+
+    def _run_rows(self, num_rows: int, is_long: bool) -> None:
         positions, slots, tokens = self._inputs
-
-        def launch() -> None:
-            self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
-            self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
-
-        self.graphs.run((num_rows, is_long), launch)
+        self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
+        self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
 
     @staticmethod
     def is_long(num_positions: int) -> bool:

@@ -18,18 +18,23 @@ _LONGEST = tl.constexpr(lookup.LONGEST)
 _SHORTEST = tl.constexpr(lookup.SHORTEST)
 
 
-@triton.jit(do_not_specialize=("num_draft",))
+@triton.jit
 def copy_draft(
-    history_ptr, positions_ptr, num_draft,
-    FIRST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    streams_ptr, num_draft_ptr, is_copied_ptr, history_ptr, last_ptr, history_stride,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Writes num_draft tokens behind the text: those that follow where it last ended as it does.
+    """Writes draft tokens behind texts: those that follow where each last ended as it does.
 
-    history    the tokens by position
-    positions  that of the last token of the text stands at FIRST
+    There is a program for each place of Members; it does so where draft tokens are to be copied.
     """
     begin(PDL)
-    last = tl.load(positions_ptr + FIRST)
+    member = tl.program_id(0)
+    stream = tl.load(streams_ptr + member)
+    if (stream < 0) | (tl.load(is_copied_ptr + member) == 0):
+        return
+    num_draft = tl.load(num_draft_ptr + member)
+    history_ptr += stream * history_stride
+    last = tl.load(last_ptr + stream)
     best = tl.zeros([1], tl.int64)  # tokens that match, and the place, where enough of them do
     for start in range(0, last, BLOCK):
         place = start + tl.arange(0, BLOCK)

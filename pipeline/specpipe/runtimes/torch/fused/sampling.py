@@ -33,8 +33,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specpipe.runtimes.torch.fused.old_kernels import move_on
 from specpipe.runtimes.torch.fused.programs import begin
-from specpipe.runtimes.torch.fused.scoring import move_on
 from specpipe.speculative.noise import Purpose
 
 BITS: tl.constexpr = tl.constexpr(6)

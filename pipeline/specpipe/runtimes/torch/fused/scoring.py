@@ -19,6 +19,9 @@ from specpipe.runtimes.torch.fused.products import (
     unnormed,
 )
 from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin, rows_of_program
+from specpipe.runtimes.torch.fused_sizes import RESULT
+
+_RESULT = tl.constexpr(RESULT)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -71,8 +74,9 @@ def score(
 
 
 @triton.jit
-def _best_of_blocks(
-    best_ptr, best_ids_ptr, num_blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+def _best_of_rows(
+    best_ptr, best_ids_ptr, num_rows, num_blocks,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):
     """The best token id of each row, [ROWS], and whether there is one: its logit is finite."""
     row = tl.arange(0, ROWS)
@@ -81,8 +85,8 @@ def _best_of_blocks(
     has_nan = tl.zeros([ROWS], tl.int32)
     for start in range(0, num_blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
-        mask = (block < num_blocks)[:, None]
-        place = block[:, None] * ROWS + row[None, :]
+        mask = (block < num_blocks)[:, None] & (row < num_rows)[None, :]
+        place = block[:, None] * WIDTH + row[None, :]
         value = tl.load(best_ptr + place, mask=mask, other=-float("inf"))
         ids = tl.load(best_ids_ptr + place, mask=mask, other=2147483647)
         has_nan |= tl.max((value != value).to(tl.int32), axis=0)
@@ -96,64 +100,80 @@ def _best_of_blocks(
     return tl.where(is_usable, best_id, 0), is_usable
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_row", "row_step"))
 def propose(
-    best_ptr, best_ids_ptr, history_ptr, position_ptr, num_blocks,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    best_ptr, best_ids_ptr, positions_ptr, texts_ptr, history_ptr,
+    first_row, row_step, num_blocks, history_stride,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Writes the draft's best token of its first scored row to the position after *position."""
+    """Writes the best token of every row_step-th row behind the row's position, in its text.
+
+    There is a program for each of them. positions and texts are those of the launch scored.
+    """
     begin(PDL)
-    best_id, _ = _best_of_blocks(best_ptr, best_ids_ptr, num_blocks, ROWS, BLOCKS)
-    row = tl.arange(0, ROWS)
-    place = history_ptr + tl.load(position_ptr) + 1
-    tl.store(place + row, best_id, mask=row == 0)
+    row = first_row + tl.program_id(0) * row_step
+    position = tl.load(positions_ptr + row)
+    if position < 0:
+        return
+    best_id, _ = _best_of_rows(best_ptr + row, best_ids_ptr + row, 1, num_blocks, 1, WIDTH, BLOCKS)
+    place = tl.load(texts_ptr + row) * history_stride + position + 1
+    tl.store(history_ptr + place + tl.arange(0, 1), best_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("most",))
 def accept(
-    best_ptr, best_ids_ptr, history_ptr, positions_ptr,
-    result_ptr, num_blocks,
-    NUM_DRAFT: tl.constexpr, FIRST: tl.constexpr, NUM_POSITIONS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    best_ptr, best_ids_ptr, streams_ptr, num_draft_ptr, history_ptr, last_ptr, result_ptr,
+    most, num_blocks, history_stride,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Accepts draft tokens as long as they are what the target would have chosen, and moves on.
 
-    positions  [NUM_POSITIONS]: rising by 1, that of the first row verified stands at FIRST; moved
-               by what is emitted
-    history    the tokens by position; gets the target's own token behind the last accepted one
-    result     [2 + ROWS]: how many tokens are emitted (0: the first row is unusable), how many
-               draft tokens were judged, and the tokens
+    There is a program for each place of Members, whose rows are the next most + 1 of the launch
+    scored. A place without a stream tells nothing.
     """
     begin(PDL)
+    place = tl.program_id(0)
+    stream = tl.load(streams_ptr + place)
+    if stream < 0:
+        return
+    num_draft = tl.load(num_draft_ptr + place)
+    history_ptr += stream * history_stride
     row = tl.arange(0, ROWS)
-    best_id, is_usable = _best_of_blocks(best_ptr, best_ids_ptr, num_blocks, ROWS, BLOCKS)
-    num_usable = tl.min(tl.where(is_usable | (row > NUM_DRAFT), NUM_DRAFT + 1, row), axis=0)
-    first = tl.load(positions_ptr + FIRST)
-    tokens = history_ptr + first + 1
-    drafted = tl.load(tokens + row, mask=row < NUM_DRAFT, other=-1)
+    first_row = place * (most + 1)
+    best_id, is_usable = _best_of_rows(
+        best_ptr + first_row, best_ids_ptr + first_row, num_draft + 1, num_blocks,
+        ROWS, WIDTH, BLOCKS,
+    )
+    num_usable = tl.min(tl.where(is_usable | (row > num_draft), num_draft + 1, row), axis=0)
+    last = tl.load(last_ptr + stream)
+    drafted = tl.load(history_ptr + last + 1 + row, mask=row < num_draft, other=-1)
     is_wrong = (drafted != best_id) | (row >= num_usable - 1)
     num_accepted = tl.min(tl.where(is_wrong, row, ROWS), axis=0)
     num_emitted = tl.where(num_usable > 0, num_accepted + 1, 0)
     move_on(
-        result_ptr, history_ptr, positions_ptr, first, best_id, num_emitted,
-        tl.maximum(num_usable - 1, 0), NUM_DRAFT, FIRST, NUM_POSITIONS, ROWS,
+        result_ptr, history_ptr, last_ptr + stream, place, last, best_id, num_emitted,
+        tl.maximum(num_usable - 1, 0), num_draft, ROWS,
     )
 
 
 @triton.jit
 def move_on(
-    result_ptr, history_ptr, positions_ptr, first, token_ids, num_emitted, num_judged,
-    num_draft, FIRST: tl.constexpr, NUM_POSITIONS: tl.constexpr, ROWS: tl.constexpr,
+    result_ptr, history_ptr, last_ptr, place, last, token_ids, num_emitted, num_judged, num_draft,
+    ROWS: tl.constexpr,
 ):
-    """Ends a round that emits the first of token_ids [ROWS], of which draft tokens are in history.
+    """Ends the round of a place, which emits the first of token_ids [ROWS].
 
-    What is written: see accept.
+    history  the tokens of its stream by position, draft tokens behind the last one; gets the
+             target's own token behind the last accepted one
+    last     the position of the last token of its stream; moved by what is emitted
+    result   [places, RESULT]: how many tokens are emitted (0: the first row is unusable), how
+             many draft tokens were judged, and the tokens
     """
     row = tl.arange(0, ROWS)
+    result_ptr += place * _RESULT
     tl.debug_barrier()  # all warps have read what is written now
     tl.store(result_ptr, num_emitted)
     tl.store(result_ptr + 1, num_judged)
     tl.store(result_ptr + 2 + row, token_ids, mask=row <= num_draft)
-    tl.store(history_ptr + first + 1 + row, token_ids, mask=row == num_emitted - 1)
-    n = tl.arange(0, NUM_POSITIONS)
-    tl.store(positions_ptr + n, first - FIRST + num_emitted + n)
+    tl.store(history_ptr + last + 1 + row, token_ids, mask=row == num_emitted - 1)
+    tl.store(last_ptr, last + num_emitted)

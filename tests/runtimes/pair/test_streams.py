@@ -1,141 +1,29 @@
-"""A request that runs alone, in rounds of a device that is a table: two are always under way."""
+"""Requests in rounds of a device that is a table: two rounds are always under way."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 
-from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine_pair import EnginePair
-from specpipe.runtimes.pair.pair import PairOptions
-from specpipe.runtimes.pair.sampler import Drafted, RoundResult
-from specpipe.runtimes.pair.torch_sampler import TorchSampler
+from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.speculative.adaptive import StepCosts
-from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.request import Chunk, Request, Sampling
-from tests.runtimes.table_engine import HasLogits, TableEngine, ids, run
+from tests.runtimes.pair.table_rounds import Device, TableRounds, make_pair
+from tests.runtimes.table_engine import ids, run
 from tests.speculative.table import (
     DRAFT_RULES,
     NoisyModel,
     TableModel,
-    WordDetokenizer,
     greedy_reference,
-    new_state,
     request,
     target_rule,
 )
-
-
-class Device(TableEngine):
-    """An engine whose tokens a round may have cached: then `skip` finds them in the text."""
-
-    text: Sequence[int] = ()
-
-    def skip(self, sequence: int, num_tokens: int) -> None:
-        length = self.length(sequence)
-        assert length + num_tokens <= len(self.text)
-        self.sequences[sequence] += self.text[length : length + num_tokens]
-
-
-class TableRounds:
-    """Rounds that are made when they are launched, so the device is ahead of what was taken."""
-
-    def __init__(self, draft: Device, target: Device, costs: StepCosts | None) -> None:
-        self._draft, self._target = draft, target
-        self.costs = costs
-        self.copy_costs = None if costs is None else StepCosts(0.0, [0.01 * n for n in range(9)])
-        self.launched: list[int] = []
-        self.copied: list[int] = []
-        self.num_dropped = 0
-        self._text: list[int] = []
-        self._under_way: deque[RoundResult] = deque()
-        self._num_read = 0
-
-    def begin(
-        self,
-        token_ids: Sequence[int],
-        *,
-        target_sequence: int,
-        draft_sequence: int | None,
-        sampling: Sampling,
-    ) -> None:
-        assert not self._under_way
-        assert self._target.length(target_sequence) == len(token_ids) - 1
-        self._has_draft = draft_sequence is not None
-        if draft_sequence is not None:
-            self._draft_sequence, self._num_to_read = draft_sequence, len(token_ids) - 2
-        self._text, self._sampling = list(token_ids), sampling
-        self._target.text = self._draft.text = self._text
-
-    def launch(self, num_draft_tokens: int, *, num_positions: int, is_copied: bool = False) -> None:
-        assert len(self._under_way) < 2
-        is_drafting = num_draft_tokens > 0 and not is_copied
-        assert self._has_draft or not is_drafting
-        if is_drafting:
-            assert self._draft.length(self._draft_sequence) >= self._num_to_read
-        text = self._text
-        asked = Request(
-            request_id="r", prompt_token_ids=tuple(text), max_tokens=99, sampling=self._sampling
-        )
-        sampler = TorchSampler(self._target.vocab_size)
-        drafted = Drafted(new_state(asked))
-
-        def logits(model: HasLogits, num_rows: int) -> torch.Tensor:
-            rows = model.logits([*text, *drafted.token_ids], num_rows)
-            return torch.from_numpy(rows).float()
-
-        if is_copied:
-            drafted.token_ids.extend(PromptLookup(text).copy(num_draft_tokens))
-        for _ in range(num_draft_tokens if is_drafting else 0):
-            sampler.draft(logits(self._draft.model, 1), [drafted])
-        (outcome,) = sampler.verify(logits(self._target.model, num_draft_tokens + 1), [drafted])
-        assert outcome.token_ids is not None
-        text += outcome.token_ids
-        assert len(text) <= num_positions
-        self.launched.append(num_draft_tokens)
-        if is_copied:
-            self.copied.append(num_draft_tokens)
-        self._under_way.append(RoundResult(list(outcome.token_ids), num_draft_tokens))
-
-    def take(self) -> RoundResult:
-        return self._under_way.popleft()
-
-    def drop(self) -> None:
-        self.num_dropped += len(self._under_way)
-        self._under_way.clear()
-
-
-def make_pair(
-    draft: HasLogits,
-    *,
-    target: HasLogits | None = None,
-    costs: StepCosts | None = None,
-    rounds_type: type[TableRounds] = TableRounds,
-    has_rounds: bool = True,
-    draft_max_seq_len: int = 500,
-    **options: object,
-) -> tuple[EnginePair, TableRounds]:
-    engines = (
-        Device(draft, max_seq_len=draft_max_seq_len),
-        Device(target or TableModel(target_rule)),
-    )
-    rounds = rounds_type(*engines, costs)
-    settings = {"max_batch_size": 4, "max_seq_len": 300, "max_num_tokens": 16, **options}
-    table = CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0}) if costs else None
-    pair = EnginePair(
-        *engines,
-        TorchSampler(engines[0].vocab_size),
-        PairOptions(adaptive=costs is not None, **settings),  # type: ignore[arg-type]
-        lambda prompt, **_: WordDetokenizer(),
-        costs=table,
-        rounds=rounds if has_rounds else None,
-    )
-    return pair, rounds
 
 
 def run_beside_others(
@@ -159,8 +47,9 @@ def test_a_request_alone_has_the_text_of_the_target(draft_name: str, num_draft_t
         chunks = run(pair, [asked])[asked.request_id]
         assert ids(chunks) == greedy_reference(asked)
         assert chunks[-1].finish_reason == "length"
-    assert rounds.launched
-    assert set(rounds.launched) <= set(range(num_draft_tokens + 1))
+    assert rounds.lengths
+    assert set(rounds.lengths) <= set(range(num_draft_tokens + 1))
+    assert not rounds.texts
     for engine in pair.engines.values():
         assert isinstance(engine, Device)
         assert engine.sequences == {}
@@ -177,20 +66,22 @@ def test_a_perfect_draft_needs_few_rounds_and_one_that_is_wrong_as_many_as_token
 
 
 def test_requests_that_join_and_leave_change_no_text() -> None:
-    """The stream is left when a second request comes, and begun again when it has gone."""
+    """All are in one round, but while the prompts of new ones are read."""
     pair, rounds = make_pair(TableModel(DRAFT_RULES["half"]), num_draft_tokens=3)
-    first, second = request("first", 5, max_tokens=60), request("second", 20, max_tokens=10)
-    pair.submit(first)
-    chunks = {"first": [], "second": []}  # type: ignore[var-annotated]
-    for step in range(200):
-        if step == 6:
-            assert rounds.launched
-            pair.submit(second)
+    asked = [
+        request("first", 5, max_tokens=60),
+        request("second", 20, max_tokens=10),
+        request("third", 40, max_tokens=30),
+    ]
+    chunks: dict[str, list[Chunk]] = {r.request_id: [] for r in asked}
+    for step in range(100):
+        if step in (0, 6, 9):
+            pair.submit(asked[(0, 6, 9).index(step)])
         for chunk in pair.step():
             chunks[chunk.request_id].append(chunk)
-    assert ids(chunks["first"]) == greedy_reference(first)
-    assert ids(chunks["second"]) == greedy_reference(second)
-    assert rounds.num_dropped
+    for r in asked:
+        assert ids(chunks[r.request_id]) == greedy_reference(r)
+    assert {len(members) for members in rounds.launched} == {1, 2, 3}
     assert not pair.has_work()
 
 
@@ -250,7 +141,7 @@ def test_who_asks_for_more_than_tokens_of_the_scores_is_run_as_ever(
 def test_text_and_statistics_are_those_of_single_steps(
     sampling: Sampling, num_draft_tokens: int
 ) -> None:
-    """However often the stream is left and begun again."""
+    """Whoever is in the same rounds."""
     target, draft = NoisyModel(1, blend=0.3), NoisyModel(2, blend=0.3)
     options = {"num_draft_tokens": num_draft_tokens, "target": target}
     pair, rounds = make_pair(draft, **options)  # type: ignore[arg-type]
@@ -261,7 +152,7 @@ def test_text_and_statistics_are_those_of_single_steps(
     assert run(pair, [asked])["r"][-1].statistics == expected[-1].statistics
     assert rounds.launched
     chunks = run_beside_others(pair, asked, joined_at=(3, 9))
-    assert rounds.num_dropped
+    assert any(len(members) == 2 for members in rounds.launched)
     assert ids(chunks) == ids(expected)
     assert chunks[-1].statistics == expected[-1].statistics
 
@@ -272,19 +163,39 @@ def test_a_text_that_the_draft_cannot_hold_goes_on_without_it() -> None:
     )
     grows = request("grows", 40, max_tokens=60)
     assert ids(run(pair, [grows])["grows"]) == greedy_reference(grows)
-    assert rounds.launched[0] == 3 and rounds.launched[-1] == 0
+    assert rounds.lengths[0] == 3 and rounds.lengths[-1] == 0
     rounds.launched.clear()
     is_long = request("is long", 80, max_tokens=20)
     assert ids(run(pair, [is_long])["is long"]) == greedy_reference(is_long)
-    assert set(rounds.launched) == {0}
+    assert set(rounds.lengths) == {0}
+
+
+def test_rounds_are_of_all_that_fit_and_those_that_waited_go_first() -> None:
+    """Eight rows: four members with one draft token, or two with three."""
+    pair, rounds = make_pair(
+        TableModel(DRAFT_RULES["half"]), num_draft_tokens=3, max_members=4, max_rows=8
+    )
+    asked = [request(str(k), 3 + k, max_tokens=30, num_draft_tokens=k) for k in (0, 1, 3, 3)]
+    asked = [replace(r, request_id=str(number)) for number, r in enumerate(asked)]
+    chunks = run(pair, asked)
+    assert [ids(chunks[r.request_id]) for r in asked] == [greedy_reference(r) for r in asked]
+    early = rounds.launched[:12]
+    assert {tuple(sorted(m.num_draft_tokens for m in members)) for members in early} <= {
+        (0, 1),
+        (3, 3),
+        (0, 3),
+        (1, 3),
+    }
+    taken_part = Counter(member.target_sequence for members in early for member in members)
+    assert len(taken_part) == 4 and min(taken_part.values()) >= 5
 
 
 def test_no_round_is_launched_past_the_last_token() -> None:
     pair, rounds = make_pair(TableModel(DRAFT_RULES["wrong"]), num_draft_tokens=2)
     run(pair, [request("r", 3, max_tokens=9)])
-    # The first token comes with the prompt; the other eight are one a round, and none is wasted.
-    assert len(rounds.launched) == 8
-    assert rounds.num_dropped == 0
+    # One token a round, and none is wasted.
+    assert len(rounds.launched) == 9
+    assert not rounds.under_way
 
 
 def test_a_draft_that_is_always_wrong_is_seldom_tried() -> None:
@@ -292,7 +203,7 @@ def test_a_draft_that_is_always_wrong_is_seldom_tried() -> None:
     pair, rounds = make_pair(TableModel(DRAFT_RULES["wrong"]), costs=costs, num_draft_tokens=4)
     asked = request("r", 3, max_tokens=250)
     assert ids(run(pair, [asked])["r"]) == greedy_reference(asked)
-    tried = [number for number, k in enumerate(rounds.launched) if k]
+    tried = [number for number, k in enumerate(rounds.lengths) if k]
     assert sum(number >= 50 for number in tried) <= 4
     # Each trial is one round, though the next is launched before it has told.
     assert all(b - a > 1 for a, b in pairwise(tried) if a >= 10)
@@ -306,29 +217,22 @@ def test_the_draft_reads_the_prompt_while_rounds_are_under_way() -> None:
     draft = pair.engines["draft"]
     assert isinstance(draft, Device)
     draft.forwards.clear()
-    assert pair.costs is not None
-    (first,) = pair.step()
-    assert len(first.token_ids) == 1
-    assert draft.forwards == []
-    assert pair.costs.seconds("draft", 1) == 1.0  # it was not too slow, and need not be faster
     pair.step()
-    assert rounds.launched == [0, 0]
-    assert draft.forwards == [[14]]
+    assert rounds.lengths == [0, 0]
+    assert draft.forwards == [[13]]
     pair.step()
-    assert rounds.launched[2] > 0
+    assert rounds.lengths[2] > 0
 
 
 class Unusable(TableRounds):
-    """The device finds no usable logits in the third round, or in all from there on."""
+    """The device finds no usable logits in the third round, or another."""
 
-    num_bad = 1
+    num_taken, unusable = 0, 3
 
-    def take(self) -> RoundResult:
-        verified = super().take()
-        if len(self.launched) > 3 and self.num_bad:
-            self.num_bad -= 1
-            return RoundResult(None, 0)
-        return verified
+    def take(self) -> list[RoundResult]:
+        results = super().take()
+        self.num_taken += 1
+        return [RoundResult(None)] * len(results) if self.num_taken == self.unusable else results
 
 
 def test_an_unusable_round_is_made_again_without_draft_tokens() -> None:
@@ -337,7 +241,7 @@ def test_an_unusable_round_is_made_again_without_draft_tokens() -> None:
     )
     asked = request("r", 3, max_tokens=40)
     assert ids(run(pair, [asked])["r"]) == greedy_reference(asked)
-    assert rounds.num_dropped
+    assert rounds.num_taken > 3  # type: ignore[attr-defined]
 
 
 def test_an_unusable_round_without_draft_tokens_ends_the_request() -> None:
@@ -392,7 +296,7 @@ def test_where_the_text_repeats_itself_it_is_copied(draft_name: str) -> None:
     assert statistics is not None
     assert statistics.total_accepted_draft_tokens >= 4 * 10
     # From 80 tokens on the draft is right, or nothing is.
-    assert rounds.launched[-5:-2] == ([4, 4, 4] if draft_name == "self" else [0, 0, 0])
+    assert rounds.lengths[-5:-2] == ([4, 4, 4] if draft_name == "self" else [0, 0, 0])
 
 
 def test_nothing_is_copied_unless_that_was_asked_for_and_changes_nothing() -> None:
@@ -423,7 +327,7 @@ def test_copies_need_no_room_of_the_draft() -> None:
     pair, rounds = copying_pair("self", draft_max_seq_len=8)
     asked = request("r", 9, max_tokens=60)
     assert ids(run(pair, [asked])["r"]) == text_of(lap_rule, asked)
-    assert [k for k in rounds.launched if k] == rounds.copied
+    assert [k for k in rounds.lengths if k] == rounds.copied
     assert rounds.copied.count(4) > 5
 
 
@@ -466,6 +370,7 @@ def test_an_unusable_round_of_copies_is_made_again_without_them() -> None:
     pair, rounds = copying_pair(
         "wrong", target=TableModel(lambda context: 10), rounds_type=Unusable
     )
+    rounds.unusable = 8  # type: ignore[attr-defined]
     asked = request("r", 1, max_tokens=40)
     assert ids(run(pair, [asked])["r"]) == [10] * 40
-    assert rounds.num_dropped and rounds.copied
+    assert rounds.launched[7][0].is_copied

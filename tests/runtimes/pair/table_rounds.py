@@ -1,0 +1,203 @@
+"""Rounds of a device that is a table, which holds its callers to every word of `Rounds`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from specpipe.runtimes.pair.costs import CostTable
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
+from specpipe.runtimes.pair.sampler import Drafted, RoundResult
+from specpipe.runtimes.pair.torch_sampler import TorchSampler
+from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.lookup import PromptLookup
+from specpipe.speculative.request import Request, Sampling
+from tests.runtimes.table_engine import HasLogits, TableEngine
+from tests.speculative.table import TableModel, WordDetokenizer, new_state, target_rule
+
+Costs = Callable[[int], StepCosts | None]
+
+
+class Device(TableEngine):
+    """An engine whose tokens a round may have cached: then `skip` finds them in the text.
+
+    num_told  how many of a sequence those are, as far as rounds that were taken tell it
+    """
+
+    def __init__(self, model: HasLogits, **limits: int) -> None:
+        super().__init__(model, **limits)
+        self.texts: dict[int, list[int]] = {}
+        self.num_told: dict[int, int] = {}
+
+    def skip(self, sequence: int, num_tokens: int) -> None:
+        text, length = self.texts[sequence], self.length(sequence)
+        assert 0 <= num_tokens <= self.num_told[sequence] - length
+        self.sequences[sequence] += text[length : length + num_tokens]
+
+    def free(self, sequence: int) -> None:
+        super().free(sequence)
+        self.texts.pop(sequence, None)
+        self.num_told.pop(sequence, None)
+
+
+@dataclass
+class _Text:
+    """num_told are the tokens of the text that its caller knows."""
+
+    token_ids: list[int]
+    sampling: Sampling
+    num_told: int
+    target_sequence: int
+    draft_sequence: int | None = None
+
+
+@dataclass
+class TableRounds:
+    """A round is made when it is launched, so the device is ahead of what was taken."""
+
+    draft: Device
+    target: Device
+    costs_of: Costs = lambda num_members: None
+    max_members: int = 4
+    max_rows: int = 64
+    launched: list[list[Member]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.texts: dict[int, _Text] = {}
+        self.sampler = TorchSampler(self.target.vocab_size)
+        self.under_way: deque[list[tuple[_Text, RoundResult, int]]] = deque()
+
+    @property
+    def lengths(self) -> list[int]:
+        """The draft length of each round, of one member."""
+        return [member.num_draft_tokens for (member,) in self.launched]
+
+    @property
+    def copied(self) -> list[int]:
+        return [m.num_draft_tokens for members in self.launched for m in members if m.is_copied]
+
+    def most_draft_tokens(self, num_members: int) -> int:
+        return min(8, self.max_rows // num_members - 1)
+
+    def costs(self, num_members: int) -> StepCosts | None:
+        return self.costs_of(num_members)
+
+    def copy_costs(self, num_members: int) -> StepCosts | None:
+        if self.costs_of(num_members) is None:
+            return None
+        return StepCosts(0.0, [0.01 * n for n in range(9)])
+
+    def join(self, target_sequence: int, token_ids: Sequence[int], sampling: Sampling) -> None:
+        assert target_sequence not in self.texts
+        assert len(self.texts) < self.max_members
+        assert self.target.sequences[target_sequence] == list(token_ids[:-1])
+        text = _Text(list(token_ids), sampling, len(token_ids), target_sequence)
+        self.texts[target_sequence] = text
+        self.target.texts[target_sequence] = text.token_ids
+
+    def give_draft(self, target_sequence: int, draft_sequence: int) -> None:
+        text = self.texts[target_sequence]
+        assert text.draft_sequence is None
+        cached = self.draft.sequences[draft_sequence]
+        assert text.num_told - 2 <= len(cached) <= text.num_told - 1
+        assert cached == text.token_ids[: len(cached)]
+        text.draft_sequence = draft_sequence
+        self.draft.texts[draft_sequence] = text.token_ids
+
+    def launch(self, members: Sequence[Member]) -> None:
+        assert len(self.under_way) < MOST_UNDER_WAY
+        assert 0 < len(members) <= self.max_members
+        assert len({member.target_sequence for member in members}) == len(members)
+        most = max(member.num_draft_tokens for member in members)
+        assert most <= self.most_draft_tokens(len(members))
+        self.launched.append(list(members))
+        self.under_way.append([self._run(member) for member in members])
+
+    def _run(self, member: Member) -> tuple[_Text, RoundResult, int]:
+        """Returns what came of it, and how many tokens were drafted."""
+        text = self.texts[member.target_sequence]
+        num_drafted = 0 if member.is_copied else member.num_draft_tokens
+        if num_drafted:
+            assert text.draft_sequence is not None
+            assert len(text.token_ids) - 1 + num_drafted <= self.draft.max_seq_len
+        asked = Request(
+            request_id="r",
+            prompt_token_ids=tuple(text.token_ids),
+            max_tokens=99,
+            sampling=text.sampling,
+        )
+        drafted = Drafted(new_state(asked))
+
+        def logits(model: HasLogits, num_rows: int) -> torch.Tensor:
+            rows = model.logits([*text.token_ids, *drafted.token_ids], num_rows)
+            return torch.from_numpy(rows).float()
+
+        if member.is_copied:
+            copied = PromptLookup(text.token_ids).copy(member.num_draft_tokens)
+            drafted.token_ids.extend(copied)
+        for _ in range(num_drafted):
+            self.sampler.draft(logits(self.draft.model, 1), [drafted])
+        num_rows = member.num_draft_tokens + 1
+        (result,) = self.sampler.verify(logits(self.target.model, num_rows), [drafted])
+        text.token_ids += result.token_ids or []
+        assert len(text.token_ids) <= member.num_positions
+        return text, result, num_drafted
+
+    def take(self) -> list[RoundResult]:
+        taken = self.under_way.popleft()
+        for text, result, num_drafted in taken:
+            num_emitted = len(result.token_ids or [])
+            if num_drafted and text.draft_sequence in self.draft.texts:
+                num_cached = text.num_told - 1 + min(num_drafted, num_emitted)
+                self.draft.num_told[text.draft_sequence] = num_cached
+            text.num_told += num_emitted
+            if text.target_sequence in self.target.texts:
+                self.target.num_told[text.target_sequence] = text.num_told - 1
+        return [result for _, result, _ in taken]
+
+    def leave(self, target_sequence: int) -> None:
+        del self.texts[target_sequence]
+
+    def drop(self) -> None:
+        self.under_way.clear()
+
+
+def make_pair(
+    draft: HasLogits,
+    *,
+    target: HasLogits | None = None,
+    costs: StepCosts | Costs | None = None,
+    rounds_type: type[TableRounds] = TableRounds,
+    has_rounds: bool = True,
+    draft_max_seq_len: int = 500,
+    max_members: int = 4,
+    max_rows: int = 64,
+    clock: Callable[[], float] | None = None,
+    **options: Any,
+) -> tuple[EnginePair, TableRounds]:
+    """costs are those of rounds, of any number of members if they are no function."""
+    max_batch_size = options.get("max_batch_size", 4)
+    engines = (
+        Device(draft, max_seq_len=draft_max_seq_len, max_batch_size=max_batch_size),
+        Device(target or TableModel(target_rule), max_batch_size=max_batch_size),
+    )
+    costs_of = costs if callable(costs) else lambda num_members: costs
+    rounds = rounds_type(*engines, costs_of, max_members=max_members, max_rows=max_rows)
+    settings = {"max_batch_size": 4, "max_seq_len": 300, "max_num_tokens": 16, **options}
+    table = CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0}) if costs else None
+    pair = EnginePair(
+        *engines,
+        TorchSampler(engines[0].vocab_size),
+        PairOptions(adaptive=costs is not None, **settings),
+        lambda prompt, **_: WordDetokenizer(),
+        costs=table,
+        rounds=rounds if has_rounds else None,
+        **({"clock": clock} if clock else {}),
+    )
+    return pair, rounds

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from specpipe.runtimes.torch import graph_memory
+from specpipe.runtimes.torch.fused import compilation
+from specpipe.runtimes.torch.fused.rounds import FusedRounds
+from specpipe.runtimes.torch.graph_memory import graph_bytes
+from tests.runtimes.torch.fused.toy import toy_config, toy_engines
+
+
+@pytest.mark.parametrize("max_seq_len", [100, 5000])
+def test_the_estimate_covers_all_launches_that_are_recorded(
+    max_seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, not made. It takes both engines for drafts, so it may be a few times as much."""
+    limits = {"max_batch_size": 6, "max_draft_len": 3, "max_seq_len": max_seq_len}
+    config = toy_config(num_layers=2, num_heads=1, num_kv_heads=1)
+    draft, target = (toy_engines(config, limits=limits)[0] for _ in range(2))
+    rounds = FusedRounds(draft, target, num_draft_tokens=3, vocab_size=64, unused=[], copies=True)
+    made: list[object] = []
+    monkeypatch.setattr(compilation, "launch", lambda *launched: made.append(launched))
+    for recording in [*draft.recordings(0), *target.recordings(0), *rounds.recordings()]:
+        recording.launch()
+    capacity = draft.capacity
+    estimate = 2 * graph_bytes(2, capacity=capacity, max_batch_size=6, max_draft_len=3)
+    estimated = (estimate - graph_memory._FIRST_BYTES) // graph_memory._LAUNCH_BYTES
+    assert len(made) <= estimated <= 6 * len(made)
+
+
+def test_graphs_of_7_and_04_billion_parameters_take_less_than_a_gigabyte() -> None:
+    """For 128 streams with up to 8 draft tokens, of long texts as well."""
+    limits = {"capacity": 16_384, "max_batch_size": 128, "max_draft_len": 8}
+    assert 0.2e9 < graph_bytes(32, **limits) + graph_bytes(24, **limits) < 1e9
