@@ -13,7 +13,8 @@ not depend on what the texts are get the first set only.
 closed_loop.py says what a closed loop is and what is measured of it. A point has --requests answers
 for each stream, --least at least, but no more than can begin in --seconds of its steady part. None
 begins after --until seconds of the whole run: what was measured by then is in --out, a line of JSON
-each. What fails gives a line with `error`; its log is on stderr.
+each. What fails gives a line with `error`; its log is on stderr. The exit status is 1 then, and
+where ours compiled or recorded anything after it was ready.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
             inflate(arguments)
         measure(arguments, run)
     print(report(run.lines))
-    return int(any("error" in line for line in run.lines))
+    return int(any("error" in line or line.get("num_late") for line in run.lines))
 
 
 if __name__ == "__main__":
