@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.gpu.goals import Goal
@@ -95,13 +96,11 @@ def _time(rates: Rates, name: str, place: Place) -> str:
 
 
 def _acceptance(lines: Sequence[Line]) -> str:
-    if not any(line["draft_tokens_a_pass"] for line in lines):
+    if not lines:
         return ""
-    length, drafted = (
-        sum(line[name] for line in lines) / len(lines)
-        for name in ("acceptance_length", "draft_tokens_a_pass")
-    )
-    return f"{length:.2f} ({drafted:.2f})"
+    length = fmean(line["acceptance_length"] for line in lines)
+    drafted = fmean(line["draft_tokens_a_pass"] for line in lines)
+    return f"{length:.2f} ({drafted:.2f})" if drafted else f"{length:.2f}"
 
 
 def _ratios(rates: Rates, length: int) -> list[str]:

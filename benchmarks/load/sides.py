@@ -86,7 +86,9 @@ class Emitted:
 class Counts:
     """Draft tokens of a loop, and those of them that were accepted.
 
-    num_late  kernels that were compiled and graphs that were recorded meanwhile; None: not counted
+    num_drafted  0 also where a side does not count them
+    num_late     kernels that were compiled and graphs that were recorded meanwhile; None: not
+                 counted
     """
 
     num_drafted: int = 0
