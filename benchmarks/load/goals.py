@@ -111,6 +111,8 @@ RATIOS = (
         ("alone", "k"),
         dict.fromkeys((1, 2, 4, 8, 16, 32, 64, 128), 0.95),
     ),
+    Ratio("alone over alone through Triton", "alone", "triton", _NO_DRAFT, {}),
+    Ratio("adaptive over adaptive through Triton", "adaptive", "triton", ("adaptive",), {}),
     Ratio(
         "a draft of noise over alone",
         "noise",

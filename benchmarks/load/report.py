@@ -51,7 +51,7 @@ def report(lines: Sequence[Line]) -> str:
             told += _table(rates, length, partial(_time, rates, name))
         told += ["", "tokens a pass of the target (draft tokens of it):"]
         told += _table(rates, length, lambda place: _acceptance(rates.lines(place)))
-        told += ["", "ours over:", *_ratios(rates, length)]
+        told += _ratios(rates, length)
     return "\n".join([*told, *_goals(goals(rates)), *_faults(lines)])
 
 
@@ -111,7 +111,7 @@ def _ratios(rates: Rates, length: int) -> list[str]:
         if any(found):
             cells = ["" if one is None else f"{one[0]:.3f} ({one[1]})" for one in found]
             rows.append([what.what, *cells])
-    return _markdown(["streams", *map(str, streams)], rows)
+    return ["", "ours over:", *_markdown(["streams", *map(str, streams)], rows)] if rows else []
 
 
 def _goals(found: Sequence[Goal]) -> list[str]:
