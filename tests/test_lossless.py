@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specpipe.build.stages.convert import convert
-from specpipe.runtimes.pair.pair import Pair, PairOptions
+from specpipe.runtimes.pair.pair import LateWork, Pair, PairOptions
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.speculative.draft_choice import DraftChoice
@@ -277,6 +277,13 @@ def test_log_probabilities_of_prompt_and_output_are_those_of_transformers(
             atol=1e-3,
             rtol=1e-4,
         )
+
+
+def test_nothing_was_made_ready_while_requests_waited(
+    pair: Pair, target_alone: dict[str, list[list[int]]]
+) -> None:
+    """By all that was asked of the pair so far; on a CPU there is nothing to compile or record."""
+    assert pair.occupancy().late_work == LateWork()
 
 
 def without_end(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 _DECAY = 0.97  # weight of an observation after each later one: a memory of some thirty steps
 _PRIOR = (0.7, 0.5)  # accepted and rejected tokens that a new request begins with
 _EXPECTED = _PRIOR[0] / sum(_PRIOR)
+_PRIOR_DECAY = 0.98  # likewise, of what is expected of new requests after those of others
 MIN_GAIN = 1.1
 """The least gain that a perfect draft must promise one request, and any draft a batch: costs that
 are not measured (the draft reads the prompt too, and what the target added by itself) use up a
@@ -19,7 +20,6 @@ TRIAL_SHARE = 0.01
 """How much of the time trials that fail may take."""
 
 _MIN_PAUSE, MAX_PAUSE = 4, 96  # tokens without drafting before the next trial
-_MEMORY = 0.998  # weight of an observation in what is expected of new requests, likewise
 
 
 Schedule = tuple[tuple[int, int], ...]
@@ -95,8 +95,8 @@ class Prior:
 
     def observe(self, *, num_accepted_tokens: int, is_rejected: bool) -> None:
         """Takes in one step that drafted."""
-        self._accepted = self._accepted * _MEMORY + num_accepted_tokens
-        self._rejected = self._rejected * _MEMORY + is_rejected
+        self._accepted = self._accepted * _PRIOR_DECAY + num_accepted_tokens
+        self._rejected = self._rejected * _PRIOR_DECAY + is_rejected
 
 
 class DraftLength:

@@ -13,12 +13,8 @@ from specpipe.speculative.adaptive import (
     TRIAL_SHARE,
     DraftLength,
     StepCosts,
+    promise,
 )
-
-_LEAST_GAIN = 1.02
-"""What drafting must promise a batch; the draft reads prompts, too. Simulated, as what follows:
-benchmarks/notes.md, 16.
-"""
 
 
 @dataclass(frozen=True)
@@ -79,9 +75,11 @@ class BatchDraftLength:
         """
         self._since_trial += 1.0
         limit = min(max((c.limit for c in candidates), default=0), len(costs.verify) - 1)
-        if limit < 1 or is_trial_under_way or (limit + 1) / costs.time(limit) < MIN_GAIN:
+        lengths = range(1, limit + 1)
+        can_pay = max((promise(1.0, k, costs) for k in lengths), default=0.0) >= MIN_GAIN
+        if is_trial_under_way or not can_pay:
             return Choice()
-        best = self._best(candidates, num_others, costs, limit)
+        best = _best(candidates, num_others, costs, limit)
         if best:
             self._pause, self._was_tried = 0.0, False
             self._since_trial = float(MAX_PAUSE)
@@ -112,14 +110,12 @@ class BatchDraftLength:
         self._next_pause = (step + reading * unread) / TRIAL_SHARE
         return Choice(1, ready, is_trial=True)
 
-    def _best(
-        self, candidates: Sequence[Candidate], num_others: int, costs: StepCosts, limit: int
-    ) -> int:
-        a = np.array([c.draft_length.acceptance_probability for c in candidates])
-        limits = np.array([c.limit for c in candidates])
-        lengths = np.arange(1, limit + 1)
-        more = np.where(lengths <= limits[:, None], a[:, None] ** lengths, 0.0)
-        expected = len(candidates) + num_others + np.append(0.0, np.cumsum(more.sum(axis=0)))
-        rates = expected / [costs.time(k) for k in range(limit + 1)]
-        best = int(rates.argmax())
-        return best if rates[best] > _LEAST_GAIN * rates[0] else 0
+
+def _best(candidates: Sequence[Candidate], num_others: int, costs: StepCosts, limit: int) -> int:
+    """Returns the draft length in 0 ... limit at which all together should emit most."""
+    a = np.array([c.draft_length.acceptance_probability for c in candidates])
+    limits = np.array([c.limit for c in candidates])
+    lengths = np.arange(1, limit + 1)
+    drafted = np.where(lengths <= limits[:, None], a[:, None] ** lengths, 0.0).sum(axis=0)
+    expected = len(candidates) + num_others + np.append(0.0, np.cumsum(drafted))
+    return int((expected / [costs.time(k) for k in range(limit + 1)]).argmax())

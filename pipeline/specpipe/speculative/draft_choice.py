@@ -34,17 +34,15 @@ class DraftChoice:
         """token_ids are prompt and output of the request, which grow while it runs.
 
         draft_length adapts the draft length to acceptance and costs; None keeps it fixed.
-        has_lookup  whether draft tokens may be copied from the text, where it does not matter to
-                    what is emitted how they were found
+        has_lookup  whether draft tokens may be copied from the text
         matcher     which knows what the request's guide forces, and what it allows to copy
         """
         self._request, self._limits, self._token_ids = request, limits, token_ids
         self._draft_length, self._matcher = draft_length, matcher
         wanted = request.num_draft_tokens
         self._max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
-        sampling = request.sampling
         self._lookup: PromptLookup | None = None
-        if has_lookup and self.is_speculative and (sampling.is_greedy or sampling.is_seeded):
+        if has_lookup and self.is_speculative:
             self._lookup = PromptLookup(request.prompt_token_ids)
         self._prediction: Prediction | None = None
         if self.is_speculative and request.prediction_token_ids:

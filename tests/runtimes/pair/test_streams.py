@@ -190,6 +190,65 @@ def test_rounds_are_of_all_that_fit_and_those_that_waited_go_first() -> None:
     assert len(taken_part) == 4 and min(taken_part.values()) >= 5
 
 
+def test_rounds_go_on_beside_those_that_want_more() -> None:
+    """A token or more a step for each, and the round that comes next is launched first."""
+    pair, rounds = make_pair(TableModel(DRAFT_RULES["half"]), num_draft_tokens=3)
+    plain = [request(name, 4, max_tokens=40) for name in "ab"]
+    special = request("special", 4, max_tokens=20, return_log_probs=True)
+    for asked in (*plain, special):
+        pair.submit(asked)
+    target = pair.engines["target"]
+    assert isinstance(target, Device)
+    chunks: dict[str, list[Chunk]] = {name: [] for name in ("a", "b", "special")}
+    for step in range(4):
+        num_launched, num_forwards = len(rounds.launched), len(target.forwards)
+        for chunk in pair.step():
+            chunks[chunk.request_id].append(chunk)
+        assert len(rounds.launched) - num_launched == (1 if step else 2)
+        # Prompts but for their last tokens at first; then the special one's, and its steps.
+        expected = [[3, 3], [4 + 3]] if step == 0 else [[1 + 3]]
+        assert target.forwards[num_forwards:] == expected
+        assert [len(found) for found in chunks.values()] == [step + 1] * 3
+    assert all(len(members) == 2 for members in rounds.launched)
+    while pair.has_work():
+        for chunk in pair.step():
+            chunks[chunk.request_id].append(chunk)
+    for asked in (*plain, special):
+        assert ids(chunks[asked.request_id]) == greedy_reference(asked)
+
+
+def test_prompts_wait_for_each_other_where_many_decode() -> None:
+    """Beside 32 requests, two steps between them; those of a step are read at once."""
+    pair, rounds = make_pair(
+        TableModel(DRAFT_RULES["self"]),
+        num_draft_tokens=0,
+        max_batch_size=40,
+        max_members=40,
+        max_num_tokens=100,
+    )
+    for number in range(32):
+        pair.submit(request(str(number), 2, max_tokens=60))
+    pair.step()
+    target = pair.engines["target"]
+    assert isinstance(target, Device)
+
+    def prompts_read(*names: str) -> list[list[int]]:
+        for name in names:
+            pair.submit(request(name, 10, max_tokens=50))
+        target.forwards.clear()
+        pair.step()
+        return target.forwards
+
+    assert prompts_read("a") == prompts_read() == []
+    assert prompts_read() == [[9]]
+    assert prompts_read("b", "c") == []
+    assert prompts_read("d") == [[9, 9, 9]]
+    assert prompts_read("e") == []
+    pair.submit(request("long", 90, max_tokens=50))
+    assert prompts_read() == [[9, 89]]
+    assert len(rounds.launched[-1]) == 38
+
+
 def test_no_round_is_launched_past_the_last_token() -> None:
     pair, rounds = make_pair(TableModel(DRAFT_RULES["wrong"]), num_draft_tokens=2)
     run(pair, [request("r", 3, max_tokens=9)])
@@ -304,7 +363,6 @@ def test_nothing_is_copied_unless_that_was_asked_for_and_changes_nothing() -> No
         (False, Sampling(), False),
         (True, Sampling(), True),
         (True, SEEDED, True),
-        (True, Sampling(temperature=0.05, seed=3), False),  # the accept test wants probabilities
     ):
         pair, rounds = copying_pair("wrong", prompt_lookup=prompt_lookup)
         asked = request("r", 3, max_tokens=60, sampling=sampling)
@@ -314,6 +372,18 @@ def test_nothing_is_copied_unless_that_was_asked_for_and_changes_nothing() -> No
         pair, rounds = copying_pair("wrong", prompt_lookup=prompt_lookup, costs=None)
         assert ids(run(pair, [asked])["r"]) == ids(chunks)
         assert not rounds.copied  # a fixed draft length is that of the draft
+
+
+@pytest.mark.parametrize("has_rounds", [True, False])
+def test_what_is_copied_is_judged_where_nobody_gave_a_seed(has_rounds: bool) -> None:
+    """Nearly greedy, so that what is drawn is known: nothing but the target's own token."""
+    pair, rounds = copying_pair("wrong", has_rounds=has_rounds)
+    asked = request("r", 3, max_tokens=60, sampling=Sampling(temperature=0.01, seed=3))
+    chunks = run(pair, [asked])["r"]
+    assert ids(chunks) == text_of(lap_rule, asked)
+    assert bool(rounds.copied) == has_rounds
+    statistics = chunks[-1].statistics
+    assert statistics is not None and statistics.total_accepted_draft_tokens >= 30
 
 
 def test_a_request_may_ask_for_fewer_copied_tokens_or_none() -> None:

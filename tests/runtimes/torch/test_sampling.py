@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from specpipe.runtimes.pair.sampler import Drafted
 from specpipe.runtimes.pair.torch_sampler import Row, TorchSampler, philox, uniform_at, warp
 from specpipe.speculative import noise
 from specpipe.speculative import warp as specification
 from specpipe.speculative.log_probs import likeliest, log_softmax
 from specpipe.speculative.noise import Purpose
 from specpipe.speculative.request import Request, Sampling
+from specpipe.speculative.verify import verify_by_rejection
+from tests.speculative.table import new_state, request
 
 
 def test_philox_in_torch_has_the_bits_of_the_specification() -> None:
@@ -122,3 +125,46 @@ def test_a_row_with_nan_scores_nothing() -> None:
     logits = torch.zeros(3, 8)
     logits[1, 7] = torch.nan
     assert TorchSampler(7).score(logits, [1, 2, 3], 2) is None
+
+
+def test_what_is_copied_without_a_seed_leaves_the_distribution_of_the_target() -> None:
+    """Each token as the specification has it, where the draft is certain; and in all as often."""
+    rng = np.random.default_rng(5)
+    num_answers = 1500
+    logits = rng.normal(size=(3, 6)).astype(np.float32)
+    copied = logits[:2].argmax(axis=1).tolist()
+    probs = specification.softmax(logits.astype(np.float64))
+    prompt_length = 5
+    drafted = [
+        Drafted(
+            new_state(
+                request(prompt_length=prompt_length, sampling=Sampling(temperature=1.0, seed=seed))
+            ),
+            list(copied),
+            is_copied=True,
+        )
+        for seed in range(num_answers)
+    ]
+    rows = torch.from_numpy(logits).repeat(num_answers, 1)
+    found = [result.token_ids or [] for result in TorchSampler(6).verify(rows, drafted)]
+    positions = range(prompt_length, prompt_length + 3)
+    for seed in range(0, num_answers, 10):
+        wanted = verify_by_rejection(
+            copied,
+            np.eye(6)[copied],
+            probs,
+            accept_uniform=np.array(
+                [noise.uniform(seed, at, Purpose.ACCEPT, 1)[0] for at in positions]
+            ),
+            recovered_gumbel=np.stack(
+                [noise.gumbel(seed, at, Purpose.RECOVERED, 6) for at in positions]
+            ),
+        )
+        assert tuple(found[seed]) == wanted.token_ids
+    for place in range(3):
+        tokens = [token_ids[place] for token_ids in found if len(token_ids) > place]
+        expected = len(tokens) * probs[place]
+        counts = np.bincount(tokens, minlength=6)
+        # 5 degrees of freedom: p < 2e-6 beyond.
+        assert ((counts - expected) ** 2 / expected).sum() < 35.0
+        assert len(tokens) > 100

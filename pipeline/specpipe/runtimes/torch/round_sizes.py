@@ -1,4 +1,4 @@
-"""Which sizes rounds are recorded in: places, and draft tokens of each.
+"""What rounds are recorded for: places, draft tokens of each, and whether tokens are drawn.
 
 A round is recorded for few numbers of members and of draft tokens, and runs in the least that
 holds it; what is too much is nobody's. Importing this imports neither torch nor Triton.
@@ -7,13 +7,44 @@ holds it; what is too much is nobody's. Importing this imports neither torch nor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
-from specpipe.runtimes.torch.fused_sizes import ROWS, most_rows
+from specpipe.runtimes.torch.fused_sizes import ROWS, WIDTHS, most_rows
+from specpipe.speculative.request import Sampling
 
 MAX_DRAFT_TOKENS = ROWS - 1
 
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, MAX_DRAFT_TOKENS)
 """Draft tokens of rounds of several members; those of a single one are recorded one by one."""
+
+_FEW = (1, 2)
+"""Places of rounds that need not fill a launch."""
+
+
+class Form(IntEnum):
+    """Which kernels a round has for what its members ask. Each does what those below it do."""
+
+    GREEDY = 0
+    """Nobody draws: scoring.py."""
+    DRAWN = 1
+    """Nobody has top-k or top-p."""
+    CUT = 2
+    """Nobody has both."""
+    CUT_TWICE = 3
+
+
+def form_of(sampling: Sampling, vocab_size: int) -> Form:
+    """Returns the form that a member with this sampling needs."""
+    if sampling.is_greedy:
+        return Form.GREEDY
+    cuts = (0 < sampling.top_k < vocab_size, sampling.top_p < 1.0)
+    return (Form.DRAWN, Form.CUT, Form.CUT_TWICE)[sum(cuts)]
+
+
+_FORMS = (Form.GREEDY, Form.CUT_TWICE)
+"""Those that rounds of several members are recorded in; of one, all are: there, a launch that finds
+nothing to do is a hundredth of a step with ten others.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,13 +54,16 @@ class RoundKey:
     places   members that it has room for
     most     draft tokens that each has room for
     drafts   the draft runs, for one of them at least; else their draft tokens are copied
-    is_long  one of their texts may be long: FusedEngine.is_long
+    is_long  the text of a single member may be long: FusedEngine.is_long. Those of several are read
+             by as many programs, however long they are
+    form     one that does what each of them needs
     """
 
     places: int
     most: int
     drafts: bool
     is_long: bool
+    form: Form = Form.GREEDY
 
     @property
     def num_rows(self) -> int:
@@ -55,26 +89,47 @@ class RoundSizes:
         rows = most_rows(max_batch_size, num_draft_tokens)
         return cls(min(max_batch_size, rows), rows, num_draft_tokens)
 
-    def places(self, num_members: int) -> int:
-        """Returns the places of a round of so many."""
-        return min(1 << (num_members - 1).bit_length(), self.max_members)
-
     def most_draft_tokens(self, num_members: int) -> int:
         """Returns the most draft tokens that each of so many can have."""
-        return min(self.rows // self.places(num_members) - 1, self.num_draft_tokens)
+        return self.lengths(num_members)[-1]
 
     def lengths(self, num_members: int) -> list[int]:
         """Returns the numbers of draft tokens that rounds of so many are recorded for, rising."""
-        most = self.most_draft_tokens(num_members)
+        most = min(self.rows // num_members - 1, self.num_draft_tokens)
         if num_members == 1:
             return list(range(most + 1))
-        return [*(k for k in _LENGTHS if k < most), most]
+        return [k for k in self._all_lengths if k <= most]
 
     def length(self, num_members: int, num_draft_tokens: int) -> int:
         """Returns the least of them that holds so many draft tokens."""
         return next(k for k in self.lengths(num_members) if k >= num_draft_tokens)
 
+    def places(self, num_members: int, most: int) -> int:
+        """Returns the places of a round of so many with one of their `lengths`."""
+        return next(places for places in self._all_places(most) if places >= num_members)
+
+    def forms(self, places: int) -> tuple[Form, ...]:
+        """Returns the forms that rounds of so many places are recorded in, rising."""
+        return tuple(Form) if places == 1 else _FORMS
+
+    def form(self, places: int, needed: Form) -> Form:
+        """Returns the least of them that does what is needed."""
+        return next(form for form in self.forms(places) if form >= needed)
+
     def shapes(self) -> list[tuple[int, int]]:
-        """Returns places and draft tokens of all that rounds are recorded for, both rising."""
-        every = sorted({self.places(num) for num in range(1, self.max_members + 1)})
-        return [(places, most) for places in every for most in self.lengths(places)]
+        """Returns places and draft tokens of all that rounds are recorded for, rising."""
+        alone = [(1, most) for most in range(self.num_draft_tokens + 1)]
+        others = {(p, most) for most in self._all_lengths for p in self._all_places(most)}
+        return sorted({*alone, *others})
+
+    @property
+    def _all_lengths(self) -> list[int]:
+        """Of rounds of several members."""
+        most = min(self.rows // 2 - 1, self.num_draft_tokens)
+        return sorted({*(k for k in _LENGTHS if k < most), max(most, 0)})
+
+    def _all_places(self, most: int) -> list[int]:
+        """As many as fill launches of each width, which take about as long for fewer; and few."""
+        filling = [width // (most + 1) for width in WIDTHS if width <= self.rows]
+        every = (min(places, self.max_members) for places in (*_FEW, *filling))
+        return sorted({places for places in every if 0 < places * (most + 1) <= self.rows})

@@ -22,10 +22,11 @@ from triton.compiler import ASTSource
 from specpipe.runtimes.torch.fused import round_rows
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
+from specpipe.runtimes.torch.fused.prompt import Prompts
 from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused.tiles import Tiles
 from specpipe.runtimes.torch.fused.weights import Weights, load_weights
-from specpipe.runtimes.torch.fused_sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import PROMPT_WIDTHS, ROWS
 from tests.runtimes.torch.fused.toy import MISTRAL_7B, QWEN_05B, toy_config, toy_shapes
 
 MODELS = {"7b": MISTRAL_7B, "0.5b": QWEN_05B}
@@ -82,7 +83,7 @@ def recording_decoder(
 
 
 def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
-    """What a draft-verify round launches, one of each kernel."""
+    """What a draft-verify round launches and a launch of prompts, one of each kernel."""
     decoder = recording_decoder(model, dtype)
     integers = torch.empty(128, dtype=torch.int32, device="meta")
     texts = integers.view(2, 64)
@@ -99,7 +100,24 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     names += ["propose", "copy", "accept", "plan_round"]
     launches = dict(zip(names, decoder.launches, strict=True))
     decoder.layers(replace(rows, is_long=True))
-    launches["attention_by_blocks"] = decoder.launches[len(names) + names.index("attention")]
+    decoder.layers(replace(rows, num_rows=4, group=1))
+    for number, name in enumerate(("attention_by_blocks", "attention_of_many")):
+        first = len(names) + number * (names.index("mlp_out") + 1)
+        launches[name] = decoder.launches[first + names.index("attention")]
+    decoder.launches = []
+    Prompts(decoder, PROMPT_WIDTHS[-1]).launch(PROMPT_WIDTHS[-1], is_whole=True)
+    names = [
+        "norm_rows",
+        "qkv",
+        "turn_heads",
+        "attention",
+        "dense",
+        "norm_rows",
+        "gated",
+        "mlp_out",
+    ]
+    for name, launch in zip(names, decoder.launches, strict=True):
+        launches[f"prompt_{name}"] = launch
     return launches
 
 
@@ -107,8 +125,9 @@ def compiled(launch: Launch, capability: int) -> Any:
     has_pdl = capability >= 90
     constants = {**launch.constants, "PDL": has_pdl}
     options: dict[str, Any] = {"launch_pdl": True} if has_pdl else {}
-    if "num_warps" in constants:
-        options["num_warps"] = constants.pop("num_warps")
+    for name in "num_warps", "maxnreg":
+        if name in constants:
+            options[name] = constants.pop(name)
     signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
     names = [name for name in launch.kernel.arg_names if name not in constants]
     for name, value in zip(names, launch.arguments, strict=True):
@@ -217,6 +236,7 @@ def facts(name: str, launch: Launch, capability: int) -> dict[str, Any]:
         "is_held": launch.tiles is not None and launch.tiles.held > 0,
         "accesses": sorted(set(every)),
         "early": sorted(set(early)),
+        "num_products": kernel.asm["ptx"].count("wgmma.mma_async"),
         "num_waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
         "num_bulk_prefetches": kernel.asm["ptx"].count("cp.async.bulk.prefetch.L2"),
     }

@@ -10,35 +10,28 @@ import sys
 
 import torch
 
-from specpipe.runtimes.torch.fused.drawing import Drawing, Mode, Settings, Text
-from specpipe.speculative.noise import Purpose
+from specpipe.runtimes.torch.fused.drawing import Drawing, Settings
+from specpipe.runtimes.torch.fused.streams import Members, Streams
+from specpipe.runtimes.torch.round_sizes import Form
 from tests.runtimes.torch.fused import compile_kernels
 
 _META = torch.device("meta")
 _TYPES = {torch.int64: "*i64", torch.float64: "*fp64"}
 
-MODES = [
-    Mode(rejects=True, has_top_k=True, has_top_p=True),
-    Mode(rejects=False, has_top_k=False, has_top_p=True),
-    Mode(rejects=False, has_top_k=False, has_top_p=False),
-]
-"""They have every step of `narrow`, and both forms of what has two."""
-
 
 def launches_of(model: str) -> list[compile_kernels.Launch]:
-    """What rounds of five draft tokens launch behind their heads, each kernel in each form once."""
+    """What a round launches behind its heads, each kernel in each form once."""
     decoder = compile_kernels.recording_decoder(model)
     is_unused = torch.empty(decoder.config.vocab_size, dtype=torch.uint8, device=_META)
-    settings = Settings(_META)
-    integers = torch.empty(128, dtype=torch.int32, device=_META)
-    text = Text(integers, integers, first=96)
-    draft, target = (
-        Drawing(decoder, settings, text, is_unused, num_rows=num_rows) for num_rows in (5, 6)
-    )
-    for mode in MODES:
-        target.draw(mode, Purpose.RECOVERED, first_row=0, num_rows=6)
-        draft.propose(0)
-        target.accept(draft, mode, integers, 5)
+    settings = Settings(2, _META)
+    integers = torch.empty(2, dtype=torch.int32, device=_META)
+    texts = torch.empty(2, 128, dtype=torch.int32, device=_META)
+    streams = Streams(history=texts, last=integers, draft_slots=integers)
+    members = Members(integers, integers, integers, most=5)
+    draft, target = (Drawing(decoder, settings, streams, is_unused) for _ in range(2))
+    draft.draw_draft(members, Form.CUT_TWICE, 0)
+    target.draw(members, Form.CUT_TWICE)
+    target.accept(draft, members, texts)
     forms: dict[object, compile_kernels.Launch] = {}
     for launch in decoder.launches:
         forms.setdefault((launch.kernel.__name__, tuple(launch.constants.items())), launch)

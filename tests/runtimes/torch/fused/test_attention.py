@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from specpipe.runtimes.torch.fused import attention, decoder
 from specpipe.runtimes.torch.fused import engine as fused_engine
+from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused_sizes import BLOCK, CHUNK, ROWS
 from tests.runtimes.torch.fused.kernel_inputs import (
     DEVICE,
@@ -32,6 +34,7 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
+LISTED_BLOCKS = {"is_listed": True, "takes_blocks": True}
 
 
 @dataclass(frozen=True)
@@ -70,31 +73,112 @@ class Cached:
 def attend(
     query: Tensor,
     cached: Cached,
-    positions: tuple[int, ...],
+    positions: Sequence[int],
     *,
+    group: int | None = None,
     queries: int = 16,
     window: int = 0,
     takes_blocks: bool = False,
+    is_listed: bool = False,
 ) -> Tensor:
-    """Launches the kernel for rows of one sequence."""
+    """Launches a kernel for rows of one sequence, or for groups of them that see one text."""
     rows, head_size = len(query), query.shape[1] // NUM_HEADS
+    group = group or rows
     out = poisoned(*query.shape, dtype=query.dtype)
-    num_parts = positions[-1] // (CHUNK * BLOCK if takes_blocks else CHUNK) + 2
+    num_parts = max(positions) // (CHUNK * BLOCK if takes_blocks else CHUNK) + 2
     sums = poisoned(rows, NUM_HEADS, num_parts, head_size, dtype=torch.float32)
     states = poisoned(rows, NUM_HEADS, num_parts, 2, dtype=torch.float32)
     arrivals = torch.zeros(rows * NUM_HEADS, dtype=torch.int32, device=DEVICE)
-    blocks = -(-rows * (NUM_HEADS // NUM_KV_HEADS) // queries)
-    launch(
-        attention.attention, (blocks, NUM_KV_HEADS, num_parts),
-        query, cached.keys, cached.values, integers(*cached.table)[None], integers(*positions),
-        integers(*[0] * rows), UNUSED, out, sums, states, arrivals,
-        len(cached.table), num_parts, window, head_size**-0.5, rows, rows, 1.0,
-        H=NUM_HEADS, H_KV=NUM_KV_HEADS, D=head_size, PAGE=PAGE, ROWS=ROWS, CHUNK=CHUNK,
-        BLOCK=BLOCK, TAKES_BLOCKS=takes_blocks, STAGES=3, QUERIES=queries,
-        QUERY_BLOCKS=blocks, UNROLL=4, HEADS_BY_KV=False, HAS_GAIN=False, NEXT=PLAIN,
-    )  # fmt: skip
+    where, slots = integers(*positions), integers(*[0] * rows)
+    inputs = query, cached.keys, cached.values, integers(*cached.table)[None]
+    outputs = UNUSED, out, sums, states, arrivals, len(cached.table), num_parts, window
+    constants: dict[str, Any] = {
+        "H": NUM_HEADS, "H_KV": NUM_KV_HEADS, "D": head_size, "PAGE": PAGE, "CHUNK": CHUNK,
+        "BLOCK": BLOCK, "STAGES": 3, "QUERIES": queries, "UNROLL": 4, "HEADS_BY_KV": False,
+        "HAS_GAIN": False, "NEXT": PLAIN,
+    }  # fmt: skip
+    scale = head_size**-0.5
+    if is_listed:
+        parts = listed(
+            where, slots, most=queries // (NUM_HEADS // NUM_KV_HEADS),
+            most_in_chunks=0 if takes_blocks else 1000,
+        )  # fmt: skip
+        launch(
+            attention.attention_of_many, (3,), *inputs, parts, *outputs, scale, 1.0,
+            QUERY_BLOCKS=1, **constants,
+        )  # fmt: skip
+    else:
+        query_blocks = -(-group * (NUM_HEADS // NUM_KV_HEADS) // queries)
+        launch(
+            attention.attention, (rows // group * query_blocks, NUM_KV_HEADS, num_parts),
+            *inputs, where, slots, *outputs, scale, group, rows, 1.0,
+            ROWS=ROWS, QUERY_BLOCKS=query_blocks, TAKES_BLOCKS=takes_blocks, **constants,
+        )  # fmt: skip
     assert not arrivals.any()  # ready for the next launch
     return out
+
+
+def listed(positions: Tensor, slots: Tensor, *, most: int, most_in_chunks: int) -> Tensor:
+    """What list_parts writes for some rows."""
+    parts = integers(*[-1] * (4 + 4 * 20 * len(positions)))
+    attention.list_parts[1,](
+        parts, positions, slots, len(positions), most, most_in_chunks,
+        WIDTH=ROWS, CHUNK=CHUNK, BLOCK=BLOCK, MOST_CHUNKS=18,
+    )  # fmt: skip
+    return parts
+
+
+def test_parts_are_listed_once_for_neighbouring_rows_of_a_sequence() -> None:
+    rows = [
+        (7, 0), (8, 0), (9, 0), (10, 0),  # three together, and one
+        (10, 0),  # again: not one behind
+        (-1, 0), (0, 0),
+        (127, 1), (128, 1),  # the first of them sees one chunk, together they are two
+        (129, 2),  # another sequence
+        (-1, 2), (-1, 3), (300, 3),
+    ]  # fmt: skip
+    positions, slots = (integers(*values) for values in zip(*rows, strict=True))
+
+    def found(most_in_chunks: int) -> tuple[int, list[tuple[int, ...]]]:
+        parts = listed(positions, slots, most=3, most_in_chunks=most_in_chunks).view(-1, 4)
+        num_parts, chunks_each, *_ = parts[0].tolist()
+        assert (parts[num_parts + 1 :] == -1).all()  # nothing behind them
+        return chunks_each, [
+            (entry & 255, entry >> 8 & 255, entry >> 16, slot, last)
+            for entry, slot, last, _ in parts[1 : num_parts + 1].tolist()
+        ]
+
+    assert found(11) == (1, [
+        (0, 3, 0, 0, 9), (3, 1, 0, 0, 10), (4, 1, 0, 0, 10), (6, 1, 0, 0, 0), (7, 2, 0, 1, 128),
+        (7, 2, 1, 1, 128), (9, 1, 0, 2, 129), (9, 1, 1, 2, 129), (12, 1, 0, 3, 300),
+        (12, 1, 1, 3, 300), (12, 1, 2, 3, 300),
+    ])  # fmt: skip
+    assert found(10) == (BLOCK, [
+        (0, 3, 0, 0, 9), (3, 1, 0, 0, 10), (4, 1, 0, 0, 10), (6, 1, 0, 0, 0), (7, 2, 0, 1, 128),
+        (9, 1, 0, 2, 129), (12, 1, 0, 3, 300),
+    ])  # fmt: skip
+
+
+def test_a_long_text_is_listed_in_blocks_however_few_there_are() -> None:
+    long = integers(18 * CHUNK)
+    parts = listed(long, integers(0), most=4, most_in_chunks=1000)
+    assert parts[:2].tolist() == [3, BLOCK]
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_rows_of_nobody_change_nothing_for_their_neighbours(
+    dtype: torch.dtype, is_listed: bool
+) -> None:
+    positions = (-1, 129, 7, -1, 200, 201, -1, -1)  # pairs; none, one or two are somebody's
+    query = random(len(positions), NUM_HEADS * 32, dtype=dtype, seed=2)
+    cached = Cached.random(max(positions) + 1, 32, dtype)
+    out = attend(query, cached, positions, group=2, is_listed=is_listed)
+    for row, position in enumerate(positions):
+        if position < 0:
+            assert out[row].isnan().all()  # not written
+        else:
+            assert torch.equal(out[row], attend(query[row][None], cached, (position,))[0])
 
 
 @EVERY_DTYPE
@@ -128,11 +212,12 @@ def test_chunks_in_one_program_or_apart_are_the_same_bits(
     cached = Cached.random(positions[-1] + 1, 32, dtype)
     # As the decoder has them: one size for float32, two for bfloat16.
     queries = 32 if dtype == torch.bfloat16 and len(positions) > 8 else 16
-    apart, together = (
-        attend(query, cached, positions, queries=queries, window=window, takes_blocks=takes_blocks)
-        for takes_blocks in (False, True)
+    apart, *others = (
+        attend(query, cached, positions, queries=queries, window=window, **how)
+        for how in ({}, {"takes_blocks": True}, {"is_listed": True}, LISTED_BLOCKS)
     )
-    assert torch.equal(apart, together)
+    for together in others:
+        assert torch.equal(apart, together)
     for row, position in (0, positions[0]), (-1, positions[-1]):
         alone = attend(query[row][None], cached, (position,), window=window)
         assert torch.equal(alone[0], apart[row])
@@ -142,26 +227,37 @@ def test_chunks_in_one_program_or_apart_are_the_same_bits(
 def test_decoder_finds_its_parts_in_chunks_and_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     config = toy_config(num_layers=1)
     monkeypatch.setattr(decoder, "BLOCK", 2)
+    in_chunks, in_blocks, listed = kernels = [
+        (attention.attention, False), (attention.attention, True),
+        (attention.attention_of_many, None),
+    ]  # fmt: skip
 
-    def scored(most_chunks: int) -> tuple[Tensor, set[bool]]:
+    def scored(most_chunks: int, *, group: int) -> tuple[Tensor, set[Any]]:
         for module in (decoder, fused_engine):
             monkeypatch.setattr(module, "MOST_CHUNKS", most_chunks)
         engine, _ = toy_engines(config, limits={"max_seq_len": 400})
-        launch, takes_blocks = engine.decoder.launch, set()
+        launch, launched = engine.decoder.launch, set()
 
         def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
             launch(kernel, *arguments, **constants)
-            if kernel is attention.attention:
-                takes_blocks.add(constants["TAKES_BLOCKS"])
+            launched.add((kernel, constants.get("TAKES_BLOCKS")))
 
         monkeypatch.setattr(engine.decoder, "launch", record)
         with torch.inference_mode():
             for seed, pool in enumerate((engine.cache.keys[0], engine.cache.values[0])):
                 pool.copy_(random(*pool.shape, dtype=torch.float32, seed=seed))
-        sequence = engine.allocate(prompt_length=300, max_tokens=310)
-        engine.skip(sequence, 300)
-        return engine.forward([(sequence, [7, 11])], [2]), takes_blocks
+            slot = engine.cache.allocate(310)
+            rows = Rows(
+                integers(300, 301), integers(slot, slot), integers(7, 11), 2, group,
+                engine.is_long(302),
+            )  # fmt: skip
+            engine.decoder.layers(rows)
+            engine.decoder.score(0, 2, writes_logits=True)
+        return engine.decoder.logits[:2].clone(), launched & {*kernels}
 
-    (apart, in_chunks), (together, in_blocks) = scored(4), scored(2)
-    assert (in_chunks, in_blocks) == ({False}, {True})
-    assert torch.equal(apart, together)
+    wanted, launched = scored(4, group=2)
+    assert launched == {in_chunks}
+    for most_chunks, group, kernel in (2, 2, in_blocks), (4, 1, listed), (2, 1, listed):
+        logits, launched = scored(most_chunks, group=group)
+        assert launched == {kernel}
+        assert torch.equal(logits, wanted)

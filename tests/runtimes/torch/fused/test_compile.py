@@ -15,7 +15,9 @@ from specpipe.runtimes.torch.fused_sizes import CHUNK, PAGE
 
 KERNELS = [
     "embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score",
-    "propose", "copy", "accept", "plan_round", "attention_by_blocks",
+    "propose", "copy", "accept", "plan_round", "attention_by_blocks", "attention_of_many",
+    "prompt_norm_rows", "prompt_qkv", "prompt_turn_heads", "prompt_attention", "prompt_dense",
+    "prompt_gated", "prompt_mlp_out",
 ]  # fmt: skip
 """Both projections back to the hidden states are add_linear, with tiles of their own."""
 
@@ -23,6 +25,7 @@ READ_BEFORE_THE_WAIT = {
     "rotary_linear": {"positions_ptr", "slots_ptr", "pages_ptr", "rotations_ptr"},
     "attention": {"positions_ptr", "slots_ptr", "pages_ptr", "keys_ptr", "values_ptr"},
     "attention_by_blocks": {"positions_ptr", "slots_ptr", "pages_ptr"},
+    "attention_of_many": {"parts_ptr"},
     "dense": {"hidden_ptr", "gain_ptr"},
     "mlp_out": {"hidden_ptr", "gain_ptr"},
 }
@@ -35,6 +38,12 @@ STREAMED = {
     "mlp_out": {"weight_ptr", "x_ptr"},
     "score": {"weight_ptr", "scaled_ptr"},
     "attention_by_blocks": {"keys_ptr", "values_ptr"},
+    "prompt_qkv": {"weight_ptr", "x_ptr"},
+    "prompt_attention": {"keys_ptr", "values_ptr"},
+    "prompt_dense": {"weight_ptr", "x_ptr"},
+    "prompt_gated": {"weight_ptr", "x_ptr"},
+    "prompt_mlp_out": {"weight_ptr", "x_ptr"},
+    "attention_of_many": {"keys_ptr", "values_ptr"},
 }
 """What moves to shared memory while earlier blocks are multiplied; what is held, all at once."""
 
@@ -72,6 +81,8 @@ def check(found: dict[str, dict[str, Any]], capability: int) -> None:
             for argument in ("keys_ptr", "values_ptr"):
                 used = {(kind, size) for a, kind, size in accesses if a == argument}
                 assert used == {("load", 16)}, (argument, used)
+        if capability == 90 and name in STREAMED and name.startswith("prompt_"):
+            assert kernel["num_products"] > 0, name  # of Hopper's own kind
         if capability < 90:
             assert kernel["num_waits"] == kernel["num_bulk_prefetches"] == 0, name
             continue
@@ -86,7 +97,7 @@ def check(found: dict[str, dict[str, Any]], capability: int) -> None:
 
 
 def test_memory_is_read_wide_and_nothing_too_early(tmp_path: Path) -> None:
-    kernels = ("rotary_linear", "attention", "dense", "attention_by_blocks")
+    kernels = ("rotary_linear", "attention", "dense", "attention_by_blocks", "attention_of_many")
     found = facts(tmp_path, "7b", 90, *kernels)
     assert list(found) == list(kernels)
     check(found, 90)

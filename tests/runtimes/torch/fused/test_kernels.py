@@ -36,12 +36,17 @@ pytestmark = [
 def test_embed(dtype: torch.dtype, has_texts: bool) -> None:
     table, gain = random(50, 48, dtype=dtype), random(48, dtype=dtype, seed=1)
     hidden, scaled = poisoned(4, 48, dtype=dtype), poisoned(4, 48, dtype=dtype)
-    squares = torch.zeros(1, ROWS, device=DEVICE)
+    squares, parts = torch.zeros(1, ROWS, device=DEVICE), integers(*[-1] * 20)
     tokens = integers(7, 3, 49, 0, 11, 5, 6, 8, 21, 13)  # by row, or two texts of five
     launch(
-        kernels.embed, (4,), tokens, integers(2, 4, -1, 1), integers(0, 1, 0, 1), table, gain,
-        hidden, scaled, squares, 5, 2.0, C=48, BLOCK_C=32, HAS_TEXTS=has_texts,
+        kernels.embed, (5 if has_texts else 4,), tokens, integers(2, 4, -1, 1),
+        integers(0, 1, 0, 1), integers(0, 0, 0, 0), table, gain, hidden, scaled, squares, parts, 5,
+        2.0, 4, 4, 8, C=48, BLOCK_C=32, HAS_TEXTS=has_texts, WIDTH=ROWS, CHUNK=128,
+        BLOCK=8, MOST_CHUNKS=32,
     )  # fmt: skip
+    # One program more than rows lists what attention is to do, of every row by itself here.
+    listed = [3, 1, -1, -1, 0x100, 0, 2, -1, 0x101, 0, 4, -1, 0x103, 0, 1, -1, -1, -1, -1, -1]
+    assert parts.tolist() == (listed if has_texts else [-1] * 20)
     rows = [49, 13, 6] if has_texts else [7, 3, 0]
     wanted = 2.0 * table[rows]
     assert torch.equal(hidden[[0, 1, 3]], wanted)
@@ -92,28 +97,30 @@ def test_rotary_linear(
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_turn_heads(dtype: torch.dtype, has_norm: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+def test_turn_heads(dtype: torch.dtype, has_norm: bool, rows: int) -> None:
     num_heads, num_kv_heads, head_size = 4, 2, 16
-    qkv = random(2, (num_heads + 2 * num_kv_heads) * head_size, dtype=dtype)
+    qkv = random(4, (num_heads + 2 * num_kv_heads) * head_size, dtype=dtype)
     gains = [random(head_size, dtype=dtype, seed=seed) for seed in (1, 2)]
     rotations = random(40, head_size // 2, 2, dtype=torch.float32, seed=4)
     keys = poisoned(6, num_kv_heads, PAGE, head_size, dtype=dtype)
     values = keys.clone()
-    query = poisoned(2, num_heads * head_size, dtype=dtype)
+    query = poisoned(4, num_heads * head_size, dtype=dtype)
     launch(
-        kernels.turn_heads, (2, num_heads + 2 * num_kv_heads),
+        kernels.turn_heads, (4 // rows, num_heads + 2 * num_kv_heads),
         qkv, *gains, rotations, query, keys, values, integers(0, 4).view(1, 2),
-        integers(3, 17), integers(0, 0), 2, EPSILON,
-        H=num_heads, H_KV=num_kv_heads, D=head_size, PAGE=PAGE, HAS_NORM=has_norm,
+        integers(3, -1, 17, -1), integers(0, 0, 0, 0), 2, EPSILON,
+        H=num_heads, H_KV=num_kv_heads, D=head_size, PAGE=PAGE, ROWS=rows, HAS_NORM=has_norm,
     )  # fmt: skip
-    heads = qkv.unflatten(1, (-1, head_size)).double()
+    assert query[[1, 3]].isnan().all()
+    heads = qkv[[0, 2]].unflatten(1, (-1, head_size)).double()
     raw_values = heads[:, -num_kv_heads:]
     if has_norm:
         heads = torch.cat(
             [normed(heads[:, :num_heads], gains[0]), normed(heads[:, num_heads:], gains[1])], 1
         )
     out = turned(heads, rotations[[3, 17]][:, None].expand(-1, heads.shape[1], -1, -1))
-    assert error(query, out[:, :num_heads].flatten(1)) < TOLERANCE[dtype]
+    assert error(query[[0, 2]], out[:, :num_heads].flatten(1)) < TOLERANCE[dtype]
     for row, (page, place) in enumerate([(0, 3), (4, 1)]):
         assert error(keys[page, :, place], out[row, num_heads:-num_kv_heads]) < TOLERANCE[dtype]
         assert torch.equal(values[page, :, place].double(), raw_values[row])

@@ -8,14 +8,18 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
 from specpipe.runtimes.pair.sampler import RoundResult
+from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.speculative.lookup import PromptLookup
-from specpipe.speculative.request import GREEDY
+from specpipe.speculative.request import GREEDY, Request, Sampling
 from tests.runtimes.torch.fused.toy import toy_config, toy_engines
+from tests.speculative.table import WordDetokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
@@ -282,3 +286,47 @@ def test_what_is_dropped_leaves_no_trace_in_the_next_text() -> None:
     again = bench.join(TEXTS[0])
     bench.run((again, 2))
     check(bench, again, TEXTS[0])
+
+
+def pair(*, has_rounds: bool) -> EnginePair:
+    """A pair of fused engines, with two draft tokens for everybody."""
+    bench = Bench(max_batch_size=3, max_draft_len=2)
+    disturb(bench.draft)
+    options = PairOptions(
+        num_draft_tokens=2, adaptive=False, max_batch_size=3, max_seq_len=100, max_num_tokens=16
+    )
+    return EnginePair(
+        bench.draft,
+        bench.target,
+        TorchSampler(64, []),
+        options,
+        lambda prompt, **_: WordDetokenizer(),
+        rounds=bench.rounds if has_rounds else None,
+    )
+
+
+def answers(engines: EnginePair, asked: Sequence[Request]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    for request in asked:
+        engines.submit(request)
+    while engines.has_work():
+        for chunk in engines.step():
+            assert chunk.error is None
+            found[chunk.request_id] += chunk.token_ids
+    return found
+
+
+def test_members_of_any_kind_are_told_what_single_steps_tell_each() -> None:
+    kinds = {
+        "greedy": GREEDY,
+        "seeded": Sampling(temperature=0.9, top_p=0.8, seed=11, is_seeded=True),
+        "unseeded": Sampling(temperature=0.9, top_k=20, seed=5),
+    }
+    asked = [
+        Request(request_id=name, prompt_token_ids=tuple(text), max_tokens=6, sampling=sampling)
+        for (name, sampling), text in zip(kinds.items(), TEXTS[::2] + TEXTS[3:], strict=True)
+    ]
+    step_by_step = pair(has_rounds=False)
+    alone = {name: ids for one in asked for name, ids in answers(step_by_step, [one]).items()}
+    assert all(len(ids) == 6 for ids in alone.values())
+    assert answers(pair(has_rounds=True), asked) == alone

@@ -40,16 +40,18 @@ def test_score(dtype: torch.dtype) -> None:
     is_unused[10:20] = 1
     best = poisoned(2, ROWS, dtype=torch.float32)
     best_ids = torch.full((2, ROWS), -1, dtype=torch.int32, device=DEVICE)
-    logits = poisoned(rows, vocab_size, dtype=torch.float32)
+    logits = poisoned(2 + rows, vocab_size, dtype=torch.float32)
     # What stands behind the last sums is nobody's: on a GPU perhaps no memory.
     squares = torch.cat([squares_of(hidden, 4), poisoned(1, ROWS, dtype=torch.float32)])
     launch(
         scoring.score, (2,),
         (hidden.float() * gain.float()).to(dtype), squares, UNUSED, weight, UNUSED,
-        is_unused, logits, best, best_ids, 1, rows, 4, 90, EPSILON,
+        is_unused, logits, best, best_ids, 1, 2, rows, 4, 90, EPSILON,
         V=vocab_size, C=channels, BLOCK_N=block_n, BLOCK_C=32, PARTS=4, ROWS=ROWS, WIDTH=ROWS,
         PREFETCH=32, HAS_UNUSED=True, WRITES_LOGITS=True, GROUP=0, KIND=PLAIN,
     )  # fmt: skip
+    assert logits[:2].isnan().all()  # from the third row on
+    logits = logits[2:]
     wanted = normed(hidden[1:], gain) @ weight.double().t()
     assert error(logits, wanted) < TOLERANCE[dtype]
     assert not best.isnan().any()

@@ -7,9 +7,9 @@ import torch
 
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.runtimes.torch.fused.engine import FusedEngine
-from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.fused.weights import load_weights
 from specpipe.runtimes.torch.fused_sizes import max_parts, most_rows, spare_positions
+from specpipe.runtimes.torch.graph_memory import graph_bytes
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model_shape import ModelConfig
 from tests import toy
@@ -43,13 +43,16 @@ def test_the_estimate_counts_what_an_engine_holds(max_batch_size: int) -> None:
     spec = toy_spec(ModelConfig.from_unified(unified), **limits)
     with torch.inference_mode():
         weights = load_weights(spec.model, toy_weights(spec.model).get)
-        engine, draft = FusedEngine(spec, weights), FusedEngine(spec, weights)
-    rounds = FusedRounds(draft, engine, num_draft_tokens=4, vocab_size=engine.vocab_size, unused=())
-    on_gpu, plain = (
-        estimate_memory(unified, dtype="float32", max_num_tokens=0, on_gpu=on_gpu, **limits)
-        for on_gpu in (True, False)
-    )
-    cache, decoder, drawing = engine.cache, engine.decoder, rounds._target_drawing
-    assert on_gpu.kv_cache_bytes == sum(x.nbytes for x in (*cache.keys, *cache.values))
-    buffers = (decoder._sums, decoder._states, decoder.logits, drawing._keys, drawing.masses)
-    assert on_gpu.workspace_bytes - plain.workspace_bytes == sum(x.nbytes for x in buffers)
+        engine = FusedEngine(spec, weights)
+    estimate = estimate_memory(unified, dtype="float32", max_num_tokens=0, on_gpu=True, **limits)
+    cache, decoder, prompts = engine.cache, engine.decoder, engine.prompts
+    assert estimate.kv_cache_bytes == sum(x.nbytes for x in (*cache.keys, *cache.values))
+    recorded = graph_bytes(
+        spec.model.num_layers, capacity=engine.capacity, max_batch_size=max_batch_size,
+        max_draft_len=4,
+    )  # fmt: skip
+    buffers = [decoder._sums, decoder._states, decoder.logits]
+    buffers += [prompts._hidden, prompts._normed, prompts._qkv, prompts._query]
+    buffers += [prompts._attended, prompts._mlp, prompts._unpacked, prompts._rounded]
+    logits = 4 * 2 * engine.max_logits * engine.vocab_size  # of a forward, and as they are sampled
+    assert estimate.workspace_bytes == sum(x.nbytes for x in buffers) + recorded + logits

@@ -1,8 +1,13 @@
-"""Attention of a few rows over the pages of their sequences, in Triton's language.
+"""Attention of rows over the pages of their sequences, in Triton's language.
 
-A text is divided among programs by its length: a short one into chunks of few positions, so that
-all of it is read at once, a long one into blocks of several chunks, so that each program reads one
-while it computes another and few have to be joined. The bits are the same: tests show it.
+A text is divided into parts, each read by one program. Where there is little to read they are
+chunks of few positions, so that all of it is read at once; where there is more, blocks of several
+chunks, so that few have to be joined, and most texts of a batch are one. What is added to what is
+the same either way, chunks to blocks and blocks to the whole, from left to right: tests show that
+the bits are.
+
+Of one sequence each part has a program. Of many, whose lengths nobody knows when a launch is
+recorded, the parts are listed first, and a fixed number of programs takes them in turns.
 
 Letters are those of kernels.py.
 """
@@ -94,6 +99,38 @@ def _nothing(QUERIES: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _attended_chunks(
+    query, keys_ptr, values_ptr, pages_ptr, slot, pages_stride, first, stop, kv_head, position,
+    last_position, window, scale,
+    H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, QUERIES: tl.constexpr,
+):
+    """What `_attended` returns of chunks first ... stop, joined from left to right."""
+    sums, highest, weight = _nothing(QUERIES, D)
+    for chunk in tl.range(first, stop, num_stages=STAGES):
+        seen = chunk * CHUNK + tl.arange(0, CHUNK)
+        place = _places(pages_ptr, slot, pages_stride, seen, last_position, kv_head, H_KV, D, PAGE)
+        is_there = (seen <= last_position)[:, None]
+        keys = tl.load(keys_ptr + place, mask=is_there, other=0.0)
+        values = tl.load(values_ptr + place, mask=is_there, other=0.0)
+        more_sums, more_highest, more_weight = _attended(
+            query, keys, values, seen, position, window, scale
+        )
+        sums, highest, weight = _joined(sums, highest, weight, more_sums, more_highest, more_weight)
+    return sums, highest, weight
+
+
+@triton.jit
+def _keep_part(sums_ptr, states_ptr, part, sums, highest, weight, is_query, D: tl.constexpr):
+    """Writes a part of each query for whoever joins them."""
+    place = part[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(sums_ptr + place, sums, mask=is_query[:, None])
+    tl.store(states_ptr + 2 * part, highest, mask=is_query)
+    tl.store(states_ptr + 2 * part + 1, weight, mask=is_query)
+    tl.debug_barrier()
+
+
+@triton.jit
 def _joined_parts(
     sums_ptr, states_ptr, parts, first, stop, is_query,
     QUERIES: tl.constexpr, D: tl.constexpr, UNROLL: tl.constexpr,
@@ -121,6 +158,39 @@ def _joined_parts(
     return sums, highest, weight
 
 
+@triton.jit
+def _joined_chunks(
+    sums_ptr, states_ptr, chunks, first, stop, is_query,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, UNROLL: tl.constexpr,
+):
+    """`_joined_parts` of parts that are chunks: to blocks first, and those then."""
+    sums, highest, weight = _nothing(QUERIES, D)
+    for block in range(first // BLOCK, tl.cdiv(stop, BLOCK)):
+        more_sums, more_highest, more_weight = _joined_parts(
+            sums_ptr, states_ptr, chunks, tl.maximum(block * BLOCK, first),
+            tl.minimum((block + 1) * BLOCK, stop), is_query, QUERIES, D, UNROLL,
+        )
+        sums, highest, weight = _joined(sums, highest, weight, more_sums, more_highest, more_weight)
+    return sums, highest, weight
+
+
+@triton.jit
+def _write(
+    out_ptr, out_gain_ptr, sums, weight, row, q, kv_head, is_written, out_scale,
+    H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, HEADS_BY_KV: tl.constexpr,
+    HAS_GAIN: tl.constexpr, NEXT: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """What queries q of a group attend to, ready for a linear of kind NEXT."""
+    G: tl.constexpr = H // H_KV
+    head = kv_head * G + q % G if HEADS_BY_KV else (q % G) * H_KV + kv_head
+    place = head[:, None] * D + tl.arange(0, D)[None, :]
+    gain = out_scale
+    if HAS_GAIN:
+        gain = tl.load(out_gain_ptr + place)
+    out = as_input(sums / weight[:, None], gain, out_scale, DTYPE, HAS_GAIN, NEXT)
+    tl.store(out_ptr + (row * (H * D))[:, None] + place, out, mask=is_written[:, None])
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention(
     query_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr,
@@ -134,10 +204,9 @@ def attention(
 ):
     """What queries [R, H · D] attend to, [R, H · D]: program (queries, key-value head, part).
 
-    `group` rows are of one sequence, positions rising; the queries of a group and head are taken
-    in QUERY_BLOCKS blocks of QUERIES. A part is a chunk, CHUNK positions, or if TAKES_BLOCKS a
-    block, BLOCK chunks; the last program of some queries to arrive joins theirs. What is added to
-    what is the same either way: chunks to blocks, and blocks to the whole, from left to right.
+    `group` rows are of one sequence, or of nobody: those below position 0. The queries of a group
+    and head are taken in QUERY_BLOCKS blocks of QUERIES. A part is a chunk, CHUNK positions, or if
+    TAKES_BLOCKS a block, BLOCK chunks; the last program of some queries to arrive joins theirs.
 
     sums    float32 [R, H, max_parts, D]: of values, by part
     states  float32 [R, H, max_parts, 2]: the highest score, and the sum of weights below it
@@ -145,39 +214,37 @@ def attention(
 
     out is ready for a linear of kind NEXT, which may want heads in the order (H_kv, G).
     """
+    G: tl.constexpr = H // H_KV
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     first_row = tl.program_id(0) // QUERY_BLOCKS * group
+    q = tl.program_id(0) % QUERY_BLOCKS * QUERIES + tl.arange(0, QUERIES)
+    row = first_row + q // G
     # Positions and pages are older than the kernel before: see rotary_linear.
+    position = tl.load(positions_ptr + row, mask=q < group * G, other=-1)
+    slot = tl.load(slots_ptr + first_row)
     first_position = tl.load(positions_ptr + first_row)
-    any_row = tl.arange(0, ROWS)
-    is_of_group = (any_row >= first_row) & (any_row < first_row + group)
-    of_group = tl.load(positions_ptr + any_row, mask=is_of_group, other=-1)
-    last_position = tl.max(of_group, axis=0)  # a group may end in rows of nobody
-    num_chunks = last_position // CHUNK + 1
+    last_position = tl.load(positions_ptr + first_row + group - 1)
+    if (first_position < 0) | (last_position < 0):  # look for those that are somebody's
+        last_position = tl.max(position, axis=0)
+        slots = tl.load(slots_ptr + row, mask=position >= 0, other=0)
+        slot = tl.max(slots, axis=0)
+    num_chunks = (last_position + CHUNK) // CHUNK
     first_chunk = 0
     if window > 0:
         first_chunk = tl.maximum(first_position - window + 1, 0) // CHUNK
-    first_block = first_chunk // BLOCK
-    num_blocks = tl.cdiv(num_chunks, BLOCK)
     if TAKES_BLOCKS:
-        first_part = first_block
-        stop_part = num_blocks
+        first_part = first_chunk // BLOCK
+        stop_part = tl.cdiv(num_chunks, BLOCK)
     else:
         first_part = first_chunk
         stop_part = num_chunks
-    if (last_position < 0) | (part < first_part) | (part >= stop_part):
+    if (part < first_part) | (part >= stop_part):
         begin(PDL)
         return
-    G: tl.constexpr = H // H_KV
-    q = tl.program_id(0) % QUERY_BLOCKS * QUERIES + tl.arange(0, QUERIES)
-    is_query = q < group * G
-    row = first_row + q // G
+    is_query = position >= 0
     head = (q % G) * H_KV + kv_head
-    position = tl.load(positions_ptr + row, mask=is_query, other=0)
-    slot = tl.load(slots_ptr + first_row)
-    channel = tl.arange(0, D)
-    query_place = (row * H + head)[:, None] * D + channel[None, :]
+    query_place = (row * H + head)[:, None] * D + tl.arange(0, D)[None, :]
     if TAKES_BLOCKS:
         first = tl.maximum(part * BLOCK, first_chunk)
         stop = tl.minimum((part + 1) * BLOCK, num_chunks)
@@ -192,25 +259,15 @@ def attention(
                     _prefetch(values_ptr + page * (PAGE * D), page_bytes)
         begin(PDL)
         query = tl.load(query_ptr + query_place, mask=is_query[:, None], other=0.0)
-        sums, highest, weight = _nothing(QUERIES, D)
-        for chunk in tl.range(first, stop, num_stages=STAGES):
-            seen = chunk * CHUNK + tl.arange(0, CHUNK)
-            place = _places(
-                pages_ptr, slot, pages_stride, seen, last_position, kv_head, H_KV, D, PAGE
-            )
-            is_there = (seen <= last_position)[:, None]
-            keys = tl.load(keys_ptr + place, mask=is_there, other=0.0)
-            values = tl.load(values_ptr + place, mask=is_there, other=0.0)
-            more_sums, more_highest, more_weight = _attended(
-                query, keys, values, seen, position, window, scale
-            )
-            sums, highest, weight = _joined(
-                sums, highest, weight, more_sums, more_highest, more_weight
-            )
+        sums, highest, weight = _attended_chunks(
+            query, keys_ptr, values_ptr, pages_ptr, slot, pages_stride, first, stop, kv_head,
+            position, last_position, window, scale, H_KV, D, PAGE, CHUNK, STAGES, QUERIES,
+        )
     else:
         seen = part * CHUNK + tl.arange(0, CHUNK)
         place = _places(pages_ptr, slot, pages_stride, seen, last_position, kv_head, H_KV, D, PAGE)
         # So are the keys and values of earlier steps; those of this one are the kernel's before.
+        any_row = tl.arange(0, ROWS)
         any_position = tl.load(positions_ptr + any_row, mask=any_row < num_rows, other=-1)
         any_slot = tl.load(slots_ptr + any_row, mask=any_row < num_rows, other=-1)
         is_ours = (any_slot == slot) & (any_position >= 0)
@@ -224,40 +281,167 @@ def attention(
         keys = tl.where(is_old, old_keys, tl.load(keys_ptr + place, mask=is_new, other=0.0))
         values = tl.where(is_old, old_values, tl.load(values_ptr + place, mask=is_new, other=0.0))
         sums, highest, weight = _attended(query, keys, values, seen, position, window, scale)
-    parts = (row * H + head) * max_parts
-    here = parts + part
-    tl.store(sums_ptr + here[:, None] * D + channel[None, :], sums, mask=is_query[:, None])
-    tl.store(states_ptr + 2 * here, highest, mask=is_query)
-    tl.store(states_ptr + 2 * here + 1, weight, mask=is_query)
-    tl.debug_barrier()
-    counter = arrivals_ptr + tl.program_id(0) * H_KV + kv_head
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-    if arrived < stop_part - first_part - 1:
-        return
-    tl.store(counter, 0)
-    if TAKES_BLOCKS:
-        sums, highest, weight = _joined_parts(
-            sums_ptr, states_ptr, parts, first_part, stop_part, is_query, QUERIES, D, UNROLL
-        )
-    else:
-        sums, highest, weight = _nothing(QUERIES, D)
-        for block in range(first_block, num_blocks):
-            first = tl.maximum(block * BLOCK, first_part)
-            stop = tl.minimum((block + 1) * BLOCK, stop_part)
-            more_sums, more_highest, more_weight = _joined_parts(
-                sums_ptr, states_ptr, parts, first, stop, is_query, QUERIES, D, UNROLL
+    if stop_part - first_part > 1:
+        parts = (row * H + head) * max_parts
+        _keep_part(sums_ptr, states_ptr, parts + part, sums, highest, weight, is_query, D)
+        counter = arrivals_ptr + tl.program_id(0) * H_KV + kv_head
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+        if arrived < stop_part - first_part - 1:
+            return
+        tl.store(counter, 0)
+        if TAKES_BLOCKS:
+            sums, highest, weight = _joined_parts(
+                sums_ptr, states_ptr, parts, first_part, stop_part, is_query, QUERIES, D, UNROLL
             )
-            sums, highest, weight = _joined(
-                sums, highest, weight, more_sums, more_highest, more_weight
+        else:
+            sums, highest, weight = _joined_chunks(
+                sums_ptr, states_ptr, parts, first_part, stop_part, is_query,
+                BLOCK, QUERIES, D, UNROLL,
             )
-    if HEADS_BY_KV:
-        head = kv_head * G + q % G
-    place = head[:, None] * D + channel[None, :]
-    gain = out_scale
-    if HAS_GAIN:
-        gain = tl.load(out_gain_ptr + place)
-    is_kept = is_query & (position >= 0)
-    out = as_input(
-        sums / weight[:, None], gain, out_scale, query_ptr.dtype.element_ty, HAS_GAIN, NEXT
+    _write(
+        out_ptr, out_gain_ptr, sums, weight, row, q, kv_head, is_query, out_scale,
+        H, H_KV, D, HEADS_BY_KV, HAS_GAIN, NEXT, query_ptr.dtype.element_ty,
     )
-    tl.store(out_ptr + (row * (H * D))[:, None] + place, out, mask=is_kept[:, None])
+
+
+@triton.jit
+def _greater(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def list_parts(
+    parts_ptr, positions_ptr, slots_ptr, num_rows, most, most_in_chunks,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+):
+    """Lists the work of attention_of_many; one program does, once for all layers of a launch.
+
+    Neighbouring rows of one sequence, positions one apart, are taken together, up to `most`; those
+    below position 0 are nobody's. Parts are chunks where there are no more than most_in_chunks, of
+    texts of no more than MOST_CHUNKS; else they are blocks.
+
+    parts  int32 [4 + 4 · most parts]: how many there are, and how many chunks each has; then of
+           each, from 4 on, what _part says
+    """
+    row = tl.arange(0, WIDTH)
+    position = tl.load(positions_ptr + row, mask=row < num_rows, other=-1)
+    slot = tl.load(slots_ptr + row, mask=row < num_rows, other=-1)
+    is_behind = (row > 0) & (row < num_rows)
+    goes_on = is_behind & (position > 0)
+    goes_on &= tl.load(positions_ptr + row - 1, mask=is_behind, other=-1) == position - 1
+    goes_on &= tl.load(slots_ptr + row - 1, mask=is_behind, other=-1) == slot
+    run = tl.associative_scan(tl.where(goes_on, 0, row), 0, _greater)
+    is_first = (position >= 0) & ((row - run) % most == 0)
+    together = tl.full([WIDTH], 1, tl.int32)
+    goes_on = is_first
+    for more in range(1, most):
+        there = row + more < num_rows
+        goes_on &= tl.load(positions_ptr + row + more, mask=there, other=-1) == position + more
+        goes_on &= tl.load(slots_ptr + row + more, mask=there, other=-1) == slot
+        together += tl.where(goes_on, 1, 0)
+    last_position = position + together - 1
+    num_chunks = tl.where(is_first, last_position // CHUNK + 1, 0)
+    chunks_each = BLOCK
+    if (tl.sum(num_chunks, axis=0) <= most_in_chunks) & (
+        tl.max(num_chunks, axis=0) <= MOST_CHUNKS
+    ):
+        chunks_each = 1
+    num_parts = tl.cdiv(num_chunks, chunks_each)
+    first = parts_ptr + 4 + 4 * (tl.cumsum(num_parts, 0) - num_parts)
+    for part in range(tl.max(num_parts, axis=0)):
+        is_part = part < num_parts
+        tl.store(first + 4 * part, row | together << 8 | part << 16, mask=is_part)
+        tl.store(first + 4 * part + 1, slot, mask=is_part)
+        tl.store(first + 4 * part + 2, last_position, mask=is_part)
+    tl.store(parts_ptr, tl.sum(num_parts, axis=0))
+    tl.store(parts_ptr + 1, chunks_each)
+
+
+@triton.jit
+def _part(parts_ptr, number):
+    """Of a part that list_parts wrote: the first row, the number of rows that see it, the part of
+    its text that it is, their slot, and the position of the last.
+    """
+    place = parts_ptr + 4 + 4 * number
+    entry = tl.load(place)
+    return entry & 255, entry >> 8 & 255, entry >> 16, tl.load(place + 1), tl.load(place + 2)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_of_many(
+    query_ptr, keys_ptr, values_ptr, pages_ptr, parts_ptr, out_gain_ptr, out_ptr, sums_ptr,
+    states_ptr, arrivals_ptr, pages_stride, max_parts, window, scale, out_scale,
+    H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, QUERIES: tl.constexpr,
+    QUERY_BLOCKS: tl.constexpr, UNROLL: tl.constexpr, HEADS_BY_KV: tl.constexpr,
+    HAS_GAIN: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr,
+):
+    """`attention` of any number of rows, whose parts list_parts wrote.
+
+    Program after program takes one for a key-value head, and when it has done it, the one that is
+    as many further on as there are programs. Several share a processor, and wait for one another's
+    loads; so none begins a part before it has ended the last.
+    """
+    G: tl.constexpr = H // H_KV
+    in_one: tl.constexpr = H_KV * QUERY_BLOCKS
+    num_items = tl.load(parts_ptr) * in_one
+    chunks_each = tl.load(parts_ptr + 1)
+    step = tl.num_programs(0)
+    last_item = tl.maximum(num_items - 1, 0)
+    # What is next is read a turn before: nobody waits for it then.
+    first_row, num_rows, part, slot, last_position = _part(
+        parts_ptr, tl.minimum(tl.program_id(0), last_item) // in_one
+    )
+    begin(PDL)
+    for index in range(tl.program_id(0), num_items, step):
+        next_first_row, next_num_rows, next_part, next_slot, next_last_position = _part(
+            parts_ptr, tl.minimum(index + step, last_item) // in_one
+        )
+        num_chunks = last_position // CHUNK + 1
+        first_chunk = 0
+        if window > 0:
+            first_chunk = tl.maximum(last_position - num_rows - window + 2, 0) // CHUNK
+        first_part = first_chunk // chunks_each
+        if part >= first_part:
+            kv_head = index % H_KV
+            q = index // H_KV % QUERY_BLOCKS * QUERIES + tl.arange(0, QUERIES)
+            is_query = q < num_rows * G
+            row = first_row + q // G
+            head = (q % G) * H_KV + kv_head
+            query = tl.load(
+                query_ptr + (row * H + head)[:, None] * D + tl.arange(0, D)[None, :],
+                mask=is_query[:, None], other=0.0,
+            )
+            sums, highest, weight = _attended_chunks(
+                query, keys_ptr, values_ptr, pages_ptr, slot, pages_stride,
+                tl.maximum(part * chunks_each, first_chunk),
+                tl.minimum((part + 1) * chunks_each, num_chunks), kv_head,
+                last_position - num_rows + 1 + q // G, last_position, window, scale,
+                H_KV, D, PAGE, CHUNK, STAGES, QUERIES,
+            )
+            stop_part = tl.cdiv(num_chunks, chunks_each)
+            is_last = stop_part - first_part == 1
+            if stop_part - first_part > 1:
+                parts = (row * H + head) * max_parts
+                _keep_part(sums_ptr, states_ptr, parts + part, sums, highest, weight, is_query, D)
+                counter = arrivals_ptr + first_row * in_one + index % in_one
+                arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+                is_last = arrived == stop_part - first_part - 1
+                if is_last:
+                    tl.store(counter, 0)
+                    if chunks_each == 1:
+                        sums, highest, weight = _joined_chunks(
+                            sums_ptr, states_ptr, parts, first_part, stop_part, is_query,
+                            BLOCK, QUERIES, D, UNROLL,
+                        )
+                    else:
+                        sums, highest, weight = _joined_parts(
+                            sums_ptr, states_ptr, parts, first_part, stop_part, is_query,
+                            QUERIES, D, UNROLL,
+                        )
+            _write(
+                out_ptr, out_gain_ptr, sums, weight, row, q, kv_head, is_query & is_last,
+                out_scale, H, H_KV, D, HEADS_BY_KV, HAS_GAIN, NEXT, query_ptr.dtype.element_ty,
+            )
+        first_row, num_rows, part = next_first_row, next_num_rows, next_part
+        slot, last_position = next_slot, next_last_position

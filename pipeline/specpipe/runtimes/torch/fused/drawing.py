@@ -1,188 +1,201 @@
-"""Rounds of a sampled request: the buffers and launches that make tokens of scores.
+"""Rounds in which tokens are drawn: the buffers and launches that make them of scores.
 
-Kernels and letters are in sampling.py.
+Kernels, and words and letters, are in sampling.py and rejection.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from specpipe.runtimes.torch.fused import rejection
 from specpipe.runtimes.torch.fused import sampling as kernels
 from specpipe.runtimes.torch.fused.decoder import Decoder
-from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above
-from specpipe.speculative.noise import Purpose
+from specpipe.runtimes.torch.fused.streams import Members, Streams
+from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, width_of
+from specpipe.runtimes.torch.round_sizes import Form
 from specpipe.speculative.request import Sampling
 
 _MOST_BLOCKS = 64
 _MIN_BLOCK = 1024
-_CHUNK = 64
 _COLUMNS_A_WARP = 256
+_CHUNK = 256
+"""Columns that a program of `narrow` looks at together, one a thread."""
 
-_LEVELS, _BINS = kernels.NUM_LEVELS.value, kernels.BINS.value
-
-
-@dataclass(frozen=True)
-class Mode:
-    """What of a request's sampling decides which kernels run. Its numbers are on the GPU.
-
-    rejects  draft tokens are accepted by rejection sampling: there is no seed that was asked for
-    """
-
-    rejects: bool
-    has_top_k: bool
-    has_top_p: bool
+_MOST_PROGRAMS = 512
+"""Of `narrow`, which are few for each row where there are many rows: most have nothing to do."""
 
 
 class Settings:
-    """The sampling of the request that runs, on the GPU."""
+    """The sampling of each stream, on the GPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.numbers = torch.zeros(4, dtype=torch.float64, device=device)
-        """temperature, top_k (inf: off), top_p, log(min_p)"""
-        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+    def __init__(self, num_streams: int, device: torch.device) -> None:
+        fields = kernels.FIELDS.value
+        self.table = torch.zeros(num_streams, fields, dtype=torch.int64, device=device)
 
-    def write(self, sampling: Sampling, vocab_size: int) -> Mode:
-        """Takes over what a sampled request asks for, and says what it needs."""
-        top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else torch.inf
-        numbers = [sampling.temperature, top_k, sampling.top_p, sampling.min_p]
-        settings = torch.tensor(numbers, dtype=torch.float64)
-        settings[3].log_()
-        self.numbers.copy_(settings)
+    def write(self, stream: int, sampling: Sampling, vocab_size: int) -> None:
+        """Takes over what a stream asks for, from the next round on; it waits for nothing."""
+        numbers = torch.tensor([1.0, 1.0, -torch.inf], dtype=torch.float64)
+        top_k, kind = kernels.NO_LIMIT.value, kernels.GREEDY.value
+        if not sampling.is_greedy:
+            asked = [sampling.temperature, sampling.top_p, sampling.min_p]
+            numbers = torch.tensor(asked, dtype=torch.float64)
+            numbers[2].log_()
+            if 0 < sampling.top_k < vocab_size:
+                top_k = sampling.top_k
+            kind = kernels.MATCHED.value if sampling.is_seeded else kernels.REJECTING.value
         # Its 64 bits, as a signed number.
         seed = sampling.seed - (sampling.seed >> 63 << 64)
-        self.seed.copy_(torch.tensor([seed]))
-        return Mode(
-            rejects=not sampling.is_seeded,
-            has_top_k=top_k != torch.inf,
-            has_top_p=sampling.top_p < 1.0,
-        )
-
-
-@dataclass(frozen=True)
-class Text:
-    """Where a round stands in its text: rounds.py.
-
-    first  where the position of the last token stands among positions
-    """
-
-    history: Tensor
-    positions: Tensor
-    first: int
+        settings = torch.cat([numbers.view(torch.int64), torch.tensor([top_k, seed, kind])])
+        if self.table.is_cuda:
+            # The allocator of pinned memory keeps it until it was copied.
+            settings = settings.pin_memory()
+        self.table[stream].copy_(settings, non_blocking=True)
 
 
 class Drawing:
     """Draws tokens of rows that a decoder has scored, with their logits."""
 
     def __init__(
-        self, decoder: Decoder, settings: Settings, text: Text, is_unused: Tensor, *, num_rows: int
+        self, decoder: Decoder, settings: Settings, streams: Streams, is_unused: Tensor
     ) -> None:
-        """num_rows   of a round
-        is_unused  uint8 [V]: of each token id, whether it is never drawn
-        """
-        self._decoder, self._settings, self._text = decoder, settings, text
+        """is_unused  uint8 [V]: of each token id, whether it is never drawn"""
+        self._decoder, self._settings, self._streams = decoder, settings, streams
         self._is_unused = is_unused
         self._num_columns = len(is_unused)
-        self._num_rows = num_rows
         block = min(_MIN_BLOCK, power_of_2_above(self._num_columns))
         while block * _MOST_BLOCKS < self._num_columns:
             block *= 2
         self._block = block
         self._num_blocks = num_blocks = -(-self._num_columns // block)
         self._blocks = power_of_2_above(num_blocks)
-        device = is_unused.device
+        self._num_warps = max(4, block // _COLUMNS_A_WARP)
+        self._chunk = min(_CHUNK, power_of_2_above(self._num_columns))
+        self._num_rows = rows = len(decoder.logits)
+        zeros = partial(torch.zeros, device=is_unused.device)
+        levels = kernels.ALL_LEVELS.value
+        self._states = zeros(levels, rows, kernels.STATE.value, dtype=torch.int64)
+        self._counts, self._masses = (
+            zeros(levels, rows, kernels.BINS.value, dtype=torch.int64) for _ in range(2)
+        )
+        self._peaks = zeros(rows, dtype=torch.float64)
+        self._limits = zeros(rows, dtype=torch.int64)
+        self._last_ids = zeros(rows, dtype=torch.int32)
+        self._drawn = zeros(rows, num_blocks, dtype=torch.float64)
+        self._drawn_ids = zeros(rows, num_blocks, dtype=torch.int32)
+        self._kept_masses = zeros(rows, num_blocks, dtype=torch.float64)
+        self._recovered = zeros(rows, num_blocks, dtype=torch.float64)
+        self._recovered_ids = zeros(rows, num_blocks, dtype=torch.int32)
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+    def first_out(self, members: Members, step: int) -> int:
+        """Returns where the logits of a draft step begin, which the accept test looks at again."""
+        return (step + 1) * members.num_places if step else 0
 
-        self._keys = zeros(num_rows, self._num_columns, dtype=torch.int64)
-        self.masses = zeros(num_rows, self._num_columns)
-        self.peaks = zeros(num_rows)
-        self._states = zeros(_LEVELS, num_rows, kernels.STATE.value)
-        bins = (_LEVELS, num_rows, num_blocks, _BINS)
-        self._bin_counts, self._bin_masses = zeros(*bins, dtype=torch.int32), zeros(*bins)
-        self.kept_masses = zeros(num_rows, num_blocks)
-        self._best = zeros(num_rows, num_blocks)
-        self._best_ids = zeros(num_rows, num_blocks, dtype=torch.int32)
-        self._recovered = zeros(num_blocks)
-        self._recovered_ids = zeros(num_blocks, dtype=torch.int32)
+    def draw_draft(self, members: Members, form: Form, step: int) -> None:
+        """Draws draft tokens of rows scored last, and writes them behind the texts.
 
-    def draw(self, mode: Mode, purpose: Purpose, *, first_row: int, num_rows: int) -> None:
-        """Draws tokens from the rows scored last, which are those from first_row on of a round."""
-        if not mode.rejects:
-            purpose = Purpose.TOKEN  # whatever for, so that draft and target agree
-        decoder, block = self._decoder, self._block
-        numbers, num_columns = self._settings.numbers, self._num_columns
-        grid = (self._num_blocks, num_rows)
-        num_warps = max(4, block // _COLUMNS_A_WARP)
-        decoder.launch(
-            kernels.weigh, grid,
-            decoder.logits, decoder.best, self._is_unused, numbers, self._keys, self.masses,
-            self.peaks, first_row, num_columns, len(decoder.best), decoder.config.vocab_size,
-            ROWS=ROWS, BESTS=power_of_2_above(len(decoder.best)), BLOCK=block,
-            num_warps=num_warps,
+        They are the draft's, a row of each place, but in the first step two, of which the second
+        counts. Their logits are kept: first_out.
+        """
+        places, streams = members.num_places, self._streams
+        first, stride = (self.first_out(members, step), 1) if step else (1, 2)
+        self._draw(
+            members, form, places, first=first, stride=stride, scored=0 if step else 1, step=step,
+            width=width_of(stride * places), group=1, drafts=True,
         )  # fmt: skip
-        if mode.has_top_k:
-            self._cut(kernels.NEXT_LEVEL.value, grid, first_row)
-            if mode.has_top_p:
-                self._cut(kernels.TOP_P_OF_TOP_K.value, grid, first_row)
-        elif mode.has_top_p:
-            self._cut(kernels.TOP_P.value, grid, first_row)
-        decoder.launch(
-            kernels.draw, grid,
-            decoder.logits, self._keys, self.masses, self.peaks, numbers, self._settings.seed,
-            self._text.positions, self._states, self._bin_counts, self._bin_masses, self._best,
-            self._best_ids, self.kept_masses, first_row, int(purpose), self._num_rows, num_columns,
-            self._num_blocks, decoder.config.vocab_size,
-            FIRST=self._text.first, BLOCK=block, BLOCKS=self._blocks,
-            IS_CUT=mode.has_top_k or mode.has_top_p, REJECTS=mode.rejects, num_warps=num_warps,
-        )  # fmt: skip
-
-    def _cut(self, step: int, grid: tuple[int, int], first_row: int) -> None:
-        """Finds the cut that a step of `narrow`, the second, looks for."""
-        first = kernels.FIRST_LEVEL.value
-        steps = [first, step, *[kernels.NEXT_LEVEL.value] * (_LEVELS - 2)]
-        for level, at in enumerate(steps):
-            if at == first and step == kernels.TOP_P_OF_TOP_K.value:
-                continue  # as it was for top-k
-            self._decoder.launch(
-                kernels.narrow, grid,
-                self._keys, self.masses, self._settings.numbers, self._states, self._bin_counts,
-                self._bin_masses, first_row, level, self._num_rows, self._num_columns,
-                self._num_blocks,
-                BLOCK=self._block, CHUNK=min(_CHUNK, self._block), BLOCKS=self._blocks, STEP=at,
-                num_warps=8,
-            )  # fmt: skip
-
-    def propose(self, row: int) -> None:
-        """Takes the token drawn in a row as a draft token."""
-        text = self._text
         self._decoder.launch(
-            kernels.propose_drawn, (1,),
-            self._best, self._best_ids, self.peaks, text.history, text.positions, row,
-            self._num_blocks, FIRST=text.first, BLOCKS=self._blocks,
+            kernels.propose_drawn, (places,),
+            self._drawn, self._drawn_ids, self._peaks, *_arrays(members), streams.last,
+            streams.history, first, stride, step, self._num_blocks, streams.history.stride(0),
+            BLOCKS=self._blocks, num_warps=1,
         )  # fmt: skip
 
-    def accept(self, draft: Drawing, mode: Mode, result: Tensor, num_draft_tokens: int) -> None:
-        """Judges draft tokens by the rows drawn: sampling.accept_drawn."""
-        decoder, seed, text = self._decoder, self._settings.seed, self._text
-        if mode.rejects and num_draft_tokens:
+    def draw(self, members: Members, form: Form) -> None:
+        """Draws tokens of rows scored last, which are the target's, all that a round has."""
+        group = members.most + 1
+        num_rows = members.num_places * group
+        self._draw(
+            members, form, num_rows, first=0, stride=1, scored=0, step=0, width=width_of(num_rows),
+            group=group, drafts=False,
+        )  # fmt: skip
+
+    def _draw(
+        self, members: Members, form: Form, num_rows: int, *, first: int, stride: int, scored: int,
+        step: int, width: int, group: int, drafts: bool,
+    ) -> None:  # fmt: skip
+        """Finds the best under noise of each block of some rows.
+
+        first, scored  where the first of them stands among logits, and in what was scored last
+        stride         from one to the next
+        group          rows of a place, from draft position step on
+        width          of the launch that scored them
+        """
+        decoder, settings, arrays = self._decoder, self._settings.table, _arrays(members)
+        assert first + stride * (num_rows - 1) < self._num_rows
+        best, best_ids = decoder.bests(width)
+        decoder.launch(
+            kernels.peak, (num_rows,),
+            best, best_ids, *arrays, settings, self._peaks, self._counts, self._masses,
+            self._drawn, self._drawn_ids, first, stride, scored, group, step, width, len(best),
+            self._num_rows, self._num_blocks,
+            DRAFTS=drafts, BESTS=power_of_2_above(len(best)), BLOCKS=self._blocks,
+        )  # fmt: skip
+        logits_stride = decoder.logits.stride(0)
+        num_chunks = -(-self._num_columns // self._chunk)
+        num_parts = max(1, min(_MOST_PROGRAMS // num_rows, num_chunks // 4))
+        size = self._chunk * -(-num_chunks // num_parts)
+        levels = {Form.CUT: kernels.LEVELS.value, Form.CUT_TWICE: kernels.ALL_LEVELS.value}
+        for level in range(levels.get(form, 0)):
             decoder.launch(
-                kernels.recover, (self._num_blocks,),
-                self.masses, self.kept_masses, self.peaks, draft.masses, draft.kept_masses,
-                draft.peaks, seed, text.history, text.positions, self._recovered,
-                self._recovered_ids, num_draft_tokens, self._num_columns, self._num_blocks,
-                FIRST=text.first, BLOCK=self._block, ROWS=ROWS, BLOCKS=self._blocks,
-                num_warps=max(4, self._block // _COLUMNS_A_WARP),
+                kernels.narrow, (num_parts, num_rows),
+                decoder.logits, self._is_unused, *arrays, settings, self._peaks, self._states,
+                self._counts, self._masses, first, stride, group, step, level, self._num_rows,
+                size, self._num_columns, logits_stride,
+                DRAFTS=drafts, CHUNK=self._chunk, num_warps=8,
             )  # fmt: skip
         decoder.launch(
-            kernels.accept_drawn, (1,),
-            self._best, self._best_ids, self.masses, self.kept_masses, self.peaks, draft.masses,
-            draft.kept_masses, draft.peaks, self._recovered, self._recovered_ids, seed,
-            text.history, text.positions, result, num_draft_tokens, self._num_columns,
-            self._num_blocks,
-            FIRST=text.first, NUM_POSITIONS=len(text.positions), ROWS=ROWS, BLOCKS=self._blocks,
-            REJECTS=mode.rejects,
+            kernels.draw, (self._num_blocks, num_rows),
+            decoder.logits, self._is_unused, *arrays, self._streams.last, settings, self._peaks,
+            self._states, self._counts, self._masses, self._limits, self._last_ids, self._drawn,
+            self._drawn_ids, self._kept_masses, first, stride, group, step, self._num_rows,
+            self._num_columns, self._num_blocks, logits_stride,
+            DRAFTS=drafts, BLOCK=self._block, num_warps=self._num_warps,
         )  # fmt: skip
+
+    def accept(self, draft: Drawing, members: Members, result: Tensor) -> None:
+        """Judges draft tokens by the rows that target and draft have drawn from, and moves on.
+
+        result  int32 [places, RESULT]: scoring.move_on
+        """
+        decoder, streams = self._decoder, self._streams
+        judged = (
+            decoder.logits, self._peaks, self._limits, self._last_ids, self._kept_masses,
+        )  # fmt: skip
+        drafted = (
+            draft._decoder.logits, draft._peaks, draft._limits, draft._last_ids, draft._kept_masses,
+        )  # fmt: skip
+        texts = (streams.last, streams.history, self._settings.table)
+        strides = (
+            streams.history.stride(0), decoder.logits.stride(0), draft._decoder.logits.stride(0),
+        )  # fmt: skip
+        places, group = members.num_places, members.most + 1
+        if members.most:
+            decoder.launch(
+                rejection.recover, (self._num_blocks, places),
+                *judged, *drafted, self._is_unused, *_arrays(members), *texts, self._recovered,
+                self._recovered_ids, places, group, self._num_columns, self._num_blocks, *strides,
+                BLOCK=self._block, ROWS=ROWS, BLOCKS=self._blocks, num_warps=self._num_warps,
+            )  # fmt: skip
+        decoder.launch(
+            rejection.accept_drawn, (places,),
+            *judged, self._drawn, self._drawn_ids, *drafted, self._is_unused, *_arrays(members),
+            *texts, self._recovered, self._recovered_ids, result, places, group, self._num_blocks,
+            *strides,
+            ROWS=ROWS, BLOCKS=self._blocks,
+        )  # fmt: skip
+
+
+def _arrays(members: Members) -> tuple[Tensor, Tensor, Tensor]:
+    return members.streams, members.num_draft, members.is_copied

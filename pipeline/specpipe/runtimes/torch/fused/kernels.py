@@ -6,7 +6,7 @@ made to stream one matrix: five of them make a layer.
 | kernel | does |
 |---|---|
 | rotary_linear | RMSNorm, queries, keys and values, rotary embedding, KV cache write |
-| attention | queries against the pages of their sequence, split over its length |
+| attention | queries against the pages of their sequence, split over its length: attention.py |
 | add_linear | output projection, or the MLP's, added to the hidden states; readies the next norm |
 | gated_linear | RMSNorm, gate and up projections, activation |
 | score | RMSNorm, the head, and the best token of each block of the vocabulary |
@@ -43,6 +43,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specpipe.runtimes.torch.fused.attention import list_parts
 from specpipe.runtimes.torch.fused.products import (
     FP8,
     FP8_PER_TOKEN,
@@ -77,18 +78,27 @@ _GELU_TANH: tl.constexpr = tl.constexpr(1)
 ACTIVATIONS = {"silu": 0, "swiglu": 0, "gelu_pytorch_tanh": 1}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def embed(
-    tokens_ptr, positions_ptr, texts_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr, squares_ptr,
-    tokens_stride, scale,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, HAS_TEXTS: tl.constexpr, PDL: tl.constexpr,
+    tokens_ptr, positions_ptr, texts_ptr, slots_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr,
+    squares_ptr, parts_ptr, tokens_stride, scale, num_rows, most, most_in_chunks,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, HAS_TEXTS: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):
     """hidden, scaled [R, C] and squares [1, R] of embeddings of tokens; one program a row.
+
+    If there is one more, it lists the parts of all texts for the attention of every layer.
 
     tokens  by row; if HAS_TEXTS by position, in the text [tokens_stride] that texts names
     """
     begin(PDL)
     row = tl.program_id(0)
+    if row == num_rows:
+        list_parts(
+            parts_ptr, positions_ptr, slots_ptr, num_rows, most, most_in_chunks,
+            WIDTH, CHUNK, BLOCK, MOST_CHUNKS,
+        )
+        return
     position = tl.load(positions_ptr + row)
     if position < 0:
         return
@@ -253,40 +263,46 @@ def turn_heads(
     query_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr,
     slots_ptr, pages_stride, epsilon,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Norm and rotary embedding of each head, and the KV cache write: program (row, head)."""
+    """Norm and rotary embedding of each head, and the KV cache write: program (ROWS rows, head)."""
     begin(PDL)
-    row = tl.program_id(0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + row)
-    if position < 0:
+    if tl.max(position, axis=0) < 0:
         return
-    channel = tl.arange(0, D)
-    x = tl.load(qkv_ptr + (row * (H + 2 * H_KV) + head) * D + channel).to(tl.float32)
+    is_row = (position >= 0)[:, None]
+    position = tl.maximum(position, 0)
+    channel = tl.arange(0, D)[None, :]
+    qkv = qkv_ptr + (row * (H + 2 * H_KV) + head)[:, None] * D + channel
+    x = tl.load(qkv, mask=is_row, other=0.0).to(tl.float32)
     dtype = query_ptr.dtype.element_ty
     if head < H + H_KV:
         if HAS_NORM:
-            x *= tl.rsqrt(tl.sum(x * x) / D + epsilon)
+            x *= tl.rsqrt(tl.sum(x * x, axis=1) / D + epsilon)[:, None]
             if head < H:
                 gain = tl.load(query_gain_ptr + channel)
             else:
                 gain = tl.load(key_gain_ptr + channel)
             x = (x.to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype).to(tl.float32)
-        even, odd = tl.split(x.reshape(D // 2, 2))
-        pair = rotations_ptr + position * D + 2 * tl.arange(0, D // 2)
+        even, odd = tl.split(x.reshape(ROWS, D // 2, 2))
+        pair = rotations_ptr + position[:, None] * D + 2 * tl.arange(0, D // 2)[None, :]
         cosine = tl.load(pair)
         sine = tl.load(pair + 1)
-        x = tl.join(even * cosine - odd * sine, even * sine + odd * cosine).reshape(D)
+        turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+        x = turned.reshape(ROWS, D)
     if head < H:
-        tl.store(query_ptr + (row * H + head) * D + channel, x)
+        tl.store(query_ptr + (row * H + head)[:, None] * D + channel, x, mask=is_row)
     else:
-        page = tl.load(pages_ptr + tl.load(slots_ptr + row) * pages_stride + position // PAGE)
+        slot = tl.load(slots_ptr + row)
+        page = tl.load(pages_ptr + slot * pages_stride + position // PAGE)
         place = (tl.cast(page, tl.int64) * H_KV + (head - H) % H_KV) * PAGE + position % PAGE
+        place = place[:, None] * D + channel
         if head < H + H_KV:
-            tl.store(keys_ptr + place * D + channel, x)
+            tl.store(keys_ptr + place, x, mask=is_row)
         else:
-            tl.store(values_ptr + place * D + channel, x)
+            tl.store(values_ptr + place, x, mask=is_row)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -428,6 +444,14 @@ def gated_linear(
         fc += fc_bias
         gate += gate_bias
     dtype = out_gain_ptr.dtype.element_ty
+    out = as_input(activated(fc, gate, dtype, ACTIVATION), gain, out_scale, dtype, HAS_GAIN, NEXT)
+    place = (first_row + row)[None, :] * N + n[:, None]
+    tl.store(out_ptr + place, out, mask=row[None, :] < num_rows)
+
+
+@triton.jit
+def activated(fc, gate, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """activation(fc) · gate in float32, of numbers of a dtype."""
     fc = fc.to(dtype).to(tl.float32)
     gate = gate.to(dtype).to(tl.float32)
     if ACTIVATION == _SILU:
@@ -435,6 +459,4 @@ def gated_linear(
     else:
         inner = 0.7978845608028654 * (fc + 0.044715 * fc * fc * fc)
         fc = fc * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
-    out = as_input(fc.to(dtype).to(tl.float32) * gate, gain, out_scale, dtype, HAS_GAIN, NEXT)
-    place = (first_row + row)[None, :] * N + n[:, None]
-    tl.store(out_ptr + place, out, mask=row[None, :] < num_rows)
+    return fc.to(dtype).to(tl.float32) * gate

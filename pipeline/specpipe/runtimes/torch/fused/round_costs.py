@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ _TIMED_ROUNDS = 5
 _CONTEXT = 256
 
 Costs = dict[int, StepCosts]
-"""By places."""
+"""By members."""
 
 
 def measured_costs(
@@ -33,33 +33,44 @@ def measured_costs(
     """Times rounds that draft, and that copy if copies says so; on a GPU, while no request runs."""
     context = min(_CONTEXT, draft.max_seq_len, target.max_seq_len)
     limits = {"prompt_length": context, "max_tokens": context}
-    costs: Costs = {}
-    copy_costs: Costs = {}
     sequences: list[tuple[int, int]] = []
-
-    def seconds(num_draft_tokens: int, *, is_copied: bool = False) -> float:
-        members = [
-            Member(sequence, num_draft_tokens, context, is_copied) for sequence, _ in sequences
-        ]
-        return _seconds(rounds, members, streams, context)
-
-    for places in sorted({places for places, _ in sizes.shapes()}):
+    drafting: dict[tuple[int, int], float] = {}
+    copying: dict[tuple[int, int], float] = {}
+    for places, most in sizes.shapes():
         while len(sequences) < places:
             joined = target.allocate(**limits), draft.allocate(**limits)
             sequences.append(joined)
             rounds.join(joined[0], [0] * context, GREEDY)
             rounds.give_draft(*joined)
-        lengths = sizes.lengths(places)
-        plain, *drafting = [seconds(k) for k in lengths]
-        costs[places] = _costs(lengths, [plain, *drafting])
-        if copies:
-            copying = [seconds(k, is_copied=True) for k in lengths[1:]]
-            copy_costs[places] = _costs(lengths, [plain, *copying])
+        for is_copied in (False, True)[: 1 + copies]:
+            members = [Member(target, most, context, is_copied) for target, _ in sequences]
+            seconds = copying if is_copied else drafting
+            seconds[places, most] = _seconds(rounds, members, streams, context)
     for of_target, of_draft in sequences:
         rounds.leave(of_target)
         target.free(of_target)
         draft.free(of_draft)
-    return costs, copy_costs
+    return costs_of(sizes, drafting), costs_of(sizes, copying) if copies else {}
+
+
+def costs_of(sizes: RoundSizes, seconds: Mapping[tuple[int, int], float]) -> Costs:
+    """Returns what rounds of each number of members cost by draft length.
+
+    seconds  by places and draft tokens; a round is taken to be full
+    """
+    costs = {}
+    for num_members in range(1, sizes.max_members + 1):
+        plain, *speculating = (
+            seconds[sizes.places(num_members, most), most]
+            for most in (
+                sizes.length(num_members, k)
+                for k in range(sizes.most_draft_tokens(num_members) + 1)
+            )
+        )
+        # Drafting is in the time of a round, so the draft's own step costs nothing more.
+        added = [max(each / plain - 1.0, 0.0) for each in speculating]
+        costs[num_members] = StepCosts(0.0, [0.0, *added])
+    return costs
 
 
 def _seconds(rounds: Rounds, members: Sequence[Member], streams: Streams, context: int) -> float:
@@ -77,14 +88,3 @@ def _seconds(rounds: Rounds, members: Sequence[Member], streams: Streams, contex
     rounds.drop()
     torch.cuda.synchronize()
     return float(statistics.median(start.elapsed_time(end) / 1e3 for start, end in marks[1:]))
-
-
-def _costs(lengths: Sequence[int], seconds: Sequence[float]) -> StepCosts:
-    """What rounds of 0, 1, 2 ... draft tokens cost, by their seconds and those of a plain one."""
-    plain = seconds[0]
-    verify = []
-    for num_draft_tokens in range(lengths[-1] + 1):
-        index = next(i for i, k in enumerate(lengths) if k >= num_draft_tokens)
-        verify.append(max(seconds[index] / plain - 1.0, 0.0))
-    # Drafting is in the time of a round, so the draft's own step costs nothing more.
-    return StepCosts(0.0, verify)

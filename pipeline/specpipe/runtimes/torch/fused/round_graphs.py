@@ -15,11 +15,12 @@ from torch import Tensor
 
 from specpipe.runtimes.torch.fused import round_rows
 from specpipe.runtimes.torch.fused.decoder import Rows
+from specpipe.runtimes.torch.fused.drawing import Drawing, Settings
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
 from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused_sizes import RESULT, ROWS, power_of_2_above
-from specpipe.runtimes.torch.round_sizes import RoundKey, RoundSizes
+from specpipe.runtimes.torch.round_sizes import Form, RoundKey, RoundSizes
 
 _NOBODY = (-1, 0, 0)
 _STRETCH = ROWS
@@ -43,7 +44,13 @@ class RoundGraphs:
     """Launches of rounds on the engines of a pair, and the state that they move on."""
 
     def __init__(
-        self, draft: FusedEngine, target: FusedEngine, sizes: RoundSizes, *, copies: bool
+        self,
+        draft: FusedEngine,
+        target: FusedEngine,
+        sizes: RoundSizes,
+        *,
+        vocab_size: int,
+        copies: bool,
     ) -> None:
         """copies says whether there will be rounds whose draft tokens are copied from the text."""
         self._draft, self._target, self._has_copies = draft, target, copies
@@ -55,6 +62,12 @@ class RoundGraphs:
         capacity = max(draft.capacity, target.capacity) + 2 * ROWS
         num_streams = target.max_batch_size
         self.streams = Streams(zeros(num_streams, capacity), zeros(num_streams), zeros(num_streams))
+        self.settings = Settings(num_streams, device)
+        is_unused = target.decoder.is_unused[:vocab_size]
+        self._draft_drawing, self._target_drawing = (
+            Drawing(engine.decoder, self.settings, self.streams, is_unused)
+            for engine in (draft, target)
+        )
         self.result = zeros(sizes.max_members, RESULT)
         """What the last round tells, by place: scoring.move_on."""
         self._members = zeros(len(_NOBODY) * sizes.max_members).fill_(-1)
@@ -89,7 +102,7 @@ class RoundGraphs:
             yield key, partial(self._round, key)
         counts = [1 << i for i in range(self._most_stretches.bit_length())]
         for is_long in sorted({key.is_long for key in keys if key.drafts}):
-            for count in counts:
+            for count in [1] if is_long else counts:
                 yield _catching_up(count, is_long), partial(self._read_stretches, count, is_long)
 
     def catch_up(self, num_unread: Sequence[tuple[int, int]], *, is_long: bool) -> None:
@@ -110,6 +123,7 @@ class RoundGraphs:
         filled = [*stretches, *[(-1, 0)] * (count - len(stretches))]
         by_kind = self.on_host([list(kind) for kind in zip(*filled, strict=True)])
         self._stretches[: 2 * count].copy_(by_kind.flatten(), non_blocking=True)
+        is_long = is_long and count == 1
         key = _catching_up(count, is_long)
         self.graphs.run(key, lambda: self._read_stretches(count, is_long))
 
@@ -129,14 +143,19 @@ class RoundGraphs:
         members = self._members_of(key)
         self._plan(members)
         if key.drafts:
-            self._draft_tokens(key)
+            self._draft_tokens(key, members)
         # That a single member copies is known; of several that draft one may.
         if key.most and not (key.drafts and (key.places == 1 or not self._has_copies)):
             target.copy(self.streams, members)
         rows = self._rows(self._target_rows, 0, key.num_rows, key.most + 1, key.is_long)
         target.layers(rows)
-        target.score(0, rows.num_rows, writes_logits=False, width=rows.width)
-        target.accept(rows, self.streams, members, self.result)
+        is_drawn = key.form is not Form.GREEDY
+        target.score(0, rows.num_rows, writes_logits=is_drawn, width=rows.width)
+        if is_drawn:
+            self._target_drawing.draw(members, key.form)
+            self._target_drawing.accept(self._draft_drawing, members, self.result)
+        else:
+            target.accept(rows, self.streams, members, self.result)
 
     def _members_of(self, key: RoundKey) -> Members:
         size = len(_NOBODY) * key.places
@@ -153,17 +172,22 @@ class RoundGraphs:
             ROWS=ROWS, num_warps=1,
         )  # fmt: skip
 
-    def _draft_tokens(self, key: RoundKey) -> None:
-        draft, places = self._draft.decoder, key.places
+    def _draft_tokens(self, key: RoundKey, members: Members) -> None:
+        draft, places, drawing = self._draft.decoder, key.places, self._draft_drawing
         for step in range(key.most):
             each = 1 if step else 2
             first = (step + 1) * places if step else 0
             rows = self._rows(self._draft_rows, first, each * places, each, key.is_long)
             draft.layers(rows)
-            draft.score(0, rows.num_rows, writes_logits=False, width=rows.width)
-            draft.propose(
-                rows, self.streams.history, num_places=places, first_row=each - 1, row_step=each
-            )
+            if key.form is Form.GREEDY:
+                draft.score(0, rows.num_rows, writes_logits=False, width=rows.width)
+                draft.propose(
+                    rows, self.streams.history, num_places=places, first_row=each - 1, row_step=each
+                )
+            else:
+                # Logits lie as these rows do, so that all are there for the accept test.
+                draft.score(0, rows.num_rows, writes_logits=True, width=rows.width, first_out=first)
+                drawing.draw_draft(members, key.form, step)
 
     def _rows(
         self, buffers: _RowBuffers, first: int, num_rows: int, group: int, is_long: bool

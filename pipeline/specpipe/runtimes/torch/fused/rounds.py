@@ -26,7 +26,7 @@ from specpipe.runtimes.torch.fused.graphs import Recording
 from specpipe.runtimes.torch.fused.round_costs import measured_costs
 from specpipe.runtimes.torch.fused.round_graphs import RoundGraphs
 from specpipe.runtimes.torch.fused_sizes import RESULT
-from specpipe.runtimes.torch.round_sizes import RoundKey, RoundSizes
+from specpipe.runtimes.torch.round_sizes import Form, RoundKey, RoundSizes, form_of
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.request import Sampling
 
@@ -35,10 +35,12 @@ from specpipe.speculative.request import Sampling
 class _Stream:
     """A sequence that has joined.
 
+    form        what rounds it takes part in must be able to do
     num_unread  the most tokens that the draft may lack of what rounds taken emitted
     """
 
     number: int
+    form: Form
     has_draft: bool = False
     num_unread: int = 0
 
@@ -81,7 +83,8 @@ class FusedRounds:
         rows = min(engine.decoder.most_rows for engine in (draft, target))
         self.max_members = min(target.max_batch_size, rows)
         self.sizes = RoundSizes(self.max_members, rows, num_draft_tokens)
-        self._graphs = RoundGraphs(draft, target, self.sizes, copies=copies)
+        self._graphs = RoundGraphs(draft, target, self.sizes, vocab_size=vocab_size, copies=copies)
+        self._vocab_size = vocab_size
         self._is_cuda = target.spec.device.type == "cuda"
         self._told = [
             torch.zeros(self.max_members, RESULT, dtype=torch.int32, pin_memory=self._is_cuda)
@@ -102,18 +105,18 @@ class FusedRounds:
         return self.sizes.most_draft_tokens(num_members)
 
     def costs(self, num_members: int) -> StepCosts | None:
-        return self._costs.get(self.sizes.places(num_members))
+        return self._costs.get(num_members)
 
     def copy_costs(self, num_members: int) -> StepCosts | None:
-        return self._copy_costs.get(self.sizes.places(num_members))
+        return self._copy_costs.get(num_members)
 
     @torch.inference_mode()
     def join(
         self, target_sequence: SequenceId, token_ids: Sequence[int], sampling: Sampling
     ) -> None:
-        assert sampling.is_greedy
         number = self._target.slot(target_sequence)
-        self._streams[target_sequence] = _Stream(number)
+        self._streams[target_sequence] = _Stream(number, form_of(sampling, self._vocab_size))
+        self._graphs.settings.write(number, sampling, self._vocab_size)
         streams, num_tokens = self._graphs.streams, len(token_ids)
         text = self._graphs.on_host(token_ids)
         streams.history[number, :num_tokens].copy_(text, non_blocking=True)
@@ -136,11 +139,14 @@ class FusedRounds:
             is_long=is_long,
         )
         num_draft_tokens = max(member.num_draft_tokens for member in members)
+        most = self.sizes.length(len(members), num_draft_tokens)
+        places = self.sizes.places(len(members), most)
         key = RoundKey(
-            places=self.sizes.places(len(members)),
-            most=self.sizes.length(len(members), num_draft_tokens),
+            places=places,
+            most=most,
             drafts=any(is_drafting),
-            is_long=is_long,
+            is_long=is_long and places == 1,
+            form=self.sizes.form(places, max(stream.form for stream in streams)),
         )
         self._graphs.run(
             key,
@@ -203,8 +209,9 @@ class FusedRounds:
             # What drafts may copy as well; what only copies runs without the draft.
             kinds = [most > 0, *([False] if self._has_copies and most else [])]
             for drafts in kinds:
-                for is_long in (False, True)[: 1 + is_ever_long]:
-                    keys.append(RoundKey(places, most, drafts, is_long))
+                for is_long in (False, True)[: 1 + (is_ever_long and places == 1)]:
+                    for form in self.sizes.forms(places):
+                        keys.append(RoundKey(places, most, drafts, is_long, form))
         return keys
 
     def recordings(self) -> list[Recording]:

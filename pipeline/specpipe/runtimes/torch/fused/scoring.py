@@ -27,7 +27,7 @@ _RESULT = tl.constexpr(RESULT)
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def score(
     scaled_ptr, squares_ptr, row_scales_ptr, weight_ptr, scale_ptr, is_unused_ptr, logits_ptr,
-    best_ptr, best_ids_ptr, first_row, num_rows, num_parts, num_columns, epsilon,
+    best_ptr, best_ids_ptr, first_row, first_out, num_rows, num_parts, num_columns, epsilon,
     V: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PREFETCH: tl.constexpr,
     HAS_UNUSED: tl.constexpr, WRITES_LOGITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
@@ -35,6 +35,7 @@ def score(
 ):
     """Logits float32 [R, V] of the normalized x, and the best of each block of columns.
 
+    first_out       the row of logits that the first of them gets
     best, best_ids  [blocks, WIDTH]: the highest logit of the first num_columns that are used, NaN
                     where one of them is, and its lowest id
     """
@@ -58,7 +59,7 @@ def score(
     n = first_column + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
     if WRITES_LOGITS:
-        out = logits_ptr + (of_program + row)[None, :] * V + n[:, None]
+        out = logits_ptr + (first_out + of_program + row)[None, :] * V + n[:, None]
         tl.store(out, logits, mask=row[None, :] < num_rows)
     is_usable = n < num_columns
     if HAS_UNUSED:

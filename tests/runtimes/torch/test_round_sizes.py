@@ -1,0 +1,61 @@
+"""Which rounds are recorded, and which of them runs what is asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from specpipe.runtimes.torch.round_sizes import RoundSizes
+
+
+def test_rounds_are_of_few_sizes_that_fill_launches() -> None:
+    sizes = RoundSizes.of(6, 4)
+    assert sizes.rows == 32
+    assert sizes.shapes() == [
+        *[(1, most) for most in range(5)],
+        *[(2, most) for most in range(5)],
+        (3, 4),
+        (4, 3),
+        (5, 2),
+        *[(6, most) for most in range(5)],
+    ]
+    sizes = RoundSizes.of(200, 15)
+    assert sizes.max_members == sizes.rows == 128
+    assert [most for places, most in sizes.shapes() if places == 1] == list(range(16))
+    places = {most: [p for p, k in sizes.shapes() if k == most] for most in (0, 1, 2, 4, 8, 15)}
+    assert places == {
+        0: [1, 2, 16, 32, 64, 128],
+        1: [1, 2, 8, 16, 32, 64],
+        2: [1, 2, 5, 10, 21, 42],
+        4: [1, 2, 3, 6, 12, 25],
+        8: [1, 2, 3, 7, 14],
+        15: [1, 2, 4, 8],
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_members", "num_draft_tokens", "places", "length"),
+    [(1, 5, 1, 5), (2, 5, 2, 6), (3, 4, 3, 4), (9, 7, 14, 8), (100, 0, 128, 0), (40, 2, 42, 2)],
+)
+def test_a_round_runs_in_the_least_size_that_holds_it(
+    num_members: int, num_draft_tokens: int, places: int, length: int
+) -> None:
+    sizes = RoundSizes.of(128, 15)
+    assert sizes.length(num_members, num_draft_tokens) == length
+    assert sizes.places(num_members, length) == places
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3, 7, 48, 128, 300])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 5, 15])
+def test_every_round_has_a_size_that_fits_a_launch(
+    max_batch_size: int, num_draft_tokens: int
+) -> None:
+    sizes = RoundSizes.of(max_batch_size, num_draft_tokens)
+    shapes = sizes.shapes()
+    assert all(places * (most + 1) <= sizes.rows for places, most in shapes)
+    mosts = [sizes.most_draft_tokens(n) for n in range(1, sizes.max_members + 1)]
+    assert mosts == sorted(mosts, reverse=True)
+    assert mosts[0] == num_draft_tokens
+    for num_members, most in enumerate(mosts, 1):
+        for k in range(most + 1):
+            length = sizes.length(num_members, k)
+            assert (sizes.places(num_members, length), length) in shapes
