@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _DECAY = 0.97  # weight of an observation after each later one: a memory of some thirty steps
 _PRIOR = (0.7, 0.5)  # accepted and rejected tokens that a new request begins with
 _EXPECTED = _PRIOR[0] / sum(_PRIOR)
-_PRIOR_DECAY = 0.98  # likewise, of what is expected of new requests after those of others
+_PRIOR_DECAY = 0.99  # likewise, of what is expected of new requests after those of others
 MIN_GAIN = 1.1
 """The least gain that a perfect draft must promise one request, and any draft a batch: costs that
 are not measured (the draft reads the prompt too, and what the target added by itself) use up a
@@ -42,6 +42,8 @@ class StepCosts:
     """What verifying 0, 1, 2 ... draft tokens adds to a target step. Not a line: on a CPU, a second
     row makes a matrix product of what was a product with a vector, and costs most.
     """
+    seconds: float | None = None
+    """Of the plain step; None where only relative times are known."""
 
     def time(self, num_draft_tokens: int) -> float:
         """Returns the time of one draft-verify step, in plain target steps."""

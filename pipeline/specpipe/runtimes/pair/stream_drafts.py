@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.rounds import Member, Rounds
+from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.batch_draft_length import BatchDraftLength, Candidate
 from specpipe.speculative.state import RequestState
-
-_READ_PER_STEP = 256
-"""Tokens of a text that the draft reads in the time of one of its steps: a guess."""
 
 
 @dataclass(eq=False)
@@ -60,7 +58,6 @@ class StreamDrafts:
         self._rounds, self._drafting, self._options = rounds, drafting, options
         costs = rounds.costs(1) if is_adaptive else None
         self._is_adaptive = costs is not None
-        self._reading = 0.0 if costs is None else (costs.time(1) - 1.0) / _READ_PER_STEP
         self._length = BatchDraftLength()
         self._unread: dict[Stream, None] = {}  # that the draft is to read, in this order
 
@@ -125,7 +122,7 @@ class StreamDrafts:
             candidates,
             len(streams) - len(candidates),
             costs,
-            reading=self._reading,
+            draft_step=self._draft_step(costs),
             is_trial_under_way=is_trial_under_way,
         )
         chosen = set(choice.who)
@@ -142,6 +139,15 @@ class StreamDrafts:
                     candidate.draft_length.begin_trial()
         return choice.is_trial
 
+    def _draft_step(self, costs: StepCosts) -> float:
+        """Returns what a step of the draft for one request takes, in rounds of these costs."""
+        alone = self._rounds.costs(1)
+        assert alone is not None
+        step = alone.time(1) - 1.0
+        if alone.seconds is None or costs.seconds is None:
+            return step
+        return step * alone.seconds / costs.seconds
+
     def _candidate(self, stream: Stream, most: int | None, most_of_round: int) -> Candidate | None:
         """Returns what a request may draft; None where it may not, which it is told."""
         drafts = stream.state.drafts
@@ -156,9 +162,14 @@ class StreamDrafts:
         if not most_of_round:
             drafts.skip("does_not_pay")
             return None
-        num_unread = len(stream.state.token_ids) - self._drafting.num_cached(stream.running)
+        request = stream.state.request
         return Candidate(
-            drafts.draft_length, min(limit, most_of_round), stream.has_draft, num_unread
+            drafts.draft_length,
+            min(limit, most_of_round),
+            stream.has_draft,
+            num_unread=len(stream.state.token_ids) - self._drafting.num_cached(stream.running),
+            num_read=len(request.prompt_token_ids),
+            num_wanted=request.max_tokens,
         )
 
     def read(self) -> None:

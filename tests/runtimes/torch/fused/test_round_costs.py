@@ -17,6 +17,7 @@ def test_a_round_costs_what_the_next_greater_one_does_that_was_timed() -> None:
     # Three are not timed, nor are five draft tokens of several, nor seven.
     lengths = [0, 1, 2, 3, 4, 6, 6, 8, 8]
     assert costs[3].verify == pytest.approx([k / 2 / 3.0 for k in lengths])
+    assert costs[3].seconds == 3.0
     assert costs_of(sizes, {}) == {}
 
 

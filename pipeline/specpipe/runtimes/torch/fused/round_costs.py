@@ -70,7 +70,8 @@ def costs_of(sizes: RoundSizes, seconds: Mapping[tuple[int, int], float]) -> Cos
             timed = min(num for num, most in seconds if num >= num_members and most == length)
             verify.append(max(seconds[timed, length] / seconds[timed, 0] - 1.0, 0.0))
         # Drafting is in the time of a round, so the draft's own step costs nothing more.
-        costs[num_members] = StepCosts(0.0, verify)
+        plain = min(num for num, most in seconds if num >= num_members and not most)
+        costs[num_members] = StepCosts(0.0, verify, seconds[plain, 0])
     return costs
 
 
