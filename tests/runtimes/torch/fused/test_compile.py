@@ -23,7 +23,7 @@ READ_BEFORE_THE_WAIT = {
     "rotary_linear": {"positions_ptr", "slots_ptr", "pages_ptr", "rotations_ptr"},
     "attention": {"positions_ptr", "slots_ptr", "pages_ptr", "keys_ptr", "values_ptr"},
     "attention_by_blocks": {"positions_ptr", "slots_ptr", "pages_ptr"},
-    "attention_of_many": {"parts_ptr"},
+    "attention_of_many": {"blocks_ptr"},
     "dense": {"hidden_ptr", "gain_ptr"},
     "mlp_out": {"hidden_ptr", "gain_ptr"},
 }
