@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-_VLLM_ENVIRONMENT = {
+VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -160,7 +160,7 @@ class VLLM:
     num_warm_ups = 2
 
     def __init__(self, job: Job) -> None:
-        for name, value in _VLLM_ENVIRONMENT.items():
+        for name, value in VLLM_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import vllm
 

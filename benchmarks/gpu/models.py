@@ -27,17 +27,23 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint folder, and what it is inflated to; None: it stays small."""
+    """A checkpoint folder, and what it is inflated to; None: it stays small.
+
+    positions  the most of the inflated one; None: as many as the small one has
+    """
 
     folder: Path
     size: Size | None
     device: torch.device
     dtype: torch.dtype
+    positions: int | None = None
 
     @cached_property
     def hf_config(self) -> dict[str, Any]:
         config, _ = open_source(self.folder)
-        return dict(config) if self.size is None else inflated_config(config, self.size)
+        if self.size is None:
+            return dict(config)
+        return inflated_config(config, self.size, max_position_embeddings=self.positions)
 
     @property
     def num_parameters(self) -> int:
@@ -116,7 +122,9 @@ class FusedModel:
                 tensor.normal_(0.0, _STD)
 
 
-def plain_engine(source: Source, *, max_seq_len: int) -> TorchEngine:
+def plain_engine(
+    source: Source, *, max_seq_len: int, max_draft_len: int = 0, max_batch_size: int = 1
+) -> TorchEngine:
     """The engine that the fused one is compared with."""
     avoid_cudnn_attention(source.device)
     unified = source.config()
@@ -131,8 +139,8 @@ def plain_engine(source: Source, *, max_seq_len: int) -> TorchEngine:
             source.device,
             source.dtype,
             max_seq_len=max_seq_len,
-            max_draft_len=0,
-            max_batch_size=1,
+            max_draft_len=max_draft_len,
+            max_batch_size=max_batch_size,
         )
         return TorchEngine(spec, Model(spec.model, cast("dict[str, Tensor]", tensors)))
 

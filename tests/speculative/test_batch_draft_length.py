@@ -1,6 +1,6 @@
 """The rule is simulated: requests in a closed loop, a new one for each that ends, and draft tokens
-that are accepted with a given probability; costs as measured for 7 B and 0.4 B on an H200, of three draft tokens interpolated
-(benchmarks/notes.md, 16).
+that are accepted with a given probability. Costs are those of 7 B and 0.4 B on an H200; of three
+draft tokens, interpolated (benchmarks/notes.md, "One draft length for a batch").
 """
 
 from __future__ import annotations

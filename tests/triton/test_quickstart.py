@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.load.closed_loop import Load
+from benchmarks.load.sides import Point, Process
+from benchmarks.load.through_triton import ThroughTriton
+from benchmarks.load.worker import Measurements
 from specpipe.errors import RequestError
 from specpipe.runtimes.pair_file import PairFile
 from specpipe.runtimes.runtime import load_runtime
@@ -175,3 +179,21 @@ def test_an_over_long_prompt_is_refused_with_the_numbers(quickstart_server: Serv
 
 def test_the_built_repository_has_no_fault_after_its_move(quickstart_repository: Path) -> None:
     assert lint.lint(quickstart_repository) == []
+
+
+def test_a_closed_loop_of_streams_is_measured_through_the_server(quickstart_server: Server) -> None:
+    target = str(ROOT / "models" / "python-code" / "target")
+    side = ThroughTriton(
+        Process("triton", "", target, "", options={"url": quickstart_server.grpc_url})
+    )
+    tokenizer = Tokenizer.load(Path(target))
+    prompts = [tokenizer.encode(prompt)[:24] for prompt in PROMPTS[:3]]
+    measurements = Measurements(side)
+    load = Load(streams=2, num_requests=8, max_tokens=10)
+    alone, drafted = (
+        measurements.measure(Point(setting, load, prompts)) for setting in ("alone", "k2")
+    )
+    assert (alone["num_different"], drafted["num_different"]) == (0, 0)
+    assert (alone["acceptance_length"], alone["draft_tokens_a_pass"]) == (1.0, 0.0)
+    assert drafted["draft_tokens_a_pass"] > 1.0
+    assert alone["num_tokens"] > 10

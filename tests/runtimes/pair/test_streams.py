@@ -217,6 +217,38 @@ def test_rounds_go_on_beside_those_that_want_more() -> None:
         assert ids(chunks[asked.request_id]) == greedy_reference(asked)
 
 
+def test_prompts_wait_for_each_other_where_many_decode() -> None:
+    """Beside 32 requests, two steps between them; those of a step are read at once."""
+    pair, rounds = make_pair(
+        TableModel(DRAFT_RULES["self"]),
+        num_draft_tokens=0,
+        max_batch_size=40,
+        max_members=40,
+        max_num_tokens=100,
+    )
+    for number in range(32):
+        pair.submit(request(str(number), 2, max_tokens=60))
+    pair.step()
+    target = pair.engines["target"]
+    assert isinstance(target, Device)
+
+    def prompts_read(*names: str) -> list[list[int]]:
+        for name in names:
+            pair.submit(request(name, 10, max_tokens=50))
+        target.forwards.clear()
+        pair.step()
+        return target.forwards
+
+    assert prompts_read("a") == prompts_read() == []
+    assert prompts_read() == [[9]]
+    assert prompts_read("b", "c") == []
+    assert prompts_read("d") == [[9, 9, 9]]
+    assert prompts_read("e") == []
+    pair.submit(request("long", 90, max_tokens=50))
+    assert prompts_read() == [[9, 89]]
+    assert len(rounds.launched[-1]) == 38
+
+
 def test_no_round_is_launched_past_the_last_token() -> None:
     pair, rounds = make_pair(TableModel(DRAFT_RULES["wrong"]), num_draft_tokens=2)
     run(pair, [request("r", 3, max_tokens=9)])

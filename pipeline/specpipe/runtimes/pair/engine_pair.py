@@ -13,9 +13,9 @@ from dataclasses import replace
 from specpipe.machine.callables import Clock
 from specpipe.roles import Role
 from specpipe.runtimes.pair.admission import Waiting
-from specpipe.runtimes.pair.costs import CostTable, timed
+from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
-from specpipe.runtimes.pair.engine import Engine, SequenceId
+from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.pair import (
     DetokenizerFactory,
     KVUse,
@@ -25,8 +25,9 @@ from specpipe.runtimes.pair.pair import (
 )
 from specpipe.runtimes.pair.queued_pair import QueuedPair
 from specpipe.runtimes.pair.rounds import Rounds
-from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Sampler
-from specpipe.runtimes.pair.scheduling import Piece, schedule, score, uncached
+from specpipe.runtimes.pair.sampler import Sampler
+from specpipe.runtimes.pair.scheduling import Gathering, Piece, schedule
+from specpipe.runtimes.pair.single_steps import SingleSteps, Verified
 from specpipe.runtimes.pair.streams import StreamRound, Streams
 from specpipe.speculative.adaptive import Prior
 from specpipe.speculative.decode import UNUSABLE_LOGITS
@@ -88,7 +89,9 @@ class EnginePair(QueuedPair[RunningSequences]):
         )
         self._draft, self._target, self._sampler = draft, target, sampler
         self._drafting = Drafting(draft, sampler, options, self.costs)
+        self._steps = SingleSteps(draft, target, sampler, self._drafting, self.costs)
         self._late_work, self._on_close = late_work, on_close
+        self._gathering = Gathering()
         self._streams: Streams | None = None
         if rounds is not None:
             self._streams = Streams(
@@ -153,7 +156,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             self._step_by_step(*schedule(self._running, self._target, self._options))
             return
         self._streams.part()
-        others = [r for r in self._running if r not in self._streams]
+        others = self._others(self._streams)
         decoding, prefill = schedule(
             others, self._target, self._options, joins=self._streams.can_run
         )
@@ -167,6 +170,19 @@ class EnginePair(QueuedPair[RunningSequences]):
         scored = [piece for piece in prefill if piece.is_scored]
         if decoding or scored:
             self._step_by_step(decoding, scored, num_beside=len(self._streams))
+
+    def _others(self, streams: Streams) -> list[RunningSequences]:
+        """Returns those that this step has work for, besides rounds."""
+        others = [r for r in self._running if r not in streams]
+        new = [
+            r
+            for r in others
+            if len(r.state.token_ids) > 1 and not self._target.length(r.target_sequence)
+        ]
+        num_tokens = [len(r.state.token_ids) for r in new]
+        if self._gathering.holds(num_tokens, len(streams), self._options):
+            return [r for r in others if r not in new]
+        return others
 
     def _read(self, pieces: Sequence[Piece], streams: Streams) -> None:
         """Reads pieces of prompts without waiting for the device."""
@@ -190,34 +206,11 @@ class EnginePair(QueuedPair[RunningSequences]):
         *,
         num_beside: int = 0,
     ) -> None:
-        """Runs one forward of the target over all requests, and up to K of the draft before it.
-
-        num_beside  others are in rounds
-        """
-        # The draft reads along while the target still reads the prompt.
-        self._drafting.read_along(
-            [(p.running, self._target.length(p.running.target_sequence)) for p in prefill]
-        )
-        drafted = self._drafting.draft(decoding, num_beside=num_beside)
-        batch: list[tuple[SequenceId, Sequence[int]]] = []
-        num_logits = []
-        for running, draft in zip(decoding, drafted, strict=True):
-            unread = uncached(running, self._target)
-            batch.append((running.target_sequence, [*unread, *draft.token_ids]))
-            num_logits.append(len(draft.token_ids) + 1)
-        num_verified = sum(num_logits)
-        for piece in prefill:
-            batch.append((piece.running.target_sequence, piece.token_ids))
-            num_logits.append(len(piece.token_ids) if piece.is_scored else 0)
-        num_cached = [self._drafting.num_cached(r) for r in decoding]
-        num_rows = len(num_logits) * max(num_logits)
-        with timed(self.costs, "target", None if prefill or num_beside else num_rows):
-            logits = self._target.forward(batch, num_logits)
-            results = self._sampler.verify(logits[:num_verified], drafted) if decoding else []
-        for running in score(prefill, logits[num_verified:], self._sampler):
+        stepped = self._steps.run(decoding, prefill, num_beside=num_beside)
+        for running in stepped.failed:
             self._end(running, "error", UNUSABLE_LOGITS)
-        for verified in zip(decoding, drafted, results, num_cached, strict=True):
-            self._take(*verified)
+        for verified in stepped.verified:
+            self._take(verified)
 
     def _take_round(self, taken: StreamRound) -> None:
         """Hands what a round said of a request to it."""
@@ -243,14 +236,9 @@ class EnginePair(QueuedPair[RunningSequences]):
             if state.request.max_tokens == 0 and not state.num_unscored_tokens:
                 self._end(running, "length")
 
-    def _take(
-        self,
-        running: RunningSequences,
-        drafted: Drafted,
-        result: RoundResult,
-        num_draft_cached: int,
-    ) -> None:
+    def _take(self, verified: Verified) -> None:
         """Hands the result to the request and cuts both caches back to what it accepted."""
+        running, drafted, result = verified.running, verified.drafted, verified.result
         state = running.state
         num_before = len(state.token_ids)
         if result.token_ids is None and not drafted.token_ids:
@@ -262,7 +250,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             # Attention gives later positions the weight 0, but 0 times the NaN of a draft token's
             # values is NaN: only a step without draft tokens shows what the target scores.
             running.is_draft_suspect = True
-            self._cut_back(running, num_before - 1, num_draft_cached)
+            self._steps.cut_back(verified, num_before - 1)
             return
         if drafted.token_ids and not result.num_draft_tokens:
             state.drafts.skip("draft_failed")
@@ -277,13 +265,7 @@ class EnginePair(QueuedPair[RunningSequences]):
         )
         self._emit(running, chunk)
         if chunk.finish_reason is None:
-            self._cut_back(running, num_before + len(result.token_ids) - 1, num_draft_cached)
-
-    def _cut_back(self, running: RunningSequences, num_valid: int, num_draft_cached: int) -> None:
-        """Forgets what both caches hold beyond the first num_valid tokens."""
-        self._target.truncate(running.target_sequence, num_valid)
-        if running.draft_sequence is not None and num_draft_cached > num_valid:
-            self._draft.truncate(running.draft_sequence, num_valid)
+            self._steps.cut_back(verified, num_before + len(result.token_ids) - 1)
 
     def _leave(self, running: RunningSequences, chunk: Chunk) -> None:
         if self._streams is not None:

@@ -58,7 +58,10 @@ class Rounds(Protocol):
         """
 
     def copy_costs(self, num_members: int) -> StepCosts | None:
-        """Returns the same of rounds whose draft tokens are all copied; None: there are no such."""
+        """Returns the same of rounds whose draft tokens are all copied.
+
+        None: there are no such, or that was not measured.
+        """
 
     def join(
         self, target_sequence: SequenceId, token_ids: Sequence[int], sampling: Sampling

@@ -10,6 +10,11 @@ from specpipe.runtimes.pair.engine import Engine, Logits
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.sampler import Sampler
 
+_GATHERS_FROM = 16
+"""Requests that decode for each step that a prompt may wait; simulated: benchmarks/notes.md,
+"Prompts that wait for each other".
+"""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -21,6 +26,26 @@ class Piece:
     running: RunningSequences
     token_ids: list[int]
     is_scored: bool = False
+
+
+class Gathering:
+    """Holds prompts back while many requests decode, so that several are read at once.
+
+    A prompt is read in the time of a round or two, most of it that of the weights, which several
+    share. What is lost by waiting is the rounds of those that wait: one of many.
+    """
+
+    def __init__(self) -> None:
+        self._num_waited = 0  # steps, of all that wait
+
+    def holds(self, num_tokens: Sequence[int], num_decoding: int, options: PairOptions) -> bool:
+        """Returns whether prompts of which nothing is read yet, of so many tokens, wait a step."""
+        is_enough = sum(num_tokens) >= options.max_num_tokens
+        if not num_tokens or is_enough or self._num_waited >= num_decoding // _GATHERS_FROM:
+            self._num_waited = 0
+            return False
+        self._num_waited += len(num_tokens)
+        return True
 
 
 def uncached(running: RunningSequences, target: Engine) -> list[int]:

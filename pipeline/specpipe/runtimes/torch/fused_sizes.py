@@ -30,8 +30,8 @@ MOST_CHUNKS = 32
 join.
 """
 
-LONGEST_RECORDED = 512
-"""Tokens of a piece of a prompt. For more, the GPU takes longer than the host to launch it all."""
+PROMPT_WIDTHS = (128, 256, 512, 1024)
+"""Rows of prompts that launches take at most; each is recorded."""
 
 
 def width_of(num_rows: int) -> int:
@@ -42,6 +42,11 @@ def width_of(num_rows: int) -> int:
 def most_rows(max_batch_size: int, max_draft_len: int) -> int:
     """Returns the width of an engine's greatest launch, which all sequences may need to verify."""
     return width_of(min(max_batch_size * (max_draft_len + 1), WIDTHS[-1]))
+
+
+def prompt_width_of(num_rows: int) -> int:
+    """Returns the width of a launch for so many rows of prompts; the greatest may need several."""
+    return next((width for width in PROMPT_WIDTHS if width >= num_rows), PROMPT_WIDTHS[-1])
 
 
 def spare_positions(max_draft_len: int) -> int:

@@ -6,8 +6,14 @@ them, and 2.9 KB a launch.
 
 from __future__ import annotations
 
-from specpipe.runtimes.torch.fused_sizes import CHUNK, MOST_CHUNKS, ROW_COUNTS, ROWS
-from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS, RoundSizes
+from specpipe.runtimes.torch.fused_sizes import (
+    CHUNK,
+    MOST_CHUNKS,
+    PROMPT_WIDTHS,
+    ROW_COUNTS,
+    ROWS,
+)
+from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS, Form, RoundSizes
 
 _FIRST_BYTES = 72 << 20
 _LAUNCH_BYTES = 3 << 10
@@ -16,33 +22,44 @@ _LAUNCHES_OF_LAYER = 5
 _LAUNCHES_OF_WIDE_LAYER = 7
 """Of a launch of more than ROWS rows, whose sums of squares are joined first."""
 
-_LAUNCHES_OF_STEP = 8
-"""Those around the layers: embedding, scores, and what draws and judges tokens."""
+_LAUNCHES_OF_PROMPTS_LAYER = 7
+"""Of a launch of prompts; integers are unpacked by 4 more."""
 
-_FORMS = 2
-"""Rounds of greedy requests alone, and those in which tokens are drawn."""
+_LAUNCHES_OF_STEP = 8
+"""Those around the layers: embedding, scores, and what proposes and judges tokens."""
+
+_LAUNCHES_OF_DRAWING = {Form.GREEDY: 0, Form.DRAWN: 2, Form.CUT: 9, Form.CUT_TWICE: 15}
+"""Between scores and tokens."""
 
 
 def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draft_len: int) -> int:
     """Returns what the launches of one engine take, in its forwards and in rounds of a pair.
 
-    It is that of a draft, which a round asks more often than a target. Rounds that only copy draft
-    tokens are counted, too: whether there are any, an engine does not know.
+    It is the more of a draft's, which a round asks more often, and a target's. Rounds that only
+    copy draft tokens are counted, too: whether there are any, an engine does not know.
     """
     num_draft_tokens = min(max_draft_len, MAX_DRAFT_TOKENS)
     sizes = RoundSizes.of(max_batch_size, num_draft_tokens)
-    steps = [num_rows for num_rows in ROW_COUNTS if num_rows <= sizes.rows]
+
+    def launches(steps: list[int], form: Form = Form.GREEDY) -> int:
+        return sum(_launches(num_layers, num_rows, form) for num_rows in steps)
+
+    # What is of one sequence is recorded for short texts and for long ones.
+    of_one = 1 + (capacity > MOST_CHUNKS * CHUNK)
+    drafting = verifying = 0
     for places, most in sizes.shapes():
-        drafting = [places * (2 if step == 0 else 1) for step in range(most)]
-        verifying = [places * (most + 1)] * (2 if most else 1)
-        steps += (drafting + verifying) * _FORMS
-    num_launches = sum(_launches(num_layers, num_rows) for num_rows in steps)
-    if capacity > MOST_CHUNKS * CHUNK:
-        num_launches *= 2  # for short texts and for long ones
+        times = of_one if places == 1 else 1
+        for form in sizes.forms(places):
+            drafting += times * launches([places * (1 if k else 2) for k in range(most)], form)
+            verifying += times * launches([places * (most + 1)] * (2 if most else 1), form)
+    num_launches = max(drafting, verifying)
+    rows = [num_rows for num_rows in ROW_COUNTS if num_rows <= sizes.rows]
+    num_launches += launches([*rows, *[1] * (of_one - 1)])
+    num_launches += len(PROMPT_WIDTHS) * num_layers * _LAUNCHES_OF_PROMPTS_LAYER
     return _FIRST_BYTES // 2 + _LAUNCH_BYTES * num_launches
 
 
-def _launches(num_layers: int, num_rows: int) -> int:
+def _launches(num_layers: int, num_rows: int, form: Form) -> int:
     """Returns the launches of one step of a model."""
     of_layer = _LAUNCHES_OF_LAYER if num_rows <= ROWS else _LAUNCHES_OF_WIDE_LAYER
-    return num_layers * of_layer + _LAUNCHES_OF_STEP
+    return num_layers * of_layer + _LAUNCHES_OF_STEP + _LAUNCHES_OF_DRAWING[form]

@@ -12,11 +12,11 @@ from specpipe.checkpoints.unified_layout import tensor_rules, whole_shape
 from specpipe.checkpoints.unified_sections import UNQUANTIZED
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.torch.fused_sizes import (
-    LONGEST_RECORDED,
     PAGE,
     max_parts,
     most_rows,
     pages_of,
+    prompt_width_of,
     spare_positions,
 )
 from specpipe.runtimes.torch.graph_memory import graph_bytes
@@ -39,7 +39,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimates an engine of a unified config; `dtype` is "float32", "bfloat16" or "float16".
 
-    on_gpu  counts in addition what the fused kernels take, which run there if they can
+    on_gpu  has room for what the fused kernels take, too, which run there if they can
     kernel  what multiplies by quantized weights, where it fits
     """
     element = ELEMENT_BYTES[DTYPES[dtype]]
@@ -60,16 +60,16 @@ def estimate_memory(
     if config.attention_cap is None:
         scores = 0
     logits = max_logits(max_batch_size, max_draft_len) * config.vocab_size
-    num_rows = max_num_tokens
+    forward_bytes = element * (2 * max_num_tokens * row + prefill_mask) + 4 * scores
+    forward_bytes += _rounding_bytes(config, max_num_tokens)
     if on_gpu:
-        num_rows += min(max_num_tokens, LONGEST_RECORDED)  # what was recorded has its own
+        fused_bytes = _fused_bytes(config, capacity, max_batch_size, max_draft_len)
+        fused_bytes += _prompt_bytes(config, element, max_seq_len)
+        forward_bytes = max(forward_bytes, fused_bytes)
     return MemoryEstimate(
         weights_bytes=weights_bytes,
         kv_cache_bytes=max_batch_size * capacity * element * config.kv_size,
-        workspace_bytes=element * (2 * num_rows * row + prefill_mask)
-        + 4 * (scores + 2 * logits)
-        + _rounding_bytes(config, max_num_tokens)
-        + (_fused_bytes(config, capacity, max_batch_size, max_draft_len) if on_gpu else 0),
+        workspace_bytes=forward_bytes + 4 * 2 * logits,
     )
 
 
@@ -133,3 +133,16 @@ def _fused_bytes(
         max_draft_len=max_draft_len,
     )
     return ELEMENT_BYTES["F32"] * floats + recorded
+
+
+def _prompt_bytes(config: UnifiedConfig, element: int, max_seq_len: int) -> int:
+    """Returns what fused engines keep of a launch of prompts, and a matrix in integers unpacked."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query, qkv = config.query_size, config.query_size + 2 * config.key_size
+    row = 2 * hidden + qkv + 2 * query + intermediate
+    largest = 0
+    if config.quantization.activations is not None:
+        row += max(hidden, query, intermediate)  # rounded
+    elif config.format is not None:
+        largest = 2 * intermediate * hidden
+    return element * (prompt_width_of(max_seq_len) * row + largest)

@@ -154,7 +154,7 @@ def fused_pair_of(
             )
             recordings += rounds.recordings()
         prepare(recordings)
-        if rounds is not None:
+        if rounds is not None and options.adaptive:
             rounds.measure()
         late_work = Lateness()
         return pair_of(

@@ -42,7 +42,9 @@ def form_of(sampling: Sampling, vocab_size: int) -> Form:
 
 
 _FORMS = (Form.GREEDY, Form.CUT_TWICE)
-"""Those that are recorded."""
+"""Those that rounds of several members are recorded in; of one, all are: there, a launch that finds
+nothing to do is a hundredth of a step with ten others.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class RoundKey:
     places   members that it has room for
     most     draft tokens that each has room for
     drafts   the draft runs, for one of them at least; else their draft tokens are copied
-    is_long  one of their texts may be long: FusedEngine.is_long
+    is_long  the text of a single member may be long: FusedEngine.is_long. Those of several are read
+             by as many programs, however long they are
     form     one that does what each of them needs
     """
 
@@ -105,19 +108,26 @@ class RoundSizes:
         """Returns the places of a round of so many with one of their `lengths`."""
         return next(places for places in self._all_places(most) if places >= num_members)
 
-    def forms(self) -> tuple[Form, ...]:
-        """Returns the forms that rounds are recorded in, rising."""
-        return _FORMS
+    def forms(self, places: int) -> tuple[Form, ...]:
+        """Returns the forms that rounds of so many places are recorded in, rising."""
+        return tuple(Form) if places == 1 else _FORMS
 
-    def form(self, needed: Form) -> Form:
+    def form(self, places: int, needed: Form) -> Form:
         """Returns the least of them that does what is needed."""
-        return next(form for form in _FORMS if form >= needed)
+        return next(form for form in self.forms(places) if form >= needed)
 
     def shapes(self) -> list[tuple[int, int]]:
         """Returns places and draft tokens of all that rounds are recorded for, rising."""
         alone = [(1, most) for most in range(self.num_draft_tokens + 1)]
         others = {(p, most) for most in self._all_lengths for p in self._all_places(most)}
         return sorted({*alone, *others})
+
+    def timed(self) -> list[tuple[int, int]]:
+        """Returns numbers of members and draft tokens of rounds that tell what all others cost."""
+        powers = [1 << i for i in range(self.max_members.bit_length())]
+        fullest = [self._all_places(most)[-1] for most in self._all_lengths]
+        members = sorted({*powers, self.max_members, *fullest})
+        return [(num, most) for num in members for most in self.lengths(num)]
 
     @property
     def _all_lengths(self) -> list[int]:

@@ -22,10 +22,11 @@ from triton.compiler import ASTSource
 from specpipe.runtimes.torch.fused import round_rows
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
+from specpipe.runtimes.torch.fused.prompt import Prompts
 from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused.tiles import Tiles
 from specpipe.runtimes.torch.fused.weights import Weights, load_weights
-from specpipe.runtimes.torch.fused_sizes import ROWS
+from specpipe.runtimes.torch.fused_sizes import PROMPT_WIDTHS, ROWS
 from tests.runtimes.torch.fused.toy import MISTRAL_7B, QWEN_05B, toy_config, toy_shapes
 
 MODELS = {"7b": MISTRAL_7B, "0.5b": QWEN_05B}
@@ -82,7 +83,7 @@ def recording_decoder(
 
 
 def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
-    """What a draft-verify round launches, one of each kernel."""
+    """What a draft-verify round launches and a launch of prompts, one of each kernel."""
     decoder = recording_decoder(model, dtype)
     integers = torch.empty(128, dtype=torch.int32, device="meta")
     texts = integers.view(2, 64)
@@ -103,6 +104,20 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     for number, name in enumerate(("attention_by_blocks", "attention_of_many")):
         first = len(names) + number * (names.index("mlp_out") + 1)
         launches[name] = decoder.launches[first + names.index("attention")]
+    decoder.launches = []
+    Prompts(decoder, PROMPT_WIDTHS[-1]).launch(PROMPT_WIDTHS[-1], is_whole=True)
+    names = [
+        "norm_rows",
+        "qkv",
+        "turn_heads",
+        "attention",
+        "dense",
+        "norm_rows",
+        "gated",
+        "mlp_out",
+    ]
+    for name, launch in zip(names, decoder.launches, strict=True):
+        launches[f"prompt_{name}"] = launch
     return launches
 
 
@@ -221,6 +236,7 @@ def facts(name: str, launch: Launch, capability: int) -> dict[str, Any]:
         "is_held": launch.tiles is not None and launch.tiles.held > 0,
         "accesses": sorted(set(every)),
         "early": sorted(set(early)),
+        "num_products": kernel.asm["ptx"].count("wgmma.mma_async"),
         "num_waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
         "num_bulk_prefetches": kernel.asm["ptx"].count("cp.async.bulk.prefetch.L2"),
     }

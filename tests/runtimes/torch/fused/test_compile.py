@@ -16,6 +16,8 @@ from specpipe.runtimes.torch.fused_sizes import CHUNK, PAGE
 KERNELS = [
     "embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score",
     "propose", "copy", "accept", "plan_round", "attention_by_blocks", "attention_of_many",
+    "prompt_norm_rows", "prompt_qkv", "prompt_turn_heads", "prompt_attention", "prompt_dense",
+    "prompt_gated", "prompt_mlp_out",
 ]  # fmt: skip
 """Both projections back to the hidden states are add_linear, with tiles of their own."""
 
@@ -36,6 +38,11 @@ STREAMED = {
     "mlp_out": {"weight_ptr", "x_ptr"},
     "score": {"weight_ptr", "scaled_ptr"},
     "attention_by_blocks": {"keys_ptr", "values_ptr"},
+    "prompt_qkv": {"weight_ptr", "x_ptr"},
+    "prompt_attention": {"keys_ptr", "values_ptr"},
+    "prompt_dense": {"weight_ptr", "x_ptr"},
+    "prompt_gated": {"weight_ptr", "x_ptr"},
+    "prompt_mlp_out": {"weight_ptr", "x_ptr"},
 }
 """What moves to shared memory while earlier blocks are multiplied; what is held, all at once."""
 
@@ -75,6 +82,8 @@ def check(found: dict[str, dict[str, Any]], capability: int) -> None:
                 # Triton copies those of many for some models, and loads them for others.
                 kind = "load" if name == "attention" else next(kind for kind, _ in used)
                 assert used == {(kind, 16)}, (argument, used)
+        if capability == 90 and name in STREAMED and name.startswith("prompt_"):
+            assert kernel["num_products"] > 0, name  # of Hopper's own kind
         if capability < 90:
             assert kernel["num_waits"] == kernel["num_bulk_prefetches"] == 0, name
             continue

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specpipe.runtimes.torch import graph_memory
 from specpipe.runtimes.torch.fused import compilation
@@ -20,8 +21,11 @@ def test_the_estimate_covers_all_launches_that_are_recorded(
     rounds = FusedRounds(draft, target, num_draft_tokens=3, vocab_size=64, unused=[], copies=True)
     made: list[object] = []
     monkeypatch.setattr(compilation, "launch", lambda *launched: made.append(launched))
-    for recording in [*draft.recordings(0), *target.recordings(0), *rounds.recordings()]:
-        recording.launch()
+    engines = (draft, target)
+    recordings = [r for engine in engines for r in engine.recordings(max_seq_len)]
+    with torch.inference_mode():
+        for recording in [*recordings, *rounds.recordings()]:
+            recording.launch()
     capacity = draft.capacity
     estimate = 2 * graph_bytes(2, capacity=capacity, max_batch_size=6, max_draft_len=3)
     estimated = (estimate - graph_memory._FIRST_BYTES) // graph_memory._LAUNCH_BYTES

@@ -97,28 +97,30 @@ def test_rotary_linear(
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_turn_heads(dtype: torch.dtype, has_norm: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+def test_turn_heads(dtype: torch.dtype, has_norm: bool, rows: int) -> None:
     num_heads, num_kv_heads, head_size = 4, 2, 16
-    qkv = random(2, (num_heads + 2 * num_kv_heads) * head_size, dtype=dtype)
+    qkv = random(4, (num_heads + 2 * num_kv_heads) * head_size, dtype=dtype)
     gains = [random(head_size, dtype=dtype, seed=seed) for seed in (1, 2)]
     rotations = random(40, head_size // 2, 2, dtype=torch.float32, seed=4)
     keys = poisoned(6, num_kv_heads, PAGE, head_size, dtype=dtype)
     values = keys.clone()
-    query = poisoned(2, num_heads * head_size, dtype=dtype)
+    query = poisoned(4, num_heads * head_size, dtype=dtype)
     launch(
-        kernels.turn_heads, (2, num_heads + 2 * num_kv_heads),
+        kernels.turn_heads, (4 // rows, num_heads + 2 * num_kv_heads),
         qkv, *gains, rotations, query, keys, values, integers(0, 4).view(1, 2),
-        integers(3, 17), integers(0, 0), 2, EPSILON,
-        H=num_heads, H_KV=num_kv_heads, D=head_size, PAGE=PAGE, HAS_NORM=has_norm,
+        integers(3, -1, 17, -1), integers(0, 0, 0, 0), 2, EPSILON,
+        H=num_heads, H_KV=num_kv_heads, D=head_size, PAGE=PAGE, ROWS=rows, HAS_NORM=has_norm,
     )  # fmt: skip
-    heads = qkv.unflatten(1, (-1, head_size)).double()
+    assert query[[1, 3]].isnan().all()
+    heads = qkv[[0, 2]].unflatten(1, (-1, head_size)).double()
     raw_values = heads[:, -num_kv_heads:]
     if has_norm:
         heads = torch.cat(
             [normed(heads[:, :num_heads], gains[0]), normed(heads[:, num_heads:], gains[1])], 1
         )
     out = turned(heads, rotations[[3, 17]][:, None].expand(-1, heads.shape[1], -1, -1))
-    assert error(query, out[:, :num_heads].flatten(1)) < TOLERANCE[dtype]
+    assert error(query[[0, 2]], out[:, :num_heads].flatten(1)) < TOLERANCE[dtype]
     for row, (page, place) in enumerate([(0, 3), (4, 1)]):
         assert error(keys[page, :, place], out[row, num_heads:-num_kv_heads]) < TOLERANCE[dtype]
         assert torch.equal(values[page, :, place].double(), raw_values[row])

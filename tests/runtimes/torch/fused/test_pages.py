@@ -74,25 +74,3 @@ def test_freeing_leaves_the_pages_of_others_alone() -> None:
     kv_cache.free(0)
     kv_cache.allocate(20)
     assert pages(kv_cache, 1) == before
-
-
-def test_gathered_reads_pages_in_the_order_of_positions() -> None:
-    kv_cache = cache()
-    kv_cache.allocate(20)
-    slot = kv_cache.allocate(150)
-    kv_cache.table[slot] = torch.tensor([4, 1, 3], dtype=torch.int32)
-    for layer, pool in enumerate((*kv_cache.keys, *kv_cache.values)):
-        pool.fill_(torch.nan)
-        for place, page in enumerate((4, 1, 3)):
-            positions = torch.arange(64.0) + 64 * place
-            pool[page] = positions[None, :, None] + 1000 * torch.arange(2.0)[:, None, None]
-            pool[page] += 10000 * layer
-    on_device = torch.tensor([slot], dtype=torch.int32)
-    for layer in range(2):
-        keys, values = kv_cache.gathered(layer, on_device, 130)
-        assert keys.shape == values.shape == (1, 2, 130, 4)
-        positions = torch.arange(130.0)
-        for head in range(2):
-            expected = (positions + 1000 * head)[:, None].expand(130, 4)
-            assert torch.equal(keys[0, head], expected + 10000 * layer)
-            assert torch.equal(values[0, head], expected + 10000 * (2 + layer))

@@ -18,9 +18,9 @@ from torch import Tensor
 from specpipe.checkpoints.unified import load_unified
 from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec
 from specpipe.runtimes.torch.engine import load_weights as load_tensors
-from specpipe.runtimes.torch.fused import attention, kernels, scoring
+from specpipe.runtimes.torch.fused import attention, kernels, prompt_kernels, scoring
 from specpipe.runtimes.torch.fused.engine import FusedEngine
-from specpipe.runtimes.torch.fused.linear import Kind, Linear, int4_block, packed, unpacked
+from specpipe.runtimes.torch.fused.linear import UNPACKED, Kind, Linear, int4_block, packed
 from specpipe.runtimes.torch.fused.products import KINDS
 from specpipe.runtimes.torch.fused.tiles import (
     Tiles,
@@ -198,14 +198,14 @@ def test_round_input(dtype: torch.dtype, kind: Kind, has_norm: bool) -> None:
     assert not found[2].float().any()
 
 
-def test_int4_numbers_come_back() -> None:
+def test_int4_numbers_are_packed_by_halves_of_a_block() -> None:
     codes = (torch.arange(2 * 64).reshape(2, 64) % 16 - 8).to(torch.int8)
     bytes_ = packed(codes, 32)
     assert bytes_.shape == (2, 32)
     assert bytes_[0, 0] == 0 | 0 << 4  # channels 0 and 16, both -8
     assert bytes_[0, 16] == 0 | 0 << 4
     assert bytes_[0, 5] == 5 | 5 << 4
-    assert torch.equal(unpacked(bytes_, 32), codes)
+    assert bytes_[1, 16 + 15] == 15 | 15 << 4
 
 
 @pytest.mark.parametrize(
@@ -591,24 +591,37 @@ def test_what_is_not_done_is_named(
     assert unsupported(config, None if tensors is None else tensors.get) == reason
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token", "int8", "int4"])
-def test_prompts_are_multiplied_alike(kind: Kind) -> None:
-    for group in (0, 32) if kind == "int4" else (0,):
-        linear, matrix = linear_of(kind, group, 48, 64)
-        linear = replace(
-            linear,
-            bias=random(48, dtype=torch.float32, seed=5),
-            gain=random(64, dtype=torch.float32, seed=6),
-        )
-        x = random(7, 64, dtype=torch.float32, seed=7)
-        assert linear.bias is not None and linear.gain is not None
-        wanted = rounded(x * linear.gain, kind) @ matrix.t() + linear.bias.double()
-        assert error(linear.of_prompt(x), wanted) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("kind", ["fp8", "fp8_per_token"])
-def test_prompts_in_bfloat16_go_through_the_kernel_of_torch(kind: Kind) -> None:
-    linear, matrix = linear_of(kind, 0, 48, 64)
-    x = random(7, 64, dtype=torch.bfloat16, seed=7)
+@EVERY_DTYPE
+@EVERY_CASE
+def test_prompts_are_multiplied_alike(dtype: torch.dtype, kind: Kind, group: int) -> None:
+    num_columns, num_channels, num_rows = 32, 128 if group < 128 else 512, 21
+    linear, matrix = linear_of(kind, group, num_columns, num_channels)
+    x = random(32, num_channels, dtype=dtype, seed=7)
+    taken, row_scales = x, UNUSED
+    if linear.rounds:
+        row_scales = poisoned(32, dtype=torch.float32)
+        taken = poisoned(*x.shape, dtype=torch.float8_e4m3fn)
+        launch(
+            kernels.round_input, (32,), x, UNUSED, taken, row_scales, 0, 0, 0.0, linear.input_scale,
+            C=num_channels, BLOCK_C=num_channels, PARTS=1, WIDTH=32, HAS_NORM=False,
+            KIND=KINDS[kind],
+        )  # fmt: skip
+    weight, product = linear.weight, kind
+    if kind in UNPACKED:
+        block = linear.block or 64
+        weight = poisoned(num_columns, num_channels, dtype=dtype)
+        launch(
+            prompt_kernels.unpack, (2, num_channels // block), linear.weight, linear.scale, weight,
+            N=num_columns, C=num_channels, BLOCK_N=16, BLOCK=block, GROUP=group, KIND=KINDS[kind],
+        )  # fmt: skip
+        product = "plain" if group else "int8"
+    out = poisoned(32, num_columns, dtype=dtype)
+    launch(
+        prompt_kernels.linear, (1, 1),
+        taken, row_scales, weight, linear.scale, UNUSED, out, integers(num_rows),
+        N=num_columns, C=num_channels, BLOCK_N=32, BLOCK_C=64, ROWS=32, HAS_BIAS=False, ADDS=False,
+        KIND=KINDS[product],
+    )  # fmt: skip
     wanted = rounded(x, kind) @ matrix.t()
-    assert error(linear.of_prompt(x), wanted) < TOLERANCE[torch.bfloat16]
+    assert error(out[:num_rows], wanted[:num_rows]) < tolerance(dtype, kind)
+    assert out[num_rows:].isnan().all()

@@ -316,6 +316,7 @@ def answers(engines: EnginePair, asked: Sequence[Request]) -> dict[str, list[int
     return found
 
 
+@pytest.mark.slow  # test_bits.py compares such members with lone runs
 def test_members_of_any_kind_are_told_what_single_steps_tell_each() -> None:
     kinds = {
         "greedy": GREEDY,

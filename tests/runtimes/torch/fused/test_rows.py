@@ -57,7 +57,15 @@ def random_linear(
     return Linear(codes, bias, kind, scale / 5, block=int4_block(channels, group))
 
 
-def random_engine(config: ModelConfig, kind: Kind, group: int, dtype: torch.dtype) -> FusedEngine:
+def random_engine(
+    config: ModelConfig,
+    kind: Kind,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    max_batch_size: int = MOST,
+    max_seq_len: int = 16,
+) -> FusedEngine:
     torch.manual_seed(0)
     hidden, inter, queries = config.hidden_size, config.intermediate_size, config.query_size
 
@@ -78,7 +86,7 @@ def random_engine(config: ModelConfig, kind: Kind, group: int, dtype: torch.dtyp
     ]  # fmt: skip
     embedding = torch.randn(config.vocab_size, hidden, device=DEVICE).to(dtype)
     head = replace(linear(config.vocab_size, hidden), bias=None)
-    spec = toy_spec(config, max_batch_size=MOST, max_seq_len=16, max_draft_len=0)
+    spec = toy_spec(config, max_batch_size=max_batch_size, max_seq_len=max_seq_len, max_draft_len=0)
     weights = Weights(embedding, tuple(layers), norm(hidden), head)
     return FusedEngine(replace(spec, dtype=dtype), weights)
 

@@ -44,15 +44,15 @@ def test_the_estimate_counts_what_an_engine_holds(max_batch_size: int) -> None:
     with torch.inference_mode():
         weights = load_weights(spec.model, toy_weights(spec.model).get)
         engine = FusedEngine(spec, weights)
-    on_gpu, plain = (
-        estimate_memory(unified, dtype="float32", max_num_tokens=0, on_gpu=on_gpu, **limits)
-        for on_gpu in (True, False)
-    )
-    cache, decoder = engine.cache, engine.decoder
-    assert on_gpu.kv_cache_bytes == sum(x.nbytes for x in (*cache.keys, *cache.values))
+    estimate = estimate_memory(unified, dtype="float32", max_num_tokens=0, on_gpu=True, **limits)
+    cache, decoder, prompts = engine.cache, engine.decoder, engine.prompts
+    assert estimate.kv_cache_bytes == sum(x.nbytes for x in (*cache.keys, *cache.values))
     recorded = graph_bytes(
         spec.model.num_layers, capacity=engine.capacity, max_batch_size=max_batch_size,
         max_draft_len=4,
     )  # fmt: skip
-    buffers = sum(x.nbytes for x in (decoder._sums, decoder._states, decoder.logits))
-    assert on_gpu.workspace_bytes - plain.workspace_bytes == buffers + recorded
+    buffers = [decoder._sums, decoder._states, decoder.logits]
+    buffers += [prompts._hidden, prompts._normed, prompts._qkv, prompts._query]
+    buffers += [prompts._attended, prompts._mlp, prompts._unpacked, prompts._rounded]
+    logits = 4 * 2 * engine.max_logits * engine.vocab_size  # of a forward, and as they are sampled
+    assert estimate.workspace_bytes == sum(x.nbytes for x in buffers) + recorded + logits

@@ -1,4 +1,4 @@
-"""A decoder made of the fused kernels: up to 128 rows a launch; prompts by matrix products.
+"""A decoder made of the fused kernels: up to 128 rows a launch. Prompts are in prompt.py.
 
 Letters as in kernels.py. All tensors that a launch touches are made once, so that a CUDA graph of
 it stays valid.
@@ -6,13 +6,10 @@ it stays valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime import driver
 
@@ -47,6 +44,9 @@ from specpipe.runtimes.torch.fused_sizes import (
 from specpipe.runtimes.torch.model_shape import ModelConfig
 
 _EMBED_BLOCK = 1024
+_BESTS = 1024
+"""What is looked at together of the best of each block of the vocabulary, of one row or more."""
+
 _MOST_WARPS = 256
 """Of attention, a part of all texts, where each part that there may be has a program."""
 
@@ -55,9 +55,6 @@ _WARPS_OF_FEW, _WARPS_OF_MANY = 12, 16
 
 _REGISTERS = 1 << 16
 """Of a processor: CUDA C++ Programming Guide, compute capabilities 8.0 to 12.0."""
-
-_BESTS = 1024
-"""What is looked at together of the best of each block of the vocabulary, of one row or more."""
 
 _LOOKUP_BLOCK = 4096
 """Places of a text that are looked at together, by one program: then nothing is to be joined."""
@@ -122,12 +119,13 @@ class Decoder:
         is_cuda = self._device.type == "cuda"
         capability = torch.cuda.get_device_capability(self._device) if is_cuda else (9, 0)
         self._pdl = is_cuda and capability >= (9, 0)
+        self.is_hopper = is_cuda and capability[0] == 9
         # What inputs of FP8 are multiplied as: products.py. Only Hopper's sums of e4m3 were
         # compared with exact ones.
-        self._fp8_dtype = torch.float8_e4m3fn if capability[0] == 9 else torch.float16
+        self.fp8_dtype = torch.float8_e4m3fn if capability[0] == 9 else torch.float16
         # The sums of Blackwell's own matrix instruction were compared with nothing yet; and nobody
         # waits for float32.
-        self._widens = not is_cuda or (capability[0] != 10 and self._dtype != torch.float32)
+        self.widens = not is_cuda or (capability[0] != 10 and self._dtype != torch.float32)
         self._shared_bytes: int | None = None
         self._num_processors = 1
         if is_cuda:
@@ -171,7 +169,7 @@ class Decoder:
         self._parts_block = power_of_2_above(max(map(self._num_parts, adding)))
         self._squares = zeros(self._parts_block * rows, torch.float32)
         widest = max(config.hidden_size, config.query_size, config.intermediate_size)
-        self._rounded = empty(rows * widest, dtype=self._fp8_dtype)
+        self._rounded = empty(rows * widest, dtype=self.fp8_dtype)
         self._row_scales = empty(rows, dtype=torch.float32)
         self._norms = [*(layer.attention_norm for layer in layers), self.weights.norm]
         splits = max(tiles.splits for tiles in adding)
@@ -181,7 +179,6 @@ class Decoder:
         num_bests = max(self._num_blocks(width) * width for width in widths)
         self._best = empty(num_bests, dtype=torch.float32)
         self._best_ids = empty(num_bests, dtype=torch.int32)
-        self.best, self.best_ids = self.bests(ROWS)
         self.is_unused = zeros(config.vocab_size, torch.uint8)
         self._num_usable, self._has_unused = config.vocab_size, False
 
@@ -221,21 +218,28 @@ class Decoder:
     ) -> Tiles:
         """Fits narrow tiles to the chip, and makes those of a launch of some width of them."""
         weights = linear.weight.dtype if linear.rounds else self._dtype
-        inputs = self._fp8_dtype if linear.rounds else self._dtype
+        inputs = self.fp8_dtype if linear.rounds else self._dtype
 
         def fitted(tiles: Tiles) -> Tiles:
-            if self._shared_bytes is None:
-                return tiles
-            return tiles.fitting(
-                self._shared_bytes, element_bytes=weights.itemsize, input_bytes=inputs.itemsize,
+            return self.fitted(
+                tiles, element_bytes=weights.itemsize, input_bytes=inputs.itemsize,
                 num_matrices=num_matrices,
             )  # fmt: skip
 
         narrow = fitted(tiles)
-        if width == ROWS or not self._widens:
+        if width == ROWS or not self.widens:
             return narrow
         num_columns = num_columns or linear.num_columns // num_matrices
         return fitted(wide_tiles(narrow, width, num_columns, most=most, kind=linear.kind))
+
+    @property
+    def shared_bytes(self) -> int | None:
+        """Of memory that a program of this GPU can share; None: this is none."""
+        return self._shared_bytes
+
+    def fitted(self, tiles: Tiles, **sizes: int) -> Tiles:
+        """Makes tiles fit into the chip's memory: Tiles.fitting."""
+        return tiles if self._shared_bytes is None else tiles.fitting(self._shared_bytes, **sizes)
 
     @torch.inference_mode()
     def use_tokens(self, vocab_size: int, unused: list[tuple[int, int]]) -> None:
@@ -367,7 +371,7 @@ class Decoder:
             WAYS=tiles.ways, HELD=tiles.held, tiles=tiles, **heads,
         )  # fmt: skip
         if not turns:
-            self._turn(
+            self.turn(
                 index, layer, self._qkv, self._query, rows.positions[: rows.num_rows], rows.slots
             )
         self._look_back(index, layer, rows)
@@ -451,18 +455,23 @@ class Decoder:
     def _scale(self) -> float:
         return self.config.attention_scale or self.config.head_size**-0.5
 
-    def _turn(
-        self, index: int, layer: Layer, qkv: Tensor, query: Tensor, positions: Tensor, slots: Tensor
-    ) -> None:
-        """Norms and rotary embedding of heads, from qkv to query and the KV cache."""
+    def turn(
+        self, index: int, layer: Layer, qkv: Tensor, query: Tensor, positions: Tensor,
+        slots: Tensor, rows: int = 1,
+    ) -> None:  # fmt: skip
+        """Norms and rotary embedding of heads, from qkv to query and the KV cache.
+
+        rows  that a program takes, of which all are there
+        """
         config, norm = self.config, layer.query_norm
+        num_heads = config.num_heads + 2 * config.num_kv_heads
         self.launch(
-            kernels.turn_heads, (len(positions), config.num_heads + 2 * config.num_kv_heads),
+            kernels.turn_heads, (len(positions) // rows, num_heads),
             qkv, layer.attention_norm if norm is None else norm,
             layer.attention_norm if layer.key_norm is None else layer.key_norm, self._rotations,
             query, self.cache.keys[index], self.cache.values[index], self.cache.table, positions,
             slots, self.cache.table.stride(0), config.norm_epsilon,
-            H=config.num_heads, H_KV=config.num_kv_heads, D=config.head_size, PAGE=PAGE,
+            H=config.num_heads, H_KV=config.num_kv_heads, D=config.head_size, PAGE=PAGE, ROWS=rows,
             HAS_NORM=norm is not None,
         )  # fmt: skip
 
@@ -542,9 +551,7 @@ class Decoder:
 
     def _room(self, x: Tensor, linear: Linear) -> Tensor:
         """Returns the room for the inputs of a linear: that of rounded ones, if they come so."""
-        if linear.kind != "fp8":
-            return x
-        return x.flatten().view(self._fp8_dtype)[: x.numel()].view(x.shape)
+        return linear.room(x, self.fp8_dtype)
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], *arguments: Any, tiles: Tiles | None = None,
@@ -558,73 +565,6 @@ class Decoder:
             options.update(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
         compilation.launch(kernel, grid, arguments, {**constants, **options})
 
-    def prefill(self, token_ids: Tensor, slots: Tensor, start: int) -> None:
-        """Caches the keys and values of tokens [T] of one sequence from position start on.
-
-        slots  int32 [T]: that of the sequence, for each token
-
-        It is a matrix product a linear, so that long prompts go at the speed of those.
-        """
-        config, weights = self.config, self.weights
-        num_tokens = len(token_ids)
-        positions = torch.arange(start, start + num_tokens, dtype=torch.int32, device=self._device)
-        hidden = F.embedding(token_ids, weights.embedding)
-        if config.embedding_scale is not None:
-            hidden = hidden * config.embedding_scale
-        query = hidden.new_empty(num_tokens, config.query_size)
-        for index, layer in enumerate(weights.layers):
-            normed = _norm(hidden, layer.attention_norm, config.norm_epsilon)
-            qkv = layer.qkv.of_prompt(normed)
-            self._turn(index, layer, qkv, query, positions, slots)
-            if index == config.num_layers - 1:
-                return  # nobody reads more of a prompt's last layer than its keys and values
-            keys, values = self.cache.gathered(index, slots[:1], start + num_tokens)
-            attended = self._attend_prompt(query, keys, values, config.windows[index])
-            if layer.dense.heads_by_kv:
-                heads = attended.unflatten(-1, (config.group_size, -1, config.head_size))
-                attended = heads.transpose(-3, -2).flatten(-3)
-            hidden = hidden + layer.dense.of_prompt(attended)
-            normed = _norm(hidden, layer.mlp_norm, config.norm_epsilon)
-            fc, gate = layer.mlp_in.of_prompt(normed).chunk(2, dim=-1)
-            activated = _ACTIVATE[config.activation](fc) * gate
-            hidden = hidden + layer.mlp_out.of_prompt(activated)
-
-    def _attend_prompt(
-        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None
-    ) -> Tensor:
-        """What queries [T, H · D], the last of S positions, attend to: [T, H · D].
-
-        keys, values  [1, H_kv, S, D]
-        """
-        config = self.config
-        num_tokens, num_positions = len(query), keys.shape[2]
-        shape = (num_tokens, config.group_size, config.num_kv_heads, config.head_size)
-        # Heads of one group side by side, as grouped-query attention of torch has them.
-        heads = query.view(shape).permute(2, 1, 0, 3).flatten(0, 1)[None]
-        mask = None
-        if num_tokens < num_positions or (window is not None and window < num_positions):
-            positions = torch.arange(num_positions, device=query.device)
-            age = positions[-num_tokens:, None] - positions
-            mask = (age >= 0) if window is None else (age >= 0) & (age < window)
-        out: Tensor = F.scaled_dot_product_attention(
-            heads,
-            keys.repeat_interleave(config.group_size, dim=1),
-            values.repeat_interleave(config.group_size, dim=1),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self._scale,
-        )
-        grouped: Tensor = out[0].unflatten(0, (config.num_kv_heads, config.group_size))
-        by_group: Tensor = grouped.permute(2, 1, 0, 3)
-        return by_group.reshape(num_tokens, -1)
-
-
-_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swiglu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
-
 
 def _shape(linear: Linear) -> tuple[int, int]:
     return linear.num_columns, linear.num_channels
@@ -637,8 +577,3 @@ def _packing(linear: Linear) -> dict[str, Any]:
 def _scale_of(linear: Linear) -> Tensor:
     """Returns the scale of a linear, or what a kernel is given that reads none."""
     return linear.weight if linear.scale is None else linear.scale
-
-
-def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    normed = F.rms_norm(x, x.shape[-1:], eps=epsilon) * weight
-    return normed.to(x.dtype)

@@ -1,6 +1,6 @@
 """Rounds in which tokens are drawn: the buffers and launches that make them of scores.
 
-Kernels, and words and letters, are in sampling.py and rejection.py.
+Kernels, and words and letters, are in sampling.py, cuts.py and rejection.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.torch.fused import rejection
-from specpipe.runtimes.torch.fused import sampling as kernels
+from specpipe.runtimes.torch.fused import asked, cuts, rejection, sampling
 from specpipe.runtimes.torch.fused.decoder import Decoder
 from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, width_of
@@ -21,8 +20,8 @@ from specpipe.speculative.request import Sampling
 _MOST_BLOCKS = 64
 _MIN_BLOCK = 1024
 _COLUMNS_A_WARP = 256
-_CHUNK = 256
-"""Columns that a program of `narrow` looks at together, one a thread."""
+_CHUNK, _TILE = 128, 1024
+"""Columns that a program of `narrow` looks at together: one a thread, or several."""
 
 _MOST_PROGRAMS = 512
 """Of `narrow`, which are few for each row where there are many rows: most have nothing to do."""
@@ -32,22 +31,23 @@ class Settings:
     """The sampling of each stream, on the GPU."""
 
     def __init__(self, num_streams: int, device: torch.device) -> None:
-        fields = kernels.FIELDS.value
+        fields = asked.FIELDS.value
         self.table = torch.zeros(num_streams, fields, dtype=torch.int64, device=device)
 
-    def write(self, stream: int, sampling: Sampling, vocab_size: int) -> None:
+    def write(self, stream: int, wanted: Sampling, vocab_size: int) -> None:
         """Takes over what a stream asks for, from the next round on; it waits for nothing."""
         numbers = torch.tensor([1.0, 1.0, -torch.inf], dtype=torch.float64)
-        top_k, kind = kernels.NO_LIMIT.value, kernels.GREEDY.value
-        if not sampling.is_greedy:
-            asked = [sampling.temperature, sampling.top_p, sampling.min_p]
-            numbers = torch.tensor(asked, dtype=torch.float64)
+        top_k, kind = asked.NO_LIMIT.value, asked.GREEDY.value
+        if not wanted.is_greedy:
+            numbers = torch.tensor(
+                [wanted.temperature, wanted.top_p, wanted.min_p], dtype=torch.float64
+            )
             numbers[2].log_()
-            if 0 < sampling.top_k < vocab_size:
-                top_k = sampling.top_k
-            kind = kernels.MATCHED.value if sampling.is_seeded else kernels.REJECTING.value
+            if 0 < wanted.top_k < vocab_size:
+                top_k = wanted.top_k
+            kind = asked.MATCHED.value if wanted.is_seeded else asked.REJECTING.value
         # Its 64 bits, as a signed number.
-        seed = sampling.seed - (sampling.seed >> 63 << 64)
+        seed = wanted.seed - (wanted.seed >> 63 << 64)
         settings = torch.cat([numbers.view(torch.int64), torch.tensor([top_k, seed, kind])])
         if self.table.is_cuda:
             # The allocator of pinned memory keeps it until it was copied.
@@ -72,15 +72,18 @@ class Drawing:
         self._num_blocks = num_blocks = -(-self._num_columns // block)
         self._blocks = power_of_2_above(num_blocks)
         self._num_warps = max(4, block // _COLUMNS_A_WARP)
-        self._chunk = min(_CHUNK, power_of_2_above(self._num_columns))
+        self._chunk, self._tile = (
+            min(size, power_of_2_above(self._num_columns)) for size in (_CHUNK, _TILE)
+        )
         self._num_rows = rows = len(decoder.logits)
         zeros = partial(torch.zeros, device=is_unused.device)
-        levels = kernels.ALL_LEVELS.value
-        self._states = zeros(levels, rows, kernels.STATE.value, dtype=torch.int64)
+        levels = cuts.ALL_LEVELS.value
+        self._states = zeros(levels, rows, cuts.STATE.value, dtype=torch.int64)
         self._counts, self._masses = (
-            zeros(levels, rows, kernels.BINS.value, dtype=torch.int64) for _ in range(2)
+            zeros(levels, rows, cuts.BINS.value, dtype=torch.int64) for _ in range(2)
         )
         self._peaks = zeros(rows, dtype=torch.float64)
+        self._noises = zeros(rows, dtype=torch.float64)
         self._limits = zeros(rows, dtype=torch.int64)
         self._last_ids = zeros(rows, dtype=torch.int32)
         self._drawn = zeros(rows, num_blocks, dtype=torch.float64)
@@ -106,7 +109,7 @@ class Drawing:
             width=width_of(stride * places), group=1, drafts=True,
         )  # fmt: skip
         self._decoder.launch(
-            kernels.propose_drawn, (places,),
+            sampling.propose_drawn, (places,),
             self._drawn, self._drawn_ids, self._peaks, *_arrays(members), streams.last,
             streams.history, first, stride, step, self._num_blocks, streams.history.stride(0),
             BLOCKS=self._blocks, num_warps=1,
@@ -136,31 +139,31 @@ class Drawing:
         assert first + stride * (num_rows - 1) < self._num_rows
         best, best_ids = decoder.bests(width)
         decoder.launch(
-            kernels.peak, (num_rows,),
-            best, best_ids, *arrays, settings, self._peaks, self._counts, self._masses,
-            self._drawn, self._drawn_ids, first, stride, scored, group, step, width, len(best),
-            self._num_rows, self._num_blocks,
+            sampling.peak, (num_rows,),
+            best, best_ids, *arrays, self._streams.last, settings, self._peaks, self._noises,
+            self._counts, self._masses, self._drawn, self._drawn_ids, first, stride, scored, group,
+            step, width, len(best), self._num_rows, self._num_blocks,
             DRAFTS=drafts, BESTS=power_of_2_above(len(best)), BLOCKS=self._blocks,
         )  # fmt: skip
         logits_stride = decoder.logits.stride(0)
         num_chunks = -(-self._num_columns // self._chunk)
-        num_parts = max(1, min(_MOST_PROGRAMS // num_rows, num_chunks // 4))
+        num_parts = max(1, min(_MOST_PROGRAMS // num_rows, num_chunks // 2))
         size = self._chunk * -(-num_chunks // num_parts)
-        levels = {Form.CUT: kernels.LEVELS.value, Form.CUT_TWICE: kernels.ALL_LEVELS.value}
+        levels = {Form.CUT: cuts.LEVELS.value, Form.CUT_TWICE: cuts.ALL_LEVELS.value}
         for level in range(levels.get(form, 0)):
             decoder.launch(
-                kernels.narrow, (num_parts, num_rows),
+                cuts.narrow, (num_parts, num_rows),
                 decoder.logits, self._is_unused, *arrays, settings, self._peaks, self._states,
                 self._counts, self._masses, first, stride, group, step, level, self._num_rows,
                 size, self._num_columns, logits_stride,
-                DRAFTS=drafts, CHUNK=self._chunk, num_warps=8,
+                DRAFTS=drafts, CHUNK=self._chunk, TILE=self._tile, num_warps=4,
             )  # fmt: skip
         decoder.launch(
-            kernels.draw, (self._num_blocks, num_rows),
+            sampling.draw, (self._num_blocks, num_rows),
             decoder.logits, self._is_unused, *arrays, self._streams.last, settings, self._peaks,
-            self._states, self._counts, self._masses, self._limits, self._last_ids, self._drawn,
-            self._drawn_ids, self._kept_masses, first, stride, group, step, self._num_rows,
-            self._num_columns, self._num_blocks, logits_stride,
+            self._noises, self._states, self._counts, self._masses, self._limits, self._last_ids,
+            self._drawn, self._drawn_ids, self._kept_masses, first, stride, group, step,
+            self._num_rows, self._num_columns, self._num_blocks, logits_stride,
             DRAFTS=drafts, BLOCK=self._block, num_warps=self._num_warps,
         )  # fmt: skip
 

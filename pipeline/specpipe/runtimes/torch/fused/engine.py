@@ -13,24 +13,19 @@ from specpipe.runtimes.torch.engine import TorchEngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs, Recording
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
+from specpipe.runtimes.torch.fused.prompt import Piece, PromptRows, Prompts
 from specpipe.runtimes.torch.fused.weights import Weights
 from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
-    LONGEST_RECORDED,
     MOST_CHUNKS,
     ROW_COUNTS,
     most_rows,
+    prompt_width_of,
     spare_positions,
     width_of,
 )
 
 SequenceId = int
-
-_MAX_PIECE = 8
-"""Tokens before the scored ones that go through the decode kernels, not as a prompt."""
-
-_PROMPT_STEP = {"cuda": 64, "cpu": 8}
-"""Launches for prompts are recorded for multiples of this length: a GPU takes as long for fewer."""
 
 
 @dataclass
@@ -38,6 +33,7 @@ class _Sequence:
     slot: int
     length: int
     capacity: int  # positions that its pages have
+    prompt_length: int
 
 
 @dataclass(frozen=True)
@@ -81,10 +77,8 @@ class FusedEngine:
         self._next_id = 0
         # positions, slots and token ids of a launch
         self._inputs = torch.zeros(3, self._most_rows, dtype=torch.int32, device=spec.device)
-        self._prompt_step = _PROMPT_STEP[spec.device.type]
-        # those of a prompt but for its positions, which are known
-        self._prompt = torch.zeros(LONGEST_RECORDED, dtype=torch.int64, device=spec.device)
-        self._prompt_slots = torch.zeros(LONGEST_RECORDED, dtype=torch.int32, device=spec.device)
+        self.prompts = Prompts(self.decoder, prompt_width_of(spec.max_seq_len))
+        self._most_prompt_rows = self.prompts.most_rows
 
     def can_admit(self, max_tokens: int) -> bool:
         """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
@@ -98,7 +92,7 @@ class FusedEngine:
         self._next_id += 1
         slot = self.cache.allocate(max_tokens + self._spare)
         capacity = min(max_tokens + self._spare, self.capacity)
-        self._sequences[sequence] = _Sequence(slot, 0, capacity)
+        self._sequences[sequence] = _Sequence(slot, 0, capacity, prompt_length)
         return sequence
 
     def length(self, sequence: SequenceId) -> int:
@@ -118,11 +112,15 @@ class FusedEngine:
         Returns float32 logits [sum(num_logits), V]: those after the last num_logits[i] tokens of
         sequence i, in the order of the batch. It is an inference tensor.
 
-        Whether a token goes through the decode kernels or as a part of a prompt depends on how many
-        come before those that are scored, so draft tokens behind it do not change it.
+        Tokens of a prompt, but for its last, go through the kernels of prompts, all others through
+        those of decoding, however many there are. So a position's keys and values do not depend on
+        how a prompt is cut, or on what else is in the batch.
         """
+        pieces: list[Piece] = []
         rows: list[_Row] = []
-        scored: list[int] = []
+        scored: list[int] = []  # of the rows
+        at: list[int] = []  # where their logits go
+        num_scored = 0
         for (sequence_id, tokens), count in zip(batch, num_logits, strict=True):
             sequence = self._sequences[sequence_id]
             start, stop = sequence.length, sequence.length + len(tokens)
@@ -130,66 +128,75 @@ class FusedEngine:
                 raise ValueError(
                     f"{len(tokens)} tokens after {start}: expected 1 to {sequence.capacity - start}"
                 )
-            num_before = len(tokens) - count
-            if count == 0 or num_before > _MAX_PIECE:
-                self._prefill(sequence, tokens[:num_before], start)
-                tokens, start = tokens[num_before:], start + num_before
-                num_before = 0
-            scored.extend(range(len(rows) + num_before, len(rows) + len(tokens)))
-            rows.extend(
-                _Row(sequence.slot, start + i, token_id) for i, token_id in enumerate(tokens)
-            )
+            num_prompt = min(max(sequence.prompt_length - 1 - start, 0), len(tokens))
+            first_scored = len(tokens) - count
+            if num_prompt > 0:
+                pieces.append(
+                    Piece(
+                        sequence.slot,
+                        start,
+                        tokens[:num_prompt],
+                        scored_from=start + first_scored,
+                        logit=num_scored,
+                    )  # fmt: skip
+                )
+            for i, token_id in enumerate(tokens[num_prompt:], num_prompt):
+                if i >= first_scored:
+                    scored.append(len(rows))
+                    at.append(num_scored + i - first_scored)
+                rows.append(_Row(sequence.slot, start + i, token_id))
+            num_scored += count
             sequence.length = stop
-        logits = torch.empty(len(scored), self.vocab_size, device=self.spec.device)
+        logits = torch.empty(num_scored, self.vocab_size, device=self.spec.device)
+        for prompt_rows in PromptRows.packed(
+            pieces, self._most_prompt_rows, self.prompts.tile_rows
+        ):
+            self._read(prompt_rows, logits)
         for first in range(0, len(rows), self._most_rows):
             stop = first + self._most_rows
             self._launch(rows[first:stop])
             here = [i for i, row in enumerate(scored) if first <= row < stop]
             if here:
-                places = torch.tensor([scored[i] - first for i in here], device=self.spec.device)
-                logits[here[0] : here[-1] + 1] = self.decoder.logits.index_select(0, places)
+                places = self._on_device([scored[i] - first for i in here])
+                found = self.decoder.logits.index_select(0, places)
+                logits.index_copy_(0, self._on_device([at[i] for i in here]), found)
         return logits
 
-    def _prefill(self, sequence: _Sequence, token_ids: Sequence[int], start: int) -> None:
-        """Caches a piece of a prompt. The beginning of one, if it is short, costs the host a call.
-
-        It is then as long as was recorded, with its last token again and again behind it: nobody
-        looks at that before it is written anew.
-        """
-        length = -(-len(token_ids) // self._prompt_step) * self._prompt_step
-        if start > 0 or length > min(LONGEST_RECORDED, sequence.capacity):
-            slots = torch.full(
-                (len(token_ids),), sequence.slot, dtype=torch.int32, device=self.spec.device
-            )
-            self.decoder.prefill(self._on_device(token_ids), slots, start)
+    def _read(self, rows: PromptRows, logits: Tensor) -> None:
+        """Caches rows of prompts; few are scored, and how that is done is not recorded."""
+        width = self.prompts.fill(rows)
+        if not rows.scored:
+            self.graphs.run(("prompt", width), partial(self.prompts.launch, width))
             return
-        filled = [*token_ids, *[token_ids[-1]] * (length - len(token_ids))]
-        self._prompt[:length] = self._on_device(filled)
-        self._prompt_slots.fill_(sequence.slot)
-        self.graphs.run(("prompt", length), partial(self._run_prompt, length))
-
-    def _run_prompt(self, length: int) -> None:
-        self.decoder.prefill(self._prompt[:length], self._prompt_slots[:length], 0)
+        self.prompts.launch(width, is_whole=True)
+        found = self.prompts.score(self._on_device(rows.scored))
+        logits.index_copy_(0, self._on_device(rows.logits), found)
 
     @torch.inference_mode()
     def recordings(self, longest_prompt: int) -> list[Recording]:
-        """Returns what forwards launch, with pieces of prompts of up to so many tokens.
+        """Returns what forwards launch, with pieces of prompts of up to so many tokens together.
 
-        Rows are nobody's and prompts of page 0, until there is a forward.
+        All rows are nobody's, until there is a forward.
         """
         self._inputs[0].fill_(_NOBODY.position)
-        most = min(LONGEST_RECORDED, self.capacity, longest_prompt + self._prompt_step - 1)
+        self._most_prompt_rows = min(prompt_width_of(longest_prompt), self.prompts.most_rows)
         prompts = [
-            Recording(self.graphs, ("prompt", length), partial(self._run_prompt, length))
-            for length in range(self._prompt_step, most + 1, self._prompt_step)
+            Recording(self.graphs, ("prompt", width), partial(self.prompts.launch, width))
+            for width in self.prompts.widths
+            if width <= self._most_prompt_rows
         ]
+        # What scores is run as it is; this has it compiled.
+        prompts.append(Recording(self.graphs, "scored", self.prompts.score_first))
         rows = [
             Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
             for num_rows in ROW_COUNTS
             if num_rows <= self._most_rows
-            for is_long in sorted({False, self.is_long(self.capacity)})
+            for is_long in sorted({False, num_rows == 1 and self.is_long(self.capacity)})
         ]
         return prompts + rows
+
+    def _score_prompt(self, rows: Tensor) -> None:
+        self.prompts.score(rows)
 
     def _on_device(self, token_ids: Sequence[int]) -> Tensor:
         """Copies token ids without waiting for what the device does before it."""
@@ -208,7 +215,7 @@ class FusedEngine:
             [row.token_id for row in filled],
         ]
         self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
-        is_long = self.is_long(max(row.position for row in rows) + 1)
+        is_long = num_rows == 1 and self.is_long(rows[0].position + 1)
         self.graphs.run((num_rows, is_long), partial(self._run_rows, num_rows, is_long))
 
     def _run_rows(self, num_rows: int, is_long: bool) -> None:
@@ -218,7 +225,10 @@ class FusedEngine:
 
     @staticmethod
     def is_long(num_positions: int) -> bool:
-        """Returns whether attention over that many positions takes blocks of them, not chunks."""
+        """Returns whether attention over that many positions takes blocks of them, not chunks.
+
+        It is so asked for launches of a single sequence: of several it finds out by itself.
+        """
         return num_positions > MOST_CHUNKS * CHUNK
 
     def skip(self, sequence: SequenceId, num_tokens: int) -> None:

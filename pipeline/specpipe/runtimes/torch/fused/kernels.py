@@ -260,40 +260,46 @@ def turn_heads(
     query_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr,
     slots_ptr, pages_stride, epsilon,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Norm and rotary embedding of each head, and the KV cache write: program (row, head)."""
+    """Norm and rotary embedding of each head, and the KV cache write: program (ROWS rows, head)."""
     begin(PDL)
-    row = tl.program_id(0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + row)
-    if position < 0:
+    if tl.max(position, axis=0) < 0:
         return
-    channel = tl.arange(0, D)
-    x = tl.load(qkv_ptr + (row * (H + 2 * H_KV) + head) * D + channel).to(tl.float32)
+    is_row = (position >= 0)[:, None]
+    position = tl.maximum(position, 0)
+    channel = tl.arange(0, D)[None, :]
+    qkv = qkv_ptr + (row * (H + 2 * H_KV) + head)[:, None] * D + channel
+    x = tl.load(qkv, mask=is_row, other=0.0).to(tl.float32)
     dtype = query_ptr.dtype.element_ty
     if head < H + H_KV:
         if HAS_NORM:
-            x *= tl.rsqrt(tl.sum(x * x) / D + epsilon)
+            x *= tl.rsqrt(tl.sum(x * x, axis=1) / D + epsilon)[:, None]
             if head < H:
                 gain = tl.load(query_gain_ptr + channel)
             else:
                 gain = tl.load(key_gain_ptr + channel)
             x = (x.to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype).to(tl.float32)
-        even, odd = tl.split(x.reshape(D // 2, 2))
-        pair = rotations_ptr + position * D + 2 * tl.arange(0, D // 2)
+        even, odd = tl.split(x.reshape(ROWS, D // 2, 2))
+        pair = rotations_ptr + position[:, None] * D + 2 * tl.arange(0, D // 2)[None, :]
         cosine = tl.load(pair)
         sine = tl.load(pair + 1)
-        x = tl.join(even * cosine - odd * sine, even * sine + odd * cosine).reshape(D)
+        turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+        x = turned.reshape(ROWS, D)
     if head < H:
-        tl.store(query_ptr + (row * H + head) * D + channel, x)
+        tl.store(query_ptr + (row * H + head)[:, None] * D + channel, x, mask=is_row)
     else:
-        page = tl.load(pages_ptr + tl.load(slots_ptr + row) * pages_stride + position // PAGE)
+        slot = tl.load(slots_ptr + row)
+        page = tl.load(pages_ptr + slot * pages_stride + position // PAGE)
         place = (tl.cast(page, tl.int64) * H_KV + (head - H) % H_KV) * PAGE + position % PAGE
+        place = place[:, None] * D + channel
         if head < H + H_KV:
-            tl.store(keys_ptr + place * D + channel, x)
+            tl.store(keys_ptr + place, x, mask=is_row)
         else:
-            tl.store(values_ptr + place * D + channel, x)
+            tl.store(values_ptr + place, x, mask=is_row)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -435,6 +441,14 @@ def gated_linear(
         fc += fc_bias
         gate += gate_bias
     dtype = out_gain_ptr.dtype.element_ty
+    out = as_input(activated(fc, gate, dtype, ACTIVATION), gain, out_scale, dtype, HAS_GAIN, NEXT)
+    place = (first_row + row)[None, :] * N + n[:, None]
+    tl.store(out_ptr + place, out, mask=row[None, :] < num_rows)
+
+
+@triton.jit
+def activated(fc, gate, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """activation(fc) · gate in float32, of numbers of a dtype."""
     fc = fc.to(dtype).to(tl.float32)
     gate = gate.to(dtype).to(tl.float32)
     if ACTIVATION == _SILU:
@@ -442,6 +456,4 @@ def gated_linear(
     else:
         inner = 0.7978845608028654 * (fc + 0.044715 * fc * fc * fc)
         fc = fc * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
-    out = as_input(fc.to(dtype).to(tl.float32) * gate, gain, out_scale, dtype, HAS_GAIN, NEXT)
-    place = (first_row + row)[None, :] * N + n[:, None]
-    tl.store(out_ptr + place, out, mask=row[None, :] < num_rows)
+    return fc.to(dtype).to(tl.float32) * gate

@@ -1,4 +1,4 @@
-"""One linear of an engine as the fused kernels read it, and its product with a prompt.
+"""One linear of an engine as the fused kernels read it.
 
 How an engine stores quantized linears is in quantized_layout.py, what their numbers mean here in
 products.py.
@@ -11,11 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from specpipe.checkpoints.formats import E4M3_MAX
-from specpipe.quantization import numbers
 
 Kind = Literal["plain", "fp8", "fp8_per_token", "int8", "int4"]
 
@@ -78,40 +74,14 @@ class Linear:
             return 0
         return self.num_channels // len(self.scale)
 
-    def of_prompt(self, x: Tensor) -> Tensor:
-        """Returns x · Wᵀ + b of inputs [T, C] by torch's matrix products."""
-        if self.gain is not None:
-            x = (x * self.gain).to(x.dtype)
-        if self.kind == "plain":
-            return F.linear(x, self.weight, self.bias)
-        out = self._scaled_product(x)
-        return out if self.bias is None else out + self.bias
+    def room(self, x: Tensor, fp8: torch.dtype) -> Tensor:
+        """Returns the room for inputs like x: that of rounded ones, if they come so.
 
-    def _scaled_product(self, x: Tensor) -> Tensor:
-        assert self.scale is not None
-        if self.kind == "int4":
-            scale = self.scale.t() if self.scale.dim() == 2 else self.scale[:, None]
-            codes = unpacked(self.weight, self.block).float()
-            weight = codes.unflatten(1, (scale.shape[1], -1)) * scale[:, :, None]
-            return F.linear(x, weight.flatten(1).to(x.dtype))
-        if self.kind == "int8":
-            return (F.linear(x, self.weight.to(x.dtype)) * self.scale).to(x.dtype)
-        if self.kind == "fp8":
-            input_scale = torch.full((1,), self.input_scale, device=x.device)
-            row_scale = torch.ones(len(x), device=x.device)
-        else:
-            input_scale = row_scale = numbers.row_scales(x, E4M3_MAX)
-        codes = numbers.quantize_fp8(x, input_scale)
-        if x.dtype == torch.bfloat16:  # the only dtype that torch's kernel writes at such scales
-            return torch._scaled_mm(
-                codes,
-                self.weight.t(),
-                scale_a=row_scale[:, None],
-                scale_b=self.scale[None],
-                out_dtype=x.dtype,
-            )
-        product = F.linear(codes.float(), self.weight.float())
-        return (product * row_scale[:, None] * self.scale).to(x.dtype)
+        fp8  what rounded numbers are multiplied as
+        """
+        if self.kind != "fp8":
+            return x
+        return x.flatten().view(fp8)[: x.numel()].view(x.shape)
 
 
 def stored_kind(weight: Tensor) -> Kind:
@@ -185,13 +155,6 @@ def packed(codes: Tensor, block: int) -> Tensor:
     """Packs int4 numbers [N, C] into bytes [N, C / 2]: products.py."""
     low, high = (codes + 8).to(torch.uint8).unflatten(1, (-1, 2, block // 2)).unbind(2)
     return torch.bitwise_or(low, high << 4).flatten(1)
-
-
-def unpacked(weight: Tensor, block: int) -> Tensor:
-    """Returns the numbers [N, C] of what `packed` made, as int8."""
-    halves = weight.unflatten(1, (-1, 1, block // 2))
-    codes = torch.cat([halves & 15, halves >> 4], dim=2).flatten(1)
-    return codes.to(torch.int8) - 8
 
 
 def _stored_int4(weight: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specpipe.errors import EngineMismatch
 from specpipe.runtimes.torch.build import WEIGHTS_NAME
-from specpipe.runtimes.torch.engine import TorchEngineSpec, avoid_cudnn_attention
+from specpipe.runtimes.torch.engine import TorchEngineSpec
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.linear import Read
 from specpipe.runtimes.torch.fused.weights import load_weights
@@ -22,7 +22,6 @@ from specpipe.runtimes.torch.fused.weights import load_weights
 def load_engine(folder: Path) -> FusedEngine:
     """Loads an engine, one tensor at a time: the GPU holds no second copy of its weights."""
     spec = TorchEngineSpec.read(folder)
-    avoid_cudnn_attention(spec.device)  # prompts are attended by torch
     with reading(folder, spec.device) as read:
         return FusedEngine(spec, load_weights(spec.model, read))
 

@@ -68,16 +68,3 @@ class PagedKVCache:
         """Gives a slot and its pages to others."""
         self._free_pages.extend(reversed(self._pages.pop(slot)))
         self._free_slots.append(slot)
-
-    def gathered(self, layer: int, slot: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Copies the first keys and values of a sequence together, [1, H_kv, positions, D].
-
-        slot  int32 [1], on the device: a recorded launch finds there whose they are
-        """
-        pages = self.table.index_select(0, slot)[0, : pages_of(num_positions)]
-
-        def joined(pool: Tensor) -> Tensor:
-            in_order = pool.index_select(0, pages).transpose(0, 1).flatten(1, 2)
-            return in_order[None, :, :num_positions]
-
-        return joined(self.keys[layer]), joined(self.values[layer])

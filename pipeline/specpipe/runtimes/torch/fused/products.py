@@ -188,7 +188,7 @@ def inputs(
 
 
 @triton.jit
-def _unpacked(packed, dtype: tl.constexpr):
+def unpacked_halves(packed, dtype: tl.constexpr):
     """The numbers in the low and in the high halves of bytes, less 8, in a dtype."""
     if dtype == tl.bfloat16:
         # 0x4300 and a number below 128 are the bits of 128 plus the number. Written out, since four
@@ -235,7 +235,7 @@ def add_product(
     GROUP  channels that share a scale [groups, N]; 0: all of them do, and scales come later
     """
     if KIND == INT4:
-        low, high = _unpacked(weights, x.dtype)
+        low, high = unpacked_halves(weights, x.dtype)
         if GROUP == 0:
             sums = tl.dot(low, x, sums, input_precision="ieee")
             sums = tl.dot(high, high_x, sums, input_precision="ieee")

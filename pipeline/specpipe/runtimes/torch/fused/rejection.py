@@ -20,18 +20,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specpipe.runtimes.torch.fused.programs import begin
-from specpipe.runtimes.torch.fused.sampling import (
-    NO_ID,
+from specpipe.runtimes.torch.fused.asked import (
     REJECTING,
     UNSPECIALIZED,
     asked,
-    best_drawn,
-    gumbel,
+    gaps_of,
     is_finite,
-    scores_of,
-    uniform,
 )
+from specpipe.runtimes.torch.fused.programs import begin
+from specpipe.runtimes.torch.fused.sampling import NO_ID, best_drawn, gumbel, uniform
 from specpipe.runtimes.torch.fused.scoring import move_on
 from specpipe.speculative.noise import Purpose
 
@@ -59,11 +56,11 @@ def _probs(
     is_column,
 ):
     """The probabilities of some columns of rows, of which `draw` has left limit and last_id."""
-    scores, gap, key = scores_of(
+    logits, gap, key = gaps_of(
         logits_ptr, is_unused_ptr, temperature, peak, column, is_column
     )
     is_kept = (key < limit) | ((key == limit) & (column <= last_id))
-    is_kept &= scores >= peak / temperature + log_min_p
+    is_kept &= logits / temperature >= peak / temperature + log_min_p
     return tl.where(is_kept, tl.exp(-gap), 0.0) / kept_masses
 
 

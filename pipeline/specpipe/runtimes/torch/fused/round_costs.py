@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from specpipe.runtimes.torch.round_sizes import RoundSizes
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.request import GREEDY
 
-_TIMED_ROUNDS = 5
+_TIMED_ROUNDS = 9
 _CONTEXT = 256
 
 Costs = dict[int, StepCosts]
@@ -30,46 +31,46 @@ def measured_costs(
     *,
     copies: bool,
 ) -> tuple[Costs, Costs]:
-    """Times rounds that draft, and that copy if copies says so; on a GPU, while no request runs."""
+    """Times rounds that draft, and if copies says so those of one member that copy.
+
+    On a GPU, while no request runs.
+    """
     context = min(_CONTEXT, draft.max_seq_len, target.max_seq_len)
     limits = {"prompt_length": context, "max_tokens": context}
     sequences: list[tuple[int, int]] = []
     drafting: dict[tuple[int, int], float] = {}
     copying: dict[tuple[int, int], float] = {}
-    for places, most in sizes.shapes():
-        while len(sequences) < places:
+    for num_members, most in sizes.timed():
+        while len(sequences) < num_members:
             joined = target.allocate(**limits), draft.allocate(**limits)
             sequences.append(joined)
             rounds.join(joined[0], [0] * context, GREEDY)
             rounds.give_draft(*joined)
-        for is_copied in (False, True)[: 1 + copies]:
+        for is_copied in (False, True)[: 1 + (copies and num_members == 1)]:
             members = [Member(target, most, context, is_copied) for target, _ in sequences]
             seconds = copying if is_copied else drafting
-            seconds[places, most] = _seconds(rounds, members, streams, context)
+            seconds[num_members, most] = _seconds(rounds, members, streams, context)
     for of_target, of_draft in sequences:
         rounds.leave(of_target)
         target.free(of_target)
         draft.free(of_draft)
-    return costs_of(sizes, drafting), costs_of(sizes, copying) if copies else {}
+    return costs_of(sizes, drafting), costs_of(replace(sizes, max_members=1), copying)
 
 
 def costs_of(sizes: RoundSizes, seconds: Mapping[tuple[int, int], float]) -> Costs:
     """Returns what rounds of each number of members cost by draft length.
 
-    seconds  by places and draft tokens; a round is taken to be full
+    seconds  by members and draft tokens, as of `timed`: others cost what the next greater ones do
     """
     costs = {}
-    for num_members in range(1, sizes.max_members + 1):
-        plain, *speculating = (
-            seconds[sizes.places(num_members, most), most]
-            for most in (
-                sizes.length(num_members, k)
-                for k in range(sizes.most_draft_tokens(num_members) + 1)
-            )
-        )
+    for num_members in range(1, sizes.max_members + 1) if seconds else ():
+        verify = []
+        for num_draft_tokens in range(sizes.most_draft_tokens(num_members) + 1):
+            length = sizes.length(num_members, num_draft_tokens)
+            timed = min(num for num, most in seconds if num >= num_members and most == length)
+            verify.append(max(seconds[timed, length] / seconds[timed, 0] - 1.0, 0.0))
         # Drafting is in the time of a round, so the draft's own step costs nothing more.
-        added = [max(each / plain - 1.0, 0.0) for each in speculating]
-        costs[num_members] = StepCosts(0.0, [0.0, *added])
+        costs[num_members] = StepCosts(0.0, verify)
     return costs
 
 

@@ -102,7 +102,7 @@ class RoundGraphs:
             yield key, partial(self._round, key)
         counts = [1 << i for i in range(self._most_stretches.bit_length())]
         for is_long in sorted({key.is_long for key in keys if key.drafts}):
-            for count in counts:
+            for count in [1] if is_long else counts:
                 yield _catching_up(count, is_long), partial(self._read_stretches, count, is_long)
 
     def catch_up(self, num_unread: Sequence[tuple[int, int]], *, is_long: bool) -> None:
@@ -123,6 +123,7 @@ class RoundGraphs:
         filled = [*stretches, *[(-1, 0)] * (count - len(stretches))]
         by_kind = self.on_host([list(kind) for kind in zip(*filled, strict=True)])
         self._stretches[: 2 * count].copy_(by_kind.flatten(), non_blocking=True)
+        is_long = is_long and count == 1
         key = _catching_up(count, is_long)
         self.graphs.run(key, lambda: self._read_stretches(count, is_long))
 

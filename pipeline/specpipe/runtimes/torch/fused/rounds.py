@@ -138,34 +138,33 @@ class FusedRounds:
             [stream for stream, drafts in zip(streams, is_drafting, strict=True) if drafts],
             is_long=is_long,
         )
-        num_draft_tokens = max(member.num_draft_tokens for member in members)
-        most = self.sizes.length(len(members), num_draft_tokens)
-        key = RoundKey(
-            places=self.sizes.places(len(members), most),
-            most=most,
-            drafts=any(is_drafting),
-            is_long=is_long,
-            form=self.sizes.form(max(stream.form for stream in streams)),
-        )
+        most = self.sizes.length(len(members), max(m.num_draft_tokens for m in members))
+        places = self.sizes.places(len(members), most)
+        form = self.sizes.form(places, max(stream.form for stream in streams))
         self._graphs.run(
-            key,
+            RoundKey(places, most, any(is_drafting), is_long and places == 1, form),
             [
                 (stream.number, member.num_draft_tokens, int(member.is_copied))
                 for stream, member in zip(streams, members, strict=True)
             ],
         )
-        told = self._told[self._num_launched % MOST_UNDER_WAY][: len(members)]
-        self._num_launched += 1
-        told.copy_(self._graphs.result[: len(members)], non_blocking=True)
-        done = None
-        if self._is_cuda:
-            done = torch.cuda.Event()
-            done.record()
+        told, done = self._tell(len(members))
         parts = [
             _Part(stream, 0 if drafts else member.num_draft_tokens + 1)
             for stream, member, drafts in zip(streams, members, is_drafting, strict=True)
         ]
-        self._under_way.append(_UnderWay(told, done, parts))
+        self._under_way.append(_UnderWay(told[:, : 2 + most + 1], done, parts))
+
+    def _tell(self, num_members: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Has the host told what a round says of so many, and when that is done."""
+        told = self._told[self._num_launched % MOST_UNDER_WAY][:num_members]
+        self._num_launched += 1
+        told.copy_(self._graphs.result[:num_members], non_blocking=True)
+        if not self._is_cuda:
+            return told, None
+        done = torch.cuda.Event()
+        done.record()
+        return told, done
 
     def take(self) -> list[RoundResult]:
         under_way = self._under_way.popleft()
@@ -208,8 +207,8 @@ class FusedRounds:
             # What drafts may copy as well; what only copies runs without the draft.
             kinds = [most > 0, *([False] if self._has_copies and most else [])]
             for drafts in kinds:
-                for is_long in (False, True)[: 1 + is_ever_long]:
-                    for form in self.sizes.forms():
+                for is_long in (False, True)[: 1 + (is_ever_long and places == 1)]:
+                    for form in self.sizes.forms(places):
                         keys.append(RoundKey(places, most, drafts, is_long, form))
         return keys
 

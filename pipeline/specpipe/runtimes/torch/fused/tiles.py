@@ -18,7 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specpipe.runtimes.torch.fused.linear import ROUNDED, UNPACKED, Kind
-from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, power_of_2_below
+from specpipe.runtimes.torch.fused_sizes import (
+    PROMPT_WIDTHS,
+    ROWS,
+    power_of_2_above,
+    power_of_2_below,
+)
 
 MIN_BLOCK = 16
 """Channels that one matrix instruction takes: what every size must be divisible by."""
@@ -197,6 +202,53 @@ def wide_tiles(
         narrow, block_n=block_n, block_c=block_c, num_warps=4, num_stages=6,
         prefetch=min(narrow.prefetch, 4 * block_c), rows=width, summed=narrow.block_n,
     )  # fmt: skip
+
+
+_PROMPT_TILES = (
+    (1.0, Tiles(128, 64, num_warps=8, num_stages=4, rows=256)),
+    (0.9, Tiles(128, 64, num_warps=8, num_stages=4, rows=128)),
+    (0.74, Tiles(64, 64, num_warps=4, num_stages=4, rows=128)),
+    (0.6, Tiles(64, 64, num_warps=4, num_stages=6, rows=64)),
+)
+"""Of prompts, and how fast they multiply where they keep all processors busy."""
+
+
+def prompt_tiles(
+    num_columns: int, num_channels: int, width: int, *, num_matrices: int = 1, rounds: bool = False,
+    element_bytes: int = 2, is_known: bool = True,
+) -> Tiles:  # fmt: skip
+    """Tiles of a product with the rows of prompts, of which a launch has `width` or fewer.
+
+    All channels are added one after the other, so tiles change only how fast it goes: large ones
+    are faster, as far as they keep all processors busy. In FP8 blocks of channels are added by
+    themselves; they are of one size.
+
+    num_matrices  that a program multiplies by: of gate and up projection both
+    rounds        whether inputs are FP8
+    element_bytes of what is multiplied. Nobody waits for float32, which has one size of tiles
+    is_known      whether tiles of several sizes give the same bits on this chip
+    """
+    if element_bytes == 4:
+        block_n, block_c = largest_divisor(num_columns, 32), largest_divisor(num_channels, 32)
+        return Tiles(block_n, block_c, num_stages=2, rows=64)
+    block_c = largest_divisor(num_channels, 128 if rounds else 64)
+    most = 128 * 128 if rounds else 128 * 256  # sums; in FP8 there are two of each
+    candidates = [
+        (speed, replace(tiles, block_n=largest_divisor(num_columns, tiles.block_n)))
+        for speed, tiles in _PROMPT_TILES
+        if tiles.rows <= width
+        and num_matrices * tiles.rows <= 256
+        and tiles.block_n * tiles.rows <= most
+        and (is_known or tiles.rows == PROMPT_WIDTHS[0])
+    ]
+
+    def speed_of(candidate: tuple[float, Tiles]) -> float:
+        speed, tiles = candidate
+        num_programs = width // tiles.rows * num_columns // tiles.block_n
+        return speed * num_programs / (-(-num_programs // _PROCESSORS) * _PROCESSORS)
+
+    _, best = max(candidates if is_known else candidates[:1], key=speed_of)
+    return replace(best, block_c=block_c)
 
 
 def _is_uneven(num_programs: int) -> bool:

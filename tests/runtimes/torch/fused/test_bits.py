@@ -1,0 +1,142 @@
+"""Many requests on fused kernels: each is told, bit for bit, what it is told alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.bits.asked import Material, ask
+from benchmarks.bits.pairs import MODELS, fused_pair, source_material
+from benchmarks.bits.trial import Outcome, try_pair
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.weights import load_weights
+from specpipe.runtimes.torch.model_shape import ModelConfig
+from specpipe.runtimes.torch.pair import fused_pair_of
+from specpipe.text.tokenizer import Tokenizer
+from tests.runtimes.torch.fused.toy import DEVICE, toy_config, toy_spec, toy_weights
+from tests.speculative.table import WordDetokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+
+TEXT = np.random.default_rng(3).integers(0, 64, 2_000).tolist()
+ONE_LAYER = toy_config(num_layers=1, num_heads=2, num_kv_heads=1)
+LARGER = toy_config(
+    hidden_size=128, intermediate_size=256, num_layers=3, num_kv_heads=2, head_size=32
+)
+MANY = PairOptions(
+    num_draft_tokens=8,
+    prompt_lookup=True,
+    max_batch_size=32,
+    max_seq_len=664,
+    max_num_tokens=256,
+)
+
+
+def engine(
+    config: ModelConfig, options: PairOptions, dtype: torch.dtype, *, noise: float = 0.0
+) -> FusedEngine:
+    weights = toy_weights(config, seed=1)
+    head = weights["head.weight"]
+    head += noise * torch.randn(head.shape, generator=torch.Generator().manual_seed(3)).to(head)
+    spec = toy_spec(
+        config,
+        max_batch_size=options.max_batch_size,
+        max_seq_len=options.max_seq_len,
+        max_draft_len=options.num_draft_tokens,
+    )
+    rounded = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    with torch.inference_mode():
+        return FusedEngine(replace(spec, dtype=dtype), load_weights(config, rounded.get))
+
+
+def tried(
+    config: ModelConfig,
+    options: PairOptions,
+    *,
+    number: int,
+    max_prompt_tokens: int,
+    max_tokens: int,
+    seed: int = 23,
+    dtype: torch.dtype = torch.float32,
+) -> Outcome:
+    """What comes of a target that is its own draft, but for a head that is disturbed."""
+    material = Material(
+        text=TEXT,
+        num_questions=-(-number // 2),
+        max_prompt_tokens=max_prompt_tokens,
+        max_tokens=max_tokens,
+        max_num_draft_tokens=options.num_draft_tokens,
+        vocab_size=config.vocab_size,
+        end_token_ids=frozenset({5}),
+        stop_strings=("w17 ", "9 w2"),
+    )
+    pair = fused_pair_of(
+        engine(config, options, dtype, noise=0.15),
+        engine(config, options, dtype),
+        options,
+        lambda prompt, **_: WordDetokenizer(),
+    )
+    return try_pair(pair, ask(seed, number, material), vocab_size=config.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("number", "num_draft_tokens", "max_prompt_tokens", "seed"),
+    [
+        (4, 2, 6, 7665),  # all three ways to draw, penalties and a prediction
+        pytest.param(24, 4, 20, 23, marks=pytest.mark.slow),
+    ],
+)
+def test_requests_that_come_and_go_are_told_what_each_is_alone(
+    number: int, num_draft_tokens: int, max_prompt_tokens: int, seed: int
+) -> None:
+    options = PairOptions(
+        num_draft_tokens=num_draft_tokens,
+        adaptive=False,
+        max_batch_size=3,
+        max_seq_len=40,
+        max_num_tokens=16,
+    )
+    outcome = tried(
+        ONE_LAYER,
+        options,
+        number=number,
+        max_prompt_tokens=max_prompt_tokens,
+        max_tokens=number,
+        seed=seed,
+    )
+    assert outcome.is_right, outcome.report()
+    counts = outcome.counts()
+    assert counts["most at once"] >= 2
+    assert counts["draft tokens"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_three_hundred_requests_of_a_toy(dtype: torch.dtype) -> None:
+    outcome = tried(LARGER, MANY, number=300, max_prompt_tokens=600, max_tokens=64, dtype=dtype)
+    assert outcome.is_right, outcome.report()
+    assert outcome.counts()["most at once"] >= 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_three_hundred_requests_of_the_small_pair(is_adaptive: bool) -> None:
+    """And what of a pair only a tokenizer gives: guides, and texts that repeat themselves."""
+    tokenizer = Tokenizer.load(MODELS / "target")
+    options = replace(MANY, adaptive=is_adaptive, prompt_lookup=is_adaptive)
+    pair = fused_pair(None, options, tokenizer, device=DEVICE, dtype=torch.bfloat16)
+    material = source_material(
+        pair,
+        tokenizer,
+        num_questions=150,
+        max_prompt_tokens=600,
+        max_tokens=64,
+        max_num_draft_tokens=options.num_draft_tokens,
+    )
+    outcome = try_pair(pair, ask(23, 300, material), vocab_size=material.vocab_size)
+    assert outcome.is_right, outcome.report()
+    assert outcome.counts()["most at once"] >= 16
