@@ -100,7 +100,7 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     names += ["propose", "copy", "accept", "plan_round"]
     launches = dict(zip(names, decoder.launches, strict=True))
     decoder.layers(replace(rows, is_long=True))
-    decoder.layers(replace(rows, num_rows=4, group=1))
+    decoder.layers(replace(rows, positions=integers, num_rows=16, group=1))
     for number, name in enumerate(("attention_by_blocks", "attention_of_many")):
         first = len(names) + number * (names.index("mlp_out") + 1)
         launches[name] = decoder.launches[first + names.index("attention")]

@@ -34,7 +34,6 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
-LISTED_BLOCKS = {"is_listed": True, "takes_blocks": True}
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ def attend(
     rows, head_size = len(query), query.shape[1] // NUM_HEADS
     group = group or rows
     out = poisoned(*query.shape, dtype=query.dtype)
-    num_parts = max(positions) // (CHUNK * BLOCK if takes_blocks else CHUNK) + 2
+    has_blocks = takes_blocks or is_listed
+    num_parts = max(positions) // (CHUNK * BLOCK if has_blocks else CHUNK) + 2
     sums = poisoned(rows, NUM_HEADS, num_parts, head_size, dtype=torch.float32)
     states = poisoned(rows, NUM_HEADS, num_parts, 2, dtype=torch.float32)
     arrivals = torch.zeros(rows * NUM_HEADS, dtype=torch.int32, device=DEVICE)
@@ -99,12 +99,9 @@ def attend(
     }  # fmt: skip
     scale = head_size**-0.5
     if is_listed:
-        parts = listed(
-            where, slots, most=queries // (NUM_HEADS // NUM_KV_HEADS),
-            most_in_chunks=0 if takes_blocks else 1000,
-        )  # fmt: skip
+        blocks = listed(where, slots, most=queries // (NUM_HEADS // NUM_KV_HEADS))
         launch(
-            attention.attention_of_many, (3,), *inputs, parts, *outputs, scale, 1.0,
+            attention.attention_of_many, (3,), *inputs, blocks, *outputs, scale, 1.0,
             QUERY_BLOCKS=1, **constants,
         )  # fmt: skip
     else:
@@ -118,51 +115,34 @@ def attend(
     return out
 
 
-def listed(positions: Tensor, slots: Tensor, *, most: int, most_in_chunks: int) -> Tensor:
-    """What list_parts writes for some rows."""
-    parts = integers(*[-1] * (4 + 4 * 20 * len(positions)))
-    attention.list_parts[1,](
-        parts, positions, slots, len(positions), most, most_in_chunks,
-        WIDTH=ROWS, CHUNK=CHUNK, BLOCK=BLOCK, MOST_CHUNKS=18,
-    )  # fmt: skip
-    return parts
+def listed(positions: Tensor, slots: Tensor, *, most: int) -> Tensor:
+    """What list_blocks writes for some rows."""
+    blocks = integers(*[-1] * (4 + 4 * 5 * len(positions)))
+    attention.list_blocks[1,](
+        blocks, positions, slots, len(positions), most, WIDTH=ROWS, CHUNK=CHUNK, BLOCK=BLOCK
+    )
+    return blocks
 
 
-def test_parts_are_listed_once_for_neighbouring_rows_of_a_sequence() -> None:
+def test_blocks_are_listed_once_for_neighbouring_rows_of_a_sequence() -> None:
     rows = [
         (7, 0), (8, 0), (9, 0), (10, 0),  # three together, and one
         (10, 0),  # again: not one behind
         (-1, 0), (0, 0),
-        (127, 1), (128, 1),  # the first of them sees one chunk, together they are two
-        (129, 2),  # another sequence
+        (1023, 1), (1024, 1),  # the first of them sees one block, together they are two
+        (3070, 2),  # another sequence: two whole blocks, and almost a third
         (-1, 2), (-1, 3), (300, 3),
     ]  # fmt: skip
     positions, slots = (integers(*values) for values in zip(*rows, strict=True))
-
-    def found(most_in_chunks: int) -> tuple[int, list[tuple[int, ...]]]:
-        parts = listed(positions, slots, most=3, most_in_chunks=most_in_chunks).view(-1, 4)
-        num_parts, chunks_each, *_ = parts[0].tolist()
-        assert (parts[num_parts + 1 :] == -1).all()  # nothing behind them
-        return chunks_each, [
-            (entry & 255, entry >> 8 & 255, entry >> 16, slot, last)
-            for entry, slot, last, _ in parts[1 : num_parts + 1].tolist()
-        ]
-
-    assert found(11) == (1, [
-        (0, 3, 0, 0, 9), (3, 1, 0, 0, 10), (4, 1, 0, 0, 10), (6, 1, 0, 0, 0), (7, 2, 0, 1, 128),
-        (7, 2, 1, 1, 128), (9, 1, 0, 2, 129), (9, 1, 1, 2, 129), (12, 1, 0, 3, 300),
-        (12, 1, 1, 3, 300), (12, 1, 2, 3, 300),
-    ])  # fmt: skip
-    assert found(10) == (BLOCK, [
-        (0, 3, 0, 0, 9), (3, 1, 0, 0, 10), (4, 1, 0, 0, 10), (6, 1, 0, 0, 0), (7, 2, 0, 1, 128),
-        (9, 1, 0, 2, 129), (12, 1, 0, 3, 300),
-    ])  # fmt: skip
-
-
-def test_a_long_text_is_listed_in_blocks_however_few_there_are() -> None:
-    long = integers(18 * CHUNK)
-    parts = listed(long, integers(0), most=4, most_in_chunks=1000)
-    assert parts[:2].tolist() == [3, BLOCK]
+    (num_blocks, *_), *found = listed(positions, slots, most=3).view(-1, 4).tolist()
+    entries = [(x & 255, x >> 8 & 255, x >> 16, slot, last) for x, slot, last, _ in found]
+    assert entries[:num_blocks] == [
+        (7, 2, 0, 1, 1024), (9, 1, 0, 2, 3070), (9, 1, 1, 2, 3070),
+        # Rests of texts, the longest first.
+        (9, 1, 2, 2, 3070), (12, 1, 0, 3, 300), (0, 3, 0, 0, 9), (3, 1, 0, 0, 10),
+        (4, 1, 0, 0, 10), (6, 1, 0, 0, 0), (7, 2, 1, 1, 1024),
+    ]  # fmt: skip
+    assert all(block == [-1] * 4 for block in found[num_blocks:])
 
 
 @EVERY_DTYPE
@@ -214,7 +194,7 @@ def test_chunks_in_one_program_or_apart_are_the_same_bits(
     queries = 32 if dtype == torch.bfloat16 and len(positions) > 8 else 16
     apart, *others = (
         attend(query, cached, positions, queries=queries, window=window, **how)
-        for how in ({}, {"takes_blocks": True}, {"is_listed": True}, LISTED_BLOCKS)
+        for how in ({}, {"takes_blocks": True}, {"is_listed": True})
     )
     for together in others:
         assert torch.equal(apart, together)
@@ -232,7 +212,8 @@ def test_decoder_finds_its_parts_in_chunks_and_in_blocks(monkeypatch: pytest.Mon
         (attention.attention_of_many, None),
     ]  # fmt: skip
 
-    def scored(most_chunks: int, *, group: int) -> tuple[Tensor, set[Any]]:
+    def scored(most_chunks: int, *, group: int, most_warps: int) -> tuple[Tensor, set[Any]]:
+        monkeypatch.setattr(decoder, "_MOST_WARPS", most_warps)
         for module in (decoder, fused_engine):
             monkeypatch.setattr(module, "MOST_CHUNKS", most_chunks)
         engine, _ = toy_engines(config, limits={"max_seq_len": 400})
@@ -255,9 +236,11 @@ def test_decoder_finds_its_parts_in_chunks_and_in_blocks(monkeypatch: pytest.Mon
             engine.decoder.score(0, 2, writes_logits=True)
         return engine.decoder.logits[:2].clone(), launched & {*kernels}
 
-    wanted, launched = scored(4, group=2)
+    wanted, launched = scored(4, group=2, most_warps=0)  # one group is divided into chunks always
     assert launched == {in_chunks}
-    for most_chunks, group, kernel in (2, 2, in_blocks), (4, 1, listed), (2, 1, listed):
-        logits, launched = scored(most_chunks, group=group)
+    for most_chunks, group, most_warps, kernel in (
+        (2, 2, 0, in_blocks), (4, 1, 16, in_chunks), (4, 1, 15, listed), (2, 1, 15, listed)
+    ):  # fmt: skip
+        logits, launched = scored(most_chunks, group=group, most_warps=most_warps)
         assert launched == {kernel}
         assert torch.equal(logits, wanted)

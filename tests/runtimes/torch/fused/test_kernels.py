@@ -36,17 +36,17 @@ pytestmark = [
 def test_embed(dtype: torch.dtype, has_texts: bool) -> None:
     table, gain = random(50, 48, dtype=dtype), random(48, dtype=dtype, seed=1)
     hidden, scaled = poisoned(4, 48, dtype=dtype), poisoned(4, 48, dtype=dtype)
-    squares, parts = torch.zeros(1, ROWS, device=DEVICE), integers(*[-1] * 20)
+    squares, blocks = torch.zeros(1, ROWS, device=DEVICE), integers(*[-1] * 20)
     tokens = integers(7, 3, 49, 0, 11, 5, 6, 8, 21, 13)  # by row, or two texts of five
     launch(
         kernels.embed, (5 if has_texts else 4,), tokens, integers(2, 4, -1, 1),
-        integers(0, 1, 0, 1), integers(0, 0, 0, 0), table, gain, hidden, scaled, squares, parts, 5,
-        2.0, 4, 4, 8, C=48, BLOCK_C=32, HAS_TEXTS=has_texts, WIDTH=ROWS, CHUNK=128,
-        BLOCK=8, MOST_CHUNKS=32,
+        integers(0, 1, 0, 1), integers(0, 0, 0, 0), table, gain, hidden, scaled, squares, blocks, 5,
+        2.0, 4, 4, C=48, BLOCK_C=32, HAS_TEXTS=has_texts, WIDTH=ROWS, CHUNK=128,
+        BLOCK=8,
     )  # fmt: skip
     # One program more than rows lists what attention is to do, of every row by itself here.
-    listed = [3, 1, -1, -1, 0x100, 0, 2, -1, 0x101, 0, 4, -1, 0x103, 0, 1, -1, -1, -1, -1, -1]
-    assert parts.tolist() == (listed if has_texts else [-1] * 20)
+    listed = [3, -1, -1, -1, 0x100, 0, 2, -1, 0x101, 0, 4, -1, 0x103, 0, 1, -1, -1, -1, -1, -1]
+    assert blocks.tolist() == (listed if has_texts else [-1] * 20)
     rows = [49, 13, 6] if has_texts else [7, 3, 0]
     wanted = 2.0 * table[rows]
     assert torch.equal(hidden[[0, 1, 3]], wanted)

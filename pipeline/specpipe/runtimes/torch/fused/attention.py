@@ -1,13 +1,13 @@
 """Attention of rows over the pages of their sequences, in Triton's language.
 
-A text is divided into parts, each read by one program. Where there is little to read they are
-chunks of few positions, so that all of it is read at once; where there is more, blocks of several
-chunks, so that few have to be joined, and most texts of a batch are one. What is added to what is
-the same either way, chunks to blocks and blocks to the whole, from left to right: tests show that
-the bits are.
+A text is divided among programs by its length: a short one into chunks of few positions, so that
+all of it is read at once, a long one into blocks of several chunks, so that each program reads one
+while it computes another and few have to be joined. Of many sequences all are divided into blocks,
+and most of their texts are one; nobody knows their lengths when a launch is recorded, so blocks are
+listed first, and a fixed number of programs takes them in turns.
 
-Of one sequence each part has a program. Of many, whose lengths nobody knows when a launch is
-recorded, the parts are listed first, and a fixed number of programs takes them in turns.
+What is added to what is the same in every way, chunks to blocks and blocks to the whole, from left
+to right: tests show that the bits are.
 
 Letters are those of kernels.py.
 """
@@ -159,22 +159,6 @@ def _joined_parts(
 
 
 @triton.jit
-def _joined_chunks(
-    sums_ptr, states_ptr, chunks, first, stop, is_query,
-    BLOCK: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, UNROLL: tl.constexpr,
-):
-    """`_joined_parts` of parts that are chunks: to blocks first, and those then."""
-    sums, highest, weight = _nothing(QUERIES, D)
-    for block in range(first // BLOCK, tl.cdiv(stop, BLOCK)):
-        more_sums, more_highest, more_weight = _joined_parts(
-            sums_ptr, states_ptr, chunks, tl.maximum(block * BLOCK, first),
-            tl.minimum((block + 1) * BLOCK, stop), is_query, QUERIES, D, UNROLL,
-        )
-        sums, highest, weight = _joined(sums, highest, weight, more_sums, more_highest, more_weight)
-    return sums, highest, weight
-
-
-@triton.jit
 def _write(
     out_ptr, out_gain_ptr, sums, weight, row, q, kv_head, is_written, out_scale,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, HEADS_BY_KV: tl.constexpr,
@@ -281,22 +265,27 @@ def attention(
         keys = tl.where(is_old, old_keys, tl.load(keys_ptr + place, mask=is_new, other=0.0))
         values = tl.where(is_old, old_values, tl.load(values_ptr + place, mask=is_new, other=0.0))
         sums, highest, weight = _attended(query, keys, values, seen, position, window, scale)
-    if stop_part - first_part > 1:
-        parts = (row * H + head) * max_parts
-        _keep_part(sums_ptr, states_ptr, parts + part, sums, highest, weight, is_query, D)
-        counter = arrivals_ptr + tl.program_id(0) * H_KV + kv_head
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-        if arrived < stop_part - first_part - 1:
-            return
-        tl.store(counter, 0)
-        if TAKES_BLOCKS:
-            sums, highest, weight = _joined_parts(
-                sums_ptr, states_ptr, parts, first_part, stop_part, is_query, QUERIES, D, UNROLL
+    parts = (row * H + head) * max_parts
+    _keep_part(sums_ptr, states_ptr, parts + part, sums, highest, weight, is_query, D)
+    counter = arrivals_ptr + tl.program_id(0) * H_KV + kv_head
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+    if arrived < stop_part - first_part - 1:
+        return
+    tl.store(counter, 0)
+    if TAKES_BLOCKS:
+        sums, highest, weight = _joined_parts(
+            sums_ptr, states_ptr, parts, first_part, stop_part, is_query, QUERIES, D, UNROLL
+        )
+    else:
+        sums, highest, weight = _nothing(QUERIES, D)
+        for block in range(first_part // BLOCK, tl.cdiv(stop_part, BLOCK)):
+            first = tl.maximum(block * BLOCK, first_part)
+            stop = tl.minimum((block + 1) * BLOCK, stop_part)
+            more_sums, more_highest, more_weight = _joined_parts(
+                sums_ptr, states_ptr, parts, first, stop, is_query, QUERIES, D, UNROLL
             )
-        else:
-            sums, highest, weight = _joined_chunks(
-                sums_ptr, states_ptr, parts, first_part, stop_part, is_query,
-                BLOCK, QUERIES, D, UNROLL,
+            sums, highest, weight = _joined(
+                sums, highest, weight, more_sums, more_highest, more_weight
             )
     _write(
         out_ptr, out_gain_ptr, sums, weight, row, q, kv_head, is_query, out_scale,
@@ -310,18 +299,17 @@ def _greater(a, b):
 
 
 @triton.jit
-def list_parts(
-    parts_ptr, positions_ptr, slots_ptr, num_rows, most, most_in_chunks,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+def list_blocks(
+    blocks_ptr, positions_ptr, slots_ptr, num_rows, most,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Lists the work of attention_of_many; one program does, once for all layers of a launch.
 
     Neighbouring rows of one sequence, positions one apart, are taken together, up to `most`; those
-    below position 0 are nobody's. Parts are chunks where there are no more than most_in_chunks, of
-    texts of no more than MOST_CHUNKS; else they are blocks.
+    below position 0 are nobody's. The longest blocks come first.
 
-    parts  int32 [4 + 4 · most parts]: how many there are, and how many chunks each has; then of
-           each, from 4 on, what _part says
+    blocks  int32 [4 + 4 · most blocks]: how many there are; then of each, from 4 on, what _block
+            says
     """
     row = tl.arange(0, WIDTH)
     position = tl.load(positions_ptr + row, mask=row < num_rows, other=-1)
@@ -339,72 +327,84 @@ def list_parts(
         goes_on &= tl.load(positions_ptr + row + more, mask=there, other=-1) == position + more
         goes_on &= tl.load(slots_ptr + row + more, mask=there, other=-1) == slot
         together += tl.where(goes_on, 1, 0)
+    entry = row | together << 8
     last_position = position + together - 1
     num_chunks = tl.where(is_first, last_position // CHUNK + 1, 0)
-    chunks_each = BLOCK
-    if (tl.sum(num_chunks, axis=0) <= most_in_chunks) & (
-        tl.max(num_chunks, axis=0) <= MOST_CHUNKS
-    ):
-        chunks_each = 1
-    num_parts = tl.cdiv(num_chunks, chunks_each)
-    first = parts_ptr + 4 + 4 * (tl.cumsum(num_parts, 0) - num_parts)
-    for part in range(tl.max(num_parts, axis=0)):
-        is_part = part < num_parts
-        tl.store(first + 4 * part, row | together << 8 | part << 16, mask=is_part)
-        tl.store(first + 4 * part + 1, slot, mask=is_part)
-        tl.store(first + 4 * part + 2, last_position, mask=is_part)
-    tl.store(parts_ptr, tl.sum(num_parts, axis=0))
-    tl.store(parts_ptr + 1, chunks_each)
+    num_whole = num_chunks // BLOCK
+    first = tl.cumsum(num_whole, 0) - num_whole
+    for block in range(tl.max(num_whole, axis=0)):
+        _list(blocks_ptr, first + block, entry, block, slot, last_position, block < num_whole)
+    rest = num_chunks % BLOCK
+    # Each text's rest behind all that are longer, or as long and of earlier rows.
+    key = rest * WIDTH - row
+    place = tl.sum(tl.where(key[None, :] > key[:, None], 1, 0), axis=1)
+    all_whole = tl.sum(num_whole, axis=0)
+    _list(blocks_ptr, all_whole + place, entry, num_whole, slot, last_position, rest > 0)
+    tl.store(blocks_ptr, all_whole + tl.sum(tl.where(rest > 0, 1, 0), axis=0))
 
 
 @triton.jit
-def _part(parts_ptr, number):
-    """Of a part that list_parts wrote: the first row, the number of rows that see it, the part of
-    its text that it is, their slot, and the position of the last.
+def _list(blocks_ptr, number, entry, block, slot, last_position, is_one):
+    place = blocks_ptr + 4 + 4 * number
+    tl.store(place, entry | block << 16, mask=is_one)
+    tl.store(place + 1, slot, mask=is_one)
+    tl.store(place + 2, last_position, mask=is_one)
+
+
+@triton.jit
+def _block(blocks_ptr, number):
+    """Of a block that list_blocks wrote: the first row, the number of rows that see it, which of
+    its text it is, their slot, and the position of the last.
     """
-    place = parts_ptr + 4 + 4 * number
+    place = blocks_ptr + 4 + 4 * number
     entry = tl.load(place)
     return entry & 255, entry >> 8 & 255, entry >> 16, tl.load(place + 1), tl.load(place + 2)
 
 
+@triton.jit
+def _turn(turn, num_items):
+    """Which item a program takes: who had one of the longest has one of the shortest next."""
+    step = tl.num_programs(0)
+    item = turn * step + tl.program_id(0)
+    if turn % 2 == 1:
+        item = turn * step + step - 1 - tl.program_id(0)
+    return item, tl.minimum(item, tl.maximum(num_items - 1, 0))
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_of_many(
-    query_ptr, keys_ptr, values_ptr, pages_ptr, parts_ptr, out_gain_ptr, out_ptr, sums_ptr,
+    query_ptr, keys_ptr, values_ptr, pages_ptr, blocks_ptr, out_gain_ptr, out_ptr, sums_ptr,
     states_ptr, arrivals_ptr, pages_stride, max_parts, window, scale, out_scale,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, QUERIES: tl.constexpr,
     QUERY_BLOCKS: tl.constexpr, UNROLL: tl.constexpr, HEADS_BY_KV: tl.constexpr,
     HAS_GAIN: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """`attention` of any number of rows, whose parts list_parts wrote.
+    """`attention` of any number of rows, whose blocks list_blocks wrote.
 
-    Program after program takes one for a key-value head, and when it has done it, the one that is
-    as many further on as there are programs. Several share a processor, and wait for one another's
-    loads; so none begins a part before it has ended the last.
+    Program after program takes one for a key-value head, and the next when it has done that.
+    Several share a processor: while one waits for keys, another computes.
     """
     G: tl.constexpr = H // H_KV
     in_one: tl.constexpr = H_KV * QUERY_BLOCKS
-    num_items = tl.load(parts_ptr) * in_one
-    chunks_each = tl.load(parts_ptr + 1)
-    step = tl.num_programs(0)
-    last_item = tl.maximum(num_items - 1, 0)
+    num_items = tl.load(blocks_ptr) * in_one
     # What is next is read a turn before: nobody waits for it then.
-    first_row, num_rows, part, slot, last_position = _part(
-        parts_ptr, tl.minimum(tl.program_id(0), last_item) // in_one
-    )
+    item, known = _turn(0, num_items)
+    first_row, num_rows, block, slot, last_position = _block(blocks_ptr, known // in_one)
     begin(PDL)
-    for index in range(tl.program_id(0), num_items, step):
-        next_first_row, next_num_rows, next_part, next_slot, next_last_position = _part(
-            parts_ptr, tl.minimum(index + step, last_item) // in_one
+    for turn in range(tl.cdiv(num_items, tl.num_programs(0))):
+        next_item, known = _turn(turn + 1, num_items)
+        next_first_row, next_num_rows, next_block, next_slot, next_last_position = _block(
+            blocks_ptr, known // in_one
         )
         num_chunks = last_position // CHUNK + 1
         first_chunk = 0
         if window > 0:
             first_chunk = tl.maximum(last_position - num_rows - window + 2, 0) // CHUNK
-        first_part = first_chunk // chunks_each
-        if part >= first_part:
-            kv_head = index % H_KV
-            q = index // H_KV % QUERY_BLOCKS * QUERIES + tl.arange(0, QUERIES)
+        first_block = first_chunk // BLOCK
+        if (item < num_items) & (block >= first_block):
+            kv_head = item % H_KV
+            q = item // H_KV % QUERY_BLOCKS * QUERIES + tl.arange(0, QUERIES)
             is_query = q < num_rows * G
             row = first_row + q // G
             head = (q % G) * H_KV + kv_head
@@ -414,34 +414,31 @@ def attention_of_many(
             )
             sums, highest, weight = _attended_chunks(
                 query, keys_ptr, values_ptr, pages_ptr, slot, pages_stride,
-                tl.maximum(part * chunks_each, first_chunk),
-                tl.minimum((part + 1) * chunks_each, num_chunks), kv_head,
+                tl.maximum(block * BLOCK, first_chunk),
+                tl.minimum((block + 1) * BLOCK, num_chunks), kv_head,
                 last_position - num_rows + 1 + q // G, last_position, window, scale,
                 H_KV, D, PAGE, CHUNK, STAGES, QUERIES,
             )
-            stop_part = tl.cdiv(num_chunks, chunks_each)
-            is_last = stop_part - first_part == 1
-            if stop_part - first_part > 1:
+            stop_block = tl.cdiv(num_chunks, BLOCK)
+            if stop_block - first_block == 1:
+                _write(
+                    out_ptr, out_gain_ptr, sums, weight, row, q, kv_head, is_query, out_scale,
+                    H, H_KV, D, HEADS_BY_KV, HAS_GAIN, NEXT, query_ptr.dtype.element_ty,
+                )
+            else:
                 parts = (row * H + head) * max_parts
-                _keep_part(sums_ptr, states_ptr, parts + part, sums, highest, weight, is_query, D)
-                counter = arrivals_ptr + first_row * in_one + index % in_one
+                _keep_part(sums_ptr, states_ptr, parts + block, sums, highest, weight, is_query, D)
+                counter = arrivals_ptr + first_row * in_one + item % in_one
                 arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-                is_last = arrived == stop_part - first_part - 1
-                if is_last:
+                if arrived == stop_block - first_block - 1:
                     tl.store(counter, 0)
-                    if chunks_each == 1:
-                        sums, highest, weight = _joined_chunks(
-                            sums_ptr, states_ptr, parts, first_part, stop_part, is_query,
-                            BLOCK, QUERIES, D, UNROLL,
-                        )
-                    else:
-                        sums, highest, weight = _joined_parts(
-                            sums_ptr, states_ptr, parts, first_part, stop_part, is_query,
-                            QUERIES, D, UNROLL,
-                        )
-            _write(
-                out_ptr, out_gain_ptr, sums, weight, row, q, kv_head, is_query & is_last,
-                out_scale, H, H_KV, D, HEADS_BY_KV, HAS_GAIN, NEXT, query_ptr.dtype.element_ty,
-            )
-        first_row, num_rows, part = next_first_row, next_num_rows, next_part
-        slot, last_position = next_slot, next_last_position
+                    sums, highest, weight = _joined_parts(
+                        sums_ptr, states_ptr, parts, first_block, stop_block, is_query,
+                        QUERIES, D, UNROLL,
+                    )
+                    _write(
+                        out_ptr, out_gain_ptr, sums, weight, row, q, kv_head, is_query, out_scale,
+                        H, H_KV, D, HEADS_BY_KV, HAS_GAIN, NEXT, query_ptr.dtype.element_ty,
+                    )
+        item, first_row, num_rows = next_item, next_first_row, next_num_rows
+        block, slot, last_position = next_block, next_slot, next_last_position

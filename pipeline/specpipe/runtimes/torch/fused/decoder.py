@@ -47,11 +47,11 @@ _EMBED_BLOCK = 1024
 _BESTS = 1024
 """What is looked at together of the best of each block of the vocabulary, of one row or more."""
 
-_ATTENTION_WARPS = 16
-"""Of each processor, where attention takes parts from a list."""
+_MOST_WARPS = 256
+"""Of attention, a part of all texts, where each part that there may be has a program."""
 
-_CHUNKS_EACH = 2
-"""That each program may get then; if there are more, it takes blocks."""
+_WARPS_OF_FEW, _WARPS_OF_MANY = 12, 16
+"""Of a processor, where attention takes blocks from a list; and if there are more of them."""
 
 _REGISTERS = 1 << 16
 """Of a processor: CUDA C++ Programming Guide, compute capabilities 8.0 to 12.0."""
@@ -127,12 +127,12 @@ class Decoder:
         # waits for float32.
         self.widens = not is_cuda or (capability[0] != 10 and self._dtype != torch.float32)
         self._shared_bytes: int | None = None
-        self._attention_programs = _ATTENTION_WARPS // self._warps_of_attention
+        self._num_processors = 1
         if is_cuda:
             index = self._device.index or torch.cuda.current_device()
             properties = driver.active.utils.get_device_properties(index)
             self._shared_bytes = properties["max_shared_mem"]
-            self._attention_programs *= properties["multiprocessor_count"]
+            self._num_processors = properties["multiprocessor_count"]
         table = config.rotary.table(capacity).squeeze(1)
         self._rotations = torch.view_as_real(table).contiguous().to(self._device)
         self._make_buffers()
@@ -161,7 +161,7 @@ class Decoder:
             return torch.zeros(num, dtype=dtype, device=self._device)
 
         self._arrivals = zeros(rows * config.num_heads)
-        self._listed = zeros(4 + 4 * rows * self._max_parts)
+        self._listed = zeros(4 + 4 * rows * -(-self.capacity // (BLOCK * CHUNK)))
         layers = self.weights.layers
         widths = [width for width in WIDTHS if width <= rows]
         self._tiles = {w: [self._layer_tiles(layer, w) for layer in layers] for w in widths}
@@ -255,13 +255,12 @@ class Decoder:
         table = self.weights.embedding
         scale = self.config.embedding_scale or 1.0
         self.launch(
-            kernels.embed, (rows.num_rows + self._lists_parts(rows),),
+            kernels.embed, (rows.num_rows + self.lists_blocks(rows.num_rows, rows.group),),
             rows.tokens, rows.positions, rows.positions if rows.texts is None else rows.texts,
             rows.slots, table, self._norms[0], self._hidden, self._scaled, self._squares,
             self._listed, rows.tokens.stride(0), scale, rows.num_rows, self._together(rows),
-            self._attention_programs * _CHUNKS_EACH // self.config.num_kv_heads,
             C=self.config.hidden_size, BLOCK_C=_EMBED_BLOCK, HAS_TEXTS=rows.texts is not None,
-            WIDTH=rows.width, CHUNK=CHUNK, BLOCK=BLOCK, MOST_CHUNKS=MOST_CHUNKS,
+            WIDTH=rows.width, CHUNK=CHUNK, BLOCK=BLOCK,
         )  # fmt: skip
         num_parts = 1
         for index, layer in enumerate(self.weights.layers):
@@ -380,10 +379,11 @@ class Decoder:
     def _look_back(self, index: int, layer: Layer, rows: Rows) -> None:
         """Attends to what is cached."""
         config, cache, dense = self.config, self.cache, layer.dense
-        queries = self._queries(rows)
-        is_listed = self._lists_parts(rows)
+        queries = self._queries(rows.group)
+        is_listed = self.lists_blocks(rows.num_rows, rows.group)
         together = self._together(rows) if is_listed else rows.group
         query_blocks = -(-together * config.group_size // queries)
+        groups = rows.num_rows // rows.group * -(-rows.group // together) * query_blocks
         inputs = self._query, cache.keys[index], cache.values[index], cache.table
         outputs = (
             self._query if dense.gain is None else dense.gain, self._room(self._attended, dense),
@@ -398,15 +398,19 @@ class Decoder:
             "NEXT": KINDS[dense.kind], "num_warps": self._warps_of_attention,
         }  # fmt: skip
         if is_listed:
+            most = _WARPS_OF_FEW // self._warps_of_attention * self._num_processors
+            is_few = groups * config.num_kv_heads <= most
+            warps = _WARPS_OF_FEW if is_few else _WARPS_OF_MANY
+            programs = warps // self._warps_of_attention * self._num_processors
             self.launch(
-                attention.attention_of_many, (self._attention_programs,),
-                *inputs, self._listed, *outputs, dense.input_scale, STAGES=3,
-                maxnreg=_REGISTERS // (32 * _ATTENTION_WARPS), **constants,
+                attention.attention_of_many, (programs,),
+                *inputs, self._listed, *outputs, dense.input_scale,
+                STAGES=self._attention_stages if is_few else 3,
+                maxnreg=_REGISTERS // (32 * warps) // 8 * 8, **constants,
             )  # fmt: skip
             return
         most_chunks = -(-self.capacity // CHUNK)
         num_parts = -(-most_chunks // BLOCK) if rows.is_long else min(most_chunks, MOST_CHUNKS)
-        groups = rows.num_rows // rows.group * query_blocks
         self.launch(
             attention.attention, (groups, config.num_kv_heads, num_parts),
             *inputs, rows.positions, rows.slots, *outputs, rows.group, rows.num_rows,
@@ -419,23 +423,25 @@ class Decoder:
         """Of one program. How weights are added up follows from it: it is always the same."""
         return 4 if self.config.head_size * self._dtype.itemsize <= 128 else 8
 
-    @staticmethod
-    def _lists_parts(rows: Rows) -> bool:
-        """Whether attention takes parts of texts from a list; the texts of one group it knows."""
-        return rows.num_rows > rows.group
+    def lists_blocks(self, num_rows: int, group: int) -> bool:
+        """Says whether attention takes blocks from a list, so that is_long changes nothing."""
+        query_blocks = -(-group * self.config.group_size // self._queries(group))
+        groups = num_rows // group
+        warps = groups * query_blocks * self.config.num_kv_heads * self._warps_of_attention
+        return groups > 1 and warps > _MOST_WARPS
 
     def _together(self, rows: Rows) -> int:
-        """Rows of a sequence that attention takes together if it takes parts from a list.
+        """Rows of a sequence that attention takes together where it takes blocks from a list.
 
         No more than a group: a row that is NaN spoils those that it is taken together with.
         """
-        return min(max(self._queries(rows) // self.config.group_size, 1), rows.group)
+        return min(max(self._queries(rows.group) // self.config.group_size, 1), rows.group)
 
-    def _queries(self, rows: Rows) -> int:
+    def _queries(self, group: int) -> int:
         """Of one program of attention."""
         # More of float32 would be added up in another order.
         most = 16 if self._dtype == torch.float32 else MAX_QUERIES
-        return min(max(16, power_of_2_above(rows.group * self.config.group_size)), most)
+        return min(max(16, power_of_2_above(group * self.config.group_size)), most)
 
     @property
     def _attention_stages(self) -> int:

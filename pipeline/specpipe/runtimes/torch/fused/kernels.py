@@ -43,7 +43,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specpipe.runtimes.torch.fused.attention import list_parts
+from specpipe.runtimes.torch.fused.attention import list_blocks
 from specpipe.runtimes.torch.fused.products import (
     FP8,
     FP8_PER_TOKEN,
@@ -81,23 +81,20 @@ ACTIVATIONS = {"silu": 0, "swiglu": 0, "gelu_pytorch_tanh": 1}
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def embed(
     tokens_ptr, positions_ptr, texts_ptr, slots_ptr, table_ptr, gain_ptr, hidden_ptr, scaled_ptr,
-    squares_ptr, parts_ptr, tokens_stride, scale, num_rows, most, most_in_chunks,
+    squares_ptr, blocks_ptr, tokens_stride, scale, num_rows, most,
     C: tl.constexpr, BLOCK_C: tl.constexpr, HAS_TEXTS: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """hidden, scaled [R, C] and squares [1, R] of embeddings of tokens; one program a row.
 
-    If there is one more, it lists the parts of all texts for the attention of every layer.
+    If there is one more, it lists the blocks of all texts for the attention of every layer.
 
     tokens  by row; if HAS_TEXTS by position, in the text [tokens_stride] that texts names
     """
     begin(PDL)
     row = tl.program_id(0)
     if row == num_rows:
-        list_parts(
-            parts_ptr, positions_ptr, slots_ptr, num_rows, most, most_in_chunks,
-            WIDTH, CHUNK, BLOCK, MOST_CHUNKS,
-        )
+        list_blocks(blocks_ptr, positions_ptr, slots_ptr, num_rows, most, WIDTH, CHUNK, BLOCK)
         return
     position = tl.load(positions_ptr + row)
     if position < 0:
