@@ -31,6 +31,9 @@ _LAUNCHES_OF_STEP = 8
 _LAUNCHES_OF_DRAWING = {Form.GREEDY: 0, Form.DRAWN: 2, Form.CUT: 9, Form.CUT_TWICE: 15}
 """Between scores and tokens."""
 
+_FEW = 4
+"""Sequences that attention of 7 B gives programs of their own: Decoder.lists_blocks."""
+
 
 def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draft_len: int) -> int:
     """Returns what the launches of one engine take, in its forwards and in rounds of a pair.
@@ -44,17 +47,17 @@ def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draf
     def launches(steps: list[int], form: Form = Form.GREEDY) -> int:
         return sum(_launches(num_layers, num_rows, form) for num_rows in steps)
 
-    # What is of one sequence is recorded for short texts and for long ones.
-    of_one = 1 + (capacity > MOST_CHUNKS * CHUNK)
+    # What is of few sequences is recorded for short texts and for long ones.
+    of_few = 1 + (capacity > MOST_CHUNKS * CHUNK)
     drafting = verifying = 0
     for places, most in sizes.shapes():
-        times = of_one if places == 1 else 1
+        times = of_few if places <= _FEW else 1
         for form in sizes.forms(places):
             drafting += times * launches([places * (1 if k else 2) for k in range(most)], form)
             verifying += times * launches([places * (most + 1)] * (2 if most else 1), form)
     num_launches = max(drafting, verifying)
     rows = [num_rows for num_rows in ROW_COUNTS if num_rows <= sizes.rows]
-    num_launches += launches([*rows, *[1] * (of_one - 1)])
+    num_launches += launches([*rows, *[row for row in rows if row <= _FEW] * (of_few - 1)])
     num_launches += len(PROMPT_WIDTHS) * num_layers * _LAUNCHES_OF_PROMPTS_LAYER
     return _FIRST_BYTES // 2 + _LAUNCH_BYTES * num_launches
 

@@ -54,8 +54,7 @@ class RoundKey:
     places   members that it has room for
     most     draft tokens that each has room for
     drafts   the draft runs, for one of them at least; else their draft tokens are copied
-    is_long  the text of a single member may be long: FusedEngine.is_long. Those of several are read
-             by as many programs, however long they are
+    is_long  one of their texts may be long: FusedEngine.is_long; False where that changes nothing
     form     one that does what each of them needs
     """
 

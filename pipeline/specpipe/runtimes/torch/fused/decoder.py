@@ -255,7 +255,7 @@ class Decoder:
         table = self.weights.embedding
         scale = self.config.embedding_scale or 1.0
         self.launch(
-            kernels.embed, (rows.num_rows + self._lists_blocks(rows),),
+            kernels.embed, (rows.num_rows + self.lists_blocks(rows.num_rows, rows.group),),
             rows.tokens, rows.positions, rows.positions if rows.texts is None else rows.texts,
             rows.slots, table, self._norms[0], self._hidden, self._scaled, self._squares,
             self._listed, rows.tokens.stride(0), scale, rows.num_rows, self._together(rows),
@@ -379,8 +379,8 @@ class Decoder:
     def _look_back(self, index: int, layer: Layer, rows: Rows) -> None:
         """Attends to what is cached."""
         config, cache, dense = self.config, self.cache, layer.dense
-        queries = self._queries(rows)
-        is_listed = self._lists_blocks(rows)
+        queries = self._queries(rows.group)
+        is_listed = self.lists_blocks(rows.num_rows, rows.group)
         together = self._together(rows) if is_listed else rows.group
         query_blocks = -(-together * config.group_size // queries)
         groups = rows.num_rows // rows.group * -(-rows.group // together) * query_blocks
@@ -423,10 +423,10 @@ class Decoder:
         """Of one program. How weights are added up follows from it: it is always the same."""
         return 4 if self.config.head_size * self._dtype.itemsize <= 128 else 8
 
-    def _lists_blocks(self, rows: Rows) -> bool:
-        """Whether attention takes blocks of texts from a list."""
-        query_blocks = -(-rows.group * self.config.group_size // self._queries(rows))
-        groups = rows.num_rows // rows.group
+    def lists_blocks(self, num_rows: int, group: int) -> bool:
+        """Says whether attention takes blocks from a list, so that is_long changes nothing."""
+        query_blocks = -(-group * self.config.group_size // self._queries(group))
+        groups = num_rows // group
         warps = groups * query_blocks * self.config.num_kv_heads * self._warps_of_attention
         return groups > 1 and warps > _MOST_WARPS
 
@@ -435,13 +435,13 @@ class Decoder:
 
         No more than a group: a row that is NaN spoils those that it is taken together with.
         """
-        return min(max(self._queries(rows) // self.config.group_size, 1), rows.group)
+        return min(max(self._queries(rows.group) // self.config.group_size, 1), rows.group)
 
-    def _queries(self, rows: Rows) -> int:
+    def _queries(self, group: int) -> int:
         """Of one program of attention."""
         # More of float32 would be added up in another order.
         most = 16 if self._dtype == torch.float32 else MAX_QUERIES
-        return min(max(16, power_of_2_above(rows.group * self.config.group_size)), most)
+        return min(max(16, power_of_2_above(group * self.config.group_size)), most)
 
     @property
     def _attention_stages(self) -> int:

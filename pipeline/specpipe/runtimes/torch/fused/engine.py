@@ -191,7 +191,7 @@ class FusedEngine:
             Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
             for num_rows in ROW_COUNTS
             if num_rows <= self._most_rows
-            for is_long in sorted({False, num_rows == 1 and self.is_long(self.capacity)})
+            for is_long in sorted({False, self._is_long_of(num_rows, self.capacity)})
         ]
         return prompts + rows
 
@@ -215,7 +215,7 @@ class FusedEngine:
             [row.token_id for row in filled],
         ]
         self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
-        is_long = num_rows == 1 and self.is_long(rows[0].position + 1)
+        is_long = self._is_long_of(num_rows, max(row.position for row in rows) + 1)
         self.graphs.run((num_rows, is_long), partial(self._run_rows, num_rows, is_long))
 
     def _run_rows(self, num_rows: int, is_long: bool) -> None:
@@ -223,11 +223,14 @@ class FusedEngine:
         self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
         self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
 
+    def _is_long_of(self, num_rows: int, num_positions: int) -> bool:
+        return self.is_long(num_positions) and not self.decoder.lists_blocks(num_rows, 1)
+
     @staticmethod
     def is_long(num_positions: int) -> bool:
         """Returns whether attention over that many positions takes blocks of them, not chunks.
 
-        It is so asked for launches of a single sequence: of several it finds out by itself.
+        Where it takes blocks anyway, Decoder.lists_blocks, that is nothing to it.
         """
         return num_positions > MOST_CHUNKS * CHUNK
 

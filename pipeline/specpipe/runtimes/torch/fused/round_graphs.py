@@ -84,6 +84,14 @@ class RoundGraphs:
         is_cuda = self._device.type == "cuda"
         return torch.tensor(values, dtype=torch.int32, pin_memory=is_cuda)
 
+    def minds_length(self, places: int, most: int) -> bool:
+        """Returns whether a round of long texts is other launches than one of short ones."""
+        drafting = [(2 * places, 2), (places, 1)] if most else []
+        return not (
+            self._target.decoder.lists_blocks(places * (most + 1), most + 1)
+            and all(self._draft.decoder.lists_blocks(*rows) for rows in drafting)
+        )
+
     def run(self, key: RoundKey, members: Sequence[tuple[int, int, int]]) -> None:
         """Launches a round of some members: the stream, draft tokens, and 1 if they are copied."""
         filled = [*members, *[_NOBODY] * (key.places - len(members))]
@@ -102,7 +110,9 @@ class RoundGraphs:
             yield key, partial(self._round, key)
         counts = [1 << i for i in range(self._most_stretches.bit_length())]
         for is_long in sorted({key.is_long for key in keys if key.drafts}):
-            for count in [1] if is_long else counts:
+            for count in counts:
+                if is_long and self._lists_blocks(count):
+                    continue
                 yield _catching_up(count, is_long), partial(self._read_stretches, count, is_long)
 
     def catch_up(self, num_unread: Sequence[tuple[int, int]], *, is_long: bool) -> None:
@@ -123,9 +133,12 @@ class RoundGraphs:
         filled = [*stretches, *[(-1, 0)] * (count - len(stretches))]
         by_kind = self.on_host([list(kind) for kind in zip(*filled, strict=True)])
         self._stretches[: 2 * count].copy_(by_kind.flatten(), non_blocking=True)
-        is_long = is_long and count == 1
+        is_long = is_long and not self._lists_blocks(count)
         key = _catching_up(count, is_long)
         self.graphs.run(key, lambda: self._read_stretches(count, is_long))
+
+    def _lists_blocks(self, num_stretches: int) -> bool:
+        return self._draft.decoder.lists_blocks(num_stretches * _STRETCH, _STRETCH)
 
     def _read_stretches(self, count: int, is_long: bool) -> None:
         draft, streams, rows = self._draft.decoder, self.streams, self._draft_rows

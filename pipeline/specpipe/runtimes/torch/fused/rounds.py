@@ -142,7 +142,13 @@ class FusedRounds:
         places = self.sizes.places(len(members), most)
         form = self.sizes.form(places, max(stream.form for stream in streams))
         self._graphs.run(
-            RoundKey(places, most, any(is_drafting), is_long and places == 1, form),
+            RoundKey(
+                places,
+                most,
+                any(is_drafting),
+                is_long and self._graphs.minds_length(places, most),
+                form,
+            ),
             [
                 (stream.number, member.num_draft_tokens, int(member.is_copied))
                 for stream, member in zip(streams, members, strict=True)
@@ -207,7 +213,8 @@ class FusedRounds:
             # What drafts may copy as well; what only copies runs without the draft.
             kinds = [most > 0, *([False] if self._has_copies and most else [])]
             for drafts in kinds:
-                for is_long in (False, True)[: 1 + (is_ever_long and places == 1)]:
+                minds = is_ever_long and self._graphs.minds_length(places, most)
+                for is_long in (False, True)[: 1 + minds]:
                     for form in self.sizes.forms(places):
                         keys.append(RoundKey(places, most, drafts, is_long, form))
         return keys
