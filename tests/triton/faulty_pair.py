@@ -99,7 +99,8 @@ class FaultyRuntime:
         guides: Any = None,
     ) -> Any:
         pair: Any = self._runtime.load_pair(draft, target, options, detokenizer, guides)
-        pair._target = FaultyEngine(pair._target, self._controls)
+        target = FaultyEngine(pair._target, self._controls)
+        pair._target = pair._steps._target = target
         return pair
 
 

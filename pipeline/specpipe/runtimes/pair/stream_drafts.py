@@ -109,10 +109,11 @@ class StreamDrafts:
         candidates: list[Candidate] = []
         most_of_round = self._rounds.most_draft_tokens(len(streams)) if streams else 0
         for place, stream in enumerate(streams):
-            candidate = None
-            if not self.is_fixed(stream.running):
-                candidate = self._candidate(stream, most, most_of_round)
-            if candidate is not None:
+            if self.is_fixed(stream.running):
+                continue
+            if not most_of_round:  # soon said: there are many of them
+                stream.state.drafts.skip("does_not_pay", most=most)
+            elif candidate := self._candidate(stream, most, most_of_round):
                 places.append(place)
                 candidates.append(candidate)
         costs = self._rounds.costs(len(streams)) if candidates else None
@@ -158,9 +159,6 @@ class StreamDrafts:
             return None
         if not self._drafting.has_room(stream.running):
             drafts.skip("no_room")
-            return None
-        if not most_of_round:
-            drafts.skip("does_not_pay")
             return None
         request = stream.state.request
         return Candidate(

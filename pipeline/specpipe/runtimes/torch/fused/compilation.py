@@ -24,7 +24,7 @@ from specpipe.progress import count
 Launch = Callable[[], None]
 
 _MOST_THREADS = 32
-"""More would wait for Python, in which a tenth of the work is done, and take much memory."""
+"""More would wait for Python, in which a part of the work is done, and take memory: a guess."""
 
 _LOGGER = logging.getLogger(__name__)
 

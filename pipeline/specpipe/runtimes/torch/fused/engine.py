@@ -195,9 +195,6 @@ class FusedEngine:
         ]
         return prompts + rows
 
-    def _score_prompt(self, rows: Tensor) -> None:
-        self.prompts.score(rows)
-
     def _on_device(self, token_ids: Sequence[int]) -> Tensor:
         """Copies token ids without waiting for what the device does before it."""
         tokens = torch.tensor(token_ids)
