@@ -410,6 +410,7 @@ def test_our_answers_are_the_same_with_any_drafts_and_beside_any_others(toys: Pa
         assert found["num_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_measures_each_side_in_a_process_of_its_own(
     toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
