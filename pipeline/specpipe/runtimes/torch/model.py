@@ -47,7 +47,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 def _attend(config: ModelConfig) -> Attend:
     if config.attention_cap is None:
         return partial(F.scaled_dot_product_attention, scale=config.attention_scale)
-    scale = config.attention_scale or config.head_size**-0.5
+    scale = config.score_scale
     return partial(_capped_attention, scale=scale, cap=config.attention_cap)
 
 

@@ -71,6 +71,11 @@ class ModelConfig:
         )
 
     @property
+    def score_scale(self) -> float:
+        """What scores of attention are multiplied by."""
+        return self.attention_scale or self.head_size**-0.5
+
+    @property
     def group_size(self) -> int:
         """G: query heads per key-value head."""
         return self.num_heads // self.num_kv_heads

@@ -126,12 +126,12 @@ class Decoder:
         # The sums of Blackwell's own matrix instruction were compared with nothing yet; and nobody
         # waits for float32.
         self.widens = not is_cuda or (capability[0] != 10 and self._dtype != torch.float32)
-        self._shared_bytes: int | None = None
+        self.shared_bytes: int | None = None
         self._num_processors = 1
         if is_cuda:
             index = self._device.index or torch.cuda.current_device()
             properties = driver.active.utils.get_device_properties(index)
-            self._shared_bytes = properties["max_shared_mem"]
+            self.shared_bytes = properties["max_shared_mem"]
             self._num_processors = properties["multiprocessor_count"]
         table = config.rotary.table(capacity).squeeze(1)
         self._rotations = torch.view_as_real(table).contiguous().to(self._device)
@@ -217,29 +217,23 @@ class Decoder:
         most: int = 64,
     ) -> Tiles:
         """Fits narrow tiles to the chip, and makes those of a launch of some width of them."""
-        weights = linear.weight.dtype if linear.rounds else self._dtype
-        inputs = self.fp8_dtype if linear.rounds else self._dtype
-
-        def fitted(tiles: Tiles) -> Tiles:
-            return self.fitted(
-                tiles, element_bytes=weights.itemsize, input_bytes=inputs.itemsize,
-                num_matrices=num_matrices,
-            )  # fmt: skip
-
-        narrow = fitted(tiles)
+        narrow = self.fitted(tiles, linear, num_matrices=num_matrices)
         if width == ROWS or not self.widens:
             return narrow
         num_columns = num_columns or linear.num_columns // num_matrices
-        return fitted(wide_tiles(narrow, width, num_columns, most=most, kind=linear.kind))
+        wide = wide_tiles(narrow, width, num_columns, most=most, kind=linear.kind)
+        return self.fitted(wide, linear, num_matrices=num_matrices)
 
-    @property
-    def shared_bytes(self) -> int | None:
-        """Of memory that a program of this GPU can share; None: this is none."""
-        return self._shared_bytes
-
-    def fitted(self, tiles: Tiles, **sizes: int) -> Tiles:
-        """Makes tiles fit into the chip's memory: Tiles.fitting."""
-        return tiles if self._shared_bytes is None else tiles.fitting(self._shared_bytes, **sizes)
+    def fitted(self, tiles: Tiles, linear: Linear, *, num_matrices: int = 1) -> Tiles:
+        """Makes tiles of a linear fit into the chip's memory: Tiles.fitting."""
+        if self.shared_bytes is None:
+            return tiles
+        weights = linear.weight.dtype if linear.rounds else self._dtype
+        inputs = self.fp8_dtype if linear.rounds else self._dtype
+        return tiles.fitting(
+            self.shared_bytes, element_bytes=weights.itemsize, input_bytes=inputs.itemsize,
+            num_matrices=num_matrices,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def use_tokens(self, vocab_size: int, unused: list[tuple[int, int]]) -> None:
@@ -388,7 +382,7 @@ class Decoder:
         outputs = (
             self._query if dense.gain is None else dense.gain, self._room(self._attended, dense),
             self._sums, self._states, self._arrivals, cache.table.stride(0), self._max_parts,
-            config.windows[index] or 0, self._scale,
+            config.windows[index] or 0, config.score_scale,
         )  # fmt: skip
         constants: dict[str, Any] = {
             "H": config.num_heads, "H_KV": config.num_kv_heads, "D": config.head_size,
@@ -448,12 +442,8 @@ class Decoder:
         """Of the loop over chunks: two are under way, or one, and their places before them."""
         chunk_bytes = 2 * CHUNK * self.config.head_size * self._dtype.itemsize
         # Queries and weights take a fifth of what two chunks do; float32 would want more registers.
-        has_room = self._shared_bytes is None or 2.4 * chunk_bytes <= self._shared_bytes
+        has_room = self.shared_bytes is None or 2.4 * chunk_bytes <= self.shared_bytes
         return 5 if has_room and self._dtype != torch.float32 else 3
-
-    @property
-    def _scale(self) -> float:
-        return self.config.attention_scale or self.config.head_size**-0.5
 
     def turn(
         self, index: int, layer: Layer, qkv: Tensor, query: Tensor, positions: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specpipe.runtimes.torch.fused import asked, cuts, rejection, sampling
 from specpipe.runtimes.torch.fused.decoder import Decoder
+from specpipe.runtimes.torch.fused.host import pinned
 from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, width_of
 from specpipe.runtimes.torch.round_sizes import Form
@@ -49,10 +50,7 @@ class Settings:
         # Its 64 bits, as a signed number.
         seed = wanted.seed - (wanted.seed >> 63 << 64)
         settings = torch.cat([numbers.view(torch.int64), torch.tensor([top_k, seed, kind])])
-        if self.table.is_cuda:
-            # The allocator of pinned memory keeps it until it was copied.
-            settings = settings.pin_memory()
-        self.table[stream].copy_(settings, non_blocking=True)
+        self.table[stream].copy_(pinned(settings, self.table.device), non_blocking=True)
 
 
 class Drawing:

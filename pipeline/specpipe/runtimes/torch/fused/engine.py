@@ -12,6 +12,7 @@ from torch import Tensor
 from specpipe.runtimes.torch.engine import TorchEngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs, Recording
+from specpipe.runtimes.torch.fused.host import pinned
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused.prompt import Piece, PromptRows, Prompts
 from specpipe.runtimes.torch.fused.weights import Weights
@@ -197,10 +198,8 @@ class FusedEngine:
 
     def _on_device(self, token_ids: Sequence[int]) -> Tensor:
         """Copies token ids without waiting for what the device does before it."""
-        tokens = torch.tensor(token_ids)
-        if self.spec.device.type == "cuda":
-            tokens = tokens.pin_memory()
-        return tokens.to(self.spec.device, non_blocking=True)
+        device = self.spec.device
+        return pinned(torch.tensor(token_ids), device).to(device, non_blocking=True)
 
     def _launch(self, rows: Sequence[_Row]) -> None:
         """Runs rows of one launch; each of them is attended by itself."""

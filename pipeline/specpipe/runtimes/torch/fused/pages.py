@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specpipe.runtimes.torch.fused.host import pinned
 from specpipe.runtimes.torch.fused_sizes import PAGE, pages_of
 
 
@@ -59,8 +60,7 @@ class PagedKVCache:
         slot = self._free_slots.pop()
         pages = [self._free_pages.pop() for _ in range(pages_of(num_positions))]
         self._pages[slot] = pages
-        # Pinned, or the host would wait for the rounds under way.
-        row = torch.tensor(pages, dtype=torch.int32, pin_memory=self.table.is_cuda)
+        row = pinned(torch.tensor(pages, dtype=torch.int32), self.table.device)
         self.table[slot, : len(pages)].copy_(row, non_blocking=True)
         return slot
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specpipe.runtimes.torch.fused import kernels, prompt_kernels
 from specpipe.runtimes.torch.fused.decoder import Decoder
+from specpipe.runtimes.torch.fused.host import pinned
 from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import UNPACKED, Linear
 from specpipe.runtimes.torch.fused.products import KINDS
@@ -152,9 +153,7 @@ class Prompts:
         ):
             part[:num_rows] = torch.tensor(numbers, dtype=torch.int32)
         count.fill_(num_rows)
-        if self._device.type == "cuda":
-            inputs = inputs.pin_memory()
-        self.inputs.copy_(inputs, non_blocking=True)
+        self.inputs.copy_(pinned(inputs, self._device), non_blocking=True)
         return next(width for width in self.widths if width >= num_rows)
 
     def _parts_of(self, inputs: Tensor) -> list[Tensor]:
@@ -271,12 +270,7 @@ class Prompts:
             num_matrices=num_matrices, rounds=linear.rounds, is_known=decoder.widens,
             element_bytes=self._dtype.itemsize,
         )  # fmt: skip
-        weights = linear.weight.dtype if linear.rounds else self._dtype
-        inputs = decoder.fp8_dtype if linear.rounds else self._dtype
-        return decoder.fitted(
-            tiles, element_bytes=weights.itemsize, input_bytes=inputs.itemsize,
-            num_matrices=num_matrices,
-        )  # fmt: skip
+        return decoder.fitted(tiles, linear, num_matrices=num_matrices)
 
     def _operands(self, x: Tensor, linear: Linear, width: int) -> tuple[Tensor, Tensor, int]:
         """Returns what is multiplied, inputs and weights, and of which kind the product is."""
@@ -318,7 +312,7 @@ class Prompts:
             self._query, cache.keys[index], cache.values[index], cache.table, self.positions,
             self.slots, self._query if dense.gain is None else dense.gain,
             dense.room(self._attended, decoder.fp8_dtype), cache.table.stride(0), window or 0,
-            config.attention_scale or config.head_size**-0.5, dense.input_scale,
+            config.score_scale, dense.input_scale,
             H=config.num_heads, H_KV=config.num_kv_heads, D=config.head_size, PAGE=PAGE,
             ROWS=self.tile_rows, QUERIES=self._queries, HAS_WINDOW=window is not None,
             HEADS_BY_KV=dense.heads_by_kv, HAS_GAIN=dense.gain is not None,

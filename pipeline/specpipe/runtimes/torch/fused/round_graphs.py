@@ -18,6 +18,7 @@ from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused.drawing import Drawing, Settings
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Graphs
+from specpipe.runtimes.torch.fused.host import pinned
 from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused_sizes import RESULT, ROWS, power_of_2_above
 from specpipe.runtimes.torch.round_sizes import Form, RoundKey, RoundSizes
@@ -81,8 +82,7 @@ class RoundGraphs:
 
     def on_host(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Returns numbers from which the device copies when it comes to it."""
-        is_cuda = self._device.type == "cuda"
-        return torch.tensor(values, dtype=torch.int32, pin_memory=is_cuda)
+        return pinned(torch.tensor(values, dtype=torch.int32), self._device)
 
     def minds_length(self, places: int, most: int) -> bool:
         """Returns whether a round of long texts is other launches than one of short ones."""
