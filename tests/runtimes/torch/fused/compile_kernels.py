@@ -32,6 +32,8 @@ from tests.runtimes.torch.fused.toy import MISTRAL_7B, QWEN_05B, toy_config, toy
 MODELS = {"7b": MISTRAL_7B, "0.5b": QWEN_05B}
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8"}
 
+MANY_ROWS = 64
+
 
 class Launch(NamedTuple):
     kernel: Any
@@ -77,7 +79,7 @@ def recording_decoder(
         device=torch.device("meta"),
     )
     loaded = change(load_weights(config, weights.get))
-    decoder = RecordingDecoder(config, loaded, cache, capacity=1024)
+    decoder = RecordingDecoder(config, loaded, cache, capacity=1024, most_rows=MANY_ROWS)
     decoder.launches = []
     return decoder
 
@@ -100,10 +102,12 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     names += ["propose", "copy", "accept", "plan_round"]
     launches = dict(zip(names, decoder.launches, strict=True))
     decoder.layers(replace(rows, is_long=True))
-    decoder.layers(replace(rows, positions=integers, num_rows=16, group=1))
-    for number, name in enumerate(("attention_by_blocks", "attention_of_many")):
-        first = len(names) + number * (names.index("mlp_out") + 1)
-        launches[name] = decoder.launches[first + names.index("attention")]
+    launches["attention_by_blocks"] = decoder.launches[len(names) + names.index("attention")]
+    # So many that every model has its attention take blocks from a list.
+    decoder.layers(replace(rows, positions=integers, num_rows=MANY_ROWS, group=1))
+    launches["attention_of_many"] = next(
+        launch for launch in decoder.launches if launch.kernel.__name__ == "attention_of_many"
+    )
     decoder.launches = []
     Prompts(decoder, PROMPT_WIDTHS[-1]).launch(PROMPT_WIDTHS[-1], is_whole=True)
     names = [
