@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from specpipe.runtimes.pair.costs import CostTable
+from specpipe.runtimes.pair.engine import Pages
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
@@ -37,6 +38,7 @@ class TableEngine:
         self.vocab_size = model.vocab_size
         self.max_seq_len, self.max_batch_size = max_seq_len, max_batch_size
         self.max_logits, self.max_logits_of_sequence = 64, 64
+        self.pages: Pages | None = None
         self.sequences: dict[int, list[int]] = {}
         self.forwards: list[list[int]] = []
         """The number of tokens of each sequence, forward by forward."""

@@ -11,9 +11,34 @@ Logits = Any
 SequenceId = int
 
 
+class Pages(Protocol):
+    """The KV cache of an engine whose sequences take memory as they grow, and share what is equal.
+
+    capacity_tokens  positions of all sequences together
+    """
+
+    capacity_tokens: int
+
+    def grow(self, sequence: SequenceId, num_tokens: int) -> bool:
+        """Gives a sequence room for num_tokens in all, and for what rounds need beyond them.
+
+        False, and no change, where there is none. What only waits to be reused makes room.
+        """
+
+    def reuse(self, sequence: SequenceId, token_ids: Sequence[int], salt: str = "") -> int:
+        """Lets an empty sequence begin with what is cached of the prompt that it is to read.
+
+        Returns how many of its first tokens that are: 0 where nothing is, and never all of them.
+        Their keys and values are, bit for bit, those that the sequence would have computed. Only
+        prompts of the same salt share any.
+        """
+
+
 class Engine(Protocol):
     """One model with its KV cache; sequences are opaque ids."""
 
+    pages: Pages | None
+    """None: a sequence has all the room that it may ever need from the beginning."""
     vocab_size: int
     max_seq_len: int
     max_batch_size: int
@@ -22,10 +47,10 @@ class Engine(Protocol):
     max_logits_of_sequence: int
 
     def can_admit(self, max_tokens: int) -> bool:
-        """Returns whether a sequence of max_tokens fits in with those that are there."""
+        """Returns whether a sequence of max_tokens fits in with those that are there, now."""
 
     def allocate(self, *, prompt_length: int, max_tokens: int) -> SequenceId:
-        """Makes an empty sequence."""
+        """Makes an empty sequence with room for max_tokens, which `Pages.grow` may make more."""
 
     def length(self, sequence: SequenceId) -> int:
         """Returns how many tokens have their keys and values cached."""

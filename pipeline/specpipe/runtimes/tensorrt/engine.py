@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specpipe.runtimes.pair.engine import SequenceId
+from specpipe.runtimes.pair.engine import Pages, SequenceId
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.engine_config import TensorRTEngineSpec
 
@@ -74,6 +74,7 @@ class TensorRTEngine:
         self.max_seq_len = spec.max_seq_len
         self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
+        self.pages: Pages | None = None
         self._max_rows = spec.max_draft_len + 1
         self.max_logits = spec.max_batch_size * self._max_rows
         self.max_logits_of_sequence = self._max_rows

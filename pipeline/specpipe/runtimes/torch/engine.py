@@ -16,7 +16,7 @@ from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
 from specpipe.machine.memory import MemoryEstimate, available_bytes, check_room
 from specpipe.runtimes.engine_description import ENGINE_CONFIG, reading_config
-from specpipe.runtimes.pair.engine import SequenceId
+from specpipe.runtimes.pair.engine import Pages, SequenceId
 from specpipe.runtimes.torch.build import ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.kernels import usable_kernel
 from specpipe.runtimes.torch.kv_cache import KVCache, Span
@@ -111,6 +111,7 @@ class TorchEngine:
         self.max_seq_len = spec.max_seq_len
         self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
+        self.pages: Pages | None = None
         self.max_logits = self.max_logits_of_sequence = spec.max_logits
         self.memory = spec.memory
         self._cache = KVCache(

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from specpipe.runtimes.pair.engine import Pages
 from specpipe.runtimes.torch.engine import TorchEngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
 from specpipe.runtimes.torch.fused.graphs import Graphs, Recording
@@ -56,6 +57,7 @@ class FusedEngine:
         self.max_seq_len = spec.max_seq_len
         self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
+        self.pages: Pages | None = None
         self.max_logits = self.max_logits_of_sequence = spec.max_logits
         self.memory = spec.memory
         self._spare = spare_positions(spec.max_draft_len)
