@@ -12,7 +12,7 @@ import torch
 from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
-from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Reading, ReadingRoom
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.speculative.adaptive import StepCosts
@@ -34,6 +34,12 @@ class Device(TableEngine):
         super().__init__(model, **limits)
         self.texts: dict[int, list[int]] = {}
         self.num_told: dict[int, int] = {}
+        self.prompt_lengths: dict[int, int] = {}
+
+    def allocate(self, *, prompt_length: int, max_tokens: int) -> int:
+        sequence = super().allocate(prompt_length=prompt_length, max_tokens=max_tokens)
+        self.prompt_lengths[sequence] = prompt_length
+        return sequence
 
     def skip(self, sequence: int, num_tokens: int) -> None:
         text, length = self.texts[sequence], self.length(sequence)
@@ -48,12 +54,15 @@ class Device(TableEngine):
 
 @dataclass
 class _Text:
-    """num_told are the tokens of the text that its caller knows."""
+    """num_told are the tokens of the text that its caller knows, and num_read those that the target
+    has cached or does in rounds under way.
+    """
 
     token_ids: list[int]
     sampling: Sampling
     num_told: int
     target_sequence: int
+    num_read: int
     draft_sequence: int | None = None
 
 
@@ -66,7 +75,9 @@ class TableRounds:
     costs_of: Costs = lambda num_members: None
     max_members: int = 4
     max_rows: int = 64
+    short_prompt: int = 0
     launched: list[list[Member]] = field(default_factory=list)
+    read: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.texts: dict[int, _Text] = {}
@@ -93,13 +104,23 @@ class TableRounds:
             return None
         return StepCosts(0.0, [0.01 * n for n in range(9)])
 
+    def reading_room(self, num_members: int, num_draft_tokens: int) -> ReadingRoom:
+        size = num_draft_tokens + 1
+        return ReadingRoom(max(self.max_rows // size - num_members, 0), size)
+
+    def can_read(self, target_sequence: int) -> bool:
+        return self.target.prompt_lengths[target_sequence] <= self.short_prompt
+
     def join(self, target_sequence: int, token_ids: Sequence[int], sampling: Sampling) -> None:
         assert target_sequence not in self.texts
         assert len(self.texts) < self.max_members
-        assert self.target.sequences[target_sequence] == list(token_ids[:-1])
-        text = _Text(list(token_ids), sampling, len(token_ids), target_sequence)
+        num_read = self.target.length(target_sequence)
+        assert num_read == len(token_ids) - 1 or self.can_read(target_sequence)
+        assert self.target.sequences[target_sequence] == list(token_ids[:num_read])
+        text = _Text(list(token_ids), sampling, len(token_ids), target_sequence, num_read)
         self.texts[target_sequence] = text
         self.target.texts[target_sequence] = text.token_ids
+        self.target.num_told[target_sequence] = len(token_ids) - 1
 
     def give_draft(self, target_sequence: int, draft_sequence: int) -> None:
         text = self.texts[target_sequence]
@@ -110,11 +131,23 @@ class TableRounds:
         text.draft_sequence = draft_sequence
         self.draft.texts[draft_sequence] = text.token_ids
 
-    def launch(self, members: Sequence[Member]) -> None:
-        assert len(self.under_way) < MOST_UNDER_WAY
-        assert 0 < len(members) <= self.max_members
+    def launch(self, members: Sequence[Member], readings: Sequence[Reading] = ()) -> None:
+        assert members or readings
+        assert len(members) <= self.max_members
         assert len({member.target_sequence for member in members}) == len(members)
-        most = max(member.num_draft_tokens for member in members)
+        most = max((member.num_draft_tokens for member in members), default=0)
+        room = self.reading_room(len(members), most)
+        for reading in readings:
+            text = self.texts[reading.target_sequence]
+            assert reading.first_position == text.num_read
+            assert 0 < reading.num_tokens < len(text.token_ids) - text.num_read
+            text.num_read += reading.num_tokens
+            room = room.less(reading.num_tokens)
+        assert room.num_pieces >= 0
+        self.read.append([reading.num_tokens for reading in readings])
+        if not members:
+            return
+        assert len(self.under_way) < MOST_UNDER_WAY
         assert most <= self.most_draft_tokens(len(members))
         self.launched.append(list(members))
         self.under_way.append([self._run(member) for member in members])
@@ -122,6 +155,7 @@ class TableRounds:
     def _run(self, member: Member) -> tuple[_Text, RoundResult, int]:
         """Returns what came of it, and how many tokens were drafted."""
         text = self.texts[member.target_sequence]
+        assert text.num_read == len(text.token_ids) - 1
         num_drafted = 0 if member.is_copied else member.num_draft_tokens
         if num_drafted:
             assert text.draft_sequence is not None
@@ -146,6 +180,7 @@ class TableRounds:
         num_rows = member.num_draft_tokens + 1
         (result,) = self.sampler.verify(logits(self.target.model, num_rows), [drafted])
         text.token_ids += result.token_ids or []
+        text.num_read = len(text.token_ids) - 1
         assert len(text.token_ids) <= member.num_positions
         return text, result, num_drafted
 
@@ -178,6 +213,7 @@ def make_pair(
     draft_max_seq_len: int = 500,
     max_members: int = 4,
     max_rows: int = 64,
+    short_prompt: int = 0,
     clock: Callable[[], float] | None = None,
     **options: Any,
 ) -> tuple[EnginePair, TableRounds]:
@@ -188,7 +224,9 @@ def make_pair(
         Device(target or TableModel(target_rule), max_batch_size=max_batch_size),
     )
     costs_of = costs if callable(costs) else lambda num_members: costs
-    rounds = rounds_type(*engines, costs_of, max_members=max_members, max_rows=max_rows)
+    rounds = rounds_type(
+        *engines, costs_of, max_members=max_members, max_rows=max_rows, short_prompt=short_prompt
+    )
     settings = {"max_batch_size": 4, "max_seq_len": 300, "max_num_tokens": 16, **options}
     table = CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0}) if costs else None
     pair = EnginePair(

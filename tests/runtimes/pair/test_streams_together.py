@@ -78,6 +78,7 @@ def pairs(draw: st.DrawFn) -> dict[str, Any]:
         "max_batch_size": draw(st.integers(1, 5)),
         "max_members": draw(st.integers(1, 5)),
         "max_rows": draw(st.sampled_from([5, 8, 64])),
+        "short_prompt": draw(st.sampled_from([0, 9, 30])),
         "draft_max_seq_len": draw(st.sampled_from([20, 500])),
         "max_seq_len": draw(st.sampled_from([35, 300])),
         "prompt_lookup": draw(st.booleans()),

@@ -72,7 +72,7 @@ def test_what_fused_kernels_take_is_counted_on_a_gpu(
     # positions of three rounds of 4 tokens beside the text, in pages of 64
     assert on_gpu.kv_cache_bytes == 2 * 2 * 8 * positions * 2 * 2 * 8
     # 32 rows: of 4 heads the parts of attention, 8 sums and a state of 2 each; and 256 logits
-    fused = 4 * 32 * (4 * parts * 10 + 256)
+    fused = 4 * 128 * (4 * parts * 10 + 256)
     # of rows of prompts two hidden states, queries, keys and values, queries twice more, the MLP's
     fused += 2 * rows * (2 * 32 + (4 + 2 * 2) * 8 + 2 * 4 * 8 + 64)
     fused += graph_bytes(2, max_batch_size=8, max_draft_len=3, capacity=positions)

@@ -8,21 +8,22 @@ from specpipe.runtimes.torch.round_sizes import RoundSizes
 
 
 def test_rounds_are_of_few_sizes_that_fill_launches() -> None:
-    sizes = RoundSizes.of(6, 4)
-    assert sizes.rows == 32
-    assert sizes.shapes() == [
-        *[(1, most) for most in range(5)],
-        *[(2, most) for most in range(5)],
-        (3, 4),
-        (4, 3),
-        (5, 2),
-        *[(6, most) for most in range(5)],
-    ]
+    def places(sizes: RoundSizes, *lengths: int) -> dict[int, list[int]]:
+        return {most: [p for p, k in sizes.shapes() if k == most] for most in lengths}
+
+    # Of six members, and what is read beside them.
+    assert places(RoundSizes.of(6, 4), 0, 1, 2, 3, 4) == {
+        0: [1, 2, 6, 16, 32, 64, 128],
+        1: [1, 2, 6, 8, 16, 32, 64],
+        2: [1, 2, 5, 6, 10, 21, 42],
+        3: [1, 2, 4, 6, 8, 16, 32],
+        4: [1, 2, 3, 6, 12, 25],
+    }
+    assert places(RoundSizes.of(1, 2), 0, 1, 2) == {0: [1, 16, 32, 64, 128], 1: [1], 2: [1]}
     sizes = RoundSizes.of(200, 15)
     assert sizes.max_members == sizes.rows == 128
     assert [most for places, most in sizes.shapes() if places == 1] == list(range(16))
-    places = {most: [p for p, k in sizes.shapes() if k == most] for most in (0, 1, 2, 4, 8, 15)}
-    assert places == {
+    assert places(sizes, 0, 1, 2, 4, 8, 15) == {
         0: [1, 2, 16, 32, 64, 128],
         1: [1, 2, 8, 16, 32, 64],
         2: [1, 2, 5, 10, 21, 42],
@@ -59,3 +60,20 @@ def test_every_round_has_a_size_that_fits_a_launch(
         for k in range(most + 1):
             length = sizes.length(num_members, k)
             assert (sizes.places(num_members, length), length) in shapes
+            num_pieces, most_read = sizes.reading(num_members, k)
+            assert num_pieces >= 0
+            if num_pieces:
+                assert most_read == sizes.length(num_members + 1, k)
+                assert (sizes.places(num_members + num_pieces, most_read), most_read) in shapes
+
+
+@pytest.mark.parametrize(
+    ("num_members", "num_draft_tokens", "num_pieces", "most"),
+    [(0, 0, 128, 0), (8, 0, 120, 0), (1, 5, 17, 6), (8, 2, 34, 2), (42, 2, 0, 2), (128, 0, 0, 0)],
+)
+def test_what_is_read_fills_the_widest_launch(
+    num_members: int, num_draft_tokens: int, num_pieces: int, most: int
+) -> None:
+    for max_batch_size in (num_members + 2, 128):
+        sizes = RoundSizes.of(max_batch_size, 8)
+        assert sizes.reading(num_members, num_draft_tokens) == (num_pieces, most)

@@ -156,6 +156,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             self._step_by_step(*schedule(self._running, self._target, self._options))
             return
         self._streams.part()
+        self._streams.join(self._running)
         others = self._others(self._streams)
         decoding, prefill = schedule(
             others, self._target, self._options, joins=self._streams.can_run

@@ -4,8 +4,9 @@ EnginePair can ask a device for logits in every step and choose tokens itself. A
 draft, verify and accept by itself needs to be asked for nothing: it gets its next round before the
 last one has ended, and is never idle. The text is the same either way.
 
-A sequence joins when the target has cached all of its text but the last token. From then on its
-text is the device's until it leaves; what it emits is told round by round.
+A sequence joins when the target has cached all of its text but the last token, or what rounds do
+not read of it. From then on its text is the device's until it leaves; what it emits is told round
+by round.
 """
 
 from __future__ import annotations
@@ -40,6 +41,47 @@ class Member:
     is_copied: bool = False
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A part of a text that the target reads in a round, beside its members.
+
+    target_sequence  whose it is; it has joined
+    first_position   of the part: the target has cached what is before it, or does in this round
+    num_tokens       of the part, which leaves the last token of the text
+    """
+
+    target_sequence: SequenceId
+    first_position: int
+    num_tokens: int
+
+    @property
+    def stop(self) -> int:
+        """The position behind the part."""
+        return self.first_position + self.num_tokens
+
+
+@dataclass(frozen=True)
+class ReadingRoom:
+    """What a round can read beside its members.
+
+    num_pieces       of texts
+    tokens_of_piece  the most that each has, all of one text
+    """
+
+    num_pieces: int
+    tokens_of_piece: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The most, if they are of one text."""
+        return self.num_pieces * self.tokens_of_piece
+
+    def less(self, num_tokens: int) -> ReadingRoom:
+        """Returns what is left when so many tokens of a text are read."""
+        num_pieces = self.num_pieces - -(-num_tokens // self.tokens_of_piece)
+        return ReadingRoom(num_pieces, self.tokens_of_piece)
+
+
 class Rounds(Protocol):
     """Rounds on the engines of a pair. One thread uses them.
 
@@ -63,10 +105,26 @@ class Rounds(Protocol):
         None: there are no such, or that was not measured.
         """
 
+    def reading_room(self, num_members: int, num_draft_tokens: int) -> ReadingRoom:
+        """Returns what a round can read beside so many that have so many draft tokens at most.
+
+        Any of the pieces may be a member without draft tokens instead.
+        """
+
+    def can_read(self, target_sequence: SequenceId) -> bool:
+        """Returns whether all that the target lacks of a text, whatever it is, may be read so.
+
+        It follows from the sequence alone, not from load: bits depend on what reads a text.
+        """
+
     def join(
         self, target_sequence: SequenceId, token_ids: Sequence[int], sampling: Sampling
     ) -> None:
-        """Takes in a sequence whose text the target has cached but for the last token."""
+        """Takes in a sequence whose text the target has cached but for the last token.
+
+        Or more of it is still to be read, and `can_read` says that rounds may; then it is no member
+        before all of that was launched.
+        """
 
     def give_draft(self, target_sequence: SequenceId, draft_sequence: SequenceId) -> None:
         """Lets a sequence that has joined draft from the next round on.
@@ -75,10 +133,12 @@ class Rounds(Protocol):
         token or the last two. What rounds under way emit it reads before it drafts.
         """
 
-    def launch(self, members: Sequence[Member]) -> None:
+    def launch(self, members: Sequence[Member], readings: Sequence[Reading] = ()) -> None:
         """Begins a round as soon as the last one has ended, and does not wait for it.
 
-        At most MOST_UNDER_WAY are under way. Only members that have a draft may draft.
+        At most MOST_UNDER_WAY are under way. Only members that have a draft may draft. Who is read
+        to the last token but one may be a member of the same round. Without members there is
+        nothing to take, so it counts as none that is under way.
         """
 
     def take(self) -> list[RoundResult]:

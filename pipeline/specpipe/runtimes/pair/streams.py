@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.readings import Readings
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Rounds
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.pair.scheduling import uncached
@@ -50,6 +51,7 @@ class Streams:
         self._rounds, self._drafting, self._target = rounds, drafting, target
         self._options = options
         self._drafts = StreamDrafts(rounds, drafting, options, is_adaptive=is_adaptive)
+        self._readings = Readings(rounds, target, options.max_num_tokens, begins=self._begins)
         self._streams: dict[RunningSequences, Stream] = {}
         self._under_way: deque[_UnderWay] = deque()
         self._num_launched = 0
@@ -81,23 +83,29 @@ class Streams:
         return not self.can_run(running) or self._drafts.is_fixed(running)
 
     def join(self, requests: Sequence[RunningSequences]) -> None:
-        """Takes in those whose texts the target has cached but for the last token, and that rounds
-        can run, as long as there are places.
+        """Takes in those whose texts the target has cached but for the last token, or for what
+        rounds read, and that rounds can run, as long as there are places.
         """
         for running in requests:
             if len(self._streams) >= self._rounds.max_members:
                 return
-            if not self.can_run(running) or len(uncached(running, self._target)) > 1:
+            state, sequence = running.state, running.target_sequence
+            if running in self._streams or not self.can_run(running):
                 continue
-            state = running.state
-            self._rounds.join(running.target_sequence, state.token_ids, state.request.sampling)
-            self._streams[running] = Stream(running, last_round=self._num_launched)
+            is_read = len(uncached(running, self._target)) == 1
+            if not is_read and not self._rounds.can_read(sequence):
+                continue
+            self._rounds.join(sequence, state.token_ids, state.request.sampling)
+            stream = self._streams[running] = Stream(running, last_round=self._num_launched)
+            if not is_read:
+                self._readings.add(stream)
 
     def leave(self, running: RunningSequences) -> None:
         """Lets a request go, if it has joined."""
         stream = self._streams.pop(running, None)
         if stream is not None:
             stream.has_left = True
+            self._readings.remove(stream)
             self._rounds.leave(running.target_sequence)
 
     def part(self) -> None:
@@ -117,15 +125,20 @@ class Streams:
         """
         self._forget_what_left()
         while len(self._under_way) < MOST_UNDER_WAY:
-            under_way = self._next(num_beside)
-            if not under_way.parts:
+            under_way = _UnderWay([]) if self._readings.are_next else self._next(num_beside)
+            parts = [*under_way.parts]
+            most = max((member.num_draft_tokens for _, member in parts), default=0)
+            readings, beginning = self._readings.choose(len(parts), most)
+            parts += [self._part(stream, 0) for stream in beginning]
+            if not parts and not readings:
                 break
             self._num_launched += 1
-            for stream, member in under_way.parts:
+            for stream, member in parts:
                 stream.under_way.append(member)
                 stream.last_round = self._num_launched
-            self._rounds.launch([member for _, member in under_way.parts])
-            self._under_way.append(under_way)
+            self._rounds.launch([member for _, member in parts], readings)
+            if parts:  # else there is nothing to take
+                self._under_way.append(_UnderWay(parts, under_way.is_trial))
         self._drafts.read()
 
     def take(self) -> list[StreamRound]:
@@ -161,7 +174,9 @@ class Streams:
         """Returns the round to launch; those go first that have waited the longest."""
         num_decoding = len(self._streams) + num_beside
         most = most_draft_tokens(self._options.schedule, num_decoding)
-        waiting = [s for s in self._streams.values() if not s.is_sure_to_end]
+        waiting = [
+            s for s in self._streams.values() if not s.is_sure_to_end and s not in self._readings
+        ]
         streams: list[Stream] = []
         lengths: list[int] = []
         longest = 0
@@ -185,6 +200,10 @@ class Streams:
         )
         parts = [self._part(s, k) for s, k in zip(streams, lengths, strict=True)]
         return _UnderWay(parts, is_trial)
+
+    def _begins(self, stream: Stream) -> bool:
+        """Returns whether a request may begin without draft tokens: it names no other number."""
+        return not (stream.state.drafts.is_speculative and self._drafts.is_fixed(stream.running))
 
     def _part(
         self, stream: Stream, num_draft_tokens: int, *, is_copied: bool = False

@@ -13,8 +13,15 @@ RESULT = 2 + ROWS
 WIDTHS = (16, 32, 64, 128)
 """Rows that launches take at most, each kind by kernels of its own."""
 
+MOST_ROWS = WIDTHS[-1]
+
 ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
 """Rows of the forwards that are recorded; one of others is filled up with rows of nobody."""
+
+SHORT_PROMPT = MOST_ROWS
+"""Tokens of a prompt that is read by the kernels of decoding, in one launch and beside what others
+decode. Which kernels read a prompt must follow from its length alone: bits depend on it.
+"""
 
 PAGE = 64
 """Positions of a page of the KV cache."""
@@ -37,11 +44,6 @@ PROMPT_WIDTHS = (128, 256, 512, 1024)
 def width_of(num_rows: int) -> int:
     """Returns the width of a launch for so many rows, which the greatest holds."""
     return next(width for width in WIDTHS if width >= num_rows)
-
-
-def most_rows(max_batch_size: int, max_draft_len: int) -> int:
-    """Returns the width of an engine's greatest launch, which all sequences may need to verify."""
-    return width_of(min(max_batch_size * (max_draft_len + 1), WIDTHS[-1]))
 
 
 def prompt_width_of(num_rows: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from specpipe.runtimes.torch.fused_sizes import ROWS, WIDTHS, most_rows
+from specpipe.runtimes.torch.fused_sizes import MOST_ROWS, ROWS, WIDTHS
 from specpipe.speculative.request import Sampling
 
 MAX_DRAFT_TOKENS = ROWS - 1
@@ -51,7 +51,7 @@ nothing to do is a hundredth of a step with ten others.
 class RoundKey:
     """What a round is recorded for.
 
-    places   members that it has room for
+    places   members that it has room for, or pieces of texts that are read
     most     draft tokens that each has room for
     drafts   the draft runs, for one of them at least; else their draft tokens are copied
     is_long  one of their texts may be long: FusedEngine.is_long; False where that changes nothing
@@ -85,8 +85,7 @@ class RoundSizes:
     @classmethod
     def of(cls, max_batch_size: int, num_draft_tokens: int) -> RoundSizes:
         """Returns those of engines built for so much."""
-        rows = most_rows(max_batch_size, num_draft_tokens)
-        return cls(min(max_batch_size, rows), rows, num_draft_tokens)
+        return cls(min(max_batch_size, MOST_ROWS), MOST_ROWS, num_draft_tokens)
 
     def most_draft_tokens(self, num_members: int) -> int:
         """Returns the most draft tokens that each of so many can have."""
@@ -104,8 +103,25 @@ class RoundSizes:
         return next(k for k in self.lengths(num_members) if k >= num_draft_tokens)
 
     def places(self, num_members: int, most: int) -> int:
-        """Returns the places of a round of so many with one of their `lengths`."""
+        """Returns the places of a round of so many with one of their `lengths`.
+
+        Pieces that are read count as members.
+        """
         return next(places for places in self._all_places(most) if places >= num_members)
+
+    def reading(self, num_members: int, num_draft_tokens: int) -> tuple[int, int]:
+        """Returns how many pieces a round of so many can read beside them, and the draft tokens
+        that each place has room for: a piece has a token more.
+        """
+        longer = [k for k in self.lengths(num_members + 1) if k >= num_draft_tokens]
+        if not longer:
+            return 0, num_draft_tokens
+        return max(self._all_places(longer[0])[-1] - num_members, 0), longer[0]
+
+    @property
+    def most_places(self) -> int:
+        """Those of the rounds that have most."""
+        return max(places for places, _ in self.shapes())
 
     def forms(self, places: int) -> tuple[Form, ...]:
         """Returns the forms that rounds of so many places are recorded in, rising."""
@@ -124,7 +140,7 @@ class RoundSizes:
     def timed(self) -> list[tuple[int, int]]:
         """Returns numbers of members and draft tokens of rounds that tell what all others cost."""
         powers = [1 << i for i in range(self.max_members.bit_length())]
-        fullest = [self._all_places(most)[-1] for most in self._all_lengths]
+        fullest = [min(self._all_places(k)[-1], self.max_members) for k in self._all_lengths]
         members = sorted({*powers, self.max_members, *fullest})
         return [(num, most) for num in members for most in self.lengths(num)]
 
@@ -135,7 +151,13 @@ class RoundSizes:
         return sorted({*(k for k in _LENGTHS if k < most), max(most, 0)})
 
     def _all_places(self, most: int) -> list[int]:
-        """As many as fill launches of each width, which take about as long for fewer; and few."""
+        """As many as fill launches of each width, which take about as long for fewer; and few.
+
+        There are no more than members, but where texts are read beside them: nobody has draft
+        tokens beside another's text where there is one sequence.
+        """
         filling = [width // (most + 1) for width in WIDTHS if width <= self.rows]
-        every = (min(places, self.max_members) for places in (*_FEW, *filling))
+        every = [min(places, self.max_members) for places in (*_FEW, *filling)]
+        if self.max_members > 1 or not most:
+            every += filling
         return sorted({places for places in every if 0 < places * (most + 1) <= self.rows})

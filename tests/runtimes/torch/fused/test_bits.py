@@ -14,6 +14,7 @@ from benchmarks.bits.trial import Outcome, try_pair
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import load_weights
+from specpipe.runtimes.torch.fused_sizes import SHORT_PROMPT
 from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.runtimes.torch.pair import fused_pair_of
 from specpipe.text.tokenizer import Tokenizer
@@ -37,7 +38,12 @@ MANY = PairOptions(
 
 
 def engine(
-    config: ModelConfig, options: PairOptions, dtype: torch.dtype, *, noise: float = 0.0
+    config: ModelConfig,
+    options: PairOptions,
+    dtype: torch.dtype,
+    *,
+    short_prompt: int,
+    noise: float = 0.0,
 ) -> FusedEngine:
     weights = toy_weights(config, seed=1)
     head = weights["head.weight"]
@@ -50,7 +56,9 @@ def engine(
     )
     rounded = {name: tensor.to(dtype) for name, tensor in weights.items()}
     with torch.inference_mode():
-        return FusedEngine(replace(spec, dtype=dtype), load_weights(config, rounded.get))
+        return FusedEngine(
+            replace(spec, dtype=dtype), load_weights(config, rounded.get), short_prompt=short_prompt
+        )
 
 
 def tried(
@@ -61,6 +69,7 @@ def tried(
     max_prompt_tokens: int,
     max_tokens: int,
     seed: int = 23,
+    short_prompt: int = SHORT_PROMPT,
     dtype: torch.dtype = torch.float32,
 ) -> Outcome:
     """What comes of a target that is its own draft, but for a head that is disturbed."""
@@ -75,8 +84,8 @@ def tried(
         stop_strings=("w17 ", "9 w2"),
     )
     pair = fused_pair_of(
-        engine(config, options, dtype, noise=0.15),
-        engine(config, options, dtype),
+        engine(config, options, dtype, short_prompt=short_prompt, noise=0.15),
+        engine(config, options, dtype, short_prompt=short_prompt),
         options,
         lambda prompt, **_: WordDetokenizer(),
     )
@@ -107,6 +116,7 @@ def test_requests_that_come_and_go_are_told_what_each_is_alone(
         max_prompt_tokens=max_prompt_tokens,
         max_tokens=number,
         seed=seed,
+        short_prompt=max_prompt_tokens // 2,
     )
     assert outcome.is_right, outcome.report()
     counts = outcome.counts()

@@ -16,7 +16,7 @@ def test_the_estimate_covers_all_launches_that_are_recorded(
 ) -> None:
     """Counted, not made. It takes both engines for drafts, so it may be a few times as much."""
     limits = {"max_batch_size": 6, "max_draft_len": 3, "max_seq_len": max_seq_len}
-    config = toy_config(num_layers=2, num_heads=1, num_kv_heads=1)
+    config = toy_config(num_layers=2, num_heads=8, num_kv_heads=8)
     draft, target = (toy_engines(config, limits=limits)[0] for _ in range(2))
     rounds = FusedRounds(draft, target, num_draft_tokens=3, vocab_size=64, unused=[], copies=True)
     made: list[object] = []

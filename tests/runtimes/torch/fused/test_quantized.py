@@ -400,7 +400,7 @@ def built(
     spec = replace(TorchEngineSpec.read(folder), device=torch.device(DEVICE), dtype=dtype)
     assert unsupported(spec.model, tensors.get) is None
     with torch.inference_mode():
-        fused = FusedEngine(spec, load_weights(spec.model, tensors.get))
+        fused = FusedEngine(spec, load_weights(spec.model, tensors.get), short_prompt=0)
     return fused, TorchEngine.load(folder)
 
 

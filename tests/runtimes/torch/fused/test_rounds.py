@@ -10,7 +10,7 @@ import torch
 
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
-from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Reading, ReadingRoom
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine
@@ -18,6 +18,7 @@ from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.request import GREEDY, Request, Sampling
+from tests.runtimes.torch.fused.test_prompt import cached
 from tests.runtimes.torch.fused.toy import toy_config, toy_engines
 from tests.speculative.table import WordDetokenizer
 
@@ -39,7 +40,12 @@ class Bench:
     """Rounds of a target and a draft of the same weights, and what the target alone answers."""
 
     def __init__(
-        self, *, vocab_size: int = 64, max_batch_size: int = 4, max_draft_len: int = 3
+        self,
+        *,
+        vocab_size: int = 64,
+        max_batch_size: int = 4,
+        max_draft_len: int = 3,
+        short_prompt: int = 0,
     ) -> None:
         limits = {
             "max_batch_size": max_batch_size,
@@ -48,7 +54,9 @@ class Bench:
         }
         config = toy_config(**MODEL)
         self.draft, _ = toy_engines(config, seed=1, limits=limits)
-        self.target, self.plain = toy_engines(config, seed=1, limits=limits)
+        self.target, self.plain = toy_engines(
+            config, seed=1, limits=limits, short_prompt=short_prompt
+        )
         self.vocab_size = vocab_size
         self.rounds = FusedRounds(
             self.draft,
@@ -214,6 +222,42 @@ def test_the_draft_may_lack_one_token_more_than_the_target() -> None:
     joined = bench.join(TEXTS[0], num_unread=2)
     assert num_emitted(bench.run((joined, 2))) == [3]
     check(bench, joined, TEXTS[0])
+
+
+def test_texts_are_read_beside_members() -> None:
+    """To the same bits as alone, in whatever pieces. Who is read to the end begins at once."""
+    bench = Bench(max_batch_size=3, max_draft_len=2, short_prompt=20)
+    disturb(bench.draft)
+    prompt = TEXTS[2]
+
+    def sequence() -> int:
+        return bench.target.allocate(prompt_length=len(prompt), max_tokens=100)
+
+    alone = sequence()
+    assert bench.rounds.can_read(alone)
+    bench.target.forward([(alone, prompt[:-1])], [0])
+    wanted = cached(bench.target, alone)
+    assert not bench.rounds.can_read(
+        bench.target.allocate(prompt_length=len(prompt) + 1, max_tokens=100)
+    )
+    bench.target.free(alone)
+    other = bench.join(TEXTS[0])
+    read = sequence()
+    bench.rounds.join(read, prompt, GREEDY)
+    members = [Member(other.target, 2, 100)]
+    assert bench.rounds.reading_room(1, 2) == ReadingRoom(41, 3)
+    bench.rounds.launch(members, [Reading(read, 0, 7)])  # three pieces
+    bench.rounds.launch([], [Reading(read, 7, 5)])
+    members.append(Member(read, 0, 100))
+    bench.rounds.launch(members, [Reading(read, 12, 7)])
+    bench.target.skip(read, 19)
+    assert torch.equal(cached(bench.target, read), wanted)
+    bench.take(other)
+    second = Joined(read, -1, list(prompt))
+    bench.take(other, second)
+    bench.run((other, 0), (second, 0))
+    check(bench, other, TEXTS[0])
+    check(bench, second, prompt)
 
 
 def num_right(text: Sequence[int], following: Sequence[int], num_tokens: int) -> int:

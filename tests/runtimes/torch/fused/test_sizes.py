@@ -8,20 +8,12 @@ import torch
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import load_weights
-from specpipe.runtimes.torch.fused_sizes import max_parts, most_rows, spare_positions
+from specpipe.runtimes.torch.fused_sizes import max_parts, spare_positions
 from specpipe.runtimes.torch.graph_memory import graph_bytes
 from specpipe.runtimes.torch.memory import estimate_memory
 from specpipe.runtimes.torch.model_shape import ModelConfig
 from tests import toy
 from tests.runtimes.torch.fused.toy import toy_spec, toy_weights
-
-
-@pytest.mark.parametrize(
-    ("max_batch_size", "max_draft_len", "rows"),
-    [(1, 4, 16), (1, 15, 16), (4, 4, 32), (8, 8, 128), (300, 0, 128)],
-)
-def test_the_widest_launch_of_an_engine(max_batch_size: int, max_draft_len: int, rows: int) -> None:
-    assert most_rows(max_batch_size, max_draft_len) == rows
 
 
 @pytest.mark.parametrize(

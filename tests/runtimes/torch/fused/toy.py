@@ -115,13 +115,18 @@ def toy_spec(config: ModelConfig, **limits: int) -> TorchEngineSpec:
 
 
 def toy_engines(
-    config: ModelConfig, *, seed: int = 0, limits: dict[str, int] | None = None, **shapes: bool
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    limits: dict[str, int] | None = None,
+    short_prompt: int = 0,
+    **shapes: bool,
 ) -> tuple[FusedEngine, TorchEngine]:
-    """The same model, fused and plain."""
+    """The same model, fused and plain; prompts go through the kernels for them, if not said so."""
     weights = toy_weights(config, seed=seed, **shapes)
     spec = toy_spec(config, **(limits or {}))
     with torch.inference_mode():
         return (
-            FusedEngine(spec, load_weights(config, weights.get)),
+            FusedEngine(spec, load_weights(config, weights.get), short_prompt=short_prompt),
             TorchEngine(spec, Model(config, weights)),
         )

@@ -20,8 +20,9 @@ from specpipe.runtimes.torch.fused.weights import Weights
 from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
     MOST_CHUNKS,
+    MOST_ROWS,
     ROW_COUNTS,
-    most_rows,
+    SHORT_PROMPT,
     prompt_width_of,
     spare_positions,
     width_of,
@@ -35,7 +36,7 @@ class _Sequence:
     slot: int
     length: int
     capacity: int  # positions that its pages have
-    prompt_length: int
+    num_prompt: int  # tokens that the kernels of prompts read
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ _NOBODY = _Row(slot=0, position=-1, token_id=0)
 class FusedEngine:
     """A decoder and the KV cache of the sequences that run on it. One thread uses it at a time."""
 
-    def __init__(self, spec: TorchEngineSpec, weights: Weights) -> None:
+    def __init__(
+        self, spec: TorchEngineSpec, weights: Weights, *, short_prompt: int = SHORT_PROMPT
+    ) -> None:
+        """short_prompt  tokens of a prompt that the kernels of decoding read, at most"""
         self.spec = spec
         self.vocab_size = spec.model.vocab_size
         self.max_seq_len = spec.max_seq_len
@@ -71,15 +75,15 @@ class FusedEngine:
             dtype=spec.dtype,
             device=spec.device,
         )
-        self._most_rows = most_rows(spec.max_batch_size, spec.max_draft_len)
+        self._short_prompt = short_prompt
         self.decoder = Decoder(
-            spec.model, weights, self.cache, capacity=self.capacity, most_rows=self._most_rows
+            spec.model, weights, self.cache, capacity=self.capacity, most_rows=MOST_ROWS
         )
         self.graphs = Graphs(spec.device)
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._next_id = 0
         # positions, slots and token ids of a launch
-        self._inputs = torch.zeros(3, self._most_rows, dtype=torch.int32, device=spec.device)
+        self._inputs = torch.zeros(3 * MOST_ROWS, dtype=torch.int32, device=spec.device)
         self.prompts = Prompts(self.decoder, prompt_width_of(spec.max_seq_len))
         self._most_prompt_rows = self.prompts.most_rows
 
@@ -95,7 +99,8 @@ class FusedEngine:
         self._next_id += 1
         slot = self.cache.allocate(max_tokens + self._spare)
         capacity = min(max_tokens + self._spare, self.capacity)
-        self._sequences[sequence] = _Sequence(slot, 0, capacity, prompt_length)
+        num_prompt = 0 if prompt_length <= self._short_prompt else prompt_length - 1
+        self._sequences[sequence] = _Sequence(slot, 0, capacity, num_prompt)
         return sequence
 
     def length(self, sequence: SequenceId) -> int:
@@ -106,6 +111,11 @@ class FusedEngine:
         """Returns the row of the page table that a sequence has until it is freed."""
         return self._sequences[sequence].slot
 
+    def is_decoded(self, sequence: SequenceId) -> bool:
+        """Returns whether all that it lacks of its text is for the kernels of decoding."""
+        state = self._sequences[sequence]
+        return state.length >= state.num_prompt
+
     @torch.inference_mode()
     def forward(
         self, batch: Sequence[tuple[SequenceId, Sequence[int]]], num_logits: Sequence[int]
@@ -115,9 +125,9 @@ class FusedEngine:
         Returns float32 logits [sum(num_logits), V]: those after the last num_logits[i] tokens of
         sequence i, in the order of the batch. It is an inference tensor.
 
-        Tokens of a prompt, but for its last, go through the kernels of prompts, all others through
-        those of decoding, however many there are. So a position's keys and values do not depend on
-        how a prompt is cut, or on what else is in the batch.
+        Tokens of a prompt that is not short, but for its last, go through the kernels of prompts,
+        all others through those of decoding, however many there are. So a position's keys and
+        values do not depend on how a prompt is cut, or on what else is in the batch.
         """
         pieces: list[Piece] = []
         rows: list[_Row] = []
@@ -131,7 +141,7 @@ class FusedEngine:
                 raise ValueError(
                     f"{len(tokens)} tokens after {start}: expected 1 to {sequence.capacity - start}"
                 )
-            num_prompt = min(max(sequence.prompt_length - 1 - start, 0), len(tokens))
+            num_prompt = min(max(sequence.num_prompt - start, 0), len(tokens))
             first_scored = len(tokens) - count
             if num_prompt > 0:
                 pieces.append(
@@ -155,8 +165,8 @@ class FusedEngine:
             pieces, self._most_prompt_rows, self.prompts.tile_rows
         ):
             self._read(prompt_rows, logits)
-        for first in range(0, len(rows), self._most_rows):
-            stop = first + self._most_rows
+        for first in range(0, len(rows), MOST_ROWS):
+            stop = first + MOST_ROWS
             self._launch(rows[first:stop])
             here = [i for i, row in enumerate(scored) if first <= row < stop]
             if here:
@@ -181,7 +191,7 @@ class FusedEngine:
 
         All rows are nobody's, until there is a forward.
         """
-        self._inputs[0].fill_(_NOBODY.position)
+        self._inputs.fill_(_NOBODY.position)
         self._most_prompt_rows = min(prompt_width_of(longest_prompt), self.prompts.most_rows)
         prompts = [
             Recording(self.graphs, ("prompt", width), partial(self.prompts.launch, width))
@@ -193,31 +203,31 @@ class FusedEngine:
         rows = [
             Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
             for num_rows in ROW_COUNTS
-            if num_rows <= self._most_rows
             for is_long in sorted({False, self._is_long_of(num_rows, self.capacity)})
         ]
         return prompts + rows
 
-    def _on_device(self, token_ids: Sequence[int]) -> Tensor:
-        """Copies token ids without waiting for what the device does before it."""
+    def _on_device(self, numbers: Sequence[int]) -> Tensor:
+        """Copies numbers without waiting for what the device does before it."""
         device = self.spec.device
-        return pinned(torch.tensor(token_ids), device).to(device, non_blocking=True)
+        return pinned(torch.tensor(numbers), device).to(device, non_blocking=True)
 
     def _launch(self, rows: Sequence[_Row]) -> None:
         """Runs rows of one launch; each of them is attended by itself."""
         num_rows = next(count for count in ROW_COUNTS if count >= len(rows))
         filled = [*rows, *[_NOBODY] * (num_rows - len(rows))]
-        inputs = [
-            [row.position for row in filled],
-            [row.slot for row in filled],
-            [row.token_id for row in filled],
-        ]
-        self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
+        self._inputs[: 3 * num_rows] = self._on_device(
+            [
+                *(row.position for row in filled),
+                *(row.slot for row in filled),
+                *(row.token_id for row in filled),
+            ]
+        )
         is_long = self._is_long_of(num_rows, max(row.position for row in rows) + 1)
         self.graphs.run((num_rows, is_long), partial(self._run_rows, num_rows, is_long))
 
     def _run_rows(self, num_rows: int, is_long: bool) -> None:
-        positions, slots, tokens = self._inputs
+        positions, slots, tokens = self._inputs[: 3 * num_rows].view(3, num_rows)
         self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
         self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
 

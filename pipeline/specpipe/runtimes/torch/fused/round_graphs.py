@@ -23,7 +23,10 @@ from specpipe.runtimes.torch.fused.streams import Members, Streams
 from specpipe.runtimes.torch.fused_sizes import RESULT, ROWS, power_of_2_above
 from specpipe.runtimes.torch.round_sizes import Form, RoundKey, RoundSizes
 
-_NOBODY = (-1, 0, 0)
+Place = tuple[int, int, int]
+"""The three numbers of a place: streams.Members."""
+
+_NOBODY: Place = (-1, 0, 0)
 _STRETCH = ROWS
 """Tokens of one text that the draft catches up with side by side."""
 
@@ -69,10 +72,10 @@ class RoundGraphs:
             Drawing(engine.decoder, self.settings, self.streams, is_unused)
             for engine in (draft, target)
         )
-        self.result = zeros(sizes.max_members, RESULT)
+        self.result = zeros(sizes.most_places, RESULT)
         """What the last round tells, by place: scoring.move_on."""
-        self._members = zeros(len(_NOBODY) * sizes.max_members).fill_(-1)
-        self._written: list[tuple[int, int, int]] = []
+        self._members = zeros(len(_NOBODY) * sizes.most_places).fill_(-1)
+        self._written: list[Place] = []
         self._most_stretches = sizes.rows // _STRETCH
         self._stretches = zeros(2 * self._most_stretches).fill_(-1)
         self._target_rows, self._draft_rows = (
@@ -92,9 +95,9 @@ class RoundGraphs:
             and all(self._draft.decoder.lists_blocks(*rows) for rows in drafting)
         )
 
-    def run(self, key: RoundKey, members: Sequence[tuple[int, int, int]]) -> None:
-        """Launches a round of some members: the stream, draft tokens, and 1 if they are copied."""
-        filled = [*members, *[_NOBODY] * (key.places - len(members))]
+    def run(self, key: RoundKey, places: Sequence[Place]) -> None:
+        """Launches a round; places that are not given are nobody's."""
+        filled = [*places, *[_NOBODY] * (key.places - len(places))]
         if filled != self._written:
             by_kind = self.on_host([list(kind) for kind in zip(*filled, strict=True)])
             self._members[: by_kind.numel()].copy_(by_kind.flatten(), non_blocking=True)

@@ -22,7 +22,8 @@ def plan_round(
 ):
     """Positions and texts of all launches of a round; one program a place. A text is its stream.
 
-    target  [places, most + 1]: of each place the last token of its text, and its draft tokens
+    target  [places, most + 1]: of each place the last token of its text, and its draft tokens; or
+            what is read of a text
     draft   [most + 1, places], the first two of which lie as [places, 2]: the draft's first step
             reads the last token but one and the last, and each further step one more. Who copies
             draft tokens, or drafts fewer, has nobody's rows
@@ -32,23 +33,26 @@ def plan_round(
     num_places = tl.num_programs(0)
     stream = tl.load(streams_ptr + place)
     is_there = stream >= 0
-    text = tl.maximum(stream, 0)
+    is_read = stream < -1
+    text = tl.where(is_read, -2 - stream, tl.maximum(stream, 0))
     last = tl.load(last_ptr + text)
     draft_slot = tl.load(draft_slots_ptr + text)
     num_draft = tl.load(num_draft_ptr + place)
-    is_drafting = is_there & (num_draft > 0) & (tl.load(is_copied_ptr + place) == 0)
+    is_copied = tl.load(is_copied_ptr + place)
+    is_drafting = is_there & (num_draft > 0) & (is_copied == 0)
     i = tl.arange(0, ROWS)
     row = place * (most + 1) + i
-    position = tl.where(is_there & (i <= num_draft), last + i, -1)
+    first = tl.where(is_read, is_copied, last)
+    position = tl.where((is_there | is_read) & (i <= num_draft), first + i, -1)
     tl.store(positions_ptr + row, position, mask=i <= most)
     tl.store(texts_ptr + row, text + i * 0, mask=i <= most)
     row = tl.where(i < 2, 2 * place + i, num_places * i + place)
-    is_read = is_drafting & (i <= num_draft)
-    position = tl.where(is_read, last - 1 + i, -1)
+    is_drafted = is_drafting & (i <= num_draft)
+    position = tl.where(is_drafted, last - 1 + i, -1)
     is_row = (i <= most) & (most > 0)
     tl.store(draft_positions_ptr + row, position, mask=is_row)
     tl.store(draft_texts_ptr + row, text + i * 0, mask=is_row)
-    tl.store(draft_row_slots_ptr + row, tl.where(is_read, draft_slot, 0), mask=is_row)
+    tl.store(draft_row_slots_ptr + row, tl.where(is_drafted, draft_slot, 0), mask=is_row)
 
 
 @triton.jit

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from specpipe.runtimes.pair.engine import SequenceId
-from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
+from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Reading, ReadingRoom
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Recording
 from specpipe.runtimes.torch.fused.round_costs import measured_costs
-from specpipe.runtimes.torch.fused.round_graphs import RoundGraphs
+from specpipe.runtimes.torch.fused.round_graphs import Place, RoundGraphs
 from specpipe.runtimes.torch.fused_sizes import RESULT
 from specpipe.runtimes.torch.round_sizes import Form, RoundKey, RoundSizes, form_of
 from specpipe.speculative.adaptive import StepCosts
@@ -110,6 +110,13 @@ class FusedRounds:
     def copy_costs(self, num_members: int) -> StepCosts | None:
         return self._copy_costs.get(num_members)
 
+    def reading_room(self, num_members: int, num_draft_tokens: int) -> ReadingRoom:
+        num_pieces, most = self.sizes.reading(num_members, num_draft_tokens)
+        return ReadingRoom(num_pieces, most + 1)
+
+    def can_read(self, target_sequence: SequenceId) -> bool:
+        return self._target.is_decoded(target_sequence)
+
     @torch.inference_mode()
     def join(
         self, target_sequence: SequenceId, token_ids: Sequence[int], sampling: Sampling
@@ -129,37 +136,53 @@ class FusedRounds:
         self._graphs.streams.draft_slots[stream.number] = self._draft.slot(draft_sequence)
 
     @torch.inference_mode()
-    def launch(self, members: Sequence[Member]) -> None:
-        assert len(self._under_way) < MOST_UNDER_WAY, "take a round first"
+    def launch(self, members: Sequence[Member], readings: Sequence[Reading] = ()) -> None:
+        assert not members or len(self._under_way) < MOST_UNDER_WAY, "take a round first"
         streams = [self._streams[member.target_sequence] for member in members]
         is_drafting = [m.num_draft_tokens > 0 and not m.is_copied for m in members]
-        is_long = self._target.is_long(max(member.num_positions for member in members))
+        num_positions = [m.num_positions for m in members] + [r.stop for r in readings]
+        is_long = self._target.is_long(max(num_positions))
         self._catch_up(
             [stream for stream, drafts in zip(streams, is_drafting, strict=True) if drafts],
             is_long=is_long,
         )
-        most = self.sizes.length(len(members), max(m.num_draft_tokens for m in members))
-        places = self.sizes.places(len(members), most)
-        form = self.sizes.form(places, max(stream.form for stream in streams))
+        most = max((member.num_draft_tokens for member in members), default=0)
+        most = self.sizes.length(len(members) + bool(readings), most)
+        pieces = self._pieces(readings, most + 1)
+        places = self.sizes.places(len(members) + len(pieces), most)
+        form = max((stream.form for stream in streams), default=Form.GREEDY)
         self._graphs.run(
             RoundKey(
                 places,
                 most,
                 any(is_drafting),
                 is_long and self._graphs.minds_length(places, most),
-                form,
+                self.sizes.form(places, form),
             ),
             [
-                (stream.number, member.num_draft_tokens, int(member.is_copied))
-                for stream, member in zip(streams, members, strict=True)
+                *(
+                    (stream.number, member.num_draft_tokens, int(member.is_copied))
+                    for stream, member in zip(streams, members, strict=True)
+                ),
+                *pieces,
             ],
         )
+        if not members:
+            return
         told, done = self._tell(len(members))
         parts = [
             _Part(stream, 0 if drafts else member.num_draft_tokens + 1)
             for stream, member, drafts in zip(streams, members, is_drafting, strict=True)
         ]
         self._under_way.append(_UnderWay(told[:, : 2 + most + 1], done, parts))
+
+    def _pieces(self, readings: Sequence[Reading], most: int) -> list[Place]:
+        """Divides what is read into places of so many tokens."""
+        return [
+            (-2 - self._streams[of.target_sequence].number, min(most, of.stop - first) - 1, first)
+            for of in readings
+            for first in range(of.first_position, of.stop, most)
+        ]
 
     def _tell(self, num_members: int) -> tuple[Tensor, torch.cuda.Event | None]:
         """Has the host told what a round says of so many, and when that is done."""

@@ -29,6 +29,9 @@ class Streams:
 class Members:
     """Who takes part in a round, by place; a round is recorded for a number of places.
 
+    At some places nobody takes part, but num_draft + 1 tokens of a text are read: of stream
+    -2 - streams, from position is_copied on.
+
     streams    int32 [places]: -1 for nobody
     num_draft  int32 [places]: draft tokens of each, drafted or copied
     is_copied  int32 [places]: 1 where they are copied
