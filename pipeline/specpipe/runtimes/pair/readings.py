@@ -37,7 +37,8 @@ class Readings:
         self._rounds, self._target, self._max_num_tokens = rounds, target, max_num_tokens
         self._begins = begins
         self._streams: dict[Stream, None] = {}
-        self._is_crowded = False
+        self._little: int | None = None
+        """Tokens that the last round had room for, if that was little."""
 
     def __contains__(self, stream: Stream) -> bool:
         return stream in self._streams
@@ -53,7 +54,11 @@ class Readings:
     @property
     def are_next(self) -> bool:
         """Whether the next round is theirs alone."""
-        return self._is_crowded and bool(self._streams)
+        return self._little is not None and self._little < sum(map(self._num_unread, self._streams))
+
+    def _num_unread(self, stream: Stream) -> int:
+        num_cached = self._target.length(stream.running.target_sequence)
+        return len(stream.state.token_ids) - 1 - num_cached
 
     def choose(self, num_members: int, num_draft_tokens: int) -> tuple[list[Reading], list[Stream]]:
         """Returns what a round reads, and who is to be in it as well, without draft tokens.
@@ -62,17 +67,16 @@ class Readings:
         """
         room = self._rounds.reading_room(num_members, num_draft_tokens)
         is_little = room.num_tokens < _LITTLE * self._rounds.reading_room(0, 0).num_tokens
+        self._little = room.num_tokens if is_little else None
         readings: list[Reading] = []
         beginning: list[Stream] = []
         num_tokens = self._max_num_tokens
         for stream in list(self._streams):
-            sequence = stream.running.target_sequence
-            first = self._target.length(sequence)
-            num_unread = len(stream.state.token_ids) - 1 - first
+            sequence, num_unread = stream.running.target_sequence, self._num_unread(stream)
             num_read = min(num_unread, room.num_tokens, num_tokens)
             if not num_read:
                 break
-            readings.append(Reading(sequence, first, num_read))
+            readings.append(Reading(sequence, self._target.length(sequence), num_read))
             self._target.skip(sequence, num_read)
             room, num_tokens = room.less(num_read), num_tokens - num_read
             if num_read == num_unread:
@@ -80,5 +84,4 @@ class Readings:
                 if room.num_pieces and self._begins(stream):
                     beginning.append(stream)
                     room = room.less(1)
-        self._is_crowded = is_little
         return readings, beginning
