@@ -71,6 +71,7 @@ class Rows:
                  some rows, or all, may be below 0
     is_long      whether one of them may see more than MOST_CHUNKS chunks: FusedEngine.is_long
     texts        int32 [num_rows]: in which of the texts a row's token stands; None: there are none
+    has_reading  groups may be neighbours in a text that is read, which is lost with a row of it
     """
 
     positions: Tensor
@@ -80,6 +81,7 @@ class Rows:
     group: int
     is_long: bool
     texts: Tensor | None = None
+    has_reading: bool = False
 
     @property
     def width(self) -> int:
@@ -427,9 +429,11 @@ class Decoder:
     def _together(self, rows: Rows) -> int:
         """Rows of a sequence that attention takes together where it takes blocks from a list.
 
-        No more than a group: a row that is NaN spoils those that it is taken together with.
+        No more than a group: a row that is NaN spoils those that it is taken together with. That is
+        nothing to a text that is read.
         """
-        return min(max(self._queries(rows.group) // self.config.group_size, 1), rows.group)
+        most = max(self._queries(rows.group) // self.config.group_size, 1)
+        return most if rows.has_reading else min(most, rows.group)
 
     def _queries(self, group: int) -> int:
         """Of one program of attention."""

@@ -218,6 +218,7 @@ class RoundGraphs:
             group=group,
             is_long=is_long,
             texts=buffers.texts[here],
+            has_reading=is_target,
         )
 
 
