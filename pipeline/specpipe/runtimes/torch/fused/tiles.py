@@ -1,8 +1,9 @@
 """How each matrix is divided among programs: by its shape alone, never by the number of rows.
 
-The rules were found by timing some 900 tiles of the matrices of 0.4 B to 32 B models on an H100
-(benchmarks/notes.md). What they come to: a program streams its weights fastest in blocks of 8
-to 16 KB, of which a few are under way, and all programs should be on the chip at once.
+The rules were found by timing some 900 tiles of the matrices of 0.4 B to 32 B models on an H100, and
+570 of those of 0.4 B and 7 B on an H200 (benchmarks/notes.md). What they come to: a program streams
+its weights fastest in blocks of 8 to 16 KB, of which a few are under way, and all programs should be
+on the chip at once.
 
 Integers are unpacked in registers, and instructions run short before bandwidth does: their tiles
 let few warps unpack the same numbers. 64 columns go with 2 warps, since 4 would make another matrix
@@ -36,9 +37,6 @@ _FEW_CHANNELS = 1024
 
 _FEW_COLUMNS = 2048
 """Fewer are not enough programs for a whole chip, however they are divided."""
-
-_MOST_HELD = 640
-"""Channels of a part that is loaded at once, where there are few columns."""
 
 _PROCESSORS = 132
 """Of an H100, on which all of this was timed."""
@@ -119,6 +117,8 @@ def linear_tiles(
         return _quantized(wanted, num_columns, num_channels, kind, block)
     if num_columns > 8 * _FEW_COLUMNS:
         return _tiles(num_columns, num_channels, min(most, 64), 128, num_stages=4)
+    if _is_enough(num_columns // 64):
+        return _tiles(num_columns, num_channels, min(most, 64), 128, num_stages=6)
     return _tiles(num_columns, num_channels, 16, 512, num_stages=3)
 
 
@@ -142,6 +142,8 @@ def gated_tiles(
         return _quantized(Tiles(block_n, 256), num_columns, num_channels, kind, block)
     if num_columns > 4 * _FEW_COLUMNS:
         return _tiles(num_columns, num_channels, 64, 128, num_stages=4)
+    if _is_enough(num_columns // 64):
+        return _tiles(num_columns, num_channels, 64, 64, num_stages=8)
     return _tiles(num_columns, num_channels, 16, 128, num_stages=6)
 
 
@@ -162,14 +164,10 @@ def add_tiles(
         # As fast as whole channels for one row, and there are more programs where rows are many.
         return _tiles(num_columns, num_channels, 64, 128, num_stages=6, splits=2)
     if num_channels <= _FEW_CHANNELS:
-        return _held(MIN_BLOCK, num_channels, num_warps=8)
+        return _held(largest_divisor(num_columns, 32), num_channels, num_warps=8)
     if num_channels < _FEW_COLUMNS:
         return _tiles(num_columns, num_channels, 16, 256, num_stages=6)
-    for splits in range(-(-num_channels // _MOST_HELD), num_channels // (4 * MIN_BLOCK) + 1):
-        if num_channels % (splits * 2 * MIN_BLOCK) == 0:
-            block_n = largest_divisor(num_columns, 32)
-            return _held(block_n, num_channels // splits, num_warps=4, splits=splits)
-    return _tiles(num_columns, num_channels, 64, 64, num_stages=6, splits=4)
+    return _tiles(num_columns, num_channels, 64, 64, num_stages=12, splits=4)
 
 
 def wide_tiles(
@@ -249,6 +247,11 @@ def prompt_tiles(
 
     _, best = max(candidates if is_known else candidates[:1], key=speed_of)
     return replace(best, block_c=block_c)
+
+
+def _is_enough(num_programs: int) -> bool:
+    """Says whether so many keep the memory busy: on an H200 76 do."""
+    return num_programs > _PROCESSORS // 2
 
 
 def _is_uneven(num_programs: int) -> bool:
