@@ -197,8 +197,9 @@ def wide_tiles(
     if kind == "plain":
         block_c = min(block_c, 64 if width > 32 or block_n > 64 else 128)
     return replace(
-        narrow, block_n=block_n, block_c=block_c, num_warps=4, num_stages=6,
-        prefetch=min(narrow.prefetch, 4 * block_c), rows=width, summed=narrow.block_n,
+        narrow, block_n=block_n, block_c=block_c, num_warps=4 if width < 128 else 8,
+        num_stages=6 if width < 256 else 4, prefetch=min(narrow.prefetch, 4 * block_c), rows=width,
+        summed=narrow.block_n,
     )  # fmt: skip
 
 
