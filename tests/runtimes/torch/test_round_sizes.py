@@ -21,15 +21,16 @@ def test_rounds_are_of_few_sizes_that_fill_launches() -> None:
     }
     assert places(RoundSizes.of(1, 2), 0, 1, 2) == {0: [1, 16, 32, 64, 128], 1: [1], 2: [1]}
     sizes = RoundSizes.of(200, 15)
-    assert sizes.max_members == sizes.rows == 128
+    assert sizes.max_members == 200
+    assert sizes.rows == 256
     assert [most for places, most in sizes.shapes() if places == 1] == list(range(16))
     assert places(sizes, 0, 1, 2, 4, 8, 15) == {
-        0: [1, 2, 16, 32, 64, 128],
-        1: [1, 2, 8, 16, 32, 64],
-        2: [1, 2, 5, 10, 21, 42],
-        4: [1, 2, 3, 6, 12, 25],
-        8: [1, 2, 3, 7, 14],
-        15: [1, 2, 4, 8],
+        0: [1, 2, 16, 32, 64, 128, 200, 256],
+        1: [1, 2, 8, 16, 32, 64, 128],
+        2: [1, 2, 5, 10, 21, 42, 85],
+        4: [1, 2, 3, 6, 12, 25, 51],
+        8: [1, 2, 3, 7, 14, 28],
+        15: [1, 2, 4, 8, 16],
     }
 
 
@@ -69,9 +70,12 @@ def test_every_round_has_a_size_that_fits_a_launch(
 
 @pytest.mark.parametrize(
     ("num_members", "num_draft_tokens", "num_pieces", "most"),
-    [(0, 0, 128, 0), (8, 0, 120, 0), (1, 5, 17, 6), (8, 2, 34, 2), (42, 2, 0, 2), (128, 0, 0, 0)],
+    [
+        *((0, 0, 128, 0), (8, 0, 120, 0), (1, 5, 17, 6), (8, 2, 34, 2), (64, 0, 64, 0)),
+        *((65, 0, 191, 0), (42, 2, 43, 2), (128, 0, 128, 0), (85, 2, 0, 2)),
+    ],
 )
-def test_what_is_read_fills_the_widest_launch(
+def test_what_is_read_fills_a_launch_of_128_rows_or_beside_many_the_widest(
     num_members: int, num_draft_tokens: int, num_pieces: int, most: int
 ) -> None:
     for max_batch_size in (num_members + 2, 128):

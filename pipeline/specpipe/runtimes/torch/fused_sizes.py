@@ -10,17 +10,20 @@ ROWS = 16
 RESULT = 2 + ROWS
 """Numbers that a round tells of each place: scoring.move_on."""
 
-WIDTHS = (16, 32, 64, 128)
+WIDTHS = (16, 32, 64, 128, 256)
 """Rows that launches take at most, each kind by kernels of its own."""
 
-MOST_ROWS = WIDTHS[-1]
+FEW_ROWS, ROWS_BESIDE_FEW = 64, 128
+"""Beside so few rows others are read until there are so many. 256 take 1.55 times as long on an
+H200 (7 B), so that those who decode would wait longer for little.
+"""
 
 ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
 """Rows of the forwards that are recorded; one of others is filled up with rows of nobody."""
 
-SHORT_PROMPT = MOST_ROWS
-"""Tokens of a prompt that is read by the kernels of decoding, in one launch and beside what others
-decode. Which kernels read a prompt must follow from its length alone: bits depend on it.
+SHORT_PROMPT = 128
+"""Tokens of a prompt that is read by the kernels of decoding, beside what others decode. Which
+kernels read a prompt must follow from its length alone: bits depend on it.
 """
 
 PAGE = 64
@@ -44,6 +47,14 @@ PROMPT_WIDTHS = (128, 256, 512, 1024)
 def width_of(num_rows: int) -> int:
     """Returns the width of a launch for so many rows, which the greatest holds."""
     return next(width for width in WIDTHS if width >= num_rows)
+
+
+def most_rows(max_batch_size: int, max_draft_len: int) -> int:
+    """Returns the width of an engine's greatest launch, which all sequences may need to verify, and
+    in which some are read beside others.
+    """
+    num_rows = max_batch_size * (max_draft_len + 1)
+    return WIDTHS[-1] if num_rows > FEW_ROWS else ROWS_BESIDE_FEW
 
 
 def prompt_width_of(num_rows: int) -> int:

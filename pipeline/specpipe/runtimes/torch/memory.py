@@ -12,9 +12,9 @@ from specpipe.checkpoints.unified_layout import tensor_rules, whole_shape
 from specpipe.checkpoints.unified_sections import UNQUANTIZED
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.torch.fused_sizes import (
-    MOST_ROWS,
     PAGE,
     max_parts,
+    most_rows,
     pages_of,
     prompt_width_of,
     spare_positions,
@@ -122,9 +122,10 @@ def _fused_bytes(
     """Returns what fused engines keep of a step (parts of attention, logits), and what its
     recordings take. What is kept of a row to draw its token is some 20 KB.
     """
-    num_parts = MOST_ROWS * config.num_attention_heads * max_parts(capacity)
+    rows = most_rows(max_batch_size, max_draft_len)
+    num_parts = rows * config.num_attention_heads * max_parts(capacity)
     part = config.head_size + 2  # sums of values; the highest score, and the sum of weights
-    floats = num_parts * part + MOST_ROWS * config.vocab_size
+    floats = num_parts * part + rows * config.vocab_size
     recorded = graph_bytes(
         config.num_hidden_layers,
         capacity=capacity,

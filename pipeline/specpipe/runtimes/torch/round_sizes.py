@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from specpipe.runtimes.torch.fused_sizes import MOST_ROWS, ROWS, WIDTHS
+from specpipe.runtimes.torch.fused_sizes import FEW_ROWS, ROWS, ROWS_BESIDE_FEW, WIDTHS, most_rows
 from specpipe.speculative.request import Sampling
 
 MAX_DRAFT_TOKENS = ROWS - 1
@@ -85,7 +85,8 @@ class RoundSizes:
     @classmethod
     def of(cls, max_batch_size: int, num_draft_tokens: int) -> RoundSizes:
         """Returns those of engines built for so much."""
-        return cls(min(max_batch_size, MOST_ROWS), MOST_ROWS, num_draft_tokens)
+        rows = most_rows(max_batch_size, num_draft_tokens)
+        return cls(min(max_batch_size, rows), rows, num_draft_tokens)
 
     def most_draft_tokens(self, num_members: int) -> int:
         """Returns the most draft tokens that each of so many can have."""
@@ -116,7 +117,11 @@ class RoundSizes:
         longer = [k for k in self.lengths(num_members + 1) if k >= num_draft_tokens]
         if not longer:
             return 0, num_draft_tokens
-        return max(self._all_places(longer[0])[-1] - num_members, 0), longer[0]
+        most = longer[0]
+        is_beside_few = num_members * (most + 1) <= FEW_ROWS
+        num_rows = ROWS_BESIDE_FEW if is_beside_few else self.rows
+        places = max(p for p in self._all_places(most) if p * (most + 1) <= num_rows)
+        return max(places - num_members, 0), most
 
     @property
     def most_places(self) -> int:

@@ -1,4 +1,4 @@
-"""A decoder made of the fused kernels: up to 128 rows a launch. Prompts are in prompt.py.
+"""A decoder made of the fused kernels: up to 256 rows a launch. Prompts are in prompt.py.
 
 Letters as in kernels.py. All tensors that a launch touches are made once, so that a CUDA graph of
 it stays valid.

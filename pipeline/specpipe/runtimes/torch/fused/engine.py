@@ -20,9 +20,9 @@ from specpipe.runtimes.torch.fused.weights import Weights
 from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
     MOST_CHUNKS,
-    MOST_ROWS,
     ROW_COUNTS,
     SHORT_PROMPT,
+    most_rows,
     prompt_width_of,
     spare_positions,
     width_of,
@@ -76,14 +76,15 @@ class FusedEngine:
             device=spec.device,
         )
         self._short_prompt = short_prompt
+        self._most_rows = most_rows(spec.max_batch_size, spec.max_draft_len)
         self.decoder = Decoder(
-            spec.model, weights, self.cache, capacity=self.capacity, most_rows=MOST_ROWS
+            spec.model, weights, self.cache, capacity=self.capacity, most_rows=self._most_rows
         )
         self.graphs = Graphs(spec.device)
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._next_id = 0
         # positions, slots and token ids of a launch
-        self._inputs = torch.zeros(3 * MOST_ROWS, dtype=torch.int32, device=spec.device)
+        self._inputs = torch.zeros(3 * self._most_rows, dtype=torch.int32, device=spec.device)
         self.prompts = Prompts(self.decoder, prompt_width_of(spec.max_seq_len))
         self._most_prompt_rows = self.prompts.most_rows
 
@@ -165,8 +166,8 @@ class FusedEngine:
             pieces, self._most_prompt_rows, self.prompts.tile_rows
         ):
             self._read(prompt_rows, logits)
-        for first in range(0, len(rows), MOST_ROWS):
-            stop = first + MOST_ROWS
+        for first in range(0, len(rows), self._most_rows):
+            stop = first + self._most_rows
             self._launch(rows[first:stop])
             here = [i for i, row in enumerate(scored) if first <= row < stop]
             if here:
@@ -203,6 +204,7 @@ class FusedEngine:
         rows = [
             Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
             for num_rows in ROW_COUNTS
+            if num_rows <= self._most_rows
             for is_long in sorted({False, self._is_long_of(num_rows, self.capacity)})
         ]
         return prompts + rows

@@ -1,9 +1,9 @@
 """How each matrix is divided among programs: by its shape alone, never by the number of rows.
 
-The rules were found by timing some 900 tiles of the matrices of 0.4 B to 32 B models on an H100, and
-570 of those of 0.4 B and 7 B on an H200 (benchmarks/notes.md). What they come to: a program streams
-its weights fastest in blocks of 8 to 16 KB, of which a few are under way, and all programs should be
-on the chip at once.
+The rules were found by timing some 900 tiles of the matrices of 0.4 B to 32 B models on an H100,
+and 570 of those of 0.4 B and 7 B on an H200 (benchmarks/notes.md). What they come to: a program
+streams its weights fastest in blocks of 8 to 16 KB, of which a few are under way, and all programs
+should be on the chip at once.
 
 Integers are unpacked in registers, and instructions run short before bandwidth does: their tiles
 let few warps unpack the same numbers. 64 columns go with 2 warps, since 4 would make another matrix
