@@ -66,6 +66,7 @@ class TableRounds:
     costs_of: Costs = lambda num_members: None
     max_members: int = 4
     max_rows: int = 64
+    costs_of_copies: StepCosts = StepCosts(0.0, [0.01 * n for n in range(9)])
     launched: list[list[Member]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -91,7 +92,7 @@ class TableRounds:
     def copy_costs(self, num_members: int) -> StepCosts | None:
         if self.costs_of(num_members) is None:
             return None
-        return StepCosts(0.0, [0.01 * n for n in range(9)])
+        return self.costs_of_copies
 
     def join(self, target_sequence: int, token_ids: Sequence[int], sampling: Sampling) -> None:
         assert target_sequence not in self.texts
@@ -179,24 +180,29 @@ def make_pair(
     max_members: int = 4,
     max_rows: int = 64,
     clock: Callable[[], float] | None = None,
+    copy_costs: StepCosts = TableRounds.costs_of_copies,
+    table: CostTable | None = None,
     **options: Any,
 ) -> tuple[EnginePair, TableRounds]:
-    """costs are those of rounds, of any number of members if they are no function."""
+    """costs are those of rounds, of any number of members if they are no function; table is of
+    single steps.
+    """
     max_batch_size = options.get("max_batch_size", 4)
     engines = (
         Device(draft, max_seq_len=draft_max_seq_len, max_batch_size=max_batch_size),
         Device(target or TableModel(target_rule), max_batch_size=max_batch_size),
     )
     costs_of = costs if callable(costs) else lambda num_members: costs
-    rounds = rounds_type(*engines, costs_of, max_members=max_members, max_rows=max_rows)
+    rounds = rounds_type(
+        *engines, costs_of, max_members=max_members, max_rows=max_rows, costs_of_copies=copy_costs
+    )
     settings = {"max_batch_size": 4, "max_seq_len": 300, "max_num_tokens": 16, **options}
-    table = CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0}) if costs else None
     pair = EnginePair(
         *engines,
         TorchSampler(engines[0].vocab_size),
         PairOptions(adaptive=costs is not None, **settings),
         lambda prompt, **_: WordDetokenizer(),
-        costs=table,
+        costs=(table or CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0})) if costs else None,
         rounds=rounds if has_rounds else None,
         **({"clock": clock} if clock else {}),
     )

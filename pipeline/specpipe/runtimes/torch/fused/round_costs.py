@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -31,7 +30,7 @@ def measured_costs(
     *,
     copies: bool,
 ) -> tuple[Costs, Costs]:
-    """Times rounds that draft, and if copies says so those of one member that copy.
+    """Times rounds that draft, and if copies says so those that copy.
 
     On a GPU, while no request runs.
     """
@@ -46,15 +45,17 @@ def measured_costs(
             sequences.append(joined)
             rounds.join(joined[0], [0] * context, GREEDY)
             rounds.give_draft(*joined)
-        for is_copied in (False, True)[: 1 + (copies and num_members == 1)]:
+        for is_copied in (False, True)[: 1 + (copies and most > 0)]:
             members = [Member(target, most, context, is_copied) for target, _ in sequences]
             seconds = copying if is_copied else drafting
             seconds[num_members, most] = _seconds(rounds, members, streams, context)
+        if copies and not most:
+            copying[num_members, 0] = drafting[num_members, 0]
     for of_target, of_draft in sequences:
         rounds.leave(of_target)
         target.free(of_target)
         draft.free(of_draft)
-    return costs_of(sizes, drafting), costs_of(replace(sizes, max_members=1), copying)
+    return costs_of(sizes, drafting), costs_of(sizes, copying)
 
 
 def costs_of(sizes: RoundSizes, seconds: Mapping[tuple[int, int], float]) -> Costs:
