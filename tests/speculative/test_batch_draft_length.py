@@ -19,6 +19,7 @@ from specpipe.speculative.batch_draft_length import (
     BatchDraftLength,
     Candidate,
     Choice,
+    Packing,
     reading_time,
 )
 
@@ -325,6 +326,28 @@ def test_copies_that_are_worth_less_than_their_rows_are_left() -> None:
     ):
         choice = BatchDraftLength().choose(one, num_others, hopeless, copying=copying)
         assert bool(choice.copied) == is_worth
+
+
+@pytest.mark.parametrize(
+    ("copied", "num_others", "times", "expected"),
+    [
+        # Eight rows: nobody has more than two of them, or one has eight and the others one.
+        ([GOOD, POOR, POOR], 1, {8: 1.1}, {0: 8}),
+        ([GOOD, GOOD, POOR], 4, {8: 1.1}, {0: 3, 1: 1}),
+        ([GOOD, GOOD[:3], POOR], 4, {8: 1.1, 16: 1.15}, {0: 8, 1: 2}),
+        ([GOOD, GOOD[:3], POOR], 4, {8: 1.1, 16: 9.0}, {0: 3, 1: 1}),
+        ([GOOD], 9, {8: 1.0}, {}),
+        ([POOR], 1, {8: 1.1}, {}),
+    ],
+)
+def test_places_go_to_those_that_copy_best(
+    copied: list[list[float]], num_others: int, times: dict[int, float], expected: dict[int, int]
+) -> None:
+    candidates = [drafting(0.0, limit=0, copied=c) for c in copied]
+    choice = BatchDraftLength().choose(
+        candidates, num_others, StepCosts(9.0, [9.0] * 9), packing=Packing(2, times)
+    )
+    assert choice.copied == expected
 
 
 def test_gain_that_rises_with_load_is_taken() -> None:

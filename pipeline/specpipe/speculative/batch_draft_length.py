@@ -65,6 +65,18 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """Rounds without the draft in which who copies much has several places, and the others one.
+
+    rows   of a place: its draft tokens, and in the first place of each one more
+    times  of rounds by their places, in plain rounds of those that take part
+    """
+
+    rows: int
+    times: Mapping[int, float]
+
+
+@dataclass(frozen=True)
 class Choice:
     """Who drafts how many tokens in a round, each no more than its limit, and who copies.
 
@@ -104,6 +116,7 @@ class BatchDraftLength:
         costs: StepCosts,
         *,
         copying: StepCosts | None = None,
+        packing: Packing | None = None,
         draft_step: float = 0.0,
         is_trial_under_way: bool = False,
     ) -> Choice:
@@ -111,6 +124,7 @@ class BatchDraftLength:
 
         num_others          take part without drafting, whatever is chosen
         copying             of rounds without the draft; None: there are none with draft tokens
+        packing             of packed ones; None: there are none
         draft_step          one step of the draft for one request, in plain rounds
         is_trial_under_way  a trial was launched and has not told yet
         """
@@ -122,6 +136,8 @@ class BatchDraftLength:
             best.draft(limit, costs)
         if copying is not None:
             best.copy(copying)
+        if packing is not None:
+            best.pack(packing)
         if best.choice.who:
             self._pause, self._tried = 0.0, ()
             self._since_trial = float(MAX_PAUSE)
@@ -201,7 +217,9 @@ class _Best:
         who = [i for i, c in enumerate(self._candidates) if c.limit and not copies[i, best]]
         if who and rates[best] > self._rate:
             self._rate = float(rates[best])
-            self.choice = Choice(best + 1, who, self._worth_copying(best + 1, copies[:, best]))
+            self.choice = Choice(
+                best + 1, who, self._worth_copying(np.where(copies[:, best], best + 1, 0))
+            )
 
     def copy(self, costs: StepCosts) -> None:
         """Looks at rounds without the draft."""
@@ -212,10 +230,27 @@ class _Best:
         best = int(rates.argmax())
         if best and rates[best] > self._rate:
             self._rate = float(rates[best])
-            self.choice = Choice(copied=self._worth_copying(best, np.ones(len(self._copied), bool)))
+            self.choice = Choice(copied=self._worth_copying(best))
 
-    def _worth_copying(self, most: int, copies: npt.NDArray[np.bool_]) -> Mapping[int, int]:
-        """Returns how many tokens, up to most, those copy that do."""
-        gains = np.diff(self._copied[:, : most + 1], axis=1) >= _LEAST_GAIN
-        lengths = gains.cumprod(axis=1).sum(axis=1)
-        return {i: int(lengths[i]) for i in np.flatnonzero(copies & (lengths > 0)).tolist()}
+    def pack(self, packing: Packing) -> None:
+        """Looks at packed rounds. Places go to those for whom they are worth most."""
+        num, most = len(self._candidates), self._copied.shape[1] - 1
+        lengths = np.arange(packing.rows - 1, most + packing.rows, packing.rows).clip(max=most)
+        by_places = self._copied[:, lengths]
+        gains = np.diff(by_places, axis=1)
+        order = np.argsort(-gains.ravel(), kind="stable")  # no place is worth more than one before
+        totals = np.append(0.0, gains.ravel()[order].cumsum())
+        totals += by_places[:, 0].sum() + self._num_others
+        for places, time in packing.times.items():
+            num_more = min(places - num - self._num_others, len(order))
+            rate = totals[num_more] / time if num_more >= 0 else 0.0
+            if rate > self._rate:
+                self._rate = float(rate)
+                of_each = np.bincount(order[:num_more] // max(len(lengths) - 1, 1), minlength=num)
+                self.choice = Choice(copied=self._worth_copying(lengths[of_each]))
+
+    def _worth_copying(self, most: int | npt.NDArray[np.int_]) -> Mapping[int, int]:
+        """Returns how many tokens those copy that do; most is of each."""
+        gains = np.diff(self._copied, axis=1) >= _LEAST_GAIN
+        lengths = np.minimum(gains.cumprod(axis=1).sum(axis=1), most)
+        return {i: int(lengths[i]) for i in np.flatnonzero(lengths).tolist()}

@@ -16,6 +16,7 @@ from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.batch_draft_length import Packing
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.request import Request, Sampling
 from tests.runtimes.table_engine import HasLogits, TableEngine
@@ -68,6 +69,7 @@ class TableRounds:
     max_rows: int = 64
     costs_of_copies: StepCosts = StepCosts(0.0, [0.01 * n for n in range(9)])
     launched: list[list[Member]] = field(default_factory=list)
+    num_packed: int = 0
 
     def __post_init__(self) -> None:
         self.texts: dict[int, _Text] = {}
@@ -94,6 +96,13 @@ class TableRounds:
             return None
         return self.costs_of_copies
 
+    def packing(self, num_members: int) -> Packing | None:
+        """Of two rows a place, as many as there may be."""
+        places = self.max_rows // 2
+        if self.costs_of(num_members) is None or places < num_members:
+            return None
+        return Packing(2, {places: self.costs_of_copies.time(1)})
+
     def join(self, target_sequence: int, token_ids: Sequence[int], sampling: Sampling) -> None:
         assert target_sequence not in self.texts
         assert len(self.texts) < self.max_members
@@ -116,7 +125,13 @@ class TableRounds:
         assert 0 < len(members) <= self.max_members
         assert len({member.target_sequence for member in members}) == len(members)
         most = max(member.num_draft_tokens for member in members)
-        assert most <= self.most_draft_tokens(len(members))
+        packing = self.packing(len(members))
+        if most > self.most_draft_tokens(len(members)):
+            assert packing is not None
+            assert all(m.is_copied or not m.num_draft_tokens for m in members)
+            num_places = sum(m.num_draft_tokens // packing.rows + 1 for m in members)
+            assert num_places <= max(packing.times)
+            self.num_packed += 1
         self.launched.append(list(members))
         self.under_way.append([self._run(member) for member in members])
 

@@ -419,6 +419,9 @@ def test_a_load_without_drafting_copies_and_leaves_the_draft_alone(has_rounds: b
     assert draft.forwards == []
 
 
+FLAT = StepCosts(0.0, [0.0, *[0.05] * 8])
+
+
 def some_laps(context: Sequence[int]) -> int:
     """Texts that begin with an even token repeat themselves."""
     return 10 + len(context) % 7 if context[0] % 2 == 0 else target_rule(context)
@@ -455,6 +458,13 @@ def test_some_copy_beside_those_that_draft_or_do_neither() -> None:
             for members in rounds.launched
         ]
         assert kinds.count([*[(False, others)] * 3, (True, 4)]) >= 3
+
+
+def test_who_copies_may_have_the_rows_that_others_leave() -> None:
+    """Of twelve rows four requests have three each, or one of them six."""
+    rounds, _ = run_several("wrong", [2, 3, 5, 7], max_rows=12, copy_costs=FLAT)
+    assert rounds.copied.count(4) >= 8
+    assert rounds.num_packed >= 8
 
 
 def test_several_copy_in_single_steps() -> None:

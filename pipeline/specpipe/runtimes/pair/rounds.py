@@ -17,6 +17,7 @@ from typing import Protocol
 from specpipe.runtimes.pair.engine import SequenceId
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.batch_draft_length import Packing
 from specpipe.speculative.request import Sampling
 
 MOST_UNDER_WAY = 2
@@ -63,6 +64,12 @@ class Rounds(Protocol):
         None: there are no such, or that was not measured.
         """
 
+    def packing(self, num_members: int) -> Packing | None:
+        """Returns what packed rounds of so many cost; None: there are none, or see copy_costs.
+
+        In those nobody drafts, and who copies more tokens than a place has rows has several places.
+        """
+
     def join(
         self, target_sequence: SequenceId, token_ids: Sequence[int], sampling: Sampling
     ) -> None:
@@ -78,7 +85,8 @@ class Rounds(Protocol):
     def launch(self, members: Sequence[Member]) -> None:
         """Begins a round as soon as the last one has ended, and does not wait for it.
 
-        At most MOST_UNDER_WAY are under way. Only members that have a draft may draft.
+        At most MOST_UNDER_WAY are under way. Only members that have a draft may draft. None has
+        more draft tokens than so many can have, but in a packed round with places for all.
         """
 
     def take(self) -> list[RoundResult]:

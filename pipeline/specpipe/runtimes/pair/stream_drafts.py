@@ -113,7 +113,7 @@ class StreamDrafts:
         num_members = len(streams)
         most_of_round = self._rounds.most_draft_tokens(num_members) if streams else 0
         copying = self._copying(num_members, most_of_round)
-        copied = self._copied(streams, most_of_round) if copying is not None else {}
+        copied = self._copied(streams) if copying is not None else {}
         costs = self._rounds.costs(num_members) if self._is_adaptive and streams else None
         places: list[int] = []
         candidates: list[Candidate] = []
@@ -121,7 +121,7 @@ class StreamDrafts:
             if self.is_fixed(stream.running):
                 if place in copied and copying is not None and costs is not None:
                     shares[place] = self._copied_instead(
-                        stream, shares[place], copied[place], copying, costs
+                        stream, shares[place], copied[place][: most_of_round + 1], copying, costs
                     )
             elif not most_of_round:  # soon said: there are many of them
                 stream.state.drafts.skip("does_not_pay", most=most)
@@ -130,11 +130,15 @@ class StreamDrafts:
                 candidates.append(candidate)
         if costs is None or not candidates:
             return False
+        packing = None
+        if copying is not None and not any(share.num_draft_tokens for share in shares):
+            packing = self._rounds.packing(num_members)
         choice = self._length.choose(
             candidates,
             num_members - len(candidates),
             costs,
             copying=copying,
+            packing=packing,
             draft_step=self._draft_step(costs),
             is_trial_under_way=is_trial_under_way,
         )
@@ -161,7 +165,7 @@ class StreamDrafts:
         costs = self._rounds.copy_costs(num_members)
         return costs if costs is not None and can_pay(most_of_round, costs) else None
 
-    def _copied(self, streams: Sequence[Stream], most_of_round: int) -> dict[int, Sequence[float]]:
+    def _copied(self, streams: Sequence[Stream]) -> dict[int, Sequence[float]]:
         """Returns what those should emit that may copy, by place and the number of copied tokens.
 
         The device copies what follows the text as it is then. Of that the host does not know yet
@@ -169,10 +173,11 @@ class StreamDrafts:
         """
         assert self._copy_odds is not None
         limits: dict[int, int] = {}
+        most = self._rounds.most_draft_tokens(1)
         for place, stream in enumerate(streams):
             limit = stream.state.drafts.copy_limit(len(stream.under_way))
             if limit:
-                limits[place] = min(limit, most_of_round)
+                limits[place] = min(limit, most)
         if not limits:
             return {}
         expected = self._copy_odds.expected_tokens(

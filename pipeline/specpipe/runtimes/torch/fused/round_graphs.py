@@ -69,9 +69,9 @@ class RoundGraphs:
             Drawing(engine.decoder, self.settings, self.streams, is_unused)
             for engine in (draft, target)
         )
-        self.result = zeros(sizes.max_members, RESULT)
+        self.result = zeros(sizes.most_places, RESULT)
         """What the last round tells, by place: scoring.move_on."""
-        self._members = zeros(len(_NOBODY) * sizes.max_members).fill_(-1)
+        self._members = zeros(len(_NOBODY) * sizes.most_places).fill_(-1)
         self._written: list[tuple[int, int, int]] = []
         self._most_stretches = sizes.rows // _STRETCH
         self._stretches = zeros(2 * self._most_stretches).fill_(-1)
@@ -93,7 +93,9 @@ class RoundGraphs:
         )
 
     def run(self, key: RoundKey, members: Sequence[tuple[int, int, int]]) -> None:
-        """Launches a round of some members: the stream, draft tokens, and 1 if they are copied."""
+        """Launches a round of some places: the stream, draft tokens, and 1 if they are copied; or
+        what Members has where one has several.
+        """
         filled = [*members, *[_NOBODY] * (key.places - len(members))]
         if filled != self._written:
             by_kind = self.on_host([list(kind) for kind in zip(*filled, strict=True)])
@@ -173,7 +175,7 @@ class RoundGraphs:
     def _members_of(self, key: RoundKey) -> Members:
         size = len(_NOBODY) * key.places
         streams, num_draft, is_copied = self._members[:size].view(-1, key.places)
-        return Members(streams, num_draft, is_copied, most=key.most)
+        return Members(streams, num_draft, is_copied, most=key.most, is_packed=key.is_packed)
 
     def _plan(self, members: Members) -> None:
         streams, rows, draft_rows = self.streams, self._target_rows, self._draft_rows
