@@ -9,13 +9,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from specpipe.speculative.adaptive import DraftLength, Prior, StepCosts
+from specpipe.speculative.adaptive import DraftLength, Prior, StepCosts, expected_tokens
 from specpipe.speculative.batch_draft_length import (
     BatchDraftLength,
     Candidate,
     Choice,
+    Packing,
     reading_time,
 )
 
@@ -222,7 +226,7 @@ def test_all_draft_or_none() -> None:
         bad.observe(num_draft_tokens=2, num_accepted_tokens=0)
     costs = StepCosts(0.1, [0.05 * k for k in range(9)])
     choice = BatchDraftLength().choose([Candidate(good, 4), Candidate(bad, 8)], 0, costs)
-    assert choice == Choice(4, range(2))
+    assert choice == Choice(4, [0, 1])
     others = BatchDraftLength().choose([Candidate(good, 4), Candidate(bad, 8)], 40, costs)
     assert not others.num_draft_tokens or others.is_trial
 
@@ -263,5 +267,135 @@ def test_prompts_that_the_draft_must_read_are_a_part_of_what_drafting_costs() ->
         candidate = Candidate(DraftLength(), 4, True, 0, num_read=100, num_wanted=num_wanted)
         return BatchDraftLength().choose([candidate], 0, costs, draft_step=0.2)
 
-    assert choice(200) == Choice(2, range(1))
+    assert choice(200) == Choice(2, [0])
     assert choice(2).is_trial
+
+
+def drafting(a: float, *, limit: int = 4, copied: Sequence[float] = (1.0,)) -> Candidate:
+    draft_length = DraftLength()
+    for _ in range(50):
+        draft_length.observe(num_draft_tokens=10, num_accepted_tokens=round(10 * a))
+    return Candidate(draft_length, limit, copied=copied)
+
+
+GOOD, POOR = [1.0 + 0.95 * k for k in range(9)], [1.0, 1.02, 1.03, 1.03, 1.03]
+DRAFT_COSTS, COPY_COSTS = StepCosts(0.1, [0.05 * k for k in range(9)]), StepCosts(0.0, [0.05] * 9)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "num_others", "expected"),
+    [
+        ([drafting(0.1, copied=GOOD)] * 2, 0, Choice(copied={0: 8, 1: 8})),
+        # Who copies badly takes part without draft tokens, and takes no rows away.
+        (
+            [drafting(0.1, copied=GOOD), drafting(0.1, copied=POOR)],
+            0,
+            Choice(copied={0: 8}),
+        ),
+        # The draft runs for most, and one copies as many tokens as they draft.
+        (
+            [drafting(0.9, copied=GOOD), *[drafting(0.9, copied=POOR)] * 5],
+            0,
+            Choice(4, [1, 2, 3, 4, 5], {0: 4}),
+        ),
+        # Who has no room in the draft copies beside those that draft.
+        (
+            [drafting(0.9, limit=0, copied=GOOD[:3]), *[drafting(0.9)] * 5],
+            0,
+            Choice(4, [1, 2, 3, 4, 5], {0: 2}),
+        ),
+    ],
+    ids=["all copy", "one copies", "one copies beside the draft", "without room"],
+)
+def test_who_copies_and_who_drafts(
+    candidates: list[Candidate], num_others: int, expected: Choice
+) -> None:
+    chooser = BatchDraftLength()
+    assert chooser.choose(candidates, num_others, DRAFT_COSTS, copying=COPY_COSTS) == expected
+
+
+def test_copies_that_are_worth_less_than_their_rows_are_left() -> None:
+    """Of one among many that cannot copy; and where the rounds cost more."""
+    one = [drafting(0.0, limit=0, copied=GOOD)]
+    hopeless = StepCosts(9.0, [9.0] * 9)
+    for num_others, copying, is_worth in (
+        (100, StepCosts(0.0, [0.0] + [0.05] * 8), True),
+        (400, StepCosts(0.0, [0.0] + [0.05] * 8), False),
+        (0, StepCosts(0.0, [9.0 * k for k in range(9)]), False),
+        (0, None, False),
+    ):
+        choice = BatchDraftLength().choose(one, num_others, hopeless, copying=copying)
+        assert bool(choice.copied) == is_worth
+
+
+@pytest.mark.parametrize(
+    ("copied", "num_others", "times", "expected"),
+    [
+        # Eight rows: nobody has more than two of them, or one has eight and the others one.
+        ([GOOD, POOR, POOR], 1, {8: 1.1}, {0: 8}),
+        ([GOOD, GOOD, POOR], 4, {8: 1.1}, {0: 3, 1: 1}),
+        ([GOOD, GOOD[:3], POOR], 4, {8: 1.1, 16: 1.15}, {0: 8, 1: 2}),
+        ([GOOD, GOOD[:3], POOR], 4, {8: 1.1, 16: 9.0}, {0: 3, 1: 1}),
+        ([GOOD], 9, {8: 1.0}, {}),
+        ([POOR], 1, {8: 1.1}, {}),
+    ],
+)
+def test_places_go_to_those_that_copy_best(
+    copied: list[list[float]], num_others: int, times: dict[int, float], expected: dict[int, int]
+) -> None:
+    candidates = [drafting(0.0, limit=0, copied=c) for c in copied]
+    choice = BatchDraftLength().choose(
+        candidates, num_others, StepCosts(9.0, [9.0] * 9), packing=Packing(2, times)
+    )
+    assert choice.copied == expected
+
+
+def test_gain_that_rises_with_load_is_taken() -> None:
+    """As with mixtures of experts: of many rows none costs more."""
+    for num in (1, 64):
+        costs = StepCosts(0.0, [0.0] + [8.0 / num] * 8)
+        who = [drafting(0.1, copied=GOOD)] * num
+        choice = BatchDraftLength().choose(who, 0, costs, copying=costs)
+        assert len(choice.copied) == (num if num == 64 else 0)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_no_choice_is_expected_to_emit_less_than_another(data: st.DataObject) -> None:
+    """Each draft length is tried by hand: all copy, draft or do neither, whatever is best."""
+    four = st.lists(st.floats(0, 1), min_size=4, max_size=4)
+
+    def costs() -> StepCosts:
+        return StepCosts(0.0, [0.0, *sorted(data.draw(four))])
+
+    def expected_of(chances: list[float]) -> list[float]:
+        return [1.0, *(1.0 + np.cumsum(np.cumprod(chances)))]
+
+    copied = data.draw(st.lists(four.map(expected_of), min_size=1, max_size=5))
+    acceptances = data.draw(st.lists(st.sampled_from([0.0, 0.5, 0.9]), min_size=len(copied)))
+    candidates = [drafting(a, copied=c) for a, c in zip(acceptances, copied, strict=False)]
+    with_draft, copying = costs(), costs()
+    choice = BatchDraftLength().choose(candidates, 2, with_draft, copying=copying)
+    if choice.is_trial:
+        return
+
+    def drafted(c: Candidate, k: int) -> float:
+        return expected_tokens(c.draft_length.acceptance_probability, k)
+
+    rates = [1.0]
+    for k in range(1, 5):
+        for cost, best in (
+            (copying, [c.copied[k] for c in candidates]),
+            (with_draft, [max(c.copied[k], drafted(c, k)) for c in candidates]),
+        ):
+            rates.append((sum(best) + 2) / cost.time(k) / (len(candidates) + 2))
+    num_tokens = 2.0
+    for place, c in enumerate(candidates):
+        if place in choice.who:
+            num_tokens += drafted(c, choice.num_draft_tokens)
+        else:
+            num_tokens += c.copied[choice.copied.get(place, 0)]
+    longest = max([choice.num_draft_tokens, *choice.copied.values()])
+    cost = with_draft if choice.who else copying
+    found = num_tokens / cost.time(longest) / (len(candidates) + 2)
+    assert found >= 0.9 * max(rates)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
 from specpipe.speculative.adaptive import StepCosts, num_worth_copying
-from specpipe.speculative.lookup import PromptLookup
+from specpipe.speculative.lookup import CopyOdds, PromptLookup
 
 CHEAP = StepCosts(0.0, [0.0, *[0.01 * (n + 1) for n in range(8)]])  # of one stream on an H100
 DEAR = StepCosts(0.0, [0.0, *[0.9 * (n + 1) for n in range(8)]])
@@ -59,29 +60,51 @@ def test_a_text_that_grew_is_searched_whole() -> None:
         assert lookup.copy(5) == searched(text, 5)
 
 
-def test_acceptance_is_of_what_came_whoever_proposed_it() -> None:
-    lookup = PromptLookup([1, 2, 3])
-    before = lookup.acceptance_probability
-    lookup.extend([4, 5])
-    lookup.extend([1, 2, 3, 4, 5])  # the first lap: nobody could know
-    assert lookup.acceptance_probability < before / 2
-    for _ in range(3):
-        lookup.extend([1, 2, 3, 4, 5])
-    assert lookup.acceptance_probability > 0.95
-    lookup.extend([80])
-    assert 0.7 < lookup.acceptance_probability < 0.9
-    for token_id in range(81, 91):
+def test_tokens_that_match_are_counted_beyond_those_that_are_looked_for() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 9, 2, 3])
+    found = [lookup.num_matched]
+    for token_id in (4, 5, 6, 7, 1, 9, 2):
         lookup.extend([token_id])
-    assert lookup.acceptance_probability < 0.2
+        found.append(lookup.num_matched)
+    assert found == [2, 3, 4, 5, 6, 0, 0, 2]
+    assert lookup.copy(1) == [3]
+
+
+def expected(odds: CopyOdds, num_matched: int, *, num_ahead: int = 0) -> list[float]:
+    found: list[float] = odds.expected_tokens([num_matched], [num_ahead])[0].tolist()
+    return found
+
+
+def test_odds_are_of_all_texts_by_how_much_of_them_matched() -> None:
+    """Two tokens that match are never right, six and more always."""
+    odds = CopyOdds()
+    for _ in range(600):
+        PromptLookup([1, 2, 3, 1, 2], odds).extend([9])
+        PromptLookup([1, 2, 3, 4, 5, 6] * 3, odds).extend([1, 2, 3, 4, 5, 6])
+        for num_matched in (6, 8, 12, 16, 24):
+            odds.observe(num_matched, True)
+    assert expected(odds, 2)[4] < 1.01
+    assert expected(odds, 6)[4] > 4.9
+    # Three tokens ahead it will be six that match, if they all come as those of a copy.
+    assert expected(odds, 3, num_ahead=3)[4] == pytest.approx(
+        1.0 + 4.0 * (expected(odds, 3)[3] - expected(odds, 3)[2]), rel=0.01
+    )
+    assert expected(odds, 500, num_ahead=500)[:2] == pytest.approx([1.0, 2.0], abs=0.1)
+
+
+def test_what_is_expected_grows_with_what_is_copied_and_falls_with_what_is_unknown() -> None:
+    odds = CopyOdds()
+    for num_matched in (0, 2, 3, 4, 9, 40):
+        by_length = expected(odds, num_matched)
+        assert by_length[0] == 1.0
+        assert by_length == sorted(by_length)
+        assert all(b - a <= 1.0 for a, b in pairwise(by_length))
+        assert expected(odds, num_matched, num_ahead=5)[1] < by_length[1] <= 2.0
 
 
 def test_what_copies_promise_decides() -> None:
-    new, lap = PromptLookup([1, 2, 3, 4]), PromptLookup([1, 2, 3, 4] * 3)
-    for _ in range(3):
-        lap.extend([1, 2, 3, 4])
-    for token_id in range(5, 15):
-        new.extend([token_id])
-    chance = {"new": new.acceptance_probability, "lap": lap.acceptance_probability}
+    odds = CopyOdds()
+    chance = {"new": expected(odds, 0), "lap": expected(odds, 40)}
     found = [
         num_worth_copying(chance[name], limit, costs, instead_of=other)
         for name, limit, costs, other in (

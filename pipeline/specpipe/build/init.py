@@ -34,7 +34,7 @@ speculation:
   num_draft_tokens: 4
   # Each request's K follows its own acceptance, so that a poor draft costs little.
   # adaptive: true
-  # A request that runs alone copies draft tokens from its own text where that repeats itself.
+  # Requests copy draft tokens from their own texts where these repeat themselves.
   # prompt_lookup: false
 
 engine:

@@ -183,9 +183,9 @@ class SpeculationConfig(Section):
     that name no number; none: num_draft_tokens at any load."""
 
     prompt_lookup: bool = False
-    """Whether a request that runs alone may copy draft tokens from its own text instead of asking
-    the draft model: it pays where texts repeat themselves or their prompt, as edits of code and
-    answers from given documents do. Needs adaptive."""
+    """Whether requests may copy draft tokens from their own texts instead of asking the draft
+    model: it pays where texts repeat themselves or their prompt, as edits of code and answers from
+    given documents do. Needs adaptive."""
 
     @property
     def limits(self) -> Schedule:

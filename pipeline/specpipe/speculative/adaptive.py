@@ -69,19 +69,25 @@ def best_draft_length(acceptance_probability: float, limit: int, costs: StepCost
     return max(range(limit + 1), key=lambda k: promise(acceptance_probability, k, costs))
 
 
+def can_pay(limit: int, costs: StepCosts) -> bool:
+    """Returns whether any draft tokens, up to limit, could pay if all of them were accepted."""
+    return any(k + 1 >= MIN_GAIN * costs.time(k) for k in range(1, limit + 1))
+
+
 def num_worth_copying(
-    acceptance_probability: float, limit: int, costs: StepCosts, *, instead_of: float
+    expected: Sequence[float], limit: int, costs: StepCosts, *, instead_of: float
 ) -> int:
     """Returns how many draft tokens, up to limit, to copy; 0 where it does not pay.
 
+    expected    tokens that a step should emit, by how many it copies
     costs       of verifying them
     instead_of  the tokens that another kind of step promises in the time of a plain step
     """
     if limit <= 0:
         return 0
-    best = best_draft_length(acceptance_probability, limit, costs)
-    promised = promise(acceptance_probability, best, costs)
-    return best if promised > max(instead_of, MIN_GAIN) else 0
+    promised = [expected[k] / costs.time(k) for k in range(limit + 1)]
+    best = max(promised)
+    return promised.index(best) if best > max(instead_of, MIN_GAIN) else 0
 
 
 class Prior:
@@ -161,10 +167,6 @@ class DraftLength:
             return 1.0
         a = self.acceptance_probability
         return promise(a, best_draft_length(a, limit, costs), costs)
-
-    def expected_tokens(self, num_draft_tokens: int) -> float:
-        """Returns the tokens that a step with that many draft tokens should emit."""
-        return expected_tokens(self.acceptance_probability, num_draft_tokens)
 
     def observe_others(self, num_tokens: int) -> None:
         """Takes in a step that drafted nothing and emitted num_tokens."""

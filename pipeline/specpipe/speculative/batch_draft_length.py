@@ -1,21 +1,26 @@
-"""How many tokens to draft for all requests of a batch at once."""
+"""How many tokens to draft, or to copy from the texts, for all requests of a batch at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from specpipe.speculative.adaptive import (
     MAX_PAUSE,
-    MIN_GAIN,
     TRIAL_SHARE,
     DraftLength,
     StepCosts,
     best_draft_length,
-    promise,
+    can_pay,
 )
+
+_LEAST_GAIN = 0.05
+"""Tokens that one more copied token must be expected to emit: its row is there in any case, but
+what is never accepted tells others that the draft is bad.
+"""
 
 _READ_BY_STEPS, _STEPS_OF_READING, _READ_PER_STEP = 16, 5, 200
 """What the draft reads in the time of one of its steps: 16 tokens, or 200 of many after five steps.
@@ -42,7 +47,8 @@ def reading_time(num_tokens: int, draft_step: float, *, num_texts: float = 1.0) 
 class Candidate:
     """A request that may draft.
 
-    limit       draft tokens that it has use and room for, one at least
+    limit       draft tokens that it has use and room for, if it may draft
+    copied      tokens that a step should emit, by how many it copies; of none alone: it may not
     is_ready    the draft has its text, but for what rounds make it read
     num_unread  tokens of its text that the draft has yet to read, in either case
     num_read    tokens that the draft reads before it drafts at all: the prompt's
@@ -55,25 +61,44 @@ class Candidate:
     num_unread: int = 0
     num_read: int = 0
     num_wanted: int = 1
+    copied: Sequence[float] = (1.0,)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rounds without the draft in which who copies much has several places, and the others one.
+
+    rows   of a place: its draft tokens, and in the first place of each one more
+    times  of rounds by their places, in plain rounds of those that take part
+    """
+
+    rows: int
+    times: Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Who drafts how many tokens in a round, each no more than its limit.
+    """Who drafts how many tokens in a round, each no more than its limit, and who copies.
 
-    who  places among the candidates; those that are not ready are to be made so, and draft later
+    who     places among the candidates; those that are not ready are to be made so, and draft later
+    copied  how many tokens each of the others copies, by place; those that are not there none
     """
 
     num_draft_tokens: int = 0
     who: Sequence[int] = ()
+    copied: Mapping[int, int] = field(default_factory=dict)
     is_trial: bool = False
 
 
 class BatchDraftLength:
     """Chooses one draft length for all, which should emit most in a given time.
 
-    A draft step and the rows to verify cost nearly the same for some as for all, so all draft, or
-    none. Where nothing pays, one token is drafted as a trial, by as many as can read their texts
+    A draft step and the rows to verify cost nearly the same for some as for all. So in a round in
+    which the draft runs all have draft tokens, those of its own or, where these promise more,
+    copied ones; and in one without it as many copied ones as are worth their rows for all together.
+    Each kind of round is judged by what it was measured to cost, at any load.
+
+    Where nothing pays, one token is drafted as a trial, by as many as can read their texts
     and draft in a hundredth of the time since the last one that failed. Twice as much time passes
     after each that fails, none after one at which it would pay if all were like those; and one of
     which nothing is known yet is tried as soon as the time allows it.
@@ -90,26 +115,34 @@ class BatchDraftLength:
         num_others: int,
         costs: StepCosts,
         *,
+        copying: StepCosts | None = None,
+        packing: Packing | None = None,
         draft_step: float = 0.0,
         is_trial_under_way: bool = False,
     ) -> Choice:
         """Returns what to draft in the next round.
 
         num_others          take part without drafting, whatever is chosen
+        copying             of rounds without the draft; None: there are none with draft tokens
+        packing             of packed ones; None: there are none
         draft_step          one step of the draft for one request, in plain rounds
         is_trial_under_way  a trial was launched and has not told yet
         """
         self._since_trial += 1.0
         limit = min(max((c.limit for c in candidates), default=0), len(costs.verify) - 1)
-        lengths = range(1, limit + 1)
-        can_pay = max((promise(1.0, k, costs) for k in lengths), default=0.0) >= MIN_GAIN
-        if is_trial_under_way or not can_pay:
-            return Choice()
-        best = _best(candidates, num_others, costs, limit, draft_step)
-        if best:
+        drafting = can_pay(limit, costs) and not is_trial_under_way
+        best = _Best(candidates, num_others, draft_step)
+        if drafting:
+            best.draft(limit, costs)
+        if copying is not None:
+            best.copy(copying)
+        if packing is not None:
+            best.pack(packing)
+        if best.choice.who:
             self._pause, self._tried = 0.0, ()
             self._since_trial = float(MAX_PAUSE)
-            return Choice(best, range(len(candidates)))
+        if best.choice != Choice() or not drafting:
+            return best.choice
         if self._tried:
             a = sum(tried.acceptance_probability for tried in self._tried) / len(self._tried)
             self._tried = ()
@@ -125,7 +158,7 @@ class BatchDraftLength:
         who: list[int] = []
         num_unread = 0
         for place in sorted(
-            (i for i, c in enumerate(candidates) if is_due or c.draft_length.is_new),
+            (i for i, c in enumerate(candidates) if c.limit and (is_due or c.draft_length.is_new)),
             key=lambda i: (not candidates[i].draft_length.is_new, candidates[i].num_unread),
         ):
             if who or not candidates[place].is_ready:  # the first is tried as if it were alone
@@ -141,31 +174,83 @@ class BatchDraftLength:
         return Choice(1, ready, is_trial=True)
 
 
-def _best(
-    candidates: Sequence[Candidate],
-    num_others: int,
-    costs: StepCosts,
-    limit: int,
-    draft_step: float,
-) -> int:
-    """Returns the draft length in 0 ... limit at which all together should emit most.
+class _Best:
+    """The choice by which all together should emit most in a given time.
 
     That the draft reads a prompt is a part of the cost of each token that follows.
     """
-    a = np.array([c.draft_length.acceptance_probability for c in candidates])
-    limits = np.array([c.limit for c in candidates])
-    num_texts = 1.0 + len(candidates) / _READ_ALONE
-    reading = np.array(
-        [
-            reading_time(c.num_read, draft_step, num_texts=num_texts) / c.num_wanted
-            for c in candidates
+
+    def __init__(self, candidates: Sequence[Candidate], num_others: int, draft_step: float) -> None:
+        self.choice = Choice()
+        self._rate = float(len(candidates) + num_others)
+        self._candidates, self._num_others = candidates, num_others
+        most = max((len(c.copied) for c in candidates), default=1)
+        self._copied = np.ones((len(candidates), most))
+        for expected, c in zip(self._copied, candidates, strict=True):
+            expected[: len(c.copied)] = c.copied
+            expected[len(c.copied) :] = c.copied[-1]
+        num_texts = 1.0 + len(candidates) / _READ_ALONE
+        self._reading = np.array(
+            [
+                reading_time(c.num_read, draft_step, num_texts=num_texts) / c.num_wanted
+                if c.limit
+                else 0.0
+                for c in candidates
+            ]
+        )
+
+    def draft(self, limit: int, costs: StepCosts) -> None:
+        """Looks at rounds with up to so many draft tokens in which the draft runs."""
+        a = np.array([c.draft_length.acceptance_probability for c in self._candidates])
+        limits = np.array([c.limit for c in self._candidates])
+        lengths = np.arange(1, limit + 1)
+        drafted = np.where(lengths <= limits[:, None], a[:, None] ** lengths, 0.0)
+        expected = 1.0 + np.cumsum(drafted, axis=1)  # by candidate and draft length
+        copied = self._copied[:, np.minimum(lengths, self._copied.shape[1] - 1)]
+        reading = self._reading[:, None] * expected
+        copies = (copied >= 1.0 + _LEAST_GAIN) & (copied > expected - reading)
+        rates = (np.where(copies, copied, expected).sum(axis=0) + self._num_others) / (
+            [costs.time(k) for k in range(1, limit + 1)]
+            + np.where(copies, 0.0, reading).sum(axis=0)
+        )
+        best = int(rates.argmax())
+        who = [i for i, c in enumerate(self._candidates) if c.limit and not copies[i, best]]
+        if who and rates[best] > self._rate:
+            self._rate = float(rates[best])
+            self.choice = Choice(
+                best + 1, who, self._worth_copying(np.where(copies[:, best], best + 1, 0))
+            )
+
+    def copy(self, costs: StepCosts) -> None:
+        """Looks at rounds without the draft."""
+        most = min(self._copied.shape[1], len(costs.verify))
+        rates = (self._copied.sum(axis=0)[:most] + self._num_others) / [
+            costs.time(k) for k in range(most)
         ]
-    )
-    lengths = np.arange(1, limit + 1)
-    drafted = np.where(lengths <= limits[:, None], a[:, None] ** lengths, 0.0)
-    expected = 1.0 + np.cumsum(drafted, axis=1)  # by candidate and draft length
-    rates = (expected.sum(axis=0) + num_others) / (
-        [costs.time(k) for k in range(1, limit + 1)] + reading @ expected
-    )
-    best = int(rates.argmax())
-    return best + 1 if rates[best] > len(candidates) + num_others else 0
+        best = int(rates.argmax())
+        if best and rates[best] > self._rate:
+            self._rate = float(rates[best])
+            self.choice = Choice(copied=self._worth_copying(best))
+
+    def pack(self, packing: Packing) -> None:
+        """Looks at packed rounds. Places go to those for whom they are worth most."""
+        num, most = len(self._candidates), self._copied.shape[1] - 1
+        lengths = np.arange(packing.rows - 1, most + packing.rows, packing.rows).clip(max=most)
+        by_places = self._copied[:, lengths]
+        gains = np.diff(by_places, axis=1)
+        order = np.argsort(-gains.ravel(), kind="stable")  # no place is worth more than one before
+        totals = np.append(0.0, gains.ravel()[order].cumsum())
+        totals += by_places[:, 0].sum() + self._num_others
+        for places, time in packing.times.items():
+            num_more = min(places - num - self._num_others, len(order))
+            rate = totals[num_more] / time if num_more >= 0 else 0.0
+            if rate > self._rate:
+                self._rate = float(rate)
+                of_each = np.bincount(order[:num_more] // max(len(lengths) - 1, 1), minlength=num)
+                self.choice = Choice(copied=self._worth_copying(lengths[of_each]))
+
+    def _worth_copying(self, most: int | npt.NDArray[np.int_]) -> Mapping[int, int]:
+        """Returns how many tokens those copy that do; most is of each."""
+        gains = np.diff(self._copied, axis=1) >= _LEAST_GAIN
+        lengths = np.minimum(gains.cumprod(axis=1).sum(axis=1), most)
+        return {i: int(lengths[i]) for i in np.flatnonzero(lengths).tolist()}

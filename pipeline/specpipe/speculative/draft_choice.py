@@ -7,13 +7,14 @@ from collections.abc import Collection, Sequence
 from specpipe.speculative.adaptive import (
     DraftLength,
     StepCosts,
+    can_pay,
     expected_tokens,
     num_worth_copying,
     promise,
 )
 from specpipe.speculative.draft_status import PASSING, DraftStatus
 from specpipe.speculative.guide import Matcher
-from specpipe.speculative.lookup import PromptLookup
+from specpipe.speculative.lookup import CopyOdds, PromptLookup
 from specpipe.speculative.prediction import Prediction
 from specpipe.speculative.request import Request, RequestLimits
 
@@ -28,22 +29,21 @@ class DraftChoice:
         token_ids: Sequence[int],
         *,
         draft_length: DraftLength | None = None,
-        has_lookup: bool = False,
+        copy_odds: CopyOdds | None = None,
         matcher: Matcher | None = None,
     ) -> None:
         """token_ids are prompt and output of the request, which grow while it runs.
 
         draft_length adapts the draft length to acceptance and costs; None keeps it fixed.
-        has_lookup  whether draft tokens may be copied from the text
-        matcher     which knows what the request's guide forces, and what it allows to copy
+        copy_odds  of draft tokens that are copied from the text; None: there are none
+        matcher    which knows what the request's guide forces, and what it allows to copy
         """
         self._request, self._limits, self._token_ids = request, limits, token_ids
         self._draft_length, self._matcher = draft_length, matcher
         wanted = request.num_draft_tokens
         self._max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
+        self._copy_odds = copy_odds if self.is_speculative else None
         self._lookup: PromptLookup | None = None
-        if has_lookup and self.is_speculative:
-            self._lookup = PromptLookup(request.prompt_token_ids)
         self._prediction: Prediction | None = None
         if self.is_speculative and request.prediction_token_ids:
             self._prediction = Prediction(request.prediction_token_ids)
@@ -105,20 +105,41 @@ class DraftChoice:
         """Tells the request why a step drafts nothing, unless it has a reason of its own."""
         self._note(self._why_none(most) or reason)
 
+    def copy_limit(self, num_sure: int = 0) -> int:
+        """The most draft tokens that may be copied from the text in the next step; 0: none.
+
+        Neither the draft's context nor what the load allows limits them: both are of the draft.
+        num_sure  tokens that there are at least by then, and were not yet accepted here
+        """
+        if self._copy_odds is None or self._draft_length is None:
+            return 0
+        return max(self._token_limit(num_sure), 0)
+
+    def num_matched(self) -> int:
+        """Returns how many tokens at the end of the text match those before what would be copied.
+
+        The text is followed from the first time on that this is asked.
+        """
+        if self._lookup is None:
+            self._lookup = PromptLookup(self._request.prompt_token_ids, self._copy_odds)
+        self._lookup.extend(self._token_ids[self._lookup.length :])
+        return self._lookup.num_matched
+
     def next_num_copied_tokens(
         self, copying: StepCosts, drafting: StepCosts | None, *, most: int | None = None
     ) -> int:
         """How many draft tokens to copy from the text in the next step; 0: it is not to copy any.
 
         So it is where drafting promises more, and where the request cannot copy. drafting is None
-        while there is no draft. Neither its context nor `most` limits what is copied: both are of
-        the draft. A named draft length is copied in full, or drafted.
+        while there is no draft, and `most` limits what it drafts. A named draft length is copied
+        in full, or drafted.
         """
-        if self._lookup is None or self._draft_length is None:
+        limit = self.copy_limit()
+        if not can_pay(limit, copying):
             return 0
-        self._lookup.extend(self._token_ids[self._lookup.length :])
-        a = self._lookup.acceptance_probability
-        return self._num_to_copy(a, self._token_limit(), copying, drafting, most)
+        return self._num_to_copy(
+            self.expected_tokens(is_copied=True), limit, copying, drafting, most
+        )
 
     def copy(self, num_tokens: int) -> list[int]:
         """Returns as many draft tokens as `next_num_copied_tokens` said, copied from the text."""
@@ -166,16 +187,26 @@ class DraftChoice:
         predicted = self._predicted(self._token_limit())
         if not predicted or self._prediction is None or copying is None:
             return predicted
-        a = self._prediction.acceptance_probability
-        return predicted[: self._num_to_copy(a, len(predicted), copying, drafting, most)]
+        expected = self.expected_tokens(is_copied=True, is_predicted=True)
+        return predicted[: self._num_to_copy(expected, len(predicted), copying, drafting, most)]
 
-    def expected_tokens(self, num_draft_tokens: int, *, is_predicted: bool = False) -> float:
-        """What a step with that many draft tokens should emit; only for an adaptive request."""
-        assert self._draft_length is not None
-        if is_predicted:
-            assert self._prediction is not None
-            return expected_tokens(self._prediction.acceptance_probability, num_draft_tokens)
-        return self._draft_length.expected_tokens(num_draft_tokens)
+    def expected_tokens(
+        self, *, is_copied: bool = False, is_predicted: bool = False
+    ) -> Sequence[float]:
+        """What a step of an adaptive request should emit, by its draft tokens, none first.
+
+        is_copied  they are the text's, or if is_predicted those of the prediction
+        """
+        if is_copied and not is_predicted:
+            assert self._copy_odds is not None
+            expected: list[float] = self._copy_odds.expected_tokens([self.num_matched()], [0])[
+                0
+            ].tolist()
+            return expected
+        source = self._prediction if is_predicted else self._draft_length
+        assert source is not None
+        a = source.acceptance_probability
+        return [expected_tokens(a, k) for k in range(self._max_num_draft_tokens + 1)]
 
     def observe(
         self,
@@ -220,7 +251,7 @@ class DraftChoice:
 
     def _num_to_copy(
         self,
-        acceptance_probability: float,
+        expected: Sequence[float],
         limit: int,
         copying: StepCosts,
         drafting: StepCosts | None,
@@ -235,12 +266,12 @@ class DraftChoice:
                 a = self._draft_length.acceptance_probability
                 drafted = promise(a, draft_limit, drafting)
             if limit > 0:
-                copied = promise(acceptance_probability, limit, copying)
+                copied = expected[limit] / copying.time(limit)
             return limit if copied > drafted else 0
         promised = 1.0
         if drafting is not None:
             promised = self._draft_length.promise(draft_limit, drafting)
-        return num_worth_copying(acceptance_probability, limit, copying, instead_of=promised)
+        return num_worth_copying(expected, limit, copying, instead_of=promised)
 
     def _token_limit(self, num_ahead: int = 0) -> int:
         """The most draft tokens that the request has a use for; less than 1: none."""

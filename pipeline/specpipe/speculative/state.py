@@ -9,6 +9,7 @@ from specpipe.errors import FAULT
 from specpipe.speculative.adaptive import DraftLength
 from specpipe.speculative.draft_choice import DraftChoice
 from specpipe.speculative.guide import Matcher
+from specpipe.speculative.lookup import CopyOdds
 from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.output import Output
 from specpipe.speculative.request import (
@@ -36,11 +37,11 @@ class RequestState:
         detokenizer: Detokenizer,
         *,
         draft_length: DraftLength | None = None,
-        has_lookup: bool = False,
+        copy_odds: CopyOdds | None = None,
         matcher: Matcher | None = None,
         queue_s: float | None = None,
     ) -> None:
-        """draft_length and has_lookup are DraftChoice's.
+        """draft_length and copy_odds are DraftChoice's.
 
         matcher  follows the output by the request's guide
         queue_s  how long the request has waited, for its last chunk
@@ -60,7 +61,7 @@ class RequestState:
             limits,
             self.token_ids,
             draft_length=draft_length,
-            has_lookup=has_lookup,
+            copy_odds=copy_odds,
             matcher=matcher,
         )
         """What the next step drafts."""

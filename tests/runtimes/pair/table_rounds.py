@@ -16,6 +16,7 @@ from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Reading, Readi
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.batch_draft_length import Packing
 from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.request import Request, Sampling
 from tests.runtimes.table_engine import HasLogits, TableEngine
@@ -76,8 +77,10 @@ class TableRounds:
     max_members: int = 4
     max_rows: int = 64
     short_prompt: int = 0
+    costs_of_copies: StepCosts = StepCosts(0.0, [0.01 * n for n in range(9)])
     launched: list[list[Member]] = field(default_factory=list)
     read: list[list[int]] = field(default_factory=list)
+    num_packed: int = 0
 
     def __post_init__(self) -> None:
         self.texts: dict[int, _Text] = {}
@@ -102,7 +105,14 @@ class TableRounds:
     def copy_costs(self, num_members: int) -> StepCosts | None:
         if self.costs_of(num_members) is None:
             return None
-        return StepCosts(0.0, [0.01 * n for n in range(9)])
+        return self.costs_of_copies
+
+    def packing(self, num_members: int) -> Packing | None:
+        """Of two rows a place, as many as there may be."""
+        places = self.max_rows // 2
+        if self.costs_of(num_members) is None or places < num_members:
+            return None
+        return Packing(2, {places: self.costs_of_copies.time(1)})
 
     def reading_room(self, num_members: int, num_draft_tokens: int) -> ReadingRoom:
         size = num_draft_tokens + 1
@@ -148,7 +158,13 @@ class TableRounds:
         if not members:
             return
         assert len(self.under_way) < MOST_UNDER_WAY
-        assert most <= self.most_draft_tokens(len(members))
+        packing = self.packing(len(members))
+        if most > self.most_draft_tokens(len(members)):
+            assert packing is not None and not readings
+            assert all(m.is_copied or not m.num_draft_tokens for m in members)
+            num_places = sum(m.num_draft_tokens // packing.rows + 1 for m in members)
+            assert num_places <= max(packing.times)
+            self.num_packed += 1
         self.launched.append(list(members))
         self.under_way.append([self._run(member) for member in members])
 
@@ -215,9 +231,13 @@ def make_pair(
     max_rows: int = 64,
     short_prompt: int = 0,
     clock: Callable[[], float] | None = None,
+    copy_costs: StepCosts = TableRounds.costs_of_copies,
+    table: CostTable | None = None,
     **options: Any,
 ) -> tuple[EnginePair, TableRounds]:
-    """costs are those of rounds, of any number of members if they are no function."""
+    """costs are those of rounds, of any number of members if they are no function; table is of
+    single steps.
+    """
     max_batch_size = options.get("max_batch_size", 4)
     engines = (
         Device(draft, max_seq_len=draft_max_seq_len, max_batch_size=max_batch_size),
@@ -225,16 +245,20 @@ def make_pair(
     )
     costs_of = costs if callable(costs) else lambda num_members: costs
     rounds = rounds_type(
-        *engines, costs_of, max_members=max_members, max_rows=max_rows, short_prompt=short_prompt
+        *engines,
+        costs_of,
+        max_members=max_members,
+        max_rows=max_rows,
+        short_prompt=short_prompt,
+        costs_of_copies=copy_costs,
     )
     settings = {"max_batch_size": 4, "max_seq_len": 300, "max_num_tokens": 16, **options}
-    table = CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0}) if costs else None
     pair = EnginePair(
         *engines,
         TorchSampler(engines[0].vocab_size),
         PairOptions(adaptive=costs is not None, **settings),
         lambda prompt, **_: WordDetokenizer(),
-        costs=table,
+        costs=(table or CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0})) if costs else None,
         rounds=rounds if has_rounds else None,
         **({"clock": clock} if clock else {}),
     )

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.lookup import PromptLookup
 from specpipe.speculative.request import Chunk, Request, Sampling
 from tests.runtimes.pair.table_rounds import Device, TableRounds, make_pair
 from tests.runtimes.table_engine import ids, run
@@ -354,8 +356,11 @@ def test_where_the_text_repeats_itself_it_is_copied(draft_name: str) -> None:
     statistics = chunks[-1].statistics
     assert statistics is not None
     assert statistics.total_accepted_draft_tokens >= 4 * 10
-    # From 80 tokens on the draft is right, or nothing is.
-    assert rounds.lengths[-5:-2] == ([4, 4, 4] if draft_name == "self" else [0, 0, 0])
+    # From 80 tokens on the draft is right, or nothing is but for what is tried.
+    if draft_name == "self":
+        assert rounds.lengths[-5:-2] == [4, 4, 4]
+    else:
+        assert sum(rounds.lengths[-20:]) <= 1
 
 
 def test_nothing_is_copied_unless_that_was_asked_for_and_changes_nothing() -> None:
@@ -412,6 +417,76 @@ def test_a_load_without_drafting_copies_and_leaves_the_draft_alone(has_rounds: b
     draft = pair.engines["draft"]
     assert isinstance(draft, Device)
     assert draft.forwards == []
+
+
+FLAT = StepCosts(0.0, [0.0, *[0.05] * 8])
+
+
+def some_laps(context: Sequence[int]) -> int:
+    """Texts that begin with an even token repeat themselves."""
+    return 10 + len(context) % 7 if context[0] % 2 == 0 else target_rule(context)
+
+
+def run_several(
+    draft_name: str, first_tokens: Sequence[int], **options: Any
+) -> tuple[TableRounds, Device]:
+    """Runs requests whose prompts begin so side by side, and compares their texts."""
+    pair, rounds = copying_pair(draft_name, target=TableModel(some_laps), **options)
+    asked = [
+        replace(request(str(number), 3, max_tokens=60), prompt_token_ids=(first, 8, 9))
+        for number, first in enumerate(first_tokens)
+    ]
+    chunks = run(pair, asked)
+    for r in asked:
+        assert ids(chunks[r.request_id]) == text_of(some_laps, r)
+    target = pair.engines["target"]
+    assert isinstance(target, Device)
+    return rounds, target
+
+
+def test_several_copy_at_once() -> None:
+    rounds, _ = run_several("wrong", [2, 4, 6])
+    copies = [members for members in rounds.launched if all(m.is_copied for m in members)]
+    assert sum(m.num_draft_tokens == 4 for members in copies for m in members) >= 24
+
+
+def test_some_copy_beside_those_that_draft_or_do_neither() -> None:
+    for draft_name, others in (("self", 4), ("wrong", 0)):
+        rounds, _ = run_several(draft_name, [2, 3, 5, 7])
+        kinds = [
+            sorted((m.is_copied, m.num_draft_tokens) for m in members)
+            for members in rounds.launched
+        ]
+        assert kinds.count([*[(False, others)] * 3, (True, 4)]) >= 3
+
+
+def test_who_copies_may_have_the_rows_that_others_leave() -> None:
+    """Of twelve rows four requests have three each, or one of them six."""
+    rounds, _ = run_several("wrong", [2, 3, 5, 7], max_rows=12, copy_costs=FLAT)
+    assert rounds.copied.count(4) >= 8
+    assert rounds.num_packed >= 8
+
+
+def test_several_copy_in_single_steps() -> None:
+    _, target = run_several("wrong", [2, 4, 6], has_rounds=False)
+    assert len(target.forwards) <= 40
+
+
+def test_where_copies_could_not_pay_texts_are_not_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed: list[int] = []
+    monkeypatch.setattr(PromptLookup, "extend", lambda self, new: followed.extend(new))
+    dear = StepCosts(0.0, [3.0 * k for k in range(9)])
+    for has_rounds in (True, False):
+        rounds, _ = run_several(
+            "wrong",
+            [2, 4],
+            has_rounds=has_rounds,
+            copy_costs=dear,
+            table=CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 2: 4.0, 36: 400.0}),
+        )
+        assert not rounds.copied and not followed
 
 
 @pytest.mark.parametrize("has_rounds", [True, False])

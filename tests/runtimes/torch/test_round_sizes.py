@@ -46,6 +46,33 @@ def test_a_round_runs_in_the_least_size_that_holds_it(
     assert sizes.places(num_members, length) == places
 
 
+@pytest.mark.parametrize(
+    ("num_copied", "places", "most"),
+    [
+        ([0] * 3, 16, 0),
+        ([8], 1, 8),
+        ([8, 8], 2, 8),
+        ([8, 0, 0], 8, 1),
+        ([1] * 9, 16, 1),
+        ([8] * 7, 7, 8),  # 35 places of two rows would be as wide
+        ([8] * 6 + [0] * 2, 32, 1),
+        ([8] * 12 + [0] * 4, 64, 1),
+        ([15, *[0] * 56], 64, 1),
+    ],
+)
+def test_copies_are_packed_where_that_takes_fewer_rows(
+    num_copied: list[int], places: int, most: int
+) -> None:
+    assert RoundSizes.of(128, 15).copying(num_copied) == (places, most)
+
+
+def test_rounds_are_packed_beyond_the_members_that_there_may_be() -> None:
+    assert RoundSizes.of(8, 8).packed == [8, 16, 32, 64, 128]
+    assert RoundSizes.of(8, 8).most_places == 256
+    assert RoundSizes.of(8, 1).packed == RoundSizes.of(8, 0).packed == []
+    assert RoundSizes.of(8, 1).most_places == 128
+
+
 @pytest.mark.parametrize("max_batch_size", [1, 2, 3, 7, 48, 128, 300])
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 5, 15])
 def test_every_round_has_a_size_that_fits_a_launch(

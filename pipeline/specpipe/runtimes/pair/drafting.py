@@ -142,8 +142,7 @@ class Drafting:
         batch_size = len(decoding)
         most = most_draft_tokens(self._options.schedule, batch_size + num_beside)
         costs = self._costs.at(batch_size) if self._costs is not None and decoding else None
-        is_alone = batch_size + num_beside == 1
-        drafted = [self._copy(r, costs, most, is_alone=is_alone) for r in decoding]
+        drafted = [self._copy(r, costs, most) for r in decoding]
         copied = [d for d in drafted if d.is_copied]
         proposals, late = self._propose(decoding, drafted, costs, most)
         if self._costs is not None and decoding:
@@ -157,12 +156,7 @@ class Drafting:
         return drafted
 
     def _copy(
-        self,
-        running: RunningSequences,
-        costs: StepCosts | None,
-        most: int | None,
-        *,
-        is_alone: bool,
+        self, running: RunningSequences, costs: StepCosts | None, most: int | None
     ) -> Drafted:
         """Returns draft tokens that the request's guide forces, or from its prediction or its own
         text; none where none pay more than drafting.
@@ -175,7 +169,7 @@ class Drafting:
         predicted = state.drafts.predict(copying, costs, most=most)
         if predicted:
             return Drafted(state, predicted, is_copied=True, is_predicted=True)
-        if copying is None or not is_alone or not self._options.prompt_lookup:
+        if copying is None:
             return drafted
         num_copied = state.drafts.next_num_copied_tokens(copying, costs, most=most)
         copied = state.drafts.copy(num_copied) if num_copied else []
@@ -241,22 +235,26 @@ def _worthwhile(
     proposals: Sequence[_Proposal], copied: Sequence[Drafted], costs: CostTable, batch_size: int
 ) -> list[_Proposal]:
     """Returns proposals cut to the draft length at which the batch emits most in a given time, and
-    cuts what was copied, of predictions, likewise.
+    cuts what was copied likewise.
 
     Each request proposes what would pay if all did as it does. But a draft step for a few of them
     costs nearly what it costs for all, and those that do not draft wait for it. Those that name
     their draft length are not stopped.
     """
     num_plain = batch_size - len(proposals) - len(copied)
+    expected_of = [
+        draft.state.drafts.expected_tokens(
+            is_copied=draft.is_copied, is_predicted=draft.is_predicted
+        )
+        for draft in (*(p.drafted for p in proposals), *copied)
+    ]
 
     def rate(cap: int) -> float:
         lengths = [_capped(p.drafted, p.num_draft_tokens, cap) for p in proposals]
         copied_lengths = [_capped(d, len(d.token_ids), cap) for d in copied]
         expected = sum(
-            draft.state.drafts.expected_tokens(length, is_predicted=draft.is_predicted)
-            for draft, length in zip(
-                (*(p.drafted for p in proposals), *copied), (*lengths, *copied_lengths), strict=True
-            )
+            by_length[length]
+            for by_length, length in zip(expected_of, (*lengths, *copied_lengths), strict=True)
         )
         seconds = costs.step_seconds([*lengths, *[0] * num_plain], copied_lengths)
         return (num_plain + expected) / seconds

@@ -32,6 +32,7 @@ from specpipe.runtimes.pair.streams import StreamRound, Streams
 from specpipe.speculative.adaptive import Prior
 from specpipe.speculative.decode import UNUSABLE_LOGITS
 from specpipe.speculative.guide import Guides
+from specpipe.speculative.lookup import CopyOdds
 from specpipe.speculative.request import Chunk, Request, RequestLimits
 
 _HONOURED = ("logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs", "prediction")
@@ -76,15 +77,16 @@ class EnginePair(QueuedPair[RunningSequences]):
             draft_max_seq_len=draft.max_seq_len,
             vocab_size=min(draft.vocab_size, target.vocab_size),
         )
+        copy_odds = CopyOdds() if options.prompt_lookup and self.costs is not None else None
         super().__init__(
             options,
             limits,
             detokenizer,
             max_batch_size=min(options.max_batch_size, target.max_batch_size),
-            has_lookup=options.prompt_lookup and self.costs is not None,
             honours=_HONOURED,
             guides=guides,
             prior=None if rounds is None else Prior(),
+            copy_odds=copy_odds,
             clock=clock,
         )
         self._draft, self._target, self._sampler = draft, target, sampler
@@ -95,7 +97,12 @@ class EnginePair(QueuedPair[RunningSequences]):
         self._streams: Streams | None = None
         if rounds is not None:
             self._streams = Streams(
-                rounds, self._drafting, target, options, is_adaptive=self.costs is not None
+                rounds,
+                self._drafting,
+                target,
+                options,
+                is_adaptive=self.costs is not None,
+                copy_odds=copy_odds,
             )
 
     @property

@@ -115,8 +115,8 @@ class PairOptions:
     name no draft length; none: num_draft_tokens.
     """
     prompt_lookup: bool = False
-    """Whether a request that runs alone copies draft tokens from its own text where that repeats
-    itself, instead of asking the draft model.
+    """Whether requests copy draft tokens from their own texts where these repeat themselves,
+    instead of asking the draft model.
     """
     max_batch_size: int = 8
     max_seq_len: int = 1024

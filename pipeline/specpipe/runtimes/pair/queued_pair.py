@@ -15,6 +15,7 @@ from specpipe.runtimes.pair.features import check_features
 from specpipe.runtimes.pair.pair import DetokenizerFactory, Occupancy, PairOptions
 from specpipe.speculative.adaptive import DraftLength, Prior
 from specpipe.speculative.guide import Guides, Matcher
+from specpipe.speculative.lookup import CopyOdds
 from specpipe.speculative.request import Chunk, FinishReason, Request, RequestLimits
 from specpipe.speculative.state import RequestState
 
@@ -45,22 +46,23 @@ class QueuedPair(ABC, Generic[R]):
         detokenizer: DetokenizerFactory,
         *,
         max_batch_size: int,
-        has_lookup: bool = False,
         honours: Collection[str] = (),
         guides: Guides | None = None,
         prior: Prior | None = None,
+        copy_odds: CopyOdds | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """max_batch_size is how many requests may run; has_lookup: they may copy draft tokens.
+        """max_batch_size is how many requests may run.
 
-        prior    DraftLength's
-        honours  those of FEATURES that requests may ask for; the others are refused by name
-        guides   with them requests may have a guide, too
+        honours    those of FEATURES that requests may ask for; the others are refused by name
+        guides     with them requests may have a guide, too
+        prior      DraftLength's
+        copy_odds  DraftChoice's
         """
         self._options, self._limits, self._detokenizer = options, limits, detokenizer
-        self._max_batch_size, self._has_lookup, self._clock = max_batch_size, has_lookup, clock
+        self._max_batch_size, self._clock = max_batch_size, clock
         self._honours = {*honours, *(("guided_decoding_guide",) if guides is not None else ())}
-        self._guides, self._prior = guides, prior
+        self._guides, self._prior, self._copy_odds = guides, prior, copy_odds
         self._waiting = WaitingRequests(options, clock=clock)
         self._running: list[R] = []
         self._chunks: deque[Chunk] = deque()
@@ -161,7 +163,7 @@ class QueuedPair(ABC, Generic[R]):
                 request.text_token_ids, skip_special_tokens=request.skip_special_tokens
             ),
             draft_length=DraftLength(self._prior) if self._adapts(request) else None,
-            has_lookup=self._has_lookup,
+            copy_odds=self._copy_odds,
             matcher=self._matcher(request),
             queue_s=waiting.waited_s(self._clock()),
         )

@@ -18,6 +18,7 @@ from typing import Protocol
 from specpipe.runtimes.pair.engine import SequenceId
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.batch_draft_length import Packing
 from specpipe.speculative.request import Sampling
 
 MOST_UNDER_WAY = 2
@@ -117,6 +118,12 @@ class Rounds(Protocol):
         It follows from the sequence alone, not from load: bits depend on what reads a text.
         """
 
+    def packing(self, num_members: int) -> Packing | None:
+        """Returns what packed rounds of so many cost; None: there are none, or see copy_costs.
+
+        In those nobody drafts, and who copies more tokens than a place has rows has several places.
+        """
+
     def join(
         self, target_sequence: SequenceId, token_ids: Sequence[int], sampling: Sampling
     ) -> None:
@@ -136,8 +143,9 @@ class Rounds(Protocol):
     def launch(self, members: Sequence[Member], readings: Sequence[Reading] = ()) -> None:
         """Begins a round as soon as the last one has ended, and does not wait for it.
 
-        At most MOST_UNDER_WAY are under way. Only members that have a draft may draft. Who is read
-        to the last token but one may be a member of the same round. Without members there is
+        At most MOST_UNDER_WAY are under way. Only members that have a draft may draft. None has
+        more draft tokens than so many can have, but in a packed round with places for all. Who is
+        read to the last token but one may be a member of the same round. Without members there is
         nothing to take, so it counts as none that is under way.
         """
 

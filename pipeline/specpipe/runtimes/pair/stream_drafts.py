@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
-from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.rounds import Member, Rounds
-from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.adaptive import StepCosts, can_pay, promise
 from specpipe.speculative.batch_draft_length import BatchDraftLength, Candidate
+from specpipe.speculative.lookup import CopyOdds
 from specpipe.speculative.state import RequestState
 
 
@@ -45,17 +45,31 @@ class Stream:
         return sum(member.num_draft_tokens + 1 for member in self.under_way)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a request has of a round: so many draft tokens, of its text if is_copied."""
+
+    num_draft_tokens: int
+    is_copied: bool = False
+
+
 class StreamDrafts:
-    """Chooses the draft lengths of rounds.
+    """Chooses the draft lengths of rounds, and whose draft tokens are copied from their texts.
 
     Requests that name theirs, or all where nothing adapts, draft from their first round on. Of the
     others the draft reads nothing before it is to draft for them; it reads while rounds go on.
     """
 
     def __init__(
-        self, rounds: Rounds, drafting: Drafting, options: PairOptions, *, is_adaptive: bool
+        self,
+        rounds: Rounds,
+        drafting: Drafting,
+        *,
+        is_adaptive: bool,
+        copy_odds: CopyOdds | None,
     ) -> None:
-        self._rounds, self._drafting, self._options = rounds, drafting, options
+        """copy_odds  of draft tokens that are copied; None: none are"""
+        self._rounds, self._drafting, self._copy_odds = rounds, drafting, copy_odds
         costs = rounds.costs(1) if is_adaptive else None
         self._is_adaptive = costs is not None
         self._length = BatchDraftLength()
@@ -87,58 +101,110 @@ class StreamDrafts:
             return None
         return min(length, self._rounds.most_draft_tokens(1))
 
-    def num_to_copy(self, stream: Stream, most: int | None) -> int:
-        """Returns how many tokens a request that is alone copies in its next round."""
-        copying = self._rounds.copy_costs(1) if self._is_adaptive else None
-        if copying is None or not self._options.prompt_lookup:
-            return 0
-        drafting = self._rounds.costs(1) if stream.has_draft else None
-        num_copied = stream.state.drafts.next_num_copied_tokens(copying, drafting, most=most)
-        return min(num_copied, self._rounds.most_draft_tokens(1))
-
     def adapt(
         self,
         streams: Sequence[Stream],
-        lengths: list[int],
+        shares: list[Share],
         most: int | None,
         *,
         is_trial_under_way: bool,
     ) -> bool:
-        """Sets the draft lengths that are ours to choose; returns whether they are a trial."""
+        """Sets the shares that are ours to choose; returns whether they are a trial."""
+        num_members = len(streams)
+        most_of_round = self._rounds.most_draft_tokens(num_members) if streams else 0
+        copying = self._copying(num_members, most_of_round)
+        copied = self._copied(streams) if copying is not None else {}
+        costs = self._rounds.costs(num_members) if self._is_adaptive and streams else None
         places: list[int] = []
         candidates: list[Candidate] = []
-        most_of_round = self._rounds.most_draft_tokens(len(streams)) if streams else 0
         for place, stream in enumerate(streams):
             if self.is_fixed(stream.running):
-                continue
-            if not most_of_round:  # soon said: there are many of them
+                if place in copied and copying is not None and costs is not None:
+                    shares[place] = self._copied_instead(
+                        stream, shares[place], copied[place][: most_of_round + 1], copying, costs
+                    )
+            elif not most_of_round:  # soon said: there are many of them
                 stream.state.drafts.skip("does_not_pay", most=most)
-            elif candidate := self._candidate(stream, most, most_of_round):
+            elif candidate := self._candidate(stream, most, most_of_round, copied.get(place)):
                 places.append(place)
                 candidates.append(candidate)
-        costs = self._rounds.costs(len(streams)) if candidates else None
-        if costs is None:
+        if costs is None or not candidates:
             return False
+        packing = None
+        if copying is not None and not any(share.num_draft_tokens for share in shares):
+            packing = self._rounds.packing(num_members)
         choice = self._length.choose(
             candidates,
-            len(streams) - len(candidates),
+            num_members - len(candidates),
             costs,
+            copying=copying,
+            packing=packing,
             draft_step=self._draft_step(costs),
             is_trial_under_way=is_trial_under_way,
         )
-        chosen = set(choice.who)
+        who = set(choice.who)
         for number, (place, candidate) in enumerate(zip(places, candidates, strict=True)):
             stream = streams[place]
-            if number not in chosen:
+            if number in choice.copied:
+                shares[place] = Share(choice.copied[number], is_copied=True)
+            elif number not in who:
                 stream.state.drafts.skip("does_not_pay")
             elif not stream.has_draft:
                 stream.state.drafts.skip("not_ready")
                 self._unread[stream] = None
             else:
-                lengths[place] = min(choice.num_draft_tokens, candidate.limit)
+                shares[place] = Share(min(choice.num_draft_tokens, candidate.limit))
                 if choice.is_trial:
                     candidate.draft_length.begin_trial()
         return choice.is_trial
+
+    def _copying(self, num_members: int, most_of_round: int) -> StepCosts | None:
+        """Returns what rounds of so many cost that copy; None where that can never pay."""
+        if self._copy_odds is None or not most_of_round:
+            return None
+        costs = self._rounds.copy_costs(num_members)
+        return costs if costs is not None and can_pay(most_of_round, costs) else None
+
+    def _copied(self, streams: Sequence[Stream]) -> dict[int, Sequence[float]]:
+        """Returns what those should emit that may copy, by place and the number of copied tokens.
+
+        The device copies what follows the text as it is then. Of that the host does not know yet
+        what rounds under way emit.
+        """
+        assert self._copy_odds is not None
+        limits: dict[int, int] = {}
+        most = self._rounds.most_draft_tokens(1)
+        for place, stream in enumerate(streams):
+            limit = stream.state.drafts.copy_limit(len(stream.under_way))
+            if limit:
+                limits[place] = min(limit, most)
+        if not limits:
+            return {}
+        expected = self._copy_odds.expected_tokens(
+            [streams[place].state.drafts.num_matched() for place in limits],
+            [streams[place].most_ahead for place in limits],
+        ).tolist()
+        return {
+            place: by_length[: limit + 1]
+            for (place, limit), by_length in zip(limits.items(), expected, strict=True)
+        }
+
+    def _copied_instead(
+        self,
+        stream: Stream,
+        share: Share,
+        copied: Sequence[float],
+        copying: StepCosts,
+        costs: StepCosts,
+    ) -> Share:
+        """Returns a request's share that names its draft length: it copies where that is better."""
+        limit = len(copied) - 1
+        drafts, drafted = stream.state.drafts, share.num_draft_tokens
+        promised = 0.0
+        if drafted and drafts.draft_length is not None:
+            promised = promise(drafts.draft_length.acceptance_probability, drafted, costs)
+        better = copied[limit] > promised * copying.time(limit)
+        return Share(limit, is_copied=True) if better else share
 
     def _draft_step(self, costs: StepCosts) -> float:
         """Returns what a step of the draft for one request takes, in rounds of these costs."""
@@ -149,16 +215,25 @@ class StreamDrafts:
             return step
         return step * alone.seconds / costs.seconds
 
-    def _candidate(self, stream: Stream, most: int | None, most_of_round: int) -> Candidate | None:
-        """Returns what a request may draft; None where it may not, which it is told."""
+    def _candidate(
+        self,
+        stream: Stream,
+        most: int | None,
+        most_of_round: int,
+        copied: Sequence[float] | None,
+    ) -> Candidate | None:
+        """Returns what a request may draft and copy; None where it may neither.
+
+        Where it may not draft it is told so.
+        """
         drafts = stream.state.drafts
         limit = drafts.next_num_draft_tokens(
             most=most, num_ahead=stream.most_ahead, num_sure=len(stream.under_way)
         )
-        if not limit or drafts.draft_length is None:
-            return None
-        if not self._drafting.has_room(stream.running):
+        if limit and not self._drafting.has_room(stream.running):
             drafts.skip("no_room")
+            limit = 0
+        if drafts.draft_length is None or not (limit or copied):
             return None
         request = stream.state.request
         return Candidate(
@@ -168,6 +243,7 @@ class StreamDrafts:
             num_unread=len(stream.state.token_ids) - self._drafting.num_cached(stream.running),
             num_read=len(request.prompt_token_ids),
             num_wanted=request.max_tokens,
+            copied=copied or (1.0,),
         )
 
     def read(self) -> None:

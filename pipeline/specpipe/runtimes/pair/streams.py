@@ -17,8 +17,9 @@ from specpipe.runtimes.pair.readings import Readings
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Rounds
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.pair.scheduling import uncached
-from specpipe.runtimes.pair.stream_drafts import Stream, StreamDrafts
+from specpipe.runtimes.pair.stream_drafts import Share, Stream, StreamDrafts
 from specpipe.speculative.adaptive import most_draft_tokens
+from specpipe.speculative.lookup import CopyOdds
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,12 @@ class Streams:
         options: PairOptions,
         *,
         is_adaptive: bool,
+        copy_odds: CopyOdds | None = None,
     ) -> None:
+        """copy_odds  of draft tokens that are copied; None: none are"""
         self._rounds, self._drafting, self._target = rounds, drafting, target
         self._options = options
-        self._drafts = StreamDrafts(rounds, drafting, options, is_adaptive=is_adaptive)
+        self._drafts = StreamDrafts(rounds, drafting, is_adaptive=is_adaptive, copy_odds=copy_odds)
         self._readings = Readings(rounds, target, options.max_num_tokens, begins=self._begins)
         self._streams: dict[RunningSequences, Stream] = {}
         self._under_way: deque[_UnderWay] = deque()
@@ -129,7 +132,7 @@ class Streams:
             parts = [*under_way.parts]
             most = max((member.num_draft_tokens for _, member in parts), default=0)
             readings, beginning = self._readings.choose(len(parts), most)
-            parts += [self._part(stream, 0) for stream in beginning]
+            parts += [self._part(stream, Share(0)) for stream in beginning]
             if not parts and not readings:
                 break
             self._num_launched += 1
@@ -178,7 +181,7 @@ class Streams:
             s for s in self._streams.values() if not s.is_sure_to_end and s not in self._readings
         ]
         streams: list[Stream] = []
-        lengths: list[int] = []
+        shares: list[Share] = []
         longest = 0
         for stream in sorted(waiting, key=lambda stream: stream.last_round):
             length = self._drafts.fixed_length(stream, most)
@@ -186,29 +189,23 @@ class Streams:
                 continue
             if max(longest, length) <= self._rounds.most_draft_tokens(len(streams) + 1):
                 streams.append(stream)
-                lengths.append(length)
+                shares.append(Share(length))
                 longest = max(longest, length)
-        if num_decoding == 1 and streams:
-            num_copied = self._drafts.num_to_copy(streams[0], most)
-            if num_copied:
-                return _UnderWay([self._part(streams[0], num_copied, is_copied=True)])
         is_trial = self._drafts.adapt(
             streams,
-            lengths,
+            shares,
             most,
             is_trial_under_way=any(under_way.is_trial for under_way in self._under_way),
         )
-        parts = [self._part(s, k) for s, k in zip(streams, lengths, strict=True)]
+        parts = [self._part(*part) for part in zip(streams, shares, strict=True)]
         return _UnderWay(parts, is_trial)
 
     def _begins(self, stream: Stream) -> bool:
         """Returns whether a request may begin without draft tokens: it names no other number."""
         return not (stream.state.drafts.is_speculative and self._drafts.is_fixed(stream.running))
 
-    def _part(
-        self, stream: Stream, num_draft_tokens: int, *, is_copied: bool = False
-    ) -> tuple[Stream, Member]:
-        num_ahead = stream.most_ahead + num_draft_tokens + 1
+    def _part(self, stream: Stream, share: Share) -> tuple[Stream, Member]:
+        num_ahead = stream.most_ahead + share.num_draft_tokens + 1
         num_positions = len(stream.state.token_ids) + num_ahead
         sequence = stream.running.target_sequence
-        return stream, Member(sequence, num_draft_tokens, num_positions, is_copied)
+        return stream, Member(sequence, share.num_draft_tokens, num_positions, share.is_copied)

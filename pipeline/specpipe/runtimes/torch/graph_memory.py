@@ -13,7 +13,7 @@ from specpipe.runtimes.torch.fused_sizes import (
     ROW_COUNTS,
     ROWS,
 )
-from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS, Form, RoundSizes
+from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS, PACKED, Form, RoundSizes
 
 _FIRST_BYTES = 72 << 20
 _LAUNCH_BYTES = 3 << 10
@@ -50,7 +50,12 @@ def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draf
     # What is of few sequences is recorded for short texts and for long ones.
     of_few = 1 + (capacity > MOST_CHUNKS * CHUNK)
     drafting = verifying = 0
-    for places, most in sizes.shapes():
+    shapes = sizes.shapes()
+    for places in sizes.packed:
+        if (places, PACKED) not in shapes:
+            num_rows = [places * (PACKED + 1)]
+            verifying += sum(launches(num_rows, form) for form in sizes.forms(places))
+    for places, most in shapes:
         times = of_few if places <= _FEW else 1
         for form in sizes.forms(places):
             drafting += times * launches([places * (1 if k else 2) for k in range(most)], form)

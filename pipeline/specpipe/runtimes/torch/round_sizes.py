@@ -6,16 +6,29 @@ holds it; what is too much is nobody's. Importing this imports neither torch nor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from specpipe.runtimes.torch.fused_sizes import FEW_ROWS, ROWS, ROWS_BESIDE_FEW, WIDTHS, most_rows
+from specpipe.runtimes.torch.fused_sizes import (
+    FEW_ROWS,
+    ROWS,
+    ROWS_BESIDE_FEW,
+    WIDTHS,
+    most_rows,
+    width_of,
+)
 from specpipe.speculative.request import Sampling
 
 MAX_DRAFT_TOKENS = ROWS - 1
 
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, MAX_DRAFT_TOKENS)
 """Draft tokens of rounds of several members; those of a single one are recorded one by one."""
+
+PACKED = 1
+"""Draft tokens of a place in rounds without the draft in which a member may have several places.
+So those that copy much have many rows, and those that copy nothing two.
+"""
 
 _FEW = (1, 2)
 """Places of rounds that need not fill a launch."""
@@ -68,6 +81,16 @@ class RoundKey:
     def num_rows(self) -> int:
         """Of the target."""
         return self.places * (self.most + 1)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a member may have several places."""
+        return not self.drafts and self.most == PACKED
+
+
+def places_of(num_copied: int) -> int:
+    """Returns the places that a member has in a packed round."""
+    return num_copied // (PACKED + 1) + 1
 
 
 @dataclass(frozen=True)
@@ -123,11 +146,6 @@ class RoundSizes:
         places = max(p for p in self._all_places(most) if p * (most + 1) <= num_rows)
         return max(places - num_members, 0), most
 
-    @property
-    def most_places(self) -> int:
-        """Those of the rounds that have most."""
-        return max(places for places, _ in self.shapes())
-
     def forms(self, places: int) -> tuple[Form, ...]:
         """Returns the forms that rounds of so many places are recorded in, rising."""
         return tuple(Form) if places == 1 else _FORMS
@@ -141,6 +159,32 @@ class RoundSizes:
         alone = [(1, most) for most in range(self.num_draft_tokens + 1)]
         others = {(p, most) for most in self._all_lengths for p in self._all_places(most)}
         return sorted({*alone, *others})
+
+    @property
+    def packed(self) -> list[int]:
+        """Returns the places of rounds in which members may have several, rising."""
+        if self.num_draft_tokens <= PACKED:
+            return []
+        return [width // (PACKED + 1) for width in WIDTHS if width <= self.rows]
+
+    @property
+    def most_places(self) -> int:
+        """Returns the places that any round has at most."""
+        return max(*self.packed, *(places for places, _ in self.shapes()))
+
+    def copying(self, num_copied: Sequence[int]) -> tuple[int, int]:
+        """Returns places and draft tokens of the round in which members copy so many tokens.
+
+        It is the narrowest, and of two that are as narrow the one in which each has one place.
+        """
+        rounds = []
+        most = max(num_copied)
+        if most <= self.most_draft_tokens(len(num_copied)):
+            most = self.length(len(num_copied), most)
+            rounds.append((self.places(len(num_copied), most), most))
+        num_places = sum(map(places_of, num_copied))
+        rounds += [(places, PACKED) for places in self.packed if places >= num_places][:1]
+        return min(rounds, key=lambda key: width_of(key[0] * (key[1] + 1)))
 
     def timed(self) -> list[tuple[int, int]]:
         """Returns numbers of members and draft tokens of rounds that tell what all others cost."""

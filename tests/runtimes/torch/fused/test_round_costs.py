@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specpipe.runtimes.torch.fused.round_costs import costs_of
+from specpipe.runtimes.torch.fused.round_costs import costs_of, packed_costs_of
 from specpipe.runtimes.torch.round_sizes import RoundSizes
 
 
@@ -29,3 +29,10 @@ def test_every_number_of_members_has_costs(max_batch_size: int, num_draft_tokens
     for num_members in range(1, sizes.max_members + 1):
         most = sizes.most_draft_tokens(num_members)
         assert costs[num_members].verify == [0.0] * (most + 1)
+
+
+def test_packed_rounds_cost_what_others_do_that_are_as_wide() -> None:
+    sizes = RoundSizes(max_members=8, rows=128, num_draft_tokens=8)
+    copying = {(1, 0): 9.0, (1, 8): 1.0, (2, 6): 1.1, (8, 1): 1.2, (8, 3): 2.0, (7, 8): 3.0}
+    assert packed_costs_of(sizes, copying) == {8: 1.2, 16: 2.0, 32: 3.0}
+    assert packed_costs_of(sizes, {}) == {}

@@ -68,7 +68,9 @@ class Bench:
             copies=True,
         )
 
-    def join(self, text: Sequence[int], *, num_unread: int = 1) -> Joined:
+    def join(
+        self, text: Sequence[int], *, num_unread: int = 1, sampling: Sampling = GREEDY
+    ) -> Joined:
         """Lets a text join, with a draft that lacks its last tokens."""
         target, draft = (
             engine.allocate(prompt_length=len(text), max_tokens=100)
@@ -77,7 +79,7 @@ class Bench:
         for engine, sequence, num in ((self.target, target, 1), (self.draft, draft, num_unread)):
             if text[:-num]:
                 engine.forward([(sequence, text[:-num])], [0])
-        self.rounds.join(target, text, GREEDY)
+        self.rounds.join(target, text, sampling)
         self.rounds.give_draft(target, draft)
         return Joined(target, draft, list(text))
 
@@ -282,6 +284,37 @@ def test_some_copy_what_others_draft() -> None:
     assert num_emitted(bench.run((copies, 2), (drafts, 2))) == [3, 3]
     assert copies.text == whole[: len(copies.text)]
     check(bench, drafts, TEXTS[2])
+
+
+@pytest.mark.parametrize(
+    "has_seed",
+    [
+        pytest.param(None, id="greedy"),
+        pytest.param(True, id="seeded", marks=pytest.mark.slow),
+        pytest.param(False, id="unseeded", marks=pytest.mark.slow),
+    ],
+)
+def test_who_copies_much_has_several_places(has_seed: bool | None) -> None:
+    """And is told what a round tells in which each has one: packed, rows are half as many."""
+    sampling = GREEDY if has_seed is None else Sampling(temperature=0.4, seed=3, is_seeded=has_seed)
+    length, told = 6, []
+    for others in (0, length):
+        bench = Bench(max_batch_size=3, max_draft_len=length)
+        text = bench.greedy(TEXTS[0], 21)
+        members = [bench.join(TEXTS[1]), *(bench.join(text, sampling=sampling) for _ in range(2))]
+        lengths = (others, length, length - 3)
+        sizes = bench.rounds.sizes
+        assert sizes.copying(lengths) == ((8, 1) if not others else (3, length))
+        results = bench.run(*zip(members, lengths, strict=True), is_copied=[True] * 3)
+        assert [r.num_draft_tokens for r in results] == list(lengths)
+        results += bench.run(*((joined, 0) for joined in members))
+        told.append([(r.token_ids, r.num_draft_tokens) for r in (*results[1:3], *results[4:])])
+        check(bench, members[0], TEXTS[1])
+    assert told[0] == told[1]
+    wanted = num_right(text, bench.greedy(text, length)[len(text) :], length)
+    if has_seed is None:
+        assert wanted >= 2
+        assert [len(ids or []) for ids, _ in told[0][:2]] == [wanted + 1, min(wanted, 3) + 1]
 
 
 def test_only_usable_tokens_are_emitted() -> None:

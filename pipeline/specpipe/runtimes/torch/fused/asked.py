@@ -69,11 +69,17 @@ def at(streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS: t
     index = step + number % group
     stream = tl.load(streams_ptr + place)
     num_draft = tl.load(num_draft_ptr + place)
+    is_copied = tl.load(is_copied_ptr + place)
+    is_there = stream >= 0
     if DRAFTS:
-        is_there = (index < num_draft) & (tl.load(is_copied_ptr + place) == 0)
+        is_there &= (index < num_draft) & (is_copied == 0)
     else:
-        is_there = index <= num_draft
-    return tl.maximum(stream, 0), index, is_there & (stream >= 0)
+        is_there &= index <= num_draft
+        is_more = (stream < -1) & (is_copied < 0)
+        is_there |= is_more & (index <= num_draft)
+        index = tl.where(is_more, index - is_copied, index)
+        stream = tl.where(is_more, -2 - stream, stream)
+    return tl.maximum(stream, 0), index, is_there
 
 
 @triton.jit

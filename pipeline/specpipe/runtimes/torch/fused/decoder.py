@@ -336,7 +336,8 @@ class Decoder:
     def accept(self, rows: Rows, streams: Streams, members: Members, result: Tensor) -> None:
         """Judges draft tokens by the rows scored: scoring.accept."""
         best, best_ids = self.bests(rows.width)
-        history, of_place = streams.history, power_of_2_above(members.most + 1)
+        history = streams.history
+        of_place = ROWS if members.is_packed else power_of_2_above(members.most + 1)
         self.launch(
             scoring.accept, (members.num_places,),
             best, best_ids, members.streams, members.num_draft, history, streams.last, result,

@@ -133,8 +133,9 @@ def _num_judged(peaks_ptr, draft_peaks_ptr, place, num_places, group, num_draft,
     index = tl.arange(0, ROWS)
     num_usable = _num_usable(peaks_ptr, place * group + index, num_draft + 1, ROWS)
     rows = _draft_row(place, index, num_places)
+    num_of_draft = tl.where(is_copied == 0, num_draft, 0)
     num_drafted = tl.where(
-        is_copied == 0, _num_usable(draft_peaks_ptr, rows, num_draft, ROWS), num_draft
+        is_copied == 0, _num_usable(draft_peaks_ptr, rows, num_of_draft, ROWS), num_draft
     )
     return tl.maximum(tl.minimum(num_usable - 1, num_drafted), 0), num_usable
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Rounds
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.streams import Streams
-from specpipe.runtimes.torch.round_sizes import RoundSizes
+from specpipe.runtimes.torch.fused_sizes import width_of
+from specpipe.runtimes.torch.round_sizes import PACKED, RoundSizes
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.request import GREEDY
 
@@ -30,8 +30,8 @@ def measured_costs(
     streams: Streams,
     *,
     copies: bool,
-) -> tuple[Costs, Costs]:
-    """Times rounds that draft, and if copies says so those of one member that copy.
+) -> tuple[Costs, Costs, Mapping[int, float]]:
+    """Times rounds that draft, and if copies says so those that copy, and packed ones by places.
 
     On a GPU, while no request runs.
     """
@@ -46,15 +46,34 @@ def measured_costs(
             sequences.append(joined)
             rounds.join(joined[0], [0] * context, GREEDY)
             rounds.give_draft(*joined)
-        for is_copied in (False, True)[: 1 + (copies and num_members == 1)]:
+        for is_copied in (False, True)[: 1 + (copies and most > 0)]:
             members = [Member(target, most, context, is_copied) for target, _ in sequences]
             seconds = copying if is_copied else drafting
             seconds[num_members, most] = _seconds(rounds, members, streams, context)
+        if copies and not most:
+            copying[num_members, 0] = drafting[num_members, 0]
     for of_target, of_draft in sequences:
         rounds.leave(of_target)
         target.free(of_target)
         draft.free(of_draft)
-    return costs_of(sizes, drafting), costs_of(replace(sizes, max_members=1), copying)
+    packed = packed_costs_of(sizes, copying)
+    return costs_of(sizes, drafting), costs_of(sizes, copying), packed
+
+
+def packed_costs_of(
+    sizes: RoundSizes, copying: Mapping[tuple[int, int], float]
+) -> Mapping[int, float]:
+    """Returns the seconds of packed rounds by places: the most of those that are as wide.
+
+    copying  of rounds that copy, by members and draft tokens
+    """
+    by_width: dict[int, float] = {}
+    for (num_members, most), seconds in copying.items():
+        if most:
+            width = width_of(num_members * (most + 1))
+            by_width[width] = max(by_width.get(width, 0.0), seconds)
+    widths = {places: width_of(places * (PACKED + 1)) for places in sizes.packed}
+    return {places: by_width[width] for places, width in widths.items() if width in by_width}
 
 
 def costs_of(sizes: RoundSizes, seconds: Mapping[tuple[int, int], float]) -> Costs:

@@ -176,7 +176,7 @@ class RoundGraphs:
     def _members_of(self, key: RoundKey) -> Members:
         size = len(_NOBODY) * key.places
         streams, num_draft, is_copied = self._members[:size].view(-1, key.places)
-        return Members(streams, num_draft, is_copied, most=key.most)
+        return Members(streams, num_draft, is_copied, most=key.most, is_packed=key.is_packed)
 
     def _plan(self, members: Members) -> None:
         streams, rows, draft_rows = self.streams, self._target_rows, self._draft_rows

@@ -33,8 +33,8 @@ def plan_round(
     num_places = tl.num_programs(0)
     stream = tl.load(streams_ptr + place)
     is_there = stream >= 0
-    is_read = stream < -1
-    text = tl.where(is_read, -2 - stream, tl.maximum(stream, 0))
+    is_more = stream < -1  # what is read, or more draft tokens of the place before
+    text = tl.where(is_more, -2 - stream, tl.maximum(stream, 0))
     last = tl.load(last_ptr + text)
     draft_slot = tl.load(draft_slots_ptr + text)
     num_draft = tl.load(num_draft_ptr + place)
@@ -42,8 +42,8 @@ def plan_round(
     is_drafting = is_there & (num_draft > 0) & (is_copied == 0)
     i = tl.arange(0, ROWS)
     row = place * (most + 1) + i
-    first = tl.where(is_read, is_copied, last)
-    position = tl.where((is_there | is_read) & (i <= num_draft), first + i, -1)
+    first = tl.where(is_more, tl.where(is_copied < 0, last - is_copied, is_copied), last)
+    position = tl.where((is_there | is_more) & (i <= num_draft), first + i, -1)
     tl.store(positions_ptr + row, position, mask=i <= most)
     tl.store(texts_ptr + row, text + i * 0, mask=i <= most)
     row = tl.where(i < 2, 2 * place + i, num_places * i + place)

@@ -12,7 +12,7 @@ lacks beyond that, after rounds without it, it reads before it drafts again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +26,9 @@ from specpipe.runtimes.torch.fused.graphs import Recording
 from specpipe.runtimes.torch.fused.round_costs import measured_costs
 from specpipe.runtimes.torch.fused.round_graphs import Place, RoundGraphs
 from specpipe.runtimes.torch.fused_sizes import RESULT
-from specpipe.runtimes.torch.round_sizes import Form, RoundKey, RoundSizes, form_of
+from specpipe.runtimes.torch.round_sizes import PACKED, Form, RoundKey, RoundSizes, form_of
 from specpipe.speculative.adaptive import StepCosts
+from specpipe.speculative.batch_draft_length import Packing
 from specpipe.speculative.request import Sampling
 
 
@@ -55,9 +56,24 @@ class _Part:
 
 @dataclass(frozen=True)
 class _UnderWay:
+    """What a round tells by place, when, and its parts with their places."""
+
     told: Tensor
     done: torch.cuda.Event | None
     parts: list[_Part]
+    places: list[int]
+
+
+def _places(stream: int, member: Member, most: int) -> list[Place]:
+    """Returns what Members has of a member: a place, or as many as its draft tokens take."""
+    num = member.num_draft_tokens
+    return [
+        (stream, num, int(member.is_copied)),
+        *(
+            (-2 - stream, min(most, num - first), -first)
+            for first in range(most + 1, num + 1, most + 1)
+        ),
+    ]
 
 
 class FusedRounds:
@@ -87,7 +103,7 @@ class FusedRounds:
         self._vocab_size = vocab_size
         self._is_cuda = target.spec.device.type == "cuda"
         self._told = [
-            torch.zeros(self.max_members, RESULT, dtype=torch.int32, pin_memory=self._is_cuda)
+            torch.zeros(self.sizes.most_places, RESULT, dtype=torch.int32, pin_memory=self._is_cuda)
             for _ in range(MOST_UNDER_WAY)
         ]
         self._num_launched = 0
@@ -95,6 +111,7 @@ class FusedRounds:
         self._under_way: deque[_UnderWay] = deque()
         self._costs: dict[int, StepCosts] = {}
         self._copy_costs: dict[int, StepCosts] = {}
+        self._packed_costs: Mapping[int, float] = {}
 
     @property
     def num_under_way(self) -> int:
@@ -116,6 +133,14 @@ class FusedRounds:
 
     def can_read(self, target_sequence: SequenceId) -> bool:
         return self._target.is_decoded(target_sequence)
+
+    def packing(self, num_members: int) -> Packing | None:
+        costs = self._costs.get(num_members)
+        if costs is None or costs.seconds is None:
+            return None
+        seconds = self._packed_costs.items()
+        times = {num: each / costs.seconds for num, each in seconds if num >= num_members}
+        return Packing(PACKED + 1, times) if times else None
 
     @torch.inference_mode()
     def join(
@@ -146,11 +171,20 @@ class FusedRounds:
             [stream for stream, drafts in zip(streams, is_drafting, strict=True) if drafts],
             is_long=is_long,
         )
-        most = max((member.num_draft_tokens for member in members), default=0)
-        most = self.sizes.length(len(members) + bool(readings), most)
-        pieces = self._pieces(readings, most + 1)
-        places = self.sizes.places(len(members) + len(pieces), most)
+        num_draft = [member.num_draft_tokens for member in members]
+        pieces: list[Place] = []
+        if readings or any(is_drafting):
+            most = self.sizes.length(len(members) + bool(readings), max(num_draft, default=0))
+            pieces = self._pieces(readings, most + 1)
+            places = self.sizes.places(len(members) + len(pieces), most)
+        else:
+            places, most = self.sizes.copying(num_draft)
         form = max((stream.form for stream in streams), default=Form.GREEDY)
+        of_members = [
+            place
+            for stream, member in zip(streams, members, strict=True)
+            for place in _places(stream.number, member, most)
+        ]
         self._graphs.run(
             RoundKey(
                 places,
@@ -159,22 +193,18 @@ class FusedRounds:
                 is_long and self._graphs.minds_length(places, most),
                 self.sizes.form(places, form),
             ),
-            [
-                *(
-                    (stream.number, member.num_draft_tokens, int(member.is_copied))
-                    for stream, member in zip(streams, members, strict=True)
-                ),
-                *pieces,
-            ],
+            [*of_members, *pieces],
         )
         if not members:
             return
-        told, done = self._tell(len(members))
+        first_places = [place for place, (stream, *_) in enumerate(of_members) if stream >= 0]
+        told, done = self._tell(len(of_members))
         parts = [
             _Part(stream, 0 if drafts else member.num_draft_tokens + 1)
             for stream, member, drafts in zip(streams, members, is_drafting, strict=True)
         ]
-        self._under_way.append(_UnderWay(told[:, : 2 + most + 1], done, parts))
+        told = told[:, : 2 + max(num_draft) + 1]
+        self._under_way.append(_UnderWay(told, done, parts, first_places))
 
     def _pieces(self, readings: Sequence[Reading], most: int) -> list[Place]:
         """Divides what is read into places of so many tokens."""
@@ -184,11 +214,11 @@ class FusedRounds:
             for first in range(of.first_position, of.stop, most)
         ]
 
-    def _tell(self, num_members: int) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _tell(self, num_places: int) -> tuple[Tensor, torch.cuda.Event | None]:
         """Has the host told what a round says of so many, and when that is done."""
-        told = self._told[self._num_launched % MOST_UNDER_WAY][:num_members]
+        told = self._told[self._num_launched % MOST_UNDER_WAY][:num_places]
         self._num_launched += 1
-        told.copy_(self._graphs.result[:num_members], non_blocking=True)
+        told.copy_(self._graphs.result[:num_places], non_blocking=True)
         if not self._is_cuda:
             return told, None
         done = torch.cuda.Event()
@@ -199,8 +229,10 @@ class FusedRounds:
         under_way = self._under_way.popleft()
         if under_way.done is not None:
             under_way.done.synchronize()
+        told = under_way.told.tolist()
         results = []
-        for part, numbers in zip(under_way.parts, under_way.told.tolist(), strict=True):
+        for part, place in zip(under_way.parts, under_way.places, strict=True):
+            numbers = told[place]
             num_emitted, num_judged, *token_ids = numbers
             part.stream.num_unread += min(part.num_unread, num_emitted)
             emitted = token_ids[:num_emitted] if num_emitted else None
@@ -232,10 +264,15 @@ class FusedRounds:
         """Returns what rounds may be asked for, those of few places first."""
         keys = []
         is_ever_long = self._target.is_long(max(self._draft.capacity, self._target.capacity))
-        for places, most in self.sizes.shapes():
-            # What drafts may copy as well; what only copies runs without the draft.
-            kinds = [most > 0, *([False] if self._has_copies and most else [])]
-            for drafts in kinds:
+        # What drafts may copy as well; what only copies runs without the draft.
+        kinds = {shape: [shape[1] > 0] for shape in self.sizes.shapes()}
+        if self._has_copies:
+            for shape in [s for s in kinds if s[1]]:
+                kinds[shape].append(False)
+            for places in self.sizes.packed:
+                kinds.setdefault((places, PACKED), [False])
+        for (places, most), of_shape in sorted(kinds.items()):
+            for drafts in of_shape:
                 minds = is_ever_long and self._graphs.minds_length(places, most)
                 for is_long in (False, True)[: 1 + minds]:
                     for form in self.sizes.forms(places):
@@ -250,7 +287,7 @@ class FusedRounds:
     @torch.inference_mode()
     def measure(self) -> None:
         """Times rounds for `costs`; on a GPU, while no sequence runs."""
-        self._costs, self._copy_costs = measured_costs(
+        self._costs, self._copy_costs, self._packed_costs = measured_costs(
             self,
             self.sizes,
             self._draft,

@@ -37,12 +37,15 @@ class Members:
     is_copied  int32 [places]: 1 where they are copied
     most       the draft tokens that the round has room for. A place has most + 1 rows of the
                target's launch, one after the other; those beyond its own draft tokens are nobody's
+    is_packed  who copies more than most has the places behind its own, too: there streams is
+               -2 - stream, num_draft + 1 the rows, and -is_copied the draft position of the first
     """
 
     streams: Tensor
     num_draft: Tensor
     is_copied: Tensor
     most: int
+    is_packed: bool = False
 
     @property
     def num_places(self) -> int:
