@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from specpipe.runtimes.pair.costs import CostTable
+from specpipe.runtimes.pair.costs import CostTable, PromptCosts
+from specpipe.runtimes.pair.engine import PromptParts
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member
@@ -27,13 +28,40 @@ Costs = Callable[[int], StepCosts | None]
 class Device(TableEngine):
     """An engine whose tokens a round may have cached: then `skip` finds them in the text.
 
-    num_told  how many of a sequence those are, as far as rounds that were taken tell it
+    num_told      how many of a sequence those are, as far as rounds that were taken tell it
+    part_seconds  of each of the three parts in which it reads what `begin` takes
     """
+
+    part_seconds = 0.0
 
     def __init__(self, model: HasLogits, **limits: int) -> None:
         super().__init__(model, **limits)
         self.texts: dict[int, list[int]] = {}
         self.num_told: dict[int, int] = {}
+        self._begun: dict[int, Sequence[int]] = {}
+        self._num_parts_left = 0
+
+    def begin(self, batch: Sequence[tuple[int, Sequence[int]]]) -> None:
+        assert not self._num_parts_left
+        self._begun = dict(batch)
+        self._num_parts_left = 3
+
+    @property
+    def seconds_of_next(self) -> float | None:
+        return self.part_seconds if self._num_parts_left else None
+
+    def go_on(self) -> None:
+        assert self._num_parts_left
+        self._num_parts_left -= 1
+        if not self._num_parts_left and self._begun:
+            super().forward(list(self._begun.items()), [0] * len(self._begun))
+
+    def forward(
+        self, batch: Sequence[tuple[int, Sequence[int]]], num_logits: Sequence[int]
+    ) -> torch.Tensor:
+        while self._num_parts_left:
+            self.go_on()
+        return super().forward(batch, num_logits)
 
     def skip(self, sequence: int, num_tokens: int) -> None:
         text, length = self.texts[sequence], self.length(sequence)
@@ -42,6 +70,7 @@ class Device(TableEngine):
 
     def free(self, sequence: int) -> None:
         super().free(sequence)
+        self._begun.pop(sequence, None)
         self.texts.pop(sequence, None)
         self.num_told.pop(sequence, None)
 
@@ -67,8 +96,10 @@ class TableRounds:
     max_members: int = 4
     max_rows: int = 64
     launched: list[list[Member]] = field(default_factory=list)
+    draft_prompt_costs: PromptCosts | None = None
 
     def __post_init__(self) -> None:
+        self.prompts: PromptParts | None = self.target
         self.texts: dict[int, _Text] = {}
         self.sampler = TorchSampler(self.target.vocab_size)
         self.under_way: deque[list[tuple[_Text, RoundResult, int]]] = deque()
@@ -178,6 +209,8 @@ def make_pair(
     draft_max_seq_len: int = 500,
     max_members: int = 4,
     max_rows: int = 64,
+    part_seconds: float = 0.0,
+    draft_prompt_costs: PromptCosts | None = None,
     clock: Callable[[], float] | None = None,
     **options: Any,
 ) -> tuple[EnginePair, TableRounds]:
@@ -188,7 +221,9 @@ def make_pair(
         Device(target or TableModel(target_rule), max_batch_size=max_batch_size),
     )
     costs_of = costs if callable(costs) else lambda num_members: costs
+    engines[1].part_seconds = part_seconds
     rounds = rounds_type(*engines, costs_of, max_members=max_members, max_rows=max_rows)
+    rounds.draft_prompt_costs = draft_prompt_costs
     settings = {"max_batch_size": 4, "max_seq_len": 300, "max_num_tokens": 16, **options}
     table = CostTable(8, {1: 1.0, 4: 1.0}, {1: 4.0, 36: 4.0}) if costs else None
     pair = EnginePair(

@@ -48,8 +48,13 @@ class Gathering:
         return True
 
 
+def num_uncached(running: RunningSequences, target: Engine) -> int:
+    """Returns how many accepted tokens the target has not cached yet."""
+    return len(running.state.token_ids) - target.length(running.target_sequence)
+
+
 def uncached(running: RunningSequences, target: Engine) -> list[int]:
-    """Returns accepted tokens that the target has not cached yet; one in a running decode."""
+    """Returns those tokens; one in a running decode."""
     return running.state.token_ids[target.length(running.target_sequence) :]
 
 

@@ -15,7 +15,7 @@ from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Rounds
 from specpipe.runtimes.pair.sampler import RoundResult
-from specpipe.runtimes.pair.scheduling import uncached
+from specpipe.runtimes.pair.scheduling import num_uncached
 from specpipe.runtimes.pair.stream_drafts import Stream, StreamDrafts
 from specpipe.speculative.adaptive import most_draft_tokens
 
@@ -87,7 +87,7 @@ class Streams:
         for running in requests:
             if len(self._streams) >= self._rounds.max_members:
                 return
-            if not self.can_run(running) or len(uncached(running, self._target)) > 1:
+            if not self.can_run(running) or num_uncached(running, self._target) > 1:
                 continue
             state = running.state
             self._rounds.join(running.target_sequence, state.token_ids, state.request.sampling)
@@ -109,6 +109,16 @@ class Streams:
         """Forgets the rounds under way."""
         self._rounds.drop()
         self._under_way.clear()
+
+    @property
+    def round_seconds(self) -> float | None:
+        """What the round takes that was launched last, or one of one request; None: not known."""
+        parts = self._under_way[-1].parts if self._under_way else ()
+        costs = self._rounds.costs(max(len(parts), 1))
+        if costs is None or costs.seconds is None:
+            return None
+        drafted = (member.num_draft_tokens for _, member in parts if not member.is_copied)
+        return costs.seconds * costs.time(max(drafted, default=0))
 
     def launch(self, num_beside: int) -> None:
         """Keeps the device busy, and lets the draft read the texts that it lacks meanwhile.

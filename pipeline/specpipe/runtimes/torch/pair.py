@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Kernels = Literal["auto", "fused", "plain"]
 
+_BRIEF_S = 0.3  # of timing single steps beside rounds: a guess
+
 _MIN_CAPABILITY, _MIN_FP8_CAPABILITY = (8, 0), (8, 9)  # Ampere; Ada
 
 
@@ -154,7 +156,7 @@ def fused_pair_of(
             )
             recordings += rounds.recordings()
         prepare(recordings)
-        if rounds is not None and options.adaptive:
+        if rounds is not None:
             rounds.measure()
         late_work = Lateness()
         return pair_of(
@@ -181,6 +183,8 @@ def pair_of(
             target,
             max_batch_size=options.max_batch_size,
             num_draft_tokens=options.num_draft_tokens,
+            # Most requests are in rounds then, whose costs were timed.
+            **({} if rounds is None else {"budget_s": _BRIEF_S}),
         )
     sampler = TorchSampler(min(draft.vocab_size, target.vocab_size), options.unused_token_ids)
     return EnginePair(

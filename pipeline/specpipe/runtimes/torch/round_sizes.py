@@ -121,13 +121,6 @@ class RoundSizes:
         others = {(p, most) for most in self._all_lengths for p in self._all_places(most)}
         return sorted({*alone, *others})
 
-    def timed(self) -> list[tuple[int, int]]:
-        """Returns numbers of members and draft tokens of rounds that tell what all others cost."""
-        powers = [1 << i for i in range(self.max_members.bit_length())]
-        fullest = [self._all_places(most)[-1] for most in self._all_lengths]
-        members = sorted({*powers, self.max_members, *fullest})
-        return [(num, most) for num in members for most in self.lengths(num)]
-
     @property
     def _all_lengths(self) -> list[int]:
         """Of rounds of several members."""
