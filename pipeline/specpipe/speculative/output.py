@@ -72,9 +72,11 @@ class Output:
 
     def take(self) -> Taken:
         """Returns what may leave now."""
-        num_chars = len(self._text) - self._num_held_chars
-        text, self._text = self._text[:num_chars], self._text[num_chars:]
-        self._num_taken_chars += num_chars
+        text, self._text = self._text, ""
+        if self._num_held_chars:
+            num_chars = len(text) - self._num_held_chars
+            text, self._text = text[:num_chars], text[num_chars:]
+        self._num_taken_chars += len(text)
         tokens = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
         self.num_taken_tokens += len(tokens)
         log_probs: tuple[float, ...] = ()
@@ -96,7 +98,8 @@ class Output:
         A token without text of its own (the start of a character) waits for the one that completes
         it.
         """
-        if self._is_finished:
+        has_all = self._is_finished or not self._text
+        if has_all and (self._is_finished or not self._tokens or self._tokens[-1].has_text):
             return len(self._tokens)
         num_whole = 0
         for number, token in enumerate(self._tokens, 1):

@@ -186,7 +186,8 @@ class RequestState:
 
     def _append(self, token_id: int, log_prob: float | None, top: TopLogProbs) -> None:
         request, output = self.request, self._output
-        can_stop = self.num_output_tokens >= request.sampling.min_tokens
+        min_tokens = request.sampling.min_tokens
+        can_stop = not min_tokens or self.num_output_tokens >= min_tokens
         if can_stop and token_id in request.end_token_ids:
             self._end("stop")
             return

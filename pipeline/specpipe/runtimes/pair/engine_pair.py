@@ -180,7 +180,9 @@ class EnginePair(QueuedPair[RunningSequences]):
 
     def _others(self, streams: Streams) -> list[RunningSequences]:
         """Goes on with prompts; returns those that this step has more work for, besides rounds."""
-        others = [r for r in self._running if r not in streams]
+        others = []
+        if len(streams) < len(self._running):
+            others = [r for r in self._running if r not in streams]
         num_reading = sum(num_uncached(r, self._target) > 1 for r in others)
         self._pace.begin(
             streams.round_seconds,

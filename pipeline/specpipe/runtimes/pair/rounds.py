@@ -11,8 +11,7 @@ text is the device's until it leaves; what it emits is told round by round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from specpipe.runtimes.pair.costs import PromptCosts
 from specpipe.runtimes.pair.engine import PromptParts, SequenceId
@@ -24,8 +23,7 @@ MOST_UNDER_WAY = 2
 """Rounds launched and not yet taken: one that runs, and one for when it ends."""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """The part of one sequence in a round.
 
     target_sequence   whose it is; it has joined

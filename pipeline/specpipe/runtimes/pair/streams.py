@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine
@@ -22,12 +23,14 @@ from specpipe.speculative.adaptive import most_draft_tokens
 
 @dataclass(frozen=True)
 class _UnderWay:
+    """most_drafted  the most draft tokens of one of them that are not copied"""
+
     parts: Sequence[tuple[Stream, Member]]
     is_trial: bool = False
+    most_drafted: int = 0
 
 
-@dataclass(frozen=True)
-class StreamRound:
+class StreamRound(NamedTuple):
     """What a round said of one request, and what it had in it."""
 
     running: RunningSequences
@@ -102,8 +105,9 @@ class Streams:
 
     def part(self) -> None:
         """Lets those go that now need more than rounds give."""
-        for running in [r for r in self._streams if not self.can_run(r)]:
-            self.leave(running)
+        for running in list(self._streams):
+            if running.is_draft_suspect or running.state.drafts.follows_prediction:
+                self.leave(running)  # what else it asks for was known when it joined
 
     def close(self) -> None:
         """Forgets the rounds under way."""
@@ -113,12 +117,11 @@ class Streams:
     @property
     def round_seconds(self) -> float | None:
         """What the round takes that was launched last, or one of one request; None: not known."""
-        parts = self._under_way[-1].parts if self._under_way else ()
-        costs = self._rounds.costs(max(len(parts), 1))
+        last = self._under_way[-1] if self._under_way else _UnderWay(())
+        costs = self._rounds.costs(max(len(last.parts), 1))
         if costs is None or costs.seconds is None:
             return None
-        drafted = (member.num_draft_tokens for _, member in parts if not member.is_copied)
-        return costs.seconds * costs.time(max(drafted, default=0))
+        return costs.seconds * costs.time(last.most_drafted)
 
     def launch(self, num_beside: int) -> None:
         """Keeps the device busy, and lets the draft read the texts that it lacks meanwhile.
@@ -132,7 +135,7 @@ class Streams:
                 break
             self._num_launched += 1
             for stream, member in under_way.parts:
-                stream.under_way.append(member)
+                stream.launch(member)
                 stream.last_round = self._num_launched
             self._rounds.launch([member for _, member in under_way.parts])
             self._under_way.append(under_way)
@@ -151,7 +154,7 @@ class Streams:
         parts = self._under_way.popleft().parts
         taken = []
         for (stream, member), result in zip(parts, self._rounds.take(), strict=True):
-            assert stream.under_way.popleft() is member
+            assert stream.take() is member
             if stream.has_left:
                 continue
             if result.token_ids is not None:
@@ -194,7 +197,7 @@ class Streams:
             is_trial_under_way=any(under_way.is_trial for under_way in self._under_way),
         )
         parts = [self._part(s, k) for s, k in zip(streams, lengths, strict=True)]
-        return _UnderWay(parts, is_trial)
+        return _UnderWay(parts, is_trial, max(lengths, default=0))
 
     def _part(
         self, stream: Stream, num_draft_tokens: int, *, is_copied: bool = False

@@ -86,6 +86,10 @@ class FusedRounds:
         self.prompts: PromptParts | None = target
         self.max_members = min(target.max_batch_size, rows)
         self.sizes = RoundSizes(self.max_members, rows, num_draft_tokens)
+        # Asked for each request in each step.
+        self._most_draft_tokens = [
+            self.sizes.most_draft_tokens(max(num, 1)) for num in range(self.max_members + 1)
+        ]
         self._graphs = RoundGraphs(draft, target, self.sizes, vocab_size=vocab_size, copies=copies)
         self._vocab_size = vocab_size
         self._is_cuda = target.spec.device.type == "cuda"
@@ -109,7 +113,7 @@ class FusedRounds:
         return self._draft.prompt_costs
 
     def most_draft_tokens(self, num_members: int) -> int:
-        return self.sizes.most_draft_tokens(num_members)
+        return self._most_draft_tokens[num_members]
 
     def costs(self, num_members: int) -> StepCosts | None:
         return self._costs.get(num_members)
