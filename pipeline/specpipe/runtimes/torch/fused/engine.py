@@ -295,7 +295,8 @@ class FusedEngine:
             [row.slot for row in filled],
             [row.token_id for row in filled],
         ]
-        self._inputs[:, :num_rows] = torch.tensor(inputs, dtype=torch.int32)
+        numbers = pinned(torch.tensor(inputs, dtype=torch.int32), self.spec.device)
+        self._inputs[:, :num_rows].copy_(numbers, non_blocking=True)
         is_long = self._is_long_of(num_rows, max(row.position for row in rows) + 1)
         self.graphs.run((num_rows, is_long), partial(self._run_rows, num_rows, is_long))
 
