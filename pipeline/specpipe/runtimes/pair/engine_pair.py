@@ -197,7 +197,8 @@ class EnginePair(QueuedPair[RunningSequences]):
             if len(r.state.token_ids) > 1 and not self._target.length(r.target_sequence)
         ]
         num_tokens = [len(r.state.token_ids) for r in new]
-        if self._gathering.holds(num_tokens, len(streams), self._options):
+        is_busy = self._reader.is_busy
+        if self._gathering.holds(num_tokens, len(streams), self._options, is_busy=is_busy):
             return [r for r in others if r not in new]
         return others
 

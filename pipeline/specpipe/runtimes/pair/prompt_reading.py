@@ -29,10 +29,11 @@ class PromptReader:
 
     def __contains__(self, running: RunningSequences) -> bool:
         """Whether a part of a request's prompt is being read."""
-        return running in self._under_way and self._is_busy
+        return running in self._under_way and self.is_busy
 
     @property
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
+        """Whether a launch has parts left."""
         return self._parts is not None and self._parts.seconds_of_next is not None
 
     def go_on(self) -> None:
@@ -49,7 +50,7 @@ class PromptReader:
 
         read_along  those of them that the draft reads too
         """
-        if not pieces or self._is_busy:
+        if not pieces or self.is_busy:
             return
         self._drafting.read_along(
             [(running, self._target.length(running.target_sequence)) for running in read_along]
