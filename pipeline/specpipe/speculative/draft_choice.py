@@ -47,7 +47,9 @@ class DraftChoice:
         self._prediction: Prediction | None = None
         if self.is_speculative and request.prediction_token_ids:
             self._prediction = Prediction(request.prediction_token_ids)
-        self._num_followed = len(request.prompt_token_ids)
+        self._num_followed = num_prompt_tokens = len(request.prompt_token_ids)
+        num_output_tokens = limits.num_tokens_left(request, num_prompt_tokens)
+        self._end_length = num_prompt_tokens + num_output_tokens
         self.status: DraftStatus = "not_started" if request.max_tokens else "too_short"
         if not self.is_speculative:
             is_configured = limits.max_num_draft_tokens > 0
@@ -103,6 +105,8 @@ class DraftChoice:
 
     def skip(self, reason: DraftStatus, *, most: int | None = None) -> None:
         """Tells the request why a step drafts nothing, unless it has a reason of its own."""
+        if self.status == reason and most is None and self._draft_room() > 0:
+            return  # told before; many requests ask in every step
         self._note(self._why_none(most) or reason)
 
     def copy_limit(self, num_sure: int = 0) -> int:
@@ -170,7 +174,7 @@ class DraftChoice:
     @property
     def follows_prediction(self) -> bool:
         """Whether the output is where its prediction more likely than not says what comes next."""
-        return bool(self._predicted(1))
+        return self._prediction is not None and bool(self._predicted(1))
 
     def predict(
         self,
@@ -275,7 +279,7 @@ class DraftChoice:
 
     def _token_limit(self, num_ahead: int = 0) -> int:
         """The most draft tokens that the request has a use for; less than 1: none."""
-        num_left = self._limits.num_tokens_left(self._request, len(self._token_ids))
+        num_left = self._end_length - len(self._token_ids)
         return min(self._max_num_draft_tokens, num_left - num_ahead - 1)
 
     def _draft_limit(self, most: int | None, num_ahead: int = 0, num_sure: int = 0) -> int:

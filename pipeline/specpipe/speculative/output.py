@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from specpipe.speculative.request import Request, TopLogProbs
 from specpipe.speculative.stop_strings import StandIns, StopStrings
@@ -52,14 +52,14 @@ class Output:
         """
         if before:
             self._text += before
-            self._tokens[-1] = replace(self._tokens[-1], end=self._num_chars())
+            self._tokens[-1] = self._tokens[-1]._replace(end=self._num_chars())
             if self._search(before, can_stop=can_stop):
                 return True
         text += self._stand_ins.characters.get(token_id, "")
         start = self._num_chars()
         self._text += text
-        self._tokens.append(Token(token_id, log_prob, top, start, self._num_chars()))
-        return self._search(text, can_stop=can_stop)
+        self._tokens.append(Token(token_id, log_prob, top, start, start + len(text)))
+        return self._stop_strings.are_any and self._search(text, can_stop=can_stop)
 
     def finish(self, text: str, *, can_stop: bool) -> bool:
         """Adds the last text and holds nothing back; returns whether a stop string was cut off."""
@@ -72,17 +72,21 @@ class Output:
 
     def take(self) -> Taken:
         """Returns what may leave now."""
-        num_chars = len(self._text) - self._num_held_chars
-        text, self._text = self._text[:num_chars], self._text[num_chars:]
-        self._num_taken_chars += num_chars
+        text, self._text = self._text, ""
+        if self._num_held_chars:
+            num_chars = len(text) - self._num_held_chars
+            text, self._text = text[:num_chars], text[num_chars:]
+        self._num_taken_chars += len(text)
         tokens = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
         self.num_taken_tokens += len(tokens)
-        log_probs = [t.log_prob for t in tokens if t.log_prob is not None]
+        log_probs: tuple[float, ...] = ()
+        if self._with_log_probs:
+            log_probs = tuple([t.log_prob for t in tokens if t.log_prob is not None])
         return Taken(
             self._stand_ins.remove(text),
-            tuple(t.token_id for t in tokens),
-            tuple(log_probs) if self._with_log_probs else (),
-            tuple(t.top for t in tokens) if self._with_top_log_probs else (),
+            tuple([t.token_id for t in tokens]),
+            log_probs,
+            tuple([t.top for t in tokens]) if self._with_top_log_probs else (),
         )
 
     def _num_chars(self) -> int:
@@ -94,7 +98,8 @@ class Output:
         A token without text of its own (the start of a character) waits for the one that completes
         it.
         """
-        if self._is_finished:
+        has_all = self._is_finished or not self._text
+        if has_all and (self._is_finished or not self._tokens or self._tokens[-1].has_text):
             return len(self._tokens)
         num_whole = 0
         for number, token in enumerate(self._tokens, 1):
@@ -128,8 +133,7 @@ class Output:
         return token.token_id in self._hidden_tokens and token.start <= cut
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """What leaves a request at once."""
 
     text: str
@@ -138,8 +142,9 @@ class Taken:
     top_log_probs: tuple[TopLogProbs, ...]
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
+    """Its text goes from start to end."""
+
     token_id: int
     log_prob: float | None
     top: TopLogProbs

@@ -52,7 +52,6 @@ class RequestState:
         """Prompt and every token that was accepted; the next step continues it."""
         self.counts = AcceptanceCounts()
         self.finish_reason: FinishReason | None = None
-        self._limits = limits
         self._detokenizer = detokenizer
         self._queue_s = queue_s
         self.matcher = matcher
@@ -70,6 +69,8 @@ class RequestState:
         self._prompt_log_probs: list[float] = []
         self._prompt_top_log_probs: list[TopLogProbs] = []
         self._is_first = True
+        num_prompt_tokens = len(self.token_ids)
+        self._end_length = num_prompt_tokens + limits.num_tokens_left(request, num_prompt_tokens)
 
     @property
     def is_finished(self) -> bool:
@@ -84,7 +85,7 @@ class RequestState:
     @property
     def num_tokens_left(self) -> int:
         """Tokens that may still be emitted."""
-        return self._limits.num_tokens_left(self.request, len(self.token_ids))
+        return self._end_length - len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -185,22 +186,22 @@ class RequestState:
         return self._chunk(FAULT)
 
     def _append(self, token_id: int, log_prob: float | None, top: TopLogProbs) -> None:
-        can_stop = self.num_output_tokens >= self.request.sampling.min_tokens
-        if token_id in self.request.end_token_ids and can_stop:
+        request, output = self.request, self._output
+        min_tokens = request.sampling.min_tokens
+        can_stop = not min_tokens or self.num_output_tokens >= min_tokens
+        if can_stop and token_id in request.end_token_ids:
             self._end("stop")
             return
         self.token_ids.append(token_id)
         if self.matcher is not None:
             self.matcher.accept(token_id)
-        text = self._detokenizer.append([token_id])
+        text = self._detokenizer.append((token_id,))
         # A token that a stop string names stands after all of the text before it.
-        before = self._detokenizer.settle() if self._output.is_searched(token_id) else ""
-        is_cut = self._output.append(
-            token_id, log_prob, text, top=top, before=before, can_stop=can_stop
-        )
+        before = self._detokenizer.settle() if output.is_searched(token_id) else ""
+        is_cut = output.append(token_id, log_prob, text, top=top, before=before, can_stop=can_stop)
         if is_cut or (self.matcher is not None and self.matcher.is_over):
             self._end("stop")
-        elif self.num_tokens_left == 0:
+        elif len(self.token_ids) >= self._end_length:
             self._end("length")
 
     def _end(self, reason: FinishReason) -> None:
@@ -210,28 +211,28 @@ class RequestState:
 
     def _chunk(self, error: str | None = None) -> Chunk:
         taken = self._output.take()
-        text = taken.text
-        if self._echoes and (text or self.is_finished):
+        text, is_finished = taken.text, self.is_finished
+        if self._echoes and (text or is_finished):
             self._echoes = False
             text = self._detokenizer.prompt_text + text
-        # A chunk with nothing to show is not sent; a prompt that was not read to its end has none.
-        is_first = self._is_first and bool(text or taken.token_ids or self.is_finished)
-        has_prompt = is_first and not self.num_unscored_tokens
-        self._is_first = self._is_first and not is_first
-        return Chunk(
+        chunk = Chunk(
             request_id=self.request.request_id,
             text=text,
             token_ids=taken.token_ids,
             log_probs=taken.log_probs,
             top_log_probs=taken.top_log_probs,
-            prompt_log_probs=tuple(self._prompt_log_probs) if has_prompt else (),
-            prompt_top_log_probs=tuple(self._prompt_top_log_probs) if has_prompt else (),
-            finish_reason=self.finish_reason,
-            error=error,
-            statistics=self._statistics() if self.is_finished else None,
-            counts=self.counts if self.is_finished else None,
-            queue_s=self._queue_s if self.is_finished else None,
         )
+        # A chunk with nothing to show is not sent; a prompt that was not read to its end has none.
+        if self._is_first and (text or taken.token_ids or is_finished):
+            self._is_first = False
+            if not self.num_unscored_tokens:
+                chunk.prompt_log_probs = tuple(self._prompt_log_probs)
+                chunk.prompt_top_log_probs = tuple(self._prompt_top_log_probs)
+        if is_finished:
+            chunk.finish_reason, chunk.error = self.finish_reason, error
+            chunk.statistics, chunk.counts = self._statistics(), self.counts
+            chunk.queue_s = self._queue_s
+        return chunk
 
     def _statistics(self) -> Statistics:
         histogram = self.counts.histogram

@@ -58,6 +58,7 @@ class StopStrings:
         self._fallback = [0] * len(self._next)
         self._link()
         self._state = 0
+        self.are_any = len(self._next) > 1
 
     @property
     def num_held_chars(self) -> int:
@@ -69,7 +70,7 @@ class StopStrings:
 
         The place is counted from the start of the piece; below 0 it is in an earlier one.
         """
-        if len(self._next) == 1:
+        if not self.are_any:
             return None
         first: int | None = None
         state = self._state

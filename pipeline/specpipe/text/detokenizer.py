@@ -288,13 +288,17 @@ class _ByteLevel:
     """GPT-2's alphabet: a printable character for each byte; all pieces' bytes are one text."""
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = b""  # a character's beginning
 
     def push(self, pieces: Iterable[str]) -> Iterable[str]:
-        return (self._decoder.decode(b"".join(map(byte_level_bytes, pieces))),)
+        data = self._rest + b"".join(map(byte_level_bytes, pieces))
+        text, num_read = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[num_read:]
+        return (text,)
 
     def finish(self) -> Iterable[str]:
-        return (self._decoder.decode(b"", final=True),)
+        rest, self._rest = self._rest, b""
+        return (rest.decode(errors="replace"),)
 
 
 @lru_cache(maxsize=_CACHED_PIECES)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from specpipe.runtimes.pair.costs import CostTable
+from specpipe.runtimes.pair.costs import CostTable, PromptCosts
+from specpipe.runtimes.pair.engine import PromptParts
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Reading, ReadingRoom
@@ -28,19 +29,49 @@ Costs = Callable[[int], StepCosts | None]
 class Device(TableEngine):
     """An engine whose tokens a round may have cached: then `skip` finds them in the text.
 
-    num_told  how many of a sequence those are, as far as rounds that were taken tell it
+    num_told      how many of a sequence those are, as far as rounds that were taken tell it
+    part_seconds  of each of the three parts in which it reads what `begin` takes
     """
+
+    part_seconds = 0.0
 
     def __init__(self, model: HasLogits, **limits: int) -> None:
         super().__init__(model, **limits)
         self.texts: dict[int, list[int]] = {}
         self.num_told: dict[int, int] = {}
         self.prompt_lengths: dict[int, int] = {}
+        self._begun: dict[int, Sequence[int]] = {}
+        self._num_parts_left = 0
 
     def allocate(self, *, prompt_length: int, max_tokens: int) -> int:
         sequence = super().allocate(prompt_length=prompt_length, max_tokens=max_tokens)
         self.prompt_lengths[sequence] = prompt_length
         return sequence
+
+    def num_left(self, sequence: int) -> int:
+        return max(self.prompt_lengths[sequence] - 1 - self.length(sequence), 0)
+
+    def begin(self, batch: Sequence[tuple[int, Sequence[int]]]) -> None:
+        assert not self._num_parts_left
+        self._begun = dict(batch)
+        self._num_parts_left = 3
+
+    @property
+    def seconds_of_next(self) -> float | None:
+        return self.part_seconds if self._num_parts_left else None
+
+    def go_on(self) -> None:
+        assert self._num_parts_left
+        self._num_parts_left -= 1
+        if not self._num_parts_left and self._begun:
+            super().forward(list(self._begun.items()), [0] * len(self._begun))
+
+    def forward(
+        self, batch: Sequence[tuple[int, Sequence[int]]], num_logits: Sequence[int]
+    ) -> torch.Tensor:
+        while self._num_parts_left:
+            self.go_on()
+        return super().forward(batch, num_logits)
 
     def skip(self, sequence: int, num_tokens: int) -> None:
         text, length = self.texts[sequence], self.length(sequence)
@@ -49,6 +80,7 @@ class Device(TableEngine):
 
     def free(self, sequence: int) -> None:
         super().free(sequence)
+        self._begun.pop(sequence, None)
         self.texts.pop(sequence, None)
         self.num_told.pop(sequence, None)
 
@@ -81,8 +113,10 @@ class TableRounds:
     launched: list[list[Member]] = field(default_factory=list)
     read: list[list[int]] = field(default_factory=list)
     num_packed: int = 0
+    draft_prompt_costs: PromptCosts | None = None
 
     def __post_init__(self) -> None:
+        self.prompts: PromptParts | None = self.target
         self.texts: dict[int, _Text] = {}
         self.sampler = TorchSampler(self.target.vocab_size)
         self.under_way: deque[list[tuple[_Text, RoundResult, int]]] = deque()
@@ -230,6 +264,8 @@ def make_pair(
     max_members: int = 4,
     max_rows: int = 64,
     short_prompt: int = 0,
+    part_seconds: float = 0.0,
+    draft_prompt_costs: PromptCosts | None = None,
     clock: Callable[[], float] | None = None,
     copy_costs: StepCosts = TableRounds.costs_of_copies,
     table: CostTable | None = None,
@@ -244,6 +280,7 @@ def make_pair(
         Device(target or TableModel(target_rule), max_batch_size=max_batch_size),
     )
     costs_of = costs if callable(costs) else lambda num_members: costs
+    engines[1].part_seconds = part_seconds
     rounds = rounds_type(
         *engines,
         costs_of,
@@ -252,6 +289,7 @@ def make_pair(
         short_prompt=short_prompt,
         costs_of_copies=copy_costs,
     )
+    rounds.draft_prompt_costs = draft_prompt_costs
     settings = {"max_batch_size": 4, "max_seq_len": 300, "max_num_tokens": 16, **options}
     pair = EnginePair(
         *engines,

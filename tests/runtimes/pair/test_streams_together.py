@@ -71,9 +71,10 @@ def arrivals(draw: st.DrawFn, *, is_fixed: bool) -> list[Arrival]:
 @st.composite
 def pairs(draw: st.DrawFn) -> dict[str, Any]:
     scale = draw(st.sampled_from([0.05, 0.3, 2.0]))
-    costs = StepCosts(0.1, [scale * k for k in range(9)])
+    costs = StepCosts(0.1, [scale * k for k in range(9)], draw(st.sampled_from([None, 1.0])))
     return {
         "costs": draw(st.sampled_from([None, costs])),
+        "part_seconds": draw(st.sampled_from([0.0, 0.7, 2.0])),
         "num_draft_tokens": draw(st.sampled_from([0, 1, 3])),
         "max_batch_size": draw(st.integers(1, 5)),
         "max_members": draw(st.integers(1, 5)),

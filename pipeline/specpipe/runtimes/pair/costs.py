@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ _CONTEXT = 256  # tokens before those that are timed: attention is a part of the
 _DRIFT = 0.1  # how far one slower step moves a time; a faster one moves it all the way
 _MAX_SLOWDOWN = 2.0  # more than this is another process at work, not a cost
 _COMMON = 0.8  # of a change is that of all row counts: longer texts, a busier machine
+_AGREEMENT = 1.03  # times that agree: they are some 1 % apart where nothing else runs
 _OPTIMISM = 0.9995  # what a step without drafting leaves of the draft's time
 
 
@@ -96,6 +98,43 @@ class CostTable:
             times[index] *= ratio ** (_COMMON + (1.0 - _COMMON) * near)
 
 
+@dataclass(frozen=True)
+class PromptCosts:
+    """Seconds of launches that read prompts.
+
+    by_width  of one by the most rows that it may have, rising, where texts begin
+    per_look  more for each position that a row looks back at
+    """
+
+    by_width: Mapping[int, float]
+    per_look: float = 0.0
+
+    def seconds(self, num_rows: int, num_looks: int = 0) -> float:
+        """Returns the time of so many rows, which may be several launches."""
+        widest = max(self.by_width)
+        num_whole, rest = divmod(num_rows, widest)
+        seconds = num_whole * self.by_width[widest] + num_looks * self.per_look
+        return seconds + (self.by_width[min(w for w in self.by_width if w >= rest)] if rest else 0)
+
+    def most_within(self, seconds: float) -> int:
+        """Returns the width of the greatest launch that takes no longer, or else of the least."""
+        fitting = [width for width, each in self.by_width.items() if each <= seconds]
+        return max(fitting, default=min(self.by_width))
+
+
+def settled(times: Iterable[float]) -> float:
+    """Returns the least of as many times as it takes for two to agree.
+
+    What else a machine does only ever adds time.
+    """
+    seen: list[float] = []
+    for seconds in times:
+        seen = sorted([*seen, seconds])
+        if len(seen) > 1 and seen[1] <= _AGREEMENT * seen[0]:
+            break
+    return seen[0]
+
+
 @contextmanager
 def timed(costs: CostTable | None, role: Role, num_rows: int | None) -> Iterator[None]:
     """Lets the costs learn from a forward of num_rows single tokens; None: not one."""
@@ -106,16 +145,21 @@ def timed(costs: CostTable | None, role: Role, num_rows: int | None) -> Iterator
 
 
 def measure_costs(
-    draft: Engine, target: Engine, *, max_batch_size: int, num_draft_tokens: int
+    draft: Engine,
+    target: Engine,
+    *,
+    max_batch_size: int,
+    num_draft_tokens: int,
+    budget_s: float = _BUDGET_S,
 ) -> CostTable:
-    """Times both engines on a few tokens, for some two seconds; their caches end empty."""
+    """Times both engines on a few tokens, for about as long; their caches end empty."""
     sizes = sorted({1, min(max_batch_size, draft.max_batch_size, target.max_batch_size)})
     forwards: list[tuple[Role, int, int]] = [("draft", size, 1) for size in sizes]
     row_counts = sorted({1, 2, num_draft_tokens + 1})
     forwards += [("target", size, n) for n in row_counts for size in sizes]
     engines: dict[Role, Engine] = {"draft": draft, "target": target}
     fastest: dict[Role, dict[int, float]] = {"draft": {}, "target": {}}
-    end = time.perf_counter() + _BUDGET_S
+    end = time.perf_counter() + budget_s
     # In turn, so that a busy moment of the machine does not fall on one of them alone.
     for round_number in range(_MAX_ROUNDS):
         for role, size, num_tokens in forwards:

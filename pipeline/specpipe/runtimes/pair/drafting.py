@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from specpipe.runtimes.pair.costs import CostTable, timed
 from specpipe.runtimes.pair.engine import Engine, SequenceId
+from specpipe.runtimes.pair.pace import Pace
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.queued_pair import Running
 from specpipe.runtimes.pair.sampler import Drafted, Sampler
@@ -47,11 +48,20 @@ class Drafting:
     """
 
     def __init__(
-        self, engine: Engine, sampler: Sampler, options: PairOptions, costs: CostTable | None
+        self,
+        engine: Engine,
+        sampler: Sampler,
+        options: PairOptions,
+        costs: CostTable | None,
+        pace: Pace | None = None,
     ) -> None:
-        """costs decides the draft length of adaptive requests; None keeps it fixed."""
+        """costs decides the draft length of adaptive requests; None keeps it fixed.
+
+        pace  bounds what is read of prompts in a step; None: max_num_tokens do
+        """
         self._engine, self._sampler = engine, sampler
         self._options, self._costs = options, costs
+        self._pace = Pace() if pace is None else pace
 
     def num_cached(self, running: RunningSequences) -> int:
         """Returns how many tokens of a request the draft has cached."""
@@ -95,16 +105,15 @@ class Drafting:
             piece = token_ids[self.num_cached(running) : end]
             if piece:
                 batch.append((sequence, piece[: self._options.max_num_tokens]))
-        if batch:
-            self._engine.forward(batch, [0] * len(batch))
+        self._read(batch)
 
     def read(self, requests: Sequence[RunningSequences]) -> list[RunningSequences]:
-        """Reads texts but for their last tokens, no more than max_num_tokens in all.
+        """Reads texts but for their last tokens, no more in all than the pace of prompts allows.
 
         Returns those of which nothing else is left.
         """
         batch, read = [], []
-        num_tokens = self._options.max_num_tokens
+        num_tokens = self._pace.most_drafts_tokens(self._options.max_num_tokens)
         for running in requests:
             sequence = self.sequence(running)
             if sequence is None:
@@ -117,9 +126,13 @@ class Drafting:
                 batch.append((sequence, piece))
             if len(piece) == len(unread):
                 read.append(running)
-        if batch:
-            self._engine.forward(batch, [0] * len(batch))
+        self._read(batch)
         return read
+
+    def _read(self, batch: Sequence[tuple[SequenceId, Sequence[int]]]) -> None:
+        if batch:
+            self._pace.spend_on_draft(sum(len(token_ids) for _, token_ids in batch))
+            self._engine.forward(batch, [0] * len(batch))
 
     def catch_up(self, running: RunningSequences) -> bool:
         """Reads all of a text but its last token; False where there is no room for it."""

@@ -34,6 +34,31 @@ class Pages(Protocol):
         """
 
 
+class PromptParts(Protocol):
+    """Prompts that an engine reads a part of a launch at a time.
+
+    Between two parts it does what else it is asked for, but that it ends a launch that is under way
+    before `forward` reads other tokens of prompts. A sequence that is freed meanwhile is read no
+    further.
+    """
+
+    def num_left(self, sequence: SequenceId) -> int:
+        """Returns how many tokens of a prompt are to be read so, before all others: or none."""
+
+    def begin(self, batch: Sequence[tuple[SequenceId, Sequence[int]]]) -> None:
+        """Takes tokens to append to sequences, no more than `num_left` of each.
+
+        Nothing else that was begun is left. They count as cached with the last part.
+        """
+
+    @property
+    def seconds_of_next(self) -> float | None:
+        """What the next part takes, about; 0 where that was not measured. None: none is left."""
+
+    def go_on(self) -> None:
+        """Reads the next part, without waiting for the device."""
+
+
 class Engine(Protocol):
     """One model with its KV cache; sequences are opaque ids."""
 

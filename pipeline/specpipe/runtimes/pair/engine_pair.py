@@ -16,6 +16,7 @@ from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine
+from specpipe.runtimes.pair.pace import Pace
 from specpipe.runtimes.pair.pair import (
     DetokenizerFactory,
     KVUse,
@@ -23,10 +24,11 @@ from specpipe.runtimes.pair.pair import (
     Occupancy,
     PairOptions,
 )
+from specpipe.runtimes.pair.prompt_reading import PromptReader
 from specpipe.runtimes.pair.queued_pair import QueuedPair
 from specpipe.runtimes.pair.rounds import Rounds
 from specpipe.runtimes.pair.sampler import Sampler
-from specpipe.runtimes.pair.scheduling import Gathering, Piece, schedule
+from specpipe.runtimes.pair.scheduling import Gathering, Piece, num_uncached, schedule
 from specpipe.runtimes.pair.single_steps import SingleSteps, Verified
 from specpipe.runtimes.pair.streams import StreamRound, Streams
 from specpipe.speculative.adaptive import Prior
@@ -90,12 +92,14 @@ class EnginePair(QueuedPair[RunningSequences]):
             clock=clock,
         )
         self._draft, self._target, self._sampler = draft, target, sampler
-        self._drafting = Drafting(draft, sampler, options, self.costs)
+        self._pace = Pace(None if rounds is None else rounds.draft_prompt_costs)
+        self._drafting = Drafting(draft, sampler, options, self.costs, self._pace)
         self._steps = SingleSteps(draft, target, sampler, self._drafting, self.costs)
         self._late_work, self._on_close = late_work, on_close
         self._gathering = Gathering()
         self._streams: Streams | None = None
         if rounds is not None:
+            self._reader = PromptReader(target, self._drafting, self._pace, rounds.prompts)
             self._streams = Streams(
                 rounds,
                 self._drafting,
@@ -168,7 +172,10 @@ class EnginePair(QueuedPair[RunningSequences]):
         decoding, prefill = schedule(
             others, self._target, self._options, joins=self._streams.can_run
         )
-        self._read([piece for piece in prefill if not piece.is_scored], self._streams)
+        # Where the draft may turn out not to pay it reads nothing before it is asked for.
+        pieces = [piece for piece in prefill if not piece.is_scored]
+        along = [p.running for p in pieces if self._streams.reads_along(p.running)]
+        self._reader.begin(pieces, along)
         self._streams.join(others)
         decoding = [r for r in decoding if r not in self._streams]
         self._streams.launch(len(decoding))
@@ -180,32 +187,28 @@ class EnginePair(QueuedPair[RunningSequences]):
             self._step_by_step(decoding, scored, num_beside=len(self._streams))
 
     def _others(self, streams: Streams) -> list[RunningSequences]:
-        """Returns those that this step has work for, besides rounds."""
-        others = [r for r in self._running if r not in streams]
+        """Goes on with prompts; returns those that this step has more work for, besides rounds."""
+        others = []
+        if len(streams) < len(self._running):
+            others = [r for r in self._running if r not in streams]
+        num_reading = sum(num_uncached(r, self._target) > 1 for r in others)
+        self._pace.begin(
+            streams.round_seconds,
+            num_reading=num_reading,
+            num_decoding=len(self._running) - num_reading,
+        )
+        self._reader.go_on()
+        others = [r for r in others if r not in self._reader]
         new = [
             r
             for r in others
             if len(r.state.token_ids) > 1 and not self._target.length(r.target_sequence)
         ]
         num_tokens = [len(r.state.token_ids) for r in new]
-        if self._gathering.holds(num_tokens, len(streams), self._options):
+        is_busy = self._reader.is_busy
+        if self._gathering.holds(num_tokens, len(streams), self._options, is_busy=is_busy):
             return [r for r in others if r not in new]
         return others
-
-    def _read(self, pieces: Sequence[Piece], streams: Streams) -> None:
-        """Reads pieces of prompts without waiting for the device."""
-        if not pieces:
-            return
-        # Where the draft may turn out not to pay it reads nothing before it is asked for.
-        self._drafting.read_along(
-            [
-                (p.running, self._target.length(p.running.target_sequence))
-                for p in pieces
-                if streams.reads_along(p.running)
-            ]
-        )
-        batch = [(p.running.target_sequence, p.token_ids) for p in pieces]
-        self._target.forward(batch, [0] * len(batch))
 
     def _step_by_step(
         self,

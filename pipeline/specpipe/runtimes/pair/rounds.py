@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from specpipe.runtimes.pair.engine import SequenceId
+from specpipe.runtimes.pair.costs import PromptCosts
+from specpipe.runtimes.pair.engine import PromptParts, SequenceId
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.batch_draft_length import Packing
@@ -25,8 +26,7 @@ MOST_UNDER_WAY = 2
 """Rounds launched and not yet taken: one that runs, and one for when it ends."""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """The part of one sequence in a round.
 
     target_sequence   whose it is; it has joined
@@ -87,9 +87,15 @@ class Rounds(Protocol):
     """Rounds on the engines of a pair. One thread uses them.
 
     max_members  sequences of a round, which may all have joined at once
+    prompts      reads those of the target part by part, between rounds; None: it cannot
     """
 
     max_members: int
+    prompts: PromptParts | None
+
+    @property
+    def draft_prompt_costs(self) -> PromptCosts | None:
+        """What prompts take the draft; None where that was not measured."""
 
     def most_draft_tokens(self, num_members: int) -> int:
         """Returns the most draft tokens that each of so many members can have in a round."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from specpipe.runtimes.pair.engine import Logits
 from specpipe.speculative.request import TopLogProbs
@@ -42,16 +42,16 @@ class Drafted:
         return token_ids
 
 
-@dataclass(frozen=True)
-class RoundResult:
+class RoundResult(NamedTuple):
     """What one draft-verify round of a request lets out.
 
-    token_ids  accepted draft tokens and the target's own; None where its first row was unusable
+    token_ids         accepted draft tokens and the target's own; None where its first row was
+                      unusable
+    num_draft_tokens  those that were judged: fewer than drafted when a later row was unusable
     """
 
     token_ids: Sequence[int] | None
     num_draft_tokens: int = 0
-    """Those that were judged: fewer than drafted when a later row was unusable."""
     log_probs: Sequence[float] = ()
     top_log_probs: Sequence[TopLogProbs] = ()
 

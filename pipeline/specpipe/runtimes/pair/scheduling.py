@@ -38,18 +38,34 @@ class Gathering:
     def __init__(self) -> None:
         self._num_waited = 0  # steps, of all that wait
 
-    def holds(self, num_tokens: Sequence[int], num_decoding: int, options: PairOptions) -> bool:
-        """Returns whether prompts of which nothing is read yet, of so many tokens, wait a step."""
+    def holds(
+        self,
+        num_tokens: Sequence[int],
+        num_decoding: int,
+        options: PairOptions,
+        *,
+        is_busy: bool = False,
+    ) -> bool:
+        """Returns whether prompts of which nothing is read yet, of so many tokens, wait a step.
+
+        is_busy  they must: others are being read
+        """
         is_enough = sum(num_tokens) >= options.max_num_tokens
-        if not num_tokens or is_enough or self._num_waited >= num_decoding // _GATHERS_FROM:
+        is_due = is_enough or self._num_waited >= num_decoding // _GATHERS_FROM
+        if not num_tokens or (is_due and not is_busy):
             self._num_waited = 0
             return False
         self._num_waited += len(num_tokens)
         return True
 
 
+def num_uncached(running: RunningSequences, target: Engine) -> int:
+    """Returns how many accepted tokens the target has not cached yet."""
+    return len(running.state.token_ids) - target.length(running.target_sequence)
+
+
 def uncached(running: RunningSequences, target: Engine) -> list[int]:
-    """Returns accepted tokens that the target has not cached yet; one in a running decode."""
+    """Returns those tokens; one in a running decode."""
     return running.state.token_ids[target.length(running.target_sequence) :]
 
 

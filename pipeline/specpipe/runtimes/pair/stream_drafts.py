@@ -20,6 +20,7 @@ class Stream:
 
     has_draft   the draft has its text
     under_way   its part in rounds under way, the oldest first
+    most_ahead  the most tokens that those emit
     last_round  the number of the last that it was in
     has_left    what rounds under way say of it counts for nothing
     """
@@ -27,6 +28,7 @@ class Stream:
     running: RunningSequences
     has_draft: bool = False
     under_way: deque[Member] = field(default_factory=deque)
+    most_ahead: int = 0
     last_round: int = 0
     has_left: bool = False
 
@@ -39,10 +41,16 @@ class Stream:
         """Whether the rounds under way, of one token at least, emit all that is wanted."""
         return self.state.num_tokens_left <= len(self.under_way)
 
-    @property
-    def most_ahead(self) -> int:
-        """The most tokens that the rounds under way emit."""
-        return sum(member.num_draft_tokens + 1 for member in self.under_way)
+    def launch(self, member: Member) -> None:
+        """Takes note of a round with this part of it."""
+        self.under_way.append(member)
+        self.most_ahead += member.num_draft_tokens + 1
+
+    def take(self) -> Member:
+        """Returns its part in the oldest round, which has been taken."""
+        member = self.under_way.popleft()
+        self.most_ahead -= member.num_draft_tokens + 1
+        return member
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine
@@ -16,7 +17,7 @@ from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.readings import Readings
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Rounds
 from specpipe.runtimes.pair.sampler import RoundResult
-from specpipe.runtimes.pair.scheduling import uncached
+from specpipe.runtimes.pair.scheduling import num_uncached
 from specpipe.runtimes.pair.stream_drafts import Share, Stream, StreamDrafts
 from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.lookup import CopyOdds
@@ -24,12 +25,14 @@ from specpipe.speculative.lookup import CopyOdds
 
 @dataclass(frozen=True)
 class _UnderWay:
+    """most_drafted  the most draft tokens of one of them that are not copied"""
+
     parts: Sequence[tuple[Stream, Member]]
     is_trial: bool = False
+    most_drafted: int = 0
 
 
-@dataclass(frozen=True)
-class StreamRound:
+class StreamRound(NamedTuple):
     """What a round said of one request, and what it had in it."""
 
     running: RunningSequences
@@ -95,7 +98,7 @@ class Streams:
             state, sequence = running.state, running.target_sequence
             if running in self._streams or not self.can_run(running):
                 continue
-            is_read = len(uncached(running, self._target)) == 1
+            is_read = num_uncached(running, self._target) == 1
             if not is_read and not self._rounds.can_read(sequence):
                 continue
             self._rounds.join(sequence, state.token_ids, state.request.sampling)
@@ -113,13 +116,23 @@ class Streams:
 
     def part(self) -> None:
         """Lets those go that now need more than rounds give."""
-        for running in [r for r in self._streams if not self.can_run(r)]:
-            self.leave(running)
+        for running in list(self._streams):
+            if running.is_draft_suspect or running.state.drafts.follows_prediction:
+                self.leave(running)  # what else it asks for was known when it joined
 
     def close(self) -> None:
         """Forgets the rounds under way."""
         self._rounds.drop()
         self._under_way.clear()
+
+    @property
+    def round_seconds(self) -> float | None:
+        """What the round takes that was launched last, or one of one request; None: not known."""
+        last = self._under_way[-1] if self._under_way else _UnderWay(())
+        costs = self._rounds.costs(max(len(last.parts), 1))
+        if costs is None or costs.seconds is None:
+            return None
+        return costs.seconds * costs.time(last.most_drafted)
 
     def launch(self, num_beside: int) -> None:
         """Keeps the device busy, and lets the draft read the texts that it lacks meanwhile.
@@ -137,11 +150,11 @@ class Streams:
                 break
             self._num_launched += 1
             for stream, member in parts:
-                stream.under_way.append(member)
+                stream.launch(member)
                 stream.last_round = self._num_launched
             self._rounds.launch([member for _, member in parts], readings)
             if parts:  # else there is nothing to take
-                self._under_way.append(_UnderWay(parts, under_way.is_trial))
+                self._under_way.append(replace(under_way, parts=parts))
         self._drafts.read()
 
     def take(self) -> list[StreamRound]:
@@ -157,7 +170,7 @@ class Streams:
         parts = self._under_way.popleft().parts
         taken = []
         for (stream, member), result in zip(parts, self._rounds.take(), strict=True):
-            assert stream.under_way.popleft() is member
+            assert stream.take() is member
             if stream.has_left:
                 continue
             if result.token_ids is not None:
@@ -198,7 +211,8 @@ class Streams:
             is_trial_under_way=any(under_way.is_trial for under_way in self._under_way),
         )
         parts = [self._part(*part) for part in zip(streams, shares, strict=True)]
-        return _UnderWay(parts, is_trial)
+        drafted = (share.num_draft_tokens for share in shares if not share.is_copied)
+        return _UnderWay(parts, is_trial, max(drafted, default=0))
 
     def _begins(self, stream: Stream) -> bool:
         """Returns whether a request may begin without draft tokens: it names no other number."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -103,7 +103,7 @@ class TorchSampler:
                     result.token_ids,
                     draft.state.request.num_top_log_probs,
                 )
-                result = replace(result, **vars(scored))
+                result = result._replace(**vars(scored))
             results.append(result)
             first = end
         return results

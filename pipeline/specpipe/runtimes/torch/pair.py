@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 Kernels = Literal["auto", "fused", "plain"]
 
+_TOKEN_BYTES = 8  # of an id, at most, where the host hands a text to the GPU
+
+_LEAST_PINNED = 1 << 15  # what a launch of prompts takes, and more
+_BRIEF_S = 0.3  # of timing single steps beside rounds: a guess
+
 _MIN_CAPABILITY, _MIN_FP8_CAPABILITY = (8, 0), (8, 9)  # Ampere; Ada
 
 
@@ -137,6 +142,7 @@ def fused_pair_of(
 ) -> EnginePair:
     """Pairs engines on the fused kernels; what they launch is recorded before any request comes."""
     from specpipe.runtimes.torch.fused.graphs import prepare
+    from specpipe.runtimes.torch.fused.host import reserve_pinned
     from specpipe.runtimes.torch.fused.lateness import Lateness, preparing
     from specpipe.runtimes.torch.fused.rounds import FusedRounds
 
@@ -154,7 +160,8 @@ def fused_pair_of(
             )
             recordings += rounds.recordings()
         prepare(recordings)
-        if rounds is not None and options.adaptive:
+        reserve_pinned(max(_TOKEN_BYTES * target.capacity, _LEAST_PINNED), target.spec.device)
+        if rounds is not None:
             rounds.measure()
         late_work = Lateness()
         return pair_of(
@@ -181,6 +188,8 @@ def pair_of(
             target,
             max_batch_size=options.max_batch_size,
             num_draft_tokens=options.num_draft_tokens,
+            # Most requests are in rounds then, whose costs were timed.
+            **({} if rounds is None else {"budget_s": _BRIEF_S}),
         )
     sampler = TorchSampler(min(draft.vocab_size, target.vocab_size), options.unused_token_ids)
     return EnginePair(

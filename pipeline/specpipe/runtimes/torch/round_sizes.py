@@ -186,13 +186,6 @@ class RoundSizes:
         rounds += [(places, PACKED) for places in self.packed if places >= num_places][:1]
         return min(rounds, key=lambda key: width_of(key[0] * (key[1] + 1)))
 
-    def timed(self) -> list[tuple[int, int]]:
-        """Returns numbers of members and draft tokens of rounds that tell what all others cost."""
-        powers = [1 << i for i in range(self.max_members.bit_length())]
-        fullest = [min(self._all_places(k)[-1], self.max_members) for k in self._all_lengths]
-        members = sorted({*powers, self.max_members, *fullest})
-        return [(num, most) for num in members for most in self.lengths(num)]
-
     @property
     def _all_lengths(self) -> list[int]:
         """Of rounds of several members."""

@@ -250,3 +250,27 @@ def test_rows_of_nobody_are_never_looked_at() -> None:
         logits.append(torch.cat(rows))
     found, wanted = logits
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_prompts_that_are_read_in_parts_have_the_same_keys_and_values() -> None:
+    """With rows of decoding between two parts, and beside a prompt whose sequence is freed then."""
+    config = toy_config(**{**SMALL, "num_layers": 2})
+    fused, _ = toy_engines(config, limits={"max_batch_size": 4, "max_seq_len": 60})
+    first, second, gone = texts(3, 60)
+    alone, beside, read, freed = (
+        fused.allocate(prompt_length=length, max_tokens=60) for length in (40, 2, 40, 40)
+    )
+    expected = fused.forward([(alone, first[:41])], [1])
+    fused.forward([(beside, second[:1])], [0])
+    fused.begin([(freed, gone[:30]), (read, first[:35])])
+    for _ in range(2):
+        assert (fused.length(read), fused.seconds_of_next) == (0, 0.0)
+        fused.go_on()
+        fused.forward([(beside, second[1:2])], [1])
+        if freed in fused._sequences:
+            fused.free(freed)
+            fused.free(alone)
+    assert (fused.length(read), fused.seconds_of_next) == (35, None)
+    fused.begin([(read, first[35:38])])
+    # What reads on ends that first.
+    assert torch.equal(fused.forward([(read, first[38:41])], [1]), expected)

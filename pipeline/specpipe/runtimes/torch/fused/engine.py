@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from specpipe.runtimes.pair.costs import PromptCosts
 from specpipe.runtimes.pair.engine import Pages
 from specpipe.runtimes.torch.engine import TorchEngineSpec
 from specpipe.runtimes.torch.fused.decoder import Decoder, Rows
@@ -49,6 +51,19 @@ class _Row:
 _NOBODY = _Row(slot=0, position=-1, token_id=0)
 
 
+@dataclass
+class _Reading:
+    """Launches of prompts that are made part by part.
+
+    lengths  of the sequences, when all were made
+    part     the next of the first launch
+    """
+
+    launches: deque[PromptRows]
+    lengths: dict[SequenceId, int]
+    part: int = 0
+
+
 class FusedEngine:
     """A decoder and the KV cache of the sequences that run on it. One thread uses it at a time."""
 
@@ -87,6 +102,8 @@ class FusedEngine:
         self._inputs = torch.zeros(3 * self._most_rows, dtype=torch.int32, device=spec.device)
         self.prompts = Prompts(self.decoder, prompt_width_of(spec.max_seq_len))
         self._most_prompt_rows = self.prompts.most_rows
+        self.prompt_costs: PromptCosts | None = None
+        self._reading: _Reading | None = None
 
     def can_admit(self, max_tokens: int) -> bool:
         """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
@@ -114,8 +131,7 @@ class FusedEngine:
 
     def is_decoded(self, sequence: SequenceId) -> bool:
         """Returns whether all that it lacks of its text is for the kernels of decoding."""
-        state = self._sequences[sequence]
-        return state.length >= state.num_prompt
+        return not self.num_left(sequence)
 
     @torch.inference_mode()
     def forward(
@@ -130,6 +146,8 @@ class FusedEngine:
         all others through those of decoding, however many there are. So a position's keys and
         values do not depend on how a prompt is cut, or on what else is in the batch.
         """
+        while self._reading is not None and any(self.num_left(s) for s, _ in batch):
+            self.go_on()
         pieces: list[Piece] = []
         rows: list[_Row] = []
         scored: list[int] = []  # of the rows
@@ -180,11 +198,67 @@ class FusedEngine:
         """Caches rows of prompts; few are scored, and how that is done is not recorded."""
         width = self.prompts.fill(rows)
         if not rows.scored:
-            self.graphs.run(("prompt", width), partial(self.prompts.launch, width))
+            for layers in self.prompts.parts(width):
+                self._run_part(width, layers)
             return
         self.prompts.launch(width, is_whole=True)
         found = self.prompts.score(self._on_device(rows.scored))
         logits.index_copy_(0, self._on_device(rows.logits), found)
+
+    def _run_part(self, width: int, layers: range) -> None:
+        key = ("prompt", width, layers.start)
+        self.graphs.run(key, partial(self.prompts.launch, width, layers))
+
+    def num_left(self, sequence: SequenceId) -> int:
+        """Returns how many tokens of a sequence the kernels of prompts have yet to read."""
+        state = self._sequences[sequence]
+        return max(state.num_prompt - state.length, 0)
+
+    def begin(self, batch: Sequence[tuple[SequenceId, Sequence[int]]]) -> None:
+        """Takes tokens of prompts, no more than `num_left` of each: `go_on` reads them."""
+        assert self._reading is None
+        pieces = []
+        lengths = {}
+        for sequence_id, tokens in batch:
+            sequence = self._sequences[sequence_id]
+            start, stop = sequence.length, sequence.length + len(tokens)
+            assert tokens and stop <= sequence.num_prompt
+            pieces.append(Piece(sequence.slot, start, tokens, scored_from=stop))
+            lengths[sequence_id] = stop
+        launches = PromptRows.packed(pieces, self._most_prompt_rows, self.prompts.tile_rows)
+        self._reading = _Reading(deque(launches), lengths)
+
+    @property
+    def seconds_of_next(self) -> float | None:
+        """What the next part takes, about; 0 where that was not measured. None: none is left."""
+        if self._reading is None:
+            return None
+        if self.prompt_costs is None:
+            return 0.0
+        rows = self._reading.launches[0]
+        seconds = self.prompt_costs.seconds(len(rows.positions), sum(rows.positions))
+        return seconds / len(self.prompts.parts(self.prompts.width(rows)))
+
+    @torch.inference_mode()
+    def go_on(self) -> None:
+        """Launches the next part; sequences have what was read when the last one is launched."""
+        reading = self._reading
+        assert reading is not None
+        rows = reading.launches[0]
+        if not reading.part:
+            self.prompts.fill(rows)
+        width = self.prompts.width(rows)
+        parts = self.prompts.parts(width)
+        self._run_part(width, parts[reading.part])
+        reading.part += 1
+        if reading.part < len(parts):
+            return
+        reading.launches.popleft()
+        reading.part = 0
+        if not reading.launches:
+            self._reading = None
+            for sequence, length in reading.lengths.items():
+                self._sequences[sequence].length = length
 
     @torch.inference_mode()
     def recordings(self, longest_prompt: int) -> list[Recording]:
@@ -195,9 +269,13 @@ class FusedEngine:
         self._inputs.fill_(_NOBODY.position)
         self._most_prompt_rows = min(prompt_width_of(longest_prompt), self.prompts.most_rows)
         prompts = [
-            Recording(self.graphs, ("prompt", width), partial(self.prompts.launch, width))
-            for width in self.prompts.widths
-            if width <= self._most_prompt_rows
+            Recording(
+                self.graphs,
+                ("prompt", width, layers.start),
+                partial(self.prompts.launch, width, layers),
+            )
+            for width in self.prompt_widths
+            for layers in self.prompts.parts(width)
         ]
         # What scores is run as it is; this has it compiled.
         prompts.append(Recording(self.graphs, "scored", self.prompts.score_first))
@@ -208,6 +286,11 @@ class FusedEngine:
             for is_long in sorted({False, self._is_long_of(num_rows, self.capacity)})
         ]
         return prompts + rows
+
+    @property
+    def prompt_widths(self) -> list[int]:
+        """The most rows of each kind of launch of prompts."""
+        return [width for width in self.prompts.widths if width <= self._most_prompt_rows]
 
     def _on_device(self, numbers: Sequence[int]) -> Tensor:
         """Copies numbers without waiting for what the device does before it."""
@@ -255,4 +338,13 @@ class FusedEngine:
 
     def free(self, sequence: SequenceId) -> None:
         """Ends a sequence and gives its room to others."""
-        self.cache.free(self._sequences.pop(sequence).slot)
+        slot = self._sequences.pop(sequence).slot
+        reading = self._reading
+        if reading is not None and reading.lengths.pop(sequence, None) is not None:
+            for rows in reading.launches:
+                rows.blank(slot)
+            if reading.part:
+                self.prompts.blank(slot)
+            if not reading.lengths:
+                self._reading = None
+        self.cache.free(slot)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from specpipe.runtimes.pair.costs import settled
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Rounds
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.streams import Streams
@@ -15,7 +15,7 @@ from specpipe.runtimes.torch.round_sizes import PACKED, RoundSizes
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.request import GREEDY
 
-_TIMED_ROUNDS = 9
+_TIMED_TOGETHER, _MOST_TIMES = 2, 5
 _CONTEXT = 256
 
 Costs = dict[int, StepCosts]
@@ -40,7 +40,9 @@ def measured_costs(
     sequences: list[tuple[int, int]] = []
     drafting: dict[tuple[int, int], float] = {}
     copying: dict[tuple[int, int], float] = {}
-    for num_members, most in sizes.timed():
+    for num_members, most in sizes.shapes():  # the fullest of each kind of round
+        if num_members > sizes.max_members:  # it is there for what is read beside them
+            continue
         while len(sequences) < num_members:
             joined = target.allocate(**limits), draft.allocate(**limits)
             sequences.append(joined)
@@ -49,7 +51,7 @@ def measured_costs(
         for is_copied in (False, True)[: 1 + (copies and most > 0)]:
             members = [Member(target, most, context, is_copied) for target, _ in sequences]
             seconds = copying if is_copied else drafting
-            seconds[num_members, most] = _seconds(rounds, members, streams, context)
+            seconds[num_members, most] = settled(_seconds(rounds, members, streams, context))
         if copies and not most:
             copying[num_members, 0] = drafting[num_members, 0]
     for of_target, of_draft in sequences:
@@ -79,33 +81,44 @@ def packed_costs_of(
 def costs_of(sizes: RoundSizes, seconds: Mapping[tuple[int, int], float]) -> Costs:
     """Returns what rounds of each number of members cost by draft length.
 
-    seconds  by members and draft tokens, as of `timed`: others cost what the next greater ones do
+    seconds  by members and draft tokens, as of `shapes`: others cost what the next greater ones do,
+             less the time of the texts that they have not
     """
+    plain = sorted(num for num, most in seconds if not most)
+    per_text = 0.0  # the two or three least kinds read all weights in launches of one width
+    if len(plain) > 2:
+        per_text = (seconds[plain[2], 0] - seconds[plain[1], 0]) / (plain[2] - plain[1])
+
+    def time(num_members: int, length: int) -> float:
+        places = min(num for num, most in seconds if num >= num_members and most == length)
+        return seconds[places, length] - max(per_text, 0.0) * (places - num_members)
+
     costs = {}
     for num_members in range(1, sizes.max_members + 1) if seconds else ():
-        verify = []
-        for num_draft_tokens in range(sizes.most_draft_tokens(num_members) + 1):
-            length = sizes.length(num_members, num_draft_tokens)
-            timed = min(num for num, most in seconds if num >= num_members and most == length)
-            verify.append(max(seconds[timed, length] / seconds[timed, 0] - 1.0, 0.0))
+        lengths = range(sizes.most_draft_tokens(num_members) + 1)
+        times = [time(num_members, sizes.length(num_members, length)) for length in lengths]
         # Drafting is in the time of a round, so the draft's own step costs nothing more.
-        plain = min(num for num, most in seconds if num >= num_members and not most)
-        costs[num_members] = StepCosts(0.0, verify, seconds[plain, 0])
+        verify = [max(each / times[0] - 1.0, 0.0) for each in times]
+        costs[num_members] = StepCosts(0.0, verify, times[0])
     return costs
 
 
-def _seconds(rounds: Rounds, members: Sequence[Member], streams: Streams, context: int) -> float:
-    """The median seconds of a round while the next one waits for it."""
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    for number in range(1 + _TIMED_ROUNDS):
-        if number >= MOST_UNDER_WAY:
-            rounds.take()
-        streams.last.fill_(context - 1)  # each of them starts there
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        rounds.launch(members)
-        end.record()
-        marks.append((start, end))
-    rounds.drop()
-    torch.cuda.synchronize()
-    return float(statistics.median(start.elapsed_time(end) / 1e3 for start, end in marks[1:]))
+def _seconds(
+    rounds: Rounds, members: Sequence[Member], streams: Streams, context: int
+) -> Iterator[float]:
+    """Yields times of a round while the next one waits for it."""
+    for _ in range(_MOST_TIMES):
+        marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        for number in range(1 + _TIMED_TOGETHER):
+            if number >= MOST_UNDER_WAY:
+                rounds.take()
+            streams.last.fill_(context - 1)  # each of them starts there
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            rounds.launch(members)
+            end.record()
+            marks.append((start, end))
+        rounds.drop()
+        torch.cuda.synchronize()
+        for start, end in marks[1:]:  # before the first the GPU was idle
+            yield start.elapsed_time(end) / 1e3

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.pair.engine import SequenceId
+from specpipe.runtimes.pair.costs import PromptCosts
+from specpipe.runtimes.pair.engine import PromptParts, SequenceId
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Reading, ReadingRoom
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.graphs import Recording
+from specpipe.runtimes.torch.fused.prompt_costs import measured_prompt_costs
 from specpipe.runtimes.torch.fused.round_costs import measured_costs
 from specpipe.runtimes.torch.fused.round_graphs import Place, RoundGraphs
 from specpipe.runtimes.torch.fused_sizes import RESULT
@@ -97,8 +99,13 @@ class FusedRounds:
         for engine in (draft, target):
             engine.decoder.use_tokens(vocab_size, list(unused))
         rows = min(engine.decoder.most_rows for engine in (draft, target))
+        self.prompts: PromptParts | None = target
         self.max_members = min(target.max_batch_size, rows)
         self.sizes = RoundSizes(self.max_members, rows, num_draft_tokens)
+        # Asked for each request in each step.
+        self._most_draft_tokens = [
+            self.sizes.most_draft_tokens(max(num, 1)) for num in range(self.max_members + 1)
+        ]
         self._graphs = RoundGraphs(draft, target, self.sizes, vocab_size=vocab_size, copies=copies)
         self._vocab_size = vocab_size
         self._is_cuda = target.spec.device.type == "cuda"
@@ -118,8 +125,12 @@ class FusedRounds:
         """Rounds that were launched and not yet taken."""
         return len(self._under_way)
 
+    @property
+    def draft_prompt_costs(self) -> PromptCosts | None:
+        return self._draft.prompt_costs
+
     def most_draft_tokens(self, num_members: int) -> int:
-        return self.sizes.most_draft_tokens(num_members)
+        return self._most_draft_tokens[num_members]
 
     def costs(self, num_members: int) -> StepCosts | None:
         return self._costs.get(num_members)
@@ -286,7 +297,11 @@ class FusedRounds:
 
     @torch.inference_mode()
     def measure(self) -> None:
-        """Times rounds for `costs`; on a GPU, while no sequence runs."""
+        """Times rounds, and launches of prompts; on a GPU, while no sequence runs."""
+        if not self._is_cuda:
+            return
+        for engine in (self._draft, self._target):
+            engine.prompt_costs = measured_prompt_costs(engine)
         self._costs, self._copy_costs, self._packed_costs = measured_costs(
             self,
             self.sizes,
