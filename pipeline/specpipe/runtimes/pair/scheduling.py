@@ -10,7 +10,7 @@ from specpipe.runtimes.pair.engine import Engine, Logits
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.sampler import Sampler
 
-_GATHERS_FROM = 16
+GATHERS_FROM = 16
 """Requests that decode for each step that a prompt may wait; simulated: benchmarks/notes.md,
 "Prompts that wait for each other".
 """
@@ -41,7 +41,7 @@ class Gathering:
     def holds(self, num_tokens: Sequence[int], num_decoding: int, options: PairOptions) -> bool:
         """Returns whether prompts of which nothing is read yet, of so many tokens, wait a step."""
         is_enough = sum(num_tokens) >= options.max_num_tokens
-        if not num_tokens or is_enough or self._num_waited >= num_decoding // _GATHERS_FROM:
+        if not num_tokens or is_enough or self._num_waited >= num_decoding // GATHERS_FROM:
             self._num_waited = 0
             return False
         self._num_waited += len(num_tokens)
