@@ -148,9 +148,12 @@ class TableRounds:
             return None
         return Packing(2, {places: self.costs_of_copies.time(1)})
 
-    def reading_room(self, num_members: int, num_draft_tokens: int) -> ReadingRoom:
+    def reading_rooms(self, num_members: int, num_draft_tokens: int) -> list[ReadingRoom]:
+        """Launches are of 8 rows, or 16, and so on."""
         size = num_draft_tokens + 1
-        return ReadingRoom(max(self.max_rows // size - num_members, 0), size)
+        widths = [width for width in (8, 16, 32) if width < self.max_rows]
+        filling = [width // size - num_members for width in (*widths, self.max_rows)]
+        return [ReadingRoom(num, size) for num in filling if num >= 0] or [ReadingRoom(0, size)]
 
     def can_read(self, target_sequence: int) -> bool:
         return self.target.prompt_lengths[target_sequence] <= self.short_prompt
@@ -180,7 +183,7 @@ class TableRounds:
         assert len(members) <= self.max_members
         assert len({member.target_sequence for member in members}) == len(members)
         most = max((member.num_draft_tokens for member in members), default=0)
-        room = self.reading_room(len(members), most)
+        room = self.reading_rooms(len(members), most)[-1]
         for reading in readings:
             text = self.texts[reading.target_sequence]
             assert reading.first_position == text.num_read

@@ -23,13 +23,13 @@ def forwards(pair: EnginePair) -> list[list[int]]:
 
 def test_a_short_prompt_gives_its_first_token_in_the_round_that_reads_it() -> None:
     pair, rounds = reading_pair()
-    first, second = request("first", 20, max_tokens=30), request("second", 8, max_tokens=30)
+    first, second = request("first", 20, max_tokens=30), request("second", 7, max_tokens=30)
     pair.submit(first)
     assert len(ids(pair.step())) == 1
     assert rounds.read == [[19], []]
     pair.submit(second)
     pair.step()
-    assert rounds.read[2:] == [[7]]
+    assert rounds.read[2:] == [[6]]
     assert [len(members) for members in rounds.launched] == [1, 1, 2]
     assert forwards(pair) == []
     chunks = [chunk for _ in range(40) for chunk in pair.step()]
@@ -51,7 +51,7 @@ def test_rounds_read_what_there_is_room_for_in_the_order_of_arrival() -> None:
     chunks = run(pair, asked)
     assert [ids(chunks[r.request_id]) for r in asked] == [greedy_reference(r) for r in asked]
     assert rounds.read[:5] == [[10], [2, 8], [4, 6], [6], []]
-    assert [len(members) for members in rounds.launched[:4]] == [1, 2, 3, 3]
+    assert [len(members) for members in rounds.launched[:4]] == [1, 2, 2, 3]
 
 
 def test_who_names_a_draft_length_drafts_from_the_first_round_on() -> None:
@@ -62,7 +62,7 @@ def test_who_names_a_draft_length_drafts_from_the_first_round_on() -> None:
     assert rounds.lengths[:3] == [3, 3, 3]
 
 
-def test_where_members_leave_little_room_every_second_round_only_reads() -> None:
+def test_where_members_leave_little_room_rounds_between_theirs_only_read() -> None:
     pair, rounds = reading_pair(max_rows=8, max_batch_size=8, max_members=8)
     for number in range(7):
         pair.submit(request(str(number), 1, max_tokens=40))
@@ -71,8 +71,8 @@ def test_where_members_leave_little_room_every_second_round_only_reads() -> None
     pair.submit(late)
     rounds.read.clear()
     chunks = [chunk for _ in range(12) for chunk in pair.step()]
-    # Eight without those seven, one beside them, and so on; the last one has room beside them.
-    assert rounds.read[:5] == [[8], [1], [8], [1], [1]]
+    # One beside those seven, eight without them, and so on; what would not fill a round waits.
+    assert rounds.read[:6] == [[1], [8], [1], [8], [1], []]
     assert [len(members) for members in rounds.launched[2:6]] == [7, 7, 7, 8]
     assert ids([c for c in chunks if c.request_id == "late"]) == greedy_reference(late)
 
@@ -89,3 +89,30 @@ def test_a_request_that_is_cancelled_while_it_is_read_leaves_nothing_behind() ->
     asked = request("next", 9, max_tokens=20)
     assert ids(run(pair, [asked])["next"]) == greedy_reference(asked)
     assert not rounds.texts
+
+
+def test_a_wider_launch_is_taken_where_half_of_it_is_used() -> None:
+    """Eight rows or sixteen, beside six members: with three tokens, a member more, and with five"""
+    for length, read in ((4, [[2], [1]]), (6, [[5], []])):
+        pair, rounds = reading_pair(max_batch_size=8, max_members=8)
+        for number in range(6):
+            pair.submit(request(str(number), 1, max_tokens=40))
+        pair.step()
+        rounds.read.clear()
+        pair.submit(request("late", length, max_tokens=5))
+        pair.step()
+        pair.step()
+        assert rounds.read == read
+
+
+def test_no_text_waits_for_others_to_fill_a_round_for_long() -> None:
+    """Beside 40 members two rounds, which read one token each."""
+    pair, rounds = reading_pair(max_rows=41, max_batch_size=41, max_members=41)
+    for number in range(40):
+        pair.submit(request(str(number), 1, max_tokens=40))
+    pair.step()
+    rounds.read.clear()
+    pair.submit(request("late", 20, max_tokens=5))
+    for _ in range(4):
+        pair.step()
+    assert rounds.read == [[1], [1], [17], []]

@@ -88,23 +88,27 @@ def test_every_round_has_a_size_that_fits_a_launch(
         for k in range(most + 1):
             length = sizes.length(num_members, k)
             assert (sizes.places(num_members, length), length) in shapes
-            num_pieces, most_read = sizes.reading(num_members, k)
-            assert num_pieces >= 0
-            if num_pieces:
+            most_read, nums_pieces = sizes.reading(num_members, k)
+            assert nums_pieces == sorted(nums_pieces)
+            for num_pieces in filter(None, nums_pieces):
                 assert most_read == sizes.length(num_members + 1, k)
                 assert (sizes.places(num_members + num_pieces, most_read), most_read) in shapes
 
 
 @pytest.mark.parametrize(
-    ("num_members", "num_draft_tokens", "num_pieces", "most"),
+    ("num_members", "num_draft_tokens", "nums_pieces", "most"),
     [
-        *((0, 0, 128, 0), (8, 0, 120, 0), (1, 5, 17, 6), (8, 2, 34, 2), (64, 0, 64, 0)),
-        *((65, 0, 191, 0), (42, 2, 43, 2), (128, 0, 128, 0), (85, 2, 0, 2)),
+        (0, 0, [16, 32, 64, 128, 256], 0),
+        (8, 0, [8, 24, 56, 120, 248], 0),
+        (1, 5, [1, 3, 8, 17, 35], 6),
+        (8, 2, [2, 13, 34, 77], 2),
+        (42, 2, [0, 43], 2),
+        (85, 2, [0], 2),
+        (128, 0, [0, 128], 0),
     ],
 )
-def test_what_is_read_fills_a_launch_of_128_rows_or_beside_many_the_widest(
-    num_members: int, num_draft_tokens: int, num_pieces: int, most: int
+def test_what_is_read_fills_launches(
+    num_members: int, num_draft_tokens: int, nums_pieces: list[int], most: int
 ) -> None:
-    for max_batch_size in (num_members + 2, 128):
-        sizes = RoundSizes.of(max_batch_size, 8)
-        assert sizes.reading(num_members, num_draft_tokens) == (num_pieces, most)
+    sizes = RoundSizes.of(128, 8)
+    assert sizes.reading(num_members, num_draft_tokens) == (most, nums_pieces)

@@ -1,20 +1,24 @@
 """Texts that rounds read beside their members, and which rounds read and do nothing else.
 
 A round that reads takes longer than one of its members alone, but far less than both by themselves:
-most of the time is that of the weights. So all that there is room for is read at once. Where
-members leave little room, every second round is one of readings.
+most of the time is that of the weights. Rows that its launch has anyway cost nothing, and those of
+a wider launch are worth their time where half of them are used; what is left is read by the next
+round. Where members leave little room, a round between theirs is of readings alone as soon as there
+is enough to fill it, and in any case before long: each that is read waits, but each member does
+while it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from specpipe.runtimes.pair.engine import Engine
-from specpipe.runtimes.pair.rounds import Reading, Rounds
+from specpipe.runtimes.pair.rounds import Reading, ReadingRoom, Rounds
+from specpipe.runtimes.pair.scheduling import GATHERS_FROM
 from specpipe.runtimes.pair.stream_drafts import Stream
 
-_LITTLE = 1 / 4
-"""Of what a round of readings alone has room for: who has less beside members waits for one."""
+_LEAST_WAIT = 2
+"""Rounds of however few members that may leave something to be read before that is late."""
 
 
 class Readings:
@@ -37,8 +41,12 @@ class Readings:
         self._rounds, self._target, self._max_num_tokens = rounds, target, max_num_tokens
         self._begins = begins
         self._streams: dict[Stream, None] = {}
-        self._little: int | None = None
-        """Tokens that the last round had room for, if that was little."""
+        self._num_waited = 0
+        """Rounds of members that have left something to be read, one after the other."""
+        self._may_wait = 0
+        """How many of them may, by the last round's members."""
+        self._has_little_room = False
+        """Whether those left little."""
 
     def __contains__(self, stream: Stream) -> bool:
         return stream in self._streams
@@ -54,9 +62,19 @@ class Readings:
     @property
     def are_next(self) -> bool:
         """Whether the next round is theirs alone."""
-        return self._little is not None and self._little < sum(map(self._num_unread, self._streams))
+        if not self._streams or not self._has_little_room:
+            return False
+        return self._is_late or self._num_unread >= self._rounds.reading_rooms(0, 0)[-1].num_tokens
 
-    def _num_unread(self, stream: Stream) -> int:
+    @property
+    def _is_late(self) -> bool:
+        return self._num_waited >= self._may_wait
+
+    @property
+    def _num_unread(self) -> int:
+        return sum(map(self._num_unread_of, self._streams))
+
+    def _num_unread_of(self, stream: Stream) -> int:
         num_cached = self._target.length(stream.running.target_sequence)
         return len(stream.state.token_ids) - 1 - num_cached
 
@@ -65,14 +83,19 @@ class Readings:
 
         num_draft_tokens  the most of its members
         """
-        room = self._rounds.reading_room(num_members, num_draft_tokens)
-        is_little = room.num_tokens < _LITTLE * self._rounds.reading_room(0, 0).num_tokens
-        self._little = room.num_tokens if is_little else None
+        if not self._streams:
+            self._num_waited, self._has_little_room = 0, False
+            return [], []
+        rooms = self._rounds.reading_rooms(num_members, num_draft_tokens)
+        alone = self._rounds.reading_rooms(0, 0)[-1]
+        self._has_little_room = 2 * rooms[-1].num_tokens < alone.num_tokens
+        self._may_wait = max(num_members // GATHERS_FROM, _LEAST_WAIT) if num_members else 0
+        room = self._room(rooms)
+        num_tokens = self._max_num_tokens
         readings: list[Reading] = []
         beginning: list[Stream] = []
-        num_tokens = self._max_num_tokens
         for stream in list(self._streams):
-            sequence, num_unread = stream.running.target_sequence, self._num_unread(stream)
+            sequence, num_unread = stream.running.target_sequence, self._num_unread_of(stream)
             num_read = min(num_unread, room.num_tokens, num_tokens)
             if not num_read:
                 break
@@ -84,4 +107,20 @@ class Readings:
                 if room.num_pieces and self._begins(stream):
                     beginning.append(stream)
                     room = room.less(1)
+        self._num_waited = self._num_waited + 1 if self._streams and num_members else 0
         return readings, beginning
+
+    def _room(self, rooms: Sequence[ReadingRoom]) -> ReadingRoom:
+        """Returns the greatest of which half is used that the one before has not.
+
+        All of it may be left for the next round, unless that has no members, or it is late.
+        """
+        num_wanted = min(self._num_unread, self._max_num_tokens) + len(self._streams)
+        chosen = rooms[0]
+        for room in rooms[1:]:
+            num_left = num_wanted - chosen.num_tokens
+            num_more = room.num_tokens - chosen.num_tokens
+            if num_left <= 0 or (2 * num_left < num_more and not self._is_late):
+                break
+            chosen = room
+        return chosen

@@ -10,7 +10,7 @@ from specpipe.runtimes.pair.engine import Engine, Logits
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.sampler import Sampler
 
-_GATHERS_FROM = 16
+GATHERS_FROM = 16
 """Requests that decode for each step that a prompt may wait; simulated: benchmarks/notes.md,
 "Prompts that wait for each other".
 """
@@ -51,7 +51,7 @@ class Gathering:
         is_busy  they must: others are being read
         """
         is_enough = sum(num_tokens) >= options.max_num_tokens
-        is_due = is_enough or self._num_waited >= num_decoding // _GATHERS_FROM
+        is_due = is_enough or self._num_waited >= num_decoding // GATHERS_FROM
         if not num_tokens or (is_due and not is_busy):
             self._num_waited = 0
             return False

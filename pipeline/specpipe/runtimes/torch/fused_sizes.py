@@ -13,9 +13,9 @@ RESULT = 2 + ROWS
 WIDTHS = (16, 32, 64, 128, 256)
 """Rows that launches take at most, each kind by kernels of its own."""
 
-FEW_ROWS, ROWS_BESIDE_FEW = 64, 128
-"""Beside so few rows others are read until there are so many. 256 take 1.55 times as long on an
-H200 (7 B), so that those who decode would wait longer for little.
+_FEW_ROWS, _ROWS_BESIDE_FEW = 64, 128
+"""Beside so few rows nobody reads more than those leave of so many: 256 take 1.55 times as long on
+an H200 (7 B).
 """
 
 ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
@@ -54,7 +54,7 @@ def most_rows(max_batch_size: int, max_draft_len: int) -> int:
     in which some are read beside others.
     """
     num_rows = max_batch_size * (max_draft_len + 1)
-    return WIDTHS[-1] if num_rows > FEW_ROWS else ROWS_BESIDE_FEW
+    return WIDTHS[-1] if num_rows > _FEW_ROWS else _ROWS_BESIDE_FEW
 
 
 def prompt_width_of(num_rows: int) -> int:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from specpipe.runtimes.torch.fused_sizes import (
-    FEW_ROWS,
     ROWS,
-    ROWS_BESIDE_FEW,
     WIDTHS,
     most_rows,
     width_of,
@@ -133,18 +131,14 @@ class RoundSizes:
         """
         return next(places for places in self._all_places(most) if places >= num_members)
 
-    def reading(self, num_members: int, num_draft_tokens: int) -> tuple[int, int]:
-        """Returns how many pieces a round of so many can read beside them, and the draft tokens
-        that each place has room for: a piece has a token more.
+    def reading(self, num_members: int, num_draft_tokens: int) -> tuple[int, list[int]]:
+        """Returns the draft tokens that each place has room for where rounds of so many read, and
+        how many pieces each of them can read, by the widths of launches; a piece has a token more.
         """
         longer = [k for k in self.lengths(num_members + 1) if k >= num_draft_tokens]
-        if not longer:
-            return 0, num_draft_tokens
-        most = longer[0]
-        is_beside_few = num_members * (most + 1) <= FEW_ROWS
-        num_rows = ROWS_BESIDE_FEW if is_beside_few else self.rows
-        places = max(p for p in self._all_places(most) if p * (most + 1) <= num_rows)
-        return max(places - num_members, 0), most
+        filling = self._filling(longer[0]) if longer and self._reads(longer[0]) else []
+        nums_pieces = [places - num_members for places in filling if places >= num_members]
+        return (longer[0], nums_pieces) if nums_pieces else (num_draft_tokens, [0])
 
     def forms(self, places: int) -> tuple[Form, ...]:
         """Returns the forms that rounds of so many places are recorded in, rising."""
@@ -193,13 +187,17 @@ class RoundSizes:
         return sorted({*(k for k in _LENGTHS if k < most), max(most, 0)})
 
     def _all_places(self, most: int) -> list[int]:
-        """As many as fill launches of each width, which take about as long for fewer; and few.
-
-        There are no more than members, but where texts are read beside them: nobody has draft
-        tokens beside another's text where there is one sequence.
-        """
-        filling = [width // (most + 1) for width in WIDTHS if width <= self.rows]
+        """Those of as many members as fill launches, and few; and where texts are read, all."""
+        filling = self._filling(most)
         every = [min(places, self.max_members) for places in (*_FEW, *filling)]
-        if self.max_members > 1 or not most:
+        if self._reads(most):
             every += filling
         return sorted({places for places in every if 0 < places * (most + 1) <= self.rows})
+
+    def _filling(self, most: int) -> list[int]:
+        """As many as fill launches of each width, which take about as long for fewer."""
+        return [width // (most + 1) for width in WIDTHS if most < width <= self.rows]
+
+    def _reads(self, most: int) -> bool:
+        """Says whether texts are read beside draft tokens: not if there is only one sequence."""
+        return not most or self.max_members > 1

@@ -249,7 +249,7 @@ def test_texts_are_read_beside_members() -> None:
     read = sequence()
     bench.rounds.join(read, prompt, GREEDY)
     members = [Member(other.target, 2, 100)]
-    assert bench.rounds.reading_room(1, 2) == ReadingRoom(41, 3)
+    assert bench.rounds.reading_rooms(1, 2) == [ReadingRoom(n, 3) for n in (4, 9, 20, 41)]
     bench.rounds.launch(members, [Reading(read, 0, 4)])  # two pieces
     members = [Member(other.target, 0, 100), Member(read, 0, 100)]
     bench.rounds.launch(members, [Reading(read, 4, 15)])

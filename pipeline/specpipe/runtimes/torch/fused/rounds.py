@@ -138,9 +138,9 @@ class FusedRounds:
     def copy_costs(self, num_members: int) -> StepCosts | None:
         return self._copy_costs.get(num_members)
 
-    def reading_room(self, num_members: int, num_draft_tokens: int) -> ReadingRoom:
-        num_pieces, most = self.sizes.reading(num_members, num_draft_tokens)
-        return ReadingRoom(num_pieces, most + 1)
+    def reading_rooms(self, num_members: int, num_draft_tokens: int) -> list[ReadingRoom]:
+        most, nums_pieces = self.sizes.reading(num_members, num_draft_tokens)
+        return [ReadingRoom(num_pieces, most + 1) for num_pieces in nums_pieces]
 
     def can_read(self, target_sequence: SequenceId) -> bool:
         return self._target.is_decoded(target_sequence)
