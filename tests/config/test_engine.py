@@ -67,6 +67,24 @@ def test_faults_of_every_kind_are_named_at_once(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("engine", "where"),
+    [
+        ({"runtime": "tensorrt"}, "engine.runtime 'tensorrt'"),
+        ({"runtime": "tensorrt_llm"}, "engine.runtime 'tensorrt_llm'"),
+        ({"kernels": "plain"}, "engine.kernels 'plain'"),
+        ({"device": "cpu"}, "engine.device 'cpu'"),
+    ],
+)
+def test_where_there_are_no_pages_their_settings_are_refused(
+    tmp_path: Path, engine: dict[str, Any], where: str
+) -> None:
+    found = faults(tmp_path, **engine, prefix_reuse=False)
+    assert found == [
+        "engine.prefix_reuse is false: expected nothing here, since it has no effect with " + where
+    ]
+
+
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_the_name_of_a_runtime_is_no_setting(tmp_path: Path, name: str) -> None:
     (found,) = faults(tmp_path, runtime="torch", **{name: 1})

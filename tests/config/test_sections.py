@@ -74,6 +74,7 @@ def test_defaults() -> None:
             "device": "auto",
             "kernels": "auto",
             "num_threads": None,
+            "prefix_reuse": True,
         },
         "quality": {
             "measure": True,

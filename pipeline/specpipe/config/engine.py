@@ -57,6 +57,10 @@ class TorchEngineConfig(_EngineConfig):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engines; none: all cores but one, which is left to Triton."""
 
+    prefix_reuse: bool = Field(default=True, json_schema_extra={"since": "0.2.0"})
+    """Whether prompts that begin alike share what the fused kernels cached of that, as long as
+    nothing else needs the room."""
+
 
 class TensorRTEngineConfig(_EngineConfig):
     """What runtime tensorrt builds, and what it must hold at once."""
@@ -89,6 +93,7 @@ class TensorRTEngineConfig(_EngineConfig):
 
     device: ClassVar[Device] = "auto"
     num_threads: ClassVar[int | None] = None
+    prefix_reuse: ClassVar[bool] = False
 
 
 class TensorRTLLMEngineConfig(_EngineConfig):
@@ -107,6 +112,7 @@ class TensorRTLLMEngineConfig(_EngineConfig):
     dtype: ClassVar[Dtype] = "auto"
     device: ClassVar[Device] = "auto"
     num_threads: ClassVar[int | None] = None
+    prefix_reuse: ClassVar[bool] = False
 
 
 ENGINE_SECTIONS: dict[str, type[Section]] = {

@@ -118,6 +118,8 @@ class PairOptions:
     """Whether a request that runs alone copies draft tokens from its own text where that repeats
     itself, instead of asking the draft model.
     """
+    prefix_reuse: bool = True
+    """Whether prompts that begin alike share what is cached of that, where engines have pages."""
     max_batch_size: int = 8
     max_seq_len: int = 1024
     max_num_tokens: int = 256

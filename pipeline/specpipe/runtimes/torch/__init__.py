@@ -35,7 +35,10 @@ class TorchRuntime:
     runs_own_loop = True
 
     def setting_faults(self, config: PipelineConfig, engine: TorchEngineConfig) -> Iterable[Fault]:
-        return ()  # it runs every format, and ranks as one
+        # It runs every format, and ranks as one.
+        from specpipe.runtimes.torch import setting_faults
+
+        return setting_faults.setting_faults(engine)
 
     def require(self) -> None:
         require_library(self.name, "torch", extra="torch")
