@@ -38,7 +38,7 @@ class TorchRuntime:
         # It runs every format, and ranks as one.
         from specpipe.runtimes.torch import setting_faults
 
-        return setting_faults.setting_faults(engine)
+        return setting_faults.setting_faults(config, engine)
 
     def require(self) -> None:
         require_library(self.name, "torch", extra="torch")
@@ -66,7 +66,9 @@ class TorchRuntime:
         return {} if kernels == "auto" else {"kernels": kernels}
 
     def plan_notes(self, pair: PairPlan) -> Iterable[str]:
-        return ()
+        from specpipe.runtimes.torch import plan
+
+        return plan.notes(pair)
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
         from specpipe.runtimes.torch import plan

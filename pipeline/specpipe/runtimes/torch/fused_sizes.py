@@ -19,6 +19,9 @@ ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
 PAGE = 64
 """Positions of a page of the KV cache."""
 
+SHORT_PROMPT = 128
+"""Tokens of the longest prompt that is read as its continuation is, row by row."""
+
 CHUNK = 128
 """Positions whose scores make one softmax."""
 
@@ -57,6 +60,17 @@ def spare_positions(max_draft_len: int) -> int:
 def pages_of(num_positions: int) -> int:
     """Returns how many pages hold so many positions."""
     return -(-num_positions // PAGE)
+
+
+def pages_to_share(prompt_length: int, max_draft_len: int) -> int:
+    """Returns how many first pages of a prompt hold what every prompt that begins alike computes.
+
+    Short prompts go through the kernels of decoding, and so does the last token of any. A draft
+    reads tokens before that again, with those kernels too, when it catches up with rounds.
+    """
+    if prompt_length <= SHORT_PROMPT:
+        return 0
+    return max(prompt_length - 1 - spare_positions(max_draft_len), 0) // PAGE
 
 
 def max_parts(capacity: int) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused_sizes import pages_to_share
 from specpipe.runtimes.torch.rotary import Rotary
 from tests.runtimes.torch.fused.toy import toy_config, toy_engines
 
@@ -231,6 +232,43 @@ def test_a_short_sequence_holds_no_more_pages_than_it_needs(engine: FusedEngine)
     engine.allocate(prompt_length=9, max_tokens=40)  # and 15: one page of 24
     assert engine.cache.can_hold(23 * 64)
     assert not engine.cache.can_hold(23 * 64 + 1)
+
+
+def test_what_is_reused_and_what_is_read_page_by_page_has_the_same_bits(
+    engine: FusedEngine,
+) -> None:
+    """As a sequence that has all its pages from the beginning, and reads all of its prompt."""
+    (text,) = texts(1, 146)
+    text = [token + (token == 7) for token in text]
+    sequence = engine.allocate(prompt_length=144, max_tokens=320)
+    expected = engine.forward([(sequence, text)], [3])
+    assert engine.reuse(engine.allocate(prompt_length=144, max_tokens=1), text, "a") == 0
+    engine.free(sequence)  # it was not asked, so nothing of it is there
+
+    grown = engine.allocate(prompt_length=144, max_tokens=1)
+    assert engine.reuse(grown, text, "a") == 0
+    for size in (100, 44):
+        assert engine.grow(grown, engine.length(grown) + size)
+        piece = text[engine.length(grown) :][:size]
+        engine.forward([(grown, piece)], [0])
+    engine.truncate(grown, 143)
+    assert torch.equal(engine.forward([(grown, text[143:])], [3]), expected)
+
+    assert (
+        engine.num_held_tokens == 4 * 64
+    )  # 3 of its own, and 1 of the one that was not asked to read
+    reusing = engine.allocate(prompt_length=144, max_tokens=1)
+    assert engine.reuse(reusing, text, "a") == 128
+    assert engine.grow(reusing, 146)
+    engine.free(grown)
+    assert torch.equal(engine.forward([(reusing, text[128:])], [3]), expected)
+    engine.free(reusing)
+    assert engine.num_cached_tokens == 128
+
+
+def test_what_of_a_prompt_others_may_begin_with(engine: FusedEngine) -> None:
+    """Full pages, as far as a draft that catches up with rounds does not read them again."""
+    assert [pages_to_share(length, 4) for length in (128, 129, 143, 144, 208)] == [0, 1, 1, 2, 3]
 
 
 def test_rows_of_nobody_are_never_looked_at() -> None:
