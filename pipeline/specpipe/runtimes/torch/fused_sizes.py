@@ -19,9 +19,6 @@ ROW_COUNTS = (1, 2, 4, 8, *WIDTHS)
 PAGE = 64
 """Positions of a page of the KV cache."""
 
-SHORT_PROMPT = 128
-"""Tokens of the longest prompt that is read as its continuation is, row by row."""
-
 CHUNK = 128
 """Positions whose scores make one softmax."""
 
@@ -62,15 +59,14 @@ def pages_of(num_positions: int) -> int:
     return -(-num_positions // PAGE)
 
 
-def pages_to_share(prompt_length: int, max_draft_len: int) -> int:
-    """Returns how many first pages of a prompt hold what every prompt that begins alike computes.
+def pages_to_share(num_prompt: int, max_draft_len: int) -> int:
+    """Returns how many first pages of a text hold what all texts that begin alike have there.
 
-    Short prompts go through the kernels of decoding, and so does the last token of any. A draft
-    reads tokens before that again, with those kernels too, when it catches up with rounds.
+    num_prompt  tokens that the kernels of prompts read: what those of decoding compute is not the
+                same. A draft that catches up with rounds reads some of the last ones again, with
+                the latter
     """
-    if prompt_length <= SHORT_PROMPT:
-        return 0
-    return max(prompt_length - 1 - spare_positions(max_draft_len), 0) // PAGE
+    return max(num_prompt - spare_positions(max_draft_len), 0) // PAGE
 
 
 def max_parts(capacity: int) -> int:

@@ -238,37 +238,35 @@ def test_what_is_reused_and_what_is_read_page_by_page_has_the_same_bits(
     engine: FusedEngine,
 ) -> None:
     """As a sequence that has all its pages from the beginning, and reads all of its prompt."""
-    (text,) = texts(1, 146)
-    text = [token + (token == 7) for token in text]
-    sequence = engine.allocate(prompt_length=144, max_tokens=320)
-    expected = engine.forward([(sequence, text)], [3])
-    assert engine.reuse(engine.allocate(prompt_length=144, max_tokens=1), text, "a") == 0
-    engine.free(sequence)  # it was not asked, so nothing of it is there
+    text = [token + (token == 7) for token in texts(1, 84)[0]]
+    sequence = engine.allocate(prompt_length=81, max_tokens=320)
+    expected = engine.forward([(sequence, text)], [4])
 
-    grown = engine.allocate(prompt_length=144, max_tokens=1)
-    assert engine.reuse(grown, text, "a") == 0
-    for size in (100, 44):
-        assert engine.grow(grown, engine.length(grown) + size)
-        piece = text[engine.length(grown) :][:size]
-        engine.forward([(grown, piece)], [0])
-    engine.truncate(grown, 143)
-    assert torch.equal(engine.forward([(grown, text[143:])], [3]), expected)
+    grown = engine.allocate(prompt_length=81, max_tokens=1)
+    assert engine.reuse(grown, text, "a") == 0  # the first was not asked, so nothing of it is there
+    for size in (40, 40):
+        start = engine.length(grown)
+        assert engine.grow(grown, start + size)
+        engine.forward([(grown, text[start : start + size])], [0])
+    assert engine.grow(grown, len(text))
+    assert torch.equal(engine.forward([(grown, text[80:])], [4]), expected)
 
-    assert (
-        engine.num_held_tokens == 4 * 64
-    )  # 3 of its own, and 1 of the one that was not asked to read
-    reusing = engine.allocate(prompt_length=144, max_tokens=1)
-    assert engine.reuse(reusing, text, "a") == 128
-    assert engine.grow(reusing, 146)
+    reusing = engine.allocate(prompt_length=81, max_tokens=1)
+    assert engine.reuse(reusing, text, "b") == 0
+    assert engine.reuse(reusing, text, "a") == 64
+    assert engine.grow(reusing, len(text))
+    engine.free(sequence)
     engine.free(grown)
-    assert torch.equal(engine.forward([(reusing, text[128:])], [3]), expected)
+    assert torch.equal(engine.forward([(reusing, text[64:])], [4]), expected)
+    assert engine.num_held_tokens == 2 * 64
     engine.free(reusing)
-    assert engine.num_cached_tokens == 128
+    assert engine.num_held_tokens == 0
+    assert engine.num_cached_tokens == 64
 
 
-def test_what_of_a_prompt_others_may_begin_with(engine: FusedEngine) -> None:
-    """Full pages, as far as a draft that catches up with rounds does not read them again."""
-    assert [pages_to_share(length, 4) for length in (128, 129, 143, 144, 208)] == [0, 1, 1, 2, 3]
+def test_others_begin_with_full_pages_that_no_round_reads_again() -> None:
+    """With 15 positions for rounds behind them, of what the kernels of prompts read."""
+    assert [pages_to_share(num, 4) for num in (0, 78, 79, 142, 143)] == [0, 0, 1, 1, 2]
 
 
 def test_rows_of_nobody_are_never_looked_at() -> None:

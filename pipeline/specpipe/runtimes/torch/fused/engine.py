@@ -38,12 +38,13 @@ SequenceId = int
 class _Sequence:
     """A sequence on a row of the page table.
 
+    num_prompt  tokens that the kernels of prompts read
     num_shared  pages at its beginning that are not written any more, since others may read them
     keys        of the pages behind them, which others may read as soon as they are full
     """
 
     slot: int
-    prompt_length: int
+    num_prompt: int
     length: int = 0
     num_shared: int = 0
     keys: deque[PageKey] = field(default_factory=deque)
@@ -107,7 +108,7 @@ class FusedEngine:
         sequence = self._next_id
         self._next_id += 1
         slot = self.cache.allocate(max_tokens + self._spare)
-        self._sequences[sequence] = _Sequence(slot, prompt_length)
+        self._sequences[sequence] = _Sequence(slot, prompt_length - 1)
         return sequence
 
     @property
@@ -140,7 +141,7 @@ class FusedEngine:
         """
         state = self._sequences[sequence]
         assert not state.length, "nothing was read yet"
-        num_pages = pages_to_share(state.prompt_length, self.max_draft_len)
+        num_pages = pages_to_share(state.num_prompt, self.max_draft_len)
         keys = page_keys(token_ids[: num_pages * PAGE], salt)
         state.num_shared = self.cache.share(state.slot, keys)
         state.keys.extend(keys[state.num_shared :])
@@ -181,7 +182,7 @@ class FusedEngine:
                 raise ValueError(
                     f"{len(tokens)} tokens after {start}: expected 1 to {capacity - start}"
                 )
-            num_prompt = min(max(sequence.prompt_length - 1 - start, 0), len(tokens))
+            num_prompt = min(max(sequence.num_prompt - start, 0), len(tokens))
             first_scored = len(tokens) - count
             if num_prompt > 0:
                 pieces.append(
