@@ -101,7 +101,6 @@ class FusedEngine:
         """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
         return max_tokens <= self.max_seq_len and self.cache.can_hold(max_tokens + self._spare)
 
-    @torch.inference_mode()
     def allocate(self, *, prompt_length: int, max_tokens: int) -> SequenceId:
         """Makes an empty sequence; `can_admit(max_tokens)` must hold."""
         assert self.can_admit(max_tokens)
@@ -122,7 +121,6 @@ class FusedEngine:
         """Positions of the pages that no sequence has, and that wait to be reused."""
         return PAGE * self.cache.pool.num_cached
 
-    @torch.inference_mode()
     def grow(self, sequence: SequenceId, num_tokens: int) -> bool:
         """Gives a sequence room for so many tokens, and what rounds need beyond; False without.
 
@@ -131,7 +129,6 @@ class FusedEngine:
         num_positions = min(num_tokens + self._spare, self.capacity)
         return self.cache.grow(self._sequences[sequence].slot, num_positions)
 
-    @torch.inference_mode()
     def reuse(self, sequence: SequenceId, token_ids: Sequence[int], salt: str = "") -> int:
         """Lets an empty sequence begin with pages that are cached of the prompt that it is to read.
 

@@ -65,8 +65,10 @@ class PagedKVCache:
 
     def grow(self, slot: int, num_positions: int) -> bool:
         """Gives a sequence pages of so many positions in all; False, and no change, without."""
-        num_before = len(self.pool.pages(slot))
-        if not self.pool.grow(slot, pages_of(num_positions)):
+        num_before, num_pages = len(self.pool.pages(slot)), pages_of(num_positions)
+        if num_pages <= num_before:  # soon said: it is asked before each step
+            return True
+        if not self.pool.grow(slot, num_pages):
             return False
         self._write(slot, num_before)
         return True
@@ -85,9 +87,12 @@ class PagedKVCache:
         """Gives a slot and its pages to others."""
         self.pool.free(slot)
 
+    @torch.inference_mode()
     def _write(self, slot: int, first: int, stop: int | None = None) -> None:
         """Enters pages of a sequence into the table, those with the numbers from first to stop."""
         pages = self.pool.pages(slot)[first:stop]
-        if pages:
+        if len(pages) == 1:  # mostly, and a number needs no memory that the GPU copies from
+            self.table[slot, first].fill_(pages[0])
+        elif pages:
             row = pinned(torch.tensor(pages, dtype=torch.int32), self.table.device)
             self.table[slot, first : first + len(pages)].copy_(row, non_blocking=True)
