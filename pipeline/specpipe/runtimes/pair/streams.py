@@ -7,8 +7,8 @@ or leaves: its text is the same as step by step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine
@@ -18,6 +18,9 @@ from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.pair.scheduling import uncached
 from specpipe.runtimes.pair.stream_drafts import Stream, StreamDrafts
 from specpipe.speculative.adaptive import most_draft_tokens
+
+MakeRoom = Callable[[RunningSequences, int], None]
+"""Lets a request have so many tokens; to that end others may leave, or itself."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Streams:
         self._rounds.drop()
         self._under_way.clear()
 
-    def launch(self, num_beside: int) -> None:
+    def launch(self, num_beside: int, make_room: MakeRoom) -> None:
         """Keeps the device busy, and lets the draft read the texts that it lacks meanwhile.
 
         num_beside  requests that decode beside, step by step
@@ -118,15 +121,32 @@ class Streams:
         self._forget_what_left()
         while len(self._under_way) < MOST_UNDER_WAY:
             under_way = self._next(num_beside)
-            if not under_way.parts:
+            parts = self._with_room(under_way.parts, make_room)
+            if not parts:
                 break
             self._num_launched += 1
-            for stream, member in under_way.parts:
+            for stream, member in parts:
                 stream.under_way.append(member)
                 stream.last_round = self._num_launched
-            self._rounds.launch([member for _, member in under_way.parts])
-            self._under_way.append(under_way)
+            self._rounds.launch([member for _, member in parts])
+            self._under_way.append(replace(under_way, parts=parts))
         self._drafts.read()
+
+    def _with_room(
+        self, parts: Sequence[tuple[Stream, Member]], make_room: MakeRoom
+    ) -> list[tuple[Stream, Member]]:
+        """Returns the parts of those that find room for all that they may emit."""
+        found = []
+        for stream, member in parts:
+            drafts = member.num_draft_tokens and not member.is_copied
+            if drafts and not self._drafts.keeps_draft(stream, member.num_positions):
+                found.append(self._part(stream, 0))
+            else:
+                found.append((stream, member))
+        for stream, member in found:
+            if not stream.has_left:
+                make_room(stream.running, member.num_positions)
+        return [(stream, member) for stream, member in found if not stream.has_left]
 
     def take(self) -> list[StreamRound]:
         """Waits for the oldest round of requests that are still here; none: returns nothing."""
@@ -145,14 +165,15 @@ class Streams:
             if stream.has_left:
                 continue
             if result.token_ids is not None:
-                self._count(stream.running, member, len(result.token_ids))
+                self._count(stream, member, len(result.token_ids))
             taken.append(StreamRound(stream.running, member, result))
         return taken
 
-    def _count(self, running: RunningSequences, member: Member, num_tokens: int) -> None:
+    def _count(self, stream: Stream, member: Member, num_tokens: int) -> None:
         """Counts what the engines have cached by a round that emitted so many tokens."""
+        running = stream.running
         self._target.skip(running.target_sequence, num_tokens)
-        if member.num_draft_tokens and not member.is_copied:
+        if member.num_draft_tokens and not member.is_copied and stream.has_draft:
             # The draft read all of the text and of its own tokens, but the last of those.
             num_new = min(member.num_draft_tokens, num_tokens)
             self._drafting.skip_to(running, len(running.state.token_ids) - 1 + num_new)

@@ -207,10 +207,11 @@ class LlmPair(QueuedPair[_Running]):
                 "apply it; leave it out"
             )
 
-    def _start(self, waiting: Waiting) -> None:
-        running = _Running(self._new_state(waiting), waiting.deadline)
+    def _start(self, waiting: Waiting) -> bool:
+        running = _Running(self._state_of(waiting), waiting.deadline)
         self._running.append(running)
         asyncio.run_coroutine_threadsafe(self._generate(running, waiting.request), self._loop)
+        return True
 
     def _new_sampling_params(self, request: Request) -> Any:
         """A `SamplingParams`; what it leaves out is greedy. Text is decoded here, not there."""
