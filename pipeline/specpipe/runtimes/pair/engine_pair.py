@@ -18,6 +18,7 @@ from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine
+from specpipe.runtimes.pair.features import FEATURES
 from specpipe.runtimes.pair.pair import (
     DetokenizerFactory,
     LateWork,
@@ -36,8 +37,8 @@ from specpipe.speculative.decode import UNUSABLE_LOGITS
 from specpipe.speculative.guide import Guides
 from specpipe.speculative.request import Chunk, Request, RequestLimits
 
-_HONOURED = ("logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs", "prediction")
-"""Of `FEATURES`."""
+_HONOURED = tuple(name for name in FEATURES if name != "guided_decoding_guide")
+"""Without reuse a salt has nothing to do."""
 
 
 class EnginePair(QueuedPair[RunningSequences]):
