@@ -24,6 +24,7 @@ from specpipe.runtimes.torch.fused_sizes import (
     PAGE,
     ROW_COUNTS,
     most_rows,
+    pages_of,
     pages_to_share,
     prompt_width_of,
     spare_positions,
@@ -67,7 +68,6 @@ class FusedEngine:
         self.spec = spec
         self.vocab_size = spec.model.vocab_size
         self.max_seq_len = spec.max_seq_len
-        self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
         self.pages: Pages | None = self
         self.max_logits = self.max_logits_of_sequence = spec.max_logits
@@ -84,7 +84,10 @@ class FusedEngine:
             device=spec.device,
             num_pages=None if spec.kv_cache_tokens is None else spec.kv_cache_tokens // PAGE,
         )
-        self.capacity_tokens = PAGE * self.cache.pool.num_pages
+        num_pages = self.cache.pool.num_pages
+        self.capacity_tokens = PAGE * num_pages
+        # As many as all together have pages for.
+        self.max_batch_size = min(spec.max_batch_size, num_pages // pages_of(1 + self._spare))
         self._most_rows = most_rows(spec.max_batch_size, spec.max_draft_len)
         self.decoder = Decoder(
             spec.model, weights, self.cache, capacity=self.capacity, most_rows=self._most_rows
@@ -122,12 +125,12 @@ class FusedEngine:
         return PAGE * self.cache.pool.num_cached
 
     def grow(self, sequence: SequenceId, num_tokens: int) -> bool:
-        """Gives a sequence room for so many tokens, and what rounds need beyond; False without.
+        """Gives a sequence room for so many tokens, those of rounds among them; False without.
 
         No sequence gets more than it can have, and none less than it has.
         """
-        num_positions = min(num_tokens + self._spare, self.capacity)
-        return self.cache.grow(self._sequences[sequence].slot, num_positions)
+        slot = self._sequences[sequence].slot
+        return self.cache.grow(slot, min(num_tokens, self.capacity))
 
     def reuse(self, sequence: SequenceId, token_ids: Sequence[int], salt: str = "") -> int:
         """Lets an empty sequence begin with pages that are cached of the prompt that it is to read.
