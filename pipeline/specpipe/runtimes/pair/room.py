@@ -14,7 +14,7 @@ from specpipe.speculative.request import Request
 class Room:
     """The memory of one engine; a request may have max_seq_len tokens in it."""
 
-    AHEAD = 32
+    AHEAD = 16
     """Tokens that a request, and each of those that run, should find room for when it starts: else
     it would soon give way again. Simulated: benchmarks/notes.md, "Room to start".
     """
