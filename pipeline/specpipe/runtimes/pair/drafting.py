@@ -95,13 +95,13 @@ class Drafting:
         None when there is no room; then it has none any more.
         """
         request, num_tokens = running.state.request, len(running.state.token_ids)
-        if running.draft_sequence is not None:
-            self.grow(running, num_tokens + self._options.num_draft_tokens)
-        elif self.has_room(running):
+        if running.draft_sequence is None and self.has_room(running):
             running.draft_sequence = self.room.make(
                 request, num_tokens, num_beside=self._num_beside
             )
             self._num_sequences += running.draft_sequence is not None
+        if running.draft_sequence is not None:
+            self.grow(running, num_tokens + self._options.num_draft_tokens)
         return running.draft_sequence
 
     def grow(self, running: RunningSequences, num_tokens: int) -> bool:
