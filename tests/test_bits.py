@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from benchmarks.bits.asked import Material, ask, only
 from benchmarks.bits.trial import Outcome, try_pair
 from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.room import Room
 from specpipe.speculative.guide import Guide
 from specpipe.speculative.request import Chunk
 from tests.ascii_guides import ASCII, END, VOCAB_SIZE
@@ -39,8 +41,14 @@ def pair_of(**options: Any) -> EnginePair:
     )
 
 
-def tried(pair: EnginePair, *, number: int = 30, tolerance: float | None = None) -> Outcome:
-    asked = ask(5, number, MATERIAL)
+def tried(
+    pair: EnginePair,
+    *,
+    number: int = 30,
+    tolerance: float | None = None,
+    prefixes: Sequence[Sequence[int]] = (),
+) -> Outcome:
+    asked = ask(5, number, replace(MATERIAL, prefixes=prefixes))
     return try_pair(pair, asked, vocab_size=VOCAB_SIZE, max_waiting=6, tolerance=tolerance)
 
 
@@ -56,10 +64,21 @@ def disturbed(change: Callable[[int, torch.Tensor], torch.Tensor]) -> EnginePair
     return pair
 
 
-@pytest.mark.parametrize("is_adaptive", [False, True])
-def test_requests_that_come_and_go_are_told_what_each_is_alone(is_adaptive: bool) -> None:
-    costs = CostTable(8, {1: 0.1, 4: 0.1}, {1: 1.0, 36: 1.5}) if is_adaptive else None
-    outcome = tried(pair_of(costs=costs, prompt_lookup=is_adaptive), number=60)
+@pytest.mark.parametrize("is_short", [False, True])
+def test_requests_that_come_and_go_are_told_what_each_is_alone(
+    is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short, too; then draft lengths adapt, and prompts begin alike."""
+    if is_short:
+        monkeypatch.setattr(Room, "AHEAD", 0)
+        costs = CostTable(8, {1: 0.1, 4: 0.1}, {1: 1.0, 36: 1.5})
+        memory = {"max_seq_len": 100, "num_pages": 18, "draft_pages": 14}
+        pair = pair_of(costs=costs, prompt_lookup=True, **memory)
+        outcome = tried(pair, number=60, prefixes=(MATERIAL.text[:20], MATERIAL.text[20:50]))
+        counts = outcome.counts()
+        assert min(counts["gave way"], counts["found cached"]) > 3
+    else:
+        outcome = tried(pair_of(), number=60)
     assert outcome.is_right, outcome.report()
     counts = outcome.counts()
     assert counts["requests"] == 60

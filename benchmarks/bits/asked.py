@@ -24,6 +24,8 @@ _MOST_STEPS_BETWEEN = 6
 _CANCELLED_SHARE = 0.2  # some of them have ended by then
 _SPECIAL_SHARE = 0.3
 _STOPPED_SHARE = 0.2  # that have a stop string
+_PREFIXED_SHARE = 0.7
+_SALTS = ("", "", "", "tenant")  # where prompts begin alike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +33,14 @@ class Material:
     """What requests are made of.
 
     text           of which prompts are pieces
+    prefixes       that most prompts begin with, one of them each, if there are any
     num_questions  prompts that there are
     stop_strings   texts that now and then come in an answer
     guides         by name; those that come to an end, so that max_tokens need not be reached
     """
 
     text: Sequence[int]
+    prefixes: Sequence[Sequence[int]] = ()
     num_questions: int
     max_prompt_tokens: int
     max_tokens: int
@@ -112,7 +116,10 @@ def _prompt(rng: random.Random, material: Material) -> tuple[int, ...]:
     if rng.random() < 0.2:
         length = rng.choice([edge for edge in _EDGES if edge <= most])
     start = rng.randrange(len(material.text) - length + 1)
-    return tuple(material.text[start : start + length])
+    prompt = tuple(material.text[start : start + length])
+    if material.prefixes and rng.random() < _PREFIXED_SHARE:
+        return (*rng.choice(material.prefixes), *prompt)[:most]
+    return prompt
 
 
 def _request(
@@ -134,6 +141,7 @@ def _request(
         "sampling": sampling,
         "num_draft_tokens": rng.choice([None, *range(material.max_num_draft_tokens + 1)]),
         "end_token_ids": material.end_token_ids,
+        "cache_salt": rng.choice(_SALTS) if material.prefixes else "",
     }
     request = Request(**{**plain, **settings})
     how = "seeded" if sampling.is_seeded else "unseeded"

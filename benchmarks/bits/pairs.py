@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.bits.asked import Material
 from benchmarks.gpu.models import FusedModel, Source
-from benchmarks.inflate import size_of
+from benchmarks.inflate import open_source, size_of
 from benchmarks.source_prompts import source_prompts
 from specpipe.roles import Role
 from specpipe.runtimes.pair.engine_pair import EnginePair
@@ -33,6 +33,7 @@ _GUIDES = {
     ),
 }
 _TEXT_TOKENS = 20_000
+_PREFIX_TOKENS = 300
 
 
 def fused_pair(
@@ -42,8 +43,12 @@ def fused_pair(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    kv_cache_tokens: int | None = None,
 ) -> EnginePair:
-    """Makes the pair in the device's memory, as small as it is or inflated to TARGET+DRAFT."""
+    """Makes the pair in the device's memory, as small as it is or inflated to TARGET+DRAFT.
+
+    kv_cache_tokens  of all requests, for each model; None: each can have its full length
+    """
     target_size, _, draft_size = (sizes or "").partition("+")
     wanted: Mapping[Role, str] = {"draft": draft_size, "target": target_size}
     engines = {}
@@ -54,6 +59,7 @@ def fused_pair(
             max_seq_len=options.max_seq_len,
             max_draft_len=options.num_draft_tokens,
             max_batch_size=options.max_batch_size,
+            kv_cache_tokens=kv_cache_tokens,
         )
     return fused_pair_of(
         engines["draft"],
@@ -65,22 +71,25 @@ def fused_pair(
 
 
 def source_material(
-    pair: EnginePair,
     tokenizer: Tokenizer,
     *,
     num_questions: int,
     max_prompt_tokens: int,
     max_tokens: int,
     max_num_draft_tokens: int,
+    num_prefixes: int = 0,
 ) -> Material:
     """Prompts that are pieces of Python sources, which the small pair was trained on."""
+    config, _ = open_source(MODELS / "target")
+    text = source_prompts(tokenizer, 1, _TEXT_TOKENS)[0]
     return Material(
-        text=source_prompts(tokenizer, 1, _TEXT_TOKENS)[0],
+        text=text,
+        prefixes=[text[n * _PREFIX_TOKENS :][:_PREFIX_TOKENS] for n in range(num_prefixes)],
         num_questions=num_questions,
         max_prompt_tokens=max_prompt_tokens,
         max_tokens=max_tokens,
         max_num_draft_tokens=max_num_draft_tokens,
-        vocab_size=pair.engines["target"].vocab_size,
+        vocab_size=config["vocab_size"],
         end_token_ids=tokenizer.end_token_ids,
         stop_strings=_STOP_STRINGS,
         guides=_GUIDES,

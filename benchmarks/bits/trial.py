@@ -43,6 +43,8 @@ class Outcome:
             counts["tokens"] += len(told.token_ids)
             counts["draft tokens"] += told.last.statistics.total_draft_tokens
             counts["accepted"] += told.last.statistics.total_accepted_draft_tokens
+            counts["found cached"] += told.last.statistics.num_cached_input_tokens
+            counts["gave way"] += told.last.statistics.num_preemptions
         return {
             "requests": len(self.crowd.told),
             "steps": self.crowd.num_steps,
@@ -111,10 +113,13 @@ class LoneRuns:
         return self.as_asked(lone(request, is_cancelled=is_cancelled))
 
     def as_asked(self, request: Request) -> Told:
-        """Returns what a request is told with its own draft length."""
-        key = replace(request, request_id="")
+        """Returns what a request is told with its own draft length, and nothing of its prompt
+        cached.
+        """
+        key = replace(request, request_id="", cache_salt="")
         if key not in self._told:
-            self._told[key] = run_alone(self._pair, replace(request, request_id="alone"))
+            asked = replace(key, request_id="alone", cache_salt=f"alone {len(self._told)}")
+            self._told[key] = run_alone(self._pair, asked)
         return self._told[key]
 
 
@@ -183,7 +188,8 @@ def _again(
     found = different(alone, lone_runs.as_asked(one.request), expected, tolerance=tolerance)
     if found is not None:
         return f"alone, with its own draft tokens, too: {found.what}"
-    target_again = run_alone(pair, replace(lone(one.request), request_id="again"))
+    again = replace(lone(one.request), request_id="again", cache_salt="again")
+    target_again = run_alone(pair, again)
     if (found := different(alone, target_again, expected, tolerance=tolerance)) is not None:
         return f"alone, without draft tokens, it is another now: {found.what}"
     return "alone, with its own draft tokens, it is right: it takes company"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -92,9 +92,14 @@ class FusedModel:
         return cls(unified, config, weights, source.device, source.dtype)
 
     def engine(
-        self, *, max_seq_len: int, max_draft_len: int, max_batch_size: int = 1
+        self,
+        *,
+        max_seq_len: int,
+        max_draft_len: int,
+        max_batch_size: int = 1,
+        kv_cache_tokens: int | None = None,
     ) -> FusedEngine:
-        """An engine with a KV cache of its own."""
+        """An engine with a KV cache of its own, of so many tokens or of all that it can need."""
         spec = _spec(
             self.unified,
             self.device,
@@ -104,7 +109,7 @@ class FusedModel:
             max_batch_size=max_batch_size,
         )
         with torch.inference_mode():
-            return FusedEngine(spec, self.weights)
+            return FusedEngine(replace(spec, kv_cache_tokens=kv_cache_tokens), self.weights)
 
     @property
     def weight_bytes(self) -> int:

@@ -246,6 +246,40 @@ def test_runtimes_keep_the_checkpoint_s_dtype_on_a_gpu(name: str, tmp_path: Path
     assert {gpu: estimate.weights_bytes for gpu, estimate in found.items()} == {0: 2 * numbers}
 
 
+def planned_pages(folder: Path, memory: str) -> PairPlan:
+    """A draft of one layer, 64 bytes a token in bfloat16, and a target of two; 15 of 1,015
+    positions of a request are for rounds.
+    """
+    _, plan = pair(folder, runtime="torch", kv_cache_memory=memory)
+    return replace(plan, draft=side(folder, "draft", num_hidden_layers=1))
+
+
+def test_kv_caches_share_memory_so_that_they_hold_as_many_tokens(tmp_path: Path) -> None:
+    plan, runtime = planned_pages(tmp_path, "1MB"), load_runtime("torch")
+    caches = [
+        runtime.memory_by_gpu(plan, side, 90)[0].kv_cache_bytes
+        for side in (plan.draft, plan.target)
+    ]
+    num_tokens = 81 * 64  # of 192 bytes each; one page more would be too much
+    assert caches == [64 * num_tokens, 128 * num_tokens]
+    built = [stages.stages[-1].stage.inputs().settings for stages in runtime.engine_stages(plan)]
+    assert [settings["kv_cache_tokens"] for settings in built] == [num_tokens] * 2
+    assert list(runtime.plan_notes(plan)) == [
+        "engine.kv_cache_memory 1MB holds 5184 tokens of both models: 5 requests of 1000 tokens at "
+        "once"
+    ]
+
+
+def test_a_kv_cache_holds_one_request_at_least(tmp_path: Path) -> None:
+    plan = planned_pages(tmp_path, "0.196MB")
+    with pytest.raises(EngineBuildError) as refused:
+        load_runtime("torch").engine_stages(plan)
+    assert str(refused.value) == (
+        "engine.kv_cache_memory is 0.196MB, which holds 960 tokens of both models, but one request "
+        "of engine.max_seq_len 1000 needs 1024, 196.6 kB: raise it, or lower engine.max_seq_len"
+    )
+
+
 @pytest.mark.parametrize("name", ["torch", "tensorrt_llm"])
 def test_runtimes_count_a_quantized_checkpoint_as_it_is_held(name: str, tmp_path: Path) -> None:
     scheme = {"format": "fp8", "kv_cache": "fp8"}

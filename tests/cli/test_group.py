@@ -428,6 +428,14 @@ def test_check_fails_where_the_pair_does_not_fit_and_still_says_what_would() -> 
     )
 
 
+def test_check_says_what_a_kv_cache_holds() -> None:
+    result = run(*QUICKSTART, "--gpu", "L4", "--set", "engine.kv_cache_memory=1TB")
+    assert result.exit_code == 1
+    assert "largest batch × length that fits: at least 4096 × 1024" in result.stdout
+    assert "note: engine.kv_cache_memory 1TB holds " in result.stdout
+    assert result.stderr == "Error: the pair does not fit on GPU 0: lower engine.kv_cache_memory\n"
+
+
 def test_check_says_what_format_would_fit() -> None:
     """Published shapes: 70B in bfloat16 on two GPUs of 80 GB, and what FP8 makes of it."""
     files = str(ROOT / "tests" / "small_files")

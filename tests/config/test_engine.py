@@ -67,6 +67,41 @@ def test_faults_of_every_kind_are_named_at_once(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("engine", "where"),
+    [
+        ({"runtime": "tensorrt"}, "engine.runtime 'tensorrt'"),
+        ({"runtime": "tensorrt_llm"}, "engine.runtime 'tensorrt_llm'"),
+        ({"kernels": "plain"}, "engine.kernels 'plain'"),
+        ({"device": "cpu"}, "engine.device 'cpu'"),
+        ({"dtype": "float16"}, "engine.dtype 'float16'"),
+    ],
+)
+def test_where_there_are_no_pages_their_settings_are_refused(
+    tmp_path: Path, engine: dict[str, Any], where: str
+) -> None:
+    no_effect = f": expected nothing here, since it has no effect with {where}"
+    found = faults(tmp_path, **engine, kv_cache_memory="8GB")
+    assert found == [f"engine.kv_cache_memory is '8GB'{no_effect}"]
+    found = faults(tmp_path, **engine, prefix_reuse=False)
+    assert found == [f"engine.prefix_reuse is false{no_effect}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("8GB", 8 * 10**9), ("7.5 GiB", 15 * 2**29), ("1TB", 10**12)]
+)
+def test_memory_is_a_size(tmp_path: Path, text: str, num_bytes: int) -> None:
+    engine = load_config(write(tmp_path, "x", kv_cache_memory=text)).engine
+    assert isinstance(engine, TorchEngineConfig)
+    assert engine.kv_cache_bytes == num_bytes
+
+
+@pytest.mark.parametrize("value", ["8", 8, 0.5, "8 gigabytes", "-8GB", "9999999GB"])
+def test_what_is_no_size_is_refused(tmp_path: Path, value: object) -> None:
+    (found,) = faults(tmp_path, kv_cache_memory=value)
+    assert found.endswith(': expected text (a size, as "8GB" or "7.5 GiB") or null')
+
+
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_the_name_of_a_runtime_is_no_setting(tmp_path: Path, name: str) -> None:
     (found,) = faults(tmp_path, runtime="torch", **{name: 1})

@@ -74,6 +74,8 @@ def test_defaults() -> None:
             "device": "auto",
             "kernels": "auto",
             "num_threads": None,
+            "kv_cache_memory": None,
+            "prefix_reuse": True,
         },
         "quality": {
             "measure": True,
@@ -237,7 +239,8 @@ def test_merge_keys_and_anchors() -> None:
         (
             "engine: fast\n",
             "x.yaml:6: engine is 'fast': expected a mapping with runtime, max_batch_size,"
-            " max_seq_len, max_num_tokens, dtype, device, kernels, num_threads, library,"
+            " max_seq_len, max_num_tokens, dtype, device, kernels, num_threads, kv_cache_memory,"
+            " prefix_reuse, library,"
             " compute_capabilities, weights, weight_streaming, tensorrt_llm",
         ),
         (

@@ -772,6 +772,7 @@ _SETTINGS: dict[str, Any] = {
     "end_id": 3,
     "priority": 1,
     "timeout_s": 9.5,
+    "cache_salt": "a",
     "exclude_input_in_output": False,
     "return_log_probs": True,
     "beam_width": 1,

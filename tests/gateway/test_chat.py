@@ -111,11 +111,18 @@ def test_a_prediction_is_one_text(door: Door) -> None:
         Completion(
             text="x",
             finish_reason="stop",
-            statistics=statistics(3, 9, accepted_prediction_tokens=5, rejected_prediction_tokens=2),
+            statistics=statistics(
+                3,
+                9,
+                accepted_prediction_tokens=5,
+                rejected_prediction_tokens=2,
+                num_cached_input_tokens=2,
+            ),
         )
     ]
     body = {"messages": [QUESTION], "prediction": {"type": "content", "content": "ab"}}
     usage = door.post(PATH, body).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
     assert usage["completion_tokens_details"] == {
         "accepted_prediction_tokens": 5,
         "rejected_prediction_tokens": 2,

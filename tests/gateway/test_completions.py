@@ -95,6 +95,7 @@ def test_an_answer_has_openai_s_form(door: Door) -> None:
                 "priority": -1,
                 "num_draft_tokens": 0,
                 "timeout_s": 5,
+                "cache_salt": "tenant",
             },
             {
                 "min_tokens": 2,
@@ -105,6 +106,7 @@ def test_an_answer_has_openai_s_form(door: Door) -> None:
                 "priority": -1,
                 "num_draft_tokens": 0,
                 "timeout_s": 5,
+                "cache_salt": "tenant",
             },
         ),
     ],

@@ -26,31 +26,125 @@ class HasLogits(Protocol):
     def logits(self, token_ids: Sequence[int], num_rows: int) -> np.ndarray: ...
 
 
+class TablePages:
+    """Pages by number, which a sequence needs for each position that it has or is to have.
+
+    spare  positions that rounds write beyond the end of a sequence
+    """
+
+    def __init__(self, engine: TableEngine, *, num_pages: int, page: int, spare: int) -> None:
+        self.engine, self.page, self.spare = engine, page, spare
+        self.capacity_tokens = num_pages * page
+        self.num_users = [0] * num_pages
+        self.free_pages = list(range(num_pages))
+        self.of: dict[int, list[int]] = {}
+        self.keys: dict[int, list[tuple[int | str, ...]]] = {}  # of the prompts of sequences
+        self.cached: dict[tuple[int | str, ...], int] = {}  # the page of each key, oldest first
+        self.most_held = 0
+
+    @property
+    def num_held_tokens(self) -> int:
+        return self.page * sum(num > 0 for num in self.num_users)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.page * sum(not self.num_users[page] for page in self.cached.values())
+
+    def has(self, num_tokens: int, *, but: int = 0) -> bool:
+        num_more = -(-num_tokens // self.page) * self.page - but
+        return num_more <= self.capacity_tokens - self.num_held_tokens
+
+    def room(self, sequence: int) -> int:
+        return self.page * len(self.of[sequence])
+
+    def grow(self, sequence: int, num_tokens: int) -> bool:
+        pages = self.of.setdefault(sequence, [])
+        num_tokens = min(num_tokens, self.engine.max_seq_len + self.spare)
+        if not self.has(num_tokens, but=self.room(sequence)):
+            return False
+        while self.room(sequence) < num_tokens:
+            if not self.free_pages:
+                key = next(k for k, page in self.cached.items() if not self.num_users[page])
+                self.free_pages.append(self.cached.pop(key))
+            pages.append(self.free_pages.pop())
+            self.num_users[pages[-1]] += 1
+        self.most_held = max(self.most_held, self.num_held_tokens)
+        return True
+
+    def reuse(self, sequence: int, token_ids: Sequence[int], salt: str = "") -> int:
+        assert not self.engine.sequences[sequence]
+        ends = range(self.page, len(token_ids), self.page)
+        self.keys[sequence] = [(salt, *token_ids[:end]) for end in ends]
+        num_tokens = 0
+        for place, key in enumerate(self.keys[sequence]):
+            if (page := self.cached.pop(key, None)) is None:
+                break
+            self.cached[key] = page  # the last to go
+            self.num_users[page] += 1
+            self._leave(self.of[sequence][place : place + 1])
+            self.of[sequence][place : place + 1] = [page]
+            num_tokens += self.page
+        self.engine.sequences[sequence] += token_ids[:num_tokens]
+        return num_tokens
+
+    def note(self, sequence: int) -> None:
+        """Lets others find the pages that a prompt has filled."""
+        length = len(self.engine.sequences[sequence])
+        assert length <= self.room(sequence), "there is no room for it"
+        for place, key in enumerate(self.keys.get(sequence, ())):
+            if length >= self.page * (place + 1):
+                self.cached.setdefault(key, self.of[sequence][place])
+
+    def free(self, sequence: int) -> None:
+        self.keys.pop(sequence, None)
+        self._leave(self.of.pop(sequence))
+
+    def _leave(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.num_users[page] -= 1
+            if not self.num_users[page] and page not in self.cached.values():
+                self.free_pages.append(page)
+
+
 class TableEngine:
     """Keeps the tokens of each sequence and scores them with a model of
     `tests/speculative/table.py`.
     """
 
     def __init__(
-        self, model: HasLogits, *, max_seq_len: int = 500, max_batch_size: int = 4
+        self,
+        model: HasLogits,
+        *,
+        max_seq_len: int = 500,
+        max_batch_size: int = 4,
+        num_pages: int = 0,
+        page: int = 8,
+        spare: int = 0,
     ) -> None:
         self.model = model
         self.vocab_size = model.vocab_size
         self.max_seq_len, self.max_batch_size = max_seq_len, max_batch_size
         self.max_logits, self.max_logits_of_sequence = 64, 64
-        self.pages: Pages | None = None
+        self.paged: TablePages | None = None
+        if num_pages:
+            self.paged = TablePages(self, num_pages=num_pages, page=page, spare=spare)
+        self.pages: Pages | None = self.paged
         self.sequences: dict[int, list[int]] = {}
         self.forwards: list[list[int]] = []
         """The number of tokens of each sequence, forward by forward."""
         self._next_id = 0
 
     def can_admit(self, max_tokens: int) -> bool:
-        return len(self.sequences) < self.max_batch_size and max_tokens <= self.max_seq_len
+        if len(self.sequences) >= self.max_batch_size or max_tokens > self.max_seq_len:
+            return False
+        return self.paged is None or self.paged.has(max_tokens + self.paged.spare)
 
     def allocate(self, *, prompt_length: int, max_tokens: int) -> int:
         assert self.can_admit(max_tokens)
         self._next_id += 1
         self.sequences[self._next_id] = []
+        if self.paged is not None:
+            assert self.paged.grow(self._next_id, max_tokens + self.paged.spare)
         return self._next_id
 
     def length(self, sequence: int) -> int:
@@ -65,6 +159,8 @@ class TableEngine:
             assert token_ids
             self.sequences[sequence] += token_ids
             assert len(self.sequences[sequence]) <= self.max_seq_len
+            if self.paged is not None:
+                self.paged.note(sequence)
             if count:
                 rows.append(self.model.logits(self.sequences[sequence], count))
         return torch.from_numpy(np.concatenate(rows)).float()
@@ -77,6 +173,8 @@ class TableEngine:
 
     def free(self, sequence: int) -> None:
         del self.sequences[sequence]
+        if self.paged is not None:
+            self.paged.free(sequence)
 
 
 def make_pair(
@@ -87,6 +185,9 @@ def make_pair(
     clock: object = None,
     guides: Guides | None = None,
     draft_max_seq_len: int = 500,
+    num_pages: int = 0,
+    draft_pages: int = 0,
+    page: int = 8,
     unused_token_ids: tuple[tuple[int, int], ...] = (),
     **options: object,
 ) -> EnginePair:
@@ -97,9 +198,11 @@ def make_pair(
         "adaptive": costs is not None,
         **options,
     }
+    max_batch_size = int(str(settings["max_batch_size"]))
+    sizes = {"max_batch_size": max_batch_size, "page": page}
     return EnginePair(
-        TableEngine(draft, max_seq_len=draft_max_seq_len),
-        TableEngine(target),
+        TableEngine(draft, max_seq_len=draft_max_seq_len, num_pages=draft_pages, **sizes),
+        TableEngine(target, num_pages=num_pages, **sizes),
         TorchSampler(min(draft.vocab_size, target.vocab_size), unused_token_ids),
         PairOptions(**settings),  # type: ignore[arg-type]
         lambda prompt, **_: WordDetokenizer(),

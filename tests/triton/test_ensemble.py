@@ -58,6 +58,8 @@ def test_whole_answer(url: str) -> None:
         "is_lossless": True,
         "accepted_prediction_tokens": 0,
         "rejected_prediction_tokens": 0,
+        "num_cached_input_tokens": 0,
+        "num_preemptions": 0,
         "acceptance_histogram": (0, 3),
     }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from specpipe.runtimes.pair.pair import KVUse, LateWork, Occupancy
+from specpipe.runtimes.pair.pair import KVUse, LateWork, Occupancy, Preempted
 from specpipe.speculative.metrics import AcceptanceCounts
 from specpipe.speculative.request import Chunk, Statistics
 from specpipe.triton.client import Client
@@ -178,8 +178,14 @@ def test_late_work_is_counted_once_and_never_falls(made: dict[str, dict[str, Met
 
 def test_what_the_pair_holds_is_set_and_falls_again(made: dict[str, dict[str, Metric]]) -> None:
     counters = Counters(MetricFamily)
-    caches = {"draft": KVUse(11, 2048), "target": KVUse(40, 4096)}
-    counters.report(0, Occupancy(num_running=2, num_waiting=1, kv_caches=caches))
+    caches = {
+        "draft": KVUse(11, 2048),
+        "target": KVUse(40, 4096, num_cached_tokens=64, num_reused_tokens=128),
+    }
+    preempted = Preempted(num_requests=2, num_tokens=30)
+    counters.report(
+        0, Occupancy(num_running=2, num_waiting=1, kv_caches=caches, preempted=preempted)
+    )
     assert values(made) == {
         "specpipe_requests_running": 2,
         "specpipe_requests_waiting": 1,
@@ -187,12 +193,19 @@ def test_what_the_pair_holds_is_set_and_falls_again(made: dict[str, dict[str, Me
         "specpipe_kv_cache_tokens target": 40,
         "specpipe_kv_cache_capacity_tokens draft": 2048,
         "specpipe_kv_cache_capacity_tokens target": 4096,
+        "specpipe_kv_cache_reusable_tokens target": 64,
+        "specpipe_reused_input_tokens_total target": 128,
+        "specpipe_preempted_requests_total": 2,
+        "specpipe_recomputed_tokens_total": 30,
     }
     caches = {"draft": KVUse(0, 2048), "target": KVUse(0, 4096)}
     counters.report(0, Occupancy(kv_caches=caches))
     assert values(made) == {
         "specpipe_kv_cache_capacity_tokens draft": 2048,
         "specpipe_kv_cache_capacity_tokens target": 4096,
+        "specpipe_reused_input_tokens_total target": 128,
+        "specpipe_preempted_requests_total": 2,
+        "specpipe_recomputed_tokens_total": 30,
     }
 
 

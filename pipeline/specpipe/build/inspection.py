@@ -227,8 +227,10 @@ def _memory(engine: EngineDescription) -> list[str]:
     if memory.kv_bytes_per_token is not None:
         cache = f"KV cache {format_bytes(memory.kv_bytes_per_token)} per token"
         if memory.kv_cache_bytes is not None:
-            num_sequences = engine.limits["max_batch_size"]
-            cache += f", {format_bytes(memory.kv_cache_bytes)} for {num_sequences} sequences"
+            content = f"{engine.limits['max_batch_size']} sequences"
+            if "kv_cache_tokens" in engine.limits:
+                content = f"{engine.limits['kv_cache_tokens']} tokens"
+            cache += f", {format_bytes(memory.kv_cache_bytes)} for {content}"
         lines.append(cache)
     return lines
 

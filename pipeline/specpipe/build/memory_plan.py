@@ -202,7 +202,13 @@ def _fits(pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]) -> bool:
 
 
 def _largest(pair: PairPlan, runtime: Runtime, gpus: Sequence[Gpu]) -> Iterator[tuple[int, int]]:
-    """Yields the largest batch for the configured length and for powers of two, ascending."""
+    """Yields the largest batch for the configured length and for powers of two, ascending.
+
+    It is that of the GPUs, whatever memory KV caches were given.
+    """
+    if pair.engine.kv_cache_memory is not None:
+        engine = pair.engine.model_copy(update={"kv_cache_memory": None})
+        pair = dataclasses.replace(pair, engine=engine)
     lengths = {pair.max_seq_len}
     length = _MIN_LENGTH
     while length <= pair.target.context_length:

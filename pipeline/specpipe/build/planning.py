@@ -110,6 +110,7 @@ def plan_stages(config: PipelineConfig, pair: PairPlan) -> Plan:
             adaptive=config.speculation.adaptive,
             schedule=config.speculation.limits,
             prompt_lookup=config.speculation.prompt_lookup,
+            prefix_reuse=config.engine.prefix_reuse,
             max_batch_size=config.engine.max_batch_size,
             max_seq_len=pair.max_seq_len,
             max_num_tokens=config.engine.max_num_tokens,

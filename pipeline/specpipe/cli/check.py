@@ -48,9 +48,12 @@ def check(
     print_result(_checked_json(checked), _lines(checked), as_json=as_json)
     if plan is not None and not plan.fits:
         number = next(on_gpu.number for on_gpu in plan.gpus if not on_gpu.fits)
+        to_lower = "engine.max_batch_size or engine.max_seq_len"
+        if config.engine.kv_cache_memory is not None:
+            to_lower = "engine.kv_cache_memory"
         raise click.ClickException(
-            f"the pair does not fit on GPU {number}: lower engine.max_batch_size or "
-            "engine.max_seq_len" + (", or choose a format that would fit" if plan.changes else "")
+            f"the pair does not fit on GPU {number}: lower {to_lower}"
+            + (", or choose a format that would fit" if plan.changes else "")
         )
 
 

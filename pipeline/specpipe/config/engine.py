@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter
 
 from specpipe.config import messages
 from specpipe.config.tensorrt_llm import TensorRTLLMConfig
@@ -19,6 +19,15 @@ Device = Literal["auto", "cpu", "cuda"]
 
 ComputeCapability = Literal["8.0", "8.6", "8.9", "12.0", "12.1"]
 """What TensorRT for RTX builds for; 7.5 has no bfloat16."""
+
+
+MemorySize = Annotated[
+    str,
+    Field(
+        pattern=r"^[0-9]{1,6}(\.[0-9]{1,3})? ?[MGT]i?B$",
+        description='A size, as "8GB" or "7.5 GiB".',
+    ),
+]
 
 
 class _EngineConfig(Section):
@@ -58,6 +67,21 @@ class TorchEngineConfig(_EngineConfig):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engines; none: all cores but one, which is left to Triton."""
 
+    kv_cache_memory: MemorySize | None = Field(default=None, json_schema_extra={"since": "0.2.0"})
+    """GPU memory of both KV caches together, as "8GB", of which the fused kernels give requests as
+    much as they have tokens; none: what max_batch_size requests of max_seq_len tokens need."""
+
+    prefix_reuse: bool = Field(default=True, json_schema_extra={"since": "0.2.0"})
+    """Whether prompts that begin alike share what the fused kernels cached of that, as long as
+    nothing else needs the room."""
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """The memory of both KV caches in bytes; none where it is not set."""
+        if self.kv_cache_memory is None:
+            return None
+        return TypeAdapter(ByteSize).validate_python(self.kv_cache_memory)
+
 
 class TensorRTEngineConfig(_EngineConfig):
     """What runtime tensorrt builds, and what it must hold at once."""
@@ -90,6 +114,8 @@ class TensorRTEngineConfig(_EngineConfig):
 
     device: ClassVar[Device] = "auto"
     num_threads: ClassVar[int | None] = None
+    kv_cache_memory: ClassVar[str | None] = None
+    prefix_reuse: ClassVar[bool] = False
 
 
 class TensorRTLLMEngineConfig(_EngineConfig):
@@ -108,6 +134,8 @@ class TensorRTLLMEngineConfig(_EngineConfig):
     dtype: ClassVar[Dtype] = "auto"
     device: ClassVar[Device] = "auto"
     num_threads: ClassVar[int | None] = None
+    kv_cache_memory: ClassVar[str | None] = None
+    prefix_reuse: ClassVar[bool] = False
 
 
 ENGINE_SECTIONS: dict[str, type[Section]] = {

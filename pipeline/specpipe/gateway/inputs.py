@@ -62,6 +62,7 @@ def common_inputs(body: Parameters, *, max_tokens: int) -> dict[str, Any]:
         "priority": body.priority,
         "num_draft_tokens": body.num_draft_tokens,
         "timeout_s": body.timeout_s,
+        "cache_salt": body.cache_salt or None,
         "return_token_ids": needs_token_ids(body) or None,
     }
     inputs |= {name: value for name, value in given.items() if value is not None}

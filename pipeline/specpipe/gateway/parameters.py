@@ -19,6 +19,8 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from specpipe.speculative.request import MAX_SALT
+
 T = TypeVar("T")
 
 Effect = Literal["honoured", "accepted without effect", "refused"]
@@ -208,6 +210,8 @@ class Parameters(Named):
     """Draft tokens in every step; 0: no speculation; left out: as many as pay."""
     timeout_s: Annotated[float, Field(gt=0, le=86400)] | None = None
     """Seconds after which the request ends."""
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT)] | None = None
+    """What is cached of prompts is shared with requests of the same salt alone."""
     prompt_cache_key: str | None = None
     """Requests of one key go to one server, where there are several."""
     user: str | None = None
@@ -217,7 +221,6 @@ class Parameters(Named):
     metadata: WithoutEffect[dict[str, JsonValue]] = None
     store: WithoutEffect[bool] = None
     service_tier: Text = None
-    cache_salt: Text = None
     request_id: Text = None
     prompt_cache_options: WithoutEffect[dict[str, JsonValue]] = None
     prompt_cache_retention: Text = None

@@ -17,6 +17,7 @@ class Usage:
         self._num_choices = num_choices
         self._prompts = [length or 0 for length in prompt_lengths]
         self._seen: dict[int, int] = {}
+        self._cached = [0] * len(prompt_lengths)
         self._accepted = self._rejected = 0
         self._num_drafted = 0
         self._histograms: list[tuple[int, ...]] = []
@@ -27,7 +28,11 @@ class Usage:
         if statistics is None:
             self._seen[index] = self._seen.get(index, 0) + len(completion.token_ids)
             return
-        self._prompts[index // self._num_choices] = statistics.num_input_tokens
+        prompt = index // self._num_choices
+        self._prompts[prompt] = statistics.num_input_tokens
+        num_cached = statistics.num_cached_input_tokens
+        if index % self._num_choices == 0:  # the others find what this one has read
+            self._cached[prompt] = num_cached
         self._seen[index] = statistics.num_output_tokens
         self._accepted += statistics.accepted_prediction_tokens
         self._rejected += statistics.rejected_prediction_tokens
@@ -46,7 +51,7 @@ class Usage:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self._accepted,
                 "rejected_prediction_tokens": self._rejected,

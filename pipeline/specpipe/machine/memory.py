@@ -53,18 +53,23 @@ def available_bytes() -> int | None:
 
 
 def check_room(
-    needs: Sequence[tuple[Path, MemoryEstimate]], available: int | None, *, on_gpu: bool
+    needs: Sequence[tuple[Path, MemoryEstimate]],
+    available: int | None,
+    *,
+    on_gpu: bool,
+    to_lower: str = "engine.max_batch_size or engine.max_seq_len",
 ) -> None:
     """Refuses engines that together do not fit into what memory is left.
 
-    needs  folder and needs of each; available is None where that is not known
+    needs     folder and needs of each; available is None where that is not known
+    to_lower  the settings that decide what they need
     """
     needed = sum(need.total_bytes for _, need in needs)
     if available is not None and needed > available:
         each = "; ".join(f"{folder} needs {need}" for folder, need in needs)
         raise RuntimeUnavailable(
             f"{format_bytes(available)} of {'GPU ' if on_gpu else ''}memory are free: {each}; "
-            "lower engine.max_batch_size or engine.max_seq_len"
+            f"lower {to_lower}"
         )
 
 

@@ -44,7 +44,8 @@ class RecordedFile:
 class EngineMemory:
     """Bytes that a loaded engine takes on all of its GPUs; None where its folder does not tell.
 
-    kv_cache_bytes   with the engine's greatest number of sequences, each of its full length
+    kv_cache_bytes   of as many tokens as limits say that all sequences have together
+                     (kv_cache_tokens), or of the most sequences, each of its full length
     workspace_bytes  activations of the largest forward; an estimate
     """
 

@@ -26,6 +26,9 @@ TopLogProbs = tuple[tuple[int, float], ...]
 _MAX_COUNT = 2**31 - 1
 """The greatest INT32, the type in which clients send counts and token ids."""
 
+MAX_SALT = 256
+"""Characters of `cache_salt`."""
+
 MAX_TOP_LOG_PROBS = 20
 """The most that OpenAI's API gives: https://platform.openai.com/docs/api-reference/chat/create,
 `top_logprobs`.
@@ -169,6 +172,8 @@ class Request:
     """A lower number is served first; equal ones in order of arrival."""
     timeout_s: float | None = None
     """From submission to the last token; at most the limit that the pair was packaged with."""
+    cache_salt: str = ""
+    """What was read of a prompt is shared with requests of the same salt alone."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -193,6 +198,10 @@ class Request:
             raise RequestError("stop_words has an empty entry; leave it out")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise RequestError(f"timeout_s is {self.timeout_s}; it must be positive")
+        if len(self.cache_salt) > MAX_SALT:
+            raise RequestError(
+                f"cache_salt has {len(self.cache_salt)} characters; it may have {MAX_SALT}"
+            )
 
     @property
     def has_log_probs(self) -> bool:
@@ -284,6 +293,10 @@ class Statistics:
     """Steps with a draft token by how many of them were accepted: 0, 1, …; None where that is not
     known.
     """
+    num_cached_input_tokens: int = 0
+    """Tokens of the prompt that were not read, as others that begin alike had been."""
+    num_preemptions: int = 0
+    """Times that the request gave way to others for want of memory, and was computed again."""
 
     def to_json(self) -> dict[str, int | float | str | tuple[int, ...] | None]:
         """Returns the fields by name."""

@@ -52,6 +52,10 @@ class RequestState:
         """Prompt and every token that was accepted; the next step continues it."""
         self.counts = AcceptanceCounts()
         self.finish_reason: FinishReason | None = None
+        self.num_cached_input_tokens = 0
+        """Tokens of the prompt that were cached when the request came."""
+        self.num_preemptions = 0
+        """Times that it gave way to others for want of memory."""
         self._detokenizer = detokenizer
         self._queue_s = queue_s
         self.matcher = matcher
@@ -239,6 +243,8 @@ class RequestState:
         return Statistics(
             num_input_tokens=len(self.request.prompt_token_ids),
             num_output_tokens=self._output.num_taken_tokens,
+            num_cached_input_tokens=self.num_cached_input_tokens,
+            num_preemptions=self.num_preemptions,
             num_steps=self.counts.num_steps,
             total_draft_tokens=self.counts.num_draft_tokens,
             total_accepted_draft_tokens=self.counts.num_accepted_tokens,

@@ -47,6 +47,10 @@ _RUNNING = "specpipe_requests_running"
 _WAITING = "specpipe_requests_waiting"
 _KV_TOKENS = "specpipe_kv_cache_tokens"
 _KV_CAPACITY = "specpipe_kv_cache_capacity_tokens"
+_KV_CACHED = "specpipe_kv_cache_reusable_tokens"
+_KV_REUSED = "specpipe_reused_input_tokens_total"
+_PREEMPTED = "specpipe_preempted_requests_total"
+_RECOMPUTED = "specpipe_recomputed_tokens_total"
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ METRIC_FAMILIES = (
     MetricFamily(
         _KV_TOKENS,
         "gauge",
-        "Positions of the KV cache that hold a token",
+        "Positions of the KV cache that hold a token or, where it has pages, that requests have",
         label="role",
         values=ROLES,
     ),
@@ -148,6 +152,26 @@ METRIC_FAMILIES = (
         "Positions that the KV cache has in all",
         label="role",
         values=ROLES,
+    ),
+    MetricFamily(
+        _KV_CACHED,
+        "gauge",
+        "Positions of the KV cache that hold prompts which no request has, until others need room",
+        label="role",
+        values=ROLES,
+    ),
+    MetricFamily(
+        _KV_REUSED,
+        "counter",
+        "Prompt tokens that were found in the KV cache when a request was started",
+        label="role",
+        values=ROLES,
+    ),
+    MetricFamily(
+        _PREEMPTED, "counter", "Times that a request gave way to others for want of KV cache"
+    ),
+    MetricFamily(
+        _RECOMPUTED, "counter", "Tokens that were computed again after their request gave way"
     ),
     MetricFamily(
         LATE_COMPILATIONS,
@@ -249,6 +273,10 @@ class Counters:
         for role, used in occupancy.kv_caches.items():
             self._set((_KV_TOKENS, role), used.num_tokens)
             self._set((_KV_CAPACITY, role), used.capacity_tokens)
+            self._set((_KV_CACHED, role), used.num_cached_tokens)
+            self._raise((_KV_REUSED, role), used.num_reused_tokens)
+        self._raise((_PREEMPTED, ""), occupancy.preempted.num_requests)
+        self._raise((_RECOMPUTED, ""), occupancy.preempted.num_tokens)
         self._raise((LATE_COMPILATIONS, ""), occupancy.late_work.num_compilations)
         self._raise((LATE_RECORDINGS, ""), occupancy.late_work.num_recordings)
         self._set((IN_FLIGHT, ""), num_in_flight)

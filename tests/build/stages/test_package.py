@@ -65,6 +65,7 @@ def test_the_pair_file_has_the_options_and_the_contracts_unused_ids(
             "adaptive": True,
             "schedule": [],
             "prompt_lookup": False,
+            "prefix_reuse": True,
             "max_batch_size": 8,
             "max_seq_len": 1024,
             "max_num_tokens": 256,

@@ -85,6 +85,8 @@ def test_usage_has_the_fields_of_the_statistics() -> None:
         accepted_prediction_tokens=7,
         rejected_prediction_tokens=8,
         acceptance_histogram=(9, 10),
+        num_cached_input_tokens=11,
+        num_preemptions=12,
     )
     assert Usage.from_statistics(statistics) == Usage(
         num_input_tokens=1,
@@ -98,6 +100,8 @@ def test_usage_has_the_fields_of_the_statistics() -> None:
         accepted_prediction_tokens=7,
         rejected_prediction_tokens=8,
         acceptance_histogram=(9, 10),
+        num_cached_input_tokens=11,
+        num_preemptions=12,
     )
 
 

@@ -169,9 +169,15 @@ class TableRounds:
         self.target.texts[target_sequence] = text.token_ids
         self.target.num_told[target_sequence] = len(token_ids) - 1
 
+    def lose_draft(self, target_sequence: int) -> None:
+        text = self.texts[target_sequence]
+        assert text.draft_sequence is not None
+        text.draft_sequence = None
+
     def give_draft(self, target_sequence: int, draft_sequence: int) -> None:
         text = self.texts[target_sequence]
         assert text.draft_sequence is None
+        assert not any(t is text and drafted for r in self.under_way for t, _, drafted in r)
         cached = self.draft.sequences[draft_sequence]
         assert text.num_told - 2 <= len(cached) <= text.num_told - 1
         assert cached == text.token_ids[: len(cached)]
@@ -232,10 +238,20 @@ class TableRounds:
             self.sampler.draft(logits(self.draft.model, 1), [drafted])
         num_rows = member.num_draft_tokens + 1
         (result,) = self.sampler.verify(logits(self.target.model, num_rows), [drafted])
+        self._check_room(text, member.num_draft_tokens, num_drafted)
         text.token_ids += result.token_ids or []
         text.num_read = len(text.token_ids) - 1
         assert len(text.token_ids) <= member.num_positions
         return text, result, num_drafted
+
+    def _check_room(self, text: _Text, num_verified: int, num_drafted: int) -> None:
+        """A round writes the keys and values of all that it drafts and verifies."""
+        length = len(text.token_ids)
+        if self.target.paged is not None:
+            assert self.target.paged.room(text.target_sequence) >= length + num_verified
+        if self.draft.paged is not None and num_drafted:
+            assert text.draft_sequence is not None
+            assert self.draft.paged.room(text.draft_sequence) >= length + num_drafted - 1
 
     def take(self) -> list[RoundResult]:
         taken = self.under_way.popleft()
@@ -269,6 +285,9 @@ def make_pair(
     short_prompt: int = 0,
     part_seconds: float = 0.0,
     draft_prompt_costs: PromptCosts | None = None,
+    num_pages: int = 0,
+    draft_pages: int = 0,
+    page: int = 8,
     clock: Callable[[], float] | None = None,
     copy_costs: StepCosts = TableRounds.costs_of_copies,
     table: CostTable | None = None,
@@ -277,10 +296,14 @@ def make_pair(
     """costs are those of rounds, of any number of members if they are no function; table is of
     single steps.
     """
-    max_batch_size = options.get("max_batch_size", 4)
+    sizes = {
+        "max_batch_size": options.get("max_batch_size", 4),
+        "page": page,
+        "spare": 3 * (options.get("num_draft_tokens", 4) + 1),
+    }
     engines = (
-        Device(draft, max_seq_len=draft_max_seq_len, max_batch_size=max_batch_size),
-        Device(target or TableModel(target_rule), max_batch_size=max_batch_size),
+        Device(draft, max_seq_len=draft_max_seq_len, num_pages=draft_pages, **sizes),
+        Device(target or TableModel(target_rule), num_pages=num_pages, **sizes),
     )
     costs_of = costs if callable(costs) else lambda num_members: costs
     engines[1].part_seconds = part_seconds

@@ -31,7 +31,7 @@ def refusal(work: Path, **changes: Any) -> str:
         checkpoint.mkdir()
         convert(write_toy_checkpoint(work / "hf"), checkpoint)
     config = json.loads((checkpoint / "config.json").read_text())
-    settings = {key: changes.pop(key) for key in ("max_seq_len",) if key in changes}
+    settings = {k: changes.pop(k) for k in ("max_seq_len", "kv_cache_tokens") if k in changes}
     (checkpoint / "config.json").write_text(json.dumps(config | changes))
     try:
         with pytest.raises(EngineBuildError) as caught:
@@ -147,6 +147,10 @@ def test_stage_describes_its_inputs() -> None:
 def test_what_would_compute_something_else_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, max_seq_len=513) == (
         "target: engine.max_seq_len 513 is more than the model's context of 512 tokens; lower it"
+    )
+    assert refusal(tmp_path, kv_cache_tokens=640, max_seq_len=320) == (
+        "target: engine.kv_cache_memory has no effect on a CPU, and torch sees no GPU here: leave "
+        "it out"
     )
 
 

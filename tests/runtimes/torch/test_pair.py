@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from specpipe.errors import RuntimeUnavailable
-from specpipe.runtimes.torch.pair import _cannot_compile, _too_old, unfused
+from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.torch.describe import describe
+from specpipe.runtimes.torch.pair import _cannot_compile, _too_old, load_pair, unfused
 from tests.runtimes.torch.engines import build_engine
 from tests.toy import write_toy_checkpoint
 
@@ -32,6 +35,24 @@ def test_who_wants_fused_kernels_is_told_why_not(engine: Path) -> None:
     assert str(refused.value) == (
         f"engine.kernels is fused, but {engine} was built for a CPU; "
         "set it to auto, which then takes torch's own"
+    )
+
+
+def test_memory_for_pages_is_refused_where_there_are_none(engine: Path, tmp_path: Path) -> None:
+    config = json.loads((engine / "config.json").read_text())
+    config["build_config"]["kv_cache_tokens"] = 6400
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").hardlink_to(engine / "model.safetensors")
+    described = describe(tmp_path)
+    assert described is not None
+    assert described.limits["kv_cache_tokens"] == 6400
+    assert described.memory.kv_bytes_per_token is not None
+    assert described.memory.kv_cache_bytes == 6400 * described.memory.kv_bytes_per_token
+    with pytest.raises(RuntimeUnavailable) as refused:
+        load_pair(engine, tmp_path, PairOptions(), lambda *_, **__: None)  # type: ignore[arg-type, return-value]
+    assert str(refused.value) == (
+        f"engine.kv_cache_memory needs the fused kernels, but {engine} was built for a CPU; leave "
+        "it out and build again"
     )
 
 

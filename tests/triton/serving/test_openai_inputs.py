@@ -352,6 +352,8 @@ STATISTICS = Statistics(
     draft_status="drafted",
     accepted_prediction_tokens=2,
     rejected_prediction_tokens=1,
+    num_cached_input_tokens=2,
+    num_preemptions=1,
 )
 CHUNKS = [
     Chunk(

@@ -663,6 +663,8 @@ LAST = {
     "num_output_tokens": [[4]],
     "accepted_prediction_tokens": [[0]],
     "rejected_prediction_tokens": [[0]],
+    "num_cached_input_tokens": [[0]],
+    "num_preemptions": [[0]],
     "acceptance_histogram": [[1, 0, 1]],
     "seed_used": [[2**63 + 1]],
     "is_lossless": [[True]],

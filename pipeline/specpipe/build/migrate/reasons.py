@@ -6,12 +6,17 @@ from specpipe.build.migrate.flags import Refused
 
 MEMORY = (
     "runtimes torch and tensorrt make the KV cache as large as engine.max_batch_size and "
-    "engine.max_seq_len need, which `specpipe check` says; with tensorrt_llm set "
-    "engine.tensorrt_llm.kv_cache_free_gpu_mem_fraction, a share of what weights leave free"
+    "engine.max_seq_len need, which `specpipe check` says; with torch on a GPU set "
+    "engine.kv_cache_memory, with tensorrt_llm engine.tensorrt_llm.kv_cache_free_gpu_mem_fraction, "
+    "a share of what weights leave free"
 )
 KERNELS = "the runtime chooses its kernels and graphs itself"
 SCHEDULING = "specpipe's scheduler has no such choice"
 CACHE = "specpipe's KV cache has no such choice"
+PREFIXES = (
+    "with runtime torch on a GPU prompts that begin alike share what is cached of that, unless "
+    "engine.prefix_reuse is false"
+)
 LISTEN = "`specpipe serve` has --host and --http-port"
 SECRETS = "Triton checks no key; put a proxy that does in front of it"
 TLS = "Triton speaks no TLS here; put a proxy that does in front of it"

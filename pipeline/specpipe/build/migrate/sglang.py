@@ -174,13 +174,14 @@ _LEFT = (
         "prefill-round-robin-balance",
         several="prefill-delayer-forward-passes-buckets prefill-delayer-wait-seconds-buckets",
     ),
+    *left_out(reasons.PREFIXES, switches="disable-radix-cache"),
     *left_out(
         reasons.CACHE,
         values="page-size radix-eviction-policy swa-full-tokens-ratio hicache-ratio hicache-size "
         "hicache-write-policy hicache-io-backend hicache-mem-layout hicache-storage-backend "
         "hicache-storage-prefetch-policy hicache-storage-backend-extra-config hisparse-config "
         "kv-events-config",
-        switches="disable-radix-cache disable-hybrid-swa-memory disable-chunked-prefix-cache "
+        switches="disable-hybrid-swa-memory disable-chunked-prefix-cache "
         "enable-hierarchical-cache enable-hisparse enable-lmcache hybrid-kvcache-ratio",
     ),
     *left_out(

@@ -193,11 +193,12 @@ _LEFT = (
         "scheduler-reserve-full-isl disable-chunked-mm-input enable-dbo "
         "multi-step-stream-outputs",
     ),
+    *left_out(reasons.PREFIXES, switches="enable-prefix-caching"),
     *left_out(
         reasons.CACHE,
         values="block-size prefix-caching-hash-algo prefix-cache-retention-interval "
         "prefix-match-unit kv-events-config engram-config",
-        switches="enable-prefix-caching kv-sharing-fast-prefill calculate-kv-scales "
+        switches="kv-sharing-fast-prefill calculate-kv-scales "
         "swa-bounded-replay disable-hybrid-kv-cache-manager",
         several="kv-cache-dtype-skip-layers",
     ),

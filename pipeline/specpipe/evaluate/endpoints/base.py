@@ -66,6 +66,8 @@ class Usage:
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
     acceptance_histogram: tuple[int, ...] | None = None
+    num_cached_input_tokens: int | None = None
+    num_preemptions: int | None = None
 
     @classmethod
     def from_statistics(cls, statistics: Statistics) -> Usage:

@@ -12,6 +12,7 @@ from specpipe.errors import RequestError
 from specpipe.machine.callables import Clock
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.speculative.request import Request
+from specpipe.speculative.state import RequestState
 
 OVERDUE = "the request ran into its time limit (timeout_s or serving.request_timeout_s)"
 """The message of a running request at its deadline."""
@@ -29,7 +30,11 @@ def is_for_load(message: str) -> bool:
 
 @dataclass(order=True)
 class Waiting:
-    """A request that has no slot yet; those with a lower number go first, then the older ones."""
+    """A request that has no slot yet; those with a lower number go first, then the older ones.
+
+    state       of one that ran and gave way to others, as it left it
+    num_cached  tokens that it had cached then
+    """
 
     priority: int
     arrival: int
@@ -37,13 +42,17 @@ class Waiting:
     submitted: float = field(compare=False)
     deadline: float = field(compare=False)
     """When its last token is due; like `submitted`, by the queue's clock."""
+    state: RequestState | None = field(compare=False, default=None)
+    num_cached: int = field(compare=False, default=0)
 
     def waited_s(self, now: float) -> float:
         """Returns how long the request has waited."""
         return now - self.submitted
 
     def overdue(self, now: float) -> str:
-        """Returns the message of a request whose deadline passes before it was started."""
+        """Returns the message of a request whose deadline passes while it waits."""
+        if self.state is not None:
+            return OVERDUE
         return (
             f"the request waited {self.waited_s(now):.1f} s {_NOT_STARTED}, "
             "which is its time limit (timeout_s or serving.request_timeout_s)"
@@ -72,6 +81,10 @@ class WaitingRequests:
         limit_s = self._options.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(request.timeout_s, limit_s)
         waiting = Waiting(request.priority, next(self._arrivals), request, now, now + timeout_s)
+        heapq.heappush(self._heap, waiting)
+
+    def put_back(self, waiting: Waiting) -> None:
+        """Adds a request that was taken out, and keeps its place."""
         heapq.heappush(self._heap, waiting)
 
     @property

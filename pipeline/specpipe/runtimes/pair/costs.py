@@ -176,6 +176,7 @@ def time_forward(
 ) -> float:
     """Times one forward of num_tokens for each of batch_size sequences that hold context tokens."""
     context = min(context, engine.max_seq_len - num_tokens)
+    context = max(most_tokens(engine, batch_size, context + num_tokens) - num_tokens, 0)
     sequences = [
         engine.allocate(prompt_length=context, max_tokens=context + num_tokens)
         for _ in range(batch_size)
@@ -190,3 +191,23 @@ def time_forward(
     for sequence in sequences:
         engine.free(sequence)
     return seconds
+
+
+def most_tokens(engine: Engine, number: int, wanted: int) -> int:
+    """Returns how many tokens each of so many sequences finds room for, about wanted at most.
+
+    An engine without pages has room for all; no sequence runs meanwhile.
+    """
+    num_tokens = wanted
+    while num_tokens > 1 and not _fit(engine, number, num_tokens):
+        num_tokens //= 2
+    return num_tokens
+
+
+def _fit(engine: Engine, number: int, num_tokens: int) -> bool:
+    sequences: list[int] = []
+    while len(sequences) < number and engine.can_admit(num_tokens):
+        sequences.append(engine.allocate(prompt_length=1, max_tokens=num_tokens))
+    for sequence in sequences:
+        engine.free(sequence)
+    return len(sequences) == number

@@ -8,24 +8,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.costs import CostTable, timed
 from specpipe.runtimes.pair.engine import Engine, SequenceId
 from specpipe.runtimes.pair.pace import Pace
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.queued_pair import Running
+from specpipe.runtimes.pair.room import Room
 from specpipe.runtimes.pair.sampler import Drafted, Sampler
 from specpipe.speculative.adaptive import MIN_GAIN, StepCosts, most_draft_tokens
-from specpipe.speculative.request import Request
 
 
 @dataclass(eq=False)
 class RunningSequences(Running):
-    """A request that runs, with its sequence in each engine."""
+    """A request that runs, with its sequence in each engine.
+
+    waiting     as what it waited, and will again if it has to give way
+    num_begun   tokens of its text when it was started
+    num_reused  those that the target then had cached
+    gave_way    it waits again, and has no sequences any more
+    """
 
     target_sequence: SequenceId
+    waiting: Waiting
+    num_begun: int = 0
+    num_reused: int = 0
+    gave_way: bool = False
     draft_sequence: SequenceId | None = None
     is_draft_suspect: bool = False
     """The last step gave no usable row; the next shows whether its draft tokens were to blame."""
+
+    @property
+    def has_gone_on(self) -> bool:
+        """Whether it has more tokens than when it gave way, if it ever did."""
+        return self.waiting.state is None or len(self.state.token_ids) > self.num_begun
 
 
 @dataclass(eq=False)
@@ -62,6 +78,8 @@ class Drafting:
         self._engine, self._sampler = engine, sampler
         self._options, self._costs = options, costs
         self._pace = Pace() if pace is None else pace
+        self.room = Room(engine, max_seq_len=engine.max_seq_len, reuses=options.prefix_reuse)
+        self._num_sequences = 0
 
     def num_cached(self, running: RunningSequences) -> int:
         """Returns how many tokens of a request the draft has cached."""
@@ -73,21 +91,48 @@ class Drafting:
         """Returns whether a request has a sequence or can have one."""
         if running.draft_sequence is not None:
             return True
-        return self._engine.can_admit(self._max_tokens(running.state.request))
+        state = running.state
+        return self.room.holds(state.request, len(state.token_ids), num_beside=self._num_beside)
+
+    @property
+    def _num_beside(self) -> int:
+        """Positions that those that have a sequence are about to take."""
+        return Room.AHEAD * self._num_sequences
 
     def sequence(self, running: RunningSequences) -> SequenceId | None:
-        """Returns a request's sequence, made when first needed; None when there is no room."""
-        if not self.has_room(running):
-            return None
-        if running.draft_sequence is None:
-            request = running.state.request
-            running.draft_sequence = self._engine.allocate(
-                prompt_length=len(request.prompt_token_ids), max_tokens=self._max_tokens(request)
+        """Returns a request's sequence, made when first needed, with room for its next step.
+
+        None when there is no room; then it has none any more.
+        """
+        request, num_tokens = running.state.request, len(running.state.token_ids)
+        if running.draft_sequence is None and self.has_room(running):
+            running.draft_sequence = self.room.make(
+                request, num_tokens, num_beside=self._num_beside
             )
+            self._num_sequences += running.draft_sequence is not None
+        if running.draft_sequence is not None:
+            self.grow(running, num_tokens + self._options.num_draft_tokens)
         return running.draft_sequence
 
-    def _max_tokens(self, request: Request) -> int:
-        return min(len(request.prompt_token_ids) + request.max_tokens, self._engine.max_seq_len)
+    def grow(self, running: RunningSequences, num_tokens: int) -> bool:
+        """Lets a request's sequence have so many tokens.
+
+        Where there is no room for them it is freed, for others to draft more.
+        """
+        sequence = running.draft_sequence
+        assert sequence is not None
+        if self.room.grow(sequence, num_tokens):
+            return True
+        running.state.drafts.skip("no_room")
+        self.free(running)
+        return False
+
+    def free(self, running: RunningSequences) -> None:
+        """Frees a request's sequence, if it has one."""
+        if running.draft_sequence is not None:
+            self._engine.free(running.draft_sequence)
+            running.draft_sequence = None
+            self._num_sequences -= 1
 
     def read_along(self, prefill: Iterable[tuple[RunningSequences, int]]) -> None:
         """Reads prompts of which the target has cached that many tokens, and a piece of no more
@@ -136,11 +181,10 @@ class Drafting:
 
     def catch_up(self, running: RunningSequences) -> bool:
         """Reads all of a text but its last token; False where there is no room for it."""
-        if not self.has_room(running):
-            return False
-        while not self.read([running]):
-            pass
-        return True
+        while self.sequence(running) is not None:
+            if self.read([running]):
+                return True
+        return False
 
     def skip_to(self, running: RunningSequences, num_cached: int) -> None:
         """Takes as many tokens of a request as cached, which rounds have cached."""

@@ -14,15 +14,24 @@ SequenceId = int
 class Pages(Protocol):
     """The KV cache of an engine whose sequences take memory as they grow, and share what is equal.
 
-    capacity_tokens  positions of all sequences together
+    capacity_tokens    positions of all sequences together
+    num_held_tokens    those of pages that sequences have; of one that several share, once
+    num_cached_tokens  those of pages that no sequence has, and that wait to be reused
     """
 
     capacity_tokens: int
 
-    def grow(self, sequence: SequenceId, num_tokens: int) -> bool:
-        """Gives a sequence room for num_tokens in all, and for what rounds need beyond them.
+    @property
+    def num_held_tokens(self) -> int: ...
 
-        False, and no change, where there is none. What only waits to be reused makes room.
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    def grow(self, sequence: SequenceId, num_tokens: int) -> bool:
+        """Gives a sequence room for num_tokens in all, those of rounds under way among them.
+
+        False, and no change, where there is none. What only waits to be reused makes room. More
+        than a sequence can have, with what rounds write beyond its end, it does not get.
         """
 
     def reuse(self, sequence: SequenceId, token_ids: Sequence[int], salt: str = "") -> int:

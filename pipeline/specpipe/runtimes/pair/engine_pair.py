@@ -7,8 +7,10 @@ are. B requests in a step, K draft tokens, V vocabulary.
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from specpipe.machine.callables import Clock
 from specpipe.roles import Role
@@ -16,14 +18,15 @@ from specpipe.runtimes.pair.admission import Waiting
 from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.engine import Engine
+from specpipe.runtimes.pair.features import FEATURES
 from specpipe.runtimes.pair.pace import Pace
 from specpipe.runtimes.pair.pair import (
     DetokenizerFactory,
-    KVUse,
     LateWork,
     Occupancy,
     PairOptions,
 )
+from specpipe.runtimes.pair.preemption import TargetMemory, youngest
 from specpipe.runtimes.pair.prompt_reading import PromptReader
 from specpipe.runtimes.pair.queued_pair import QueuedPair
 from specpipe.runtimes.pair.rounds import Rounds
@@ -37,8 +40,8 @@ from specpipe.speculative.guide import Guides
 from specpipe.speculative.lookup import CopyOdds
 from specpipe.speculative.request import Chunk, Request, RequestLimits
 
-_HONOURED = ("logit_bias_ids", "num_top_log_probs", "return_prompt_log_probs", "prediction")
-"""Of `FEATURES`."""
+_HONOURED = tuple(name for name in FEATURES if name != "guided_decoding_guide")
+"""Without reuse a salt has nothing to do."""
 
 
 class EnginePair(QueuedPair[RunningSequences]):
@@ -92,6 +95,7 @@ class EnginePair(QueuedPair[RunningSequences]):
             clock=clock,
         )
         self._draft, self._target, self._sampler = draft, target, sampler
+        self._memory = TargetMemory(target, limits.max_seq_len, reuses=options.prefix_reuse)
         self._pace = Pace(None if rounds is None else rounds.draft_prompt_costs)
         self._drafting = Drafting(draft, sampler, options, self.costs, self._pace)
         self._steps = SingleSteps(draft, target, sampler, self._drafting, self.costs)
@@ -132,34 +136,42 @@ class EnginePair(QueuedPair[RunningSequences]):
         self._on_close()
 
     def occupancy(self) -> Occupancy:
-        """Returns what the pair holds; a sequence keeps all positions of its slot to its end."""
-        num_tokens = {
-            "target": sum(self._target.length(r.target_sequence) for r in self._running),
-            "draft": sum(self._drafting.num_cached(r) for r in self._running),
-        }
-        kv_caches = {
-            role: KVUse(num_tokens[role], engine.max_batch_size * engine.max_seq_len)
-            for role, engine in self.engines.items()
-        }
-        return replace(super().occupancy(), kv_caches=kv_caches, late_work=self._late_work())
+        of_target = sum(self._target.length(r.target_sequence) for r in self._running)
+        of_draft = sum(self._drafting.num_cached(r) for r in self._running)
+        rooms = self._memory.room, self._drafting.room
+        return replace(
+            super().occupancy(),
+            kv_caches={"target": rooms[0].use(of_target), "draft": rooms[1].use(of_draft)},
+            late_work=self._late_work(),
+            preempted=self._memory.preempted,
+        )
 
     def _adapts(self, request: Request) -> bool:
         return self.costs is not None
 
-    def _has_room(self, request: Request) -> bool:
-        return self._target.can_admit(self._max_tokens(request))
+    def _start(self, waiting: Waiting) -> bool:
+        sequence = self._memory.make(waiting, self._running)
+        if sequence is None:
+            return False
+        running = RunningSequences(self._state_of(waiting), waiting.deadline, sequence, waiting)
+        self._memory.start(running)
+        insort(self._running, running, key=attrgetter("waiting"))
+        return True
 
-    def _start(self, waiting: Waiting) -> None:
-        request = waiting.request
-        sequence = self._target.allocate(
-            prompt_length=len(request.prompt_token_ids), max_tokens=self._max_tokens(request)
-        )
-        state = self._new_state(waiting)
-        self._running.append(RunningSequences(state, waiting.deadline, sequence))
+    def _make_room(self, running: RunningSequences, num_tokens: int) -> None:
+        """Lets the target have so many tokens of a request, for which the youngest gives way."""
+        room = self._memory.room
+        while not (running.gave_way or room.grow(running.target_sequence, num_tokens)):
+            leaving = youngest(self._running, running)
+            self._waiting.put_back(self._memory.give_way(leaving))
+            self._running.remove(leaving)
+            self._free(leaving)
 
-    def _max_tokens(self, request: Request) -> int:
-        """Returns the most tokens that the target may have to hold for a request."""
-        return min(len(request.prompt_token_ids) + request.max_tokens, self._limits.max_seq_len)
+    def _free(self, running: RunningSequences) -> None:
+        if self._streams is not None:
+            self._streams.leave(running)
+        self._target.free(running.target_sequence)
+        self._drafting.free(running)
 
     def _round(self) -> None:
         """Gives every request a part of its prompt, or a round."""
@@ -178,7 +190,7 @@ class EnginePair(QueuedPair[RunningSequences]):
         self._reader.begin(pieces, along)
         self._streams.join(others)
         decoding = [r for r in decoding if r not in self._streams]
-        self._streams.launch(len(decoding))
+        self._streams.launch(len(decoding), self._make_room)
         for taken in self._streams.take():
             self._take_round(taken)
         # Behind the next round, so that the device was busy while the host took in the last one.
@@ -202,9 +214,10 @@ class EnginePair(QueuedPair[RunningSequences]):
         new = [
             r
             for r in others
-            if len(r.state.token_ids) > 1 and not self._target.length(r.target_sequence)
+            if len(r.state.token_ids) - r.num_reused > 1
+            and self._target.length(r.target_sequence) == r.num_reused
         ]
-        num_tokens = [len(r.state.token_ids) for r in new]
+        num_tokens = [len(r.state.token_ids) - r.num_reused for r in new]
         is_busy = self._reader.is_busy
         if self._gathering.holds(num_tokens, len(streams), self._options, is_busy=is_busy):
             return [r for r in others if r not in new]
@@ -217,6 +230,13 @@ class EnginePair(QueuedPair[RunningSequences]):
         *,
         num_beside: int = 0,
     ) -> None:
+        for running in decoding:
+            num_tokens = len(running.state.token_ids) + self._options.num_draft_tokens
+            self._make_room(running, num_tokens)
+        decoding = [r for r in decoding if not r.gave_way]
+        prefill = [piece for piece in prefill if not piece.running.gave_way]
+        if not decoding and not prefill:
+            return
         stepped = self._steps.run(decoding, prefill, num_beside=num_beside)
         for running in stepped.failed:
             self._end(running, "error", UNUSABLE_LOGITS)
@@ -279,9 +299,5 @@ class EnginePair(QueuedPair[RunningSequences]):
             self._steps.cut_back(verified, num_before + len(result.token_ids) - 1)
 
     def _leave(self, running: RunningSequences, chunk: Chunk) -> None:
-        if self._streams is not None:
-            self._streams.leave(running)
+        self._free(running)
         super()._leave(running, chunk)
-        self._target.free(running.target_sequence)
-        if running.draft_sequence is not None:
-            self._draft.free(running.draft_sequence)

@@ -13,6 +13,7 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "return_prompt_log_probs": lambda request: request.return_prompt_log_probs,
     "guided_decoding_guide": lambda request: request.guide is not None,
     "prediction": lambda request: bool(request.prediction_token_ids),
+    "cache_salt": lambda request: bool(request.cache_salt),
 }
 """By the name of the ensemble's input, whether a request asks for it."""
 

@@ -22,10 +22,30 @@ class DetokenizerFactory(Protocol):
 
 @dataclass(frozen=True)
 class KVUse:
-    """How full one model's KV cache is: positions that hold a token, and positions in all."""
+    """How full one model's KV cache is.
+
+    num_tokens         positions that hold a token or, where it has pages, that requests have
+    capacity_tokens    positions in all
+    num_cached_tokens  those that hold what was read of prompts, and that no request has
+    num_reused_tokens  tokens of prompts that were found there since the pair was loaded
+    """
 
     num_tokens: int
     capacity_tokens: int
+    num_cached_tokens: int = 0
+    num_reused_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preempted:
+    """What a pair did for want of memory since it was loaded.
+
+    num_requests  times that a request gave way to others
+    num_tokens    that were computed again for that
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +66,14 @@ class Occupancy:
 
     num_waiting  requests in its queue
     kv_caches    empty where the models run elsewhere, which then has metrics of its own
-    late_work    since it was loaded
+    late_work    since it was loaded; so is preempted
     """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_caches: Mapping[Role, KVUse] = field(default_factory=dict)
     late_work: LateWork = LateWork()
+    preempted: Preempted = Preempted()
 
 
 class Pair(Protocol):
@@ -118,6 +139,8 @@ class PairOptions:
     """Whether requests copy draft tokens from their own texts where these repeat themselves,
     instead of asking the draft model.
     """
+    prefix_reuse: bool = True
+    """Whether prompts that begin alike share what is cached of that, where engines have pages."""
     max_batch_size: int = 8
     max_seq_len: int = 1024
     max_num_tokens: int = 256

@@ -87,7 +87,7 @@ class QueuedPair(ABC, Generic[R]):
                 return
         waiting = self._waiting.take(request_id)
         if waiting is not None:
-            self._chunks.append(self._new_state(waiting).finish("cancelled"))
+            self._chunks.append(self._state_of(waiting).finish("cancelled"))
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._chunks)
@@ -97,15 +97,11 @@ class QueuedPair(ABC, Generic[R]):
         return Occupancy(num_running=len(self._running), num_waiting=len(self._waiting))
 
     @abstractmethod
-    def _start(self, waiting: Waiting) -> None:
-        """Adds a request to those that run."""
+    def _start(self, waiting: Waiting) -> bool:
+        """Adds a request to those that run; False where there is no room for it yet."""
 
     def _check_request(self, request: Request) -> None:
         """Raises RequestError for an input that this pair would ignore."""
-
-    def _has_room(self, request: Request) -> bool:
-        """Returns whether a request can run in addition, now that there is a slot for it."""
-        return True
 
     def _adapts(self, request: Request) -> bool:
         """Returns whether the draft length of a request follows its acceptance."""
@@ -114,16 +110,16 @@ class QueuedPair(ABC, Generic[R]):
     def _admit(self) -> None:
         """Starts those that are next, as long as there is room."""
         while self._waiting and len(self._running) < self._max_batch_size:
-            if not self._has_room(self._waiting.first.request):
+            if not self._start(self._waiting.first):
                 return
-            self._start(self._waiting.pop())
+            self._waiting.pop()
 
     def _end_overdue(self) -> None:
         now = self._clock()
         for running in [r for r in self._running if r.deadline <= now]:
             self._end(running, "error", OVERDUE)
         for waiting in self._waiting.take_overdue(now):
-            state = self._new_state(waiting)
+            state = self._state_of(waiting)
             self._chunks.append(state.finish("error", waiting.overdue(now)))
 
     def _time_left_s(self) -> float:
@@ -154,7 +150,10 @@ class QueuedPair(ABC, Generic[R]):
         """Takes out what a step returns."""
         return [self._chunks.popleft() for _ in range(len(self._chunks))]
 
-    def _new_state(self, waiting: Waiting) -> RequestState:
+    def _state_of(self, waiting: Waiting) -> RequestState:
+        """Returns a new state, or the one that a request has from before it gave way."""
+        if waiting.state is not None:
+            return waiting.state
         request = waiting.request
         return RequestState(
             request,

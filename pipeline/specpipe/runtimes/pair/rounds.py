@@ -147,6 +147,12 @@ class Rounds(Protocol):
         token or the last two. What rounds under way emit it reads before it drafts.
         """
 
+    def lose_draft(self, target_sequence: SequenceId) -> None:
+        """Lets a sequence go on without its draft, whose room may be given to others at once.
+
+        It may get another once all rounds in which it drafted are taken.
+        """
+
     def launch(self, members: Sequence[Member], readings: Sequence[Reading] = ()) -> None:
         """Begins a round as soon as the last one has ended, and does not wait for it.
 

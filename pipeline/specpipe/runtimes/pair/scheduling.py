@@ -94,7 +94,10 @@ def schedule(
     for running, scores in zip(running_requests, is_scored, strict=True):
         unread = uncached(running, target)
         size = len(unread)
-        if scores:
+        if scores and size - 1 > running.state.num_unscored_tokens:  # of what it scored, it has
+            size -= 1 + running.state.num_unscored_tokens  # lost the keys and values
+            scores = False
+        elif scores:
             size = min(running.state.num_unscored_tokens, num_logits, target.max_logits_of_sequence)
             num_logits -= size
         elif size == 1:

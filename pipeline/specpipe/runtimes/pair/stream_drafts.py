@@ -37,6 +37,11 @@ class Stream:
         return self.running.state
 
     @property
+    def may_get_draft(self) -> bool:
+        """Whether no round under way drafts with a sequence that it has lost."""
+        return not any(m.num_draft_tokens and not m.is_copied for m in self.under_way)
+
+    @property
     def is_sure_to_end(self) -> bool:
         """Whether the rounds under way, of one token at least, emit all that is wanted."""
         return self.state.num_tokens_left <= len(self.under_way)
@@ -99,7 +104,7 @@ class StreamDrafts:
             return 0
         length = drafts.next_num_draft_tokens(most=most)
         if length and not stream.has_draft:
-            if self._drafting.catch_up(stream.running):
+            if stream.may_get_draft and self._drafting.catch_up(stream.running):
                 self._give_draft(stream)
             else:
                 drafts.skip("no_room")
@@ -238,7 +243,8 @@ class StreamDrafts:
         limit = drafts.next_num_draft_tokens(
             most=most, num_ahead=stream.most_ahead, num_sure=len(stream.under_way)
         )
-        if limit and not self._drafting.has_room(stream.running):
+        may_have_draft = stream.has_draft or stream.may_get_draft
+        if limit and not (may_have_draft and self._drafting.has_room(stream.running)):
             drafts.skip("no_room")
             limit = 0
         if drafts.draft_length is None or not (limit or copied):
@@ -260,6 +266,14 @@ class StreamDrafts:
         self._unread.clear()
         for running in self._drafting.read(list(unread)):
             self._give_draft(unread[running])
+
+    def keeps_draft(self, stream: Stream, num_positions: int) -> bool:
+        """Returns whether the draft of a request has room for so many tokens; else it is lost."""
+        if self._drafting.grow(stream.running, num_positions):
+            return True
+        self._rounds.lose_draft(stream.running.target_sequence)
+        stream.has_draft = False
+        return False
 
     def _give_draft(self, stream: Stream) -> None:
         sequence = stream.running.draft_sequence

@@ -7,7 +7,7 @@ or leaves: its text is the same as step by step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +21,9 @@ from specpipe.runtimes.pair.scheduling import num_uncached
 from specpipe.runtimes.pair.stream_drafts import Share, Stream, StreamDrafts
 from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.lookup import CopyOdds
+
+MakeRoom = Callable[[RunningSequences, int], None]
+"""Lets a request have so many tokens; to that end others may leave, or itself."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class Streams:
             return None
         return costs.seconds * costs.time(last.most_drafted)
 
-    def launch(self, num_beside: int) -> None:
+    def launch(self, num_beside: int, make_room: MakeRoom) -> None:
         """Keeps the device busy, and lets the draft read the texts that it lacks meanwhile.
 
         num_beside  requests that decode beside, step by step
@@ -142,7 +145,7 @@ class Streams:
         self._forget_what_left()
         while len(self._under_way) < MOST_UNDER_WAY:
             under_way = _UnderWay([]) if self._readings.are_next else self._next(num_beside)
-            parts = [*under_way.parts]
+            parts = self._with_room(under_way.parts, make_room)
             most = max((member.num_draft_tokens for _, member in parts), default=0)
             readings, beginning = self._readings.choose(len(parts), most)
             parts += [self._part(stream, Share(0)) for stream in beginning]
@@ -156,6 +159,22 @@ class Streams:
             if parts:  # else there is nothing to take
                 self._under_way.append(replace(under_way, parts=parts))
         self._drafts.read()
+
+    def _with_room(
+        self, parts: Sequence[tuple[Stream, Member]], make_room: MakeRoom
+    ) -> list[tuple[Stream, Member]]:
+        """Returns the parts of those that find room for all that they may emit."""
+        found = []
+        for stream, member in parts:
+            drafts = member.num_draft_tokens and not member.is_copied
+            if drafts and not self._drafts.keeps_draft(stream, member.num_positions):
+                found.append(self._part(stream, Share(0)))
+            else:
+                found.append((stream, member))
+        for stream, member in found:
+            if not stream.has_left:
+                make_room(stream.running, member.num_positions)
+        return [(stream, member) for stream, member in found if not stream.has_left]
 
     def take(self) -> list[StreamRound]:
         """Waits for the oldest round of requests that are still here; none: returns nothing."""
@@ -174,14 +193,15 @@ class Streams:
             if stream.has_left:
                 continue
             if result.token_ids is not None:
-                self._count(stream.running, member, len(result.token_ids))
+                self._count(stream, member, len(result.token_ids))
             taken.append(StreamRound(stream.running, member, result))
         return taken
 
-    def _count(self, running: RunningSequences, member: Member, num_tokens: int) -> None:
+    def _count(self, stream: Stream, member: Member, num_tokens: int) -> None:
         """Counts what the engines have cached by a round that emitted so many tokens."""
+        running = stream.running
         self._target.skip(running.target_sequence, num_tokens)
-        if member.num_draft_tokens and not member.is_copied:
+        if member.num_draft_tokens and not member.is_copied and stream.has_draft:
             # The draft read all of the text and of its own tokens, but the last of those.
             num_new = min(member.num_draft_tokens, num_tokens)
             self._drafting.skip_to(running, len(running.state.token_ids) - 1 + num_new)
@@ -215,8 +235,13 @@ class Streams:
         return _UnderWay(parts, is_trial, max(drafted, default=0))
 
     def _begins(self, stream: Stream) -> bool:
-        """Returns whether a request may begin without draft tokens: it names no other number."""
-        return not (stream.state.drafts.is_speculative and self._drafts.is_fixed(stream.running))
+        """Returns whether a request may begin without draft tokens: it names no other number, and
+        nobody has to give way for it.
+        """
+        if stream.state.drafts.is_speculative and self._drafts.is_fixed(stream.running):
+            return False
+        pages, num_tokens = self._target.pages, len(stream.state.token_ids) + 1
+        return pages is None or pages.grow(stream.running.target_sequence, num_tokens)
 
     def _part(self, stream: Stream, share: Share) -> tuple[Stream, Member]:
         num_ahead = stream.most_ahead + share.num_draft_tokens + 1

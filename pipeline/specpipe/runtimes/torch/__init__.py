@@ -35,7 +35,10 @@ class TorchRuntime:
     runs_own_loop = True
 
     def setting_faults(self, config: PipelineConfig, engine: TorchEngineConfig) -> Iterable[Fault]:
-        return ()  # it runs every format, and ranks as one
+        # It runs every format, and ranks as one.
+        from specpipe.runtimes.torch import setting_faults
+
+        return setting_faults.setting_faults(config, engine)
 
     def require(self) -> None:
         require_library(self.name, "torch", extra="torch")
@@ -63,7 +66,9 @@ class TorchRuntime:
         return {} if kernels == "auto" else {"kernels": kernels}
 
     def plan_notes(self, pair: PairPlan) -> Iterable[str]:
-        return ()
+        from specpipe.runtimes.torch import plan
+
+        return plan.notes(pair)
 
     def estimate_memory(self, pair: PairPlan, side: Side) -> MemoryEstimate:
         from specpipe.runtimes.torch import plan

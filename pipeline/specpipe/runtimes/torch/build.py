@@ -3,7 +3,8 @@
 The folder holds `config.json` (`version`, `pretrained_config` and `build_config`, as trtllm-build
 has them) and `model.safetensors`, arranged as model.py computes with it: loading converts nothing
 but the int4 weights of a GPU, whose packing is torch's own. `build_config` has a `kernel` where
-one of torch's multiplies by quantized weights; else they are emulated, which any device can.
+one of torch's multiplies by quantized weights; else they are emulated, which any device can. It has
+`kv_cache_tokens` where `engine.kv_cache_memory` says how many tokens all sequences have together.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class BuildTorchEngine:
     max_num_tokens: int
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    kv_cache_tokens: int | None = None
 
     @property
     def name(self) -> str:
@@ -48,6 +50,8 @@ class BuildTorchEngine:
     def inputs(self) -> StageInputs:
         settings = asdict(self)
         del settings["role"], settings["checkpoint"]
+        if self.kv_cache_tokens is None:
+            del settings["kv_cache_tokens"]  # engines of an older version are no others
         return StageInputs(
             files=(self.checkpoint,), settings={"format": ENGINE_KIND["format"], **settings}
         )
@@ -61,6 +65,11 @@ class BuildTorchEngine:
         checkpoint = load_unified(self.checkpoint)
         self._check(checkpoint.config)
         device = choose_device(self.device)
+        if device == "cpu" and self.kv_cache_tokens is not None:
+            raise EngineBuildError(
+                f"{self.role}: engine.kv_cache_memory has no effect on a CPU, and torch sees no "
+                "GPU here: leave it out"
+            )
         dtype = compute_dtype(self.dtype, device, checkpoint.config.dtype)
         build_config: dict[str, Any] = {
             "max_batch_size": self.max_batch_size,
@@ -72,6 +81,8 @@ class BuildTorchEngine:
             "dtype": dtype,
             "device": device,
         }
+        if self.kv_cache_tokens is not None:
+            build_config["kv_cache_tokens"] = self.kv_cache_tokens
         kernel = None if device == "cpu" else usable_kernel(checkpoint.config.quantization)
         if kernel is not None:
             build_config["kernel"] = kernel

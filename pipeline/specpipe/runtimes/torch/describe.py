@@ -36,7 +36,15 @@ def describe(engine: Path) -> EngineDescription | None:
         build = config["build_config"]
         dtype, limits = build["dtype"], {name: build[name] for name in _LIMITS}
         on_gpu = build["device"] == "cuda"
-        estimate = estimate_memory(pretrained, dtype=dtype, on_gpu=on_gpu, **limits)
+        estimate = estimate_memory(
+            pretrained,
+            dtype=dtype,
+            on_gpu=on_gpu,
+            kv_cache_tokens=build.get("kv_cache_tokens"),
+            **limits,
+        )
+        if "kv_cache_tokens" in build:
+            limits["kv_cache_tokens"] = build["kv_cache_tokens"]
         return EngineDescription(
             runtime="torch",
             versions={"specpipe": config["version"]},

@@ -38,6 +38,8 @@ class TorchEngineSpec:
     max_draft_len: int
     memory: MemoryEstimate
     has_fp8_kv_cache: bool = False
+    kv_cache_tokens: int | None = None
+    """Positions of all sequences together; None: all can have their full length at once."""
 
     @classmethod
     def read(cls, folder: Path) -> TorchEngineSpec:
@@ -67,6 +69,7 @@ class TorchEngineSpec:
                 "does not have; build it again here"
             )
         limits = {name: build[name] for name in ("max_batch_size", "max_seq_len", "max_draft_len")}
+        kv_cache_tokens = build.get("kv_cache_tokens")
         return cls(
             model=ModelConfig.from_unified(model),
             dtype=getattr(torch, build["dtype"]),
@@ -78,8 +81,10 @@ class TorchEngineSpec:
                 max_num_tokens=build["max_num_tokens"],
                 on_gpu=build["device"] == "cuda",
                 kernel=kernel,
+                kv_cache_tokens=kv_cache_tokens,
                 **limits,
             ),
+            kv_cache_tokens=kv_cache_tokens,
             **limits,
         )
 
@@ -260,7 +265,10 @@ def check_memory(folders: Sequence[Path]) -> None:
     on_gpu = specs[0].device.type == "cuda"
     available = torch.cuda.mem_get_info()[0] if on_gpu else available_bytes()
     needs = [(folder, spec.memory) for folder, spec in zip(folders, specs, strict=True)]
-    check_room(needs, available, on_gpu=on_gpu)
+    if any(spec.kv_cache_tokens is not None for spec in specs):
+        check_room(needs, available, on_gpu=on_gpu, to_lower="engine.kv_cache_memory")
+    else:
+        check_room(needs, available, on_gpu=on_gpu)
 
 
 def load_weights(path: Path, device: torch.device) -> dict[str, Tensor]:

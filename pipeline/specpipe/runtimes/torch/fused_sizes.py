@@ -72,6 +72,16 @@ def pages_of(num_positions: int) -> int:
     return -(-num_positions // PAGE)
 
 
+def pages_to_share(num_prompt: int, max_draft_len: int) -> int:
+    """Returns how many first pages of a text hold what all texts that begin alike have there.
+
+    num_prompt  tokens that the kernels of prompts read: what those of decoding compute is not the
+                same. A draft that catches up with rounds reads some of the last ones again, with
+                the latter
+    """
+    return max(num_prompt - spare_positions(max_draft_len), 0) // PAGE
+
+
 def max_parts(capacity: int) -> int:
     """Returns how many parts attention over so many positions leaves to join: chunks or blocks."""
     chunks = -(-capacity // CHUNK)

@@ -36,11 +36,13 @@ def estimate_memory(
     max_num_tokens: int,
     on_gpu: bool = False,
     kernel: Kernel | None = None,
+    kv_cache_tokens: int | None = None,
 ) -> MemoryEstimate:
     """Estimates an engine of a unified config; `dtype` is "float32", "bfloat16" or "float16".
 
-    on_gpu  has room for what the fused kernels take, too, which run there if they can
-    kernel  what multiplies by quantized weights, where it fits
+    on_gpu           has room for what the fused kernels take, too, which run there if they can
+    kernel           what multiplies by quantized weights, where it fits
+    kv_cache_tokens  positions of all sequences together; None: all can have their full length
     """
     element = ELEMENT_BYTES[DTYPES[dtype]]
     capacity = max_seq_len + max_draft_len + 1
@@ -66,9 +68,11 @@ def estimate_memory(
         fused_bytes = _fused_bytes(config, capacity, max_batch_size, max_draft_len)
         fused_bytes += _prompt_bytes(config, element, max_seq_len)
         forward_bytes = max(forward_bytes, fused_bytes)
+    if kv_cache_tokens is None:
+        kv_cache_tokens = max_batch_size * capacity
     return MemoryEstimate(
         weights_bytes=weights_bytes,
-        kv_cache_bytes=max_batch_size * capacity * element * config.kv_size,
+        kv_cache_bytes=kv_cache_tokens * element * config.kv_size,
         workspace_bytes=forward_bytes + 4 * 2 * logits,
     )
 

@@ -53,6 +53,11 @@ def load_pair(
     reason = unfused((draft, target), options.runtime_settings.get("kernels", "auto"))
     if reason is None:
         return _fused_pair(draft, target, options, detokenizer, guides)
+    if any(TorchEngineSpec.read(f).kv_cache_tokens is not None for f in (draft, target)):
+        raise RuntimeUnavailable(
+            f"engine.kv_cache_memory needs the fused kernels, but {reason}; leave it out and build "
+            "again"
+        )
     engines = [TorchEngine.load(folder, num_threads=num_threads) for folder in (draft, target)]
     for engine, folder in zip(engines, (draft, target), strict=True):
         check_limits(folder, engine, options)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from specpipe.checkpoints.checkpoint import ELEMENT_BYTES
+from specpipe.checkpoints.unified_config import DTYPES
 from specpipe.config.engine import TorchEngineConfig
+from specpipe.errors import EngineBuildError
 from specpipe.machine.gpus import gpus_here
-from specpipe.machine.memory import MemoryEstimate
+from specpipe.machine.memory import MemoryEstimate, format_bytes
 from specpipe.runtimes.plan import EngineStages, PlanFor, Side, checkpoint_dtype
 from specpipe.runtimes.torch import memory
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
+from specpipe.runtimes.torch.fused_sizes import PAGE, pages_of, spare_positions
 from specpipe.runtimes.torch.kernel_choice import kernel_for
 from specpipe.stage import PlannedStage
 
@@ -27,8 +31,48 @@ def engine_stages(pair: PairPlan, side: Side, require: Callable[[], None]) -> En
         max_num_tokens=pair.engine.max_num_tokens,
         dtype=pair.engine.dtype,
         device=pair.engine.device,
+        kv_cache_tokens=kv_cache_tokens(pair),
     )
     return EngineStages(stages=(PlannedStage(build, side.artifacts.engine, require=require),))
+
+
+def kv_cache_tokens(pair: PairPlan) -> int | None:
+    """Returns how many positions each KV cache has for all requests together, both the same.
+
+    None where `engine.kv_cache_memory` is not set. Raises EngineBuildError where it is too little
+    for one request of the full length.
+    """
+    engine = pair.engine
+    if engine.kv_cache_bytes is None:
+        return None
+    token_bytes = sum(
+        ELEMENT_BYTES[DTYPES[compute_dtype(engine.dtype, "cuda", checkpoint_dtype(side))]]
+        * side.unified.kv_size
+        for side in (pair.draft, pair.target)
+    )
+    num_tokens = PAGE * (engine.kv_cache_bytes // (PAGE * token_bytes))
+    if num_tokens < (least := _longest_sequence(pair)):
+        raise EngineBuildError(
+            f"engine.kv_cache_memory is {engine.kv_cache_memory}, which holds {num_tokens} tokens "
+            f"of both models, but one request of engine.max_seq_len {pair.max_seq_len} needs "
+            f"{least}, {format_bytes(least * token_bytes)}: raise it, or lower engine.max_seq_len"
+        )
+    return num_tokens
+
+
+def notes(pair: PairPlan) -> Iterator[str]:
+    """Yields what `engine.kv_cache_memory` comes to."""
+    if (num_tokens := kv_cache_tokens(pair)) is not None:
+        yield (
+            f"engine.kv_cache_memory {pair.engine.kv_cache_memory} holds {num_tokens} tokens of "
+            f"both models: {num_tokens // _longest_sequence(pair)} requests of "
+            f"{pair.max_seq_len} tokens at once"
+        )
+
+
+def _longest_sequence(pair: PairPlan) -> int:
+    """Returns the positions of a request of the full length."""
+    return PAGE * pages_of(pair.max_seq_len + spare_positions(pair.num_draft_tokens))
 
 
 def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
@@ -55,4 +99,5 @@ def _estimate(pair: PairPlan, side: Side, device: str, sm: int | None) -> Memory
         max_seq_len=pair.max_seq_len_of(side),
         max_draft_len=pair.num_draft_tokens,
         max_num_tokens=engine.max_num_tokens,
+        kv_cache_tokens=kv_cache_tokens(pair) if device == "cuda" else None,
     )

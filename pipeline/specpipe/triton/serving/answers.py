@@ -124,7 +124,12 @@ def parse_statistics(values: Mapping[str, Any]) -> Statistics | None:
     # Servers before these were always sent leave them out.
     counts |= {
         name: int(values.get(name, 0))
-        for name in ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        for name in (
+            "accepted_prediction_tokens",
+            "rejected_prediction_tokens",
+            "num_cached_input_tokens",
+            "num_preemptions",
+        )
     }
     return Statistics(
         **counts,

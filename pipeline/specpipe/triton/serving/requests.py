@@ -149,6 +149,7 @@ def parse_request(
         skip_special_tokens=inputs.one("skip_special_tokens", True),
         priority=inputs.one("priority", 0),
         timeout_s=inputs.one("timeout_s", timeout_us / 1e6 or None),
+        cache_salt=inputs.one("cache_salt", ""),
     )
     return Generation(
         request=request,

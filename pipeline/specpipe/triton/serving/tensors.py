@@ -191,6 +191,11 @@ ENSEMBLE_INPUTS: tuple[Input, ...] = (
         meaning="Seconds after which the answer ends; shortens `serving.request_timeout_s`.",
     ),
     Input(
+        "cache_salt",
+        "STRING",
+        meaning="What is cached of prompts is shared with requests of the same salt alone.",
+    ),
+    Input(
         "exclude_input_in_output", "BOOL", meaning="False: the text begins with the decoded prompt."
     ),
     Input(
@@ -284,6 +289,16 @@ STATISTICS_OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("num_steps", "INT32", meaning="Draft-verify steps of the answer."),
     TensorSpec("num_input_tokens", "INT32", meaning="Tokens of the prompt."),
     TensorSpec("num_output_tokens", "INT32", meaning="Tokens of the answer."),
+    TensorSpec(
+        "num_cached_input_tokens",
+        "INT32",
+        meaning="Tokens of the prompt that were found cached, and not computed.",
+    ),
+    TensorSpec(
+        "num_preemptions",
+        "INT32",
+        meaning="Times that the request gave way to others for want of memory.",
+    ),
     TensorSpec("seed_used", "UINT64", meaning="The seed that the answer was drawn with."),
     TensorSpec(
         "is_lossless",

@@ -354,6 +354,12 @@ def test_cancelling_before_tensorrt_llm_has_the_request(make: MakePair) -> None:
         assert (chunk.finish_reason, pair._llm.asked) == ("cancelled", [])
 
 
+def test_a_salt_is_handed_on_where_there_is_one(make: MakePair) -> None:
+    with make() as pair:
+        run(pair, [request("a", cache_salt="tenant"), request("b")])
+        assert sorted(pair._llm.salts, key=str) == [None, "tenant"]
+
+
 def test_a_lower_priority_number_goes_first(make: MakePair) -> None:
     with make(max_batch_size=1) as pair:
         requests = [request("a", priority=1), request("b", priority=0), request("c", priority=0)]

@@ -140,7 +140,6 @@ def test_three_hundred_requests_of_the_small_pair(is_adaptive: bool) -> None:
     options = replace(MANY, adaptive=is_adaptive, prompt_lookup=is_adaptive)
     pair = fused_pair(None, options, tokenizer, device=DEVICE, dtype=torch.bfloat16)
     material = source_material(
-        pair,
         tokenizer,
         num_questions=150,
         max_prompt_tokens=600,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused_sizes import pages_to_share
 from specpipe.runtimes.torch.rotary import Rotary
 from tests.runtimes.torch.fused.toy import toy_config, toy_engines
 
@@ -231,6 +232,41 @@ def test_a_short_sequence_holds_no_more_pages_than_it_needs(engine: FusedEngine)
     engine.allocate(prompt_length=9, max_tokens=40)  # and 15: one page of 24
     assert engine.cache.can_hold(23 * 64)
     assert not engine.cache.can_hold(23 * 64 + 1)
+
+
+def test_what_is_reused_and_what_is_read_page_by_page_has_the_same_bits(
+    engine: FusedEngine,
+) -> None:
+    """As a sequence that has all its pages from the beginning, and reads all of its prompt."""
+    text = [token + (token == 7) for token in texts(1, 84)[0]]
+    sequence = engine.allocate(prompt_length=81, max_tokens=320)
+    expected = engine.forward([(sequence, text)], [4])
+
+    grown = engine.allocate(prompt_length=81, max_tokens=1)
+    assert engine.reuse(grown, text, "a") == 0  # the first was not asked, so nothing of it is there
+    for size in (40, 40):
+        start = engine.length(grown)
+        assert engine.grow(grown, start + size)
+        engine.forward([(grown, text[start : start + size])], [0])
+    assert engine.grow(grown, len(text))
+    assert torch.equal(engine.forward([(grown, text[80:])], [4]), expected)
+
+    reusing = engine.allocate(prompt_length=81, max_tokens=1)
+    assert engine.reuse(reusing, text, "b") == 0
+    assert engine.reuse(reusing, text, "a") == 64
+    assert engine.grow(reusing, len(text))
+    engine.free(sequence)
+    engine.free(grown)
+    assert torch.equal(engine.forward([(reusing, text[64:])], [4]), expected)
+    assert engine.num_held_tokens == 2 * 64
+    engine.free(reusing)
+    assert engine.num_held_tokens == 0
+    assert engine.num_cached_tokens == 64
+
+
+def test_others_begin_with_full_pages_that_no_round_reads_again() -> None:
+    """With 15 positions for rounds behind them, of what the kernels of prompts read."""
+    assert [pages_to_share(num, 4) for num in (0, 78, 79, 142, 143)] == [0, 0, 1, 1, 2]
 
 
 def test_rows_of_nobody_are_never_looked_at() -> None:

@@ -7,7 +7,7 @@ from specpipe.runtimes.torch.fused.pages import PagedKVCache
 from specpipe.runtimes.torch.fused_sizes import pages_of
 
 
-def cache(num_slots: int = 2, capacity: int = 150) -> PagedKVCache:
+def cache(num_slots: int = 2, capacity: int = 150, num_pages: int | None = None) -> PagedKVCache:
     return PagedKVCache(
         num_layers=2,
         num_slots=num_slots,
@@ -16,6 +16,7 @@ def cache(num_slots: int = 2, capacity: int = 150) -> PagedKVCache:
         head_size=4,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        num_pages=num_pages,
     )
 
 
@@ -39,7 +40,7 @@ def test_all_slots_can_be_full_at_once() -> None:
     assert slots == [0, 1]
     assert [pages(kv_cache, slot) for slot in slots] == [[0, 1, 2], [3, 4, 5]]
     assert not kv_cache.can_hold(1)
-    assert kv_cache.num_free_slots == 0
+    assert kv_cache.pool.num_free_slots == 0
 
 
 def test_a_short_sequence_takes_the_pages_that_it_needs() -> None:
@@ -61,7 +62,7 @@ def test_slots_and_pages_come_back() -> None:
     assert sorted(held) == [0, 1, 2, 3, 4, 5]
     kv_cache.free(1)
     kv_cache.free(0)
-    assert kv_cache.num_free_slots == 2
+    assert kv_cache.pool.num_free_slots == 2
     first, second = kv_cache.allocate(150), kv_cache.allocate(150)
     assert sorted(pages(kv_cache, first) + pages(kv_cache, second)) == [0, 1, 2, 3, 4, 5]
 
@@ -74,3 +75,27 @@ def test_freeing_leaves_the_pages_of_others_alone() -> None:
     kv_cache.free(0)
     kv_cache.allocate(20)
     assert pages(kv_cache, 1) == before
+
+
+def test_fewer_pages_than_all_slots_could_have_go_to_who_grows() -> None:
+    kv_cache = cache(num_pages=4)
+    assert kv_cache.keys[0].shape[0] == 4
+    first, second = kv_cache.allocate(1), kv_cache.allocate(64)
+    assert kv_cache.grow(first, 65)
+    assert kv_cache.grow(second, 128)
+    assert kv_cache.grow(second, 100)  # which it has
+    assert not kv_cache.grow(first, 129)
+    assert [pages(kv_cache, slot)[:2] for slot in (first, second)] == [[0, 2], [1, 3]]
+    assert kv_cache.capacity(first) == 128
+    kv_cache.free(second)
+    assert kv_cache.grow(first, 129)
+    assert pages(kv_cache, first) == [0, 2, 1]
+
+
+def test_shared_pages_stand_before_a_sequences_own() -> None:
+    kv_cache = cache()
+    first, second = kv_cache.allocate(150), kv_cache.allocate(64)
+    kv_cache.pool.name(first, 0, b"a")
+    assert kv_cache.share(second, [b"a", b"b"]) == 1
+    assert kv_cache.grow(second, 65)
+    assert pages(kv_cache, second)[:2] == [0, 3]

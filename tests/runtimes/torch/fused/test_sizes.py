@@ -28,16 +28,19 @@ def test_spare_positions_are_for_three_rounds() -> None:
     assert [spare_positions(k) for k in (0, 4)] == [3, 15]
 
 
-@pytest.mark.parametrize("max_batch_size", [2, 5])
-def test_the_estimate_counts_what_an_engine_holds(max_batch_size: int) -> None:
+@pytest.mark.parametrize(("max_batch_size", "of_pages"), [(2, {}), (5, {"kv_cache_tokens": 640})])
+def test_the_estimate_counts_what_an_engine_holds(
+    max_batch_size: int, of_pages: dict[str, int]
+) -> None:
     unified = unified_config(toy.toy_config(head_dim=16), tp_size=1, pp_size=1)
-    limits = {"max_batch_size": max_batch_size, "max_seq_len": 500, "max_draft_len": 4}
+    limits = {"max_batch_size": max_batch_size, "max_seq_len": 500, "max_draft_len": 4, **of_pages}
     spec = toy_spec(ModelConfig.from_unified(unified), **limits)
     with torch.inference_mode():
         weights = load_weights(spec.model, toy_weights(spec.model).get)
         engine = FusedEngine(spec, weights)
     estimate = estimate_memory(unified, dtype="float32", max_num_tokens=0, on_gpu=True, **limits)
     cache, decoder, prompts = engine.cache, engine.decoder, engine.prompts
+    assert engine.capacity_tokens == of_pages.get("kv_cache_tokens", 2 * 576)
     assert estimate.kv_cache_bytes == sum(x.nbytes for x in (*cache.keys, *cache.values))
     recorded = graph_bytes(
         spec.model.num_layers, capacity=engine.capacity, max_batch_size=max_batch_size,

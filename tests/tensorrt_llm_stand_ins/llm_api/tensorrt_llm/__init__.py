@@ -227,6 +227,7 @@ class LLM:
             raise ValueError(f"{model} is neither a folder nor a hub id")
         self.arguments = {"model": model, "skip_tokenizer_init": skip_tokenizer_init, **kwargs}
         self.asked: list[SamplingParams] = []
+        self.salts: list[str | None] = []
         self.num_aborted = 0
         self._drafting = speculative = arguments.speculative_config
         _check_family(Path(model), is_drafted_for=speculative is not None)
@@ -283,6 +284,7 @@ class LLM:
             )
         output = RequestOutput(self, uuid.uuid4().hex, list(inputs))
         self.asked.append(sampling_params)
+        self.salts.append(cache_salt)
         if refusal := self._refusal(sampling_params):
             output._send(ValueError(refusal))
             return output

@@ -129,10 +129,10 @@ class BlsPair(QueuedPair[_Running]):
     def _adapts(self, request: Request) -> bool:
         return self._times is not None and not _has_one_length(request)
 
-    def _start(self, waiting: Waiting) -> None:
+    def _start(self, waiting: Waiting) -> bool:
         request = waiting.request
         running = _Running(
-            self._new_state(waiting),
+            self._state_of(waiting),
             waiting.deadline,
             EngineCalls(
                 request=request, acceptance=self._acceptance, unused_token_ids=self._unused
@@ -145,6 +145,7 @@ class BlsPair(QueuedPair[_Running]):
         threading.Thread(
             target=self._run, args=(running,), name="specpipe-request", daemon=True
         ).start()
+        return True
 
     def _end(self, running: _Running, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request unless it just ended; it leaves with its thread, when its engine stops."""

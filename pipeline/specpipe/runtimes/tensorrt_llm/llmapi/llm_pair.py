@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import queue
 import threading
 import time
@@ -115,8 +116,15 @@ class LlmPair(QueuedPair[_Running]):
             draft_max_seq_len=options.max_seq_len,
             vocab_size=min(vocab_sizes),
         )
+        # Since 1.1 (pull request 7106); before, prompts of all are shared.
+        has_salt = "cache_salt" in inspect.signature(llm.generate_async).parameters
         super().__init__(
-            options, limits, detokenizer, max_batch_size=options.max_batch_size, clock=clock
+            options,
+            limits,
+            detokenizer,
+            max_batch_size=options.max_batch_size,
+            honours=("cache_salt",) if has_salt else (),
+            clock=clock,
         )
         self._llm, self._sampling_params = llm, sampling_params
         self._version: str = settings["tensorrt_llm"]
@@ -207,10 +215,11 @@ class LlmPair(QueuedPair[_Running]):
                 "apply it; leave it out"
             )
 
-    def _start(self, waiting: Waiting) -> None:
-        running = _Running(self._new_state(waiting), waiting.deadline)
+    def _start(self, waiting: Waiting) -> bool:
+        running = _Running(self._state_of(waiting), waiting.deadline)
         self._running.append(running)
         asyncio.run_coroutine_threadsafe(self._generate(running, waiting.request), self._loop)
+        return True
 
     def _new_sampling_params(self, request: Request) -> Any:
         """A `SamplingParams`; what it leaves out is greedy. Text is decoded here, not there."""
@@ -244,8 +253,12 @@ class LlmPair(QueuedPair[_Running]):
         if running.is_abandoned:
             return
         try:
+            salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
             running.output = self._llm.generate_async(
-                list(request.prompt_token_ids), self._new_sampling_params(request), streaming=True
+                list(request.prompt_token_ids),
+                self._new_sampling_params(request),
+                streaming=True,
+                **salt,
             )
         except (TypeError, ValueError) as exc:
             self._events.put(_Failure(running, f"TensorRT-LLM refuses the request: {exc}"))

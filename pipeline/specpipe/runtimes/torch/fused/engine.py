@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,23 +22,35 @@ from specpipe.runtimes.torch.fused.weights import Weights
 from specpipe.runtimes.torch.fused_sizes import (
     CHUNK,
     MOST_CHUNKS,
+    PAGE,
     ROW_COUNTS,
     SHORT_PROMPT,
     most_rows,
+    pages_of,
+    pages_to_share,
     prompt_width_of,
     spare_positions,
     width_of,
 )
+from specpipe.runtimes.torch.page_pool import PageKey, page_keys
 
 SequenceId = int
 
 
 @dataclass
 class _Sequence:
+    """A sequence on a row of the page table.
+
+    num_prompt  tokens that the kernels of prompts read
+    num_shared  pages at its beginning that are not written any more, since others may read them
+    keys        of the pages behind them, which others may read as soon as they are full
+    """
+
     slot: int
-    length: int
-    capacity: int  # positions that its pages have
-    num_prompt: int  # tokens that the kernels of prompts read
+    num_prompt: int
+    length: int = 0
+    num_shared: int = 0
+    keys: deque[PageKey] = field(default_factory=deque)
 
 
 @dataclass(frozen=True)
@@ -74,9 +86,8 @@ class FusedEngine:
         self.spec = spec
         self.vocab_size = spec.model.vocab_size
         self.max_seq_len = spec.max_seq_len
-        self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
-        self.pages: Pages | None = None
+        self.pages: Pages | None = self
         self.max_logits = self.max_logits_of_sequence = spec.max_logits
         self.memory = spec.memory
         self._spare = spare_positions(spec.max_draft_len)
@@ -89,7 +100,12 @@ class FusedEngine:
             head_size=spec.model.head_size,
             dtype=spec.dtype,
             device=spec.device,
+            num_pages=None if spec.kv_cache_tokens is None else spec.kv_cache_tokens // PAGE,
         )
+        num_pages = self.cache.pool.num_pages
+        self.capacity_tokens = PAGE * num_pages
+        # As many as all together have pages for.
+        self.max_batch_size = min(spec.max_batch_size, num_pages // pages_of(1 + self._spare))
         self._short_prompt = short_prompt
         self._most_rows = most_rows(spec.max_batch_size, spec.max_draft_len)
         self.decoder = Decoder(
@@ -109,17 +125,50 @@ class FusedEngine:
         """Says whether a sequence of up to `max_tokens` tokens, prompt included, finds room now."""
         return max_tokens <= self.max_seq_len and self.cache.can_hold(max_tokens + self._spare)
 
-    @torch.inference_mode()
     def allocate(self, *, prompt_length: int, max_tokens: int) -> SequenceId:
         """Makes an empty sequence; `can_admit(max_tokens)` must hold."""
         assert self.can_admit(max_tokens)
         sequence = self._next_id
         self._next_id += 1
         slot = self.cache.allocate(max_tokens + self._spare)
-        capacity = min(max_tokens + self._spare, self.capacity)
         num_prompt = 0 if prompt_length <= self._short_prompt else prompt_length - 1
-        self._sequences[sequence] = _Sequence(slot, 0, capacity, num_prompt)
+        self._sequences[sequence] = _Sequence(slot, num_prompt)
         return sequence
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Positions of the pages that sequences have; of one that several share, once."""
+        pool = self.cache.pool
+        return PAGE * (pool.num_pages - pool.num_available)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Positions of the pages that no sequence has, and that wait to be reused."""
+        return PAGE * self.cache.pool.num_cached
+
+    def grow(self, sequence: SequenceId, num_tokens: int) -> bool:
+        """Gives a sequence room for so many tokens, those of rounds among them; False without.
+
+        No sequence gets more than it can have, and none less than it has.
+        """
+        slot = self._sequences[sequence].slot
+        return self.cache.grow(slot, min(num_tokens, self.capacity))
+
+    def reuse(self, sequence: SequenceId, token_ids: Sequence[int], salt: str = "") -> int:
+        """Lets an empty sequence begin with pages that are cached of the prompt that it is to read.
+
+        Returns how many tokens those hold. Of a sequence that is not asked this, others reuse
+        nothing either. Its own first pages go back, so who has it begin with little room, and
+        grow after this, asks for no more than it needs.
+        """
+        state = self._sequences[sequence]
+        assert not state.length, "nothing was read yet"
+        num_pages = pages_to_share(state.num_prompt, self.max_draft_len)
+        keys = page_keys(token_ids[: num_pages * PAGE], salt)
+        state.num_shared = self.cache.share(state.slot, keys)
+        state.keys.extend(keys[state.num_shared :])
+        state.length = PAGE * state.num_shared
+        return state.length
 
     def length(self, sequence: SequenceId) -> int:
         """Returns how many tokens of a sequence have their keys and values cached."""
@@ -156,9 +205,10 @@ class FusedEngine:
         for (sequence_id, tokens), count in zip(batch, num_logits, strict=True):
             sequence = self._sequences[sequence_id]
             start, stop = sequence.length, sequence.length + len(tokens)
-            if not tokens or stop > sequence.capacity:
+            capacity = min(self.cache.capacity(sequence.slot), self.capacity)
+            if not tokens or stop > capacity:
                 raise ValueError(
-                    f"{len(tokens)} tokens after {start}: expected 1 to {sequence.capacity - start}"
+                    f"{len(tokens)} tokens after {start}: expected 1 to {capacity - start}"
                 )
             num_prompt = min(max(sequence.num_prompt - start, 0), len(tokens))
             first_scored = len(tokens) - count
@@ -192,7 +242,15 @@ class FusedEngine:
                 places = self._on_device([scored[i] - first for i in here])
                 found = self.decoder.logits.index_select(0, places)
                 logits.index_copy_(0, self._on_device([at[i] for i in here]), found)
+        for sequence_id, _ in batch:
+            self._let_share(self._sequences[sequence_id])
         return logits
+
+    def _let_share(self, sequence: _Sequence) -> None:
+        """Lets others begin with pages that are full now: what reads them runs after this."""
+        while sequence.keys and sequence.length >= PAGE * (sequence.num_shared + 1):
+            self.cache.pool.name(sequence.slot, sequence.num_shared, sequence.keys.popleft())
+            sequence.num_shared += 1
 
     def _read(self, rows: PromptRows, logits: Tensor) -> None:
         """Caches rows of prompts; few are scored, and how that is done is not recorded."""
@@ -257,8 +315,10 @@ class FusedEngine:
         reading.part = 0
         if not reading.launches:
             self._reading = None
-            for sequence, length in reading.lengths.items():
-                self._sequences[sequence].length = length
+            for sequence_id, length in reading.lengths.items():
+                sequence = self._sequences[sequence_id]
+                sequence.length = length
+                self._let_share(sequence)
 
     @torch.inference_mode()
     def recordings(self, longest_prompt: int) -> list[Recording]:
@@ -329,12 +389,15 @@ class FusedEngine:
 
     def skip(self, sequence: SequenceId, num_tokens: int) -> None:
         """Takes tokens as cached that a round has cached, or, for timing, that never were."""
-        self._sequences[sequence].length += num_tokens
+        state = self._sequences[sequence]
+        state.length += num_tokens
+        state.keys.clear()
 
     def truncate(self, sequence: SequenceId, length: int) -> None:
         """Forgets all tokens of a sequence after the first `length`."""
         state = self._sequences[sequence]
         state.length = min(state.length, length)
+        assert state.length >= PAGE * state.num_shared, "others may read what was cut off"
 
     def free(self, sequence: SequenceId) -> None:
         """Ends a sequence and gives its room to others."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from specpipe.runtimes.pair.costs import settled
+from specpipe.runtimes.pair.costs import most_tokens, settled
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Rounds
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.streams import Streams
@@ -36,6 +36,8 @@ def measured_costs(
     On a GPU, while no request runs.
     """
     context = min(_CONTEXT, draft.max_seq_len, target.max_seq_len)
+    for engine in (draft, target):
+        context = most_tokens(engine, sizes.max_members, context)
     limits = {"prompt_length": context, "max_tokens": context}
     sequences: list[tuple[int, int]] = []
     drafting: dict[tuple[int, int], float] = {}

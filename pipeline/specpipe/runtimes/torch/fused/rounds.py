@@ -171,6 +171,9 @@ class FusedRounds:
         stream.has_draft, stream.num_unread = True, 0
         self._graphs.streams.draft_slots[stream.number] = self._draft.slot(draft_sequence)
 
+    def lose_draft(self, target_sequence: SequenceId) -> None:
+        self._streams[target_sequence].has_draft = False
+
     @torch.inference_mode()
     def launch(self, members: Sequence[Member], readings: Sequence[Reading] = ()) -> None:
         assert not members or len(self._under_way) < MOST_UNDER_WAY, "take a round first"
