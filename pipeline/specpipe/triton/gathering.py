@@ -79,18 +79,21 @@ class Gathering:
 
     def add(self, chunk: Chunk, on_chunk: OnChunk, *, is_stream: bool) -> None:
         """Adds a chunk of a request that wants each on its own, or else (is_stream) its answer."""
-        stream = self._streams.setdefault(chunk.request_id, _Stream(on_chunk, is_stream))
+        name, is_end = chunk.request_id, chunk.finish_reason is not None
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = _Stream(on_chunk, is_stream)
         waiting = stream.waiting
-        if chunk.finish_reason is not None:
-            del self._streams[chunk.request_id]
+        if not is_end and (waiting or not is_stream):  # nearly always, under load
+            waiting.append(chunk)
+        elif is_end:
+            del self._streams[name]
             self._num_begun -= stream.has_begun
             if is_stream and chunk.finish_reason in _BROKEN:
                 self._send_at(_AT_ONCE, partial(self._answer, stream, waiting))
                 waiting = []
             self._send_at(_AT_ONCE, partial(self._answer, stream, [*waiting, chunk]))
             waiting.clear()
-        elif not is_stream or waiting:
-            waiting.append(chunk)
         elif not stream.has_begun or self._given_interval_s == 0:
             if chunk.text and not stream.has_begun:
                 stream.has_begun, stream.sent_s = True, self._clock()

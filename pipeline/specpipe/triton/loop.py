@@ -103,7 +103,7 @@ class PairLoop:
         """
         with self._closing:
             if self._takes_requests:
-                caller = _Caller(on_chunk, is_stream)
+                caller = _Caller(partial(self._answer, on_chunk), is_stream)
                 self._put(partial(self._submit, request, caller, on_refusal))
                 return
         on_chunk(Chunk(request_id=request.request_id, finish_reason="cancelled"))
@@ -245,8 +245,7 @@ class PairLoop:
 
     def _gather(self, delivered: Sequence[tuple[_Caller, Chunk]]) -> None:
         for caller, chunk in delivered:
-            on_chunk = partial(self._answer, caller.on_chunk)
-            self._gathering.add(chunk, on_chunk, is_stream=caller.is_stream)
+            self._gathering.add(chunk, caller.on_chunk, is_stream=caller.is_stream)
 
     def _answer(self, on_chunk: OnChunk, chunk: Chunk) -> None:
         try:

@@ -32,6 +32,10 @@ _POLL_INTERVAL_S = 0.1
 and takes as much as a fifth of a response.
 """
 
+_INDICES = {
+    name: as_array(TENSORS_BY_NAME[name], [0]) for name in ("batch_index", "sequence_index")
+}
+
 
 @dataclass
 class Answer:
@@ -62,11 +66,7 @@ class Answer:
         if not is_last and not (self.generation.stream and any(c.text for c in self._held)):
             return None
         joined, self._held = join_chunks(self._held), []
-        values: dict[str, Sequence[Any]] = {
-            "text": [joined.text],
-            "batch_index": [0],
-            "sequence_index": [0],
-        }
+        values: dict[str, Sequence[Any]] = {"text": [joined.text]}
         if self.generation.return_token_ids:
             values["output_ids"] = joined.token_ids
         rows = self._log_probs(joined, values)
@@ -77,6 +77,7 @@ class Answer:
             values["stream_id"] = [self.stream_id]
         self.num_responses += 1
         return {
+            **_INDICES,
             **{name: as_array(TENSORS_BY_NAME[name], listed) for name, listed in values.items()},
             **{name: as_rows(TENSORS_BY_NAME[name], listed) for name, listed in rows.items()},
         }
