@@ -49,7 +49,7 @@ class ThroughTriton:
         counts: Counts,
     ) -> None:
         inputs: dict[str, Any] = {
-            "input_ids": point.prompt(answer),
+            "text_input": self._tokenizer.decode(point.prompt(answer)),
             "max_tokens": answer.max_tokens,
             "ignore_eos": True,
             "stream": True,
