@@ -225,10 +225,10 @@ def test_one_draft_setting_changes_the_draft_stages_alone() -> None:
     assert changed == ["draft/convert"]
 
 
-def test_how_a_pair_speculates_changes_what_is_packaged_alone() -> None:
+def test_how_a_pair_speculates_and_streams_changes_what_is_packaged_alone() -> None:
     before, after = (
-        planning.plan(quickstart(f"speculation.prompt_lookup={given}"))
-        for given in ("false", "true")
+        planning.plan(quickstart(*overrides))
+        for overrides in ((), ("speculation.prompt_lookup=true", "serving.stream_interval_ms=40"))
     )
     changed = [
         old.name
@@ -236,8 +236,9 @@ def test_how_a_pair_speculates_changes_what_is_packaged_alone() -> None:
         if old.stage.inputs() != new.stage.inputs()
     ]
     assert changed == ["package"]
-    found = [settings_of(stages, "package")["prompt_lookup"] for stages in (before, after)]
-    assert found == [False, True]
+    found = [settings_of(stages, "package") for stages in (before, after)]
+    assert [of["prompt_lookup"] for of in found] == [False, True]
+    assert [of["stream_interval_s"] for of in found] == [None, 0.04]
 
 
 def test_hub_checkpoint_is_planned_from_small_files_and_fetched_at_the_same_commit(

@@ -87,6 +87,7 @@ def test_defaults() -> None:
         "serving": {
             "max_queue_size": 128,
             "request_timeout_s": 600.0,
+            "stream_interval_ms": None,
             "preprocessing_instances": 2,
             "limits": Limits().model_dump(),
         },
@@ -234,7 +235,7 @@ def test_merge_keys_and_anchors() -> None:
         (
             "serving:\n",
             "x.yaml:6: serving is empty: expected a mapping with max_queue_size, request_timeout_s,"
-            " preprocessing_instances, limits",
+            " stream_interval_ms, preprocessing_instances, limits",
         ),
         (
             "engine: fast\n",

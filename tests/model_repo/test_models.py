@@ -131,7 +131,7 @@ def test_postprocessing_refuses_what_is_no_chunk(
     nothing.cancelled = big.cancelled = True
     responses = model.execute([nothing, big])
     assert [str(response.error()) for response in responses] == [
-        "stream_id is missing",
+        "text is missing",
         "stream_id has 1000000 bytes; it may have 64",
     ]
     assert pb_utils.InferenceRequest.made == []
@@ -147,6 +147,17 @@ def test_postprocessing_hands_the_text_on(load_model: LoadModel, pb_utils: Modul
     (response,) = model.execute([pb_utils.ServerRequest(chunk)])
     assert outputs(response) == {"text_output": [[b" f"]]}
     assert pb_utils.InferenceRequest.made == []
+
+
+def test_postprocessing_looks_for_its_client_where_it_is_asked_to(
+    load_model: LoadModel, pb_utils: ModuleType
+) -> None:
+    model = load_model("postprocessing")
+    model.initialize(arguments(Path("."), cancels="speculative"))
+    request = pb_utils.ServerRequest({"text": serving.as_array(serving.TEXT, [b" f"])})
+    request.is_cancelled = lambda: pytest.fail("a look takes as much as a fifth of a response")
+    (response,) = model.execute([request])
+    assert outputs(response) == {"text_output": [[b" f"]]}
 
 
 def test_postprocessing_tells_speculative_of_a_cancellation(
@@ -225,7 +236,9 @@ def speculative(load_model: LoadModel, version: Path, monkeypatch: pytest.Monkey
             return ScriptedPair()
 
     monkeypatch.setattr(contents, "load_runtime", lambda name: Runtime())
-    (version / "pair.json").write_text(PairFile("torch", PairOptions()).to_json())
+    (version / "pair.json").write_text(
+        PairFile("torch", PairOptions(stream_interval_s=0)).to_json()
+    )
     model = load_model("speculative")
     model.initialize(
         arguments(

@@ -30,6 +30,7 @@ NAMES = {
         "Answer",
         "CANCEL",
         "Generation",
+        "STREAM_ID",
         "TEXT_OUTPUT",
         "parse_request",
         "read_cancel",

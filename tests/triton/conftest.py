@@ -67,7 +67,10 @@ def write_engine(folder: Path, **limits: int) -> Path:
 
 
 def write_echo_repository(out: Path, *, first: int = 0, **options: int | float) -> Path:
-    """A repository of the hand-written models around EchoPair, and a model `plain`."""
+    """A repository of the hand-written models around EchoPair, and a model `plain`.
+
+    Each step is a response, unless options say otherwise: tests know what is in which.
+    """
     engine = write_engine(out.parent / f"{out.name}-engine")
     out.mkdir()
     repository.write(
@@ -76,7 +79,7 @@ def write_echo_repository(out: Path, *, first: int = 0, **options: int | float) 
         draft_engine=engine,
         target_engine=engine,
         tokenizer=TOKENIZER,
-        pair=PairFile("torch", PairOptions(**options)),  # type: ignore[arg-type]
+        pair=PairFile("torch", PairOptions(**{"stream_interval_s": 0.0, **options})),  # type: ignore[arg-type]
     )
     model = out / "speculative" / "1" / "model.py"
     register = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import echo_pair\n"

@@ -43,9 +43,12 @@ PROMPT = "def read(path):\n"
 ENDLESS = {"max_tokens": 900, "end_id": -1}  # minutes, at the slow pace
 NUM_SLOTS, QUEUE_SIZE = 2, 3
 SLOW_S = 0.05
+INTERVAL_S = 0.12  # two or three chunks, at the slow pace
 
 
-def write_faulty_repository(out: Path, built: Path, controls: Controls, **options: int) -> Path:
+def write_faulty_repository(
+    out: Path, built: Path, controls: Controls, **options: int | float
+) -> Path:
     """The built repository with a pair that can be made to fail."""
     shutil.copytree(built, out, copy_function=os.link)
     speculative, postprocessing = (
@@ -79,13 +82,16 @@ def shared_controls(tmp_path_factory: pytest.TempPathFactory) -> Controls:
 def server(
     tmp_path_factory: pytest.TempPathFactory, quickstart_repository: Path, shared_controls: Controls
 ) -> Iterator[Server]:
-    """Two requests at once and three in the queue; no test may end one of its processes."""
+    """Two requests at once, their chunks gathered, and three in the queue; no test may end one of
+    its processes.
+    """
     folder = write_faulty_repository(
         tmp_path_factory.mktemp("faulty") / "model_repo",
         quickstart_repository,
         shared_controls,
         max_batch_size=NUM_SLOTS,
         max_queue_size=QUEUE_SIZE,
+        stream_interval_s=INTERVAL_S,
     )
     with launcher.running(folder) as running:
         yield running
@@ -155,6 +161,28 @@ def num_in_flight(server: Server) -> int:
 
 def metric(server: Server, name: str) -> float:
     return metrics(server, f"{name} ")[name]
+
+
+# Gathered chunks
+
+
+def test_chunks_that_leave_together_say_what_each_would_have(
+    url: str, server: Server, controls: Controls
+) -> None:
+    settings = {"max_tokens": 30, "num_draft_tokens": 0, "end_id": -1, "seed": 5}
+    asked = {"return_log_probs": True, "num_top_log_probs": 2, "return_token_ids": True}
+    gathered = "specpipe_gathered_chunks_total"
+    before = metric(server, gathered)
+    with Client(url) as client:
+        whole = client.generate(PROMPT, **settings, **asked)
+        assert metric(server, gathered) == before
+    chunks = stream(url, **settings, **asked)
+    assert 1 < len(chunks) < 30
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert chunks[-1].statistics == whole.statistics
+    for name in ("token_ids", "log_probs", "top_log_probs"):
+        assert sum((getattr(chunk, name) for chunk in chunks), ()) == getattr(whole, name)
+    assert metric(server, gathered) - before == 30 - len(chunks)
 
 
 # Cancellation
@@ -428,7 +456,7 @@ def test_a_nan_ends_its_request_with_the_earlier_text_and_nothing_stays(
         with pytest.raises(ServerError, match="^the request failed: .* NaN"):
             for chunk in client.stream(PROMPT, **settings):
                 texts.append(chunk.text)  # noqa: PERF401
-        assert texts == whole[:2]
+        assert texts and "".join(whole).startswith("".join(texts))
         assert controls.num_sequences() == 0
         assert "".join(chunk.text for chunk in client.stream(PROMPT, **settings)) == "".join(whole)
 
@@ -446,7 +474,7 @@ def test_an_engine_that_dies_at_the_third_chunk(
         with pytest.raises(ServerError, match=f"^the request failed: {message}"):
             for chunk in client.stream(PROMPT, **settings):
                 texts.append(chunk.text)  # noqa: PERF401
-        assert texts == whole[:2]
+        assert "".join(texts) == "".join(whole[:2])
         # The loop's process is gone: later requests fail, they do not hang.
         with pytest.raises(SpecpipeError, match="(?i)stub process"):
             client.generate(PROMPT, max_tokens=1)

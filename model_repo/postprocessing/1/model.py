@@ -26,7 +26,7 @@ class TritonPythonModel:
     def _respond(self, request):
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         text, stream_id = serving.read_chunk(tensors)
-        if request.is_cancelled():
+        if stream_id and request.is_cancelled():
             self._cancel(stream_id)
         return {serving.TEXT_OUTPUT.name: text}
 

@@ -14,10 +14,6 @@ from specpipe.triton.loop import PairLoop
 from specpipe.triton.metrics import Counters
 from specpipe.triton.secret import Signer
 
-# Only a caller outside an ensemble is seen to cancel here (postprocessing sees the others), and
-# asking costs as much as a tenth of sending a response.
-RESPONSES_PER_POLL = 8
-
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 LOGGER = logging.getLogger(__name__)
 
@@ -34,6 +30,8 @@ class TritonPythonModel:
         self._loop = PairLoop(
             repository.load_pair(args, pair_file, tokenizer.detokenizer, tokenizer.guides),
             on_report=self._counters.report,
+            stream_interval_s=pair_file.options.stream_interval_s,
+            on_gathered=self._counters.count_gathered,
         )
 
     def execute(self, requests):
@@ -66,6 +64,7 @@ class TritonPythonModel:
             generation.request,
             on_chunk=partial(self._on_chunk, sender, serving.Answer(generation, stream_id), close),
             on_refusal=partial(self._refuse, sender, close=close),
+            is_stream=generation.stream,
         )
 
     def finalize(self):
@@ -83,14 +82,15 @@ class TritonPythonModel:
         if is_last:
             close()
             self._counters.end_request(chunk)
-        elif answer.num_responses % RESPONSES_PER_POLL == 0 and sender.is_cancelled():
-            self._loop.cancel(chunk.request_id)
         try:
             arrays = answer.add(chunk)
         except ServerError as exc:
             _send_error(sender, exc, code=pb_utils.TritonError.INTERNAL)
             return
         if arrays is not None:
+            # Postprocessing looks for those who ask the ensemble, of whom nothing is heard here.
+            if serving.STREAM_ID.name in arrays and sender.is_cancelled():
+                self._loop.cancel(chunk.request_id)
             tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
             sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if is_last else 0)
             self._counters.count_response()

@@ -116,6 +116,7 @@ def plan_stages(config: PipelineConfig, pair: PairPlan) -> Plan:
             max_num_tokens=config.engine.max_num_tokens,
             max_queue_size=config.serving.max_queue_size,
             request_timeout_s=config.serving.request_timeout_s,
+            stream_interval_s=config.serving.stream_interval_s,
             num_threads=config.engine.num_threads,
             runtime_settings=runtime.serving_settings(pair),
         ),

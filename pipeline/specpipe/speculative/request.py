@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal, Protocol
 
 from specpipe.errors import RequestError, show
@@ -326,3 +327,18 @@ class Chunk:
     """In the last chunk: from the submission of the request until it was started, or ended without
     having been.
     """
+
+
+def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
+    """Returns what chunks of one request say, in their order, as one: the end is the last one's."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(chain.from_iterable(c.token_ids for c in chunks)),
+        log_probs=tuple(chain.from_iterable(c.log_probs for c in chunks)),
+        top_log_probs=tuple(chain.from_iterable(c.top_log_probs for c in chunks)),
+        prompt_log_probs=tuple(chain.from_iterable(c.prompt_log_probs for c in chunks)),
+        prompt_top_log_probs=tuple(chain.from_iterable(c.prompt_top_log_probs for c in chunks)),
+    )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 from specpipe.errors import FAULT, RequestError
 from specpipe.runtimes.pair.pair import Occupancy, Pair
 from specpipe.speculative.request import Chunk, Request
+from specpipe.triton.gathering import Gathering, OnChunk
 
 _LOGGER = logging.getLogger(__name__)
 
-OnChunk = Callable[[Chunk], None]
 OnRefusal = Callable[[RequestError], None]
 OnReport = Callable[[int, Occupancy], None]
 
@@ -30,6 +32,12 @@ def exit_process() -> None:
     Triton never restarts a Python model's process: launcher.py notices and restarts the server.
     """
     os._exit(1)
+
+
+@dataclass(frozen=True)
+class _Caller:
+    on_chunk: OnChunk
+    is_stream: bool
 
 
 class PairLoop:
@@ -55,13 +63,16 @@ class PairLoop:
         *,
         on_fault: Callable[[], None] = exit_process,
         on_report: OnReport = lambda num_steps, occupancy: None,
+        stream_interval_s: float | None = 0.0,
+        on_gathered: Callable[[int], None] = lambda num_chunks: None,
     ) -> None:
         self._pair = pair
+        self._gathering = Gathering(stream_interval_s, on_gathered=on_gathered)
         self._on_fault = on_fault
         self._on_report = on_report
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._open: dict[str, OnChunk] = {}
+        self._open: dict[str, _Caller] = {}
         self._preparing: set[str] = set()
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="specpipe-guides")
         self._fault: str | None = None
@@ -77,14 +88,23 @@ class PairLoop:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, request: Request, *, on_chunk: OnChunk, on_refusal: OnRefusal) -> None:
+    def submit(
+        self,
+        request: Request,
+        *,
+        on_chunk: OnChunk,
+        on_refusal: OnRefusal,
+        is_stream: bool = True,
+    ) -> None:
         """Queues a request; it is answered through one of the two, on another thread.
 
-        Once the loop is closed, at once and on this one: as cancelled.
+        Once the loop is closed, at once and on this one: as cancelled. Without is_stream the answer
+        is one chunk.
         """
         with self._closing:
             if self._takes_requests:
-                self._put(partial(self._submit, request, on_chunk, on_refusal))
+                caller = _Caller(partial(self._answer, on_chunk), is_stream)
+                self._put(partial(self._submit, request, caller, on_refusal))
                 return
         on_chunk(Chunk(request_id=request.request_id, finish_reason="cancelled"))
 
@@ -121,29 +141,35 @@ class PairLoop:
         self._outbox.put(None)
 
     def _send(self) -> None:
-        while (send := self._outbox.get()) is not None:
+        is_open = True
+        while is_open or self._gathering.wait_s() is not None:
             try:
-                send()
+                with contextlib.suppress(queue.Empty):
+                    while is_open:
+                        add = self._outbox.get(timeout=self._gathering.wait_s())
+                        is_open = add is not None
+                        if add is not None:
+                            add()
+                self._gathering.send_next()
             except Exception:
                 _LOGGER.exception("an answer could not be sent")
 
     def _step(self) -> None:
-        for chunk in self._pair.step():
-            self._deliver(chunk)
+        self._deliver(self._pair.step())
         if time.monotonic() - self._last_report >= _REPORT_INTERVAL_S:
             self._report()
 
     def _report(self) -> None:
         num_steps = self._pair.num_steps
         occupancy = self._pair.occupancy() if self._fault is None else Occupancy()
-        self._outbox.put(partial(self._on_report, num_steps - self._num_reported_steps, occupancy))
+        self._call(partial(self._on_report, num_steps - self._num_reported_steps, occupancy))
         self._num_reported_steps = num_steps
         self._last_report = time.monotonic()
 
-    def _submit(self, request: Request, on_chunk: OnChunk, on_refusal: OnRefusal) -> None:
-        self._open[request.request_id] = on_chunk
+    def _submit(self, request: Request, caller: _Caller, on_refusal: OnRefusal) -> None:
+        self._open[request.request_id] = caller
         if self._fault is not None:
-            self._deliver(_failure(request.request_id, self._fault))
+            self._deliver([_failure(request.request_id, self._fault)])
         elif request.guide is None:
             self._take_in(request, on_refusal)
         else:
@@ -169,19 +195,19 @@ class PairLoop:
             self._pair.submit(request)
         except RequestError as exc:
             del self._open[request.request_id]
-            self._outbox.put(partial(on_refusal, exc))
+            self._call(partial(on_refusal, exc))
             return
         except Exception:
             # It counts as a fault of this request: a broken pair shows in its next step.
             _LOGGER.exception("a request could not be submitted")
-            self._deliver(_failure(request.request_id, FAULT))
+            self._deliver([_failure(request.request_id, FAULT)])
             return
         if len(self._open) == 1:
             self._report()
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._preparing:
-            self._deliver(Chunk(request_id=request_id, finish_reason="cancelled"))
+            self._deliver([Chunk(request_id=request_id, finish_reason="cancelled")])
         elif self._fault is None and request_id in self._open:
             self._pair.cancel(request_id)
 
@@ -190,24 +216,36 @@ class PairLoop:
         self._preparer.shutdown(wait=False, cancel_futures=True)
         for request_id in tuple(self._open):
             self._cancel(request_id)
-            self._deliver(Chunk(request_id=request_id, finish_reason="cancelled"))
+            self._deliver([Chunk(request_id=request_id, finish_reason="cancelled")])
 
     def _fail(self, message: str) -> None:
         if self._fault is not None:
             return
         self._fault = message
-        for request_id in tuple(self._open):
-            self._deliver(_failure(request_id, message))
+        self._deliver([_failure(request_id, message) for request_id in self._open])
         self._report()
-        self._outbox.put(self._on_fault)
+        self._call(self._on_fault)
 
-    def _deliver(self, chunk: Chunk) -> None:
-        on_chunk = self._open.get(chunk.request_id)
-        if on_chunk is None:
-            return
-        if chunk.finish_reason is not None:
-            del self._open[chunk.request_id]
-        self._outbox.put(partial(self._answer, on_chunk, chunk))
+    def _call(self, call: Callable[[], None]) -> None:
+        self._outbox.put(partial(self._gathering.add_call, call))
+
+    def _deliver(self, chunks: Sequence[Chunk]) -> None:
+        self._outbox.put(partial(self._gather, self._callers_of(chunks)))
+
+    def _callers_of(self, chunks: Sequence[Chunk]) -> list[tuple[_Caller, Chunk]]:
+        """Returns what goes to whom; requests that have ended have none."""
+        delivered = []
+        for chunk in chunks:
+            caller = self._open.get(chunk.request_id)
+            if caller is not None:
+                delivered.append((caller, chunk))
+                if chunk.finish_reason is not None:
+                    del self._open[chunk.request_id]
+        return delivered
+
+    def _gather(self, delivered: Sequence[tuple[_Caller, Chunk]]) -> None:
+        for caller, chunk in delivered:
+            self._gathering.add(chunk, caller.on_chunk, is_stream=caller.is_stream)
 
     def _answer(self, on_chunk: OnChunk, chunk: Chunk) -> None:
         try:

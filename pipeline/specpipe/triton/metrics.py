@@ -38,6 +38,7 @@ LATE_RECORDINGS = "specpipe_graph_recordings_after_ready_total"
 
 _REQUESTS = "specpipe_requests_total"
 _REFUSED = "specpipe_refused_requests_total"
+_GATHERED = "specpipe_gathered_chunks_total"
 _BY_DRAFT_LENGTH = "specpipe_request_steps_by_draft_length_total"
 _DRAFTED_AT = "specpipe_draft_tokens_by_position_total"
 _ACCEPTED_AT = "specpipe_accepted_draft_tokens_by_position_total"
@@ -83,6 +84,9 @@ METRIC_FAMILIES = (
     ),
     MetricFamily(
         RESPONSES, "counter", "Responses that the loop handed on, each a chunk of an answer"
+    ),
+    MetricFamily(
+        _GATHERED, "counter", "Chunks of streams that left in the response of another one"
     ),
     MetricFamily("specpipe_input_tokens_total", "counter", "Prompt tokens of finished requests"),
     MetricFamily("specpipe_output_tokens_total", "counter", "Output tokens of finished requests"),
@@ -255,6 +259,11 @@ class Counters:
         """Counts a response that was handed on."""
         with self._lock:
             self._unreported[RESPONSES, ""] += 1
+
+    def count_gathered(self, num_chunks: int) -> None:
+        """Counts chunks that need no response of their own."""
+        with self._lock:
+            self._unreported[_GATHERED, ""] += num_chunks
 
     def report(self, num_steps: int, occupancy: Occupancy) -> None:
         """Hands on what was counted, rounds of the loop, and what the pair holds."""

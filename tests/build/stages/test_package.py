@@ -71,6 +71,7 @@ def test_the_pair_file_has_the_options_and_the_contracts_unused_ids(
             "max_num_tokens": 256,
             "max_queue_size": 128,
             "request_timeout_s": 600.0,
+            "stream_interval_s": None,
             "num_threads": None,
             "unused_token_ids": [[250, 320]],
             "runtime_settings": {},

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from specpipe.errors import RequestError, ServerError
 from specpipe.speculative import request as requests
-from specpipe.speculative.request import Chunk, Request, Sampling, Statistics
+from specpipe.speculative.request import Chunk, Request, Sampling, Statistics, join_chunks
 from specpipe.speculative.state import RequestState
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton import serving
@@ -586,8 +586,8 @@ def test_any_json_is_a_request_that_can_run_or_a_refusal(text: str) -> None:
 def test_a_chunk_that_speculative_never_sends() -> None:
     text, stream_id = np.array([[b"a"]], object), np.array([[b"s1"]], object)
     assert serving.read_chunk({"text": text, "stream_id": stream_id}) == (text, b"s1")
+    assert serving.read_chunk({"text": text}) == (text, b"")
     for tensors, message in (
-        ({}, "stream_id is missing"),
         ({"stream_id": stream_id}, "text is missing"),
         ({"text": text, "stream_id": text.repeat(9, 1)}, "stream_id has 9 values: it takes one"),
         (
@@ -669,18 +669,65 @@ LAST = {
     "seed_used": [[2**63 + 1]],
     "is_lossless": [[True]],
 }
-EACH = {"stream_id": [["s1"]], "batch_index": [[0]], "sequence_index": [[0]]}
+EACH = {"batch_index": [[0]], "sequence_index": [[0]]}
+POLL = {"stream_id": [["s1"]]}
 
 
 def test_a_stream_has_text_in_each_response_and_statistics_in_the_last() -> None:
     assert answer(CHUNKS, stream=True) == [
-        {"text": [["one "]], **EACH},
+        {"text": [["one "]], **EACH, **POLL},
         {"text": [["é"]], **EACH, **LAST},
     ]
 
 
+def test_whether_the_client_is_gone_is_asked_first_and_then_now_and_then() -> None:
+    times = [7.0]
+    generation = parse(text_input="ab", max_tokens=9, stream=True)
+    state = Answer(generation, "s1", clock=lambda: times[-1])
+    polled = []
+    for now in (7.0, 7.05, 7.09, 7.11, 7.2, 7.22, 9.0):
+        times.append(now)
+        if "stream_id" in (state.add(CHUNKS[0]) or {}):
+            polled.append(now)
+    assert polled == [7.0, 7.11, 7.22, 9.0]
+
+
+def test_joined_chunks_make_the_response_that_they_would_have_made_together() -> None:
+    """The sum of log-probabilities has the same last bits, however chunks were joined."""
+    log_probs = [-(0.1 + 0.7 * i) for i in range(12)]
+    chunks = [
+        Chunk(
+            request_id="s1",
+            text=f"{i} ",
+            token_ids=(i, i + 1),
+            log_probs=(log_probs[2 * i], log_probs[2 * i + 1]),
+            top_log_probs=(((i, -1.0),), ((i + 1, -1.0),)),
+            prompt_log_probs=(-3.0,) if i == 0 else (),
+            finish_reason="stop" if i == 5 else None,
+            statistics=STATISTICS if i == 5 else None,
+        )
+        for i in range(6)
+    ]
+    inputs = {"stream": True, "return_log_probs": True, "num_top_log_probs": 1}
+    asked = {**inputs, "return_token_ids": True, "return_prompt_log_probs": True}
+    joined = [join_chunks(chunks[:1]), join_chunks(chunks[1:4]), join_chunks(chunks[4:])]
+    whole = answer(joined, **asked)
+    each = answer(chunks, **asked)
+    for name in ("output_ids", "output_log_probs", "output_top_log_prob_ids"):
+        of_whole, of_each = (
+            np.concatenate([np.ravel(response[name]) for response in responses]).tolist()
+            for responses in (whole, each)
+        )
+        assert of_whole == of_each
+    assert "".join(r["text"][0][0] for r in whole) == "0 1 2 3 4 5 "
+    assert whole[0]["prompt_log_probs"] == [[-3.0]] and "prompt_log_probs" not in whole[1]
+    last = ("finish_reason", "cum_log_probs", "acceptance_histogram", "num_output_tokens")
+    assert [whole[-1][name] for name in last] == [each[-1][name] for name in last]
+
+
 def test_a_whole_answer_is_one_response() -> None:
     assert answer(CHUNKS) == [{"text": [["one é"]], **EACH, **LAST}]
+    assert answer([join_chunks(CHUNKS)]) == [{"text": [["one é"]], **EACH, **LAST}]
 
 
 def test_log_probs_wait_for_the_text_of_their_tokens() -> None:

@@ -146,6 +146,8 @@ class PairOptions:
     max_num_tokens: int = 256
     max_queue_size: int = 128
     request_timeout_s: float = 600.0
+    stream_interval_s: float | None = None
+    """Between two responses of a stream; 0: each chunk has one; None: as the server can."""
     num_threads: int | None = None
     unused_token_ids: tuple[tuple[int, int], ...] = ()
     """Ids that no tokenizer entry uses (padding rows and holes), as half-open ranges.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from specpipe.errors import RequestError, ServerError, to_sentence
-from specpipe.speculative.request import Chunk, Statistics, TopLogProbs
+from specpipe.machine.callables import Clock
+from specpipe.speculative.request import Chunk, Statistics, TopLogProbs, join_chunks
 from specpipe.triton.secret import Signer
 from specpipe.triton.serving.requests import Generation
 from specpipe.triton.serving.tensor_values import (
@@ -24,16 +27,31 @@ from specpipe.triton.serving.tensor_values import (
 )
 from specpipe.triton.serving.tensors import CANCEL, SIGNATURE, STREAM_ID, TENSORS_BY_NAME, TEXT
 
+_POLL_INTERVAL_S = 0.1
+"""Between looks whether a client is gone: each is a round trip of a model's process to Triton's,
+and takes as much as a fifth of a response.
+"""
+
+_INDICES = {
+    name: as_array(TENSORS_BY_NAME[name], [0]) for name in ("batch_index", "sequence_index")
+}
+
 
 @dataclass
 class Answer:
-    """Turns the chunks of one request into responses: one a chunk, or a single one."""
+    """Turns the chunks of one request into responses: one a chunk, or a single one.
+
+    A response with the stream's id asks postprocessing to look whether the client is gone: the
+    first has it, and one now and then.
+    """
 
     generation: Generation
     stream_id: str
+    clock: Clock = time.monotonic
     num_responses: int = 0  # after the first one a failure can no longer be a Triton error
     _held: list[Chunk] = field(default_factory=list)
     _sum_log_probs: float = 0.0
+    _polled_s: float = -math.inf
 
     def add(self, chunk: Chunk) -> dict[str, np.ndarray[Any, Any]] | None:
         """Returns the next response's tensors, None when this chunk is kept for a later one.
@@ -44,45 +62,45 @@ class Answer:
         if chunk.finish_reason == "error" and not self.num_responses:
             raise ServerError(chunk.error or "the request failed")
         self._held.append(chunk)
-        self._sum_log_probs += sum(chunk.log_probs)
         is_last = chunk.finish_reason is not None
         if not is_last and not (self.generation.stream and any(c.text for c in self._held)):
             return None
-        values: dict[str, Sequence[Any]] = {
-            "text": ["".join(c.text for c in self._held)],
-            "stream_id": [self.stream_id],
-            "batch_index": [0],
-            "sequence_index": [0],
-        }
+        joined, self._held = join_chunks(self._held), []
+        values: dict[str, Sequence[Any]] = {"text": [joined.text]}
         if self.generation.return_token_ids:
-            values["output_ids"] = [i for c in self._held for i in c.token_ids]
-        rows = self._log_probs(values, is_last=is_last)
+            values["output_ids"] = joined.token_ids
+        rows = self._log_probs(joined, values)
         if is_last:
-            values |= _last_values(chunk)
+            values |= _last_values(joined)
+        elif self.clock() - self._polled_s >= _POLL_INTERVAL_S:
+            self._polled_s = self.clock()
+            values["stream_id"] = [self.stream_id]
         self.num_responses += 1
-        self._held = []
         return {
+            **_INDICES,
             **{name: as_array(TENSORS_BY_NAME[name], listed) for name, listed in values.items()},
             **{name: as_rows(TENSORS_BY_NAME[name], listed) for name, listed in rows.items()},
         }
 
     def _log_probs(
-        self, values: dict[str, Sequence[Any]], *, is_last: bool
+        self, joined: Chunk, values: dict[str, Sequence[Any]]
     ) -> dict[str, list[list[Any]]]:
         """Adds the log-probabilities that the request asks for, and returns those in rows."""
         request = self.generation.request
         if request.return_log_probs:
-            values["output_log_probs"] = [p for c in self._held for p in c.log_probs]
-            if is_last:
+            values["output_log_probs"] = joined.log_probs
+            for log_prob in joined.log_probs:  # one by one: sums of parts would round otherwise
+                self._sum_log_probs += log_prob
+            if joined.finish_reason is not None:
                 values["cum_log_probs"] = [self._sum_log_probs]
         is_first = not self.num_responses
         if request.return_prompt_log_probs and is_first:
-            values["prompt_log_probs"] = [p for c in self._held for p in c.prompt_log_probs]
+            values["prompt_log_probs"] = joined.prompt_log_probs
         if not request.num_top_log_probs:
             return {}
-        rows = _rows("output", [row for c in self._held for row in c.top_log_probs])
+        rows = _rows("output", joined.top_log_probs)
         if request.return_prompt_log_probs and is_first:
-            rows |= _rows("prompt", [row for c in self._held for row in c.prompt_top_log_probs])
+            rows |= _rows("prompt", joined.prompt_top_log_probs)
         return rows
 
 
@@ -146,11 +164,14 @@ def _histogram(value: Any) -> tuple[int, ...] | None:
 
 
 def read_chunk(tensors: Tensors) -> tuple[np.ndarray[Any, Any], bytes]:
-    """Returns the text of a chunk as it came, and the stream id of its request."""
+    """Returns the text of a chunk as it came, and its stream id; b"" where it has none."""
+    text = array_of(TEXT, tensors)
+    if STREAM_ID.name not in tensors:
+        return text, b""
     stream_id = single_of(STREAM_ID, tensors)
     if len(stream_id) > LONGEST_ID:
         raise RequestError(f"stream_id has {len(stream_id)} bytes; it may have {LONGEST_ID}")
-    return array_of(TEXT, tensors), stream_id
+    return text, stream_id
 
 
 def write_cancel(stream_id: bytes, signer: Signer) -> dict[str, np.ndarray[Any, Any]]:
