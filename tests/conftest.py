@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,29 @@ if not HAS_GPU:
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What starts servers: each gets ports that were free a moment ago.
+# What starts servers, in two processes at most: each server gets ports that were free a moment ago.
+# The tests of one group wait for servers a third of their time, and some share one.
 SERVING = (
-    "tests/evaluate/bench/",
-    "tests/evaluate/endpoints/",
-    "tests/evaluate/nightly/",
-    "tests/test_examples.py",
-    "tests/triton/",
-    "tests/evaluate/verification/test_triton.py",
+    ("tests/triton/",),
+    (
+        "tests/evaluate/bench/",
+        "tests/evaluate/endpoints/",
+        "tests/evaluate/nightly/",
+        "tests/evaluate/verification/test_triton.py",
+        "tests/release/test_whole_way.py",
+        "tests/test_examples.py",
+        "tests/test_site.py",
+    ),
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def serving_group(nodeid: str) -> int | None:
+    """The index in SERVING of the group that a test or file belongs to."""
+    return next((i for i, group in enumerate(SERVING) if nodeid.startswith(group)), None)
+
+
+@pytest.hookimpl(trylast=True)  # when those that do not run are out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {}
     if not HAS_GPU:
         missing["gpu"] = "no NVIDIA GPU here"
@@ -45,18 +58,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, reason in missing.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if hasattr(config, "workerinput"):
+        items.sort(key=partial(_place, Counter(item.path for item in items)))
+
+
+def _place(num_tests: Counter[Path], item: pytest.Item) -> tuple[int, int]:
+    """Servers first. Then files of few tests, as each of these takes long: one that begins when
+    the other processes are at their end would be waited for.
+    """
+    group = serving_group(item.nodeid)
+    return (len(SERVING), num_tests[item.path]) if group is None else (group, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `pytest -n 3`, one process runs all that starts servers, the others other files."""
+    """With `pytest -n 3`, a process runs one group of SERVING or one file after the other."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "serving" if file.startswith(SERVING) else file
+            group = serving_group(nodeid)
+            return str(super()._split_scope(nodeid)) if group is None else f"servers {group}"
 
+    config.option.loadscopereorder = False  # files come as they were sorted above
     return Scheduling(config, log)
 
 
