@@ -11,10 +11,17 @@ token ends an answer. benchmarks/load/sides.py says what settings there are; tho
 not depend on what the texts are get the first set only.
 
 closed_loop.py says what a closed loop is and what is measured of it. A point has --requests answers
-for each stream, --least at least, but no more than can begin in --seconds of its steady part. None
-begins after --until seconds of the whole run: what was measured by then is in --out, a line of JSON
-each. What fails gives a line with `error`; its log is on stderr. The exit status is 1 then, and
-where ours compiled or recorded anything after it was ready.
+for each stream, --least at least, but no more than can begin in --seconds of its steady part.
+Behind the closed loops, in each setting of vLLM and in those of ours that are alone or adaptive:
+
+--poisson 0.5,0.8  requests that come by chance (arrivals.py), so many that they are this share of
+                   what the setting had in the last closed loop of most streams
+--chats 1,8        so many chats at once (chats.py): first tokens
+--beside 8         so many streams while long prompts are read (reading.py): their gaps
+
+No point begins after --until seconds of the whole run: what was measured by then is in --out, a
+line of JSON each. What fails gives a line with `error`; its log is on stderr. The exit status is 1
+then, and where ours compiled or recorded anything after it was ready.
 """
 
 from __future__ import annotations
@@ -24,39 +31,33 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
 
-from benchmarks.load.closed_loop import Load
 from benchmarks.load.processes import Child
-from benchmarks.load.prompts import SETS, prompt_set
+from benchmarks.load.prompts import SETS
 from benchmarks.load.report import report
-from benchmarks.load.sides import SIDES, Point, Process, depends_on_text, kind_of
-from specpipe.text.tokenizer import Tokenizer
+from benchmarks.load.sides import SIDES, Process, check_setting
+from benchmarks.load.turns import Run, TimeIsOver, Turns
 
 _MODELS = Path(__file__).parents[1] / "models" / "python-code"
+_SPARE = 16
+"""Tokens of a text beyond those that are asked for."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A process, and the settings that it is measured in."""
-
-    process: Process
-    settings: list[str]
-
-
-def plans(arguments: argparse.Namespace) -> list[Plan]:
-    """Returns the processes that are to run."""
-    found: dict[tuple[str, str], list[str]] = {}
+def processes(arguments: argparse.Namespace) -> list[Process]:
+    """Returns the processes that are to run; raises ValueError for an unknown setting."""
+    found = []
     for side in SIDES:
-        for setting in getattr(arguments, side):
-            found.setdefault((side, kind_of(side, setting)), []).append(setting)
-    return [Plan(_process(arguments, *key), settings) for key, settings in found.items()]
+        settings = list(dict.fromkeys(getattr(arguments, side)))
+        for setting in settings:
+            check_setting(side, setting)
+        together = [[setting] for setting in settings] if side == "vllm" else [settings]
+        found += [_process(arguments, side, some) for some in together if some]
+    return found
 
 
-def _process(arguments: argparse.Namespace, side: str, kind: str) -> Process:
+def _process(arguments: argparse.Namespace, side: str, settings: list[str]) -> Process:
     draft, target = arguments.draft, arguments.target
     if side == "vllm" and arguments.sizes:
         draft, target = arguments.inflated / "draft", arguments.inflated / "target"
@@ -67,13 +68,12 @@ def _process(arguments: argparse.Namespace, side: str, kind: str) -> Process:
     }
     return Process(
         side=side,
-        kind=kind,
+        settings=settings,
         target=str(target),
         draft=str(draft),
         sizes=arguments.sizes,
         positions=arguments.positions,
-        max_streams=max(arguments.streams),
-        max_length=arguments.prompt_tokens + arguments.max_tokens + 16,
+        loads=list(_loads(arguments)),
         most_drafted=arguments.most_drafted,
         dtype=arguments.dtype,
         device=arguments.device,
@@ -81,97 +81,38 @@ def _process(arguments: argparse.Namespace, side: str, kind: str) -> Process:
     )
 
 
-class Run:
-    """What was measured so far: in memory, and line by line in a file."""
-
-    def __init__(self, out: TextIO | None) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self._out = out
-        self._start = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
-
-    def tell(self, what: str) -> None:
-        print(f"{self.seconds:6.1f} s  {what}", file=sys.stderr, flush=True)
-
-    def keep(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
-        if self._out is not None:
-            print(json.dumps(line), file=self._out, flush=True)
+def _loads(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Yields how many each load has at once, and the tokens of its longest text."""
+    for length, streams in arguments.loads.items():
+        yield max(streams), length + arguments.max_tokens + _SPARE
+    if arguments.chats:
+        turn = arguments.message_tokens + arguments.chat_tokens
+        yield max(arguments.chats), arguments.system_tokens + arguments.turns * turn + _SPARE
+    if arguments.beside:
+        longest = max(arguments.long_tokens, min(arguments.loads) + arguments.beside_tokens)
+        yield arguments.beside + 1, longest + _SPARE
 
 
 def measure(arguments: argparse.Namespace, run: Run) -> None:
     """Starts all processes, and measures them in turns until all is done or the time is over."""
-    todo = plans(arguments)
     with contextlib.ExitStack() as running:
-        children = [Child(plan.process) for plan in todo]
+        children = [Child(process) for process in processes(arguments)]
         for child in children:
             running.callback(child.close)
         for child in children:
             found = child.wait(arguments.start_timeout)
-            process = child.process
-            run.keep({"process": process.name, **found})
-            run.tell(f"{process.name}: {found.get('error', 'loaded')}")
+            run.keep({"process": child.process.name, **found})
+            run.tell(f"{child.process.name}: {found.get('error', 'loaded')}")
         by_setting = {
-            (plan.process.side, setting): child
-            for plan, child in zip(todo, children, strict=True)
-            for setting in plan.settings
+            (child.process.side, setting): child
+            for child in children
+            for setting in child.process.settings
         }
-        for number in range(arguments.rounds):
-            _round(arguments, run, number, by_setting)
-
-
-def _round(
-    arguments: argparse.Namespace,
-    run: Run,
-    number: int,
-    by_setting: dict[tuple[str, str], Child],
-) -> None:
-    sides = list(by_setting) if number % 2 == 0 else list(reversed(by_setting))
-    prompts = _prompts(arguments)
-    for name in arguments.sets:
-        for streams in arguments.streams:
-            for side, setting in sides:
-                child = by_setting[side, setting]
-                is_same = name != arguments.sets[0] and not depends_on_text(setting)
-                if is_same or not child.is_alive:
-                    continue
-                if run.seconds > arguments.until:
-                    run.tell("the time is over")
-                    return
-                load = _load(arguments, streams)
-                found = child.measure(
-                    Point(setting, load, prompts[name]), load.seconds + arguments.point_timeout
-                )
-                place = {
-                    "side": side,
-                    "setting": setting,
-                    "set": name,
-                    "prompt_tokens": arguments.prompt_tokens,
-                    "max_tokens": arguments.max_tokens,
-                    "streams": streams,
-                    "round": number,
-                }
-                run.keep({**place, **found})
-                rate = found.get("error") or f"{found['tokens_per_second']:.0f} tokens/s"
-                run.tell(f"{side} {setting} at {streams}, {name}: {rate}")
-
-
-def _load(arguments: argparse.Namespace, streams: int) -> Load:
-    num_requests = max(arguments.requests * streams, arguments.least)
-    return Load(streams, num_requests, arguments.max_tokens, arguments.seconds)
-
-
-def _prompts(arguments: argparse.Namespace) -> dict[str, list[list[int]]]:
-    tokenizer = Tokenizer.load(arguments.target)
-    return {
-        name: prompt_set(
-            tokenizer, name, number=arguments.num_prompts, length=arguments.prompt_tokens
-        )
-        for name in arguments.sets
-    }
+        try:
+            for number in range(arguments.rounds):
+                Turns(arguments, run, by_setting, number).measure()
+        except TimeIsOver:
+            run.tell("the time is over")
 
 
 def inflate(arguments: argparse.Namespace) -> None:
@@ -192,6 +133,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
+
+    def shares(text: str) -> list[float]:
+        return [float(share) for share in text.split(",")]
+
+    def at_streams(text: str) -> tuple[int, list[int]]:
+        tokens, _, streams = text.partition("@")
+        return int(tokens), numbers(streams)
 
     def sizes(text: str) -> tuple[str, ...]:
         target, _, draft = text.partition("+")
@@ -219,6 +167,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--positions", type=int, default=0, help="of the inflated ones, for more")
     parser.add_argument("--inflated", type=Path, help="the folder of vLLM's; made where it is not")
     parser.add_argument("--streams", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument(
+        "--also",
+        type=at_streams,
+        action="append",
+        default=[],
+        metavar="TOKENS@STREAMS",
+        help="prompts of another length, of so many streams, in those settings only: 700@8,32",
+    )
     parser.add_argument("--sets", type=words, default=list(SETS), help=f"of {','.join(SETS)}")
     parser.add_argument("--num-prompts", type=int, default=32, help="of a set")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -226,6 +182,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=4, help="for each stream")
     parser.add_argument("--least", type=int, default=13, help="requests of a point, at least")
     parser.add_argument("--seconds", type=float, default=30, help="of a steady part, at most")
+    parser.add_argument("--poisson", type=shares, default=[], metavar="SHARES")
+    parser.add_argument("--arrival-seconds", type=float, default=10, help="of each of them")
+    parser.add_argument("--chats", type=numbers, default=[])
+    parser.add_argument("--turns", type=int, default=8, help="of a chat")
+    parser.add_argument("--system-tokens", type=int, default=2000, help="that chats begin with")
+    parser.add_argument("--message-tokens", type=int, default=60, help="of a user's message")
+    parser.add_argument("--chat-tokens", type=int, default=64, help="of an answer in a chat")
+    parser.add_argument("--beside", type=int, default=0, metavar="STREAMS")
+    parser.add_argument("--beside-tokens", type=int, default=1500, help="of their answers")
+    parser.add_argument("--pause", type=float, default=0.5, help="before each long prompt")
+    parser.add_argument("--long-tokens", type=int, default=8000, help="of a long prompt")
     parser.add_argument("--rounds", type=int, default=1, help="of all points, in turns")
     parser.add_argument("--until", type=float, default=float("inf"), help="no point begins after")
     parser.add_argument("--start-timeout", type=float, default=400, help="seconds of each process")
@@ -237,12 +204,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm-options", type=json.loads, default={}, help="of vllm.LLM, as JSON")
     parser.add_argument("--out", type=Path, help="a file to which lines of JSON are added")
     arguments = parser.parse_args(argv)
+    arguments.loads = {arguments.prompt_tokens: arguments.streams, **dict(arguments.also)}
     if unknown := set(arguments.sets) - set(SETS):
         parser.error(f"--sets: unknown {', '.join(sorted(unknown))}; there are {list(SETS)}")
     if arguments.vllm and arguments.sizes and arguments.inflated is None:
         parser.error("--vllm wants --inflated, where its checkpoints are or will be")
     try:
-        todo = plans(arguments)
+        todo = processes(arguments)
     except ValueError as exc:
         parser.error(str(exc))
     if not todo:
@@ -261,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
             inflate(arguments)
         measure(arguments, run)
     print(report(run.lines))
-    return int(any("error" in line or line.get("num_late") for line in run.lines))
+    return int(any(line.keys() & {"error", "failed"} or line.get("num_late") for line in run.lines))
 
 
 if __name__ == "__main__":

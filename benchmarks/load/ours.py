@@ -1,8 +1,8 @@
-"""Our side in process: a pair on the fused kernels, by its public face."""
+"""Our side in process: pairs on the fused kernels, by their public face."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,40 +11,58 @@ import torch
 
 from benchmarks.gpu.models import FusedModel, Source, plain_engine
 from benchmarks.inflate import Size, size_of
-from benchmarks.load.closed_loop import Answer, ClosedLoop
-from benchmarks.load.sides import Counts, Emitted, Point, Process, drive, num_draft_tokens
+from benchmarks.load.loop import Answer, Loop
+from benchmarks.load.sides import Counts, Emitted, Process, drive, num_draft_tokens, pair_of
 from specpipe.runtimes.pair.pair import Pair, PairOptions
-from specpipe.runtimes.torch.pair import fused_pair_of, pair_of
+from specpipe.runtimes.torch import pair as torch_pair
+from specpipe.runtimes.torch.fused_sizes import PAGE, pages_of, spare_positions
 from specpipe.speculative.request import Request
 from specpipe.text.tokenizer import Tokenizer
 
 MAX_NUM_TOKENS = 1024
 """Tokens of prompts in a step: an H200 reads more no faster."""
 
+_WAITING = 1024
+"""Requests that may wait, which an open loop wants."""
+
 
 class Ours:
-    """Requests of one pair, each with its own draft length."""
+    """Requests of one pair after another, each with its own draft length."""
 
-    def __init__(self, pair: Pair, about: dict[str, Any]) -> None:
+    def __init__(self, pairs: Mapping[str, Pair], about: dict[str, Any]) -> None:
         self.about = about
-        self._pair = pair
-        self._counts = Counts()
+        self._pairs = pairs
+        self._num_runs = 0
 
-    def run(self, point: Point, loop: ClosedLoop) -> Counts:
-        self._counts = Counts()
-        before = self._late_work()
-        drive(self, point, loop)
-        after = self._late_work()
+    def run(self, setting: str, loop: Loop) -> Counts:
+        self._num_runs += 1
+        pair = self._pairs[pair_of(setting)]
+        asked = _Asked(pair, num_draft_tokens(setting), salt=str(self._num_runs))
+        before = asked.late_work()
+        drive(asked, loop)
+        after = asked.late_work()
         if before is not None and after is not None:
-            self._counts.num_late = after - before
-        return self._counts
+            asked.counts.num_late = after - before
+        return asked.counts
 
-    def submit(self, answer: Answer, prompt: Sequence[int], setting: str) -> None:
+
+class _Asked:
+    """A pair, asked with one draft length; None: as many draft tokens as pay.
+
+    salt  of its own, so that it begins with what no earlier run has read
+    """
+
+    def __init__(self, pair: Pair, num_draft_tokens: int | None, salt: str) -> None:
+        self.counts = Counts()
+        self._pair, self._num_draft_tokens, self._salt = pair, num_draft_tokens, salt
+
+    def submit(self, answer: Answer) -> None:
         request = Request(
             request_id=str(answer.number),
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=tuple(answer.prompt),
             max_tokens=answer.max_tokens,
-            num_draft_tokens=num_draft_tokens(setting),
+            num_draft_tokens=self._num_draft_tokens,
+            cache_salt=self._salt,
         )
         self._pair.submit(request)
 
@@ -53,19 +71,21 @@ class Ours:
             if chunk.error is not None:
                 raise RuntimeError(f"the pair gave no answer: {chunk.error}")
             if (statistics := chunk.statistics) is not None:
-                self._counts.num_drafted += statistics.total_draft_tokens
-                self._counts.num_accepted += statistics.total_accepted_draft_tokens
+                self.counts.num_drafted += statistics.total_draft_tokens
+                self.counts.num_accepted += statistics.total_accepted_draft_tokens
+                self.counts.num_cached += statistics.num_cached_input_tokens
+                self.counts.num_preempted += statistics.num_preemptions
             is_last = chunk.finish_reason is not None
             yield Emitted(int(chunk.request_id), chunk.token_ids, is_last)
 
-    def _late_work(self) -> int | None:
+    def late_work(self) -> int | None:
         """What was compiled and recorded since the pair was loaded; None where it does not say."""
         late_work = asdict(self._pair.occupancy()).get("late_work")
         return None if late_work is None else sum(late_work.values())
 
 
 def load(process: Process) -> Ours:
-    """Makes both engines in the memory of the device, and a pair of them.
+    """Makes the weights in the memory of the device, and a pair for each kind of setting.
 
     They run on the fused kernels; on a CPU on torch's own.
     """
@@ -75,28 +95,71 @@ def load(process: Process) -> Ours:
         Source(Path(folder), size, device, dtype, process.positions or None)
         for folder, size in zip((process.draft, process.target), sizes or [None, None], strict=True)
     )
-    options = PairOptions(
+    kinds = dict.fromkeys(pair_of(setting) for setting in process.settings)
+    load_pair = (_PlainPairs if device.type == "cpu" else _FusedPairs)(draft, target, process)
+    pairs = {kind: load_pair(kind, _options(process, kind)) for kind in kinds}
+    about = {kind or "usual": asdict(_options(process, kind)) for kind in kinds}
+    return Ours(pairs, {"options": about})
+
+
+def _options(process: Process, kind: str) -> PairOptions:
+    return PairOptions(
         num_draft_tokens=process.most_drafted,
-        prompt_lookup=process.kind == "lookup",
+        prompt_lookup=kind not in ("drafts", "noise"),
+        prefix_reuse=kind == "reuse",  # the prompts of closed loops come again and again
         max_batch_size=process.max_streams,
-        max_seq_len=process.max_length,
+        max_seq_len=process.loads[0][1] if kind == "half" else process.max_length,
         max_num_tokens=process.options.get("max_num_tokens", MAX_NUM_TOKENS),
-        max_queue_size=process.max_streams,
+        max_queue_size=_WAITING,
     )
-    limits = {
+
+
+class _PlainPairs:
+    """Pairs on a CPU."""
+
+    def __init__(self, draft: Source, target: Source, process: Process) -> None:
+        self._sources = draft, target
+        self._make = Tokenizer.load(Path(process.target)).detokenizer
+
+    def __call__(self, kind: str, options: PairOptions) -> Pair:
+        if kind not in ("", "drafts"):
+            raise ValueError(f"on a CPU there is no pair '{kind}'")
+        draft, target = (plain_engine(source, **_limits(options)) for source in self._sources)
+        return torch_pair.pair_of(draft, target, options, self._make)
+
+
+class _FusedPairs:
+    """Pairs that share their weights."""
+
+    def __init__(self, draft: Source, target: Source, process: Process) -> None:
+        self._source, self._process = draft, process
+        self._draft, self._target = FusedModel.make(draft), FusedModel.make(target)
+        self._make = Tokenizer.load(Path(process.target)).detokenizer
+
+    def __call__(self, kind: str, options: PairOptions) -> Pair:
+        draft = self._draft
+        if kind == "noise":
+            draft = FusedModel.make(self._source)
+            draft.spoil()
+        limits = {**_limits(options), "kv_cache_tokens": self._kv_cache_tokens(kind, options)}
+        engines = [model.engine(**limits) for model in (draft, self._target)]
+        return torch_pair.fused_pair_of(engines[0], engines[1], options, self._make)
+
+    def _kv_cache_tokens(self, kind: str, options: PairOptions) -> int:
+        """Positions of all that is asked at once, in whole pages."""
+        spare = spare_positions(options.num_draft_tokens)
+
+        def wanted(streams: int, length: int) -> int:
+            return streams * PAGE * pages_of(length + spare)
+
+        if kind == "half":
+            return wanted(*self._process.loads[0]) // 2
+        return max(wanted(streams, length) for streams, length in self._process.loads)
+
+
+def _limits(options: PairOptions) -> dict[str, int]:
+    return {
         "max_seq_len": options.max_seq_len,
         "max_draft_len": options.num_draft_tokens,
         "max_batch_size": options.max_batch_size,
     }
-    make = Tokenizer.load(Path(process.target)).detokenizer
-    about = {"options": asdict(options)}
-    if device.type == "cpu":
-        if process.kind == "noise":
-            raise ValueError("drafts of noise are made on a GPU only")
-        engines = [plain_engine(source, **limits) for source in (draft, target)]
-        return Ours(pair_of(engines[0], engines[1], options, make), about)
-    of_draft, of_target = FusedModel.make(draft), FusedModel.make(target)
-    if process.kind == "noise":
-        of_draft.spoil()
-    pair = fused_pair_of(of_draft.engine(**limits), of_target.engine(**limits), options, make)
-    return Ours(pair, about)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import nan
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.gpu.goals import Goal
@@ -28,6 +28,42 @@ from benchmarks.load.goals import (
     ratio,
 )
 
+_OTHERS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    (
+        "Requests that come by chance; times in ms: median / 99th percentile",
+        "Arrivals",
+        {
+            "share of its capacity": "share",
+            "requests/s": "requests_per_second",
+            "first token": "first_token",
+            "between two chunks": "chunk_gap",
+            "a token": "token_gap",
+        },
+    ),
+    (
+        "Chats; first tokens, in ms: the mean, and median / 99th percentile",
+        "Chats",
+        {
+            "chats": "streams",
+            "all turns": "mean_first_token_ms",
+            "first turn": "first_turn",
+            "later turns": "later_turns",
+            "longest prompt": "longest_prompt",
+            "cached tokens": "num_cached",
+        },
+    ),
+    (
+        "Streams while long prompts are read; times in ms: median / 99th percentile",
+        "Readings",
+        {
+            "streams": "streams",
+            "tokens": "long_tokens",
+            "first token of these": "first_token",
+            "between two chunks meanwhile": "gap_meanwhile",
+            "and otherwise": "gap_otherwise",
+        },
+    ),
+)
 _TIMES = (
     ("first token, ms: median / 99th percentile", "first_token"),
     ("between two chunks of an answer, ms: median / 99th percentile", "chunk_gap"),
@@ -52,6 +88,8 @@ def report(lines: Sequence[Line]) -> str:
         told += ["", "tokens a pass of the target (draft tokens of it):"]
         told += _table(rates, length, lambda place: _acceptance(rates.lines(place)))
         told += _ratios(rates, length)
+    for title, name, columns in _OTHERS:
+        told += _others(title, columns, [line for line in rates.others if line["load"] == name])
     return "\n".join([*told, *_goals(goals(rates)), *_faults(lines)])
 
 
@@ -91,7 +129,11 @@ def _rate(rates: Rates, place: Place) -> str:
 
 
 def _time(rates: Rates, name: str, place: Place) -> str:
-    values = [median_of(rates.lines(place), name, key) for key in ("p50_ms", "p99_ms")]
+    return _percentiles(rates.lines(place), name)
+
+
+def _percentiles(lines: Sequence[Line], name: str) -> str:
+    values = [median_of(lines, name, key) for key in ("p50_ms", "p99_ms")]
     return " / ".join("" if value is None else f"{value:.3g}" for value in values).strip(" /")
 
 
@@ -103,6 +145,26 @@ def _acceptance(lines: Sequence[Line]) -> str:
     return f"{length:.2f} ({drafted:.2f})" if drafted else f"{length:.2f}"
 
 
+def _others(title: str, columns: Mapping[str, str], lines: Sequence[Line]) -> list[str]:
+    """A line for each place; figures of several rounds are medians."""
+    places: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        place = (line["side"], line["setting"], line["streams"], line.get("share"))
+        places.setdefault(place, []).append(line)
+    rows = [
+        [f"{of_place[0]['side']} {of_place[0]['setting']}"]
+        + [_cell(of_place, name) for name in columns.values()]
+        for of_place in places.values()
+    ]
+    return ["", f"{title}:", *_markdown(["", *columns], rows)] if rows else []
+
+
+def _cell(lines: Sequence[Line], name: str) -> str:
+    if isinstance(lines[0][name], dict | None):
+        return _percentiles(lines, name)
+    return f"{median(line[name] for line in lines):.4g}"
+
+
 def _ratios(rates: Rates, length: int) -> list[str]:
     streams = rates.streams(length)
     rows = []
@@ -111,7 +173,7 @@ def _ratios(rates: Rates, length: int) -> list[str]:
         if any(found):
             cells = ["" if one is None else f"{one[0]:.3f} ({one[1]})" for one in found]
             rows.append([what.what, *cells])
-    return ["", "ours over:", *_markdown(["streams", *map(str, streams)], rows)] if rows else []
+    return ["", "ratios:", *_markdown(["streams", *map(str, streams)], rows)] if rows else []
 
 
 def _goals(found: Sequence[Goal]) -> list[str]:
@@ -145,8 +207,8 @@ def _faults(lines: Iterable[Line]) -> list[str]:
     different: dict[str, int] = {}
     for line in lines:
         name = line.get("process") or f"{line['side']} {line['setting']}, {line['streams']} streams"
-        if "error" in line:
-            told.append(f"{name}: {line['error']}")
+        if fault := line.get("error") or line.get("failed"):
+            told.append(f"{name}: {fault}")
         if line.get("num_different"):
             setting = f"{line['side']} {line['setting']}"
             different[setting] = different.get(setting, 0) + line["num_different"]

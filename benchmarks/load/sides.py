@@ -1,76 +1,92 @@
 """Who is under load: sides, their settings, and what a process that measures one is told.
 
-A setting is how a side makes its tokens. Those of one kind of process are measured in one:
+A setting is how a side makes its tokens:
 
-ours    alone, k1, k2, …: so many draft tokens; adaptive
-        lookup: adaptive, and may copy from the text
-        noise-alone, noise: alone and adaptive with a draft whose weights are noise
-vllm    alone; invariant: alone in its batch-invariant mode; draft-2: so many draft tokens of the
-        draft; ngram-8: so many copied from the text; and by-load behind either (ngram-8-by-load):
-        its number of draft tokens by batch size; a process each, as its engine has one setting
-triton  as ours, of a server that runs already; lookup is as its pair was packaged
+ours    alone, k1, k2, …: so many draft tokens; adaptive: as many as pay, by the draft or copied
+        from the text. Before it may stand another pair than usual (drafts-k2, half-adaptive):
+        drafts: copies nothing; noise: so too, and the weights of its draft are noise; half: has
+        half the KV memory that the closed loop of most streams wants; reuse: keeps what it has
+        read of prompts for others that begin alike
+vllm    alone; invariant: alone in its batch-invariant mode; reuse: alone with prefix caching;
+        draft-2: so many draft tokens of the draft; ngram-8: so many copied from the text; and
+        by-load behind either (ngram-8-by-load): its number of draft tokens by batch size
+triton  as ours, of a server that runs already, with the pair that it has
+
+Ours are measured in one process, whose pairs share the target's weights; each of vLLM's has one of
+its own, as its engine has one setting.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from benchmarks.load.closed_loop import Answer, ClosedLoop, Load
+from benchmarks.load.arrivals import Arrivals
+from benchmarks.load.chats import Chats
+from benchmarks.load.closed_loop import Load
+from benchmarks.load.loop import Answer, AnyLoad, Loop
+from benchmarks.load.reading import Readings
 
 SIDES = ("ours", "vllm", "triton")
+_PAIRS = ("", "drafts", "noise", "half", "reuse")
+_LOADS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Load, Arrivals, Chats, Readings)}
 
 
 @dataclass(frozen=True)
 class Process:
     """What a process that measures one side is told when it starts; JSON-able.
 
-    kind         what its settings have in common: "", "lookup", "noise"; of vLLM its setting
+    settings     that it is measured in; of vLLM one
     draft        a checkpoint folder, as target
     sizes        what both are inflated to in GPU memory, draft first; empty: they are as they are
     positions    the most of an inflated one; 0: as the small one has them
-    max_streams  the most at once
-    max_length   the most tokens of a prompt and its answer
+    loads        of each load how many are asked at once, and the tokens of the longest text; closed
+                 loops of the usual prompts first
     most_drafted the most draft tokens that a request asks for, or that adaptive ones get
     options      what only this side knows of
     """
 
     side: str
-    kind: str
+    settings: Sequence[str]
     target: str
     draft: str
-    sizes: tuple[str, ...] = ()
+    sizes: Sequence[str] = ()
     positions: int = 0
-    max_streams: int = 128
-    max_length: int = 336
+    loads: Sequence[Sequence[int]] = ((128, 336),)
     most_drafted: int = 4
     dtype: str = "bfloat16"
     device: str = "cuda"
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def max_streams(self) -> int:
+        return max(streams for streams, _ in self.loads)
+
+    @property
+    def max_length(self) -> int:
+        return max(length for _, length in self.loads)
+
+    @property
     def name(self) -> str:
-        return f"{self.side} {self.kind}".rstrip()
+        return f"{self.side} {self.settings[0]}" if self.side == "vllm" else self.side
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: a setting under a load, with prompts that streams take in turn."""
+    """One measurement: a setting under a load, with its prompts."""
 
     setting: str
-    load: Load
+    load: AnyLoad
     prompts: Sequence[Sequence[int]]
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Point:
-        return cls(told["setting"], Load(**told["load"]), told["prompts"])
+        return cls(told["setting"], _LOADS[told["kind"]](**told["load"]), told["prompts"])
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def prompt(self, answer: Answer) -> Sequence[int]:
-        return self.prompts[answer.number % len(self.prompts)]
+        return {**asdict(self), "kind": type(self.load).__name__}
 
 
 @dataclass(frozen=True)
@@ -84,15 +100,20 @@ class Emitted:
 
 @dataclass
 class Counts:
-    """Draft tokens of a loop, and those of them that were accepted.
+    """What happened in a loop; 0 also where a side does not count it.
 
-    num_drafted  0 also where a side does not count them
-    num_late     kernels that were compiled and graphs that were recorded meanwhile; None: not
-                 counted
+    num_drafted    draft tokens
+    num_accepted   those of them that were accepted
+    num_cached     tokens of prompts that were not read, as others had begun alike
+    num_preempted  times that a request gave way to others
+    num_late       kernels that were compiled and graphs that were recorded meanwhile; None: not
+                   counted
     """
 
     num_drafted: int = 0
     num_accepted: int = 0
+    num_cached: int = 0
+    num_preempted: int = 0
     num_late: int | None = None
 
 
@@ -102,63 +123,72 @@ class Side(Protocol):
     about: dict[str, Any]
     """Versions and settings, as the report is to have them."""
 
-    def run(self, point: Point, loop: ClosedLoop) -> Counts:
-        """Runs a closed loop to its end; returns what there is to count of it."""
+    def run(self, setting: str, loop: Loop) -> Counts:
+        """Asks all that a loop says, to its end; returns what there is to count of it."""
 
 
 class Stepped(Protocol):
     """A side that is driven step by step."""
 
-    def submit(self, answer: Answer, prompt: Sequence[int], setting: str) -> None:
+    def submit(self, answer: Answer) -> None:
         """Asks for an answer that no token ends."""
 
     def step(self) -> Iterable[Emitted]:
         """Waits for news of any answer."""
 
 
-def drive(side: Stepped, point: Point, loop: ClosedLoop) -> None:
-    """Keeps all streams of a side busy until there is nothing more to ask, and all has ended."""
+def drive(side: Stepped, loop: Loop) -> None:
+    """Asks all that a loop says, between the steps of a side, until all has ended."""
+    num_busy = 0
+    while True:
+        while (answer := loop.ask()) is not None:
+            side.submit(answer)
+            num_busy += 1
+        if num_busy:
+            for emitted in side.step():
+                if emitted.token_ids:
+                    loop.take(emitted.number, len(emitted.token_ids), emitted.token_ids)
+                num_busy -= emitted.is_last
+        elif (pause := loop.pause()) is not None:
+            time.sleep(pause)
+        else:
+            return
 
-    def ask() -> bool:
-        answer = loop.ask()
-        if answer is not None:
-            side.submit(answer, point.prompt(answer), point.setting)
-        return answer is not None
 
-    num_busy = sum(ask() for _ in range(point.load.streams))
-    while num_busy:
-        for emitted in side.step():
-            if emitted.token_ids:
-                loop.take(emitted.number, len(emitted.token_ids), emitted.token_ids)
-            if emitted.is_last and not ask():
-                num_busy -= 1
-
-
-def kind_of(side: str, setting: str) -> str:
-    """Returns the kind of process that measures a setting; raises ValueError for an unknown one."""
+def check_setting(side: str, setting: str) -> None:
+    """Raises ValueError for one that a side does not have."""
     if side == "vllm":
         name, _, rest = setting.partition("-")
         number, _, by_load = rest.partition("-")
-        if setting in ("alone", "invariant") or (
+        is_known = setting in ("alone", "invariant", "reuse") or (
             name in ("draft", "ngram") and number.isdecimal() and by_load in ("", "by-load")
-        ):
-            return setting
-    elif setting in ("alone", "adaptive") or (setting[:1] == "k" and setting[1:].isdecimal()):
-        return ""
-    elif setting == "lookup":
-        return setting if side == "ours" else ""
-    elif side == "ours" and setting in ("noise", "noise-alone"):
-        return "noise"
-    raise ValueError(f"{side} has no setting '{setting}'")
+        )
+    else:
+        pair, way = pair_of(setting), _way(setting)
+        is_known = way in ("alone", "adaptive") or (way[:1] == "k" and way[1:].isdecimal())
+        is_known &= pair in (_PAIRS if side == "ours" else ("",))
+    if not is_known:
+        raise ValueError(f"{side} has no setting '{setting}'")
+
+
+def pair_of(setting: str) -> str:
+    """Returns which pair a setting of ours is of."""
+    return setting.rpartition("-")[0]
+
+
+def _way(setting: str) -> str:
+    return setting.rpartition("-")[2]
 
 
 def num_draft_tokens(setting: str) -> int | None:
     """Returns how many draft tokens requests of ours ask for; None: as many as pay."""
-    if setting.endswith("alone"):
-        return 0
-    return int(setting[1:]) if setting[0] == "k" else None
+    way = _way(setting)
+    return {"alone": 0, "adaptive": None}[way] if way[0] == "a" else int(way[1:])
 
 
 def depends_on_text(setting: str) -> bool:
     """Says whether texts change how fast a setting is."""
-    return not setting.endswith("alone") and setting not in ("invariant", "noise")
+    return not setting.endswith("alone") and pair_of(setting) != "noise" and setting not in _ALONE
+
+
+_ALONE = ("invariant", "reuse")

@@ -10,52 +10,57 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.closed_loop import Answer, ClosedLoop
-from benchmarks.load.sides import Counts, Point, Process, num_draft_tokens
+from benchmarks.load.loop import Answer, Loop
+from benchmarks.load.sides import Counts, Process, num_draft_tokens
 from specpipe.gateway.triton_upstream import TritonUpstream
 from specpipe.text.tokenizer import Tokenizer
 
 
 class ThroughTriton:
-    """A server, asked by as many streams as there are, over one connection."""
+    """A server, asked over one connection."""
 
     def __init__(self, process: Process) -> None:
         self._url = process.options["url"]
         self._tokenizer = Tokenizer.load(Path(process.target))
         self.about: dict[str, Any] = {"url": self._url}
 
-    def run(self, point: Point, loop: ClosedLoop) -> Counts:
-        return asyncio.run(self._run(point, loop))
+    def run(self, setting: str, loop: Loop) -> Counts:
+        return asyncio.run(self._run(setting, loop))
 
-    async def _run(self, point: Point, loop: ClosedLoop) -> Counts:
+    async def _run(self, setting: str, loop: Loop) -> Counts:
         upstream, counts = TritonUpstream(self._url), Counts()
-
-        async def stream() -> None:
-            while (answer := loop.ask()) is not None:
-                await self._ask(upstream, point, loop, answer, counts)
-
+        running: set[asyncio.Task[None]] = set()
         try:
-            await asyncio.gather(*(stream() for _ in range(point.load.streams)))
+            while True:
+                while (answer := loop.ask()) is not None:
+                    asking = self._ask(upstream, setting, loop, answer, counts)
+                    running.add(asyncio.create_task(asking))
+                if running:
+                    ended, running = await asyncio.wait(
+                        running, timeout=loop.pause(), return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in ended:
+                        task.result()
+                elif (pause := loop.pause()) is not None:
+                    await asyncio.sleep(pause)
+                else:
+                    return counts
         finally:
+            for task in running:
+                task.cancel()
             await upstream.close()
-        return counts
 
     async def _ask(
-        self,
-        upstream: TritonUpstream,
-        point: Point,
-        loop: ClosedLoop,
-        answer: Answer,
-        counts: Counts,
+        self, upstream: TritonUpstream, setting: str, loop: Loop, answer: Answer, counts: Counts
     ) -> None:
         inputs: dict[str, Any] = {
-            "text_input": self._tokenizer.decode(point.prompt(answer)),
+            "text_input": self._tokenizer.decode(answer.prompt),
             "max_tokens": answer.max_tokens,
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
         }
-        if (number := num_draft_tokens(point.setting)) is not None:
+        if (number := num_draft_tokens(setting)) is not None:
             inputs["num_draft_tokens"] = number
         async for completion in upstream.answer(inputs):
             if completion.token_ids:

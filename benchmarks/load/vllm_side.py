@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.load.closed_loop import Answer, ClosedLoop
-from benchmarks.load.sides import Counts, Emitted, Point, Process, drive
+from benchmarks.load.loop import Answer, Loop
+from benchmarks.load.sides import Counts, Emitted, Process, drive
 from benchmarks.peers import VLLM_ENVIRONMENT
 
 _KV_CACHE_BYTES = 12 << 30
@@ -24,9 +24,11 @@ class VLLM:
 
     def __init__(self, process: Process) -> None:
         os.environ.update(VLLM_ENVIRONMENT)
+        (setting,) = process.settings
+        self._has_cache, self._num_runs = setting == "reuse", 0
         # Several may start at once.
-        os.environ["VLLM_CACHE_ROOT"] = f"{tempfile.gettempdir()}/specpipe-vllm-{process.kind}"
-        if process.kind == "invariant":
+        os.environ["VLLM_CACHE_ROOT"] = f"{tempfile.gettempdir()}/specpipe-vllm-{setting}"
+        if setting == "invariant":
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         import vllm
 
@@ -36,13 +38,14 @@ class VLLM:
         self._is_delta = vllm.sampling_params.RequestOutputKind.DELTA
         self.about = {"vllm": vllm.__version__, "options": options}
 
-    def run(self, point: Point, loop: ClosedLoop) -> Counts:
-        drive(self, point, loop)
+    def run(self, setting: str, loop: Loop) -> Counts:
+        self._num_runs += 1
+        drive(self, loop)
         num_tokens = sum(answer.max_tokens for answer in loop.answers)
         # Each step of an answer is one output; its counters would take the engine's time.
         return Counts(num_accepted=num_tokens - sum(len(answer.times) for answer in loop.answers))
 
-    def submit(self, answer: Answer, prompt: Sequence[int], setting: str) -> None:
+    def submit(self, answer: Answer) -> None:
         sampling = self._sampling(
             temperature=0.0,
             max_tokens=answer.max_tokens,
@@ -50,7 +53,9 @@ class VLLM:
             detokenize=False,
             output_kind=self._is_delta,
         )
-        request = {"prompt_token_ids": list(prompt)}
+        request: dict[str, Any] = {"prompt_token_ids": list(answer.prompt)}
+        if self._has_cache:  # which begins with what no earlier run has read
+            request["cache_salt"] = str(self._num_runs)
         self._engine.add_request(str(answer.number), request, sampling)
 
     def step(self) -> Iterator[Emitted]:
@@ -65,7 +70,8 @@ def engine_options(process: Process) -> dict[str, Any]:
 
     Its KV cache has a size of its own, so that others may take memory while it starts.
     """
-    method, _, rest = process.kind.partition("-")
+    (setting,) = process.settings
+    method, _, rest = setting.partition("-")
     number, _, by_load = rest.partition("-")
     most = int(number or 0)
     options: dict[str, Any] = {
@@ -75,7 +81,8 @@ def engine_options(process: Process) -> dict[str, Any]:
         "max_num_seqs": process.max_streams,
         "gpu_memory_utilization": 0.1,  # what must be free
         "kv_cache_memory_bytes": _KV_CACHE_BYTES,
-        "enable_prefix_caching": False,  # prompts come again and again
+        # Prompts come again and again.
+        "enable_prefix_caching": setting == "reuse",
     }
     if most:
         of_method: dict[str, Any] = {"method": "draft_model", "model": process.draft}

@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from benchmarks.load.closed_loop import ClosedLoop, Load
+from benchmarks.load.closed_loop import Load
+from benchmarks.load.loop import Loop, NoFigures
 from benchmarks.load.sides import Point, Process, Side
 
 _WARM_UP_TOKENS = 24
@@ -50,29 +51,29 @@ class Measurements:
         if (point.setting, load.streams) not in self._warm:
             self._warm.add((point.setting, load.streams))
             short = Load(load.streams, 2 * load.streams, min(_WARM_UP_TOKENS, load.max_tokens))
-            warm_up = Point(point.setting, short, point.prompts)
-            self._side.run(warm_up, ClosedLoop(short))
-        loop = ClosedLoop(load)
-        counts = self._side.run(point, loop)
+            self._side.run(point.setting, short.loop(point.prompts))
+        loop = load.loop(point.prompts)
+        counts = self._side.run(point.setting, loop)
         num_tokens = sum(answer.max_tokens for answer in loop.answers)
         num_passes = num_tokens - counts.num_accepted
         return {
             **loop.figures(),
             "acceptance_length": num_tokens / num_passes,
             "draft_tokens_a_pass": counts.num_drafted / num_passes,
+            "num_cached": counts.num_cached,
+            "num_preempted": counts.num_preempted,
             "num_late": counts.num_late,
-            "num_different": self._num_different(point, loop),
+            "num_different": self._num_different(loop, load.max_tokens),
         }
 
-    def _num_different(self, point: Point, loop: ClosedLoop) -> int:
+    def _num_different(self, loop: Loop, max_tokens: int) -> int:
         """Counts answers that do not begin as the first whole one to their prompt did."""
         num_different = 0
         for answer in loop.answers:
-            prompt = tuple(point.prompt(answer))
-            if answer.max_tokens == point.load.max_tokens:
-                self._wanted.setdefault(prompt, answer.token_ids)
+            if answer.max_tokens == max_tokens:
+                self._wanted.setdefault(tuple(answer.prompt), answer.token_ids)
         for answer in loop.answers:
-            wanted = self._wanted.get(tuple(point.prompt(answer)), answer.token_ids)
+            wanted = self._wanted.get(tuple(answer.prompt), answer.token_ids)
             both = zip(wanted, answer.token_ids, strict=False)
             num_different += any(a != b for a, b in both)
         return num_different
@@ -95,6 +96,8 @@ def serve(
     for line in told:
         try:
             say(measurements.measure(Point.from_json(json.loads(line))))
+        except NoFigures as exc:
+            say({"failed": str(exc)})
         except Exception as exc:  # its engine may be in any state now
             traceback.print_exc()
             say({"error": f"{type(exc).__name__}: {exc}"})

@@ -184,7 +184,7 @@ def test_the_built_repository_has_no_fault_after_its_move(quickstart_repository:
 def test_a_closed_loop_of_streams_is_measured_through_the_server(quickstart_server: Server) -> None:
     target = str(ROOT / "models" / "python-code" / "target")
     side = ThroughTriton(
-        Process("triton", "", target, "", options={"url": quickstart_server.grpc_url})
+        Process("triton", ["alone", "k2"], target, "", options={"url": quickstart_server.grpc_url})
     )
     tokenizer = Tokenizer.load(Path(target))
     prompts = [tokenizer.encode(prompt)[:24] for prompt in PROMPTS[:3]]
