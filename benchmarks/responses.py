@@ -29,9 +29,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.load import tick_pair
-from benchmarks.load.closed_loop import ClosedLoop, Load
+from benchmarks.load.closed_loop import Load
+from benchmarks.load.loop import Loop
 from benchmarks.load.prompts import prompt_set
-from benchmarks.load.sides import Point, Process
+from benchmarks.load.sides import Process
 from benchmarks.load.through_triton import ThroughTriton
 from specpipe.build.load import load_config
 from specpipe.build.repositories import built_repository
@@ -55,7 +56,9 @@ class Measured:
     def __init__(self, server: Server, tokenizer: Path) -> None:
         self._session = server.triton.pid
         options = {"url": server.grpc_url}
-        self._side = ThroughTriton(Process("triton", "", str(tokenizer), "", options=options))
+        self._side = ThroughTriton(
+            Process("triton", ["adaptive"], str(tokenizer), "", options=options)
+        )
         self.runs: dict[int, list[dict[str, Any]]] = {}
 
     def run(self, load: Load, prompts: list[list[int]]) -> None:
@@ -72,9 +75,9 @@ class Measured:
         figures["cpu_ms"] = {name: 1e3 * of / num_tokens for name, of in cpu_s.items()}
         self.runs.setdefault(load.streams, []).append(figures)
 
-    def _ask(self, load: Load, prompts: list[list[int]]) -> ClosedLoop:
-        loop = ClosedLoop(load)
-        self._side.run(Point("adaptive", load, prompts), loop)
+    def _ask(self, load: Load, prompts: list[list[int]]) -> Loop:
+        loop = load.loop(prompts)
+        self._side.run("adaptive", loop)
         return loop
 
     def _cpu_s(self) -> Counter[str]:

@@ -317,6 +317,9 @@ def test_vllm_is_driven_by_its_engines_own_steps(monkeypatch: pytest.MonkeyPatch
         "detokenize": False,
         "output_kind": "delta",
     }
+    engine.asked.clear()
+    Measurements(VLLM(vllm_process("reuse"))).measure(Point("reuse", load, [[7, 8]]))
+    assert [prompt["cache_salt"] for _, prompt, _ in engine.asked] == ["1", "1", "2", "2", "2"]
 
 
 def test_answers_that_part_from_the_first_to_their_prompt_are_counted() -> None:

@@ -32,9 +32,12 @@ class Ours:
     def __init__(self, pairs: Mapping[str, Pair], about: dict[str, Any]) -> None:
         self.about = about
         self._pairs = pairs
+        self._num_runs = 0
 
     def run(self, setting: str, loop: Loop) -> Counts:
-        asked = _Asked(self._pairs[pair_of(setting)], num_draft_tokens(setting))
+        self._num_runs += 1
+        pair = self._pairs[pair_of(setting)]
+        asked = _Asked(pair, num_draft_tokens(setting), salt=str(self._num_runs))
         before = asked.late_work()
         drive(asked, loop)
         after = asked.late_work()
@@ -44,11 +47,14 @@ class Ours:
 
 
 class _Asked:
-    """A pair, asked with one draft length; None: as many draft tokens as pay."""
+    """A pair, asked with one draft length; None: as many draft tokens as pay.
 
-    def __init__(self, pair: Pair, num_draft_tokens: int | None) -> None:
+    salt  of its own, so that it begins with what no earlier run has read
+    """
+
+    def __init__(self, pair: Pair, num_draft_tokens: int | None, salt: str) -> None:
         self.counts = Counts()
-        self._pair, self._num_draft_tokens = pair, num_draft_tokens
+        self._pair, self._num_draft_tokens, self._salt = pair, num_draft_tokens, salt
 
     def submit(self, answer: Answer) -> None:
         request = Request(
@@ -56,6 +62,7 @@ class _Asked:
             prompt_token_ids=tuple(answer.prompt),
             max_tokens=answer.max_tokens,
             num_draft_tokens=self._num_draft_tokens,
+            cache_salt=self._salt,
         )
         self._pair.submit(request)
 

@@ -78,8 +78,8 @@ class Turns:
                 self._closed_loops(name, length, streams)
         for share in arguments.poisson:
             self._arrivals(share)
-        for number, chats in enumerate(arguments.chats):
-            self._chats(number, chats)
+        for chats in arguments.chats:
+            self._chats(chats)
         if arguments.beside:
             self._readings()
 
@@ -116,13 +116,11 @@ class Turns:
 
         self._all(load, prompts, _is_usual, share=share)
 
-    def _chats(self, number: int, chats: int) -> None:
+    def _chats(self, chats: int) -> None:
         arguments = self._arguments
-        beginnings = self._prompts(arguments.system_tokens, number=len(arguments.chats))
-        messages = self._prompts(arguments.message_tokens)
+        beginning = self._prompts(arguments.system_tokens, number=1)
+        prompts = [*beginning, *self._prompts(arguments.message_tokens)]
         load = Chats(chats, arguments.turns, arguments.chat_tokens)
-        # What another number of chats has begun with may be cached.
-        prompts = [beginnings[number], *messages]
         self._all(load, prompts, lambda *of: _is_usual(*of) or _keeps_prompts(*of))
 
     def _readings(self) -> None:

@@ -25,6 +25,7 @@ class VLLM:
     def __init__(self, process: Process) -> None:
         os.environ.update(VLLM_ENVIRONMENT)
         (setting,) = process.settings
+        self._has_cache, self._num_runs = setting == "reuse", 0
         # Several may start at once.
         os.environ["VLLM_CACHE_ROOT"] = f"{tempfile.gettempdir()}/specpipe-vllm-{setting}"
         if setting == "invariant":
@@ -38,6 +39,7 @@ class VLLM:
         self.about = {"vllm": vllm.__version__, "options": options}
 
     def run(self, setting: str, loop: Loop) -> Counts:
+        self._num_runs += 1
         drive(self, loop)
         num_tokens = sum(answer.max_tokens for answer in loop.answers)
         # Each step of an answer is one output; its counters would take the engine's time.
@@ -51,7 +53,9 @@ class VLLM:
             detokenize=False,
             output_kind=self._is_delta,
         )
-        request = {"prompt_token_ids": list(answer.prompt)}
+        request: dict[str, Any] = {"prompt_token_ids": list(answer.prompt)}
+        if self._has_cache:  # which begins with what no earlier run has read
+            request["cache_salt"] = str(self._num_runs)
         self._engine.add_request(str(answer.number), request, sampling)
 
     def step(self) -> Iterator[Emitted]:

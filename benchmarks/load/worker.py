@@ -51,9 +51,7 @@ class Measurements:
         if (point.setting, load.streams) not in self._warm:
             self._warm.add((point.setting, load.streams))
             short = Load(load.streams, 2 * load.streams, min(_WARM_UP_TOKENS, load.max_tokens))
-            # As long ones, of which nothing is known.
-            prompts = [prompt[::-1] for prompt in point.prompts]
-            self._side.run(point.setting, short.loop(prompts))
+            self._side.run(point.setting, short.loop(point.prompts))
         loop = load.loop(point.prompts)
         counts = self._side.run(point.setting, loop)
         num_tokens = sum(answer.max_tokens for answer in loop.answers)
