@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.load import tick_pair
 from benchmarks.load.closed_loop import ClosedLoop, Load
 from benchmarks.load.prompts import prompt_set
-from benchmarks.load.sides import Point, Process
+from benchmarks.load.sides import Process
 from benchmarks.load.through_triton import ThroughTriton
 from specpipe.build.load import load_config
 from specpipe.build.repositories import built_repository
@@ -46,6 +46,7 @@ from specpipe.triton.server.server import Server
 
 _ROOT = Path(__file__).parents[1]
 _TOKENIZER = _ROOT / "models" / "python-code" / "target"
+_SETTING = "adaptive"
 _WARM_UP_TOKENS = 8
 
 
@@ -55,7 +56,8 @@ class Measured:
     def __init__(self, server: Server, tokenizer: Path) -> None:
         self._session = server.triton.pid
         options = {"url": server.grpc_url}
-        self._side = ThroughTriton(Process("triton", "", str(tokenizer), "", options=options))
+        process = Process("triton", (_SETTING,), str(tokenizer), "", options=options)
+        self._side = ThroughTriton(process)
         self.runs: dict[int, list[dict[str, Any]]] = {}
 
     def run(self, load: Load, prompts: list[list[int]]) -> None:
@@ -73,8 +75,8 @@ class Measured:
         self.runs.setdefault(load.streams, []).append(figures)
 
     def _ask(self, load: Load, prompts: list[list[int]]) -> ClosedLoop:
-        loop = ClosedLoop(load)
-        self._side.run(Point("adaptive", load, prompts), loop)
+        loop = load.loop(prompts)
+        self._side.run(_SETTING, loop)
         return loop
 
     def _cpu_s(self) -> Counter[str]:
