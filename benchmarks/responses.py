@@ -29,8 +29,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.load import tick_pair
-from benchmarks.load.closed_loop import Load
-from benchmarks.load.loop import Loop
+from benchmarks.load.closed_loop import ClosedLoop, Load
 from benchmarks.load.prompts import prompt_set
 from benchmarks.load.sides import Process
 from benchmarks.load.through_triton import ThroughTriton
@@ -47,6 +46,7 @@ from specpipe.triton.server.server import Server
 
 _ROOT = Path(__file__).parents[1]
 _TOKENIZER = _ROOT / "models" / "python-code" / "target"
+_SETTING = "adaptive"
 _WARM_UP_TOKENS = 8
 
 
@@ -56,9 +56,8 @@ class Measured:
     def __init__(self, server: Server, tokenizer: Path) -> None:
         self._session = server.triton.pid
         options = {"url": server.grpc_url}
-        self._side = ThroughTriton(
-            Process("triton", ["adaptive"], str(tokenizer), "", options=options)
-        )
+        process = Process("triton", (_SETTING,), str(tokenizer), "", options=options)
+        self._side = ThroughTriton(process)
         self.runs: dict[int, list[dict[str, Any]]] = {}
 
     def run(self, load: Load, prompts: list[list[int]]) -> None:
@@ -75,9 +74,9 @@ class Measured:
         figures["cpu_ms"] = {name: 1e3 * of / num_tokens for name, of in cpu_s.items()}
         self.runs.setdefault(load.streams, []).append(figures)
 
-    def _ask(self, load: Load, prompts: list[list[int]]) -> Loop:
+    def _ask(self, load: Load, prompts: list[list[int]]) -> ClosedLoop:
         loop = load.loop(prompts)
-        self._side.run("adaptive", loop)
+        self._side.run(_SETTING, loop)
         return loop
 
     def _cpu_s(self) -> Counter[str]:

@@ -100,7 +100,7 @@ class FaultyRuntime:
     ) -> Any:
         pair: Any = self._runtime.load_pair(draft, target, options, detokenizer, guides)
         target = FaultyEngine(pair._target, self._controls)
-        pair._target = pair._steps._target = target
+        pair._target = pair._steps._target = pair._memory.room._engine = target
         return pair
 
 

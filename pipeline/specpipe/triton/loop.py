@@ -16,7 +16,7 @@ from functools import partial
 from specpipe.errors import FAULT, RequestError
 from specpipe.runtimes.pair.pair import Occupancy, Pair
 from specpipe.speculative.request import Chunk, Request
-from specpipe.triton.gathering import Gathering, OnChunk
+from specpipe.triton.outbox import OnChunk, Outbox
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -67,11 +67,11 @@ class PairLoop:
         on_gathered: Callable[[int], None] = lambda num_chunks: None,
     ) -> None:
         self._pair = pair
-        self._gathering = Gathering(stream_interval_s, on_gathered=on_gathered)
+        self._outbox = Outbox(stream_interval_s, on_gathered=on_gathered)
         self._on_fault = on_fault
         self._on_report = on_report
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._handed_over: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[str, _Caller] = {}
         self._preparing: set[str] = set()
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="specpipe-guides")
@@ -138,19 +138,19 @@ class PairLoop:
             except Exception as exc:
                 _LOGGER.exception("the draft-verify loop failed")
                 self._fail(f"the draft-verify loop failed: {type(exc).__name__}: {exc}")
-        self._outbox.put(None)
+        self._handed_over.put(None)
 
     def _send(self) -> None:
         is_open = True
-        while is_open or self._gathering.wait_s() is not None:
+        while is_open or self._outbox.wait_s() is not None:
             try:
                 with contextlib.suppress(queue.Empty):
                     while is_open:
-                        add = self._outbox.get(timeout=self._gathering.wait_s())
+                        add = self._handed_over.get(timeout=self._outbox.wait_s())
                         is_open = add is not None
                         if add is not None:
                             add()
-                self._gathering.send_next()
+                self._outbox.send_next()
             except Exception:
                 _LOGGER.exception("an answer could not be sent")
 
@@ -227,10 +227,10 @@ class PairLoop:
         self._call(self._on_fault)
 
     def _call(self, call: Callable[[], None]) -> None:
-        self._outbox.put(partial(self._gathering.add_call, call))
+        self._handed_over.put(partial(self._outbox.add_call, call))
 
     def _deliver(self, chunks: Sequence[Chunk]) -> None:
-        self._outbox.put(partial(self._gather, self._callers_of(chunks)))
+        self._handed_over.put(partial(self._gather, self._callers_of(chunks)))
 
     def _callers_of(self, chunks: Sequence[Chunk]) -> list[tuple[_Caller, Chunk]]:
         """Returns what goes to whom; requests that have ended have none."""
@@ -245,7 +245,7 @@ class PairLoop:
 
     def _gather(self, delivered: Sequence[tuple[_Caller, Chunk]]) -> None:
         for caller, chunk in delivered:
-            self._gathering.add(chunk, caller.on_chunk, is_stream=caller.is_stream)
+            self._outbox.add(chunk, caller.on_chunk, is_stream=caller.is_stream)
 
     def _answer(self, on_chunk: OnChunk, chunk: Chunk) -> None:
         try:

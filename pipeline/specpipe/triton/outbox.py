@@ -44,7 +44,7 @@ class _Stream:
     sent_s: float = 0.0  # or when that was to be sent
 
 
-class Gathering:
+class Outbox:
     """Answers on their way out. One thread adds and sends.
 
     The first text of a stream leaves at once, and so does its end with what waits then, in the

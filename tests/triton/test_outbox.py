@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpipe.speculative.request import Chunk, FinishReason
-from specpipe.triton.gathering import Gathering
+from specpipe.triton.outbox import Outbox
 
 
 class Line:
@@ -23,9 +23,7 @@ class Line:
         self.sent: list[tuple[float, str, str]] = []
         self.num_gathered = 0
         self._response_s = response_s
-        self._gathering = Gathering(
-            interval_s, on_gathered=self._count_gathered, clock=lambda: self.now
-        )
+        self._outbox = Outbox(interval_s, on_gathered=self._count_gathered, clock=lambda: self.now)
 
     def _count_gathered(self, num_chunks: int) -> None:
         self.num_gathered += num_chunks
@@ -34,10 +32,10 @@ class Line:
         self, name: str, text: str, end: FinishReason | None = None, *, is_stream: bool = True
     ) -> None:
         chunk = Chunk(request_id=name, text=text, finish_reason=end)
-        self._gathering.add(chunk, self._send, is_stream=is_stream)
+        self._outbox.add(chunk, self._send, is_stream=is_stream)
 
     def call(self, name: str) -> None:
-        self._gathering.add_call(lambda: self.sent.append((self.now, "call", name)))
+        self._outbox.add_call(lambda: self.sent.append((self.now, "call", name)))
 
     def _send(self, chunk: Chunk) -> None:
         self.sent.append((self.now, chunk.request_id, chunk.text))
@@ -45,9 +43,9 @@ class Line:
 
     def run_until(self, end_s: float) -> None:
         """Sends what is due by then; what has begun is sent to its end."""
-        while (wait_s := self._gathering.wait_s()) is not None and self.now + wait_s < end_s:
+        while (wait_s := self._outbox.wait_s()) is not None and self.now + wait_s < end_s:
             self.now += wait_s
-            assert self._gathering.send_next()
+            assert self._outbox.send_next()
         self.now = max(self.now, end_s)
 
     def texts(self, name: str) -> str:
