@@ -28,6 +28,9 @@ Seen with 0.4 B on an H200.
 """
 
 
+_LONGEST_FOR_NEW = 4.0
+"""Pauses after a first trial, that any pause is worth to a request of which nothing is known."""
+
 _READ_ALONE = 64
 """Requests that run while prompts are mostly read one by one: beside more they wait for each other.
 A guess.
@@ -100,8 +103,8 @@ class BatchDraftLength:
 
     Where nothing pays, one token is drafted as a trial, by as many as can read their texts
     and draft in a hundredth of the time since the last one that failed. Twice as much time passes
-    after each that fails, none after one at which it would pay if all were like those; and one of
-    which nothing is known yet is tried as soon as the time allows it.
+    after each that fails, none after one at which it would pay if all were like those; for one of
+    which nothing is known yet no more than four times as much as after the first.
     """
 
     def __init__(self) -> None:
@@ -151,14 +154,23 @@ class BatchDraftLength:
                 self._since_trial = 0.0
         return self._trial(candidates, costs.time(1) - 1.0, draft_step)
 
+    def rest(self) -> None:
+        """Counts a round for which nothing is chosen, as nothing was for the last."""
+        self._since_trial += 1.0
+
     def _trial(self, candidates: Sequence[Candidate], time: float, draft_step: float) -> Choice:
         """Returns a trial that takes so much time besides what the draft reads, if one is due."""
         time_left = TRIAL_SHARE * self._since_trial - time
         is_due = self._since_trial >= self._pause
+        is_due_to_new = self._since_trial >= min(self._pause, _LONGEST_FOR_NEW * self._next_pause)
         who: list[int] = []
         num_unread = 0
         for place in sorted(
-            (i for i, c in enumerate(candidates) if c.limit and (is_due or c.draft_length.is_new)),
+            (
+                i
+                for i, c in enumerate(candidates)
+                if c.limit and (is_due_to_new if c.draft_length.is_new else is_due)
+            ),
             key=lambda i: (not candidates[i].draft_length.is_new, candidates[i].num_unread),
         ):
             if who or not candidates[place].is_ready:  # the first is tried as if it were alone

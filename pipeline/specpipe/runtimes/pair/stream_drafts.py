@@ -58,6 +58,12 @@ class Stream:
         return member
 
 
+_RESTS_FROM = 16
+"""Requests for each round that may pass, where nothing pays, before that is asked again: going
+through many takes the host as long as a part of a round.
+"""
+
+
 @dataclass(frozen=True)
 class Share:
     """What a request has of a round: so many draft tokens, of its text if is_copied."""
@@ -86,6 +92,7 @@ class StreamDrafts:
         costs = rounds.costs(1) if is_adaptive else None
         self._is_adaptive = costs is not None
         self._length = BatchDraftLength()
+        self._num_resting = 0
         self._unread: dict[Stream, None] = {}  # that the draft is to read, in this order
 
     def is_fixed(self, running: RunningSequences) -> bool:
@@ -126,6 +133,9 @@ class StreamDrafts:
         num_members = len(streams)
         most_of_round = self._rounds.most_draft_tokens(num_members) if streams else 0
         copying = self._copying(num_members, most_of_round)
+        if self._num_resting and copying is None and most_of_round:
+            self._rest(streams, most)
+            return False
         copied = self._copied(streams) if copying is not None else {}
         costs = self._rounds.costs(num_members) if self._is_adaptive and streams else None
         places: list[int] = []
@@ -155,6 +165,8 @@ class StreamDrafts:
             draft_step=self._draft_step(costs),
             is_trial_under_way=is_trial_under_way,
         )
+        if not (choice.who or choice.copied):
+            self._num_resting = num_members // _RESTS_FROM
         who = set(choice.who)
         for number, (place, candidate) in enumerate(zip(places, candidates, strict=True)):
             stream = streams[place]
@@ -170,6 +182,14 @@ class StreamDrafts:
                 if choice.is_trial:
                     candidate.draft_length.begin_trial()
         return choice.is_trial
+
+    def _rest(self, streams: Sequence[Stream], most: int | None) -> None:
+        """Lets nobody draft whose draft length is ours to choose."""
+        self._num_resting -= 1
+        self._length.rest()
+        for stream in streams:
+            if not self.is_fixed(stream.running):
+                stream.state.drafts.skip("does_not_pay", most=most)
 
     def _copying(self, num_members: int, most_of_round: int) -> StepCosts | None:
         """Returns what rounds of so many cost that copy; None where that can never pay."""
