@@ -410,9 +410,9 @@ def test_check_plans_memory_for_a_named_gpu() -> None:
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[5:] == [
         "8 × 1024 tokens (batch × length):",
-        "  GPU 0, L4 (compute capability 8.9): draft 58.5 MB (1.8 MB weights, 4.5 MB KV cache, "
-        "52.3 MB workspace); target 99.9 MB (11.0 MB weights, 26.7 MB KV cache, 62.2 MB "
-        "workspace); together 158.4 MB of 22.8 GB usable, fits",
+        "  GPU 0, L4 (compute capability 8.9): draft 63.9 MB (1.8 MB weights, 4.5 MB KV cache, "
+        "57.7 MB workspace); target 109.4 MB (11.0 MB weights, 26.7 MB KV cache, 71.7 MB "
+        "workspace); together 173.3 MB of 22.8 GB usable, fits",
         "largest batch × length that fits: at least 4096 × 1024",
     ]
 
@@ -421,7 +421,7 @@ def test_check_fails_where_the_pair_does_not_fit_and_still_says_what_would() -> 
     result = run(*QUICKSTART, "--gpu", "0.13", "--json")
     assert result.exit_code == 1
     plan = json.loads(result.stdout)["memory_plan"]
-    largest = {"max_batch_size": 2, "max_seq_len": 1024, "is_largest": True}
+    largest = {"max_batch_size": 1, "max_seq_len": 1024, "is_largest": True}
     assert (plan["fits"], plan["largest"]) == (False, [largest])
     assert result.stderr == (
         "Error: the pair does not fit on GPU 0: lower engine.max_batch_size or engine.max_seq_len\n"

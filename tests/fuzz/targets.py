@@ -903,13 +903,14 @@ def ensemble(data: bytes) -> None:
     """A request goes through the three models as Triton hands it on; the last response ends it."""
     responses = _speculate(_preprocess(data))
     for response in responses:
-        _postprocess(response["text"], response["stream_id"], cancelled=False)
+        _postprocess(response["text"], response.get("stream_id"), cancelled=False)
     assert [("finish_reason" in response) for response in responses[-2:]].count(True) == 1
     assert "finish_reason" in responses[-1]
 
 
 def _postprocess(text: Any, stream_id: Any, *, cancelled: bool) -> None:
-    request = ServerRequest({"text": text, "stream_id": stream_id})
+    tensors = {"text": text} if stream_id is None else {"text": text, "stream_id": stream_id}
+    request = ServerRequest(tensors)
     request.cancelled = cancelled
     (response,) = _models()["postprocessing"].execute([request])
     assert _check_response(response)["text_output"].tolist() == text.tolist()

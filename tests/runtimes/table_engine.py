@@ -198,7 +198,7 @@ def make_pair(
         "adaptive": costs is not None,
         **options,
     }
-    max_batch_size = int(str(settings["max_batch_size"]))
+    max_batch_size = max(int(str(settings["max_batch_size"])), 4)
     sizes = {"max_batch_size": max_batch_size, "page": page}
     return EnginePair(
         TableEngine(draft, max_seq_len=draft_max_seq_len, num_pages=draft_pages, **sizes),

@@ -49,6 +49,8 @@ name: pair
 draft: {checkpoint: draft}
 target: {checkpoint: target}
 engine: {max_batch_size: 4, max_seq_len: 256}
+# A response for each step, so that acceptance is known by position through Triton, too.
+serving: {stream_interval_ms: 0}
 # A test must not fail for a machine that is busy: no thresholds on speed.
 nightly: {num_prompts: 3, max_tokens: 12, concurrencies: [2], rounds: 1, min_speed_up: null,
           min_speed_up_ratio: null, max_latency_ratio: null}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specpipe.config.limits import Limits, ServedLimits
@@ -108,6 +108,7 @@ _TEXT = st.lists(
 ).map("".join)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a first run makes tables of Unicode
 @given(
     st.sampled_from(["messages", "tools", "tool_choice", "chat_template_kwargs"]),
     st.one_of(
