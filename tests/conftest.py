@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from specpipe.machine.gpus import gpus_here
+from specpipe.runtimes.pair import costs
 from tests.installed import build, copy_checkout
 
 HAS_GPU = bool(gpus_here())
@@ -82,6 +84,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # files come as they were sorted above
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _costs_are_timed_in_a_moment() -> Iterator[None]:
+    """An adaptive pair that is loaded in this process is timed for as few rounds as do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "_MAX_ROUNDS", costs._MIN_ROUNDS)
+        yield
 
 
 @pytest.fixture(scope="session")

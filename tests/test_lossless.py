@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,21 +157,17 @@ def sampling_of(sampling: Sampling, index: int) -> Sampling:
     )
 
 
-# The slow ones are asked through Triton as well, in tests/triton/test_quickstart.py.
+# Each draft length of each kind is asked here or through Triton, in triton/test_quickstart.py.
+QUICK = {("greedy", 1, 1), ("greedy", 8, 8), ("seeded", 2, 1), ("seeded", 4, 8)}
+
+
 @pytest.mark.parametrize(
-    ("num_draft_tokens", "at_once"),
+    ("name", "num_draft_tokens", "at_once"),
     [
-        (1, 1),
-        (2, 1),
-        (4, 8),
-        (8, 8),
-        *(
-            pytest.param(*shape, marks=pytest.mark.slow)
-            for shape in ((0, 1), (0, 8), (1, 8), (2, 8), (4, 1), (8, 1))
-        ),
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(("greedy", "seeded"), (0, 1, 2, 4, 8), (1, 8))
     ],
 )
-@pytest.mark.parametrize("name", ["greedy", "seeded"])
 def test_speculative_output_is_that_of_the_target_alone(
     pair: Pair,
     tokenizer: Tokenizer,

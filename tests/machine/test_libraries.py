@@ -90,19 +90,16 @@ def test_sources_that_are_not_installed(
     )
 
 
-@pytest.mark.parametrize("kind", ["editable", "sdist", "target", "wheel"])
+# With `--target` in tests/triton/test_quickstart_command.py.
+@pytest.mark.parametrize("kind", ["editable", "sdist", "wheel"])
 def test_the_pair_that_comes_along_is_built_in_an_empty_folder(
     environment: Environment, checkout: Path, wheel: Path, empty: Path, tmp_path: Path, kind: str
 ) -> None:
     pytest.importorskip("torch")
-    variables = {}
     if kind == "editable":
         environment.install("--editable", checkout)
     elif kind == "sdist":
         environment.install(build("build_sdist", checkout, tmp_path / "sdist"))
-    elif kind == "target":
-        environment.install("--target", tmp_path / "target", wheel)
-        variables = {"PYTHONPATH": str(tmp_path / "target")}
     else:
         environment.install(wheel)
     code = (
@@ -111,7 +108,7 @@ def test_the_pair_that_comes_along_is_built_in_an_empty_folder(
         "assert quickstart.write_files(Path()) == []; cli.main()"
     )
     command = [environment.python, "-c", code, "build", "--config", "configs/quickstart.yaml"]
-    assert run(command, cwd=empty, **variables) == "engines/python-code/model_repo\n"
+    assert run(command, cwd=empty) == "engines/python-code/model_repo\n"
     for model in ("preprocessing", "speculative", "postprocessing"):
         path = Path("model_repo", model, "1", "model.py")
         assert (empty / "engines/python-code" / path).read_bytes() == (ROOT / path).read_bytes()

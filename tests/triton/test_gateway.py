@@ -117,7 +117,7 @@ async def go_away(port: int, chance: random.Random) -> None:
     """Asks for a long answer and goes away somewhere in it, or before."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     streams = chance.random() < 0.7
-    asked = {"model": "echo", "prompt": "a b c d", "max_tokens": 900, "stream": streams}
+    asked = {"model": "echo", "prompt": "<slow> a b", "max_tokens": 900, "stream": streams}
     body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     is_whole = chance.random() < 0.8

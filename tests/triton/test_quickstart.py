@@ -60,17 +60,16 @@ def target_alone(generate: Generate) -> Callable[[str], list[str]]:
     return texts
 
 
-@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+# Each draft length of each kind is asked here or in process, in tests/test_lossless.py.
 @pytest.mark.parametrize(
-    ("num_draft_tokens", "protocol", "stream", "at_once"),
+    ("kind", "num_draft_tokens", "protocol", "stream", "at_once"),
     [
-        (0, "grpc", True, 8),
-        (1, "http", False, 8),
-        (2, "grpc", True, 8),
-        (4, "http", True, 8),
-        (4, "grpc", False, 1),
-        (8, "grpc", False, 8),
-        (8, "http", True, 1),
+        ("greedy", 0, "grpc", True, 8),
+        ("seeded", 0, "http", True, 8),
+        ("seeded", 1, "http", False, 8),
+        ("greedy", 2, "grpc", True, 8),
+        ("greedy", 4, "http", True, 1),
+        ("seeded", 8, "grpc", False, 8),
     ],
 )
 def test_the_text_is_the_targets_own(

@@ -1,10 +1,8 @@
-"""`specpipe quickstart`: from a wheel, in an empty folder, with a real Triton.
-
-The run that goes through is of a `--target` folder, which Triton's models must find, too.
-"""
+"""`specpipe quickstart`: of a `--target` folder, which Triton's models must find, too."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -17,10 +15,11 @@ from tests.installed import ROOT, Environment, run
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
-    made = Environment(tmp_path_factory.mktemp("quickstart") / "environment")
-    made.install(wheel)
-    return made
+def target(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """The folder that a wheel was installed into."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    Environment(folder / "environment").install("--target", folder / "target", wheel)
+    return folder / "target"
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("folder")
 
 
-def test_it_writes_builds_serves_and_compares(wheel: Path, folder: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    Environment(tmp_path / "environment").install("--target", target, wheel)
+def test_it_writes_builds_serves_and_compares(target: Path, folder: Path) -> None:
     command = [target / "bin" / "specpipe", "quickstart"]
     printed = run(command, cwd=folder, PYTHONPATH=str(target))
     headings = re.findall(r"^--- (.*)$", printed, re.MULTILINE)
@@ -59,11 +56,16 @@ def test_it_writes_builds_serves_and_compares(wheel: Path, folder: Path, tmp_pat
     ("number", "returned"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
 )
 def test_a_signal_ends_it_with_its_server(
-    environment: Environment, folder: Path, number: signal.Signals, returned: int
+    target: Path, folder: Path, number: signal.Signals, returned: int
 ) -> None:
-    command = [environment.bin / "specpipe", "quickstart"]
+    command = [target / "bin" / "specpipe", "quickstart"]
     with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:

@@ -20,6 +20,7 @@ from specpipe.evaluate.verification.asking import Case  # noqa: E402
 from specpipe.evaluate.verification.bins import END, MAX_NUM_BINS, OTHER, Beginning, Bins, make_bins  # noqa: E402
 from specpipe.evaluate.verification.distribution import (  # noqa: E402
     FALSE_ALARM,
+    SETTINGS,
     Finding,
     PlannedTest,
     Setting,
@@ -127,7 +128,7 @@ def test_greedy_accept_at_temperature_1_is_flagged(monkeypatch: pytest.MonkeyPat
 
 def test_a_residual_drawn_from_the_target_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_sampling, "_verify", biased_verify(draws_from_the_target=True))
-    assert "T = 1" in flagged(run_all(num_prompts=1))
+    assert flagged(run_all(num_prompts=1, settings=[SETTING])) == ["T = 1"]
 
 
 def test_a_forgotten_draft_temperature_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +145,10 @@ def test_a_forgotten_draft_temperature_is_flagged(monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr(torch_sampling.TorchSampler, "draft", forgetful)
-    names = flagged(run_all(num_prompts=1))
-    assert "T = 0.6" in names
-    assert "T = 1" not in names  # where there is nothing to forget
+    settings = [setting for setting in SETTINGS if setting.num_draft_tokens == 2]
+    assert [setting.name for setting in settings] == ["T = 1", "T = 0.6"]
+    # At 1 there is nothing to forget.
+    assert flagged(run_all(num_prompts=1, settings=settings)) == ["T = 0.6"]
 
 
 def test_a_target_that_samples_otherwise_than_its_logits_is_told_from_a_wrong_rule() -> None:

@@ -35,8 +35,8 @@ from tests.recorder import Recorder  # noqa: E402
 Copy = Callable[..., PipelineConfig]
 
 SMALL = {
-    "limit": 3,
-    "max_tokens": 12,
+    "limit": 2,
+    "max_tokens": 8,
     "num_draft_tokens": (4,),
     "is_in_process": True,
     "distance": None,
@@ -55,7 +55,7 @@ def test_a_sound_pair_is_identical_on_every_side(copied: Copy) -> None:
     config = copied()
     recorder = Recorder()
     with progress.shown(recorder):
-        done = verified(config, num_draft_tokens=(), distance=0.3)
+        done = verified(config, limit=3, max_tokens=12, num_draft_tokens=(), distance=0.4)
     assert all(count.done == count.total for count in recorder.counts)
     counts = Counter((count.phase, count.unit, count.total) for count in recorder.counts)
     assert counts["verify", "sides", 18] == counts["sampling", "tests", 10] == 1
@@ -98,7 +98,7 @@ def test_a_sound_pair_is_identical_on_every_side(copied: Copy) -> None:
     assert data["settings"]["served_by"] == "this process"
     assert data["threshold"]["dtype"] == "float32"
     assert 0 < data["threshold"]["block_difference"] < 1e-4
-    assert (data["sampling"]["distance"], data["sampling"]["power"]) == (0.3, 0.9)
+    assert (data["sampling"]["distance"], data["sampling"]["power"]) == (0.4, 0.9)
     assert data["repository"]["digest"] == record.repository_digest(
         record.record_repository(config.artifacts_dir)
     )
