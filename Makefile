@@ -13,6 +13,9 @@ TORCH_INDEX ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null | grep '^GPU'),,\
     https://download.pytorch.org/whl/cpu)
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 
+# What one of some thousand processes of Python has compiled, the others need not.
+export PYTHONDONTWRITEBYTECODE =
+
 # NVIDIA's load tool, for the tests that let it measure our server, where `make aiperf` installed it.
 export SPECPIPE_TEST_AIPERF ?= $(if $(wildcard $(VENV)/.aiperf),$(abspath $(VENV))/aiperf/bin/aiperf)
 
@@ -29,8 +32,8 @@ pythons:
 	    $(MAKE) quickstart PYTHON=$$python VENV=$(VENV)/$${python##*/} || failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-# In three processes: one for what starts servers (tests/conftest.py), two for the rest. On two cores,
-# too: the first one waits for servers for a good part of its time.
+# In three processes, on two cores too: those that run what starts servers (tests/conftest.py) wait
+# for these for a good part of their time.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not slow" -n 3
 

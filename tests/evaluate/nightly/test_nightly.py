@@ -33,6 +33,7 @@ from specpipe.evaluate.nightly import facts, latency, record  # noqa: E402
 from specpipe.evaluate.nightly.all import run_all  # noqa: E402
 from specpipe.evaluate.nightly.record import CheckpointUsed, Run  # noqa: E402
 from specpipe.evaluate.nightly.run import Finished, NightlyOptions, _PairRun  # noqa: E402
+from specpipe.evaluate.report import page  # noqa: E402
 from specpipe.evaluate.verification import run as verification  # noqa: E402
 from specpipe.evaluate.verification.outcome import Findings, Verification  # noqa: E402
 from specpipe.evaluate.verification.verdict import TieThreshold  # noqa: E402
@@ -103,6 +104,12 @@ def folder(first: tuple[Path, Finished], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws nothing."""
+    monkeypatch.setattr(page, "write_report", lambda folder: None)
+
+
+@pytest.fixture
 def passing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verification that finds nothing wrong at once."""
     findings = Findings(
@@ -114,7 +121,7 @@ def passing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def quick(passing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(passing: None, unreported: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """That, and a benchmark that measures nothing."""
     monkeypatch.setattr(_PairRun, "_bench", lambda self, asked: None)
     monkeypatch.setattr(facts, "speed_ups", lambda measured: [])
@@ -160,7 +167,9 @@ def test_first_night_builds_everything_and_becomes_the_last_good_run(
     assert (bench["kind"], [load["concurrency"] for load in bench["loads"]]) == ("bench", [2])
 
 
-def test_unchanged_inputs_rebuild_nothing(first: tuple[Path, Finished], folder: Path) -> None:
+def test_unchanged_inputs_rebuild_nothing(
+    first: tuple[Path, Finished], folder: Path, unreported: None
+) -> None:
     done = run(folder)
     assert (done.run.outcome, done.run.reasons, done.run.notes) == ("good", [], [])
     assert [stage.stage for stage in done.run.stages] == STAGES
@@ -218,7 +227,9 @@ def test_a_swapped_draft_is_caught_by_its_acceptance(
     assert summaries[1].read_text() == "of an earlier step\n" + text
 
 
-def test_an_engine_that_is_not_the_target_is_a_fault_and_is_not_timed(folder: Path) -> None:
+def test_an_engine_that_is_not_the_target_is_a_fault_and_is_not_timed(
+    folder: Path, unreported: None
+) -> None:
     """As a builder with a bug would leave it: what is recorded is what is there."""
     repository = folder / "engines" / "pair" / "model_repo"
     weights = repository / "speculative" / "1" / "target" / "model.safetensors"
@@ -277,7 +288,7 @@ def test_a_config_that_cannot_be_built_does_not_stop_the_others(folder: Path, qu
     assert [path.name for path in results.glob("nightly*")] == ["nightly.jsonl"]
 
 
-def test_through_triton(first: tuple[Path, Finished], folder: Path) -> None:
+def test_through_triton(first: tuple[Path, Finished], folder: Path, unreported: None) -> None:
     found = run(folder, is_in_process=False).run
     assert found.acceptance == first[1].run.acceptance  # by prompt and position
     assert (found.outcome, found.reasons) == ("good", [])

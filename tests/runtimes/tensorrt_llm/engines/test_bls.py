@@ -548,8 +548,8 @@ class Remembering(NoisyModel):
     ("acceptance", "drops"),
     [
         ("exact", "none"),
-        ("logits", "none"),
         ("logits", "random"),
+        pytest.param("logits", "none", marks=pytest.mark.slow),
         pytest.param("exact", "random", marks=pytest.mark.slow),
     ],
 )
