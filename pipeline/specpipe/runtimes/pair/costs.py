@@ -198,6 +198,8 @@ def most_tokens(engine: Engine, number: int, wanted: int) -> int:
 
     An engine without pages has room for all; no sequence runs meanwhile.
     """
+    if engine.pages is None:
+        return wanted
     num_tokens = wanted
     while num_tokens > 1 and not _fit(engine, number, num_tokens):
         num_tokens //= 2

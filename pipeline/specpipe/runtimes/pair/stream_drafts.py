@@ -134,8 +134,9 @@ class StreamDrafts:
         most_of_round = self._rounds.most_draft_tokens(num_members) if streams else 0
         copying = self._copying(num_members, most_of_round)
         if self._num_resting and copying is None and most_of_round:
-            self._rest(streams, most)
-            return False
+            self._num_resting -= 1
+            self._length.rest()
+            most_of_round = 0
         copied = self._copied(streams) if copying is not None else {}
         costs = self._rounds.costs(num_members) if self._is_adaptive and streams else None
         places: list[int] = []
@@ -182,14 +183,6 @@ class StreamDrafts:
                 if choice.is_trial:
                     candidate.draft_length.begin_trial()
         return choice.is_trial
-
-    def _rest(self, streams: Sequence[Stream], most: int | None) -> None:
-        """Lets nobody draft whose draft length is ours to choose."""
-        self._num_resting -= 1
-        self._length.rest()
-        for stream in streams:
-            if not self.is_fixed(stream.running):
-                stream.state.drafts.skip("does_not_pay", most=most)
 
     def _copying(self, num_members: int, most_of_round: int) -> StepCosts | None:
         """Returns what rounds of so many cost that copy; None where that can never pay."""

@@ -28,11 +28,8 @@ MakeRoom = Callable[[RunningSequences, int], None]
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """most_drafted  the most draft tokens of one of them that are not copied"""
-
     parts: Sequence[tuple[Stream, Member]]
     is_trial: bool = False
-    most_drafted: int = 0
 
 
 class StreamRound(NamedTuple):
@@ -135,7 +132,8 @@ class Streams:
         costs = self._rounds.costs(max(len(last.parts), 1))
         if costs is None or costs.seconds is None:
             return None
-        return costs.seconds * costs.time(last.most_drafted)
+        drafted = (member.num_draft_tokens for _, member in last.parts if not member.is_copied)
+        return costs.seconds * costs.time(max(drafted, default=0))
 
     def launch(self, num_beside: int, make_room: MakeRoom) -> None:
         """Keeps the device busy, and lets the draft read the texts that it lacks meanwhile.
@@ -231,8 +229,7 @@ class Streams:
             is_trial_under_way=any(under_way.is_trial for under_way in self._under_way),
         )
         parts = [self._part(*part) for part in zip(streams, shares, strict=True)]
-        drafted = (share.num_draft_tokens for share in shares if not share.is_copied)
-        return _UnderWay(parts, is_trial, max(drafted, default=0))
+        return _UnderWay(parts, is_trial)
 
     def _begins(self, stream: Stream) -> bool:
         """Returns whether a request may begin without draft tokens: it names no other number, and

@@ -82,6 +82,11 @@ def pages_to_share(num_prompt: int, max_draft_len: int) -> int:
     return max(num_prompt - spare_positions(max_draft_len), 0) // PAGE
 
 
+def paged_capacity(max_seq_len: int, max_draft_len: int) -> int:
+    """Returns the positions of the pages of a sequence of the full length."""
+    return PAGE * pages_of(max_seq_len + spare_positions(max_draft_len))
+
+
 def max_parts(capacity: int) -> int:
     """Returns how many parts attention over so many positions leaves to join: chunks or blocks."""
     chunks = -(-capacity // CHUNK)

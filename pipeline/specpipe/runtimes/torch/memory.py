@@ -12,12 +12,10 @@ from specpipe.checkpoints.unified_layout import tensor_rules, whole_shape
 from specpipe.checkpoints.unified_sections import UNQUANTIZED
 from specpipe.machine.memory import MemoryEstimate
 from specpipe.runtimes.torch.fused_sizes import (
-    PAGE,
     max_parts,
     most_rows,
-    pages_of,
+    paged_capacity,
     prompt_width_of,
-    spare_positions,
 )
 from specpipe.runtimes.torch.graph_memory import graph_bytes
 from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
@@ -47,7 +45,7 @@ def estimate_memory(
     element = ELEMENT_BYTES[DTYPES[dtype]]
     capacity = max_seq_len + max_draft_len + 1
     if on_gpu:
-        capacity = PAGE * pages_of(max_seq_len + spare_positions(max_draft_len))
+        capacity = paged_capacity(max_seq_len, max_draft_len)
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     hidden = config.hidden_size
     weights_bytes = sum(_weight_bytes(config, dtype, kernel))

@@ -13,7 +13,7 @@ from specpipe.machine.memory import MemoryEstimate, format_bytes
 from specpipe.runtimes.plan import EngineStages, PlanFor, Side, checkpoint_dtype
 from specpipe.runtimes.torch import memory
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
-from specpipe.runtimes.torch.fused_sizes import PAGE, pages_of, spare_positions
+from specpipe.runtimes.torch.fused_sizes import PAGE, paged_capacity
 from specpipe.runtimes.torch.kernel_choice import kernel_for
 from specpipe.stage import PlannedStage
 
@@ -51,7 +51,7 @@ def kv_cache_tokens(pair: PairPlan) -> int | None:
         for side in (pair.draft, pair.target)
     )
     num_tokens = PAGE * (engine.kv_cache_bytes // (PAGE * token_bytes))
-    if num_tokens < (least := _longest_sequence(pair)):
+    if num_tokens < (least := paged_capacity(pair.max_seq_len, pair.num_draft_tokens)):
         raise EngineBuildError(
             f"engine.kv_cache_memory is {engine.kv_cache_memory}, which holds {num_tokens} tokens "
             f"of both models, but one request of engine.max_seq_len {pair.max_seq_len} needs "
@@ -63,16 +63,11 @@ def kv_cache_tokens(pair: PairPlan) -> int | None:
 def notes(pair: PairPlan) -> Iterator[str]:
     """Yields what `engine.kv_cache_memory` comes to."""
     if (num_tokens := kv_cache_tokens(pair)) is not None:
+        num_requests = num_tokens // paged_capacity(pair.max_seq_len, pair.num_draft_tokens)
         yield (
             f"engine.kv_cache_memory {pair.engine.kv_cache_memory} holds {num_tokens} tokens of "
-            f"both models: {num_tokens // _longest_sequence(pair)} requests of "
-            f"{pair.max_seq_len} tokens at once"
+            f"both models: {num_requests} requests of {pair.max_seq_len} tokens at once"
         )
-
-
-def _longest_sequence(pair: PairPlan) -> int:
-    """Returns the positions of a request of the full length."""
-    return PAGE * pages_of(pair.max_seq_len + spare_positions(pair.num_draft_tokens))
 
 
 def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:

@@ -178,10 +178,6 @@ class FusedEngine:
         """Returns the row of the page table that a sequence has until it is freed."""
         return self._sequences[sequence].slot
 
-    def is_decoded(self, sequence: SequenceId) -> bool:
-        """Returns whether all that it lacks of its text is for the kernels of decoding."""
-        return not self.num_left(sequence)
-
     @torch.inference_mode()
     def forward(
         self, batch: Sequence[tuple[SequenceId, Sequence[int]]], num_logits: Sequence[int]
@@ -210,7 +206,7 @@ class FusedEngine:
                 raise ValueError(
                     f"{len(tokens)} tokens after {start}: expected 1 to {capacity - start}"
                 )
-            num_prompt = min(max(sequence.num_prompt - start, 0), len(tokens))
+            num_prompt = min(self.num_left(sequence_id), len(tokens))
             first_scored = len(tokens) - count
             if num_prompt > 0:
                 pieces.append(
@@ -280,7 +276,7 @@ class FusedEngine:
         for sequence_id, tokens in batch:
             sequence = self._sequences[sequence_id]
             start, stop = sequence.length, sequence.length + len(tokens)
-            assert tokens and stop <= sequence.num_prompt
+            assert 0 < len(tokens) <= self.num_left(sequence_id)
             pieces.append(Piece(sequence.slot, start, tokens, scored_from=stop))
             lengths[sequence_id] = stop
         launches = PromptRows.packed(pieces, self._most_prompt_rows, self.prompts.tile_rows)

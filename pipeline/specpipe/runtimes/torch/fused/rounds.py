@@ -143,7 +143,7 @@ class FusedRounds:
         return [ReadingRoom(num_pieces, most + 1) for num_pieces in nums_pieces]
 
     def can_read(self, target_sequence: SequenceId) -> bool:
-        return self._target.is_decoded(target_sequence)
+        return not self._target.num_left(target_sequence)
 
     def packing(self, num_members: int) -> Packing | None:
         costs = self._costs.get(num_members)
