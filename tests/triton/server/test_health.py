@@ -325,8 +325,9 @@ def family() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     """A process that leads a session, its child, and a child of that."""
     code = (
         "import subprocess, sys, time; depth = int(sys.argv[1])\n"
-        "if depth: subprocess.Popen([sys.executable, '-c', sys.argv[2], str(depth - 1), "
-        "sys.argv[2]])\n"
+        # Kept: a Popen that is dropped reaps its child where that has died already.
+        "if depth: child = subprocess.Popen("
+        "[sys.executable, '-c', sys.argv[2], str(depth - 1), sys.argv[2]])\n"
         "time.sleep(600)"
     )
     leader = subprocess.Popen([sys.executable, "-c", code, "2", code], start_new_session=True)
