@@ -22,6 +22,7 @@ from specpipe.cli.build import build
 from specpipe.cli.check import check
 from specpipe.cli.diff import diff
 from specpipe.cli.doctor import doctor
+from specpipe.cli.draft import draft
 from specpipe.cli.gateway import gateway
 from specpipe.cli.generate import generate
 from specpipe.cli.init import init
@@ -97,6 +98,7 @@ for _command in (
     check,
     diff,
     doctor,
+    draft,
     gateway,
     generate,
     init,

@@ -1,0 +1,12 @@
+"""`specpipe draft`: a draft that pays, made from its target."""
+
+from __future__ import annotations
+
+import click
+
+from specpipe.cli.output import Group
+
+
+@click.group(cls=Group)
+def draft() -> None:
+    """Collect what a target answers, and train a draft for it."""

@@ -1,0 +1,1 @@
+"""Drafts trained on what their target answers."""
