@@ -12,6 +12,7 @@ from specpipe.evaluate.prompts import (
     Prompt,
     as_messages,
     digest,
+    iterate_prompts,
     load_prompts,
     read_json_lines,
     with_lengths,
@@ -60,12 +61,23 @@ def test_a_line_may_have_a_prompt_alone(tmp_path: Path) -> None:
         tmp_path,
         '{"prompt": "one\u2028two"}\n\n'
         '{"messages": [{"role": "user", "content": "hi"}], "name": "n", "kind": "k", '
-        '"max_tokens": 7}\n',
+        '"max_tokens": 7}\n{"prompt": "three", "name": "m", "group": "a.py"}',
     )
+    hi = {"role": "user", "content": "hi"}
     assert load_prompts(path).prompts == (
         Prompt(name="mine.jsonl:1", kind="mine", text="one\u2028two"),
-        Prompt(name="n", kind="k", messages=({"role": "user", "content": "hi"},), max_tokens=7),
+        Prompt(name="n", kind="k", messages=(hi,), max_tokens=7, group="n"),
+        Prompt(name="m", kind="mine", text="three", group="a.py"),
     )
+
+
+def test_a_set_is_read_line_by_line(tmp_path: Path) -> None:
+    path = file(tmp_path, '{"prompt": "one"}\n{"prompt": 2}\n')
+    prompts = iterate_prompts(path)
+    assert next(prompts).text == "one"
+    with pytest.raises(ConfigError, match=f"^{path}:2: prompt is 2"):
+        next(prompts)
+    assert [prompt.text for prompt in iterate_prompts(path, limit=1)] == ["one"]
 
 
 def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
@@ -82,7 +94,7 @@ def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
         ("", " has no prompts"),
         ("{", ":1: not JSON: Expecting property name"),
         ('\n["x"]', ':2: expected an object such as {"prompt": "…"}'),
-        ('{"promt": "x"}', ":1: unknown key 'promt': expected name, kind, prompt, messages, max_"),
+        ('{"promt": "x"}', ":1: unknown key 'promt': expected name, kind, group, prompt, mess"),
         ("{}", ":1: expected either prompt or messages"),
         ('{"prompt": "x", "messages": []}', ":1: expected either prompt or messages"),
         ('{"prompt": ""}', ":1: prompt is '': expected a text that is not empty"),

@@ -155,6 +155,15 @@ def test_end_id_releases_held_text_and_is_not_shown() -> None:
     assert chunks[-1].finish_reason == "stop"
 
 
+def test_end_id_is_kept_with_its_log_prob_where_that_is_asked_for() -> None:
+    ends = frozenset({2})
+    chunks = run([10, 11, 2, 10], end_token_ids=ends, keeps_end=True, log_probs=True)
+    assert (text(chunks), ids(chunks)) == ("foo ", [10, 11, 2])
+    assert chunks[-1].log_probs[-1] == -2.0
+    chunks = run([10, 2], stop_strings=("oo",), end_token_ids=ends, keeps_end=True)
+    assert (text(chunks), ids(chunks)) == ("f", [10])
+
+
 def test_earliest_stop_string_wins_in_one_block() -> None:
     chunks = run([10, 12, 13, 18], split=(4,), stop_strings=("bar", "a,"))
     assert text(chunks) == "foo"

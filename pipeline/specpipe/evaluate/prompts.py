@@ -1,18 +1,19 @@
 """Sets of prompts: built-in ones and the user's own, at their own lengths, fixed or drawn ones.
 
 A set is a JSON Lines file. A line is `{"prompt": "…"}` or `{"messages": [{"role": …}, …]}`, and may
-have `name`, `kind` (for tables) and `max_tokens` (for the answer). In a text file each line that is
-not blank is a prompt.
+have `name`, `kind` (for tables), `group` (what it was taken from) and `max_tokens` (for the
+answer). In a text file each line that is not blank is a prompt.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import itertools
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ BUILT_IN = ("chat", "code", "summarization")
 """The sets that come with specpipe, by name; written for it."""
 
 _SUFFIXES = (".jsonl", ".txt")
-_KEYS = ("name", "kind", "prompt", "messages", "max_tokens")
+_KEYS = ("name", "kind", "group", "prompt", "messages", "max_tokens")
 _MAX_NUM_TRIES = 8  # to cut a text to a length; a cut that is off by a token is good enough
 
 
@@ -36,6 +37,7 @@ class Prompt:
     name        unique in its set
     kind        what tables group by
     max_tokens  of its answer; None: what the evaluation says
+    group       prompts of one group are trained on together or not at all; None: it is alone
     """
 
     name: str
@@ -43,6 +45,7 @@ class Prompt:
     text: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     max_tokens: int | None = None
+    group: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields that are set, by name."""
@@ -104,21 +107,47 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
 
     Raises ConfigError with the file, the line, and what was expected there.
     """
-    if str(source) in BUILT_IN:
-        folder = importlib.resources.files("specpipe.evaluate") / "prompt_sets"
-        text = (folder / f"{source}.jsonl").read_text(encoding="utf-8")
-        prompts = _parse(text, name=f"{source}.jsonl", kind=str(source))
-    else:
-        path = Path(source)
-        prompts = _parse(_read_text(path), name=path.name, kind=path.stem, where=str(path))
-    if limit is not None:
-        prompts = prompts[:limit]
-    return PromptSet(str(source), tuple(prompts))
+    prompts = tuple(iterate_prompts(source, limit=limit))
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.name in seen:
+            raise ConfigError(f"{source}: two prompts are named {prompt.name!r}")
+        seen.add(prompt.name)
+    return PromptSet(str(source), prompts)
+
+
+def iterate_prompts(source: str | Path, *, limit: int | None = None) -> Iterator[Prompt]:
+    """Yields the prompts of a set as `load_prompts` has them, one at a time in memory; names may
+    come twice.
+    """
+    path = Path(source)
+    name, kind = (
+        (f"{source}.jsonl", str(source)) if _is_built_in(source) else (path.name, path.stem)
+    )
+    where = name if _is_built_in(source) else str(path)
+    lines = _lines(prompts_path(source))
+    parse = _texts if name.endswith(".txt") else _objects
+    prompt = None
+    for prompt in itertools.islice(parse(lines, name=name, kind=kind, where=where), limit):
+        yield prompt
+    if prompt is None:
+        raise ConfigError(f"{where} has no prompts")
+
+
+def prompts_path(source: str | Path) -> Path:
+    """Returns the file of a set."""
+    if not _is_built_in(source):
+        return Path(source)
+    return (
+        Path(str(importlib.resources.files("specpipe.evaluate")))
+        / "prompt_sets"
+        / f"{source}.jsonl"
+    )
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields where each object of a JSON Lines file stands, and the object."""
-    yield from _json_lines(_read_text(path), str(path))
+    yield from _json_lines(_lines(path), str(path))
 
 
 def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str) -> Prompt:
@@ -140,7 +169,7 @@ def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str)
             raise ConfigError(f"{where}: {exc}") from exc
     if max_tokens is not None and not (type(max_tokens) is int and max_tokens > 0):
         raise ConfigError(f"{where}: max_tokens is {max_tokens!r}: expected a positive number")
-    for key in ("name", "kind"):
+    for key in ("name", "kind", "group"):
         if not isinstance(fields.get(key, ""), str):
             raise ConfigError(f"{where}: {key} is {fields[key]!r}: expected a text")
     return Prompt(
@@ -149,6 +178,7 @@ def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str)
         text=text,
         messages=None if messages is None else tuple(messages),
         max_tokens=max_tokens,
+        group=fields.get("group", fields.get("name")),
     )
 
 
@@ -213,44 +243,39 @@ def _cut(text: str, num_tokens: int, tokenizer: PromptTokenizer) -> str:
     return closest
 
 
-def _read_text(path: Path) -> str:
+def _is_built_in(source: str | Path) -> bool:
+    return str(source) in BUILT_IN
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a file without their ends."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(
             f"{path} is no set of prompts: expected one of {', '.join(BUILT_IN)}, or a .jsonl or "
             ".txt file"
         )
     try:
-        return path.read_text(encoding="utf-8")
+        # JSON may hold U+2028 and the like inside a string: a line ends at \n alone.
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for line in file:
+                yield line.removesuffix("\n")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path} cannot be read: {exc}") from exc
 
 
-def _parse(text: str, *, name: str, kind: str, where: str | None = None) -> list[Prompt]:
-    where = where or name
-    if name.endswith(".txt"):
-        prompts = [
-            Prompt(name=f"{name}:{number}", kind=kind, text=line)
-            for number, line in enumerate(text.split("\n"), start=1)
-            if line.strip()
-        ]
-    else:
-        prompts = [
-            parse_prompt(fields, where=at, name=f"{name}{at.removeprefix(where)}", kind=kind)
-            for at, fields in _json_lines(text, where)
-        ]
-    if not prompts:
-        raise ConfigError(f"{where} has no prompts")
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.name in seen:
-            raise ConfigError(f"{where}: two prompts are named {prompt.name!r}")
-        seen.add(prompt.name)
-    return prompts
+def _texts(lines: Iterable[str], *, name: str, kind: str, where: str) -> Iterator[Prompt]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield Prompt(name=f"{name}:{number}", kind=kind, text=line)
 
 
-def _json_lines(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Not splitlines: JSON may hold U+2028 and the like inside a string.
-    for index, line in enumerate(text.split("\n"), start=1):
+def _objects(lines: Iterable[str], *, name: str, kind: str, where: str) -> Iterator[Prompt]:
+    for at, fields in _json_lines(lines, where):
+        yield parse_prompt(fields, where=at, name=f"{name}{at.removeprefix(where)}", kind=kind)
+
+
+def _json_lines(lines: Iterable[str], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for index, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

@@ -61,6 +61,15 @@ class Output:
         self._tokens.append(Token(token_id, log_prob, top, start, start + len(text)))
         return self._stop_strings.are_any and self._search(text, can_stop=can_stop)
 
+    def append_end(self, token_id: int, log_prob: float | None, top: TopLogProbs) -> None:
+        """Adds the id that ended the request, which has no text; to be called once it is finished.
+
+        A stop string in the last text ended the request before it.
+        """
+        if not self._is_cut:
+            end = self._num_chars()
+            self._tokens.append(Token(token_id, log_prob, top, end, end))
+
     def finish(self, text: str, *, can_stop: bool) -> bool:
         """Adds the last text and holds nothing back; returns whether a stop string was cut off."""
         self._is_finished = True

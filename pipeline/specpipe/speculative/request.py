@@ -150,6 +150,8 @@ class Request:
     as pay, up to what the pair was packaged with; 0: no speculation.
     """
     end_token_ids: frozenset[int] = frozenset()
+    keeps_end: bool = False
+    """The end id that ends the output is its last token."""
     stop_strings: tuple[str, ...] = ()
     """Sought in the text, and in it and the special tokens that it leaves out."""
     echo: bool = False

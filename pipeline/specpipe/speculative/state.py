@@ -195,6 +195,8 @@ class RequestState:
         can_stop = not min_tokens or self.num_output_tokens >= min_tokens
         if can_stop and token_id in request.end_token_ids:
             self._end("stop")
+            if request.keeps_end:
+                output.append_end(token_id, log_prob, top)
             return
         self.token_ids.append(token_id)
         if self.matcher is not None:

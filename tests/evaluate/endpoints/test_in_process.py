@@ -74,6 +74,15 @@ def test_the_end_id_ends_an_answer_unless_it_is_ignored(endpoint: InProcess) -> 
     assert (answer.token_ids, answer.finish_reason) == (REFERENCE[:5], "stop")
 
 
+def test_the_end_id_and_the_likeliest_tokens_come_where_they_are_asked_for(
+    endpoint: InProcess,
+) -> None:
+    answer = record(endpoint, question(ignores_end=False, returns_ids=True, num_top_log_probs=2))
+    assert (answer.token_ids, answer.finish_reason) == (REFERENCE[:6], "stop")
+    assert [top[0][0] for top in answer.top_log_probs] == list(REFERENCE[:6])
+    assert [len(top) for top in answer.top_log_probs] == [2] * 6
+
+
 def test_text_and_messages_are_encoded(endpoint: InProcess) -> None:
     text = record(endpoint, question(token_ids=None, text="w4 w5 w6"))
     assert text.token_ids == REFERENCE

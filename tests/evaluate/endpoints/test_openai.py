@@ -84,6 +84,60 @@ def test_what_is_asked() -> None:
     )
 
 
+def test_ids_and_log_probabilities_come_where_they_are_asked_for() -> None:
+    likeliest = [{"token_id:8": -0.5, "token_id:9": -0.25}, {"token_id:2": -0.125}]
+    events = [
+        {
+            "choices": [
+                {
+                    "text": "x",
+                    "finish_reason": "stop",
+                    "token_ids": [8, 2],
+                    "prompt_token_ids": [5, 6],
+                    "logprobs": {"top_logprobs": likeliest},
+                }
+            ]
+        },
+        DONE,
+    ]
+    with serving(lambda body: events) as server:
+        question = Question(token_ids=(5, 6), max_tokens=8, returns_ids=True, num_top_log_probs=2)
+        answer = record(OpenAI(server.url, model="m"), question)
+    ((_, _, body),) = server.asked
+    assert (body["return_token_ids"], body["return_tokens_as_token_ids"], body["logprobs"]) == (
+        True,
+        True,
+        2,
+    )
+    assert (answer.token_ids, answer.prompt_token_ids) == ((8, 2), (5, 6))
+    assert answer.top_log_probs == (((9, -0.25), (8, -0.5)), ((2, -0.125),))
+
+
+def test_a_server_that_refuses_to_send_ids_is_asked_without() -> None:
+    def respond(body: dict[str, Any]) -> Any:
+        if "return_token_ids" in body:
+            return Refusal(400, "unknown key")
+        return [completion("x", finish_reason="stop"), DONE]
+
+    with serving(respond) as server:
+        endpoint = OpenAI(server.url, model="m")
+        for _ in range(2):
+            question = Question(text="Hello", max_tokens=8, returns_ids=True)
+            answer = record(endpoint, question)
+            assert (answer.text, answer.token_ids, answer.error) == ("x", None, None)
+    assert ["return_token_ids" in body for _, _, body in server.asked] == [True, True, False, False]
+
+
+def test_log_probabilities_of_texts_are_of_no_use() -> None:
+    chunk = completion("x", finish_reason="stop")
+    chunk["choices"][0]["logprobs"] = {"top_logprobs": [{" the": -0.5}]}
+    answer = answered([chunk, DONE], Question(text="x", max_tokens=1, num_top_log_probs=1))
+    assert answer.error is not None
+    assert answer.error.endswith(
+        "log-probabilities name tokens by their text, and not by their ids"
+    )
+
+
 def test_a_conversation_counts_thoughts_and_skips_empty_deltas() -> None:
     answer = answered(
         [

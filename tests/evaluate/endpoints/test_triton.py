@@ -127,9 +127,12 @@ def test_an_unknown_model_is_told(triton: Callable[..., Triton], url: str) -> No
     assert answer.error.startswith(f"{url} does not describe ensembel: ")
 
 
-def test_ids_go_to_the_pairs_model_only(triton: Callable[..., Triton]) -> None:
-    answer = record(triton(), Question(token_ids=(5, 6), max_tokens=4))
-    assert answer.error == "ensemble takes text or messages, no token ids"
+def test_ids_go_in_and_come_out_of_our_ensemble_only(triton: Callable[..., Triton]) -> None:
+    question = Question(token_ids=(5, 6), max_tokens=4, returns_ids=True)
+    assert record(triton(), question).token_ids == (5, 6, 5, 6)
+    answer = record(triton("nvidias"), question)
+    assert answer.error is not None
+    assert answer.error.endswith(": nvidias has no input input_ids")
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])

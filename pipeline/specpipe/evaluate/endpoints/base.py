@@ -17,7 +17,7 @@ from specpipe.errors import CutStream, RequestError, ServerError, SpecpipeError,
 from specpipe.machine.callables import Clock
 from specpipe.machine.signals import thread_pool
 from specpipe.progress import counted
-from specpipe.speculative.request import GREEDY, FinishReason, Sampling, Statistics
+from specpipe.speculative.request import GREEDY, FinishReason, Sampling, Statistics, TopLogProbs
 
 Ending = Literal["complete", "failed", "cut"]
 """How an answer ended: as it should; with an error; or it just stopped coming."""
@@ -27,9 +27,12 @@ Ending = Literal["complete", "failed", "cut"]
 class Question:
     """One request, whatever answers it; exactly one of text, messages and token_ids.
 
-    num_draft_tokens  None: as the server was set up; 0: the target alone
-    ignores_end       no end id ends the answer, so that it has max_tokens tokens
-    starts_text       token_ids are a conversation's: the answer is a text of its own
+    num_draft_tokens   None: as the server was set up; 0: the target alone
+    ignores_end        no end id ends the answer, so that it has max_tokens tokens
+    starts_text        token_ids are a conversation's: the answer is a text of its own
+    returns_ids        the answer's token ids are wanted where they can be had, that which ended it
+                       included where it is told
+    num_top_log_probs  how many of the likeliest tokens are wanted with each of the answer
     """
 
     text: str | None = None
@@ -41,6 +44,8 @@ class Question:
     stop_strings: tuple[str, ...] = ()
     ignores_end: bool = False
     starts_text: bool = False
+    returns_ids: bool = False
+    num_top_log_probs: int = 0
 
     def __post_init__(self) -> None:
         assert [self.text, self.messages, self.token_ids].count(None) == 2
@@ -80,11 +85,15 @@ class Usage:
 class Piece:
     """What arrives at one moment; the last one may have a finish_reason and the usage.
 
-    num_tokens  tokens in it; None where the endpoint does not count them
+    num_tokens        tokens in it; None where the endpoint does not count them
+    top_log_probs     for each of the token ids, where the question wants them
+    prompt_token_ids  in the first one, where the endpoint tells them
     """
 
     text: str = ""
     token_ids: tuple[int, ...] | None = None
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
     num_tokens: int | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
@@ -172,6 +181,16 @@ class TimedAnswer:
             elif piece.has_output:
                 return None
         return tuple(token_ids)
+
+    @property
+    def top_log_probs(self) -> tuple[TopLogProbs, ...]:
+        """Those of all output ids."""
+        return tuple(top for piece in self.pieces for top in piece.top_log_probs)
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...] | None:
+        """The prompt as it was read; None where the endpoint does not tell."""
+        return next((p.prompt_token_ids for p in self.pieces if p.prompt_token_ids), None)
 
     @property
     def num_output_tokens(self) -> int | None:

@@ -80,7 +80,9 @@ class InProcess:
             sampling=question.sampling,
             num_draft_tokens=question.num_draft_tokens,
             end_token_ids=frozenset() if question.ignores_end else self._tokenizer.end_token_ids,
+            keeps_end=question.returns_ids,
             stop_strings=question.stop_strings,
+            num_top_log_probs=question.num_top_log_probs,
             starts_text=question.starts_text or question.messages is not None,
         )
 
@@ -98,6 +100,7 @@ def _piece(chunk: Chunk) -> Piece:
     return Piece(
         text=chunk.text,
         token_ids=chunk.token_ids,
+        top_log_probs=chunk.top_log_probs,
         num_tokens=len(chunk.token_ids),
         finish_reason=chunk.finish_reason,
         usage=None if chunk.statistics is None else Usage.from_statistics(chunk.statistics),

@@ -2,11 +2,15 @@
 
 Text and token ids go to `/v1/completions`, messages to `/v1/chat/completions`. Beyond OpenAI's own
 parameters a question may need those of vLLM's and SGLang's: `top_k`, `min_p`, `repetition_penalty`,
-`min_tokens`, `ignore_eos`; a server that lacks one refuses it.
+`min_tokens`, `ignore_eos`; a server that lacks one refuses it. Token ids are what vLLM and our
+gateway send for `return_token_ids`, vLLM's with the one that ended the answer; log-probabilities
+come under them with `return_tokens_as_token_ids` (docs.vllm.ai, OpenAI-Compatible Server, "Extra
+parameters").
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -20,13 +24,18 @@ from specpipe.errors import CutStream, RequestError, ServerError, show, to_sente
 from specpipe.evaluate.endpoints.base import Piece, Question, Usage, given_settings
 from specpipe.machine.event_stream import parse_data, read_events
 from specpipe.machine.web import asked, receive
-from specpipe.speculative.request import FinishReason
+from specpipe.speculative.request import FinishReason, TopLogProbs
 
 SCHEMES = ("openai+http", "openai+https")
 
 _USAGE_AT_END = {"include_usage": True}
 _USAGE_ALWAYS = {"include_usage": True, "continuous_usage_stats": True}
 """vLLM and SGLang then count the tokens of each chunk; others may refuse the key."""
+
+_WITH_IDS = {"return_token_ids": True}
+
+_BY_ID = "token_id:"
+"""What the name of a token begins with, with `return_tokens_as_token_ids`."""
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
@@ -59,11 +68,12 @@ class OpenAI:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._stream_options: tuple[Mapping[str, bool], ...] = (_USAGE_ALWAYS, _USAGE_AT_END)
+        self._id_options: tuple[Mapping[str, bool], ...] = (_WITH_IDS, {})
 
     def stream(self, question: Question) -> Iterator[Piece]:
         """Yields one piece for each event with a choice or with usage."""
         path, body = self._request(question)
-        with closing(self._events(path, body)) as events:
+        with closing(self._events(path, body, with_ids=question.returns_ids)) as events:
             yield from _pieces(events, self.name)
 
     def close(self) -> None:
@@ -87,22 +97,32 @@ class OpenAI:
             body["stop"] = list(question.stop_strings)
         if question.ignores_end:
             body["ignore_eos"] = True
+        if question.num_top_log_probs:
+            if question.messages is not None:
+                raise RequestError(f"{self.name}: log-probabilities of a chat are not by token id")
+            body["logprobs"] = question.num_top_log_probs
+            body["return_tokens_as_token_ids"] = True
         if question.messages is not None:
             body["messages"] = [dict(message) for message in question.messages]
             return f"{self._path}/chat/completions", body
         body["prompt"] = list(question.token_ids or ()) if question.text is None else question.text
         return f"{self._path}/completions", body
 
-    def _events(self, path: str, body: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Asks; once more, and from then on, without the counts where a server refuses them."""
+    def _events(
+        self, path: str, body: Mapping[str, Any], *, with_ids: bool
+    ) -> Generator[str, None, None]:
+        """Asks; once more, and from then on, without the counts, or the ids, that it refuses."""
         url = f"{self._origin}{path}"
-        for options in self._stream_options:
-            whole = {**body, "stream_options": options}
+        id_options = self._id_options if with_ids else ({},)
+        for ids, options in itertools.product(id_options, self._stream_options):
+            whole = {**body, **ids, "stream_options": options}
             with asked(
                 url, whole, self._headers, server=self.name, timeout_s=self._timeout_s
             ) as response:
                 if response.status == 200:
                     self._stream_options = (options,)
+                    if with_ids:
+                        self._id_options = (ids,)
                     yield from read_events(response, self.name)
                     return
                 error = _error_text(response.read(_MAX_ERROR_BYTES))
@@ -139,6 +159,8 @@ def _pieces(events: Iterator[str], name: str) -> Iterator[Piece]:
         yield Piece(
             text=chunk.text,
             token_ids=chunk.token_ids,
+            top_log_probs=chunk.top_log_probs,
+            prompt_token_ids=chunk.prompt_token_ids,
             num_tokens=num_tokens,
             finish_reason=chunk.finish_reason,
             usage=chunk.usage,
@@ -151,6 +173,8 @@ def _pieces(events: Iterator[str], name: str) -> Iterator[Piece]:
 class _Chunk:
     text: str = ""
     token_ids: tuple[int, ...] | None = None
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: str | None = None
@@ -183,9 +207,14 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     reason = choice.get("finish_reason")
     if reason is not None and reason not in _FINISH_REASONS:
         return {"error": f"finish_reason {show(reason)}"}
+    top_log_probs = _top_log_probs(choice)
+    if top_log_probs is None:
+        return {"error": "its log-probabilities name tokens by their text, and not by their ids"}
     return {
         "text": _text(choice),
         "token_ids": choice.get("token_ids"),
+        "top_log_probs": top_log_probs,
+        "prompt_token_ids": choice.get("prompt_token_ids") or data.get("prompt_token_ids"),
         "finish_reason": None if reason is None else _FINISH_REASONS[reason],
         "usage": usage,
         "has_choice": True,
@@ -199,6 +228,17 @@ def _text(choice: Mapping[str, Any]) -> str:
         return choice.get("text") or ""
     parts = (delta.get(key) for key in ("reasoning_content", "reasoning", "content"))
     return "".join(part for part in parts if part)
+
+
+def _top_log_probs(choice: Mapping[str, Any]) -> list[list[tuple[int, float]]] | None:
+    """Returns the likeliest tokens of a completion's chunk, likeliest first; None: not by id."""
+    found = []
+    for row in (choice.get("logprobs") or {}).get("top_logprobs") or ():
+        if not all(name.startswith(_BY_ID) for name in row):
+            return None
+        by_id = [(int(name.removeprefix(_BY_ID)), value) for name, value in row.items()]
+        found.append(sorted(by_id, key=lambda one: -one[1]))
+    return found
 
 
 def _usage(data: Mapping[str, Any]) -> dict[str, Any] | None:

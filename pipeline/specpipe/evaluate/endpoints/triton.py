@@ -19,18 +19,23 @@ from specpipe.runtimes.repository_layout import ENSEMBLE, SPECULATIVE
 from specpipe.speculative.request import Request
 from specpipe.triton import serving
 from specpipe.triton.client import Client
+from specpipe.triton.client.completion import read_completion
 from specpipe.triton.client.grpc_transport import last_cause, open_grpc
 from specpipe.triton.secret import Signer
 from specpipe.triton.serving.requests import Generation
 
 _NVIDIAS_COUNTS = {"return_num_input_tokens": True, "return_num_output_tokens": True}
 _NVIDIAS_ACCEPTANCE = {"return_perf_metrics": True}
+_RETURN_IDS = "return_token_ids"
 _USAGE = tuple(Usage.__dataclass_fields__)
 _HISTOGRAM = "acceptance_histogram"  # the only one of them that is a list
 
 
 class Triton:
-    """The ensemble of one server; `url` is `http://host:port` or `grpc://host:port`."""
+    """The ensemble of one server; `url` is `http://host:port` or `grpc://host:port`.
+
+    The id that ends an answer is not among those that the ensemble sends.
+    """
 
     def __init__(self, url: str, *, model: str = ENSEMBLE, timeout_s: float = 600.0) -> None:
         self.name = url
@@ -43,12 +48,17 @@ class Triton:
         inputs = self._inputs(question)
         self._client.require_streaming()
         for values in self._client.responses(inputs):
-            piece = self._piece(values)
+            piece = self._piece(values, has_ids=_RETURN_IDS in inputs)
             if piece.has_output or piece.usage is not None or piece.finish_reason is not None:
                 yield piece
 
     def close(self) -> None:
         self._client.close()
+
+    @property
+    def takes_token_ids(self) -> bool:
+        """Whether a prompt may be token ids, which NVIDIA's ensemble does not take."""
+        return "input_ids" in self._declared_inputs()
 
     @property
     def is_nvidias(self) -> bool:
@@ -62,8 +72,6 @@ class Triton:
         return self._declared
 
     def _inputs(self, question: Question) -> dict[str, Any]:
-        if question.token_ids is not None:
-            raise RequestError(f"{self._model} takes text or messages, no token ids")
         inputs = {"max_tokens": question.max_tokens, **given_settings(question)}
         if question.text is not None:
             inputs["text_input"] = question.text
@@ -73,16 +81,22 @@ class Triton:
             inputs["stop_words"] = list(question.stop_strings)
         if question.ignores_end:
             inputs["end_id"] = -1
+        if question.token_ids is not None:
+            inputs["input_ids"] = list(question.token_ids)
+        if question.num_top_log_probs:
+            inputs["num_top_log_probs"] = question.num_top_log_probs
         declared = self._declared_inputs()
         for name in inputs:
             if name not in declared:
                 raise RequestError(f"{self._url}: {self._model} has no input {name}")
+        if question.returns_ids and _RETURN_IDS in declared:
+            inputs[_RETURN_IDS] = True
         if self.is_nvidias:
             counted = {**_NVIDIAS_COUNTS, **_NVIDIAS_ACCEPTANCE}
             inputs |= {name: value for name, value in counted.items() if name in declared}
         return {**inputs, "stream": True}
 
-    def _piece(self, values: Mapping[str, Any]) -> Piece:
+    def _piece(self, values: Mapping[str, Any], *, has_ids: bool) -> Piece:
         usage = _reported(values)
         num_tokens = None
         if self.is_nvidias:
@@ -98,6 +112,11 @@ class Triton:
             "finish_reason": values.get("finish_reason"),
             "usage": usage or None,
         }
+        if has_ids:
+            completion = read_completion(values, self._url)
+            token_ids, top_log_probs = completion.token_ids, completion.top_log_probs
+            fields |= {"token_ids": token_ids, "top_log_probs": top_log_probs}
+            fields["num_tokens"] = len(token_ids)
         return read_piece(fields, self._url)
 
 
