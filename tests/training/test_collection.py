@@ -46,7 +46,7 @@ def write(folder: Path, answers: Iterable[Answer], **options: int) -> Collection
         for one in answers:
             if not writer.is_asked(one.id):
                 writer.add(one)
-        writer.save(is_complete=True)
+        writer.complete(num_prompts=3)
         return writer.info
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
     from specpipe.evaluate.bench.run import BenchSide
 
-server_options = together(
+url_options = together(
     click.option(
         "--url",
         metavar="URL",
@@ -29,6 +29,14 @@ server_options = together(
         metavar="NAME",
         help="The server's model; an OpenAI-compatible server needs it. Left out: ensemble.",
     ),
+)
+api_key_option = click.option(
+    "--api-key-variable",
+    metavar="NAME",
+    help="Environment variable that holds the key for OpenAI-compatible servers.",
+)
+server_options = together(
+    url_options,
     click.option(
         "--metrics-url",
         metavar="URL",
@@ -48,11 +56,7 @@ server_options = together(
         default="grpc",
         help="How to ask a server that this command starts.",
     ),
-    click.option(
-        "--api-key-variable",
-        metavar="NAME",
-        help="Environment variable that holds the key for OpenAI-compatible servers.",
-    ),
+    api_key_option,
 )
 
 
@@ -65,7 +69,11 @@ def check(config: Path | None, options: dict[str, Any]) -> None:
         raise click.UsageError("--against-model and --against-metrics-url need --against.")
     if against is not None and options["num_draft_tokens"] is not None:
         raise click.UsageError("--against compares servers as they are: no --num-draft-tokens.")
-    variable = options["api_key_variable"]
+    check_api_key(options["api_key_variable"])
+
+
+def check_api_key(variable: str | None) -> None:
+    """Raises UsageError for an environment variable that is not set."""
     if variable is not None and variable not in os.environ:
         raise click.UsageError(f"--api-key-variable: {variable} is not set.")
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import click
 
+from specpipe.cli.draft_collect import collect
 from specpipe.cli.output import Group
 
 
 @click.group(cls=Group)
 def draft() -> None:
     """Collect what a target answers, and train a draft for it."""
+
+
+draft.add_command(collect)

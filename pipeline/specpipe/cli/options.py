@@ -83,13 +83,16 @@ chat_option = click.option(
     is_flag=True,
     help="Ask each prompt as a user's message, in the chat template.",
 )
+limit_option = click.option(
+    "--limit", type=click.IntRange(min=1), help="Take the first prompts only."
+)
 prompts_options = together(
     click.option(
         "--prompts",
         default="code",
         help="A set by its name (chat, code, summarization), or a .jsonl or .txt file.",
     ),
-    click.option("--limit", type=click.IntRange(min=1), help="Take the first prompts only."),
+    limit_option,
 )
 max_tokens_option = click.option(
     "--max-tokens",

@@ -6,6 +6,7 @@ engines/NAME/
   quality/          what quantization costs; quality_limits/ says that it is not too much
   model_repo/       the Triton repository
   results/          what bench, tune, nightly and others measured
+  collection/       what the target answered, to train a draft on (training/collection.py)
   verification.json what was verified
   report/           a page on all of it
   versions/N/       version N as it was published or fetched
@@ -68,6 +69,7 @@ class Artifacts:
     quality = _Below("quality")
     quality_limits = _Below("quality_limits")
     repository = _Below("model_repo")
+    collection = _Below("collection")
     verification = _Below("verification.json")
     report = _Below("report")
     versions = _Below("versions")

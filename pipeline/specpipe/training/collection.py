@@ -83,12 +83,14 @@ class CollectionInfo:
     answered_by       the pair, or the server and its model; the target's digest where it is known
     tokenizer_digest  of `tokenizer_digest`
     settings          all that decides what is asked, and with which sampling
-    prompts           where the questions come from: source, digest, how many
+    prompts           where the questions come from: source, and SHA-256 of the file
     licences          of the prompts, as it was given, and of the target, as its checkpoint says
     versions          of specpipe and Python; made_at: when it was begun
     top_log_probs     how many are listed for each token, and what became of the tail; None: none
+    num_prompts       of the file that were asked, and differ
     num_from_text     answers of which the text came alone
     num_duplicates    answers that were there already, for the same prompt, and were not kept
+    num_empty         answers without a token, which were not kept either
     num_failed        questions without an answer; the next run asks them again
     is_complete       whether all was asked
     """
@@ -101,11 +103,13 @@ class CollectionInfo:
     versions: Mapping[str, str] = field(default_factory=dict)
     made_at: str | None = None
     top_log_probs: Mapping[str, Any] | None = None
+    num_prompts: int = 0
     num_answers: int = 0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     num_from_text: int = 0
     num_duplicates: int = 0
+    num_empty: int = 0
     num_failed: int = 0
     is_complete: bool = False
     format: Literal[1] = 1

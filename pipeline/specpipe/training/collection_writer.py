@@ -25,6 +25,9 @@ from specpipe.training.collection import (
 
 LEFT_OUT_NAME = "left-out.jsonl"
 
+_COUNTS = {"duplicate": "num_duplicates", "empty": "num_empty"}
+"""Where answers that were not kept are counted, by the reason."""
+
 
 class CollectionWriter:
     """Appends answers to a collection; of those that are there it has the ids in memory."""
@@ -51,21 +54,29 @@ class CollectionWriter:
         """Writes an answer; returns False where its prompt has the same one already."""
         if answer.digest in self._digests:
             self._leave_out(id=answer.id, reason="duplicate")
-            self._info = replace(self._info, num_duplicates=self._info.num_duplicates + 1)
-            self._ids.add(answer.id)
+            self._count_left_out(answer.id, "duplicate")
             return False
         _append(self._open_shard(), answer.to_line())
         self._count(answer)
         return True
+
+    def add_empty(self, question_id: str) -> None:
+        """Notes an answer without a token."""
+        self._leave_out(id=question_id, reason="empty")
+        self._count_left_out(question_id, "empty")
 
     def fail(self, question_id: str, prompt: str, error: str) -> None:
         """Notes a question without an answer, with the name of its prompt; it stays to be asked."""
         self._leave_out(id=question_id, reason="failed", prompt=prompt, error=error)
         self._info = replace(self._info, num_failed=self._info.num_failed + 1)
 
-    def save(self, *, is_complete: bool = False) -> None:
-        """Writes `collection.json` as it is now."""
-        self._info = replace(self._info, is_complete=is_complete)
+    def complete(self, num_prompts: int) -> None:
+        """Writes that all was asked, of so many prompts."""
+        self.save(is_complete=True, num_prompts=num_prompts)
+
+    def save(self, **changed: Any) -> None:
+        """Writes `collection.json` as it is now, with what has changed."""
+        self._info = replace(self._info, **changed)
         with written_whole(self._folder / INFO_NAME) as staged:
             write_object(staged, asdict(self._info))
 
@@ -87,11 +98,11 @@ class CollectionWriter:
             _cut_torn_line(shards[-1])
         for answer in Collection(self._folder, info).answers():
             self._count(answer)
-        duplicates = [f for f in _left_out(self._folder) if f.get("reason") == "duplicate"]
-        self._ids.update(str(fields["id"]) for fields in duplicates)
-        self._info = replace(self._info, num_duplicates=len(duplicates))
+        left_out = [f for f in _left_out(self._folder) if f.get("reason") in _COUNTS]
+        for fields in left_out:
+            self._count_left_out(str(fields["id"]), fields["reason"])
         with written_whole(self._folder / LEFT_OUT_NAME) as staged:
-            staged.write_bytes(b"".join(map(_line, duplicates)))
+            staged.write_bytes(b"".join(map(_line, left_out)))
         self.save()
 
     def _count(self, answer: Answer) -> None:
@@ -104,6 +115,11 @@ class CollectionWriter:
             num_tokens=self._info.num_tokens + len(answer.token_ids),
             num_from_text=self._info.num_from_text + answer.is_from_text,
         )
+
+    def _count_left_out(self, question_id: str, reason: str) -> None:
+        self._ids.add(question_id)
+        name = _COUNTS[reason]
+        self._info = replace(self._info, **{name: getattr(self._info, name) + 1})
 
     def _open_shard(self) -> BinaryIO:
         """Returns the file that the next answer goes into."""
@@ -158,8 +174,7 @@ def _check_same(folder: Path, there: CollectionInfo, wanted: CollectionInfo) -> 
     """Raises ConfigError where a collection was asked otherwise than it is to be gone on with."""
     differences = [
         f"{name} was {quoted(was)}, is now {quoted(now)}"
-        for part in ("answered_by", "settings", "prompts")
-        for name, was, now in _differing(getattr(there, part), getattr(wanted, part))
+        for name, was, now in _differing(_decisive(there), _decisive(wanted))
     ]
     if there.tokenizer_digest != wanted.tokenizer_digest:
         differences.append("the tokenizer is another one")
@@ -168,6 +183,12 @@ def _check_same(folder: Path, there: CollectionInfo, wanted: CollectionInfo) -> 
             f"{folder} was collected otherwise: {'; '.join(differences)}: collect into another "
             "folder (--output), or as before"
         )
+
+
+def _decisive(info: CollectionInfo) -> dict[str, Any]:
+    """Returns what must not change while a collection grows, by name."""
+    digest = info.prompts.get("digest")
+    return {**info.answered_by, **info.settings, "SHA-256 of the prompts": digest}
 
 
 def _differing(
