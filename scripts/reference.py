@@ -181,17 +181,20 @@ _RELEASE = (
     "versions",
 )
 
+_DRAFT = "draft"
+
 
 def commands_page() -> Iterator[str]:
     yield "# Commands"
     yield ""
     yield "As `specpipe COMMAND --help` has them. Exit codes: [here](exit-codes.md). Those that"
-    yield "publish and promote have [a page of their own](release-commands.md)."
+    yield "publish and promote have [a page of their own](release-commands.md), and so has"
+    yield "[`draft`](draft-commands.md)."
     yield ""
     context = click.Context(cli, info_name="specpipe")
     yield from _options(cli, context)
     for name, command in sorted(cli.commands.items()):
-        if name not in _RELEASE:
+        if name not in (*_RELEASE, _DRAFT):
             yield from _command(name, command, context, "##")
 
 
@@ -204,6 +207,16 @@ def release_commands_page() -> Iterator[str]:
     for name, command in sorted(cli.commands.items()):
         if name in _RELEASE:
             yield from _command(name, command, context, "##")
+
+
+def draft_commands_page() -> Iterator[str]:
+    yield "# Commands for drafts"
+    yield ""
+    yield "As `specpipe draft COMMAND --help` has them; what they are for: [Drafts](../draft.md)."
+    yield ""
+    yield from _command(
+        _DRAFT, cli.commands[_DRAFT], click.Context(cli, info_name="specpipe"), "##"
+    )
 
 
 def _command(name: str, command: click.Command, above: click.Context, mark: str) -> Iterator[str]:
@@ -336,6 +349,7 @@ PAGES = {
     "settings": settings_page,
     "commands": commands_page,
     "release-commands": release_commands_page,
+    "draft-commands": draft_commands_page,
     "ensemble": ensemble_page,
 }
 

@@ -66,7 +66,9 @@ def test_every_setting_stands_in_the_reference() -> None:
 def test_every_option_stands_in_the_reference(name: str) -> None:
     shown = CliRunner().invoke(main, [name, "--help"]).stdout
     options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.MULTILINE))
-    pages = (REFERENCE / f"{page}.md" for page in ("commands", "release-commands"))
+    pages = (
+        REFERENCE / f"{page}.md" for page in ("commands", "release-commands", "draft-commands")
+    )
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     section = text.partition(f"## `specpipe {name}`\n")[2].partition("\n## ")[0]
     assert options and options <= set(re.findall(r"--[\w-]+", section))

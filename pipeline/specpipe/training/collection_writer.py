@@ -206,9 +206,11 @@ def _append(file: BinaryIO, line: bytes) -> None:
         written = 0
         while written < len(line):
             written += file.write(line[written:])
-    except BaseException:
+    except BaseException as exc:
         with suppress(OSError):
             file.truncate(start)
+        if isinstance(exc, OSError):
+            exc.filename = file.name  # which the system leaves out where it cannot write
         raise
 
 
