@@ -15,7 +15,12 @@ from specpipe.evaluate.endpoints.base import Endpoint
 from specpipe.evaluate.endpoints.in_process import InProcess
 from specpipe.evaluate.endpoints.triton import Triton
 from specpipe.evaluate.verification.record import repository_digest
-from specpipe.machine.manifest import read_manifest, record_files
+from specpipe.machine.manifest import (
+    MANIFEST_SUFFIX,
+    parse_manifest,
+    read_manifest,
+    record_files,
+)
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.triton.repository.contents import load_tokenizer
@@ -100,11 +105,31 @@ def needs_text(endpoint: Endpoint) -> bool:
     return isinstance(endpoint, Triton) and not endpoint.takes_token_ids
 
 
+def _checkpoint(config: PipelineConfig) -> Path:
+    """Returns the folder of the target's checkpoint; that of a hub id is what was read of it."""
+    folder = config.base_dir / Path(config.target.checkpoint).expanduser()
+    if folder.is_dir():
+        return folder
+    manifests = config.artifacts.side("target").folder.glob(f"*{MANIFEST_SUFFIX}")
+    read = (
+        Path(record.path)
+        for manifest in map(parse_manifest, sorted(manifests))
+        if manifest is not None
+        for record in manifest.inputs
+    )
+    return next(
+        (
+            path.parent
+            for path in read
+            if path.name == "config.json" and not path.is_relative_to(config.artifacts_dir)
+        ),
+        folder,
+    )
+
+
 def _licence(config: PipelineConfig) -> Mapping[str, Any]:
     """Returns what is known of the target's licence, as JSON."""
-    checkpoint = config.target.checkpoint
-    folder = config.base_dir / Path(checkpoint).expanduser()
-    found = find_licences("target", checkpoint, folder)
+    found = find_licences("target", config.target.checkpoint, _checkpoint(config))
     return {
         "declared": list(found.declared),
         "name": found.name,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,11 +63,11 @@ class Answer:
 
     def to_line(self) -> bytes:
         """Returns the answer as a line of a shard."""
-        fields = asdict(self)
+        written = {one.name: getattr(self, one.name) for one in fields(self)}
         for name in ("top_log_probs", "is_from_text"):
-            if not fields[name]:
-                del fields[name]
-        return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            if not written[name]:
+                del written[name]
+        return json.dumps(written, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
     @property
     def digest(self) -> int:
