@@ -131,7 +131,7 @@ def test_a_failed_request_closes_the_gate(gate: Gate) -> None:
         ),
         (
             {"prompt": "x", "exact": "4", "answer": "4"},
-            "unknown key 'answer': expected name, kind, prompt, messages, max_tokens",
+            "unknown key 'answer': expected name, kind, group, prompt, messages, max_tokens",
         ),
     ],
 )
