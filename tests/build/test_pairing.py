@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specpipe.build.pairing import PairContract, check_pair
+from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.errors import CheckpointError, PairingError
 from tests import toy_tokenizers
 from tests.toy_tokenizers import write_words
@@ -324,3 +325,41 @@ def test_quickstart_pair_passes_without_a_note() -> None:
     contract = check_pair(QUICKSTART / "draft", QUICKSTART / "target")
     assert contract.num_used_token_ids == contract.draft_vocab_size == 4096
     assert (contract.unused_token_ids, contract.end_token_ids, contract.notes) == ((), (0,), ())
+
+
+def test_a_parallel_draft_may_have_a_row_for_its_mask_alone(tmp_path: Path) -> None:
+    draft = write_words(
+        tmp_path / "draft", num_rows=264, pard_token=256, specpipe_num_draft_tokens=8
+    )
+    target = write_words(tmp_path / "target")
+    contract = check_pair(draft, target)
+    assert contract.parallel == ParallelDraft(256, 8)
+    assert contract.unused_token_ids == ((250, 264),)
+    assert contract.notes[0] == (
+        "the draft proposes up to 8 tokens in one pass, with token id 256 for those that it lacks"
+    )
+    assert PairContract.from_json(contract.to_json()) == contract
+
+
+@pytest.mark.parametrize(
+    ("mask", "meaning"),
+    [(40, "40 'w40', which is text"), (2, "2 '<eos>', which is where texts begin or end")],
+)
+def test_a_mask_that_a_text_may_have_is_refused(tmp_path: Path, mask: int, meaning: str) -> None:
+    assert refusal(*write_pair(tmp_path, pard_token=mask)) == [
+        f"the draft's pard_token is {meaning} to the target: expected an id that no text has"
+    ]
+
+
+def test_a_mask_may_be_a_special_token_that_no_role_has(tmp_path: Path) -> None:
+    contract = check_pair(*write_pair(tmp_path, pard_token=3))  # <turn>
+    assert contract.parallel == ParallelDraft(3)
+
+
+def test_a_contract_of_an_older_version_is_of_a_draft_that_gives_tokens_one_by_one(
+    tmp_path: Path,
+) -> None:
+    contract = check_pair(*write_pair(tmp_path))
+    older = json.loads(contract.to_json())
+    del older["parallel"]
+    assert PairContract.from_json(json.dumps(older)) == contract

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,4 +281,51 @@ def test_repository_that_was_not_built_says_how(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path}/python-code/model_repo does not exist:"
         f" run `specpipe build --config {QUICKSTART}` first"
+    )
+
+
+@pytest.fixture
+def parallel_draft(tmp_path: Path) -> Path:
+    """The quickstart's draft, as if it were trained to propose four tokens in one pass."""
+    draft = tmp_path / "draft"
+    shutil.copytree(QUICKSTART.parent.parent / "models" / "python-code" / "draft", draft)
+    config = json.loads((draft / "config.json").read_text())
+    mask = config["vocab_size"]  # all of the target's rows are in use
+    config |= {"vocab_size": mask + 8, "pard_token": mask, "specpipe_num_draft_tokens": 4}
+    (draft / "config.json").write_text(json.dumps(config))
+    return draft
+
+
+def test_more_draft_tokens_than_a_parallel_draft_was_trained_for_are_noted(
+    parallel_draft: Path,
+) -> None:
+    def notes(number: int) -> list[str]:
+        config = quickstart(
+            f"draft.checkpoint={parallel_draft}", f"speculation.num_draft_tokens={number}"
+        )
+        return [n for n in planning.check(config).contract.notes if "trained" in n]
+
+    assert notes(4) == []
+    assert notes(8) == [
+        "speculation.num_draft_tokens is 8, but the draft was trained to propose 4 in one pass: "
+        "those beyond are seldom accepted"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        (("engine.kernels=fused",), "the fused kernels do not: set engine.kernels to auto"),
+        (("engine.runtime=tensorrt",), "runtime 'tensorrt' does not: set engine.runtime to torch"),
+    ],
+)
+def test_a_parallel_draft_that_nothing_runs_as_such_is_refused(
+    parallel_draft: Path, settings: tuple[str, ...], fault: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        planning.plan(quickstart(f"draft.checkpoint={parallel_draft}", *settings))
+    assert str(caught.value) == (
+        f"{QUICKSTART}: draft.checkpoint {parallel_draft} proposes several tokens in one pass "
+        f"(pard_token in its config.json), and {fault}, or remove pard_token from a copy of it, "
+        "to have its tokens one by one"
     )

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine import Pages
 from specpipe.runtimes.pair.engine_pair import EnginePair
@@ -188,7 +189,7 @@ def make_pair(
     num_pages: int = 0,
     draft_pages: int = 0,
     page: int = 8,
-    unused_token_ids: tuple[tuple[int, int], ...] = (),
+    mask_token_id: int | None = None,
     **options: object,
 ) -> EnginePair:
     settings: dict[str, object] = {
@@ -196,15 +197,20 @@ def make_pair(
         "max_seq_len": 500,
         "max_num_tokens": 16,
         "adaptive": costs is not None,
+        "parallel": None if mask_token_id is None else ParallelDraft(mask_token_id),
         **options,
     }
     max_batch_size = max(int(str(settings["max_batch_size"])), 4)
     sizes = {"max_batch_size": max_batch_size, "page": page}
-    return EnginePair(
+    engines = (
         TableEngine(draft, max_seq_len=draft_max_seq_len, num_pages=draft_pages, **sizes),
         TableEngine(target, num_pages=num_pages, **sizes),
-        TorchSampler(min(draft.vocab_size, target.vocab_size), unused_token_ids),
-        PairOptions(**settings),  # type: ignore[arg-type]
+    )
+    pair_options = PairOptions(**settings)  # type: ignore[arg-type]
+    return EnginePair(
+        *engines,
+        TorchSampler.of(*engines, pair_options),
+        pair_options,
         lambda prompt, **_: WordDetokenizer(),
         costs=costs,
         guides=guides,

@@ -20,6 +20,7 @@ from specpipe.checkpoints.checkpoint import brief
 from specpipe.checkpoints.files import quoted, read_json
 from specpipe.checkpoints.hf_config import context_length, positions, rope, vocab_size
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
+from specpipe.checkpoints.parallel_draft import MASK_KEY, ParallelDraft, parallel_draft
 from specpipe.errors import CheckpointError, PairingError
 from specpipe.stage import naming
 from specpipe.text.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class PairContract:
                          proposed, never emitted
     draft_max_seq_len    positions that the model was made for; target_max_seq_len likewise
     notes                what differs without harm, a sentence each
+    parallel             how the draft proposes several tokens in one pass; None: one by one
     """
 
     num_used_token_ids: int
@@ -48,6 +50,7 @@ class PairContract:
     draft_max_seq_len: int
     target_max_seq_len: int
     notes: tuple[str, ...] = ()
+    parallel: ParallelDraft | None = None
 
     def to_json(self) -> str:
         """Returns the contract as `check` writes it into pair.json."""
@@ -60,6 +63,8 @@ class PairContract:
         data["unused_token_ids"] = tuple((start, stop) for start, stop in data["unused_token_ids"])
         data["end_token_ids"] = tuple(data["end_token_ids"])
         data["notes"] = tuple(data["notes"])
+        if data.get("parallel") is not None:
+            data["parallel"] = ParallelDraft(**data["parallel"])
         return cls(**data)
 
 
@@ -79,6 +84,7 @@ def check_pair(draft: Path, target: Path, limits: FileLimits = FILE_LIMITS) -> P
         *_row_faults(draft_side),
         *_row_faults(target_side),
         *_missing_rows(draft_side, target_side),
+        *_mask_faults(draft_side, target_side),
     ]
     if differences:
         lines = "".join(f"\n  - {difference}" for difference in differences)
@@ -100,6 +106,7 @@ def check_pair(draft: Path, target: Path, limits: FileLimits = FILE_LIMITS) -> P
         draft_max_seq_len=draft_side.max_seq_len,
         target_max_seq_len=target_side.max_seq_len,
         notes=tuple(_notes(draft_side, target_side)),
+        parallel=draft_side.parallel,
     )
 
 
@@ -110,6 +117,7 @@ class _Side:
     tokens: dict[int, str]
     num_rows: int
     max_seq_len: int
+    parallel: ParallelDraft | None
 
     @classmethod
     def load(cls, role: str, folder: Path, limits: FileLimits) -> _Side:
@@ -118,7 +126,8 @@ class _Side:
             config = read_json(folder / "config.json", limits=limits)
         with naming(f"{role}: {folder}"):
             num_rows, max_seq_len = vocab_size(config, limits), _max_seq_len(config, limits)
-        return cls(role, tokenizer, tokenizer.tokens(), num_rows, max_seq_len)
+            parallel = parallel_draft(config, num_rows)
+        return cls(role, tokenizer, tokenizer.tokens(), num_rows, max_seq_len, parallel)
 
     @property
     def used(self) -> set[int]:
@@ -223,7 +232,34 @@ def _missing_rows(draft: _Side, target: _Side) -> Iterator[str]:
         )
 
 
+def _mask_faults(draft: _Side, target: _Side) -> Iterator[str]:
+    """Yields a mask that may stand in a text as itself, where the draft could not tell them apart.
+
+    A special token that no role has, such as one that is reserved, does not.
+    """
+    if draft.parallel is None:
+        return
+    mask, tokenizer = draft.parallel.mask_token_id, target.tokenizer
+    if mask in target.tokens and mask not in tokenizer.special_token_ids:
+        meaning = "text"
+    elif mask in tokenizer.end_token_ids or mask == tokenizer.bos_token_id:
+        meaning = "where texts begin or end"
+    else:
+        return
+    yield (
+        f"the draft's {MASK_KEY} is {target.describe(mask)}, which is {meaning} to the target: "
+        "expected an id that no text has"
+    )
+
+
 def _notes(draft: _Side, target: _Side) -> Iterator[str]:
+    if draft.parallel is not None:
+        length = draft.parallel.num_draft_tokens
+        number = "several tokens" if length is None else f"up to {length} tokens"
+        yield (
+            f"the draft proposes {number} in one pass, with token id "
+            f"{draft.parallel.mask_token_id} for those that it lacks"
+        )
     more = sorted(draft.tokens.keys() - target.used), sorted(target.tokens.keys() - draft.used)
     if draft.num_rows != target.num_rows and not any(more):
         yield (

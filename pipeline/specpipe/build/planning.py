@@ -15,7 +15,7 @@ target/calibrate ─→ target/quantize ─┴→ quality ─→ quality_limits
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -39,6 +39,7 @@ from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.files import is_there
 from specpipe.checkpoints.hf_config import context_length
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
+from specpipe.checkpoints.parallel_draft import MASK_KEY
 from specpipe.checkpoints.unified_config import UnifiedConfig
 from specpipe.config.sections import CheckpointConfig, PipelineConfig
 from specpipe.errors import CheckpointError, ConfigError
@@ -146,7 +147,10 @@ def check(
     runtime = load_runtime(config.engine.runtime)
     contract = check_pair(pair.draft.folder, pair.target.folder, config.serving.limits)
     return Checked(
-        replace(contract, notes=(*contract.notes, *runtime.plan_notes(pair))),
+        replace(
+            contract,
+            notes=(*contract.notes, *_parallel_notes(pair), *runtime.plan_notes(pair)),
+        ),
         {side.role: runtime.estimate_memory(pair, side) for side in (pair.draft, pair.target)},
         plan_memory(config, pair, runtime, gpus) if gpus else None,
     )
@@ -166,7 +170,7 @@ def plan_pair(config: PipelineConfig, small_files: Path | None = None) -> PairPl
     draft = _resolve(config, config.draft, "draft", small_files)
     target = _resolve(config, config.target, "target", small_files)
     quantizes = any(side.checkpoint.quantization is not None for side in (draft, target))
-    return PairPlan(
+    pair = PairPlan(
         draft=draft,
         target=target,
         engine=config.engine,
@@ -175,6 +179,31 @@ def plan_pair(config: PipelineConfig, small_files: Path | None = None) -> PairPl
         measures=quantizes and config.quality.measure,
         schedule=config.speculation.limits,
     )
+    _check_parallel(config, pair)
+    return pair
+
+
+def _check_parallel(config: PipelineConfig, pair: PairPlan) -> None:
+    """Refuses a draft that proposes several tokens in one pass where nothing runs it so."""
+    if pair.draft.unified.parallel is None:
+        return
+    fault = load_runtime(config.engine.runtime).parallel_draft_fault(pair)
+    if fault is not None:
+        raise ConfigError(
+            f"{config.source}: draft.checkpoint {pair.draft.checkpoint.checkpoint} proposes "
+            f"several tokens in one pass ({MASK_KEY} in its config.json), and {fault}, or remove "
+            f"{MASK_KEY} from a copy of it, to have its tokens one by one"
+        )
+
+
+def _parallel_notes(pair: PairPlan) -> Iterator[str]:
+    parallel, number = pair.draft.unified.parallel, pair.num_draft_tokens
+    trained = None if parallel is None else parallel.num_draft_tokens
+    if trained is not None and number > trained:
+        yield (
+            f"speculation.num_draft_tokens is {number}, but the draft was trained to propose "
+            f"{trained} in one pass: those beyond are seldom accepted"
+        )
 
 
 def _resolve(

@@ -21,6 +21,7 @@ from specpipe.checkpoints.hf_config import (
     vocab_size,
 )
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
+from specpipe.checkpoints.parallel_draft import parallel_keys
 from specpipe.checkpoints.unified_config import DTYPES, UnifiedConfig
 from specpipe.checkpoints.unified_sections import UNQUANTIZED
 from specpipe.errors import CheckpointError, ConfigError, show
@@ -134,6 +135,7 @@ def unified_config(
         unified |= _longrope_keys(rotary.scaling)
     if family.is_capped:
         unified |= _capped_keys(config, tp_size)
+    unified |= parallel_keys(config, unified["vocab_size"])
     for key in family.refused:
         if config.get(key):
             raise CheckpointError(

@@ -4,8 +4,8 @@ It is what `trtllm-build` reads, plain or quantized; every part of the pipeline 
 type. Fields have the names of the file and stand in its order, so that `plain` gives it back. Keys
 that TensorRT-LLM does not know become attributes of its config and do no harm, but not inside
 `quantization`, where late versions refuse them. Beside TensorRT-LLM's own there are
-`attn_dense_bias`, `sliding_window`, `layer_types` and Gemma's `embedding_multiplier` and
-`rounds_norms`.
+`attn_dense_bias`, `sliding_window`, `layer_types`, Gemma's `embedding_multiplier` and
+`rounds_norms`, and what parallel_draft.py reads.
 
 Sources: TensorRT-LLM, docs/source/architecture/checkpoint.md, models/modeling_utils.py
 (PretrainedConfig, QuantConfig, QuantAlgo), models/{llama,qwen,phi3,gemma}/config.py,
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from specpipe.checkpoints.files import is_there, read_json
+from specpipe.checkpoints.parallel_draft import ParallelDraft, parallel_draft
 from specpipe.checkpoints.unified_sections import (
     Count,
     ParallelMapping,
@@ -92,6 +93,11 @@ class UnifiedConfig(UnifiedSection):
     def format(self) -> str | None:
         """The format of the linears; None for plain ones."""
         return self.quantization.format
+
+    @property
+    def parallel(self) -> ParallelDraft | None:
+        """How it drafts in parallel, which is said last of all; None where it does not."""
+        return parallel_draft(self.model_extra or {}, self.vocab_size)
 
     @property
     def query_size(self) -> int:

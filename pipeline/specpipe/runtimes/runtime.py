@@ -50,6 +50,14 @@ class Backend(Protocol[Plan]):
         a unified checkpoint, into which what is known of them is carried over.
         """
 
+    def parallel_draft_fault(self, pair: Plan) -> str | None:
+        """Why a draft that proposes several tokens in one pass does not run so, and what to do, as
+        the second half of a sentence; None: it does.
+
+        It is asked of such pairs alone: `Side.unified` of the draft says how it is, and so will
+        the pair's options.
+        """
+
     def serving_settings(self, pair: Plan) -> Mapping[str, Any]:
         """The `runtime_settings` of the pair's options."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Prior, share and pauses were simulated at measured costs: benchmarks/notes.md, 12.
 _DECAY = 0.97  # weight of an observation after each later one: a memory of some thirty steps
@@ -44,10 +44,22 @@ class StepCosts:
     """
     seconds: float | None = None
     """Of the plain step; None where only relative times are known."""
+    draft: Sequence[float] | None = None
+    """What drafting 0, 1, 2 ... tokens takes; None: a step each. A draft that proposes several in
+    one pass takes little more for all of them than for one.
+    """
+
+    @property
+    def copying(self) -> StepCosts:
+        """The costs of steps whose draft tokens are copied."""
+        return replace(self, draft_step=0.0, draft=None)
 
     def time(self, num_draft_tokens: int) -> float:
         """Returns the time of one draft-verify step, in plain target steps."""
-        return 1.0 + num_draft_tokens * self.draft_step + self.verify[num_draft_tokens]
+        drafting = num_draft_tokens * self.draft_step
+        if self.draft is not None:
+            drafting = self.draft[num_draft_tokens]
+        return 1.0 + drafting + self.verify[num_draft_tokens]
 
 
 def expected_tokens(acceptance_probability: float, num_draft_tokens: int) -> float:

@@ -30,9 +30,15 @@ class LanguageModel(Protocol):
 
 
 def decode(
-    state: RequestState, target: LanguageModel, draft: LanguageModel | None = None
+    state: RequestState,
+    target: LanguageModel,
+    draft: LanguageModel | None = None,
+    *,
+    mask_token_id: int | None = None,
 ) -> Iterator[Chunk]:
     """Runs one request to its end and yields what each step emits.
+
+    mask_token_id  of a draft that proposes all of its tokens in one pass; None: one by one
 
     Its draft tokens are those that its guide forces, its prediction's where that is followed, else
     those of the draft.
@@ -54,7 +60,7 @@ def decode(
         scores_of: dict[int, Floats] = {}  # of the draft's choices, by place
         if draft is not None and not is_predicted:
             limit = state.drafts.num_after_forced(len(forced))
-            scores_of = _draft(state, draft, limit, draft_token_ids, forced)
+            scores_of = _draft(state, draft, limit, draft_token_ids, forced, mask_token_id)
         raw = target.logits([*state.token_ids, *draft_token_ids], len(draft_token_ids) + 1)
         rows = [_masked(state, row, draft_token_ids[:i]) for i, row in enumerate(raw)]
         draft_scores = [
@@ -106,16 +112,30 @@ def _draft(
     num_draft_tokens: int,
     token_ids: list[int],
     forced: set[int],
+    mask_token_id: int | None,
 ) -> dict[int, Floats]:
     """Adds draft tokens to those that are there, and at which places others are forced.
 
-    Returns the scores [V] of each choice of the draft, which are num_draft_tokens at most.
+    Returns the scores [V] of each choice of the draft, which are num_draft_tokens at most. In one
+    pass its rows are of as many places, and those of forced tokens are left out.
     """
     scores: dict[int, Floats] = {}
-    while len(scores) < num_draft_tokens and state.drafts.has_room_behind(len(token_ids)):
+    first, rows = len(token_ids), None
+    if mask_token_id is not None and num_draft_tokens:
+        masks = [mask_token_id] * (num_draft_tokens - 1)
+        rows = draft.logits([*state.token_ids, *token_ids, *masks], num_draft_tokens)
+        rows[:, mask_token_id : mask_token_id + 1] = -np.inf
+    while state.drafts.has_room_behind(len(token_ids)):
+        num_taken = len(scores) if rows is None else len(token_ids) - first
+        if num_taken >= num_draft_tokens:
+            break
         if state.matcher is not None and state.matcher.mask(token_ids) is None:
             break  # nothing that is drafted there could stand
-        row = _masked(state, draft.logits([*state.token_ids, *token_ids], 1)[0], token_ids)
+        if rows is None:
+            row = draft.logits([*state.token_ids, *token_ids], 1)[0]
+        else:
+            row = rows[num_taken]
+        row = _masked(state, row, token_ids)
         if not _is_usable(row):
             break
         place = len(token_ids)

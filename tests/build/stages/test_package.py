@@ -74,6 +74,7 @@ def test_the_pair_file_has_the_options_and_the_contracts_unused_ids(
             "stream_interval_s": None,
             "num_threads": None,
             "unused_token_ids": [[250, 320]],
+            "parallel": None,
             "runtime_settings": {},
         },
     }

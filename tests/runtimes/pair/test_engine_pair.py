@@ -87,16 +87,19 @@ def sampled_requests(is_seeded: bool) -> list[Request]:
     return requests
 
 
+@pytest.mark.parametrize("mask_token_id", [None, 3])
 @pytest.mark.parametrize("is_seeded", [True, False])
-def test_batched_loop_equals_the_specification(is_seeded: bool) -> None:
+def test_batched_loop_equals_the_specification(is_seeded: bool, mask_token_id: int | None) -> None:
     """Token by token and count by count, for both accept rules and every warper."""
     target, draft = NoisyModel(1), NoisyModel(2, blend=0.4)
     requests = sampled_requests(is_seeded)
-    chunks = run(make_pair(target, draft), requests)
+    chunks = run(make_pair(target, draft, mask_token_id=mask_token_id), requests)
     for r in requests:
         state = new_state(r, vocab_size=12)
         # float32, as the batched loop gets its logits
-        expected = list(decode(state, _Rounded(target), _Rounded(draft)))
+        expected = list(
+            decode(state, _Rounded(target), _Rounded(draft), mask_token_id=mask_token_id)
+        )
         found = chunks[r.request_id]
         assert ids(found) == ids(expected)
         assert found[-1].finish_reason == expected[-1].finish_reason

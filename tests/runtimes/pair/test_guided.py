@@ -39,7 +39,7 @@ def guided(name: str = "r", guide: Guide = OBJECT, **settings: object) -> Reques
     return request(name, **{"guide": guide, "end_token_ids": ENDS, "max_tokens": 60, **settings})
 
 
-def specified(r: Request, guides: Guides = ASCII) -> list[Chunk]:
+def specified(r: Request, guides: Guides = ASCII, mask_token_id: int | None = None) -> list[Chunk]:
     """What the specification answers."""
     assert r.guide is not None
     limits = RequestLimits(
@@ -47,16 +47,18 @@ def specified(r: Request, guides: Guides = ASCII) -> list[Chunk]:
     )
     matcher = guides.matcher(r.guide, end_token_ids=r.end_token_ids, vocab_size=VOCAB_SIZE)
     state = RequestState(r, limits, WordDetokenizer(), matcher=matcher)
-    return list(decode(state, TARGET, DRAFT))
+    return list(decode(state, TARGET, DRAFT, mask_token_id=mask_token_id))
 
 
 def text(chunks: list[Chunk]) -> str:
     return bytes(ids(chunks)).decode()
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "mask_token_id"), [(0, None), (3, None), (8, None), (3, 7), (8, ord("a"))]
+)
 def test_guided_requests_of_all_kinds_are_those_of_the_specification(
-    num_draft_tokens: int,
+    num_draft_tokens: int, mask_token_id: int | None
 ) -> None:
     """Greedy, seeded and unseeded, with penalties, beside others that have no guide."""
     requests = []
@@ -76,12 +78,13 @@ def test_guided_requests_of_all_kinds_are_those_of_the_specification(
         requests.append(guided(f"g{number}", (OBJECT, WORDS)[number % 2], **settings))
         if number % 5 == 0:
             requests.append(request(f"free{number}", sampling=sampling, max_tokens=9))
-    chunks = run(pair_of(num_draft_tokens=8), requests)
+    pair = pair_of(num_draft_tokens=8, mask_token_id=mask_token_id, max_num_tokens=32)
+    chunks = run(pair, requests)
     for r in requests:
         if r.guide is None:
             assert len(ids(chunks[r.request_id])) == 9
             continue
-        expected = specified(r)
+        expected = specified(r, mask_token_id=mask_token_id)
         found = chunks[r.request_id]
         assert ids(found) == ids(expected)
         assert found[-1].finish_reason == expected[-1].finish_reason == "stop"

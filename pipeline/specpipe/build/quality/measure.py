@@ -284,6 +284,7 @@ class _Measurement:
             num_draft_tokens=self._stage.num_draft_tokens,
             end_token_ids=frozenset(self._contract.end_token_ids),
             unused_token_ids=self._contract.unused_token_ids,
+            parallel=self._contract.parallel,
         )
 
         def against(target: TorchEngine) -> list[list[AcceptanceCounts]]:

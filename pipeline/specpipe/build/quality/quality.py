@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from specpipe.build.quality.report import Divergence
+from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.errors import EngineBuildError
 from specpipe.progress import count, counted
 from specpipe.quantization.texts import TokenIds
@@ -132,6 +133,7 @@ class PairLimits:
     num_draft_tokens: int
     end_token_ids: frozenset[int] = frozenset()
     unused_token_ids: tuple[tuple[int, int], ...] = ()
+    parallel: ParallelDraft | None = None
 
 
 def measure_acceptance(
@@ -141,21 +143,19 @@ def measure_acceptance(
 
     As in serving, what was drafted past the end of an answer does not count.
     """
-    pair = EnginePair(
-        draft,
-        target,
-        TorchSampler(min(draft.vocab_size, target.vocab_size), limits.unused_token_ids),
-        PairOptions(
-            num_draft_tokens=limits.num_draft_tokens,
-            adaptive=False,
-            max_batch_size=MAX_BATCH_SIZE,
-            max_seq_len=target.max_seq_len,
-            max_num_tokens=MAX_NUM_TOKENS,
-            max_queue_size=len(prompts),
-            request_timeout_s=math.inf,
-        ),
-        lambda prompt, **_: _NoText(),
+    options = PairOptions(
+        num_draft_tokens=limits.num_draft_tokens,
+        adaptive=False,
+        max_batch_size=MAX_BATCH_SIZE,
+        max_seq_len=target.max_seq_len,
+        max_num_tokens=MAX_NUM_TOKENS,
+        max_queue_size=len(prompts),
+        request_timeout_s=math.inf,
+        unused_token_ids=limits.unused_token_ids,
+        parallel=limits.parallel,
     )
+    sampler = TorchSampler.of(draft, target, options)
+    pair = EnginePair(draft, target, sampler, options, lambda prompt, **_: _NoText())
     for number, prompt in enumerate(prompts):
         pair.submit(
             Request(

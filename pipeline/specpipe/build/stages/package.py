@@ -21,7 +21,7 @@ class Package:
 
     contract   the result of the check stage: which ids no tokenizer entry uses
     tokenizer  the target's checkpoint, whose tokenizer files are copied
-    options    how the pair serves; `unused_token_ids` are the contract's
+    options    how the pair serves; `unused_token_ids` and `parallel` are the contract's
     limits     what of a request is refused for its size
     num_preprocessing  processes that tokenize
     """
@@ -39,7 +39,7 @@ class Package:
 
     def inputs(self) -> StageInputs:
         settings = dataclasses.asdict(self.options)
-        del settings["unused_token_ids"]
+        del settings["unused_token_ids"], settings["parallel"]
         tokenizer_files = (self.tokenizer / name for name in TOKENIZER_FILES)
         return StageInputs(
             files=(
@@ -65,7 +65,11 @@ class Package:
         from specpipe.triton.repository import lint
 
         contract = PairContract.from_json(self.contract.read_text(encoding="utf-8"))
-        options = dataclasses.replace(self.options, unused_token_ids=contract.unused_token_ids)
+        options = dataclasses.replace(
+            self.options,
+            unused_token_ids=contract.unused_token_ids,
+            parallel=contract.parallel,
+        )
         repository.write(
             out,
             models=models_folder(),

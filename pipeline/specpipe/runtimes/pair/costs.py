@@ -28,16 +28,22 @@ _OPTIMISM = 0.9995  # what a step without drafting leaves of the draft's time
 class CostTable:
     """Seconds of forwards by number of rows, for both engines.
 
-    A row is one token: B rows decode B sequences, B (K + 1) verify K draft tokens of each. What
-    else the machine does only ever adds time, so a time falls to a faster step at once and follows
-    slower ones by little.
+    A row is one token: B rows decode B sequences, B (K + 1) verify K draft tokens of each. A
+    parallel draft proposes them in one pass of as many rows: about two unread tokens of each, and
+    K - 1 masks. What else the machine does only ever adds time, so a time falls to a faster step at
+    once and follows slower ones by little.
     """
 
     def __init__(
-        self, num_draft_tokens: int, draft: Mapping[int, float], target: Mapping[int, float]
+        self,
+        num_draft_tokens: int,
+        draft: Mapping[int, float],
+        target: Mapping[int, float],
+        *,
+        is_parallel: bool = False,
     ) -> None:
         """num_draft_tokens is the largest K that verification was timed with."""
-        self._num_draft_tokens = num_draft_tokens
+        self._num_draft_tokens, self._is_parallel = num_draft_tokens, is_parallel
         self._rows = {"draft": sorted(draft), "target": sorted(target)}
         self._seconds = {
             "draft": [draft[n] for n in self._rows["draft"]],
@@ -53,9 +59,14 @@ class CostTable:
         num_rows = batch_size * np.arange(1, self._num_draft_tokens + 2)
         verified = np.interp(num_rows, self._rows["target"], self._seconds["target"])
         plain = float(verified[0])
+        drafting = None
+        if self._is_parallel:
+            drafted = np.interp(num_rows[1:], self._rows["draft"], self._seconds["draft"])
+            drafting = [0.0, *(drafted / plain).tolist()]
         return StepCosts(
             draft_step=self.seconds("draft", batch_size) / plain,
             verify=[max(seconds / plain - 1.0, 0.0) for seconds in verified.tolist()],
+            draft=drafting,
         )
 
     def step_seconds(
@@ -66,6 +77,10 @@ class CostTable:
         """
         batch_size = len(draft_lengths) + len(copied_lengths)
         num_rows = batch_size * (1 + max((*draft_lengths, *copied_lengths), default=0))
+        if self._is_parallel:
+            num_drafted = sum(length + 1 for length in draft_lengths if length)
+            drafting = self.seconds("draft", num_drafted) if num_drafted else 0.0
+            return self.seconds("target", num_rows) + drafting
         still_drafting = (
             sum(length > depth for length in draft_lengths)
             for depth in range(max(draft_lengths, default=0))
@@ -150,12 +165,17 @@ def measure_costs(
     *,
     max_batch_size: int,
     num_draft_tokens: int,
+    is_parallel: bool = False,
     budget_s: float = _BUDGET_S,
 ) -> CostTable:
-    """Times both engines on a few tokens, for about as long; their caches end empty."""
+    """Times both engines on a few tokens, for about as long; their caches end empty.
+
+    is_parallel  the draft proposes all of its tokens in one pass
+    """
     sizes = sorted({1, min(max_batch_size, draft.max_batch_size, target.max_batch_size)})
-    forwards: list[tuple[Role, int, int]] = [("draft", size, 1) for size in sizes]
     row_counts = sorted({1, 2, num_draft_tokens + 1})
+    of_draft = row_counts if is_parallel else [1]
+    forwards: list[tuple[Role, int, int]] = [("draft", size, n) for n in of_draft for size in sizes]
     forwards += [("target", size, n) for n in row_counts for size in sizes]
     engines: dict[Role, Engine] = {"draft": draft, "target": target}
     fastest: dict[Role, dict[int, float]] = {"draft": {}, "target": {}}
@@ -168,7 +188,7 @@ def measure_costs(
             times[size * num_tokens] = min(seconds, times.get(size * num_tokens, seconds))
         if round_number + 1 >= _MIN_ROUNDS and time.perf_counter() > end:
             break
-    return CostTable(num_draft_tokens, fastest["draft"], fastest["target"])
+    return CostTable(num_draft_tokens, fastest["draft"], fastest["target"], is_parallel=is_parallel)
 
 
 def time_forward(

@@ -6,17 +6,23 @@ B requests that decode in a step, K draft tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specpipe.runtimes.pair.admission import Waiting
-from specpipe.runtimes.pair.costs import CostTable, timed
+from specpipe.runtimes.pair.costs import CostTable
 from specpipe.runtimes.pair.engine import Engine, SequenceId
 from specpipe.runtimes.pair.pace import Pace
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.proposals import (
+    Proposal,
+    draft_in_pass,
+    draft_in_steps,
+    worthwhile,
+)
 from specpipe.runtimes.pair.queued_pair import Running
 from specpipe.runtimes.pair.room import Room
 from specpipe.runtimes.pair.sampler import Drafted, Sampler
-from specpipe.speculative.adaptive import MIN_GAIN, StepCosts, most_draft_tokens
+from specpipe.speculative.adaptive import StepCosts, most_draft_tokens
 
 
 @dataclass(eq=False)
@@ -42,19 +48,6 @@ class RunningSequences(Running):
     def has_gone_on(self) -> bool:
         """Whether it has more tokens than when it gave way, if it ever did."""
         return self.waiting.state is None or len(self.state.token_ids) > self.num_begun
-
-
-@dataclass(eq=False)
-class _Proposal:
-    """Draft tokens that the draft is to give a request in this step, beside those that its guide
-    forces.
-    """
-
-    sequence: SequenceId
-    drafted: Drafted
-    num_draft_tokens: int
-    unread: list[int]
-    """What the draft reads to give the next of them."""
 
 
 class Drafting:
@@ -204,12 +197,12 @@ class Drafting:
         proposals, late = self._propose(decoding, drafted, costs, most)
         if self._costs is not None and decoding:
             if batch_size > 1:
-                proposals = _worthwhile(proposals, copied, self._costs, batch_size)
+                proposals = worthwhile(proposals, copied, self._costs, batch_size)
             if not proposals and not copied and most != 0:
                 self._costs.favour_draft()
         if late:
             self._engine.forward(late, [0] * len(late))
-        self._run(proposals, is_timed=not num_beside)
+        self._run(proposals, None if num_beside else self._costs)
         return drafted
 
     def _copy(
@@ -222,7 +215,7 @@ class Drafting:
         drafted = Drafted(state)
         if running.is_draft_suspect or drafted.add_forced():
             return drafted
-        copying = None if costs is None else replace(costs, draft_step=0.0)
+        copying = None if costs is None else costs.copying
         predicted = state.drafts.predict(copying, costs, most=most)
         if predicted:
             return Drafted(state, predicted, is_copied=True, is_predicted=True)
@@ -238,7 +231,7 @@ class Drafting:
         drafted: Sequence[Drafted],
         costs: StepCosts | None,
         most: int | None,
-    ) -> tuple[list[_Proposal], list[tuple[SequenceId, list[int]]]]:
+    ) -> tuple[list[Proposal], list[tuple[SequenceId, list[int]]]]:
         """Returns who would draft how many tokens, and pieces of text for those too far behind."""
         proposals = []
         late = []
@@ -263,75 +256,21 @@ class Drafting:
                 late.append((sequence, unread[: self._options.max_num_tokens]))
             else:
                 unread += draft.token_ids
-                proposals.append(_Proposal(sequence, draft, num_draft_tokens, unread))
+                if self._options.parallel is not None:  # masks are read, too
+                    num_left = self._options.max_num_tokens - len(unread)
+                    num_draft_tokens = min(num_draft_tokens, max(num_left, 0) + 1)
+                proposals.append(Proposal(sequence, draft, num_draft_tokens, unread))
         return proposals, late
 
-    def _run(self, proposals: list[_Proposal], *, is_timed: bool) -> None:
-        """Runs up to K forwards, each over the proposals that lack a token."""
-        while proposals:
-            batch = [(p.sequence, p.unread) for p in proposals]
-            is_plain = is_timed and all(len(p.unread) == 1 for p in proposals)
-            with timed(self._costs, "draft", len(batch) if is_plain else None):
-                logits = self._engine.forward(batch, [1] * len(batch))
-                has_token = self._sampler.draft(logits, [p.drafted for p in proposals])
-            still_drafting = []
-            for proposal, is_drafted in zip(proposals, has_token, strict=True):
-                token_ids = proposal.drafted.token_ids
-                if not token_ids:
-                    proposal.drafted.state.drafts.skip("draft_failed")
-                if not is_drafted:
-                    continue
-                proposal.unread = [token_ids[-1], *proposal.drafted.add_forced()]
-                is_wanted = proposal.drafted.num_drawn < proposal.num_draft_tokens
-                if is_wanted and proposal.drafted.state.drafts.has_room_behind(len(token_ids)):
-                    still_drafting.append(proposal)
-            proposals = still_drafting
-
-
-def _worthwhile(
-    proposals: Sequence[_Proposal], copied: Sequence[Drafted], costs: CostTable, batch_size: int
-) -> list[_Proposal]:
-    """Returns proposals cut to the draft length at which the batch emits most in a given time, and
-    cuts what was copied likewise.
-
-    Each request proposes what would pay if all did as it does. But a draft step for a few of them
-    costs nearly what it costs for all, and those that do not draft wait for it. Those that name
-    their draft length are not stopped.
-    """
-    num_plain = batch_size - len(proposals) - len(copied)
-    expected_of = [
-        draft.state.drafts.expected_tokens(
-            is_copied=draft.is_copied, is_predicted=draft.is_predicted
-        )
-        for draft in (*(p.drafted for p in proposals), *copied)
-    ]
-
-    def rate(cap: int) -> float:
-        lengths = [_capped(p.drafted, p.num_draft_tokens, cap) for p in proposals]
-        copied_lengths = [_capped(d, len(d.token_ids), cap) for d in copied]
-        expected = sum(
-            by_length[length]
-            for by_length, length in zip(expected_of, (*lengths, *copied_lengths), strict=True)
-        )
-        seconds = costs.step_seconds([*lengths, *[0] * num_plain], copied_lengths)
-        return (num_plain + expected) / seconds
-
-    longest = max(
-        (*(p.num_draft_tokens for p in proposals), *(len(d.token_ids) for d in copied)), default=0
-    )
-    best = max(range(longest + 1), key=rate)
-    cap = best if rate(best) >= MIN_GAIN * rate(0) else 0
-    worthwhile = []
-    for proposal in proposals:
-        proposal.num_draft_tokens = _capped(proposal.drafted, proposal.num_draft_tokens, cap)
-        if proposal.num_draft_tokens:
-            worthwhile.append(proposal)
+    def _run(self, proposals: Sequence[Proposal], costs: CostTable | None) -> None:
+        parallel = self._options.parallel
+        if parallel is None:
+            draft_in_steps(proposals, self._engine, self._sampler, costs)
         else:
-            proposal.drafted.state.drafts.skip("does_not_pay")
-    for draft in copied:
-        del draft.token_ids[_capped(draft, len(draft.token_ids), cap) :]
-    return worthwhile
-
-
-def _capped(draft: Drafted, length: int, cap: int) -> int:
-    return length if draft.state.drafts.names_draft_length else min(length, cap)
+            draft_in_pass(
+                proposals,
+                self._engine,
+                self._sampler,
+                costs,
+                mask_token_id=parallel.mask_token_id,
+            )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.roles import Role
 from specpipe.speculative.adaptive import Schedule
 from specpipe.speculative.request import Chunk, Detokenizer, Request
@@ -154,5 +155,7 @@ class PairOptions:
 
     They are never proposed and never emitted.
     """
+    parallel: ParallelDraft | None = None
+    """How the draft proposes all of its tokens in one pass; None: it gives them one by one."""
     runtime_settings: Mapping[str, Any] = field(default_factory=dict)
     """What only the pair's runtime knows of; JSON-able."""

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specpipe.runtimes.pair.engine import Engine
+from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Scored
 from specpipe.speculative import noise
 from specpipe.speculative.guide import Matcher, allowed_ids
@@ -59,14 +61,34 @@ class Row:
 class TorchSampler:
     """The `Sampler` over torch logits; vocab_size is what draft and target have in common."""
 
-    def __init__(self, vocab_size: int, unused_token_ids: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        unused_token_ids: Sequence[tuple[int, int]] = (),
+        *,
+        mask_token_id: int | None = None,
+    ) -> None:
+        """mask_token_id is the draft's, which it never proposes, whatever it is to the target."""
         self._vocab_size = vocab_size
+        self._undrafted = [] if mask_token_id is None else [mask_token_id]
         self._unused = [(a, min(b, vocab_size)) for a, b in unused_token_ids if a < vocab_size]
+
+    @classmethod
+    def of(cls, draft: Engine, target: Engine, options: PairOptions) -> TorchSampler:
+        """Returns the sampler of two engines and how they serve."""
+        parallel = options.parallel
+        return cls(
+            min(draft.vocab_size, target.vocab_size),
+            options.unused_token_ids,
+            mask_token_id=None if parallel is None else parallel.mask_token_id,
+        )
 
     @torch.inference_mode()
     def draft(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[bool]:
         rows = [_row(d, d.token_ids) for d in drafted]
         logits = self._usable_columns(logits)
+        for token_id in self._undrafted:
+            logits[:, token_id : token_id + 1] = -torch.inf  # which it may lie beyond
         ended = mask_rows(logits, [(d.state.matcher, d.token_ids) for d in drafted])
         logits[ended] = -torch.inf  # nothing that is drafted there could stand
         choices = _Choices(logits, rows, Purpose.DRAFT)

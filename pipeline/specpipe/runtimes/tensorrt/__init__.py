@@ -79,6 +79,9 @@ class TensorRTRuntime:
     def reads_quantized(self, engine: TensorRTEngineConfig) -> bool:
         return False
 
+    def parallel_draft_fault(self, pair: PairPlan) -> str | None:
+        return "runtime 'tensorrt' does not: set engine.runtime to torch"
+
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         return {}
 

@@ -82,6 +82,9 @@ class TensorRTLLMRuntime:
     def reads_quantized(self, engine: TensorRTLLMEngineConfig) -> bool:
         return _planned(engine).reads_quantized(engine)
 
+    def parallel_draft_fault(self, pair: PairPlan) -> str | None:
+        return _planned(pair.engine).parallel_draft_fault(pair)
+
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         return _planned(pair.engine).serving_settings(pair)
 

@@ -61,6 +61,11 @@ class TorchRuntime:
     def reads_quantized(self, engine: TorchEngineConfig) -> bool:
         return False
 
+    def parallel_draft_fault(self, pair: PairPlan) -> str | None:
+        if pair.engine.kernels == "fused":
+            return "the fused kernels do not: set engine.kernels to auto"
+        return None
+
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         kernels = pair.engine.kernels
         return {} if kernels == "auto" else {"kernels": kernels}

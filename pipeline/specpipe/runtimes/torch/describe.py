@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 from specpipe.checkpoints.checkpoint import ELEMENT_BYTES, read_safetensors_header
@@ -20,6 +21,13 @@ from specpipe.runtimes.torch.build import ENGINE_KIND, WEIGHTS_NAME
 from specpipe.runtimes.torch.memory import estimate_memory
 
 _LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
+
+
+def _parallel_settings(config: UnifiedConfig) -> dict[str, int]:
+    """Returns how a draft proposes several tokens in one pass; nothing of other models."""
+    if config.parallel is None:
+        return {}
+    return {key: n for key, n in asdict(config.parallel).items() if n is not None}
 
 
 def describe(engine: Path) -> EngineDescription | None:
@@ -52,7 +60,7 @@ def describe(engine: Path) -> EngineDescription | None:
             num_layers=pretrained.num_hidden_layers,
             dtype=dtype,
             limits=limits,
-            settings={"device": build["device"]},
+            settings={"device": build["device"], **_parallel_settings(pretrained)},
             memory=EngineMemory(
                 weights_bytes=sum(tensor.num_bytes for tensor in tensors),
                 kv_bytes_per_token=ELEMENT_BYTES[DTYPES[dtype]] * pretrained.kv_size,

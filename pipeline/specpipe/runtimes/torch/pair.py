@@ -50,7 +50,11 @@ def load_pair(
     # A core to spare: a thread that waits for one which Triton displaced makes each step many
     # times slower.
     num_threads = options.num_threads or max(len(os.sched_getaffinity(0)) - 1, 1)
-    reason = unfused((draft, target), options.runtime_settings.get("kernels", "auto"))
+    reason = unfused(
+        (draft, target),
+        options.runtime_settings.get("kernels", "auto"),
+        is_parallel=options.parallel is not None,
+    )
     if reason is None:
         return _fused_pair(draft, target, options, detokenizer, guides)
     if any(TorchEngineSpec.read(f).kv_cache_tokens is not None for f in (draft, target)):
@@ -65,14 +69,18 @@ def load_pair(
     return pair_of(draft_engine, target_engine, options, detokenizer, guides=guides)
 
 
-def unfused(folders: Sequence[Path], kernels: Kernels) -> str | None:
+def unfused(folders: Sequence[Path], kernels: Kernels, *, is_parallel: bool = False) -> str | None:
     """Returns why engines do not run on the fused kernels; None: they do.
+
+    is_parallel  the draft proposes all of its tokens in one pass
 
     Raises RuntimeUnavailable where `kernels` asks for those and they cannot.
     """
     if kernels == "plain":
         return "engine.kernels is plain"
     reason = next(filter(None, map(_unfused, folders)), None)
+    if is_parallel:
+        reason = "they give a draft's tokens one by one, and this one proposes them in one pass"
     if reason is not None and kernels == "fused":
         raise RuntimeUnavailable(
             f"engine.kernels is fused, but {reason}; set it to auto, which then takes torch's own"
@@ -193,10 +201,11 @@ def pair_of(
             target,
             max_batch_size=options.max_batch_size,
             num_draft_tokens=options.num_draft_tokens,
+            is_parallel=options.parallel is not None,
             # Most requests are in rounds then, whose costs were timed.
             **({} if rounds is None else {"budget_s": _BRIEF_S}),
         )
-    sampler = TorchSampler(min(draft.vocab_size, target.vocab_size), options.unused_token_ids)
+    sampler = TorchSampler.of(draft, target, options)
     return EnginePair(
         draft,
         target,

@@ -29,6 +29,11 @@ def reads_quantized(engine: TensorRTLLMEngineConfig) -> bool:
     return False
 
 
+def parallel_draft_fault(pair: PairPlan) -> str | None:
+    """Nothing runs such drafts here."""
+    return "TensorRT-LLM's backend tensorrt does not: set engine.runtime to torch"
+
+
 def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
     """As `kv_plan` has it, for sequences that stay within the model's window."""
     check_window(pair, side)

@@ -43,6 +43,11 @@ def reads_quantized(engine: TensorRTLLMEngineConfig) -> bool:
     return True
 
 
+def parallel_draft_fault(pair: PairPlan) -> str | None:
+    """Nothing runs such drafts here."""
+    return "TensorRT-LLM's backend pytorch does not: set engine.runtime to torch"
+
+
 def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
     """What `write_models` and `load_pair` need, and what decides which requests are refused."""
     settings = pair.engine.tensorrt_llm
