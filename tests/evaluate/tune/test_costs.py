@@ -82,6 +82,34 @@ def test_the_rest_is_what_a_step_takes_beyond_its_forwards(
     )
 
 
+def test_a_draft_that_proposes_in_one_pass_is_timed_by_how_many_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forward of the draft takes 1 s + 0.5 s a token, and a step 20 s."""
+    monkeypatch.setattr(
+        costs,
+        "time_forward",
+        lambda engine, size, num_tokens, *, context: (
+            10.0 if engine.model.rule is target_rule else 1.0 + 0.5 * num_tokens
+        ),
+    )
+    now = iter(range(0, 1_000_000, 20))
+    pair = make_pair(
+        TableModel(target_rule), TableModel(half_rule), num_draft_tokens=3, mask_token_id=2
+    )
+    (found,) = costs.measure(
+        pair,
+        [4, 5, 6],
+        batch_sizes=(2,),
+        max_draft_len=3,
+        context=20,
+        clock=lambda: float(next(now)),
+    )
+    assert found.pass_s == {1: 2.0, 2: 2.5, 3: 3.0}  # of two to four tokens
+    assert found.drafting_rest_s == 7.0  # 20 - 3 - 10
+    assert costs.LoadCosts.from_json(found.to_json()) == found
+
+
 def test_a_load_that_never_runs_together_is_refused() -> None:
     pair = make_pair(
         TableModel(target_rule), TableModel(half_rule), num_draft_tokens=3, max_batch_size=2

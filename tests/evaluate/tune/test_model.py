@@ -89,6 +89,17 @@ def test_memory_bound_costs_are_fitted_over_all_loads() -> None:
     assert fitted.speed_up(1.5, 2, 1) == pytest.approx(1.5 * 1.1 / 1.6)
 
 
+def test_a_pass_costs_the_same_however_many_tokens_it_gives() -> None:
+    costs = LoadCosts(1, 0.1, {0: 1.0, 2: 1.2}, 0.1, 0.3, pass_s={1: 0.1, 2: 0.2})
+    assert costs.step_s(2) == pytest.approx(1.7)  # 0.2 + 1.2 + 0.3
+    assert (costs.drafting(0), costs.drafting(1)) == (0.0, pytest.approx(0.1))
+    # By rows the pass takes -0.1 + 0.1 a row, of which K = 2 has three.
+    fitted = MemoryBound.fit([costs])
+    assert fitted.speed_up(1.75, 1, 2) == pytest.approx(1.75 * 1.0 / (0.2 + 1.2))
+    two = predict(0.5, (0.5, 0.5), [costs], 2)[1]
+    assert two.published == pytest.approx(1.75 / 1.2)  # all K for 0.2 plain steps
+
+
 def test_predictions() -> None:
     first, second = predict(0.5, (0.5, 0.5), [COSTS], 2)
     assert first == Prediction(

@@ -75,7 +75,7 @@ def _costs(own: Json) -> Table:
         [
             [
                 str(load["batch_size"]),
-                number(1e3 * load["draft_s"]),
+                number(1e3 * _draft_seconds(load)),
                 *(number(1e3 * seconds) for _, seconds in load["verify_s"]),
                 number(1e3 * load["plain_rest_s"]),
                 number(1e3 * load["drafting_rest_s"]),
@@ -84,8 +84,14 @@ def _costs(own: Json) -> Table:
         ],
         is_folded=True,
         note="Target, K: one forward over K + 1 tokens of every request; K = 0 is a plain step. "
-        "Rest: choosing tokens, text, bookkeeping.",
+        "Rest: choosing tokens, text, bookkeeping. Draft step, of a draft that proposes all tokens "
+        "in one pass: that for the most.",
     )
+
+
+def _draft_seconds(load: Json) -> float:
+    passes = load.get("pass_s")
+    return float(passes[-1][1] if passes else load["draft_s"])
 
 
 def _ranking(tune: Json) -> Table:

@@ -37,9 +37,10 @@ _MOST_ANSWER_TOKENS = 1024  # more than the steps need, prompts that are still r
 class LoadCosts:
     """Seconds at one load.
 
-    draft_s          one draft step
+    draft_s          one draft step, over one token of each request
     verify_s         a target forward over K + 1 tokens of each request, by K; K = 0 is a plain step
     plain_rest_s     what a step without draft tokens takes besides; drafting_rest_s: with the most
+    pass_s           the pass of a draft that proposes K tokens in one, by K; None: it takes K steps
     """
 
     batch_size: int
@@ -47,6 +48,13 @@ class LoadCosts:
     verify_s: Mapping[int, float]
     plain_rest_s: float
     drafting_rest_s: float
+    pass_s: Mapping[int, float] | None = None
+
+    def drafting(self, num_draft_tokens: int) -> float:
+        """Returns the seconds of drafting K tokens, interpolated likewise."""
+        if self.pass_s is None or not num_draft_tokens:
+            return num_draft_tokens * self.draft_s
+        return float(np.interp(num_draft_tokens, list(self.pass_s), list(self.pass_s.values())))
 
     def verify(self, num_draft_tokens: int) -> float:
         """Returns the seconds of a verification, interpolated between those that were timed."""
@@ -56,20 +64,27 @@ class LoadCosts:
         """Returns the seconds of a step: its forwards, and the rest, which grows evenly with K."""
         share = num_draft_tokens / max(self.verify_s)
         rest_s = (1.0 - share) * self.plain_rest_s + share * self.drafting_rest_s
-        return num_draft_tokens * self.draft_s + self.verify(num_draft_tokens) + rest_s
+        return self.drafting(num_draft_tokens) + self.verify(num_draft_tokens) + rest_s
 
     def to_json(self) -> dict[str, Any]:
+        of_pass = {} if self.pass_s is None else {"pass_s": _pairs(self.pass_s)}
         return {
             "batch_size": self.batch_size,
             "draft_s": self.draft_s,
-            "verify_s": [[length, seconds] for length, seconds in self.verify_s.items()],
+            **of_pass,
+            "verify_s": _pairs(self.verify_s),
             "plain_rest_s": self.plain_rest_s,
             "drafting_rest_s": self.drafting_rest_s,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoadCosts:
-        return cls(**{**data, "verify_s": dict(data["verify_s"])})
+        by_length = {key: dict(data[key]) for key in ("verify_s", "pass_s") if key in data}
+        return cls(**{**data, **by_length})
+
+
+def _pairs(by_length: Mapping[int, float]) -> list[list[float]]:
+    return [[length, seconds] for length, seconds in by_length.items()]
 
 
 def draft_lengths(max_draft_len: int) -> tuple[int, ...]:
@@ -94,10 +109,12 @@ def measure(
     """
     times = _Times(pair, list(prompt)[:_PROMPT_TOKENS], clock)
     lengths = draft_lengths(max_draft_len)
+    of_pass = lengths[1:] if pair.is_parallel else ()
     end = time.perf_counter() + _BUDGET_S
     for round_number in range(_MAX_ROUNDS + 1):
         for size in batch_sizes:
-            times.forward("draft", size, 0, context)
+            for length in (0, *of_pass):
+                times.forward("draft", size, length, context)
             for length in lengths:
                 times.forward("target", size, length, context)
         if round_number == 0:
@@ -106,7 +123,7 @@ def measure(
             break
     for _ in range(_STEP_ROUNDS):
         for size in batch_sizes:
-            times.forward("draft", size, 0, 0)
+            times.forward("draft", size, times.draft_forward(max_draft_len)[0], 0)
             for length in (0, max_draft_len):
                 times.forward("target", size, length, 0)
                 times.steps(size, length)
@@ -117,6 +134,7 @@ def measure(
             verify_s={length: times.median("target", size, length, context) for length in lengths},
             plain_rest_s=times.rest(size, 0),
             drafting_rest_s=times.rest(size, max_draft_len),
+            pass_s={n: times.median("draft", size, n, context) for n in of_pass} or None,
         )
         for size in batch_sizes
     ]
@@ -137,9 +155,18 @@ class _Times:
 
     def rest(self, batch_size: int, num_draft_tokens: int) -> float:
         """Returns what whole steps take beyond their forwards; noise may make it negative."""
-        forwards_s = num_draft_tokens * self.median("draft", batch_size, 0, 0)
-        forwards_s += self.median("target", batch_size, num_draft_tokens, 0)
+        forwards_s = self.median("target", batch_size, num_draft_tokens, 0)
+        if num_draft_tokens:
+            length, number = self.draft_forward(num_draft_tokens)
+            forwards_s += number * self.median("draft", batch_size, length, 0)
         return max(self.median("step", batch_size, num_draft_tokens, 0) - forwards_s, 0.0)
+
+    def draft_forward(self, num_draft_tokens: int) -> tuple[int, int]:
+        """Returns which forward of the draft gives so many tokens, by its length, and how many.
+
+        A pass reads about two tokens that are unread, and masks for all but the first it proposes.
+        """
+        return (num_draft_tokens, 1) if self._pair.is_parallel else (0, num_draft_tokens)
 
     def forward(self, role: Role, batch_size: int, num_draft_tokens: int, context: int) -> None:
         seconds = time_forward(

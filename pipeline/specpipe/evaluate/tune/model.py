@@ -8,6 +8,8 @@ then emits (1 - α^(K+1)) / (1 - α) tokens (eq. 1) in the time of K c + 1 plain
 Both simplifications can be measured instead: acceptance differs by position, and verifying more
 rows costs more. A forward that is bound by memory reads the weights once, whatever it computes, and
 adds a little for each row: a + b·rows.
+
+A draft that proposes all tokens in one pass takes c for them together, and not K c.
 """
 
 from __future__ import annotations
@@ -63,17 +65,24 @@ def fit_line(points: Sequence[tuple[float, float]]) -> LinearFit:
 class MemoryBound:
     """Seconds of both models' forwards by rows, and of the rest of a step by its draft tokens.
 
-    draft   over B rows, one for each request
-    target  over B (K + 1) rows
+    draft        over B rows, one for each request, or B (K + 1) where one pass gives all tokens
+    target       over B (K + 1) rows
+    is_parallel  one pass of the draft gives all tokens
     """
 
     draft: LinearFit
     target: LinearFit
+    is_parallel: bool = False
 
     @classmethod
     def fit(cls, costs: Sequence[LoadCosts]) -> MemoryBound:
+        passes = [
+            (load.batch_size * (length + 1), seconds)
+            for load in costs
+            for length, seconds in (load.pass_s or {}).items()
+        ]
         return cls(
-            fit_line([(load.batch_size, load.draft_s) for load in costs]),
+            fit_line(passes or [(load.batch_size, load.draft_s) for load in costs]),
             fit_line(
                 [
                     (load.batch_size * (length + 1), seconds)
@@ -81,15 +90,16 @@ class MemoryBound:
                     for length, seconds in load.verify_s.items()
                 ]
             ),
+            is_parallel=bool(passes),
         )
 
     def speed_up(self, tokens: float, batch_size: int, num_draft_tokens: int) -> float:
         """Returns the speed-up by forwards alone: this model knows nothing else of a step."""
-        plain = self.target.at(batch_size)
-        step = num_draft_tokens * self.draft.at(batch_size) + self.target.at(
-            batch_size * (num_draft_tokens + 1)
-        )
-        return tokens * plain / step
+        plain, num_rows = self.target.at(batch_size), batch_size * (num_draft_tokens + 1)
+        drafting = num_draft_tokens * self.draft.at(batch_size)
+        if self.is_parallel:
+            drafting = self.draft.at(num_rows)
+        return tokens * plain / (drafting + self.target.at(num_rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +129,9 @@ def predict(
     memory_bound = MemoryBound.fit(costs)
     predictions = []
     for load in costs:
-        cost_ratio = load.draft_s / load.verify(0)
         for length in range(1, max_draft_len + 1):
             tokens = measured_tokens(rates, length)
+            cost_ratio = load.drafting(length) / length / load.verify(0)
             predictions.append(
                 Prediction(
                     concurrency=load.batch_size,

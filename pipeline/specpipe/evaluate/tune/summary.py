@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specpipe.evaluate.tune.acceptance import AcceptanceEstimate
+from specpipe.evaluate.tune.costs import LoadCosts
 from specpipe.evaluate.tune.measure import doubt
 from specpipe.evaluate.tune.outcome import Tuned, Tuning
 from specpipe.evaluate.tune.schedule import to_yaml
@@ -55,19 +56,18 @@ def _acceptance(name: str, acceptance: AcceptanceEstimate) -> list[str]:
 
 def _costs(draft: Tuned) -> list[str]:
     lengths = list(draft.costs[0].verify_s)
-    rows = [
-        ["concurrency", "draft step", *(f"K = {length}" for length in lengths), "rest of a step"]
-    ]
+    drafting = "draft step" if draft.costs[0].pass_s is None else "draft pass"
+    rows = [["concurrency", drafting, *(f"K = {length}" for length in lengths), "rest of a step"]]
     rows += [
         [
             str(load.batch_size),
-            _ms(load.draft_s),
+            " to ".join(map(_ms, _draft_seconds(load))),
             *(_ms(seconds) for seconds in load.verify_s.values()),
             f"{_ms(load.plain_rest_s)} to {_ms(load.drafting_rest_s)}",
         ]
         for load in draft.costs
     ]
-    lines = ["milliseconds of a draft step, and of the target verifying K draft tokens"]
+    lines = [f"milliseconds of a {drafting}, and of the target verifying K draft tokens"]
     lines += aligned(rows)
     if draft.memory_bound is not None:
         for role, line in (
@@ -79,6 +79,13 @@ def _costs(draft: Tuned) -> list[str]:
                 f"{line.max_relative_error:.0%} from what was measured"
             )
     return lines
+
+
+def _draft_seconds(load: LoadCosts) -> list[float]:
+    """Returns the seconds of a draft step, or of a pass for the fewest and for the most tokens."""
+    if load.pass_s is None:
+        return [load.draft_s]
+    return [load.pass_s[min(load.pass_s)], load.pass_s[max(load.pass_s)]]
 
 
 def _speed_ups(draft: Tuned) -> list[str]:

@@ -118,6 +118,11 @@ class EnginePair(QueuedPair[RunningSequences]):
         """Both engines, which may be timed while no request runs."""
         return {"draft": self._draft, "target": self._target}
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether the draft proposes all of its tokens in one pass."""
+        return self._options.parallel is not None
+
     def step(self) -> list[Chunk]:
         self._end_overdue()
         self._admit()
