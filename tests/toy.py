@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specpipe.checkpoints.checkpoint import TensorInfo, create_safetensors, read_blocks
+from specpipe.checkpoints.checkpoint import (
+    TensorInfo,
+    create_safetensors,
+    read_blocks,
+    read_safetensors_header,
+)
 
 Raw = npt.NDArray[Any]
 
@@ -151,6 +157,34 @@ def toy_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, Raw]:
         else:
             tensors[name] = (values.view(np.uint32) >> 16).astype(np.uint16)
     return tensors
+
+
+def write_parallel_draft(
+    source: Path, folder: Path, *, num_draft_tokens: int | None = 8, num_rows: int = 8
+) -> Path:
+    """Copies a checkpoint as if it had been trained to propose several tokens in one pass.
+
+    Its vocabulary grows by some rows, of which the first is the mask's; all are those of id 0.
+    """
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    mask = config["vocab_size"]
+    config |= {
+        "vocab_size": mask + num_rows,
+        "pard_token": mask,
+        "specpipe_num_draft_tokens": num_draft_tokens,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    path = source / "model.safetensors"
+    header = read_safetensors_header(path)
+    tensors = {name: read_tensor(info) for name, info in header.items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            weight = tensors[name].reshape(header[name].shape)
+            tensors[name] = np.concatenate([weight, weight[:1].repeat(num_rows, axis=0)])
+    (folder / "model.safetensors").unlink()
+    write_tensors(folder / "model.safetensors", tensors, dtype=next(iter(header.values())).dtype)
+    return folder
 
 
 def read_tensor(info: TensorInfo) -> Raw:

@@ -33,6 +33,7 @@ from specpipe.speculative.request import Statistics
 from specpipe.stage import PlannedStage, StageInputs
 from specpipe.triton.client import Completion
 from specpipe.triton.server import launcher
+from tests.toy import write_parallel_draft
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "models" / "python-code"
@@ -506,6 +507,12 @@ def test_init_writes_a_config_that_loads(tmp_path: Path) -> None:
     assert (tmp_path / config.target.checkpoint).resolve() == PAIR / "target"
     assert config.engine.max_seq_len == 1024
     planning.plan(config)
+
+
+def test_init_has_as_many_draft_tokens_as_a_draft_proposes_in_one_pass(tmp_path: Path) -> None:
+    draft = write_parallel_draft(PAIR / "draft", tmp_path / "draft", num_draft_tokens=12)
+    assert run("init", str(draft), str(PAIR / "target")).exit_code == 0
+    assert load_config(Path("python-code.yaml")).speculation.num_draft_tokens == 12
 
 
 def test_init_takes_paths_from_here_and_writes_them_from_the_file(tmp_path: Path) -> None:

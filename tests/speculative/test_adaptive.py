@@ -4,6 +4,7 @@ costs.
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -124,3 +125,32 @@ def test_the_schedule_by_load() -> None:
     found = {size: most_draft_tokens(schedule, size) for size in (1, 2, 4, 5, 7, 8, 99)}
     assert found == {1: None, 2: 4, 4: 4, 5: 1, 7: 1, 8: 0, 99: 0}
     assert most_draft_tokens((), 1) is None
+
+
+@pytest.mark.parametrize("first", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("verify", [0.02, 0.06, 0.12])
+@pytest.mark.parametrize("decay", [1.0, 0.9, 0.8])
+def test_one_estimate_serves_drafts_that_are_less_often_right_further_ahead(
+    first: float, verify: float, decay: float
+) -> None:
+    """K of a draft whose positions are accepted less and less often, all proposed in one pass."""
+    rates = [first * decay**n for n in range(8)]
+    costs = StepCosts(
+        draft_step=0.2, verify=[verify * n for n in range(9)], draft=[0.0, *[0.2] * 8]
+    )
+    rng = random.Random(0)
+    draft_length = DraftLength()
+    emitted, time = 0, 0.0
+    while emitted < 6000:
+        k = draft_length.choose(8, costs)
+        accepted = 0
+        while accepted < k and rng.random() < rates[accepted]:
+            accepted += 1
+        draft_length.observe(num_draft_tokens=k, num_accepted_tokens=accepted)
+        emitted += accepted + 1
+        time += costs.time(k)
+    expected = [1.0]
+    for k in range(1, 9):
+        expected.append(expected[-1] + math.prod(rates[:k]))
+    best = max(tokens / costs.time(k) for k, tokens in enumerate(expected))
+    assert emitted / time > 0.94 * best

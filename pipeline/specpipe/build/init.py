@@ -9,12 +9,12 @@ from pathlib import Path
 
 import yaml
 
-from specpipe.build.pairing import check_pair
+from specpipe.build.pairing import PairContract, check_pair
 from specpipe.build.planning import DEFAULT_MAX_SEQ_LEN, check_architecture, check_weights
 from specpipe.checkpoints import source
 from specpipe.checkpoints.source import Source
 from specpipe.config.document import write_new
-from specpipe.config.sections import NAME_PATTERN
+from specpipe.config.sections import NAME_PATTERN, SpeculationConfig
 from specpipe.errors import ConfigError
 from specpipe.roles import Role
 
@@ -31,7 +31,7 @@ target:
 {target}
 speculation:
   # Draft tokens per step (K); a request may ask for fewer. 0: the target model alone.
-  num_draft_tokens: 4
+  num_draft_tokens: {num_draft_tokens}
   # Each request's K follows its own acceptance, so that a poor draft costs little.
   # adaptive: true
   # Requests copy draft tokens from their own texts where these repeat themselves.
@@ -88,6 +88,7 @@ def write_config(
     folder = Path(os.path.abspath(path)).parent
     text = _TEMPLATE.format(
         name=_scalar(name),
+        num_draft_tokens=_num_draft_tokens(contract),
         draft=_checkpoint(sources["draft"], folder),
         target=_checkpoint(sources["target"], folder),
         context=contract.target_max_seq_len,
@@ -95,6 +96,12 @@ def write_config(
     )
     write_new(path, text)
     return path
+
+
+def _num_draft_tokens(contract: PairContract) -> int:
+    """Returns the default, or what a draft was trained to propose in one pass."""
+    trained = None if contract.parallel is None else contract.parallel.num_draft_tokens
+    return SpeculationConfig().num_draft_tokens if trained is None else trained
 
 
 def _by_role(draft: str, target: str) -> dict[Role, str]:

@@ -19,6 +19,7 @@ from specpipe.build.quality.quality import (
     record,
 )
 from specpipe.build.quality.report import Divergence
+from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.errors import EngineBuildError
 from specpipe.speculative.decode import decode
 from tests.runtimes.table_engine import TableEngine
@@ -161,6 +162,13 @@ def test_a_draft_that_is_the_target() -> None:
     # 32 tokens: 6 steps of 5, and one of 2, in which there is room for one drafted token.
     assert accepted(TableModel(target_rule), [(5, 6)]) == [7, 25, 25]
     assert accepted(TableModel(target_rule), [(5, 6), (9, 9, 9)]) == [14, 50, 50]
+
+
+def test_a_draft_that_proposes_in_one_pass() -> None:
+    """The rule knows no masks, so that but for its first token it is always wrong."""
+    parallel = ParallelDraft(3)
+    # 32 tokens, two a step: room for 4 in each of 14 steps, then for 3 and 1.
+    assert accepted(TableModel(target_rule), [(5, 6)], parallel=parallel) == [16, 60, 16]
 
 
 def test_a_draft_that_is_always_wrong() -> None:

@@ -29,6 +29,7 @@ from specpipe.runtimes.torch import TorchRuntime
 from tests.evaluate.tune.conftest import QUICKSTART, ROOT
 from tests.quiet import Quiet
 from tests.recorder import Recorder
+from tests.toy import write_parallel_draft
 
 TARGET = str(ROOT / "models" / "python-code" / "target")
 OPTIONS = TuneOptions(limit=3, max_tokens=24, concurrencies=(1, 4), rounds=2, num_best=1)
@@ -218,6 +219,21 @@ def test_a_draft_that_cannot_be_paired_is_named_last(
     assert last.checkpoint == str(other)
     assert last.acceptance is None and last.score == 0.0
     assert last.reason is not None and "cannot be paired" in last.reason
+
+
+def test_a_parallel_draft_is_ranked_beside_others(
+    config: PipelineConfig, tmp_path: Path, even_costs: object, even_speed: object
+) -> None:
+    """The own draft, as if it knew masks: its first token is as good, the others are not."""
+    parallel = write_parallel_draft(
+        ROOT / "models" / "python-code" / "draft", tmp_path / "parallel", num_draft_tokens=4
+    )
+    tuning = tune(config, dataclasses.replace(OPTIONS, candidates=(str(parallel),)))
+    assert [draft.is_own for draft in tuning.drafts] == [True, False]
+    own, other = (draft.acceptance for draft in tuning.drafts)
+    assert own is not None and other is not None
+    assert other.rates[0] == pytest.approx(own.rates[0], abs=0.2)  # of other steps
+    assert other.rates[1] < own.rates[1] / 2
 
 
 def test_more_draft_tokens_than_were_built_for(

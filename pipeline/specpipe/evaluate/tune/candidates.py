@@ -15,7 +15,7 @@ from specpipe.build.execution import Reporter
 from specpipe.build.load import load_config
 from specpipe.build.planning import Plan
 from specpipe.config.sections import PipelineConfig
-from specpipe.errors import CheckpointError, PairingError
+from specpipe.errors import CheckpointError, ConfigError, PairingError
 from specpipe.evaluate.verification.record import repository_digest
 from specpipe.machine.manifest import manifest_path, read_manifest, record_files
 from specpipe.runtimes.repository_layout import link_folder
@@ -74,7 +74,7 @@ def candidate(
     try:
         derived = _derive(config, work / _folder_name(draft), overrides)
         repository = _build(derived, config, ("target/",), reporter)
-    except (PairingError, CheckpointError) as exc:
+    except (PairingError, CheckpointError, ConfigError) as exc:  # the last: not by this runtime
         return CandidatePair(checkpoint, is_own=False, repository=None, reason=str(exc))
     return CandidatePair(checkpoint, is_own=False, repository=repository)
 

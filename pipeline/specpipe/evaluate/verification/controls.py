@@ -2,7 +2,8 @@
 
 A target that drafts for itself accepts everything, so its output must be its own and its acceptance
 nearly 1; a draft that is always wrong makes every step take its draft tokens back. A fault that an
-ordinary draft seldom meets shows in one of them.
+ordinary draft seldom meets shows in one of them. A target knows no masks: where the draft proposes
+several tokens in one pass, it drafts for itself one by one, and the draft itself is the wrong one.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ class Engines:
 
     def load_own_draft(self) -> Pair:
         """Returns the target as its own draft."""
-        return dataclasses.replace(self, draft=self.target).load()
+        options = dataclasses.replace(self.options, parallel=None)
+        return dataclasses.replace(self, draft=self.target, options=options).load()
 
     def load_wrong_draft(self) -> Pair:
-        """Returns the target with a draft that proposes what the target finds least likely."""
+        """Returns the target with a draft that proposes what one of both finds least likely."""
         from specpipe.runtimes.pair.engine_pair import EnginePair
         from specpipe.runtimes.torch.pair import pair_of
 
-        pair = self.load_own_draft()
+        pair = self.load_own_draft() if self.options.parallel is None else self.load()
         assert isinstance(pair, EnginePair)  # what runs in this process is driven by our loop
         draft, target = pair.engines["draft"], pair.engines["target"]
         detokenizer = self.tokenizer.detokenizer

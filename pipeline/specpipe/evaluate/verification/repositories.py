@@ -50,7 +50,9 @@ def write_own_draft(repository: Path, out: Path) -> Path:
     pair = read_pair(repository)
     settings = pair.options.runtime_settings
     options = dataclasses.replace(
-        as_asked(pair.options), runtime_settings={**settings, **_settings_of_target(settings)}
+        as_asked(pair.options),
+        runtime_settings={**settings, **_settings_of_target(settings)},
+        parallel=None,  # the target knows no masks
     )
     return _write(repository, out, PairFile(pair.runtime, options), draft="target")
 
