@@ -64,8 +64,7 @@ def draft_in_pass(
     """Runs one forward over all proposals: what each has not read, and a mask for each draft token
     but the last.
 
-    The rows of the last K positions score the draft tokens, in turn. A token that a guide forces
-    between them takes the place of one, and its row is left out. What is cached of masks is
+    The rows of the last K positions score the draft tokens, in turn. What is cached of masks is
     forgotten at once, so that no token sees it.
     """
     if not proposals:
@@ -82,28 +81,9 @@ def draft_in_pass(
         logits = engine.forward(batch, lengths)
         for (sequence, _), length in zip(batch, lengths, strict=True):
             engine.truncate(sequence, engine.length(sequence) - (length - 1))
-        first = 0
-        rows = []
-        for proposal, length in zip(proposals, lengths, strict=True):
-            rows.append(_Rows(proposal, first, length))
-            first += length
-        while rows:
-            chosen = logits[[r.next for r in rows]]
-            has_token = sampler.draft(chosen, [r.proposal.drafted for r in rows])
-            for r, is_drafted in zip(rows, has_token, strict=True):
-                if is_drafted:
-                    r.next += 1 + len(r.proposal.drafted.add_forced())
-                else:
-                    r.next = r.stop
-                    _note_failed(r.proposal)
-            rows = [r for r in rows if r.next < r.stop]
-
-
-class _Rows:
-    """The rows of logits of a proposal, next ... stop of those that are not used yet."""
-
-    def __init__(self, proposal: Proposal, first: int, number: int) -> None:
-        self.proposal, self.next, self.stop = proposal, first, first + number
+        sampler.draft_in_pass(logits, [p.drafted for p in proposals], lengths)
+    for proposal in proposals:
+        _note_failed(proposal)
 
 
 def _num_rows(proposal: Proposal) -> int:

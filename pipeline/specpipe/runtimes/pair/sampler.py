@@ -73,6 +73,16 @@ class Sampler(Protocol):
         Returns for each whether it got one: with a NaN it drafts no further in this step.
         """
 
+    def draft_in_pass(
+        self, logits: Logits, drafted: Sequence[Drafted], lengths: Sequence[int]
+    ) -> None:
+        """Adds up to lengths[i] draft tokens to each request, from as many of the rows of logits
+        [sum(lengths), V], one after the other.
+
+        A token that a guide forces between them takes the place of one, whose row is left out.
+        With a NaN a request drafts no further.
+        """
+
     def verify(self, logits: Logits, drafted: Sequence[Drafted]) -> list[RoundResult]:
         """Runs the accept test of each request on its K + 1 rows of logits [sum(K + 1), V]."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +19,17 @@ import torch
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Scored
+from specpipe.runtimes.pair.torch_log_probs import likeliest
 from specpipe.speculative import noise
 from specpipe.speculative.guide import Matcher, allowed_ids
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
-from specpipe.speculative.request import Request, Sampling, TopLogProbs
+from specpipe.speculative.request import Request, Sampling
 from specpipe.speculative.verify import verify_by_matching
 from specpipe.speculative.warp import banned_token_ids
 
 _FIRST_SORTED = 128
 """Scores of each row that are sorted at first, then 8 times as many while a cut lies beyond. A
 guess.
-"""
-
-_BLOCK = 64
-"""Tokens of which the likeliest is found first, where the likeliest of all are looked for: a guess.
 """
 
 
@@ -68,9 +65,9 @@ class TorchSampler:
         *,
         mask_token_id: int | None = None,
     ) -> None:
-        """mask_token_id is the draft's, which it never proposes, whatever it is to the target."""
+        """mask_token_id  the draft never proposes it, whatever it is to the target, if anything"""
         self._vocab_size = vocab_size
-        self._undrafted = [] if mask_token_id is None else [mask_token_id]
+        self._mask = slice(0) if mask_token_id is None else slice(mask_token_id, mask_token_id + 1)
         self._unused = [(a, min(b, vocab_size)) for a, b in unused_token_ids if a < vocab_size]
 
     @classmethod
@@ -86,9 +83,7 @@ class TorchSampler:
     @torch.inference_mode()
     def draft(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[bool]:
         rows = [_row(d, d.token_ids) for d in drafted]
-        logits = self._usable_columns(logits)
-        for token_id in self._undrafted:
-            logits[:, token_id : token_id + 1] = -torch.inf  # which it may lie beyond
+        logits = self._draftable_columns(logits)
         ended = mask_rows(logits, [(d.state.matcher, d.token_ids) for d in drafted])
         logits[ended] = -torch.inf  # nothing that is drafted there could stand
         choices = _Choices(logits, rows, Purpose.DRAFT)
@@ -99,6 +94,27 @@ class TorchSampler:
             if not _is_matched(row.sampling):
                 draft.probs[len(draft.token_ids) - 1] = choices.probs(index)
         return choices.is_usable
+
+    @torch.inference_mode()
+    def draft_in_pass(
+        self, logits: torch.Tensor, drafted: Sequence[Drafted], lengths: Sequence[int]
+    ) -> None:
+        logits = self._draftable_columns(logits)
+        best, token_ids = (values.tolist() for values in logits.max(dim=-1))
+        left: list[tuple[Drafted, int, int]] = []  # the next row of each, and that after its last
+        for draft, stop, length in zip(drafted, accumulate(lengths), lengths, strict=True):
+            if draft.state.matcher is not None or not _row(draft, []).is_plain:
+                left.append((draft, stop - length, stop))
+                continue
+            rows = takewhile(lambda row: math.isfinite(best[row]), range(stop - length, stop))
+            draft.token_ids.extend(token_ids[row] for row in rows)
+        while left:
+            has_token = self.draft(logits[[row for _, row, _ in left]], [d for d, *_ in left])
+            left = [
+                (draft, following, stop)
+                for (draft, row, stop), is_drafted in zip(left, has_token, strict=True)
+                if is_drafted and (following := row + 1 + len(draft.add_forced())) < stop
+            ]
 
     @torch.inference_mode()
     def verify(self, logits: torch.Tensor, drafted: Sequence[Drafted]) -> list[RoundResult]:
@@ -143,7 +159,13 @@ class TorchSampler:
         log_probs = logits.float().log_softmax(dim=-1)
         index = torch.tensor(list(token_ids), device=logits.device)[:, None]
         own = log_probs.gather(1, index)[:, 0].tolist()
-        return Scored(own, _likeliest(self._usable_columns(log_probs), num_top) if num_top else ())
+        return Scored(own, likeliest(self._usable_columns(log_probs), num_top) if num_top else ())
+
+    def _draftable_columns(self, logits: torch.Tensor) -> torch.Tensor:
+        """The same, of ids that the draft may propose."""
+        logits = self._usable_columns(logits)
+        logits[:, self._mask] = -torch.inf
+        return logits
 
     def _usable_columns(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, V] of ids that all three have; writes into its argument."""
@@ -260,27 +282,6 @@ def _certain(token_id: int, like: torch.Tensor) -> torch.Tensor:
     probs = torch.zeros_like(like)
     probs[token_id] = 1.0
     return probs
-
-
-def _likeliest(log_probs: torch.Tensor, count: int) -> list[TopLogProbs]:
-    """Returns so many of the highest of each row [R, V], as `speculative/log_probs.py` does.
-
-    What cannot be emitted is -inf; a row with a NaN has none.
-    """
-    num_rows, vocab_size = log_probs.shape
-    num_blocks = vocab_size // _BLOCK
-    floor = torch.full((num_rows, 1), torch.finfo(log_probs.dtype).min, device=log_probs.device)
-    if num_blocks >= count:
-        # So many blocks have a token that is as likely as that: no other need be sorted.
-        blocks = log_probs[:, : num_blocks * _BLOCK].unflatten(-1, (num_blocks, _BLOCK))
-        floor = floor.maximum(blocks.amax(dim=-1).topk(count, dim=-1).values[:, -1:])
-    found = (log_probs >= floor).nonzero(as_tuple=True)
-    values = log_probs[found].cpu().numpy()
-    rows, token_ids = (index.cpu().numpy() for index in found)
-    order = np.lexsort((token_ids, -values, rows))
-    starts = np.searchsorted(rows, np.arange(num_rows + 1))
-    best = (order[a : min(a + count, b)] for a, b in pairwise(starts))
-    return [tuple(zip(token_ids[i].tolist(), values[i].tolist(), strict=True)) for i in best]
 
 
 def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
