@@ -46,6 +46,7 @@ class Bench:
         max_batch_size: int = 4,
         max_draft_len: int = 3,
         short_prompt: int = 0,
+        mask_token_id: int | None = None,
         **model: int,
     ) -> None:
         limits = {
@@ -54,7 +55,7 @@ class Bench:
             "max_draft_len": max_draft_len,
         }
         config = toy_config(**{**MODEL, **model})
-        self.draft, _ = toy_engines(config, seed=1, limits=limits)
+        self.draft, self.plain_draft = toy_engines(config, seed=1, limits=limits)
         self.target, self.plain = toy_engines(
             config, seed=1, limits=limits, short_prompt=short_prompt
         )
@@ -66,6 +67,7 @@ class Bench:
             vocab_size=vocab_size,
             unused=[],
             copies=True,
+            mask_token_id=mask_token_id,
         )
 
     def join(
@@ -261,6 +263,55 @@ def test_texts_are_read_beside_members() -> None:
     bench.take(other, second)
     check(bench, other, TEXTS[0])
     check(bench, second, prompt)
+
+
+MASK = 60
+
+
+class Parallel(Bench):
+    """A bench with a parallel draft: so few tokens are in use that some of its own are right."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(mask_token_id=MASK, vocab_size=3, **sizes)
+
+    def num_right(self, text: Sequence[int], length: int) -> int:
+        """How many of its draft tokens of a text that it reads as a whole stand."""
+        tokens = [*text, *[MASK] * (length - 1)]
+        sequence = self.plain_draft.allocate(prompt_length=len(tokens), max_tokens=100)
+        logits = self.plain_draft.forward([(sequence, tokens)], [length])
+        self.plain_draft.free(sequence)
+        drafted = logits[:, : self.vocab_size].argmax(-1).tolist()
+        following = self.greedy(text, length)[len(text) :]
+        pairs = enumerate(zip(drafted, following, strict=True))
+        return next((i for i, (token, right) in pairs if token != right), length)
+
+
+def test_a_parallel_draft_gives_all_tokens_of_a_round_at_once() -> None:
+    """As many stand as if it read each text as a whole, and masks: of what it read in rounds before
+    nothing is left that it should not see, whatever those drafted, copied, or left out.
+    """
+    bench = Parallel(max_batch_size=3, max_draft_len=8)
+    members = [bench.join(text) for text in TEXTS[:3]]
+    seen = set()
+    for lengths, copied in (
+        ((8, 4, 1), [False] * 3),
+        ((8, 8, 4), [False, True, False]),
+        ((1, 8, 0), [False] * 3),
+        ((8, 0, 8), [False] * 3),
+        ((4, 2, 8), [True, False, False]),
+    ):
+        wanted = [
+            None if is_copied or not k else bench.num_right(joined.text, k)
+            for joined, k, is_copied in zip(members, lengths, copied, strict=True)
+        ]
+        results = bench.run(*zip(members, lengths, strict=True), is_copied=copied)
+        for num_right, num, k in zip(wanted, num_emitted(results), lengths, strict=True):
+            assert num_right is None or num == num_right + 1
+            if num_right is not None:
+                seen.add((num_right, k))
+    for joined, prompt in zip(members, TEXTS, strict=False):
+        check(bench, joined, prompt)
+    assert any(1 < num_right < k for num_right, k in seen)
 
 
 def num_right(text: Sequence[int], following: Sequence[int], num_tokens: int) -> int:
