@@ -315,7 +315,6 @@ def test_more_draft_tokens_than_a_parallel_draft_was_trained_for_are_noted(
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        (("engine.kernels=fused",), "the fused kernels do not: set engine.kernels to auto"),
         (("engine.runtime=tensorrt",), "runtime 'tensorrt' does not: set engine.runtime to torch"),
     ],
 )

@@ -48,7 +48,8 @@ def graph_bytes(
     It is the more of a draft's, which a round asks more often, and a target's. Rounds that only
     copy draft tokens are counted, too: whether there are any, an engine does not know.
 
-    is_parallel  the draft of the pair proposes all draft tokens in one launch
+    is_parallel  it is a draft's that proposes all draft tokens in one launch. Its target does not
+                 know, and counts as another's, which has no fewer rounds and no narrower ones
     """
     num_draft_tokens = min(max_draft_len, MAX_DRAFT_TOKENS)
     sizes = RoundSizes.of(max_batch_size, num_draft_tokens, is_parallel=is_parallel)
