@@ -37,7 +37,7 @@ from pathlib import Path
 from benchmarks.load.processes import Child
 from benchmarks.load.prompts import SETS
 from benchmarks.load.report import report
-from benchmarks.load.sides import SIDES, Process, check_setting
+from benchmarks.load.sides import SIDES, Process, check_setting, pair_of
 from benchmarks.load.turns import Run, TimeIsOver, Turns
 
 _MODELS = Path(__file__).parents[1] / "models" / "python-code"
@@ -78,6 +78,7 @@ def _process(arguments: argparse.Namespace, side: str, settings: list[str]) -> P
         dtype=arguments.dtype,
         device=arguments.device,
         options=options[side],
+        parallel=str(arguments.parallel_draft or ""),
     )
 
 
@@ -158,6 +159,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", type=Path, default=_MODELS / "draft", help="the small one")
     parser.add_argument("--target", type=Path, default=_MODELS / "target", help="the small one")
     parser.add_argument(
+        "--parallel-draft", type=Path, metavar="FOLDER", help="of settings such as parallel-k8"
+    )
+    parser.add_argument(
         "--sizes",
         type=sizes,
         default=("0.4b", "7b"),
@@ -207,6 +211,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments.loads = {arguments.prompt_tokens: arguments.streams, **dict(arguments.also)}
     if unknown := set(arguments.sets) - set(SETS):
         parser.error(f"--sets: unknown {', '.join(sorted(unknown))}; there are {list(SETS)}")
+    if "parallel" in map(pair_of, arguments.ours) and arguments.parallel_draft is None:
+        parser.error("--ours has a pair 'parallel': --parallel-draft names its draft")
     if arguments.vllm and arguments.sizes and arguments.inflated is None:
         parser.error("--vllm wants --inflated, where its checkpoints are or will be")
     try:

@@ -520,21 +520,32 @@ def test_prompts_of_a_set_are_pieces_from_all_over_it(toys: Path) -> None:
         prompt_set(tokenizer, "text", number=5, length=9_000_000)
 
 
-def test_our_answers_are_the_same_with_any_drafts_and_beside_any_others(toys: Path) -> None:
+def test_our_answers_are_the_same_with_any_drafts_and_beside_any_others(
+    toys: Path, tmp_path: Path
+) -> None:
+    write_toy_checkpoint(tmp_path, num_hidden_layers=1, dtype="float32", seed=5, pard_token=250)
+    settings = ["alone", "drafts-k2", "parallel-k2"]
     process = Process(
-        *("ours", ["alone", "drafts-k2"], str(toys / "target"), str(toys / "draft")),
+        *("ours", settings, str(toys / "target"), str(toys / "draft")),
+        parallel=str(tmp_path),
         loads=[(3, 40)],
         most_drafted=2,
         dtype="float32",
         device="cpu",
     )
-    measurements = Measurements(ours.load(process))
+    side = ours.load(process)
+    options = side.about["options"]
+    assert (options["drafts"]["parallel"], options["parallel"]["parallel"]["mask_token_id"]) == (
+        None,
+        250,
+    )
+    measurements = Measurements(side)
     prompts = [[7, 191, 3], [8] * 9, [9, 60]]
-    for streams, setting in ((1, "alone"), (3, "drafts-k2"), (3, "adaptive")):
+    for streams, setting in ((1, "alone"), (3, "drafts-k2"), (3, "parallel-k2"), (3, "adaptive")):
         found = measurements.measure(Point(setting, Load(streams, 4 * streams, 12), prompts))
         assert found["num_different"] == 0
         is_drafted = found["draft_tokens_a_pass"] > 0.0
-        assert is_drafted == (setting == "drafts-k2") or setting == "adaptive"
+        assert is_drafted == setting.endswith("-k2") or setting == "adaptive"
         assert found["num_tokens"] > 0
 
 

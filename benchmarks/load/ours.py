@@ -90,22 +90,28 @@ def load(process: Process) -> Ours:
     They run on the fused kernels; on a CPU on torch's own.
     """
     device, dtype = torch.device(process.device), getattr(torch, process.dtype)
-    sizes: list[Size | None] = [size_of(size) for size in process.sizes]
-    draft, target = (
-        Source(Path(folder), size, device, dtype, process.positions or None)
-        for folder, size in zip((process.draft, process.target), sizes or [None, None], strict=True)
-    )
-    kinds = dict.fromkeys(pair_of(setting) for setting in process.settings)
-    load_pair = (_PlainPairs if device.type == "cpu" else _FusedPairs)(draft, target, process)
-    pairs = {kind: load_pair(kind, _options(process, kind)) for kind in kinds}
-    about = {kind or "usual": asdict(_options(process, kind)) for kind in kinds}
+    of_draft, of_target = map(size_of, process.sizes) if process.sizes else (None, None)
+
+    def source(folder: str, size: Size | None) -> Source:
+        return Source(Path(folder), size, device, dtype, process.positions or None)
+
+    target = source(process.target, of_target)
+    load_pair = (_PlainPairs if device.type == "cpu" else _FusedPairs)(target, process)
+    pairs: dict[str, Pair] = {}
+    about = {}
+    for kind in dict.fromkeys(pair_of(setting) for setting in process.settings):
+        draft = source(process.parallel if kind == "parallel" else process.draft, of_draft)
+        options = _options(process, kind, draft)
+        pairs[kind] = load_pair(kind, draft, options)
+        about[kind or "usual"] = asdict(options)
     return Ours(pairs, {"options": about})
 
 
-def _options(process: Process, kind: str) -> PairOptions:
+def _options(process: Process, kind: str, draft: Source) -> PairOptions:
     return PairOptions(
         num_draft_tokens=process.most_drafted,
-        prompt_lookup=kind not in ("drafts", "noise"),
+        parallel=draft.config().parallel,
+        prompt_lookup=kind not in ("drafts", "noise", "parallel"),
         prefix_reuse=kind == "reuse",  # the prompts of closed loops come again and again
         max_batch_size=process.max_streams,
         max_seq_len=process.loads[0][1] if kind == "half" else process.max_length,
@@ -117,32 +123,36 @@ def _options(process: Process, kind: str) -> PairOptions:
 class _PlainPairs:
     """Pairs on a CPU."""
 
-    def __init__(self, draft: Source, target: Source, process: Process) -> None:
-        self._sources = draft, target
+    def __init__(self, target: Source, process: Process) -> None:
+        self._target = target
         self._make = Tokenizer.load(Path(process.target)).detokenizer
 
-    def __call__(self, kind: str, options: PairOptions) -> Pair:
-        if kind not in ("", "drafts"):
+    def __call__(self, kind: str, draft: Source, options: PairOptions) -> Pair:
+        if kind not in ("", "drafts", "parallel"):
             raise ValueError(f"on a CPU there is no pair '{kind}'")
-        draft, target = (plain_engine(source, **_limits(options)) for source in self._sources)
-        return torch_pair.pair_of(draft, target, options, self._make)
+        engines = [plain_engine(source, **_limits(options)) for source in (draft, self._target)]
+        return torch_pair.pair_of(engines[0], engines[1], options, self._make)
 
 
 class _FusedPairs:
     """Pairs that share their weights."""
 
-    def __init__(self, draft: Source, target: Source, process: Process) -> None:
-        self._source, self._process = draft, process
-        self._draft, self._target = FusedModel.make(draft), FusedModel.make(target)
+    def __init__(self, target: Source, process: Process) -> None:
+        self._process = process
+        self._drafts: dict[Path, FusedModel] = {}
+        self._target = FusedModel.make(target)
         self._make = Tokenizer.load(Path(process.target)).detokenizer
 
-    def __call__(self, kind: str, options: PairOptions) -> Pair:
-        draft = self._draft
+    def __call__(self, kind: str, draft: Source, options: PairOptions) -> Pair:
         if kind == "noise":
-            draft = FusedModel.make(self._source)
-            draft.spoil()
+            model = FusedModel.make(draft)
+            model.spoil()
+        else:
+            if draft.folder not in self._drafts:
+                self._drafts[draft.folder] = FusedModel.make(draft)
+            model = self._drafts[draft.folder]
         limits = {**_limits(options), "kv_cache_tokens": self._kv_cache_tokens(kind, options)}
-        engines = [model.engine(**limits) for model in (draft, self._target)]
+        engines = [each.engine(**limits) for each in (model, self._target)]
         return torch_pair.fused_pair_of(engines[0], engines[1], options, self._make)
 
     def _kv_cache_tokens(self, kind: str, options: PairOptions) -> int:

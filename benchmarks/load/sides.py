@@ -6,7 +6,8 @@ ours    alone, k1, k2, …: so many draft tokens; adaptive: as many as pay, by t
         from the text. Before it may stand another pair than usual (drafts-k2, half-adaptive):
         drafts: copies nothing; noise: so too, and the weights of its draft are noise; half: has
         half the KV memory that the closed loop of most streams wants; reuse: keeps what it has
-        read of prompts for others that begin alike
+        read of prompts for others that begin alike; parallel: copies nothing, and its draft is
+        another, which proposes all tokens of a round in one pass
 vllm    alone; invariant: alone in its batch-invariant mode; reuse: alone with prefix caching;
         draft-2: so many draft tokens of the draft; ngram-8: so many copied from the text; and
         by-load behind either (ngram-8-by-load): its number of draft tokens by batch size
@@ -30,7 +31,7 @@ from benchmarks.load.loop import Answer, AnyLoad, Loop
 from benchmarks.load.reading import Readings
 
 SIDES = ("ours", "vllm", "triton")
-_PAIRS = ("", "drafts", "noise", "half", "reuse")
+_PAIRS = ("", "drafts", "noise", "half", "reuse", "parallel")
 _LOADS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Load, Arrivals, Chats, Readings)}
 
 
@@ -39,7 +40,8 @@ class Process:
     """What a process that measures one side is told when it starts; JSON-able.
 
     settings     that it is measured in; of vLLM one
-    draft        a checkpoint folder, as target
+    draft        a checkpoint folder, as target, and parallel where there is one: of the pair
+                 `parallel`
     sizes        what both are inflated to in GPU memory, draft first; empty: they are as they are
     positions    the most of an inflated one; 0: as the small one has them
     loads        of each load how many are asked at once, and the tokens of the longest text; closed
@@ -59,6 +61,7 @@ class Process:
     dtype: str = "bfloat16"
     device: str = "cuda"
     options: dict[str, Any] = field(default_factory=dict)
+    parallel: str = ""
 
     @property
     def max_streams(self) -> int:
