@@ -44,6 +44,15 @@ def test_many_have_fewer_tokens_of_a_parallel_draft_than_there_are_rows_to_verif
     }  # fmt: skip
 
 
+def test_a_parallel_draft_reads_what_it_lacks_where_its_launch_has_rows_for_it() -> None:
+    sizes = RoundSizes.of(128, 15, is_parallel=True)
+    assert [sizes.reaching(1, 3, num_unread) for num_unread in (4, 7, 9)] == [3, 6, 8]
+    assert sizes.reaching(1, 3, 10) == 3  # 18 rows are two tiles
+    assert sizes.reaching(16, 1, 3) == 1
+    assert sizes.reaching(16, 1, 17) == 1
+    assert RoundSizes.of(128, 15).reaching(1, 3, 9) == 3
+
+
 @pytest.mark.parametrize(
     ("num_members", "num_draft_tokens", "places", "length"),
     [(1, 5, 1, 5), (2, 5, 2, 6), (3, 4, 3, 4), (9, 7, 14, 8), (100, 0, 128, 0), (40, 2, 42, 2)],

@@ -142,6 +142,20 @@ class RoundSizes:
         """Returns the least of them that holds so many draft tokens."""
         return next(k for k in self.lengths(num_members) if k >= num_draft_tokens)
 
+    def reaching(self, num_members: int, most: int, num_unread: int) -> int:
+        """Returns the draft tokens of a round that has room for most, of which the draft reads so
+        many of the last tokens, if its launches are no wider; else most.
+        """
+        for longer in self.lengths(num_members):
+            if longer > most and self.num_read(most) < num_unread <= self.num_read(longer):
+                is_wider = self._widths(num_members, longer) != self._widths(num_members, most)
+                return most if is_wider else longer
+        return most
+
+    def _widths(self, num_members: int, most: int) -> list[int]:
+        places = self.places(num_members, most)
+        return [width_of(places * each) for each in (most + 1, *self.draft_groups(most))]
+
     def places(self, num_members: int, most: int) -> int:
         """Returns the places of a round of so many with one of their `lengths`.
 

@@ -297,14 +297,15 @@ def test_a_parallel_draft_gives_all_tokens_of_a_round_at_once() -> None:
         ((8, 8, 8), [False] * 3),
         ((1, 1, 1), [False] * 3),  # fewer than what some of the round before lack
         ((8, 8, 0), [False, True, False]),
+        ((1,), [False]),  # likewise, but in a launch that has rows for them
         ((1, 4, 8), [False] * 3),
     ):
         before = [list(joined.text) for joined in members]
         wanted = [
             None if is_copied or not k else bench.num_right(text, k)
-            for text, k, is_copied in zip(before, lengths, copied, strict=True)
+            for text, k, is_copied in zip(before, lengths, copied, strict=False)
         ]
-        results = bench.run(*zip(members, lengths, strict=True), is_copied=copied)
+        results = bench.run(*zip(members, lengths, strict=False), is_copied=copied)
         for num_right, num in zip(wanted, num_emitted(results), strict=True):
             assert num_right is None or num == num_right + 1
             most_right = max(most_right, num_right or 0)

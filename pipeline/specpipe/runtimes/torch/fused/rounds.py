@@ -202,11 +202,12 @@ class FusedRounds:
         pieces: list[Place] = []
         if readings or any(is_drafting):
             most = self.sizes.length(len(members) + bool(readings), max(num_draft, default=0))
-            self._catch_up(
-                [stream for stream, drafts in zip(streams, is_drafting, strict=True) if drafts],
-                num_read=self.sizes.num_read(most),
-                is_long=is_long,
+            unread = self._take_unread(
+                [stream for stream, drafts in zip(streams, is_drafting, strict=True) if drafts]
             )
+            if unread and not readings:  # whose pieces are made for a number of draft tokens
+                most = self.sizes.reaching(len(members), most, max(num for _, num in unread))
+            self._graphs.catch_up(unread, num_read=self.sizes.num_read(most), is_long=is_long)
             pieces = self._pieces(readings, most + 1)
             places = self.sizes.places(len(members) + len(pieces), most)
         else:
@@ -278,19 +279,18 @@ class FusedRounds:
         while self._under_way:
             self.take()
 
-    def _catch_up(self, streams: Sequence[_Stream], *, num_read: int, is_long: bool) -> None:
-        """Lets the draft read what it lacks of texts before the last tokens, num_read of each."""
+    def _take_unread(self, streams: Sequence[_Stream]) -> list[tuple[int, int]]:
+        """Returns the most tokens that the draft lacks of each text, which it is to read now."""
         unread = []
         for stream in streams:
             assert stream.has_draft, "who drafts has a draft"
             parts = [p for r in self._under_way for p in r.parts if p.stream is stream]
             num_unread = stream.num_unread + sum(part.num_unread for part in parts)
-            if num_unread > num_read:
-                unread.append((stream.number, num_unread))
+            unread.append((stream.number, num_unread))
             stream.num_unread = 0
             for part in parts:
                 part.num_unread = 0
-        self._graphs.catch_up(unread, num_read=num_read, is_long=is_long)
+        return unread
 
     def keys(self) -> list[RoundKey]:
         """Returns what rounds may be asked for, those of few places first."""
