@@ -37,7 +37,7 @@ from pathlib import Path
 from benchmarks.load.processes import Child
 from benchmarks.load.prompts import SETS
 from benchmarks.load.report import report
-from benchmarks.load.sides import SIDES, Process, check_setting, pair_of
+from benchmarks.load.sides import SIDES, Process, check_setting, is_parallel
 from benchmarks.load.turns import Run, TimeIsOver, Turns
 
 _MODELS = Path(__file__).parents[1] / "models" / "python-code"
@@ -52,15 +52,17 @@ def processes(arguments: argparse.Namespace) -> list[Process]:
         settings = list(dict.fromkeys(getattr(arguments, side)))
         for setting in settings:
             check_setting(side, setting)
+            if is_parallel(setting) and arguments.parallel is None:
+                raise ValueError(f"{side} {setting} wants --parallel")
         together = [[setting] for setting in settings] if side == "vllm" else [settings]
         found += [_process(arguments, side, some) for some in together if some]
     return found
 
 
 def _process(arguments: argparse.Namespace, side: str, settings: list[str]) -> Process:
-    draft, target = arguments.draft, arguments.target
+    folders = {role: getattr(arguments, role) for role in _inflated(arguments)}
     if side == "vllm" and arguments.sizes:
-        draft, target = arguments.inflated / "draft", arguments.inflated / "target"
+        folders = {role: arguments.inflated / role for role in folders}
     options = {
         "ours": arguments.ours_options,
         "vllm": arguments.vllm_options,
@@ -69,8 +71,7 @@ def _process(arguments: argparse.Namespace, side: str, settings: list[str]) -> P
     return Process(
         side=side,
         settings=settings,
-        target=str(target),
-        draft=str(draft),
+        **{role: str(folder) for role, folder in folders.items()},
         sizes=arguments.sizes,
         positions=arguments.positions,
         loads=list(_loads(arguments)),
@@ -118,7 +119,7 @@ def measure(arguments: argparse.Namespace, run: Run) -> None:
 
 def inflate(arguments: argparse.Namespace) -> None:
     """Writes the checkpoints that vLLM reads, where they are not there yet."""
-    for role, size in zip(("draft", "target"), arguments.sizes, strict=True):
+    for role, size in _inflated(arguments).items():
         out = arguments.inflated / role
         if not out.exists():
             script = Path(__file__).with_name("inflate.py")
@@ -126,6 +127,13 @@ def inflate(arguments: argparse.Namespace) -> None:
             if arguments.positions:
                 command += ["--positions", str(arguments.positions)]
             subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
+
+
+def _inflated(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the checkpoints that there are, and what each is inflated to; empty: nothing."""
+    draft, target = arguments.sizes or ("", "")
+    of_parallel = {} if arguments.parallel is None else {"parallel": draft}
+    return {"draft": draft, "target": target, **of_parallel}
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -158,6 +166,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", help="of Triton's gRPC, which --triton wants")
     parser.add_argument("--draft", type=Path, default=_MODELS / "draft", help="the small one")
     parser.add_argument("--target", type=Path, default=_MODELS / "target", help="the small one")
+    parser.add_argument("--parallel", type=Path, help="a small draft that proposes in one pass")
     parser.add_argument(
         "--parallel-draft", type=Path, metavar="FOLDER", help="of settings such as parallel-k8"
     )

@@ -210,6 +210,11 @@ def test_gaps_are_told_apart_by_whether_a_long_prompt_is_read() -> None:
         ("triton", "k2", True),
         ("vllm", "invariant", True),
         ("vllm", "draft-2", True),
+        ("vllm", "draft-parallel-8", True),
+        ("vllm", "ngram-parallel-8", False),
+        ("ours", "parallel-drafts-k8", True),
+        ("ours", "fp8-parallel-adaptive", True),
+        ("triton", "parallel-k2", False),
         ("vllm", "ngram-8-by-load", True),
         ("vllm", "k2", False),
         ("vllm", "draft-x", False),
@@ -227,7 +232,7 @@ def test_sides_have_settings(side: str, setting: str, is_known: bool) -> None:
 
 
 def vllm_process(setting: str, **options: Any) -> Process:
-    return Process("vllm", [setting], "T", "D", loads=[(8, 100), (3, 60)], options=options)
+    return Process("vllm", [setting], "T", "D", "P", loads=[(8, 100), (3, 60)], options=options)
 
 
 def test_vllm_is_told_how_it_drafts() -> None:
@@ -244,6 +249,13 @@ def test_vllm_is_told_how_it_drafts() -> None:
         for setting in ("draft-2", "ngram-4-by-load")
     )
     assert draft == {"method": "draft_model", "model": "D", "num_speculative_tokens": 2}
+    # The fields that vLLM's documentation has for PARD.
+    assert engine_options(vllm_process("draft-parallel-8"))["speculative_config"] == {
+        "method": "draft_model",
+        "model": "P",
+        "parallel_drafting": True,
+        "num_speculative_tokens": 8,
+    }
     assert ngram == {
         "method": "ngram",
         "prompt_lookup_max": 4,
@@ -664,6 +676,7 @@ def test_a_run_measures_each_side_in_a_process_of_its_own(
         (["--ours", "alone", "--sets", "poems"], "--sets: unknown poems"),
         (["--vllm", "alone"], "--vllm wants --inflated"),
         (["--triton", "alone"], "--triton wants --url"),
+        (["--ours", "parallel-k2"], "ours parallel-k2 wants --parallel"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(
