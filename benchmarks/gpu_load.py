@@ -52,11 +52,28 @@ def processes(arguments: argparse.Namespace) -> list[Process]:
         settings = list(dict.fromkeys(getattr(arguments, side)))
         for setting in settings:
             check_setting(side, setting)
-            if is_parallel(setting) and arguments.parallel is None:
-                raise ValueError(f"{side} {setting} wants --parallel")
+            if is_parallel(setting):
+                _check_parallel(arguments, side, setting)
         together = [[setting] for setting in settings] if side == "vllm" else [settings]
         found += [_process(arguments, side, some) for some in together if some]
     return found
+
+
+def _check_parallel(arguments: argparse.Namespace, side: str, setting: str) -> None:
+    """Refuses what would only be found when a GPU has loaded all the others."""
+    if arguments.parallel is None:
+        raise ValueError(f"{side} {setting} wants --parallel")
+    if side != "vllm":
+        return
+    of_draft, of_target = (
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        for folder in (arguments.parallel, arguments.target)
+    )
+    if of_draft != of_target:  # SpeculativeConfig.verify_equal_vocab_size_if_draft_model
+        raise ValueError(
+            f"{side} {setting}: the draft has {of_draft} rows of the vocabulary, the target "
+            f"{of_target}, and vLLM takes equal ones only"
+        )
 
 
 def _process(arguments: argparse.Namespace, side: str, settings: list[str]) -> Process:

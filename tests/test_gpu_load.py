@@ -613,6 +613,22 @@ def test_each_load_is_put_on_the_settings_that_it_tells_something_of(toys: Path)
     assert [len(prompt) for prompt in readings.prompts[5:7]] == [30, 9]
 
 
+@pytest.mark.parametrize("num_rows", [256, 264])
+def test_vllm_takes_drafts_of_as_many_rows_only(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_rows: int
+) -> None:
+    parallel = write_toy_checkpoint(tmp_path / "parallel", vocab_size=num_rows, pard_token=255)
+    told = f"--vllm draft-parallel-8 --inflated {tmp_path} --target {toys}/target"
+    words = [*told.split(), "--parallel", str(parallel)]
+    if num_rows == 256:
+        (process,) = processes(parse_arguments(words))
+        assert process.parallel == str(tmp_path / "parallel")
+        return
+    with pytest.raises(SystemExit):
+        parse_arguments(words)
+    assert "the draft has 264 rows of the vocabulary, the target 256" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_run_measures_each_side_in_a_process_of_its_own(
     toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
