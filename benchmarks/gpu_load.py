@@ -61,13 +61,13 @@ def processes(arguments: argparse.Namespace) -> list[Process]:
 
 def _check_parallel(arguments: argparse.Namespace, side: str, setting: str) -> None:
     """Refuses what would only be found when a GPU has loaded all the others."""
-    if arguments.parallel is None:
-        raise ValueError(f"{side} {setting} wants --parallel")
+    if arguments.parallel_draft is None:
+        raise ValueError(f"{side} {setting} wants --parallel-draft")
     if side != "vllm":
         return
     of_draft, of_target = (
         json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-        for folder in (arguments.parallel, arguments.target)
+        for folder in (arguments.parallel_draft, arguments.target)
     )
     if of_draft != of_target:  # SpeculativeConfig.verify_equal_vocab_size_if_draft_model
         raise ValueError(
@@ -77,7 +77,7 @@ def _check_parallel(arguments: argparse.Namespace, side: str, setting: str) -> N
 
 
 def _process(arguments: argparse.Namespace, side: str, settings: list[str]) -> Process:
-    folders = {role: getattr(arguments, role) for role in _inflated(arguments)}
+    folders = {role: folder for role, (folder, _) in _checkpoints(arguments).items()}
     if side == "vllm" and arguments.sizes:
         folders = {role: arguments.inflated / role for role in folders}
     options = {
@@ -136,21 +136,23 @@ def measure(arguments: argparse.Namespace, run: Run) -> None:
 
 def inflate(arguments: argparse.Namespace) -> None:
     """Writes the checkpoints that vLLM reads, where they are not there yet."""
-    for role, size in _inflated(arguments).items():
+    for role, (folder, size) in _checkpoints(arguments).items():
         out = arguments.inflated / role
         if not out.exists():
             script = Path(__file__).with_name("inflate.py")
-            command = [sys.executable, script, getattr(arguments, role), out, "--size", size]
+            command = [sys.executable, script, folder, out, "--size", size]
             if arguments.positions:
                 command += ["--positions", str(arguments.positions)]
             subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
 
 
-def _inflated(arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns the checkpoints that there are, and what each is inflated to; empty: nothing."""
+def _checkpoints(arguments: argparse.Namespace) -> dict[str, tuple[Path, str]]:
+    """Returns the folders that there are, and what each is inflated to; empty: to nothing."""
     draft, target = arguments.sizes or ("", "")
-    of_parallel = {} if arguments.parallel is None else {"parallel": draft}
-    return {"draft": draft, "target": target, **of_parallel}
+    found = {"draft": (arguments.draft, draft), "target": (arguments.target, target)}
+    if arguments.parallel_draft is not None:
+        found["parallel"] = (arguments.parallel_draft, draft)
+    return found
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -183,7 +185,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", help="of Triton's gRPC, which --triton wants")
     parser.add_argument("--draft", type=Path, default=_MODELS / "draft", help="the small one")
     parser.add_argument("--target", type=Path, default=_MODELS / "target", help="the small one")
-    parser.add_argument("--parallel", type=Path, help="a small draft that proposes in one pass")
+    parser.add_argument(
+        "--parallel-draft", type=Path, metavar="FOLDER", help="of settings such as parallel-k8"
+    )
     parser.add_argument(
         "--parallel-draft", type=Path, metavar="FOLDER", help="of settings such as parallel-k8"
     )

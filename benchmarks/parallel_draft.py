@@ -1,8 +1,8 @@
 """What a draft that proposes in one pass gains beside one that drafts step by step, for one stream.
 
-    python -m benchmarks.parallel_draft --parallel models/python-code/parallel
-    python -m benchmarks.parallel_draft --parallel models/python-code/parallel --device cuda \\
-        --dtype bfloat16 --sizes 7b+0.4b --fp8 --requests 24
+    python -m benchmarks.parallel_draft --parallel-draft models/python-code/parallel
+    python -m benchmarks.parallel_draft --parallel-draft models/python-code/parallel \\
+        --device cuda --dtype bfloat16 --sizes 7b+0.4b --fp8 --requests 24
 
 All sides have the same target and run in this process; a round asks each of them for the same
 answers, one after the other, in turns (settings: benchmarks/load/sides.py). Greedy;
@@ -106,7 +106,7 @@ def process_of(arguments: argparse.Namespace, settings: Sequence[str], longest: 
         settings=settings,
         target=str(arguments.target),
         draft=str(arguments.draft),
-        parallel=str(arguments.parallel),
+        parallel=str(arguments.parallel_draft),
         sizes=(draft, target) if target else (),
         loads=[(1, longest)],
         most_drafted=max(*arguments.k, *arguments.parallel_k),
@@ -246,7 +246,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--target", type=Path, default=_MODELS / "target")
     parser.add_argument("--draft", type=Path, default=_MODELS / "draft", help="drafts step by step")
-    parser.add_argument("--parallel", type=Path, required=True, help="proposes in one pass")
+    parser.add_argument("--parallel-draft", type=Path, required=True, help="proposes in one pass")
     parser.add_argument(
         "--sizes", default="", metavar="TARGET+DRAFT", help="as inflate.py has them"
     )

@@ -619,7 +619,7 @@ def test_vllm_takes_drafts_of_as_many_rows_only(
 ) -> None:
     parallel = write_toy_checkpoint(tmp_path / "parallel", vocab_size=num_rows, pard_token=255)
     told = f"--vllm draft-parallel-8 --inflated {tmp_path} --target {toys}/target"
-    words = [*told.split(), "--parallel", str(parallel)]
+    words = [*told.split(), "--parallel-draft", str(parallel)]
     if num_rows == 256:
         (process,) = processes(parse_arguments(words))
         assert process.parallel == str(tmp_path / "parallel")
@@ -692,7 +692,7 @@ def test_a_run_measures_each_side_in_a_process_of_its_own(
         (["--ours", "alone", "--sets", "poems"], "--sets: unknown poems"),
         (["--vllm", "alone"], "--vllm wants --inflated"),
         (["--triton", "alone"], "--triton wants --url"),
-        (["--ours", "parallel-k2"], "ours parallel-k2 wants --parallel"),
+        (["--ours", "parallel-k2"], "ours parallel-k2 wants --parallel-draft"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(

@@ -26,7 +26,7 @@ FP8 = ["--fp8", "--device", "cuda", "--sizes", "7b+0.4b"]
 
 
 def arguments(*words: str) -> Any:
-    return parse_arguments(["--parallel", "P", "--k", "1,2", "--parallel-k", "2,8", *words])
+    return parse_arguments(["--parallel-draft", "P", "--k", "1,2", "--parallel-k", "2,8", *words])
 
 
 def test_each_setting_is_one_of_ours() -> None:
@@ -89,7 +89,7 @@ def test_the_target_in_fp8_is_what_its_drafts_are_compared_with() -> None:
 
 def test_fp8_wants_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--parallel", "P", "--fp8"])
+        main(["--parallel-draft", "P", "--fp8"])
     assert "--fp8 wants --device cuda" in capsys.readouterr().err
 
 
@@ -104,7 +104,7 @@ def test_all_sides_give_the_same_answers(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "def f("}\n{"prompt": "import os"}\n')
     folders = [word for name in ("target", "draft") for word in (f"--{name}", f"{tmp_path}/{name}")]
     told = parse_arguments(
-        ["--parallel", f"{tmp_path}/parallel", "--k", "2", "--parallel-k", "3", *folders]
+        ["--parallel-draft", f"{tmp_path}/parallel", "--k", "2", "--parallel-k", "3", *folders]
         + ["--prompts", str(prompts), "--max-tokens", "12", "--rounds", "2"]
     )
     results, bounds = measure(told, lambda line: None)

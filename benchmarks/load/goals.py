@@ -134,7 +134,7 @@ RATIOS = (
     ),
     Ratio(
         "no copies: a parallel draft, adaptive, over the best with another",
-        "parallel-adaptive",
+        "parallel-drafts-adaptive",
         OURS,
         ("alone", "drafts-"),
         {},

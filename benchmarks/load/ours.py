@@ -106,76 +106,75 @@ def load(process: Process) -> Ours:
     They run on the fused kernels; on a CPU on torch's own.
     """
     device, dtype = torch.device(process.device), getattr(torch, process.dtype)
-    sizes: list[Size | None] = [size_of(size) for size in process.sizes] or [None, None]
-    draft, target, parallel = (
-        Source(Path(folder), size, device, dtype, process.positions or None)
-        for folder, size in zip(
-            (process.draft, process.target, process.parallel), (*sizes, sizes[0]), strict=True
-        )
-    )
-    kinds = dict.fromkeys(pair_of(setting) for setting in process.settings)
-    load_pairs = _PlainPairs if device.type == "cpu" else _FusedPairs
-    load_pair = load_pairs({"": draft, "parallel": parallel}, target, process)
-    options = {kind: _options(process, kind, parallel) for kind in kinds}
-    pairs = {kind: load_pair(kind, options[kind]) for kind in kinds}
-    about = {kind or "usual": asdict(of_kind) for kind, of_kind in options.items()}
+    of_draft, of_target = map(size_of, process.sizes) if process.sizes else (None, None)
+
+    def source(folder: str, size: Size | None) -> Source:
+        return Source(Path(folder), size, device, dtype, process.positions or None)
+
+    target = source(process.target, of_target)
+    load_pair = (_PlainPairs if device.type == "cpu" else _FusedPairs)(target, process)
+    pairs: dict[str, Pair] = {}
+    about = {}
+    for kind in dict.fromkeys(pair_of(setting) for setting in process.settings):
+        is_parallel = "parallel" in words_of(kind)
+        draft = source(process.parallel if is_parallel else process.draft, of_draft)
+        options = _options(process, kind, draft)
+        pairs[kind] = load_pair(kind, draft, options)
+        about[kind or "usual"] = asdict(options)
     return Ours(pairs, {"options": about})
 
 
-def _options(process: Process, kind: str, parallel: Source) -> PairOptions:
-    words = words_of(kind)
-    how = parallel.config().parallel if "parallel" in words else None
-    if how is None and "parallel" in words:
-        raise ValueError(f"{parallel.folder} has no {MASK_KEY}: it proposes tokens one by one")
+def _options(process: Process, kind: str, draft: Source) -> PairOptions:
+    words, parallel = words_of(kind), draft.config().parallel
+    if parallel is None and "parallel" in words:
+        raise ValueError(f"{draft.folder} has no {MASK_KEY}: it proposes tokens one by one")
     return PairOptions(
         num_draft_tokens=process.most_drafted,
+        parallel=parallel,
         prompt_lookup=not words & {"drafts", "noise"},
         prefix_reuse="reuse" in words,  # the prompts of closed loops come again and again
         max_batch_size=process.max_streams,
         max_seq_len=process.loads[0][1] if "half" in words else process.max_length,
         max_num_tokens=process.options.get("max_num_tokens", MAX_NUM_TOKENS),
         max_queue_size=_WAITING,
-        parallel=how,
     )
 
 
 class _PlainPairs:
     """Pairs on a CPU."""
 
-    def __init__(self, drafts: Mapping[str, Source], target: Source, process: Process) -> None:
-        self._drafts, self._target = drafts, target
+    def __init__(self, target: Source, process: Process) -> None:
+        self._target = target
         self._make = Tokenizer.load(Path(process.target)).detokenizer
 
-    def __call__(self, kind: str, options: PairOptions) -> Pair:
-        words = words_of(kind)
-        if not words <= {"drafts", "parallel"}:
+    def __call__(self, kind: str, draft: Source, options: PairOptions) -> Pair:
+        if not words_of(kind) <= {"drafts", "parallel"}:
             raise ValueError(f"on a CPU there is no pair '{kind}'")
-        sources = self._drafts["parallel" if "parallel" in words else ""], self._target
-        draft, target = (plain_engine(source, **_limits(options)) for source in sources)
-        return torch_pair.pair_of(draft, target, options, self._make)
+        engines = [plain_engine(source, **_limits(options)) for source in (draft, self._target)]
+        return torch_pair.pair_of(engines[0], engines[1], options, self._make)
 
 
 class _FusedPairs:
     """Pairs that share their weights."""
 
-    def __init__(self, drafts: Mapping[str, Source], target: Source, process: Process) -> None:
-        self._drafts, self._target, self._process = drafts, target, process
-        self._models: dict[tuple[str, bool, bool], FusedModel] = {}
+    def __init__(self, target: Source, process: Process) -> None:
+        self._target, self._process = target, process
+        self._models: dict[tuple[Path, bool, bool], FusedModel] = {}
         self._make = Tokenizer.load(Path(process.target)).detokenizer
 
-    def __call__(self, kind: str, options: PairOptions) -> Pair:
+    def __call__(self, kind: str, draft: Source, options: PairOptions) -> Pair:
         words = words_of(kind)
-        drafter = "parallel" if "parallel" in words else ""
-        draft = self._model(drafter, is_fp8="fp8draft" in words, is_noise="noise" in words)
-        target = self._model("target", is_fp8="fp8" in words)
+        models = (
+            self._model(draft, is_fp8="fp8draft" in words, is_noise="noise" in words),
+            self._model(self._target, is_fp8="fp8" in words),
+        )
         limits = {**_limits(options), "kv_cache_tokens": self._kv_cache_tokens(kind, options)}
-        engines = [model.engine(**limits) for model in (draft, target)]
+        engines = [model.engine(**limits) for model in models]
         return torch_pair.fused_pair_of(engines[0], engines[1], options, self._make)
 
-    def _model(self, name: str, *, is_fp8: bool, is_noise: bool = False) -> FusedModel:
-        key = name, is_fp8, is_noise
+    def _model(self, source: Source, *, is_fp8: bool, is_noise: bool = False) -> FusedModel:
+        key = source.folder, is_fp8, is_noise
         if key not in self._models:
-            source = self._target if name == "target" else self._drafts[name]
             self._models[key] = FusedModel.make(source, fp8=is_fp8)
             if is_noise:
                 self._models[key].spoil()

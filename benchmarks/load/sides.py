@@ -7,12 +7,12 @@ ours    alone, k1, k2, …: so many draft tokens; adaptive: as many as pay, by t
         or several (drafts-k2, parallel-drafts-k8):
         drafts: copies nothing; noise: so too, and the weights of its draft are noise; half: has
         half the KV memory that the closed loop of most streams wants; reuse: keeps what it has
-        read of prompts for others that begin alike; parallel: its draft is --parallel; fp8: the
-        target's linears are in FP8; fp8draft: so are the draft's
+        read of prompts for others that begin alike; parallel: its draft is --parallel-draft, which
+        proposes in one pass; fp8: the target's linears are in FP8; fp8draft: so are the draft's
 vllm    alone; invariant: alone in its batch-invariant mode; reuse: alone with prefix caching;
-        draft-2: so many draft tokens of the draft; draft-parallel-8: of --parallel, in one pass;
-        ngram-8: so many copied from the text; and by-load behind any of them (ngram-8-by-load):
-        its number of draft tokens by batch size
+        draft-2: so many draft tokens of the draft; draft-parallel-8: of
+        --parallel-draft, in one pass; ngram-8: so many copied from the text; and by-load behind
+        any of them (ngram-8-by-load): its number of draft tokens by batch size
 triton  as ours, of a server that runs already, with the pair that it has
 
 Ours are measured in one process, whose pairs share the target's weights; each of vLLM's has one of

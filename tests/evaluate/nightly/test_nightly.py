@@ -248,7 +248,7 @@ def test_a_trained_draft_is_held_against_what_is_promoted(
     line = history(folder)[-1]
     assert (line["compared_version"], line["verification"]["verdict"]) == (7, "identical")
     assert line["changes"][0] == "draft: other config.json"
-    assert any("nightly.min_acceptance_rate is 0.99" in reason for reason in line["reasons"])
+    assert any("under nightly.min_acceptance_rate 0.99" in reason for reason in line["reasons"])
     assert not any("not compared" in note for note in line["notes"])
 
 
