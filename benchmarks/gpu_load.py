@@ -96,7 +96,6 @@ def _process(arguments: argparse.Namespace, side: str, settings: list[str]) -> P
         dtype=arguments.dtype,
         device=arguments.device,
         options=options[side],
-        parallel=str(arguments.parallel_draft or ""),
     )
 
 
@@ -189,9 +188,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--parallel-draft", type=Path, metavar="FOLDER", help="of settings such as parallel-k8"
     )
     parser.add_argument(
-        "--parallel-draft", type=Path, metavar="FOLDER", help="of settings such as parallel-k8"
-    )
-    parser.add_argument(
         "--sizes",
         type=sizes,
         default=("0.4b", "7b"),
@@ -241,8 +237,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments.loads = {arguments.prompt_tokens: arguments.streams, **dict(arguments.also)}
     if unknown := set(arguments.sets) - set(SETS):
         parser.error(f"--sets: unknown {', '.join(sorted(unknown))}; there are {list(SETS)}")
-    if "parallel" in map(pair_of, arguments.ours) and arguments.parallel_draft is None:
-        parser.error("--ours has a pair 'parallel': --parallel-draft names its draft")
     if arguments.vllm and arguments.sizes and arguments.inflated is None:
         parser.error("--vllm wants --inflated, where its checkpoints are or will be")
     try:

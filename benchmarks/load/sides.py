@@ -66,7 +66,6 @@ class Process:
     dtype: str = "bfloat16"
     device: str = "cuda"
     options: dict[str, Any] = field(default_factory=dict)
-    parallel: str = ""
 
     @property
     def max_streams(self) -> int:

@@ -326,7 +326,6 @@ def test_a_parallel_draft_takes_more_room_in_an_engine_of_tensorrt(parallel_draf
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        (("engine.kernels=fused",), "the fused kernels do not: set engine.kernels to auto"),
         (
             ("engine={runtime: tensorrt_llm}",),
             "engines of TensorRT-LLM give them one by one: set engine.tensorrt_llm.backend to "
