@@ -5,25 +5,23 @@
 The built pair is served by a Triton that this script starts. A round asks all prompts at each load
 by the target alone and with as many draft tokens as pay, one right after the other, the first of
 them in turns; so what drifts falls on all alike. A ratio is that of the two rates of each round:
-their geometric mean with its 95 % interval over rounds (Student's t of the logarithms). That of a
-prompt is by the seconds that its answers took. Client and server share the cores, and nothing else
-should keep them busy.
+their geometric mean with its 95 % interval over rounds (load/ratio.py). That of a prompt is by the
+seconds that its answers took. Client and server share the cores, and nothing else should keep them
+busy.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from load.ratio import Ratio
 from measure import PROMPTS, QUICKSTART, cpu_name
-from scipy import stats
 
 from specpipe.build.load import load_config
 from specpipe.build.repositories import built_repository
@@ -34,27 +32,6 @@ from specpipe.evaluate.prompts import load_prompts
 from specpipe.evaluate.serving import served
 
 _LEAST, _LEAST_OF_WORST, _LEAST_GAIN = 0.98, 0.95, 2.5
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A geometric mean, and its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, ratios: Sequence[float]) -> Ratio:
-        """Of two rounds at least."""
-        logs = np.log(ratios)
-        half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
-        return cls(
-            *(float(x) for x in np.exp([logs.mean(), logs.mean() - half, logs.mean() + half]))
-        )
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 def main() -> int:

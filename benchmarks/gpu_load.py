@@ -37,7 +37,7 @@ from pathlib import Path
 from benchmarks.load.processes import Child
 from benchmarks.load.prompts import SETS
 from benchmarks.load.report import report
-from benchmarks.load.sides import SIDES, Process, check_setting
+from benchmarks.load.sides import SIDES, Process, check_setting, is_parallel
 from benchmarks.load.turns import Run, TimeIsOver, Turns
 
 _MODELS = Path(__file__).parents[1] / "models" / "python-code"
@@ -52,15 +52,34 @@ def processes(arguments: argparse.Namespace) -> list[Process]:
         settings = list(dict.fromkeys(getattr(arguments, side)))
         for setting in settings:
             check_setting(side, setting)
+            if is_parallel(setting):
+                _check_parallel(arguments, side, setting)
         together = [[setting] for setting in settings] if side == "vllm" else [settings]
         found += [_process(arguments, side, some) for some in together if some]
     return found
 
 
+def _check_parallel(arguments: argparse.Namespace, side: str, setting: str) -> None:
+    """Refuses what would only be found when a GPU has loaded all the others."""
+    if arguments.parallel_draft is None:
+        raise ValueError(f"{side} {setting} wants --parallel-draft")
+    if side != "vllm":
+        return
+    of_draft, of_target = (
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        for folder in (arguments.parallel_draft, arguments.target)
+    )
+    if of_draft != of_target:  # SpeculativeConfig.verify_equal_vocab_size_if_draft_model
+        raise ValueError(
+            f"{side} {setting}: the draft has {of_draft} rows of the vocabulary, the target "
+            f"{of_target}, and vLLM takes equal ones only"
+        )
+
+
 def _process(arguments: argparse.Namespace, side: str, settings: list[str]) -> Process:
-    draft, target = arguments.draft, arguments.target
+    folders = {role: folder for role, (folder, _) in _checkpoints(arguments).items()}
     if side == "vllm" and arguments.sizes:
-        draft, target = arguments.inflated / "draft", arguments.inflated / "target"
+        folders = {role: arguments.inflated / role for role in folders}
     options = {
         "ours": arguments.ours_options,
         "vllm": arguments.vllm_options,
@@ -69,8 +88,7 @@ def _process(arguments: argparse.Namespace, side: str, settings: list[str]) -> P
     return Process(
         side=side,
         settings=settings,
-        target=str(target),
-        draft=str(draft),
+        **{role: str(folder) for role, folder in folders.items()},
         sizes=arguments.sizes,
         positions=arguments.positions,
         loads=list(_loads(arguments)),
@@ -117,14 +135,23 @@ def measure(arguments: argparse.Namespace, run: Run) -> None:
 
 def inflate(arguments: argparse.Namespace) -> None:
     """Writes the checkpoints that vLLM reads, where they are not there yet."""
-    for role, size in zip(("draft", "target"), arguments.sizes, strict=True):
+    for role, (folder, size) in _checkpoints(arguments).items():
         out = arguments.inflated / role
         if not out.exists():
             script = Path(__file__).with_name("inflate.py")
-            command = [sys.executable, script, getattr(arguments, role), out, "--size", size]
+            command = [sys.executable, script, folder, out, "--size", size]
             if arguments.positions:
                 command += ["--positions", str(arguments.positions)]
             subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
+
+
+def _checkpoints(arguments: argparse.Namespace) -> dict[str, tuple[Path, str]]:
+    """Returns the folders that there are, and what each is inflated to; empty: to nothing."""
+    draft, target = arguments.sizes or ("", "")
+    found = {"draft": (arguments.draft, draft), "target": (arguments.target, target)}
+    if arguments.parallel_draft is not None:
+        found["parallel"] = (arguments.parallel_draft, draft)
+    return found
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -157,6 +184,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", help="of Triton's gRPC, which --triton wants")
     parser.add_argument("--draft", type=Path, default=_MODELS / "draft", help="the small one")
     parser.add_argument("--target", type=Path, default=_MODELS / "target", help="the small one")
+    parser.add_argument(
+        "--parallel-draft", type=Path, metavar="FOLDER", help="of settings such as parallel-k8"
+    )
     parser.add_argument(
         "--sizes",
         type=sizes,

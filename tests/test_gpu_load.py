@@ -210,6 +210,11 @@ def test_gaps_are_told_apart_by_whether_a_long_prompt_is_read() -> None:
         ("triton", "k2", True),
         ("vllm", "invariant", True),
         ("vllm", "draft-2", True),
+        ("vllm", "draft-parallel-8", True),
+        ("vllm", "ngram-parallel-8", False),
+        ("ours", "parallel-drafts-k8", True),
+        ("ours", "fp8-parallel-adaptive", True),
+        ("triton", "parallel-k2", False),
         ("vllm", "ngram-8-by-load", True),
         ("vllm", "k2", False),
         ("vllm", "draft-x", False),
@@ -227,7 +232,7 @@ def test_sides_have_settings(side: str, setting: str, is_known: bool) -> None:
 
 
 def vllm_process(setting: str, **options: Any) -> Process:
-    return Process("vllm", [setting], "T", "D", loads=[(8, 100), (3, 60)], options=options)
+    return Process("vllm", [setting], "T", "D", "P", loads=[(8, 100), (3, 60)], options=options)
 
 
 def test_vllm_is_told_how_it_drafts() -> None:
@@ -244,6 +249,13 @@ def test_vllm_is_told_how_it_drafts() -> None:
         for setting in ("draft-2", "ngram-4-by-load")
     )
     assert draft == {"method": "draft_model", "model": "D", "num_speculative_tokens": 2}
+    # The fields that vLLM's documentation has for PARD.
+    assert engine_options(vllm_process("draft-parallel-8"))["speculative_config"] == {
+        "method": "draft_model",
+        "model": "P",
+        "parallel_drafting": True,
+        "num_speculative_tokens": 8,
+    }
     assert ngram == {
         "method": "ngram",
         "prompt_lookup_max": 4,
@@ -520,21 +532,32 @@ def test_prompts_of_a_set_are_pieces_from_all_over_it(toys: Path) -> None:
         prompt_set(tokenizer, "text", number=5, length=9_000_000)
 
 
-def test_our_answers_are_the_same_with_any_drafts_and_beside_any_others(toys: Path) -> None:
+def test_our_answers_are_the_same_with_any_drafts_and_beside_any_others(
+    toys: Path, tmp_path: Path
+) -> None:
+    write_toy_checkpoint(tmp_path, num_hidden_layers=1, dtype="float32", seed=5, pard_token=250)
+    settings = ["alone", "drafts-k2", "parallel-k2"]
     process = Process(
-        *("ours", ["alone", "drafts-k2"], str(toys / "target"), str(toys / "draft")),
+        *("ours", settings, str(toys / "target"), str(toys / "draft")),
+        parallel=str(tmp_path),
         loads=[(3, 40)],
         most_drafted=2,
         dtype="float32",
         device="cpu",
     )
-    measurements = Measurements(ours.load(process))
+    side = ours.load(process)
+    options = side.about["options"]
+    assert (options["drafts"]["parallel"], options["parallel"]["parallel"]["mask_token_id"]) == (
+        None,
+        250,
+    )
+    measurements = Measurements(side)
     prompts = [[7, 191, 3], [8] * 9, [9, 60]]
-    for streams, setting in ((1, "alone"), (3, "drafts-k2"), (3, "adaptive")):
+    for streams, setting in ((1, "alone"), (3, "drafts-k2"), (3, "parallel-k2"), (3, "adaptive")):
         found = measurements.measure(Point(setting, Load(streams, 4 * streams, 12), prompts))
         assert found["num_different"] == 0
         is_drafted = found["draft_tokens_a_pass"] > 0.0
-        assert is_drafted == (setting == "drafts-k2") or setting == "adaptive"
+        assert is_drafted == setting.endswith("-k2") or setting == "adaptive"
         assert found["num_tokens"] > 0
 
 
@@ -588,6 +611,22 @@ def test_each_load_is_put_on_the_settings_that_it_tells_something_of(toys: Path)
     chats, readings = (p for p in child.points[-4::3])
     assert [len(prompt) for prompt in chats.prompts[:2]] == [20, 3]
     assert [len(prompt) for prompt in readings.prompts[5:7]] == [30, 9]
+
+
+@pytest.mark.parametrize("num_rows", [256, 264])
+def test_vllm_takes_drafts_of_as_many_rows_only(
+    toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_rows: int
+) -> None:
+    parallel = write_toy_checkpoint(tmp_path / "parallel", vocab_size=num_rows, pard_token=255)
+    told = f"--vllm draft-parallel-8 --inflated {tmp_path} --target {toys}/target"
+    words = [*told.split(), "--parallel-draft", str(parallel)]
+    if num_rows == 256:
+        (process,) = processes(parse_arguments(words))
+        assert process.parallel == str(tmp_path / "parallel")
+        return
+    with pytest.raises(SystemExit):
+        parse_arguments(words)
+    assert "the draft has 264 rows of the vocabulary, the target 256" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -653,6 +692,7 @@ def test_a_run_measures_each_side_in_a_process_of_its_own(
         (["--ours", "alone", "--sets", "poems"], "--sets: unknown poems"),
         (["--vllm", "alone"], "--vllm wants --inflated"),
         (["--triton", "alone"], "--triton wants --url"),
+        (["--ours", "parallel-k2"], "ours parallel-k2 wants --parallel-draft"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(

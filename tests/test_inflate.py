@@ -42,6 +42,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 6,
         "layer_types": ["full_attention", "sliding_attention"],
+        "pard_token": 250,
     },
     "qwen3": {"family": "qwen3", "num_attention_heads": 6, "rms_norm_eps": 1e-5},
     "phi3": {"family": "phi3"},
@@ -58,6 +59,8 @@ def small(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_logits_and_text_stay_those_of_the_small_model(small: Path, tmp_path: Path) -> None:
     large = tmp_path / "large"
     write_inflated(small, large, LARGE)
+    masks = [open_checkpoint(folder).config.get("pard_token") for folder in (small, large)]
+    assert masks[0] == masks[1]
     text = greedy(load_engine(small, tmp_path / "small-engine"))
     assert greedy(load_engine(large, tmp_path / "large-engine")) == text
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (small, large)]

@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         device=device,
         dtype=getattr(torch, arguments.dtype),
         kv_cache_tokens=kv_cache_tokens,
+        draft=arguments.draft,
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     print(
@@ -110,6 +111,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--pair", metavar="TARGET+DRAFT", help="sizes as inflate.py has them; default: small"
+    )
+    parser.add_argument(
+        "--draft",
+        type=Path,
+        default=MODELS / "draft",
+        help="a checkpoint folder, of a parallel draft, too; default: the small pair's",
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")

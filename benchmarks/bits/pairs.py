@@ -44,18 +44,22 @@ def fused_pair(
     device: torch.device,
     dtype: torch.dtype,
     kv_cache_tokens: int | None = None,
+    draft: Path = MODELS / "draft",
 ) -> EnginePair:
     """Makes the pair in the device's memory, as small as it is or inflated to TARGET+DRAFT.
 
     kv_cache_tokens  of all requests, for each model; None: each can have its full length
+    draft            a checkpoint folder
     """
     target_size, _, draft_size = (sizes or "").partition("+")
     wanted: Mapping[Role, str] = {"draft": draft_size, "target": target_size}
+    models: dict[Role, FusedModel] = {}
     engines = {}
     for role, size in wanted.items():
-        source = Source(MODELS / role, None, device, dtype)
-        model = FusedModel.make(replace(source, size=size_of(size)) if size else source)
-        engines[role] = model.engine(
+        folder = draft if role == "draft" else MODELS / role
+        source = Source(folder, None, device, dtype)
+        models[role] = FusedModel.make(replace(source, size=size_of(size)) if size else source)
+        engines[role] = models[role].engine(
             max_seq_len=options.max_seq_len,
             max_draft_len=options.num_draft_tokens,
             max_batch_size=options.max_batch_size,
@@ -64,7 +68,7 @@ def fused_pair(
     return fused_pair_of(
         engines["draft"],
         engines["target"],
-        options,
+        replace(options, parallel=models["draft"].unified.parallel),
         tokenizer.detokenizer,
         guides=tokenizer.guides,
     )

@@ -133,6 +133,13 @@ RATIOS = (
         _ALWAYS,
     ),
     Ratio(
+        "no copies: a parallel draft, adaptive, over the best with another",
+        "parallel-drafts-adaptive",
+        OURS,
+        ("alone", "drafts-"),
+        {},
+    ),
+    Ratio(
         "a draft of noise over alone",
         "noise-adaptive",
         OURS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,11 +11,23 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.models import FusedModel, Source, plain_engine
+from benchmarks.gpu.timing import Clock, step_seconds
 from benchmarks.inflate import Size, size_of
 from benchmarks.load.loop import Answer, Loop
-from benchmarks.load.sides import Counts, Emitted, Process, drive, num_draft_tokens, pair_of
+from benchmarks.load.sides import (
+    Counts,
+    Emitted,
+    Process,
+    drive,
+    num_draft_tokens,
+    pair_of,
+    words_of,
+)
+from specpipe.checkpoints.parallel_draft import MASK_KEY
 from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.torch import pair as torch_pair
+from specpipe.runtimes.torch.engine import TorchEngine
+from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused_sizes import PAGE, pages_of, spare_positions
 from specpipe.speculative.request import Request
 from specpipe.text.tokenizer import Tokenizer
@@ -25,18 +38,21 @@ MAX_NUM_TOKENS = 1024
 _WAITING = 1024
 """Requests that may wait, which an open loop wants."""
 
+_CONTEXT, _TIMES = 256, 20
+"""Tokens before a pass that is timed, and how often it is."""
+
 
 class Ours:
     """Requests of one pair after another, each with its own draft length."""
 
     def __init__(self, pairs: Mapping[str, Pair], about: dict[str, Any]) -> None:
         self.about = about
-        self._pairs = pairs
+        self.pairs = pairs
         self._num_runs = 0
 
     def run(self, setting: str, loop: Loop) -> Counts:
         self._num_runs += 1
-        pair = self._pairs[pair_of(setting)]
+        pair = self.pairs[pair_of(setting)]
         asked = _Asked(pair, num_draft_tokens(setting), salt=str(self._num_runs))
         before = asked.late_work()
         drive(asked, loop)
@@ -90,25 +106,35 @@ def load(process: Process) -> Ours:
     They run on the fused kernels; on a CPU on torch's own.
     """
     device, dtype = torch.device(process.device), getattr(torch, process.dtype)
-    sizes: list[Size | None] = [size_of(size) for size in process.sizes]
-    draft, target = (
-        Source(Path(folder), size, device, dtype, process.positions or None)
-        for folder, size in zip((process.draft, process.target), sizes or [None, None], strict=True)
-    )
-    kinds = dict.fromkeys(pair_of(setting) for setting in process.settings)
-    load_pair = (_PlainPairs if device.type == "cpu" else _FusedPairs)(draft, target, process)
-    pairs = {kind: load_pair(kind, _options(process, kind)) for kind in kinds}
-    about = {kind or "usual": asdict(_options(process, kind)) for kind in kinds}
+    of_draft, of_target = map(size_of, process.sizes) if process.sizes else (None, None)
+
+    def source(folder: str, size: Size | None) -> Source:
+        return Source(Path(folder), size, device, dtype, process.positions or None)
+
+    target = source(process.target, of_target)
+    load_pair = (_PlainPairs if device.type == "cpu" else _FusedPairs)(target, process)
+    pairs: dict[str, Pair] = {}
+    about = {}
+    for kind in dict.fromkeys(pair_of(setting) for setting in process.settings):
+        is_parallel = "parallel" in words_of(kind)
+        draft = source(process.parallel if is_parallel else process.draft, of_draft)
+        options = _options(process, kind, draft)
+        pairs[kind] = load_pair(kind, draft, options)
+        about[kind or "usual"] = asdict(options)
     return Ours(pairs, {"options": about})
 
 
-def _options(process: Process, kind: str) -> PairOptions:
+def _options(process: Process, kind: str, draft: Source) -> PairOptions:
+    words, parallel = words_of(kind), draft.config().parallel
+    if parallel is None and "parallel" in words:
+        raise ValueError(f"{draft.folder} has no {MASK_KEY}: it proposes tokens one by one")
     return PairOptions(
         num_draft_tokens=process.most_drafted,
-        prompt_lookup=kind not in ("drafts", "noise"),
-        prefix_reuse=kind == "reuse",  # the prompts of closed loops come again and again
+        parallel=parallel,
+        prompt_lookup=not words & {"drafts", "noise"},
+        prefix_reuse="reuse" in words,  # the prompts of closed loops come again and again
         max_batch_size=process.max_streams,
-        max_seq_len=process.loads[0][1] if kind == "half" else process.max_length,
+        max_seq_len=process.loads[0][1] if "half" in words else process.max_length,
         max_num_tokens=process.options.get("max_num_tokens", MAX_NUM_TOKENS),
         max_queue_size=_WAITING,
     )
@@ -117,33 +143,42 @@ def _options(process: Process, kind: str) -> PairOptions:
 class _PlainPairs:
     """Pairs on a CPU."""
 
-    def __init__(self, draft: Source, target: Source, process: Process) -> None:
-        self._sources = draft, target
+    def __init__(self, target: Source, process: Process) -> None:
+        self._target = target
         self._make = Tokenizer.load(Path(process.target)).detokenizer
 
-    def __call__(self, kind: str, options: PairOptions) -> Pair:
-        if kind not in ("", "drafts"):
+    def __call__(self, kind: str, draft: Source, options: PairOptions) -> Pair:
+        if not words_of(kind) <= {"drafts", "parallel"}:
             raise ValueError(f"on a CPU there is no pair '{kind}'")
-        draft, target = (plain_engine(source, **_limits(options)) for source in self._sources)
-        return torch_pair.pair_of(draft, target, options, self._make)
+        engines = [plain_engine(source, **_limits(options)) for source in (draft, self._target)]
+        return torch_pair.pair_of(engines[0], engines[1], options, self._make)
 
 
 class _FusedPairs:
     """Pairs that share their weights."""
 
-    def __init__(self, draft: Source, target: Source, process: Process) -> None:
-        self._source, self._process = draft, process
-        self._draft, self._target = FusedModel.make(draft), FusedModel.make(target)
+    def __init__(self, target: Source, process: Process) -> None:
+        self._target, self._process = target, process
+        self._models: dict[tuple[Path, bool, bool], FusedModel] = {}
         self._make = Tokenizer.load(Path(process.target)).detokenizer
 
-    def __call__(self, kind: str, options: PairOptions) -> Pair:
-        draft = self._draft
-        if kind == "noise":
-            draft = FusedModel.make(self._source)
-            draft.spoil()
+    def __call__(self, kind: str, draft: Source, options: PairOptions) -> Pair:
+        words = words_of(kind)
+        models = (
+            self._model(draft, is_fp8="fp8draft" in words, is_noise="noise" in words),
+            self._model(self._target, is_fp8="fp8" in words),
+        )
         limits = {**_limits(options), "kv_cache_tokens": self._kv_cache_tokens(kind, options)}
-        engines = [model.engine(**limits) for model in (draft, self._target)]
+        engines = [model.engine(**limits) for model in models]
         return torch_pair.fused_pair_of(engines[0], engines[1], options, self._make)
+
+    def _model(self, source: Source, *, is_fp8: bool, is_noise: bool = False) -> FusedModel:
+        key = source.folder, is_fp8, is_noise
+        if key not in self._models:
+            self._models[key] = FusedModel.make(source, fp8=is_fp8)
+            if is_noise:
+                self._models[key].spoil()
+        return self._models[key]
 
     def _kv_cache_tokens(self, kind: str, options: PairOptions) -> int:
         """Positions of all that is asked at once, in whole pages."""
@@ -152,7 +187,7 @@ class _FusedPairs:
         def wanted(streams: int, length: int) -> int:
             return streams * PAGE * pages_of(length + spare)
 
-        if kind == "half":
+        if "half" in words_of(kind):
             return wanted(*self._process.loads[0]) // 2
         return max(wanted(streams, length) for streams, length in self._process.loads)
 
@@ -163,3 +198,25 @@ def _limits(options: PairOptions) -> dict[str, int]:
         "max_draft_len": options.num_draft_tokens,
         "max_batch_size": options.max_batch_size,
     }
+
+
+def pass_seconds(engine: TorchEngine | FusedEngine, num_rows: int, *, num_scored: int = 0) -> float:
+    """Times one pass of so many rows of one text; num_scored of them give logits, or all.
+
+    On the fused kernels it is the device's time, of all rows scored.
+    """
+    if isinstance(engine, FusedEngine):
+        clock = Clock(engine.spec.device)
+        return step_seconds(clock, engine, context=_CONTEXT, num_rows=num_rows, times=_TIMES)
+    return min(_forward_seconds(engine, num_rows, num_scored or num_rows) for _ in range(_TIMES))
+
+
+def _forward_seconds(engine: TorchEngine, num_rows: int, num_scored: int) -> float:
+    context = min(_CONTEXT, engine.max_seq_len - num_rows)
+    sequence = engine.allocate(prompt_length=context, max_tokens=context + num_rows)
+    engine.skip(sequence, context)
+    start = time.perf_counter()
+    engine.forward([(sequence, [0] * num_rows)], [num_scored])
+    seconds = time.perf_counter() - start
+    engine.free(sequence)
+    return seconds

@@ -3,13 +3,16 @@
 A setting is how a side makes its tokens:
 
 ours    alone, k1, k2, …: so many draft tokens; adaptive: as many as pay, by the draft or copied
-        from the text. Before it may stand another pair than usual (drafts-k2, half-adaptive):
+        from the text. Before it may stand how another pair than the usual one differs, in one word
+        or several (drafts-k2, parallel-drafts-k8):
         drafts: copies nothing; noise: so too, and the weights of its draft are noise; half: has
         half the KV memory that the closed loop of most streams wants; reuse: keeps what it has
-        read of prompts for others that begin alike
+        read of prompts for others that begin alike; parallel: its draft is --parallel-draft, which
+        proposes in one pass; fp8: the target's linears are in FP8; fp8draft: so are the draft's
 vllm    alone; invariant: alone in its batch-invariant mode; reuse: alone with prefix caching;
-        draft-2: so many draft tokens of the draft; ngram-8: so many copied from the text; and
-        by-load behind either (ngram-8-by-load): its number of draft tokens by batch size
+        draft-2: so many draft tokens of the draft; draft-parallel-8: of
+        --parallel-draft, in one pass; ngram-8: so many copied from the text; and by-load behind
+        any of them (ngram-8-by-load): its number of draft tokens by batch size
 triton  as ours, of a server that runs already, with the pair that it has
 
 Ours are measured in one process, whose pairs share the target's weights; each of vLLM's has one of
@@ -18,6 +21,7 @@ its own, as its engine has one setting.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,7 +34,8 @@ from benchmarks.load.loop import Answer, AnyLoad, Loop
 from benchmarks.load.reading import Readings
 
 SIDES = ("ours", "vllm", "triton")
-_PAIRS = ("", "drafts", "noise", "half", "reuse")
+_WORDS = {"drafts", "noise", "half", "reuse", "parallel", "fp8", "fp8draft"}
+_VLLM_DRAFTS = re.compile(r"(draft|draft-parallel|ngram)-([0-9]+)(-by-load)?")
 _LOADS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Load, Arrivals, Chats, Readings)}
 
 
@@ -40,6 +45,7 @@ class Process:
 
     settings     that it is measured in; of vLLM one
     draft        a checkpoint folder, as target
+    parallel     that of a draft that proposes in one pass; empty: there is none
     sizes        what both are inflated to in GPU memory, draft first; empty: they are as they are
     positions    the most of an inflated one; 0: as the small one has them
     loads        of each load how many are asked at once, and the tokens of the longest text; closed
@@ -52,6 +58,7 @@ class Process:
     settings: Sequence[str]
     target: str
     draft: str
+    parallel: str = ""
     sizes: Sequence[str] = ()
     positions: int = 0
     loads: Sequence[Sequence[int]] = ((128, 336),)
@@ -158,15 +165,11 @@ def drive(side: Stepped, loop: Loop) -> None:
 def check_setting(side: str, setting: str) -> None:
     """Raises ValueError for one that a side does not have."""
     if side == "vllm":
-        name, _, rest = setting.partition("-")
-        number, _, by_load = rest.partition("-")
-        is_known = setting in ("alone", "invariant", "reuse") or (
-            name in ("draft", "ngram") and number.isdecimal() and by_load in ("", "by-load")
-        )
+        is_known = setting in ("alone", *_ALONE) or vllm_drafts(setting) is not None
     else:
         pair, way = pair_of(setting), _way(setting)
         is_known = way in ("alone", "adaptive") or (way[:1] == "k" and way[1:].isdecimal())
-        is_known &= pair in (_PAIRS if side == "ours" else ("",))
+        is_known &= words_of(pair) <= (_WORDS if side == "ours" else set())
     if not is_known:
         raise ValueError(f"{side} has no setting '{setting}'")
 
@@ -174,6 +177,22 @@ def check_setting(side: str, setting: str) -> None:
 def pair_of(setting: str) -> str:
     """Returns which pair a setting of ours is of."""
     return setting.rpartition("-")[0]
+
+
+def words_of(pair: str) -> set[str]:
+    """Returns how a pair differs from the usual one."""
+    return {*pair.split("-")} - {""}
+
+
+def is_parallel(setting: str) -> bool:
+    """Says whether a setting of ours or vLLM's has the draft that proposes in one pass."""
+    return "parallel" in setting.split("-")
+
+
+def vllm_drafts(setting: str) -> tuple[str, int, bool] | None:
+    """Returns what drafts in a setting of vLLM, how many tokens, and whether by batch size."""
+    found = _VLLM_DRAFTS.fullmatch(setting)
+    return None if found is None else (found[1], int(found[2]), found[3] is not None)
 
 
 def _way(setting: str) -> str:

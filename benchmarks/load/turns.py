@@ -16,7 +16,7 @@ from benchmarks.load.loop import AnyLoad, Prompt
 from benchmarks.load.processes import Child
 from benchmarks.load.prompts import prompt_set
 from benchmarks.load.reading import Readings
-from benchmarks.load.sides import Point, depends_on_text, num_draft_tokens, pair_of
+from benchmarks.load.sides import Point, depends_on_text, num_draft_tokens, pair_of, words_of
 from specpipe.text.tokenizer import Tokenizer
 
 Settings = Mapping[tuple[str, str], Child]
@@ -94,7 +94,7 @@ class Turns:
             def is_asked(side: str, setting: str, number: int = number) -> bool:
                 if _keeps_prompts(side, setting) or (is_other and not _is_usual(side, setting)):
                     return False
-                if pair_of(setting) == "half" and number != most:
+                if "half" in words_of(pair_of(setting)) and number != most:
                     return False
                 return name == arguments.sets[0] or depends_on_text(setting)
 
@@ -179,11 +179,11 @@ def _is_usual(side: str, setting: str) -> bool:
     """Whether what a service would run, and what that is without speculation."""
     if side == "vllm":
         return not _keeps_prompts(side, setting)
-    return pair_of(setting) == "" and not num_draft_tokens(setting)
+    return words_of(pair_of(setting)) <= {"parallel"} and not num_draft_tokens(setting)
 
 
 def _keeps_prompts(side: str, setting: str) -> bool:
-    return setting == "reuse" if side == "vllm" else pair_of(setting) == "reuse"
+    return setting == "reuse" if side == "vllm" else "reuse" in words_of(pair_of(setting))
 
 
 def _what(line: Mapping[str, Any]) -> str:

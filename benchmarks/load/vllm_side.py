@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.load.loop import Answer, Loop
-from benchmarks.load.sides import Counts, Emitted, Process, drive
+from benchmarks.load.sides import Counts, Emitted, Process, drive, vllm_drafts
 from benchmarks.peers import VLLM_ENVIRONMENT
 
 _KV_CACHE_BYTES = 12 << 30
@@ -71,9 +71,7 @@ def engine_options(process: Process) -> dict[str, Any]:
     Its KV cache has a size of its own, so that others may take memory while it starts.
     """
     (setting,) = process.settings
-    method, _, rest = setting.partition("-")
-    number, _, by_load = rest.partition("-")
-    most = int(number or 0)
+    drafter, most, is_by_load = vllm_drafts(setting) or ("", 0, False)
     options: dict[str, Any] = {
         "dtype": process.dtype,
         # It stops drafting where a draft might go beyond.
@@ -85,11 +83,17 @@ def engine_options(process: Process) -> dict[str, Any]:
         "enable_prefix_caching": setting == "reuse",
     }
     if most:
-        of_method: dict[str, Any] = {"method": "draft_model", "model": process.draft}
-        if method == "ngram":
-            of_method = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-        options["speculative_config"] = {**of_method, "num_speculative_tokens": most}
-        if by_load:
+        of_drafter: dict[str, dict[str, Any]] = {
+            "draft": {"method": "draft_model", "model": process.draft},
+            "draft-parallel": {
+                "method": "draft_model",
+                "model": process.parallel,
+                "parallel_drafting": True,
+            },
+            "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        }
+        options["speculative_config"] = {**of_drafter[drafter], "num_speculative_tokens": most}
+        if is_by_load:
             schedule = [[first, last, min(k, most)] for first, last, k in _SCHEDULE]
             options["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
     return {**options, **process.options}

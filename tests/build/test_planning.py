@@ -312,11 +312,39 @@ def test_more_draft_tokens_than_a_parallel_draft_was_trained_for_are_noted(
     ]
 
 
+def test_a_parallel_draft_takes_more_room_in_an_engine_of_tensorrt(parallel_draft: Path) -> None:
+    """Up to 2 K rows a step, and the mask's; the target's engine is as it was."""
+    settings = ("engine={runtime: tensorrt}", "speculation.num_draft_tokens=8")
+    memory = [
+        planning.check(quickstart(*settings, *draft)).memory
+        for draft in ((), (f"draft.checkpoint={parallel_draft}",))
+    ]
+    assert memory[1]["draft"].kv_cache_bytes > memory[0]["draft"].kv_cache_bytes
+    assert memory[1]["target"] == memory[0]["target"]
+
+
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        (("engine.kernels=fused",), "the fused kernels do not: set engine.kernels to auto"),
-        (("engine.runtime=tensorrt",), "runtime 'tensorrt' does not: set engine.runtime to torch"),
+        (
+            ("engine={runtime: tensorrt_llm}",),
+            "engines of TensorRT-LLM give them one by one: set engine.tensorrt_llm.backend to "
+            "pytorch with version 1.3.0rc23 or later, engine.runtime to torch or tensorrt",
+        ),
+        (
+            ("engine={runtime: tensorrt_llm, tensorrt_llm: {backend: pytorch}}",),
+            "TensorRT-LLM 1.2.1 does not run it so: set engine.tensorrt_llm.version to 1.3.0rc23 "
+            "or later, engine.runtime to torch or tensorrt",
+        ),
+        (
+            (
+                "engine={runtime: tensorrt_llm, tensorrt_llm: {backend: pytorch, version: 1.4.0}}",
+                "speculation.adaptive=false",
+            ),
+            "TensorRT-LLM could propose any of its 4104 rows, of which the target has 4096: train "
+            "it with a mask token that the target has a row for (--mask-token), set engine.runtime "
+            "to torch or tensorrt",
+        ),
     ],
 )
 def test_a_parallel_draft_that_nothing_runs_as_such_is_refused(

@@ -104,6 +104,11 @@ DIFFERENCES = {
     "has_one_kv_dtype": Difference(
         (False, False, False, True, True), "_torch/models/modeling_speculative.py: id 51970737270"
     ),
+    # Whether there is PARDDecodingConfig, for a draft that proposes in one pass.
+    "has_parallel": Difference(
+        (False, False, False, True, True),
+        "PR #11438 (in 1.3.0rc7); _torch/speculative/pard.py: id 66807157793",
+    ),
     # Whether requests may ask for log-probabilities although there is a draft.
     "has_log_probs": Difference((True, True, True, False, False), "PR #18401 (2026-08-29)"),
     # Inputs of sampling that have an effect, and those that are refused with a draft.

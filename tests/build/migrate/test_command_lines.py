@@ -67,6 +67,21 @@ def test_vllm_with_a_draft_model() -> None:
     ]
 
 
+def test_a_draft_of_vllm_that_proposes_in_one_pass() -> None:
+    """docs.vllm.ai, features/speculative_decoding/parallel_draft_model."""
+    migration = migrated(
+        "vllm serve Qwen/Qwen3-4B --host 0.0.0.0 --port 8000 --seed 42 -tp 1 --max-model-len 2048 "
+        "--gpu-memory-utilization 0.8 --speculative-config '{"
+        '"model": "amd/PARD-Qwen3-0.6B", "num_speculative_tokens": 12, "method": "draft_model", '
+        '"parallel_drafting": true}\''
+    )
+    data = data_of(migration)
+    assert data["draft"] == {"checkpoint": "amd/PARD-Qwen3-0.6B"}
+    assert data["speculation"] == {"num_draft_tokens": 12}
+    (told,) = (line for line in migration.sections["carried"] if "parallel_drafting" in line)
+    assert told.endswith("where its config.json has pard_token, and with that mask")
+
+
 def test_vllm_of_before_speculative_config() -> None:
     """docs.vllm.ai, v0.6.3.post1, models/spec_decode: underscores, and flags that are gone."""
     migration = migrated(
@@ -344,6 +359,21 @@ def test_options_of_1_4(tmp_path: Path) -> None:
         "kv_cache_free_gpu_mem_fraction": 0.8,
     }
     assert "return_log_probs is refused" in "\n".join(migration.sections["behaviour"])
+
+
+def test_a_draft_of_trtllm_serve_that_proposes_in_one_pass(tmp_path: Path) -> None:
+    """llm-api/reference/PARDDecodingConfig.html of 1.4.0rc4."""
+    options = tmp_path / "options.yaml"
+    options.write_text(
+        "speculative_config:\n  decoding_type: PARD\n  max_draft_len: 8\n"
+        "  speculative_model: a/draft\n  mask_token_id: 128255\n"
+    )
+    migration = from_options(options, "a/target", Wanted(version="1.4.0rc4"))
+    data = data_of(migration)
+    assert data["draft"] == {"checkpoint": "a/draft"}
+    assert data["speculation"] == {"num_draft_tokens": 8}
+    (left,) = migration.sections["not carried"]
+    assert left.startswith("speculative_config.mask_token_id in options.yaml: ")
 
 
 def test_another_runtime_leaves_out_what_it_has_no_setting_for(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_other_ways_to_draft_are_refused_by_name(line: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["Eagle3", "MTP", "Medusa", "Lookahead", "PARD"])
+@pytest.mark.parametrize("kind", ["Eagle3", "MTP", "Medusa", "Lookahead"])
 def test_other_ways_to_draft_are_refused_in_a_yaml(tmp_path: Path, kind: str) -> None:
     options = tmp_path / "options.yaml"
     options.write_text(f"speculative_config: {{decoding_type: {kind}, max_draft_len: 3}}\n")

@@ -227,6 +227,31 @@ def test_a_swapped_draft_is_caught_by_its_acceptance(
     assert summaries[1].read_text() == "of an earlier step\n" + text
 
 
+def test_a_trained_draft_is_held_against_what_is_promoted(
+    first: tuple[Path, Finished], folder: Path, tmp_path: Path, unreported: None
+) -> None:
+    """A parallel one whose mask was never trained: lossless, and with 0.99 as the floor bad."""
+    trained = tmp_path / "trained"
+    shutil.copytree(folder / "draft", trained)
+    said = json.loads((trained / "config.json").read_text()) | {"pard_token": 1}
+    (trained / "config.json").write_text(json.dumps(said))
+    pair = folder / "engines" / "pair"
+    version = pair / "versions" / "7" / "results"
+    version.mkdir(parents=True)
+    (pair / "results" / "nightly.json").rename(version / "nightly.json")
+    promotion = Promotion(number=7, digest="d" * 64, promoted_at="2026-11-26T02:23:00+00:00")
+    write_promotion(pair / "promoted.json", promotion)
+
+    command = [str(folder / "pair.yaml"), "--in-process", "--set", f"draft.checkpoint={trained}"]
+    command += ["--set", "nightly.min_acceptance_rate=0.99"]
+    assert CliRunner().invoke(nightly, command).exit_code == 1
+    line = history(folder)[-1]
+    assert (line["compared_version"], line["verification"]["verdict"]) == (7, "identical")
+    assert line["changes"][0] == "draft: other config.json"
+    assert any("under nightly.min_acceptance_rate 0.99" in reason for reason in line["reasons"])
+    assert not any("not compared" in note for note in line["notes"])
+
+
 def test_an_engine_that_is_not_the_target_is_a_fault_and_is_not_timed(
     folder: Path, unreported: None
 ) -> None:

@@ -147,6 +147,20 @@ def test_the_schedule_is_what_measured_best(
     assert [m.speed_up for m in tuning.own.measurements] == pytest.approx([1.5, 0.8])
 
 
+@pytest.mark.parametrize("pass_s", [None, {4: 0.1}])
+def test_others_are_told_of_a_draft_that_proposes_in_one_pass(
+    config: PipelineConfig,
+    even_speed: object,
+    pass_s: dict[int, float] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [LoadCosts(size, 0.1, {0: 1.0, 4: 1.0}, 0.0, 0.0, pass_s) for size in (1, 4)]
+    monkeypatch.setattr(costs, "measure", lambda *_, **__: found)
+    vllm = tune(config).forms[-1].text
+    assert vllm is not None
+    assert json.loads(vllm).get("parallel_drafting", False) == (pass_s is not None)
+
+
 def test_rounds_are_taken_until_it_is_certain_what_pays(
     config: PipelineConfig, even_costs: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,25 @@ def test_forms_of_others() -> None:
     ]
 
 
+def test_forms_for_a_draft_that_proposes_in_one_pass() -> None:
+    """The keys that vLLM's and TensorRT-LLM's documentation have for PARD."""
+    lowest, later, vllm = schedule.server_settings({1: 8, 4: 2}, "d", is_parallel=True)
+    assert lowest.text is None and "one pass" in lowest.note
+    assert later.text is not None and vllm.text is not None
+    assert yaml.safe_load(later.text) == {
+        "decoding_type": "PARD",
+        "max_draft_len": 8,
+        "draft_len_schedule": {1: 8, 4: 2},
+    }
+    assert json.loads(vllm.text) == {
+        "method": "draft_model",
+        "model": "d",
+        "parallel_drafting": True,
+        "num_speculative_tokens": 8,
+        "num_speculative_tokens_per_batch_size": [[1, 1, 8], [2, 4, 2]],
+    }
+
+
 def test_tensorrt_llm_never_drafts_more_than_at_the_lowest_load() -> None:
     lowest, later, vllm = schedule.server_settings({1: 1, 4: 3, 8: 2}, "d")
     assert lowest.text is not None and "{1: 1}" in lowest.text

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.parallel_draft import MASK_KEY, ParallelDraft
 from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.tensorrt import shapes
 from specpipe.runtimes.tensorrt.build import ENGINE_KIND
@@ -55,11 +56,13 @@ def write_engine(
     max_seq_len: int = 500,
     max_draft_len: int = 8,
     max_num_tokens: int = 16,
+    mask_token_id: int | None = None,
     weights: Mapping[str, Sequence[int]] | None = None,
     **builder: Any,
 ) -> Path:
     """Writes an engine's folder as a build does; the engine is of the model of that name.
 
+    mask_token_id  of a draft that proposes in one pass
     weights  shape of each, for weights that are inputs
     builder  entries of config.json's `builder` that are to be otherwise
     """
@@ -69,8 +72,10 @@ def write_engine(
         max_batch_size=max_batch_size,
         max_draft_len=max_draft_len,
         max_num_tokens=max_num_tokens,
+        is_parallel=mask_token_id is not None,
     )
-    capacity = shapes.capacity(max_seq_len, max_draft_len)
+    capacity = shapes.capacity(max_seq_len, max_draft_len, is_parallel=mask_token_id is not None)
+    said = {} if mask_token_id is None else {MASK_KEY: mask_token_id}
     ranges = [
         profile.shapes(
             num_layers=NUM_LAYERS,
@@ -96,7 +101,7 @@ def write_engine(
     config = {
         "version": "0.1",
         "runtime": ENGINE_KIND,
-        "pretrained_config": UNIFIED | {"vocab_size": vocab_size},
+        "pretrained_config": UNIFIED | {"vocab_size": vocab_size} | said,
         "build_config": {
             "max_batch_size": max_batch_size,
             "max_seq_len": max_seq_len,
@@ -307,9 +312,13 @@ def tensorrt_pair(
     gpu = HostGpu()
     trt = TableLibrary(gpu, {"target": target, "draft": draft})
     settings = {"max_batch_size": 4, "max_seq_len": 500, "max_num_tokens": 16, "adaptive": False}
+    parallel: ParallelDraft | None = options.get("parallel")
+    masks = {"draft": None if parallel is None else parallel.mask_token_id, "target": None}
     specs = {
         role: TensorRTEngineSpec.read(
-            write_engine(folder / role, role, vocab_size=model.vocab_size)
+            write_engine(
+                folder / role, role, vocab_size=model.vocab_size, mask_token_id=masks[role]
+            )
         )
         for role, model in (("draft", draft), ("target", target))
     }

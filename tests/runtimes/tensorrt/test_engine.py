@@ -249,3 +249,35 @@ def test_the_last_step_of_the_longest_text_fits(engine: TensorRTEngine, recorder
     _, input_ids, write_indices, _ = recorder.taken()[-1]
     assert max(write_indices) + len(input_ids[0]) == 50
     assert CAPACITY >= 50
+
+
+def test_masks_run_beside_what_other_sequences_read(recorder: Recorder, tmp_path: Path) -> None:
+    """Of a draft that proposes in one pass: five tokens and three masks are one rectangle."""
+    folder = write_engine(
+        tmp_path / "draft",
+        vocab_size=VOCAB_SIZE,
+        max_seq_len=40,
+        max_draft_len=4,
+        max_num_tokens=12,
+        mask_token_id=999,
+    )
+    spec = TensorRTEngineSpec.read(folder)
+    kv_cache_bytes = 4 * len(spec.cache_names) * spec.slot_bytes
+    assert spec.memory.kv_cache_bytes == kv_cache_bytes and spec.capacity >= 40 + 2 * 8
+    engine = TensorRTEngine(spec, recorder)
+    assert (engine.max_logits, engine.max_logits_of_sequence) == (20, 5)
+    a, b = start(engine), start(engine)
+    recorder.taken()
+    masks = [999] * 3
+    logits = engine.forward([(a, [1, 2, 3, 4, 5, *masks]), (b, [7, *masks])], [4, 4])
+    assert best(logits) == [5, *masks, 7, *masks]
+    engine.truncate(a, 5)
+    engine.truncate(b, 1)
+    assert best(engine.forward([(a, [6]), (b, [8])], [1, 1])) == [6, 8]
+    assert recorder.taken() == [
+        (0, [[1, 2, 3, 4, 5, *masks], [7, *masks, *[999] * 4]], [0, 0], [4, 5, 6, 7, 8, 9, 10, 11]),
+        (0, [[6], [8]], [5, 1], [0, 1]),
+    ]
+    # A text that is further behind is read by itself.
+    engine.forward([(a, [*range(6), *masks]), (b, [1])], [4, 1])
+    assert [len(ids[0]) for _, ids, *_ in recorder.taken()] == [9, 1]

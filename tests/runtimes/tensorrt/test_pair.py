@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.errors import EngineMismatch, RuntimeUnavailable
 from specpipe.runtimes.pair import costs
 from specpipe.runtimes.pair.engine_pair import EnginePair
@@ -15,9 +16,10 @@ from specpipe.runtimes.runtime import load_runtime
 from specpipe.runtimes.tensorrt import library
 from specpipe.runtimes.tensorrt.cuda import Cuda
 from specpipe.runtimes.tensorrt.cuda_runner import KERNELS_NAME
+from tests.runtimes.pair.test_parallel_drafts import MASK, in_parallel
 from tests.runtimes.table_engine import ids, run
 from tests.runtimes.tensorrt.gpus import HostGpu
-from tests.runtimes.tensorrt.table_library import TableLibrary, write_engine
+from tests.runtimes.tensorrt.table_library import TableLibrary, tensorrt_pair, write_engine
 from tests.speculative.table import (
     TableModel,
     WordDetokenizer,
@@ -176,3 +178,19 @@ def test_what_was_loaded_before_a_failure_is_given_back(
     with pytest.raises(KeyError):
         load(engines)
     assert (gpu.device_memory, gpu.host_memory, gpu.streams) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
+def test_a_draft_that_proposes_in_one_pass(num_draft_tokens: int, tmp_path: Path) -> None:
+    """Texts of several lengths at once; no token sees a mask of an earlier round."""
+    target, draft = TableModel(target_rule), TableModel(in_parallel(half_rule))
+    requests = [request(f"{p}-{m}", p, max_tokens=m) for p in (1, 7, 60) for m in (2, 32)]
+    with tensorrt_pair(
+        *(tmp_path, target, draft),
+        parallel=ParallelDraft(MASK),
+        num_draft_tokens=num_draft_tokens,
+        prompt_lookup=False,
+    ) as pair:
+        chunks = run(pair, requests)
+    for r in requests:
+        assert ids(chunks[r.request_id]) == greedy_reference(r)

@@ -23,6 +23,17 @@ def test_capacity(max_seq_len: int, max_draft_len: int, expected: int) -> None:
     assert shapes.capacity(max_seq_len, max_draft_len) == expected
 
 
+@pytest.mark.parametrize(("max_draft_len", "rows"), [(0, 1), (1, 2), (2, 4), (8, 16)])
+def test_a_draft_that_proposes_in_one_pass_reads_what_was_accepted_and_masks(
+    max_draft_len: int, rows: int
+) -> None:
+    """K tokens and the target's own, and K - 1 masks; without masks what a target verifies."""
+    assert shapes.max_rows(max_draft_len, is_parallel=True) == rows
+    assert shapes.max_rows(max_draft_len, is_parallel=False) == max_draft_len + 1
+    capacity = shapes.capacity(1024, max_draft_len, is_parallel=True)
+    assert capacity % 8 == 0 and 0 <= capacity - 1024 - 2 * rows < 8
+
+
 def test_a_slot_is_aligned_whatever_the_model() -> None:
     """The smallest row is one key head of 16 channels of 2 bytes."""
     for max_seq_len in range(1, 100):
@@ -53,6 +64,14 @@ def test_profiles_of_a_draft() -> None:
     """Best where it decodes one sequence."""
     assert shapes.profiles(role="draft", **LIMITS) == (
         Profile("decode", batch=(1, 1, 8), tokens=(1, 1, 5), logits=(1, 1, 40)),
+        Profile("prefill", batch=(1, 1, 1), tokens=(1, 128, 2048), logits=(1, 1, 5)),
+    )
+
+
+def test_profiles_of_a_draft_that_proposes_in_one_pass() -> None:
+    """It scores as many rows as a target, of more; best are two tokens to read, and masks."""
+    assert shapes.profiles(role="draft", **LIMITS, is_parallel=True) == (
+        Profile("decode", batch=(1, 1, 8), tokens=(1, 5, 8), logits=(1, 5, 40)),
         Profile("prefill", batch=(1, 1, 1), tokens=(1, 128, 2048), logits=(1, 1, 5)),
     )
 

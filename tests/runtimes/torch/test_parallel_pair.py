@@ -10,12 +10,11 @@ import pytest
 
 from specpipe.build.pairing import check_pair
 from specpipe.build.stages.convert import convert
-from specpipe.errors import RuntimeUnavailable
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.build import BuildTorchEngine
 from specpipe.runtimes.torch.describe import describe
-from specpipe.runtimes.torch.pair import load_pair, unfused
+from specpipe.runtimes.torch.pair import load_pair
 from specpipe.speculative.request import GREEDY, Request, Sampling
 from tests import toy_tokenizers
 from tests.runtimes.table_engine import ids, run
@@ -128,11 +127,3 @@ def test_the_engine_and_its_description_say_how_it_drafts(folder: Path) -> None:
     described = describe(folder / "self-engine")
     assert described is not None
     assert described.settings == {"device": "cpu", "mask_token_id": MASK, "num_draft_tokens": 8}
-
-
-def test_the_fused_kernels_are_not_for_it(folder: Path) -> None:
-    engines = [folder / "self-engine", folder / "target-engine"]
-    reason = "they give a draft's tokens one by one, and this one proposes them in one pass"
-    assert unfused(engines, "auto", is_parallel=True) == reason
-    with pytest.raises(RuntimeUnavailable, match=f"engine.kernels is fused, but {reason}"):
-        unfused(engines, "fused", is_parallel=True)

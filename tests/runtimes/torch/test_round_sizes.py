@@ -34,6 +34,25 @@ def test_rounds_are_of_few_sizes_that_fill_launches() -> None:
     }
 
 
+def test_many_have_fewer_tokens_of_a_parallel_draft_than_there_are_rows_to_verify() -> None:
+    """It has two rows for each. In no round have more members rows than it has."""
+    sizes = RoundSizes.of(128, 8, is_parallel=True)
+    assert sizes.draft_groups(8) == [16]
+    assert [p for p, most in sizes.shapes() if most == 8] == [1, 2, 3, 7, 14, 16]
+    assert {n: sizes.most_draft_tokens(n) for n in (16, 17, 32, 64, 65, 128)} == {
+        16: 8, 17: 6, 32: 4, 64: 2, 65: 1, 128: 1
+    }  # fmt: skip
+
+
+def test_a_parallel_draft_reads_what_it_lacks_where_its_launch_has_rows_for_it() -> None:
+    sizes = RoundSizes.of(128, 15, is_parallel=True)
+    assert [sizes.reaching(1, 3, num_unread) for num_unread in (4, 7, 9)] == [3, 6, 8]
+    assert sizes.reaching(1, 3, 10) == 3  # 18 rows are two tiles
+    assert sizes.reaching(16, 1, 3) == 1
+    assert sizes.reaching(16, 1, 17) == 1
+    assert RoundSizes.of(128, 15).reaching(1, 3, 9) == 3
+
+
 @pytest.mark.parametrize(
     ("num_members", "num_draft_tokens", "places", "length"),
     [(1, 5, 1, 5), (2, 5, 2, 6), (3, 4, 3, 4), (9, 7, 14, 8), (100, 0, 128, 0), (40, 2, 42, 2)],
@@ -75,12 +94,14 @@ def test_rounds_are_packed_beyond_the_members_that_there_may_be() -> None:
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 3, 7, 48, 128, 300])
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 5, 15])
+@pytest.mark.parametrize("is_parallel", [False, True])
 def test_every_round_has_a_size_that_fits_a_launch(
-    max_batch_size: int, num_draft_tokens: int
+    max_batch_size: int, num_draft_tokens: int, is_parallel: bool
 ) -> None:
-    sizes = RoundSizes.of(max_batch_size, num_draft_tokens)
+    sizes = RoundSizes.of(max_batch_size, num_draft_tokens, is_parallel=is_parallel)
     shapes = sizes.shapes()
-    assert all(places * (most + 1) <= sizes.rows for places, most in shapes)
+    for places, most in shapes:
+        assert all(places * g <= sizes.rows for g in (most + 1, *sizes.draft_groups(most)))
     mosts = [sizes.most_draft_tokens(n) for n in range(1, sizes.max_members + 1)]
     assert mosts == sorted(mosts, reverse=True)
     assert mosts[0] == num_draft_tokens

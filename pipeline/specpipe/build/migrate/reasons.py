@@ -51,6 +51,7 @@ FP8_CACHE = (
 LOSSLESS = "specpipe keeps the target's distribution exactly"
 LOOKUP = "specpipe looks for the longest repetition itself"
 OWN_DRAFT = "draft.quantization is a choice of its own (docs/quantization.md)"
+PARALLEL = "a draft proposes in one pass where its config.json has pard_token, and with that mask"
 DRAFT_CONTEXT = "the draft's context is that of its config.json"
 RETIRED = "the other server has dropped it"
 

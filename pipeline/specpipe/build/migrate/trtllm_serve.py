@@ -3,10 +3,10 @@
 Source: TensorRT-LLM, tensorrt_llm/commands/serve.py@00209af1 (1.2 era) and @4c05a748 (1.1 era). The
 keys are the arguments of LLM: tensorrt_llm/llmapi/llm_args.py (id 55143598664, 1.3 era:
 TorchLlmArgs, KvCacheConfig, DraftTargetDecodingConfig), tests/unittest/api_stability/references/
-llm.yaml@000a01de (1.1 era) and docs/source/features/speculative-decoding.md@04c8822c. Of the
-command line of 1.3 only these flags more are known, from its callers (ids 60577437702 and
-53107869947): --hf_revision, --served_model_name, --kv_cache_dtype, --video_pruning_rate and
---no-telemetry.
+llm.yaml@000a01de (1.1 era) and docs/source/features/speculative-decoding.md@04c8822c;
+PARDDecodingConfig: llm-api/reference/PARDDecodingConfig.html of 1.4.0rc4. Of the command line of
+1.3 only these flags more are known, from its callers (ids 60577437702 and 53107869947):
+--hf_revision, --served_model_name, --kv_cache_dtype, --video_pruning_rate and --no-telemetry.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _METHODS = {
     "DraftTarget": "draft_model",
     "Draft_Target": "draft_model",
     "NGram": "ngram",
+    "PARD": "draft_model",
 }
 
 _SPECULATION = (
     Flag(("decoding_type",), "text", METHOD, values=_METHODS, others=reasons.NO_MODEL),
     Flag(("speculative_model", "speculative_model_dir"), "text", "draft.checkpoint"),
     Flag(("max_draft_len",), "whole", "speculation.num_draft_tokens"),
+    *left_out(reasons.PARALLEL, values="mask_token_id", prefix=""),
     Flag(("enable_penalty",), "switch", _TENSORRT_LLM + "enable_penalty"),
     *left_out(
         "TensorRT-LLM heeds it for EAGLE-3 heads only; draft tokens are accepted where the target "

@@ -34,6 +34,11 @@ _SPECULATION = (
         note=reasons.LOSSLESS,
         values={"standard": Same(), "rejection_sampler": Same()},
     ),
+    Flag(
+        ("parallel_drafting",),
+        "switch",
+        values={True: Same(reasons.PARALLEL), False: Left(reasons.PARALLEL)},
+    ),
     *left_out(
         "the draft samples as the request says, or greedily",
         values="draft_sample_method",
@@ -66,7 +71,7 @@ _SPECULATION = (
     *left_out(
         "it belongs to a way of drafting that specpipe does not have",
         values="index_share_for_mtp_iteration disable_eagle_block_drop "
-        "disable_lookahead_block_hashes parallel_drafting suffix_decoding_max_tree_depth "
+        "disable_lookahead_block_hashes suffix_decoding_max_tree_depth "
         "suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor "
         "suffix_decoding_min_token_prob enable_adaptive_verification",
         prefix="",

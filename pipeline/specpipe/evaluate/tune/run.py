@@ -115,7 +115,13 @@ class _Run:
 
     def _conclude(self, ranked: Sequence[Tuned]) -> Tuning:
         own = next(draft for draft in ranked if draft.is_own)
-        forms = [] if own.best is None else schedule.server_settings(own.best, self._own_draft())
+        forms = []
+        if own.best is not None:
+            forms = schedule.server_settings(
+                own.best,
+                self._own_draft(),
+                is_parallel=own.memory_bound is not None and own.memory_bound.is_parallel,
+            )
         path = self._config.artifacts.result("tune")
         results.write_result(
             path,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specpipe.config.rewriting import to_lines
@@ -95,18 +95,27 @@ class ServerSetting:
     note: str
 
 
-def server_settings(best: Mapping[int, int], draft: str) -> list[ServerSetting]:
-    """Returns the schedule for TensorRT-LLM's LLM API and vLLM; `draft` names the checkpoint."""
-    return [*_tensorrt_llm(best), _vllm(best, draft)]
+def server_settings(
+    best: Mapping[int, int], draft: str, *, is_parallel: bool = False
+) -> list[ServerSetting]:
+    """Returns the schedule for TensorRT-LLM's LLM API and vLLM; `draft` names the checkpoint.
+
+    is_parallel  it proposes all of its tokens in one pass
+    """
+    return [
+        *_tensorrt_llm(best, is_parallel=is_parallel),
+        _vllm(best, draft, is_parallel=is_parallel),
+    ]
 
 
-def _tensorrt_llm(best: Mapping[int, int]) -> list[ServerSetting]:
+def _tensorrt_llm(best: Mapping[int, int], *, is_parallel: bool) -> list[ServerSetting]:
     """Returns `draft_len_schedule` of `DraftTargetDecodingConfig`, of which there are two.
 
     1.2: each key is the smallest batch size of its length, and 1 must be among them with
     max_draft_len (tensorrt_llm/llmapi/llm_args.py, 1.2.1). From 1.3 on (pull request 10860) each
     key is the largest one, the smallest key must have max_draft_len, and nothing is drafted above
-    the last. Neither drafts more at a higher load than at the lowest.
+    the last. Neither drafts more at a higher load than at the lowest. A draft that proposes in one
+    pass is another class, `PARDDecodingConfig`, from 1.3.0rc7 on (pull request 11438).
     """
     loads = sorted(best)
     most = best[loads[0]]
@@ -119,18 +128,18 @@ def _tensorrt_llm(best: Mapping[int, int]) -> list[ServerSetting]:
     if capped != dict(best):
         note = f"; it cannot draft more than at the lowest load, so {most} is the most"
     steps = from_loads(capped)
-    return [
-        ServerSetting(
-            lowest,
-            _speculative_config(most, dict(steps)),
-            f"from that batch size on{note}",
-        ),
-        ServerSetting(
-            later,
-            _speculative_config(most, _upper_bounds(capped)),
-            f"up to that batch size, and nothing above the last{note}",
-        ),
-    ]
+    of_lowest = ServerSetting(
+        lowest, _speculative_config(most, dict(steps)), f"from that batch size on{note}"
+    )
+    of_later = ServerSetting(
+        later,
+        _speculative_config(most, _upper_bounds(capped)),
+        f"up to that batch size, and nothing above the last{note}",
+    )
+    if is_parallel:
+        of_lowest = ServerSetting(lowest, None, "it has no draft that proposes in one pass")
+        of_later = replace(of_later, text=f"decoding_type: PARD\n{of_later.text}")
+    return [of_lowest, of_later]
 
 
 def _speculative_config(max_draft_len: int, schedule: Mapping[int, int]) -> str:
@@ -148,7 +157,7 @@ def _upper_bounds(best: Mapping[int, int]) -> dict[int, int]:
     }
 
 
-def _vllm(best: Mapping[int, int], draft: str) -> ServerSetting:
+def _vllm(best: Mapping[int, int], draft: str, *, is_parallel: bool) -> ServerSetting:
     """Returns `--speculative-config`: [first batch size, last one, K] (vLLM,
     docs/features/speculative_decoding/dynamic_speculative_decoding.md).
     """
@@ -166,6 +175,7 @@ def _vllm(best: Mapping[int, int], draft: str) -> ServerSetting:
     config: dict[str, Any] = {
         "method": "draft_model",
         "model": draft,
+        **({"parallel_drafting": True} if is_parallel else {}),
         "num_speculative_tokens": most,
         "num_speculative_tokens_per_batch_size": ranges,
     }

@@ -166,8 +166,8 @@ class Rounds(Protocol):
         """Waits for the oldest round under way and returns what came of it, by member.
 
         After a round in which it drafted K tokens and emitted n the draft has cached the text as
-        it was before the round, less its last token, and min(K, n) more. The target has cached all
-        but the last token.
+        it was before the round, less its last token, and min(K, n) more; one that proposes them in
+        one pass no more than min(1, n). The target has cached all but the last token.
         """
 
     def leave(self, target_sequence: SequenceId) -> None:

@@ -200,8 +200,10 @@ class Streams:
         running = stream.running
         self._target.skip(running.target_sequence, num_tokens)
         if member.num_draft_tokens and not member.is_copied and stream.has_draft:
-            # The draft read all of the text and of its own tokens, but the last of those.
-            num_new = min(member.num_draft_tokens, num_tokens)
+            # The draft read all of the text and of its own tokens, but the last of those; or in one
+            # pass none of them.
+            is_parallel = self._options.parallel is not None
+            num_new = min(1 if is_parallel else member.num_draft_tokens, num_tokens)
             self._drafting.skip_to(running, len(running.state.token_ids) - 1 + num_new)
 
     def _next(self, num_beside: int) -> _UnderWay:

@@ -80,7 +80,7 @@ class TensorRTRuntime:
         return False
 
     def parallel_draft_fault(self, pair: PairPlan) -> str | None:
-        return "runtime 'tensorrt' does not: set engine.runtime to torch"
+        return None
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:
         return {}

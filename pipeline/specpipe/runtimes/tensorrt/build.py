@@ -128,13 +128,15 @@ class BuildTensorRTEngine:
         builder = trt.Builder(logger)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         graph = Graph(trt, network, weights, weights_are_inputs=self.weights == "beside")
-        capacity = shapes.capacity(self.max_seq_len, self.max_draft_len)
+        is_parallel = config.parallel is not None
+        capacity = shapes.capacity(self.max_seq_len, self.max_draft_len, is_parallel=is_parallel)
         build_decoder(graph, config, capacity=capacity)
         profiles = shapes.profiles(
             role=self.role,
             max_batch_size=self.max_batch_size,
             max_draft_len=self.max_draft_len,
             max_num_tokens=self.max_num_tokens,
+            is_parallel=is_parallel,
         )
         builder_config = self._builder_config(trt, builder, config, profiles, capacity)
         digest = _write_plan(trt, builder, network, builder_config, path)

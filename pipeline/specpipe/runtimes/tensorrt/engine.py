@@ -75,9 +75,9 @@ class TensorRTEngine:
         self.max_batch_size = spec.max_batch_size
         self.max_draft_len = spec.max_draft_len
         self.pages: Pages | None = None
-        self._max_rows = spec.max_draft_len + 1
-        self.max_logits = spec.max_batch_size * self._max_rows
-        self.max_logits_of_sequence = self._max_rows
+        self._max_rows = spec.max_rows
+        self.max_logits_of_sequence = spec.max_draft_len + 1
+        self.max_logits = spec.max_batch_size * self.max_logits_of_sequence
         self._max_length = spec.max_seq_len + self._max_rows
         self._chunk = max(profile.tokens[2] for profile in spec.profiles)
         self._free = set(range(spec.max_batch_size))
@@ -113,8 +113,8 @@ class TensorRTEngine:
         num_logits[i] tokens of sequence i, in the order of the batch. The next forward may
         overwrite them.
 
-        Sequences with at most max_draft_len + 1 tokens run together, longer pieces (of prompts) one
-        by one: to pad the others to their length would be most of the work.
+        Sequences with no more tokens than a step has of each (shapes.max_rows) run together, longer
+        pieces (of prompts) one by one: to pad the others to their length would be most of the work.
         """
         pieces = [
             _Piece(self._sequences[sequence], token_ids, count)
@@ -160,7 +160,7 @@ class TensorRTEngine:
             raise ValueError(
                 f"{len(piece.token_ids)} tokens after {piece.sequence.length}: expected 1 to {room}"
             )
-        most = min(len(piece.token_ids), self._max_rows)
+        most = min(len(piece.token_ids), self.max_logits_of_sequence)
         if piece.num_logits > most:
             raise ValueError(
                 f"{piece.num_logits} rows of logits of {len(piece.token_ids)} tokens: expected at "

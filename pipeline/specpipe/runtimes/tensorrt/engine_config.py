@@ -37,6 +37,7 @@ class TensorRTEngineSpec:
     """What an engine folder's `config.json` says.
 
     compute_capabilities  of the GPUs that the engine was built for, as "8.9"
+    max_rows              the most tokens of a sequence in a step that decodes or verifies
     capacity              S: positions of a slot of the KV cache
     profiles              in the order in which the engine has them
     inputs                shape of each input by name, -1 where it differs from run to run
@@ -55,6 +56,7 @@ class TensorRTEngineSpec:
     max_batch_size: int
     max_seq_len: int
     max_draft_len: int
+    max_rows: int
     capacity: int
     profiles: tuple[Profile, ...]
     inputs: Mapping[str, tuple[int, ...]]
@@ -83,6 +85,9 @@ class TensorRTEngineSpec:
                 num_layers=model.num_hidden_layers,
                 num_kv_heads=model.num_key_value_heads,
                 head_size=model.head_size,
+                max_rows=shapes.max_rows(
+                    build["max_draft_len"], is_parallel=model.parallel is not None
+                ),
                 capacity=builder["capacity"],
                 profiles=tuple(map(Profile.from_json, builder["profiles"])),
                 inputs={entry["name"]: tuple(entry["shape"]) for entry in builder["inputs"]},

@@ -33,8 +33,10 @@ def estimate_memory(
     )
     if shares_embedding(config):
         weights_bytes -= element * config.vocab_size * config.hidden_size
-    capacity = shapes.capacity(max_seq_len, max_draft_len)
-    rows = max(max_num_tokens, max_batch_size * (max_draft_len + 1))
+    is_parallel = config.parallel is not None
+    capacity = shapes.capacity(max_seq_len, max_draft_len, is_parallel=is_parallel)
+    max_rows = shapes.max_rows(max_draft_len, is_parallel=is_parallel)
+    rows = max(max_num_tokens, max_batch_size * max_rows)
     qkv_size = config.query_size + 2 * config.key_size
     row = 2 * config.hidden_size + 3 * qkv_size + 3 * config.intermediate_size
     logits_bytes = 4 * max_batch_size * (max_draft_len + 1) * config.vocab_size

@@ -43,9 +43,18 @@ def cache_names(num_layers: int) -> Iterator[str]:
         yield f"value_cache.{layer}"
 
 
-def capacity(max_seq_len: int, max_draft_len: int) -> int:
-    """Returns S: a whole text, the draft tokens of a step, and as many rows of padding."""
-    needed = max_seq_len + 2 * (max_draft_len + 1)
+def max_rows(max_draft_len: int, *, is_parallel: bool) -> int:
+    """Returns the greatest N of a step that decodes or verifies.
+
+    Verified are K draft tokens behind one that is known; a draft that proposes in one pass
+    (is_parallel) reads up to K + 1 tokens that were accepted, and K - 1 masks.
+    """
+    return max(max_draft_len + 1, 2 * max_draft_len if is_parallel else 0)
+
+
+def capacity(max_seq_len: int, max_draft_len: int, *, is_parallel: bool = False) -> int:
+    """Returns S: a whole text, the rows of a step, and as many of padding."""
+    needed = max_seq_len + 2 * max_rows(max_draft_len, is_parallel=is_parallel)
     return -(-needed // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
 
 
@@ -91,20 +100,27 @@ class Profile:
 
 
 def profiles(
-    *, role: str, max_batch_size: int, max_draft_len: int, max_num_tokens: int
+    *,
+    role: str,
+    max_batch_size: int,
+    max_draft_len: int,
+    max_num_tokens: int,
+    is_parallel: bool = False,
 ) -> tuple[Profile, Profile]:
     """Returns the profiles of an engine: `decode`, verification included, and `prefill`.
 
     Each takes its time to build, and decode and verification differ little: TensorRT for RTX
     compiles a kernel for the very shapes on the GPU anyway (docs/tensorrt.md). A prompt is read
-    by itself, so prefill has a batch of 1 and no padding.
+    by itself, so prefill has a batch of 1 and no padding. Scored are K + 1 rows of a sequence at
+    most. A draft that proposes in one pass is best where it has two tokens to read, as many rows as
+    its target verifies.
     """
-    rows = max_draft_len + 1
-    best = 1 if role == "draft" else rows
+    scored, rows = max_draft_len + 1, max_rows(max_draft_len, is_parallel=is_parallel)
+    best = 1 if role == "draft" and not is_parallel else scored
     chunk = max(max_num_tokens, rows)
     return (
         Profile(
-            "decode", (1, 1, max_batch_size), (1, best, rows), (1, best, max_batch_size * rows)
+            "decode", (1, 1, max_batch_size), (1, best, rows), (1, best, max_batch_size * scored)
         ),
-        Profile("prefill", (1, 1, 1), (1, min(128, chunk), chunk), (1, 1, rows)),
+        Profile("prefill", (1, 1, 1), (1, min(128, chunk), chunk), (1, 1, scored)),
     )

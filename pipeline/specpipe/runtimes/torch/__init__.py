@@ -62,8 +62,6 @@ class TorchRuntime:
         return False
 
     def parallel_draft_fault(self, pair: PairPlan) -> str | None:
-        if pair.engine.kernels == "fused":
-            return "the fused kernels do not: set engine.kernels to auto"
         return None
 
     def serving_settings(self, pair: PairPlan) -> Mapping[str, Any]:

@@ -35,14 +35,24 @@ _FEW = 4
 """Sequences that attention of 7 B gives programs of their own: Decoder.lists_blocks."""
 
 
-def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draft_len: int) -> int:
+def graph_bytes(
+    num_layers: int,
+    *,
+    capacity: int,
+    max_batch_size: int,
+    max_draft_len: int,
+    is_parallel: bool = False,
+) -> int:
     """Returns what the launches of one engine take, in its forwards and in rounds of a pair.
 
     It is the more of a draft's, which a round asks more often, and a target's. Rounds that only
     copy draft tokens are counted, too: whether there are any, an engine does not know.
+
+    is_parallel  it is a draft's that proposes all draft tokens in one launch. Its target does not
+                 know, and counts as another's, which has no fewer rounds and no narrower ones
     """
     num_draft_tokens = min(max_draft_len, MAX_DRAFT_TOKENS)
-    sizes = RoundSizes.of(max_batch_size, num_draft_tokens)
+    sizes = RoundSizes.of(max_batch_size, num_draft_tokens, is_parallel=is_parallel)
 
     def launches(steps: list[int], form: Form = Form.GREEDY) -> int:
         return sum(_launches(num_layers, num_rows, form) for num_rows in steps)
@@ -58,7 +68,7 @@ def graph_bytes(num_layers: int, *, capacity: int, max_batch_size: int, max_draf
     for places, most in shapes:
         times = of_few if places <= _FEW else 1
         for form in sizes.forms(places):
-            drafting += times * launches([places * (1 if k else 2) for k in range(most)], form)
+            drafting += times * launches([places * g for g in sizes.draft_groups(most)], form)
             verifying += times * launches([places * (most + 1)] * (2 if most else 1), form)
     num_launches = max(drafting, verifying)
     rows = [num_rows for num_rows in ROW_COUNTS if num_rows <= sizes.rows]

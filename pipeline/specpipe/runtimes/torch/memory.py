@@ -133,6 +133,7 @@ def _fused_bytes(
         capacity=capacity,
         max_batch_size=max_batch_size,
         max_draft_len=max_draft_len,
+        is_parallel=config.parallel is not None,
     )
     return ELEMENT_BYTES["F32"] * floats + recorded
 

@@ -50,11 +50,7 @@ def load_pair(
     # A core to spare: a thread that waits for one which Triton displaced makes each step many
     # times slower.
     num_threads = options.num_threads or max(len(os.sched_getaffinity(0)) - 1, 1)
-    reason = unfused(
-        (draft, target),
-        options.runtime_settings.get("kernels", "auto"),
-        is_parallel=options.parallel is not None,
-    )
+    reason = unfused((draft, target), options.runtime_settings.get("kernels", "auto"))
     if reason is None:
         return _fused_pair(draft, target, options, detokenizer, guides)
     if any(TorchEngineSpec.read(f).kv_cache_tokens is not None for f in (draft, target)):
@@ -69,18 +65,14 @@ def load_pair(
     return pair_of(draft_engine, target_engine, options, detokenizer, guides=guides)
 
 
-def unfused(folders: Sequence[Path], kernels: Kernels, *, is_parallel: bool = False) -> str | None:
+def unfused(folders: Sequence[Path], kernels: Kernels) -> str | None:
     """Returns why engines do not run on the fused kernels; None: they do.
-
-    is_parallel  the draft proposes all of its tokens in one pass
 
     Raises RuntimeUnavailable where `kernels` asks for those and they cannot.
     """
     if kernels == "plain":
         return "engine.kernels is plain"
     reason = next(filter(None, map(_unfused, folders)), None)
-    if is_parallel:
-        reason = "they give a draft's tokens one by one, and this one proposes them in one pass"
     if reason is not None and kernels == "fused":
         raise RuntimeUnavailable(
             f"engine.kernels is fused, but {reason}; set it to auto, which then takes torch's own"
@@ -170,6 +162,7 @@ def fused_pair_of(
                 vocab_size=min(draft.vocab_size, target.vocab_size),
                 unused=options.unused_token_ids,
                 copies=options.prompt_lookup,
+                mask_token_id=None if options.parallel is None else options.parallel.mask_token_id,
             )
             recordings += rounds.recordings()
         prepare(recordings)

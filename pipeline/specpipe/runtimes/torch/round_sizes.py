@@ -97,17 +97,35 @@ class RoundSizes:
 
     rows              the most of one launch of either engine
     num_draft_tokens  the most that a member has, up to MAX_DRAFT_TOKENS
+    is_parallel       the draft proposes all of them in one launch
     """
 
     max_members: int
     rows: int
     num_draft_tokens: int
+    is_parallel: bool = False
 
     @classmethod
-    def of(cls, max_batch_size: int, num_draft_tokens: int) -> RoundSizes:
+    def of(
+        cls, max_batch_size: int, num_draft_tokens: int, *, is_parallel: bool = False
+    ) -> RoundSizes:
         """Returns those of engines built for so much."""
         rows = most_rows(max_batch_size, num_draft_tokens)
-        return cls(min(max_batch_size, rows), rows, num_draft_tokens)
+        return cls(min(max_batch_size, rows), rows, num_draft_tokens, is_parallel)
+
+    def draft_groups(self, most: int) -> list[int]:
+        """Returns the rows of each place in the draft's launches of a round, one after the other.
+
+        A parallel draft reads the last most + 1 tokens, all of which it may lack, and most - 1 mask
+        tokens; any other the last two, and then one more at a time.
+        """
+        if not most:
+            return []
+        return [2 * most] if self.is_parallel else [2, *[1] * (most - 1)]
+
+    def num_read(self, most: int) -> int:
+        """Returns how many of the last tokens the draft reads in a round with room for so many."""
+        return most + 1 if self.is_parallel else 2
 
     def most_draft_tokens(self, num_members: int) -> int:
         """Returns the most draft tokens that each of so many can have."""
@@ -115,7 +133,7 @@ class RoundSizes:
 
     def lengths(self, num_members: int) -> list[int]:
         """Returns the numbers of draft tokens that rounds of so many are recorded for, rising."""
-        most = min(self.rows // num_members - 1, self.num_draft_tokens)
+        most = self._most(num_members)
         if num_members == 1:
             return list(range(most + 1))
         return [k for k in self._all_lengths if k <= most]
@@ -123,6 +141,20 @@ class RoundSizes:
     def length(self, num_members: int, num_draft_tokens: int) -> int:
         """Returns the least of them that holds so many draft tokens."""
         return next(k for k in self.lengths(num_members) if k >= num_draft_tokens)
+
+    def reaching(self, num_members: int, most: int, num_unread: int) -> int:
+        """Returns the draft tokens of a round that has room for most, of which the draft reads so
+        many of the last tokens, if its launches are no wider; else most.
+        """
+        for longer in self.lengths(num_members):
+            if longer > most and self.num_read(most) < num_unread <= self.num_read(longer):
+                is_wider = self._widths(num_members, longer) != self._widths(num_members, most)
+                return most if is_wider else longer
+        return most
+
+    def _widths(self, num_members: int, most: int) -> list[int]:
+        places = self.places(num_members, most)
+        return [width_of(places * each) for each in (most + 1, *self.draft_groups(most))]
 
     def places(self, num_members: int, most: int) -> int:
         """Returns the places of a round of so many with one of their `lengths`.
@@ -183,7 +215,7 @@ class RoundSizes:
     @property
     def _all_lengths(self) -> list[int]:
         """Of rounds of several members."""
-        most = min(self.rows // 2 - 1, self.num_draft_tokens)
+        most = self._most(2)
         return sorted({*(k for k in _LENGTHS if k < most), max(most, 0)})
 
     def _all_places(self, most: int) -> list[int]:
@@ -192,11 +224,21 @@ class RoundSizes:
         every = [min(places, self.max_members) for places in (*_FEW, *filling)]
         if self._reads(most):
             every += filling
-        return sorted({places for places in every if 0 < places * (most + 1) <= self.rows})
+        return sorted({places for places in every if 0 < places <= self._widest(most)})
 
     def _filling(self, most: int) -> list[int]:
         """As many as fill launches of each width, which take about as long for fewer."""
-        return [width // (most + 1) for width in WIDTHS if most < width <= self.rows]
+        filling = {width // (most + 1) for width in WIDTHS if most < width <= self.rows}
+        return sorted({min(places, self._widest(most)) for places in filling})
+
+    def _widest(self, most: int) -> int:
+        """Returns the places for which both models have rows in one launch."""
+        return self.rows // max([most + 1, *self.draft_groups(most)])
+
+    def _most(self, num_members: int) -> int:
+        """Returns the most draft tokens that each of so many can have rows for."""
+        each = self.rows // num_members
+        return min(each // 2 if self.is_parallel else each - 1, self.num_draft_tokens)
 
     def _reads(self, most: int) -> bool:
         """Says whether texts are read beside draft tokens: not if there is only one sequence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,7 @@ def target_alone(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 
 
 PROMPT = (40, 41, 42, 43, 44)
+MASK = 1  # of the quickstart's special tokens the one that no text has
 
 
 @contextmanager
@@ -104,6 +106,27 @@ def test_what_is_packaged_for_a_line_is_served_by_it(
     last = chunks[-1].statistics
     assert last is not None
     assert (last.total_draft_tokens > 0) == (num_draft_tokens > 0)
+
+
+@pytest.mark.parametrize("name", ONE_ENGINE)
+def test_a_draft_that_proposes_in_one_pass_is_served(
+    tmp_path: Path, target_alone: list[int], name: str
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(PAIR / "draft", draft)
+    said = json.loads((draft / "config.json").read_text()) | {"pard_token": MASK}
+    (draft / "config.json").write_text(json.dumps(said))
+    version = f"engine.tensorrt_llm.version={VERSIONS[name]}"
+    config = config_of(tmp_path, version, "speculation.num_draft_tokens=3", draft=draft)
+    execution.run(planning.plan(config), Quiet())
+    repository = repositories.built_repository(config)
+    assert lint.lint(repository) == []
+    with installed(VERSIONS[name]), loaded(repository) as pair:
+        chunks = answer(pair)
+        assert type(pair._llm.arguments["speculative_config"]).__name__ == "PARDDecodingConfig"
+    assert ids(chunks) == target_alone
+    last = chunks[-1].statistics
+    assert last is not None and last.total_draft_tokens > 0
 
 
 def test_all_settings_of_one_engine_are_arguments_of_it(tmp_path: Path) -> None:
@@ -204,6 +227,18 @@ def test_fields_of_the_draft_by_line(
     else:
         with pytest.raises(ValidationError):
             drafting(fake, tmp_path, **fields)
+
+
+def test_a_draft_that_proposes_in_one_pass_by_line(tmp_path: Path, fake: ModuleType) -> None:
+    assert hasattr(fake.llmapi, "PARDDecodingConfig") == (fake.__version__ >= "1.3")
+    if fake.__version__ < "1.3":
+        return
+    draft = {"max_draft_len": 8, "speculative_model": str(tmp_path)}
+    fake.llmapi.PARDDecodingConfig(**draft, mask_token_id=7, draft_len_schedule={4: 8, 8: 2})
+    with pytest.raises(ValidationError):
+        fake.llmapi.PARDDecodingConfig(**draft, pard_token=7)
+    with pytest.raises(ValidationError):
+        fake.llmapi.DraftTargetDecodingConfig(**draft, mask_token_id=7)
 
 
 LIMITS = {"max_batch_size": 2, "max_seq_len": 64, "max_num_tokens": 64}

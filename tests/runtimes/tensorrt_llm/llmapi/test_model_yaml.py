@@ -13,7 +13,8 @@ from specpipe.build.stages.package import Package
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, EngineBuildError
 from specpipe.runtimes.pair.pair import PairOptions
-from specpipe.runtimes.tensorrt_llm.llmapi import model_yaml
+from specpipe.runtimes.tensorrt_llm.llmapi import model_yaml, refusals
+from tests.runtimes.tensorrt_llm import plans
 from tests.toy import toy_config
 
 ROOT = Path(__file__).parents[4]
@@ -158,6 +159,39 @@ def test_settings_that_1_4_is_told_of(
         "use_rejection_sampling": False,
         **fields,
     }
+
+
+def parallel_plan(folder: Path, version: str, num_draft_tokens: int = 8, **draft: int) -> Any:
+    return plans.plan(
+        folder,
+        draft=plans.LLAMA_1B | {"pard_token": 128255} | draft,
+        num_draft_tokens=num_draft_tokens,
+        tensorrt_llm={"backend": "pytorch", "version": version},
+    )
+
+
+@pytest.mark.parametrize("version", ["1.3.0rc23", "1.4.0"])
+def test_a_draft_that_proposes_in_one_pass_is_another_class(tmp_path: Path, version: str) -> None:
+    """PARDDecodingConfig.html in the reference of 1.4.0rc4."""
+    plan = parallel_plan(tmp_path, version)
+    assert refusals.parallel_draft_fault(plan) is None
+    given = model_yaml.llm_arguments(plan)["speculative_config"]
+    assert given == {
+        "decoding_type": "PARD",
+        "max_draft_len": 8,
+        "speculative_model": "draft",
+        "mask_token_id": 128255,
+        "use_rejection_sampling": False,
+    }
+    assert model_yaml.drafting_class(given) == "PARDDecodingConfig"
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.4.0"])
+def test_a_draft_that_is_never_asked_may_propose_as_it_will(tmp_path: Path, version: str) -> None:
+    draft = {"vocab_size": 128264, "pard_token": 128256}
+    unasked = parallel_plan(tmp_path, version, num_draft_tokens=0, **draft)
+    assert refusals.parallel_draft_fault(unasked) is None
+    assert refusals.parallel_draft_fault(parallel_plan(tmp_path, version, **draft)) is not None
 
 
 def test_batch_sizes_of_a_schedule_are_numbers_to_tensorrt_llm() -> None:

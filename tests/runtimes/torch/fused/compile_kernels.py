@@ -97,9 +97,13 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     decoder.propose(rows, texts, num_places=1, first_row=1, row_step=2)
     decoder.copy(streams, members)
     decoder.accept(rows, streams, members, integers)
-    decoder.launch(round_rows.plan_round, (1,), *[integers] * 10, 4, ROWS=ROWS, num_warps=1)
+    for is_parallel in (False, True):
+        decoder.launch(
+            round_rows.plan_round, (1,), *[integers] * 11, 4, 64, 0,
+            ROWS=ROWS, IS_PARALLEL=is_parallel, num_warps=1,
+        )  # fmt: skip
     names = ["embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score"]
-    names += ["propose", "copy", "accept", "plan_round"]
+    names += ["propose", "copy", "accept", "plan_round", "plan_parallel_round"]
     launches = dict(zip(names, decoder.launches, strict=True))
     decoder.layers(replace(rows, is_long=True))
     launches["attention_by_blocks"] = decoder.launches[len(names) + names.index("attention")]

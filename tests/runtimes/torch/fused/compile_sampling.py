@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -31,7 +32,8 @@ def launches_of(model: str) -> list[compile_kernels.Launch]:
     draft, target = (Drawing(decoder, settings, streams, is_unused) for _ in range(2))
     draft.draw_draft(members, Form.CUT_TWICE, 0)
     target.draw(members, Form.CUT_TWICE)
-    target.accept(draft, members, texts)
+    for is_parallel in (False, True):
+        target.accept(draft, replace(members, is_parallel=is_parallel), texts)
     forms: dict[object, compile_kernels.Launch] = {}
     for launch in decoder.launches:
         forms.setdefault((launch.kernel.__name__, tuple(launch.constants.items())), launch)

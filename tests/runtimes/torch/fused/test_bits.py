@@ -11,6 +11,7 @@ import torch
 from benchmarks.bits.asked import Material, ask
 from benchmarks.bits.pairs import MODELS, fused_pair, source_material
 from benchmarks.bits.trial import Outcome, try_pair
+from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.weights import load_weights
@@ -35,6 +36,7 @@ MANY = PairOptions(
     max_seq_len=664,
     max_num_tokens=256,
 )
+PARALLEL = ParallelDraft(mask_token_id=60)
 
 
 def engine(
@@ -93,14 +95,20 @@ def tried(
 
 
 @pytest.mark.parametrize(
-    ("number", "num_draft_tokens", "max_prompt_tokens", "seed"),
+    ("number", "num_draft_tokens", "max_prompt_tokens", "seed", "parallel"),
     [
-        (4, 2, 6, 7665),  # all three ways to draw, penalties and a prediction
-        pytest.param(24, 4, 20, 23, marks=pytest.mark.slow),
+        (4, 2, 6, 7665, None),  # all three ways to draw, penalties and a prediction
+        (4, 2, 6, 7665, PARALLEL),
+        pytest.param(24, 4, 20, 23, None, marks=pytest.mark.slow),
+        pytest.param(24, 8, 20, 23, PARALLEL, marks=pytest.mark.slow),
     ],
 )
 def test_requests_that_come_and_go_are_told_what_each_is_alone(
-    number: int, num_draft_tokens: int, max_prompt_tokens: int, seed: int
+    number: int,
+    num_draft_tokens: int,
+    max_prompt_tokens: int,
+    seed: int,
+    parallel: ParallelDraft | None,
 ) -> None:
     options = PairOptions(
         num_draft_tokens=num_draft_tokens,
@@ -108,6 +116,7 @@ def test_requests_that_come_and_go_are_told_what_each_is_alone(
         max_batch_size=3,
         max_seq_len=40,
         max_num_tokens=16,
+        parallel=parallel,
     )
     outcome = tried(
         ONE_LAYER,
@@ -125,9 +134,13 @@ def test_requests_that_come_and_go_are_told_what_each_is_alone(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("parallel", [None, PARALLEL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_three_hundred_requests_of_a_toy(dtype: torch.dtype) -> None:
-    outcome = tried(LARGER, MANY, number=300, max_prompt_tokens=600, max_tokens=64, dtype=dtype)
+def test_three_hundred_requests_of_a_toy(
+    dtype: torch.dtype, parallel: ParallelDraft | None
+) -> None:
+    options = replace(MANY, parallel=parallel)
+    outcome = tried(LARGER, options, number=300, max_prompt_tokens=600, max_tokens=64, dtype=dtype)
     assert outcome.is_right, outcome.report()
     assert outcome.counts()["most at once"] >= 16
 

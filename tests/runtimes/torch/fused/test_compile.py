@@ -15,9 +15,9 @@ from specpipe.runtimes.torch.fused_sizes import CHUNK, PAGE
 
 KERNELS = [
     "embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score",
-    "propose", "copy", "accept", "plan_round", "attention_by_blocks", "attention_of_many",
-    "prompt_norm_rows", "prompt_qkv", "prompt_turn_heads", "prompt_attention", "prompt_dense",
-    "prompt_gated", "prompt_mlp_out",
+    "propose", "copy", "accept", "plan_round", "plan_parallel_round", "attention_by_blocks",
+    "attention_of_many", "prompt_norm_rows", "prompt_qkv", "prompt_turn_heads", "prompt_attention",
+    "prompt_dense", "prompt_gated", "prompt_mlp_out",
 ]  # fmt: skip
 """Both projections back to the hidden states are add_linear, with tiles of their own."""
 

@@ -75,7 +75,9 @@ def prompt_length(place: int) -> int:
 
 
 @torch.inference_mode()
-def make_round(parts: Sequence[Part | None], *, most: int = NUM_DRAFT) -> list[Made | None]:
+def make_round(
+    parts: Sequence[Part | None], *, most: int = NUM_DRAFT, is_parallel: bool = False
+) -> list[Made | None]:
     """A round of some members, by place; of nobody's place nothing is told."""
     vocab_size = next(part.target.shape[1] for part in parts if part is not None)
     by_draft, by_target = decoders(vocab_size)
@@ -104,15 +106,17 @@ def make_round(parts: Sequence[Part | None], *, most: int = NUM_DRAFT) -> list[M
             copied = torch.tensor(part.copied, dtype=torch.int32)
             streams.history[stream, length : length + len(copied)] = copied
     of_places = torch.tensor(numbers, dtype=torch.int32, device=DEVICE).t().contiguous()
-    members = Members(*of_places, most=most)
+    members = Members(*of_places, most=most, is_parallel=is_parallel)
     drafts, targets = (
         Drawing(decoder, settings, streams, is_unused) for decoder in (by_draft, by_target)
     )
     result = torch.full((len(parts), RESULT), -1, dtype=torch.int32, device=DEVICE)
-    for step in range(most):
-        rows = [_row(p.draft, step) if p and not p.copied else None for p in parts]
-        if step == 0:  # the draft reads two tokens
-            rows = [row for of_place in rows for row in (None, of_place)]
+    for step in range(min(most, 1) if is_parallel else most):
+        steps = range(most) if is_parallel else [step]
+        drafted = [[_row(p.draft, i) if p and not p.copied else None for i in steps] for p in parts]
+        # The draft reads tokens before those that it draws of.
+        before: list[Tensor | None] = [None] * len(steps) if step == 0 else []
+        rows = [row for of_place in drafted for row in (*before, *of_place)]
         score(by_draft, vocab_size, rows, drafts.first_out(members, step))
         drafts.draw_draft(members, form, step)
     rows = [_row(p.target, i) if p else None for p in parts for i in range(most + 1)]
@@ -191,10 +195,11 @@ def some_logits(
     return draft.to(DEVICE), target.to(DEVICE)
 
 
-def check(*parts: Part | None, most: int = NUM_DRAFT) -> list[Made]:
+def check(*parts: Part | None, most: int = NUM_DRAFT, is_parallel: bool = False) -> list[Made]:
     """Makes a round; what comes of each member is what the sampler makes of it alone."""
     found = []
-    for place, (part, made) in enumerate(zip(parts, make_round(parts, most=most), strict=True)):
+    round_made = make_round(parts, most=most, is_parallel=is_parallel)
+    for place, (part, made) in enumerate(zip(parts, round_made, strict=True)):
         if part is None or made is None:
             continue
         wanted = step_by_step(part, place)
@@ -221,13 +226,16 @@ def part(
     return Part(draft, target, sampling, draft.argmax(-1).tolist() if copies else None)
 
 
-@pytest.mark.parametrize("is_seeded", [True, False], ids=["seeded", "unseeded"])
-def test_a_round_is_that_of_the_sampler(is_seeded: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_seeded", "is_parallel"),
+    [(True, False), (False, True), pytest.param(False, False, marks=pytest.mark.slow)],
+)
+def test_a_round_is_that_of_the_sampler(is_seeded: bool, is_parallel: bool) -> None:
     asked = [
         Sampling(temperature=0.9, seed=2**64 - 3, is_seeded=is_seeded, **settings)
         for settings in SETTINGS
     ]
-    check(*map(part, asked))
+    check(*map(part, asked), is_parallel=is_parallel)
 
 
 def test_members_of_any_kind_share_a_round() -> None:
@@ -240,7 +248,7 @@ def test_members_of_any_kind_share_a_round() -> None:
         part(Sampling(temperature=2.0, seed=11), 5, num_draft=0),
     ]
     check(*mixture)
-    check(part(GREEDY, 2, copies=True), *reversed(mixture[1:]))
+    check(part(GREEDY, 2, copies=True), *reversed(mixture[1:]), is_parallel=True)
 
 
 def test_unseeded_members_judge_what_was_copied_by_the_targets_probability_of_it() -> None:
@@ -328,7 +336,8 @@ UNUSABLE = [
 """Rows of the draft and of the target, a value all over them, and what is judged before them."""
 
 
-def test_what_comes_behind_an_unusable_row_does_not_count() -> None:
+@pytest.mark.parametrize("is_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_comes_behind_an_unusable_row_does_not_count(is_parallel: bool) -> None:
     parts = []
     for place, (draft_row, target_row, value, _) in enumerate(UNUSABLE):
         is_seeded = place % 2 == 0
@@ -338,7 +347,7 @@ def test_what_comes_behind_an_unusable_row_does_not_count() -> None:
         if target_row is not None:
             spoilt.target[target_row] = value
         parts.append(spoilt)
-    made = check(*parts)
+    made = check(*parts, is_parallel=is_parallel)
     assert [one.num_judged for one in made] == [num_judged for *_, num_judged in UNUSABLE]
     assert made[2].token_ids is None
 
@@ -377,8 +386,8 @@ def test_every_kernel_compiles(model: str, capability: int, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert sorted(kernel["name"] for kernel in found) == [
-        "accept_drawn", "draw", "draw", "narrow", "narrow", "peak", "peak", "propose_drawn",
-        "recover",
+        "accept_drawn", "accept_drawn", "draw", "draw", "narrow", "narrow", "peak", "peak",
+        "propose_drawn", "recover", "recover",
     ]  # fmt: skip
     for kernel in found:
         assert kernel["num_waits"] == (1 if capability >= 90 else 0)

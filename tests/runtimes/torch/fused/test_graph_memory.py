@@ -10,15 +10,23 @@ from specpipe.runtimes.torch.graph_memory import graph_bytes
 from tests.runtimes.torch.fused.toy import toy_config, toy_engines
 
 
-@pytest.mark.parametrize("max_seq_len", [100, 5000])
+@pytest.mark.parametrize(("max_seq_len", "mask_token_id"), [(100, None), (5000, None), (5000, 60)])
 def test_the_estimate_covers_all_launches_that_are_recorded(
-    max_seq_len: int, monkeypatch: pytest.MonkeyPatch
+    max_seq_len: int, mask_token_id: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted, not made. It takes both engines for drafts, so it may be a few times as much."""
     limits = {"max_batch_size": 6, "max_draft_len": 3, "max_seq_len": max_seq_len}
     config = toy_config(num_layers=2, num_heads=8, num_kv_heads=8)
     draft, target = (toy_engines(config, limits=limits)[0] for _ in range(2))
-    rounds = FusedRounds(draft, target, num_draft_tokens=3, vocab_size=64, unused=[], copies=True)
+    rounds = FusedRounds(
+        draft,
+        target,
+        num_draft_tokens=3,
+        vocab_size=64,
+        unused=[],
+        copies=True,
+        mask_token_id=mask_token_id,
+    )
     made: list[object] = []
     monkeypatch.setattr(compilation, "launch", lambda *launched: made.append(launched))
     engines = (draft, target)
@@ -27,7 +35,12 @@ def test_the_estimate_covers_all_launches_that_are_recorded(
         for recording in [*recordings, *rounds.recordings()]:
             recording.launch()
     capacity = draft.capacity
-    estimate = 2 * graph_bytes(2, capacity=capacity, max_batch_size=6, max_draft_len=3)
+    estimate = sum(
+        graph_bytes(
+            2, capacity=capacity, max_batch_size=6, max_draft_len=3, is_parallel=is_parallel
+        )
+        for is_parallel in (mask_token_id is not None, False)
+    )
     estimated = (estimate - graph_memory._FIRST_BYTES) // graph_memory._LAUNCH_BYTES
     assert len(made) <= estimated <= 6 * len(made)
 

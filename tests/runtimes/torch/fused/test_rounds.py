@@ -46,6 +46,7 @@ class Bench:
         max_batch_size: int = 4,
         max_draft_len: int = 3,
         short_prompt: int = 0,
+        mask_token_id: int | None = None,
         **model: int,
     ) -> None:
         limits = {
@@ -54,7 +55,7 @@ class Bench:
             "max_draft_len": max_draft_len,
         }
         config = toy_config(**{**MODEL, **model})
-        self.draft, _ = toy_engines(config, seed=1, limits=limits)
+        self.draft, self.plain_draft = toy_engines(config, seed=1, limits=limits)
         self.target, self.plain = toy_engines(
             config, seed=1, limits=limits, short_prompt=short_prompt
         )
@@ -66,6 +67,7 @@ class Bench:
             vocab_size=vocab_size,
             unused=[],
             copies=True,
+            mask_token_id=mask_token_id,
         )
 
     def join(
@@ -261,6 +263,61 @@ def test_texts_are_read_beside_members() -> None:
     bench.take(other, second)
     check(bench, other, TEXTS[0])
     check(bench, second, prompt)
+
+
+MASK = 60
+
+
+class Parallel(Bench):
+    """A bench with a parallel draft: so few tokens are in use that some of its own are right."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(mask_token_id=MASK, vocab_size=3, **sizes)
+
+    def num_right(self, text: Sequence[int], length: int) -> int:
+        """How many of its draft tokens of a text that it reads as a whole stand."""
+        tokens = [*text, *[MASK] * (length - 1)]
+        sequence = self.plain_draft.allocate(prompt_length=len(tokens), max_tokens=100)
+        logits = self.plain_draft.forward([(sequence, tokens)], [length])
+        self.plain_draft.free(sequence)
+        drafted = logits[:, : self.vocab_size].argmax(-1).tolist()
+        following = self.greedy(text, length)[len(text) :]
+        pairs = enumerate(zip(drafted, following, strict=True))
+        return next((i for i, (token, right) in pairs if token != right), length)
+
+
+def test_a_parallel_draft_gives_all_tokens_of_a_round_at_once() -> None:
+    """As many stand as if it read each text as a whole, and masks; nothing that it has cached of
+    masks stays, whatever members drafted, copied or left out before.
+    """
+    bench = Parallel(max_batch_size=3, max_draft_len=8)
+    members = [bench.join(text) for text in TEXTS[:3]]
+    most_right = 0
+    for lengths, copied in (
+        ((8, 8, 8), [False] * 3),
+        ((1, 1, 1), [False] * 3),  # fewer than what some of the round before lack
+        ((8, 8, 0), [False, True, False]),
+        ((1,), [False]),  # likewise, but in a launch that has rows for them
+        ((1, 4, 8), [False] * 3),
+    ):
+        before = [list(joined.text) for joined in members]
+        wanted = [
+            None if is_copied or not k else bench.num_right(text, k)
+            for text, k, is_copied in zip(before, lengths, copied, strict=False)
+        ]
+        results = bench.run(*zip(members, lengths, strict=False), is_copied=copied)
+        for num_right, num in zip(wanted, num_emitted(results), strict=True):
+            assert num_right is None or num == num_right + 1
+            most_right = max(most_right, num_right or 0)
+    assert most_right >= 2
+    for joined, prompt, text in zip(members, TEXTS, before, strict=False):
+        check(bench, joined, prompt)
+        bench.draft.skip(joined.draft, len(text) - bench.draft.length(joined.draft))
+        found = cached(bench.draft, joined.draft)
+        bench.leave(joined)
+        fresh = bench.draft.allocate(prompt_length=len(text) + 1, max_tokens=100)
+        bench.draft.forward([(fresh, text)], [0])
+        assert torch.allclose(found, cached(bench.draft, fresh), atol=1e-5)
 
 
 def num_right(text: Sequence[int], following: Sequence[int], num_tokens: int) -> int:

@@ -84,7 +84,7 @@ def test_propose_takes_the_lowest_of_equal_ids(dtype: torch.dtype) -> None:
     )
     history = torch.arange(100, 130, dtype=torch.int32, device=DEVICE).view(3, 10)
     launch(
-        scoring.propose, (3,),
+        scoring.propose, (3, 1),
         best, ids, integers(5, 6, -1, -1, 0, 1), integers(1, 1, 0, 0, 2, 2), history, 1, 2, 2, 10,
         WIDTH=32, BLOCKS=4,
     )  # fmt: skip

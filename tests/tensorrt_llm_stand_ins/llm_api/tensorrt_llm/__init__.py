@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.runtimes.pair.engine_pair import EnginePair
 from specpipe.speculative.request import Chunk, Request, Sampling
 from tests.tensorrt_llm_stand_ins.llm_api_lines import UNKNOWN_FAMILIES
@@ -241,6 +242,7 @@ class LLM:
             max_num_tokens=kwargs["max_num_tokens"],
             num_draft_tokens=speculative.max_draft_len if speculative else 0,
             schedule=speculative.levels() if speculative else (),
+            parallel=_parallel(speculative),
         )
         self._running: dict[str, tuple[RequestOutput, SamplingParams, int]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -402,6 +404,11 @@ def _has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty not in (None, 1.0) or any(
         (params.presence_penalty, params.frequency_penalty)
     )
+
+
+def _parallel(speculative: Any) -> ParallelDraft | None:
+    mask_token_id = getattr(speculative, "mask_token_id", None)
+    return None if mask_token_id is None else ParallelDraft(mask_token_id)
 
 
 def _check_family(target: Path, *, is_drafted_for: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from specpipe.config.tensorrt_llm_versions import FIRST_WITHOUT_ENGINES
 from specpipe.runtimes.tensorrt_llm import kv_plan
 from specpipe.runtimes.tensorrt_llm.engines.bls import load_pair as load_pair
 from specpipe.runtimes.tensorrt_llm.engines.build import engine_stages as engine_stages
@@ -30,8 +31,11 @@ def reads_quantized(engine: TensorRTLLMEngineConfig) -> bool:
 
 
 def parallel_draft_fault(pair: PairPlan) -> str | None:
-    """Nothing runs such drafts here."""
-    return "TensorRT-LLM's backend tensorrt does not: set engine.runtime to torch"
+    """An engine samples each token by itself, and gives the logits of the next one only."""
+    return (
+        "engines of TensorRT-LLM give them one by one: set engine.tensorrt_llm.backend to pytorch "
+        f"with version {FIRST_WITHOUT_ENGINES} or later, engine.runtime to torch or tensorrt"
+    )
 
 
 def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:

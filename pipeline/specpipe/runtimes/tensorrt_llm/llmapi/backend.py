@@ -28,6 +28,9 @@ from specpipe.runtimes.tensorrt_llm.llmapi import model_yaml
 from specpipe.runtimes.tensorrt_llm.llmapi.collect import engine_stages as engine_stages
 from specpipe.runtimes.tensorrt_llm.llmapi.describe import describe as describe
 from specpipe.runtimes.tensorrt_llm.llmapi.lint import lint as lint
+from specpipe.runtimes.tensorrt_llm.llmapi.refusals import (
+    parallel_draft_fault as parallel_draft_fault,
+)
 
 if TYPE_CHECKING:
     from specpipe.config.engine import TensorRTLLMEngineConfig
@@ -41,11 +44,6 @@ if TYPE_CHECKING:
 def reads_quantized(engine: TensorRTLLMEngineConfig) -> bool:
     """Hugging Face's layout is all that the LLM API reads."""
     return True
-
-
-def parallel_draft_fault(pair: PairPlan) -> str | None:
-    """Nothing runs such drafts here."""
-    return "TensorRT-LLM's backend pytorch does not: set engine.runtime to torch"
 
 
 def serving_settings(pair: PairPlan) -> Mapping[str, Any]:
@@ -156,12 +154,13 @@ def load_pair(
     try:
         if model_yaml.SPECULATIVE_CONFIG in arguments:
             fields = dict(arguments[model_yaml.SPECULATIVE_CONFIG])
+            drafting = getattr(llmapi, model_yaml.drafting_class(fields))
             del fields[model_yaml.DECODING_TYPE]  # the class says it, whatever its name is
-            arguments[model_yaml.SPECULATIVE_CONFIG] = llmapi.DraftTargetDecodingConfig(**fields)
+            arguments[model_yaml.SPECULATIVE_CONFIG] = drafting(**fields)
         if model_yaml.KV_CACHE_CONFIG in arguments:
             kv_cache = llmapi.KvCacheConfig(**arguments[model_yaml.KV_CACHE_CONFIG])
             arguments[model_yaml.KV_CACHE_CONFIG] = kv_cache
-    except (TypeError, ValueError) as exc:
+    except (AttributeError, TypeError, ValueError) as exc:
         raise EngineMismatch(f"TensorRT-LLM {installed} refuses {path}: {exc}") from exc
     try:
         llm = tensorrt_llm.LLM(**arguments)

@@ -19,6 +19,7 @@ from specpipe.runtimes.tensorrt_llm.llmapi.model_yaml import (
     DECODING_TYPE,
     KV_CACHE_CONFIG,
     SPECULATIVE_CONFIG,
+    drafting_class,
 )
 
 SAMPLING: Mapping[str, Any] = {
@@ -35,8 +36,6 @@ SAMPLING: Mapping[str, Any] = {
     "top_p": 0.9,
 }
 """What LlmPair may put into the `SamplingParams` of a request."""
-
-_CONFIGS = {SPECULATIVE_CONFIG: "DraftTargetDecodingConfig", KV_CACHE_CONFIG: "KvCacheConfig"}
 
 _MARK = "specpipe-refused "
 _PROBE = f"""\
@@ -74,10 +73,11 @@ def llm_api_differences(arguments: Mapping[str, Any]) -> Iterator[Difference]:
     arguments  of `LLM`, as `model.yaml` has them
     """
     classes = {"SamplingParams": SAMPLING}
-    for key, name in _CONFIGS.items():
-        if key in arguments:
-            fields = {k: v for k, v in arguments[key].items() if k != DECODING_TYPE}
-            classes[name] = fields
+    if drafting := arguments.get(SPECULATIVE_CONFIG):
+        fields = {k: v for k, v in drafting.items() if k != DECODING_TYPE}
+        classes[drafting_class(drafting)] = fields
+    if KV_CACHE_CONFIG in arguments:
+        classes["KvCacheConfig"] = arguments[KV_CACHE_CONFIG]
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _PROBE],

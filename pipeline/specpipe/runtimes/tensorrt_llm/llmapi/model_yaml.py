@@ -9,6 +9,7 @@ class that it names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,12 @@ SPECULATIVE_CONFIG = "speculative_config"
 DECODING_TYPE = "decoding_type"
 DRAFT_LEN_SCHEDULE = "draft_len_schedule"
 KV_CACHE_CONFIG = "kv_cache_config"
+
+PARALLEL = "PARD"
+"""The decoding_type of a draft that proposes all of its tokens in one pass, as one engine runs it:
+pull request 11438, in 1.3.0rc7; its page in the reference of 1.4.0rc1 and 1.4.0rc4. From each text
+it reads what was accepted and K - 1 masks (_torch/speculative/pard.py, id 66807157793).
+"""
 
 TARGET_FOLDER, DRAFT_FOLDER = "target", "draft"
 """Where the checkpoints lie, relative to the YAML."""
@@ -45,7 +52,8 @@ class Spelling:
     is_one_engine   whether the draft runs inside the target's engine: by matching what the target
                     samples at each position, with the target's KV dtype, without log-probabilities,
                     and for families of `ONE_ENGINE_TARGETS` only. `request_perf_metrics` count its
-                    draft tokens, and draft_len_schedule bounds batch sizes from above
+                    draft tokens, draft_len_schedule bounds batch sizes from above, and the draft
+                    may be `PARALLEL`
     """
 
     decoding_type: str
@@ -156,14 +164,23 @@ def llm_arguments(pair: PairPlan) -> dict[str, Any]:
     return arguments
 
 
+def drafting_class(speculative_config: Mapping[str, Any]) -> str:
+    """Returns the name of the class in tensorrt_llm.llmapi that a `speculative_config` is of."""
+    is_parallel = speculative_config[DECODING_TYPE] == PARALLEL
+    return "PARDDecodingConfig" if is_parallel else "DraftTargetDecodingConfig"
+
+
 def _speculative_config(pair: PairPlan) -> dict[str, Any]:
     settings = pair.engine.tensorrt_llm
     names = spelling(settings.version)
+    parallel = pair.draft.unified.parallel
     fields: dict[str, Any] = {
-        DECODING_TYPE: names.decoding_type,
+        DECODING_TYPE: names.decoding_type if parallel is None else PARALLEL,
         "max_draft_len": pair.num_draft_tokens,
         names.draft_model: DRAFT_FOLDER,
     }
+    if parallel is not None:
+        fields["mask_token_id"] = parallel.mask_token_id
     if names.is_one_engine:
         # Said even where it is the default: without it output is lossless.
         fields["use_rejection_sampling"] = settings.acceptance == "logits"

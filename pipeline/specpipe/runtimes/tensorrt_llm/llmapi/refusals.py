@@ -149,6 +149,30 @@ def check_plan(pair: PairPlan) -> None:
         _check_one_engine(pair, version)
 
 
+def parallel_draft_fault(pair: PairPlan) -> str | None:
+    """As `Backend` has it.
+
+    Of all rows of the draft the likeliest is proposed, and the target looks it up:
+    PARDWorker.forward in _torch/speculative/pard.py (id 66807157793).
+    """
+    if pair.num_draft_tokens == 0:
+        return None
+    version = pair.engine.tensorrt_llm.version
+    if not spelling(version).is_one_engine:
+        return (
+            f"TensorRT-LLM {version} does not run it so: set engine.tensorrt_llm.version to "
+            f"{FIRST_WITHOUT_ENGINES} or later, engine.runtime to torch or tensorrt"
+        )
+    of_draft, of_target = (side.unified.vocab_size for side in (pair.draft, pair.target))
+    if of_draft > of_target:
+        return (
+            f"TensorRT-LLM could propose any of its {of_draft} rows, of which the target has "
+            f"{of_target}: train it with a mask token that the target has a row for "
+            "(--mask-token), set engine.runtime to torch or tensorrt"
+        )
+    return None
+
+
 def _check_family(side: Side, version: str) -> None:
     """Refuses a family that no release of the PyTorch backend has.
 

@@ -63,7 +63,8 @@ def asked(settings_ptr, stream):
 def at(streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS: tl.constexpr):
     """Of a row of a launch: its stream, which draft position it is, and whether it is anybody's.
 
-    DRAFTS  it is the draft's, which has a row of each place in a step; the target has group of them
+    group   rows of each place: the target's, or all that a draft has drawn of in a step
+    DRAFTS  it is the draft's
     """
     place = number // group
     index = step + number % group
@@ -80,6 +81,12 @@ def at(streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS: t
         index = tl.where(is_more, index - is_copied, index)
         stream = tl.where(is_more, -2 - stream, stream)
     return tl.maximum(stream, 0), index, is_there
+
+
+@triton.jit
+def row_of(number, stride, group):
+    """How far behind the first row of a launch one is: places are stride apart, with group each."""
+    return stride * (number // group) + number % group
 
 
 @triton.jit

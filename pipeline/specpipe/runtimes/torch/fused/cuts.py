@@ -26,6 +26,7 @@ from specpipe.runtimes.torch.fused.asked import (
     at,
     gaps_of,
     is_finite,
+    row_of,
 )
 from specpipe.runtimes.torch.fused.programs import begin
 
@@ -119,7 +120,7 @@ def narrow(
         streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS
     )
     kind, temperature, top_k, top_p, log_min_p, seed = asked(settings_ptr, stream)
-    row = first + stride * number
+    row = first + row_of(number, stride, group)
     has_top_k = top_k < NO_LIMIT
     has_top_p = top_p < 1.0
     if level < LEVELS:

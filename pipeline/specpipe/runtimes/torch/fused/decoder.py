@@ -309,15 +309,22 @@ class Decoder:
         return best, best_ids
 
     def propose(
-        self, rows: Rows, history: Tensor, *, num_places: int, first_row: int, row_step: int
+        self,
+        rows: Rows,
+        history: Tensor,
+        *,
+        num_places: int,
+        first_row: int,
+        row_step: int,
+        num_rows: int = 1,
     ) -> None:
         """Writes the best tokens of rows behind them, into their texts: scoring.propose.
 
-        They are num_places rows of those scored, row_step apart.
+        They are num_rows of each place, of those scored; places are row_step apart.
         """
         best, best_ids = self.bests(rows.width)
         self.launch(
-            scoring.propose, (num_places,),
+            scoring.propose, (num_places, num_rows),
             best, best_ids, rows.positions, rows.texts, history, first_row, row_step, len(best),
             history.stride(0),
             WIDTH=rows.width, BLOCKS=_BESTS,

@@ -92,24 +92,31 @@ class Drawing:
 
     def first_out(self, members: Members, step: int) -> int:
         """Returns where the logits of a draft step begin, which the accept test looks at again."""
+        assert not (members.is_parallel and step), "all draft tokens are of one step"
         return (step + 1) * members.num_places if step else 0
 
     def draw_draft(self, members: Members, form: Form, step: int) -> None:
         """Draws draft tokens of rows scored last, and writes them behind the texts.
 
         They are the draft's, a row of each place, but in the first step two, of which the second
-        counts. Their logits are kept: first_out.
+        counts; of a parallel draft 2 most, of which the last most do. Their logits are kept:
+        first_out.
         """
         places, streams = members.num_places, self._streams
-        first, stride = (self.first_out(members, step), 1) if step else (1, 2)
+        group = members.most if members.is_parallel else 1
+        stride = 1 if step else 2 * group
+        scored = stride - group
+        first = self.first_out(members, step) + scored
+        num_rows = places * group
         self._draw(
-            members, form, places, first=first, stride=stride, scored=0 if step else 1, step=step,
-            width=width_of(stride * places), group=1, drafts=True,
+            members, form, num_rows, first=first, stride=stride, scored=scored, step=step,
+            width=width_of(stride * places), group=group, drafts=True,
         )  # fmt: skip
         self._decoder.launch(
-            sampling.propose_drawn, (places,),
+            sampling.propose_drawn, (num_rows,),
             self._drawn, self._drawn_ids, self._peaks, *_arrays(members), streams.last,
-            streams.history, first, stride, step, self._num_blocks, streams.history.stride(0),
+            streams.history, first, stride, group, step, self._num_blocks,
+            streams.history.stride(0),
             BLOCKS=self._blocks, num_warps=1,
         )  # fmt: skip
 
@@ -118,8 +125,8 @@ class Drawing:
         group = members.most + 1
         num_rows = members.num_places * group
         self._draw(
-            members, form, num_rows, first=0, stride=1, scored=0, step=0, width=width_of(num_rows),
-            group=group, drafts=False,
+            members, form, num_rows, first=0, stride=group, scored=0, step=0,
+            width=width_of(num_rows), group=group, drafts=False,
         )  # fmt: skip
 
     def _draw(
@@ -129,12 +136,12 @@ class Drawing:
         """Finds the best under noise of each block of some rows.
 
         first, scored  where the first of them stands among logits, and in what was scored last
-        stride         from one to the next
+        stride         from those of a place to those of the next
         group          rows of a place, from draft position step on
         width          of the launch that scored them
         """
         decoder, settings, arrays = self._decoder, self._settings.table, _arrays(members)
-        assert first + stride * (num_rows - 1) < self._num_rows
+        assert first + stride * (members.num_places - 1) + group <= self._num_rows
         best, best_ids = decoder.bests(width)
         decoder.launch(
             sampling.peak, (num_rows,),
@@ -185,16 +192,18 @@ class Drawing:
         if members.most:
             decoder.launch(
                 rejection.recover, (self._num_blocks, places),
-                *judged, *drafted, self._is_unused, *_arrays(members), *texts, self._recovered,
-                self._recovered_ids, places, group, self._num_columns, self._num_blocks, *strides,
-                BLOCK=self._block, ROWS=ROWS, BLOCKS=self._blocks, num_warps=self._num_warps,
+                *judged, *drafted, self._is_unused, draft._is_unused, *_arrays(members), *texts,
+                self._recovered, self._recovered_ids, places, group, self._num_columns,
+                self._num_blocks, *strides,
+                BLOCK=self._block, ROWS=ROWS, BLOCKS=self._blocks,
+                IS_PARALLEL=members.is_parallel, num_warps=self._num_warps,
             )  # fmt: skip
         decoder.launch(
             rejection.accept_drawn, (places,),
-            *judged, self._drawn, self._drawn_ids, *drafted, self._is_unused, *_arrays(members),
-            *texts, self._recovered, self._recovered_ids, result, places, group, self._num_blocks,
-            *strides,
-            ROWS=ROWS, BLOCKS=self._blocks,
+            *judged, self._drawn, self._drawn_ids, *drafted, self._is_unused, draft._is_unused,
+            *_arrays(members), *texts, self._recovered, self._recovered_ids, result, places, group,
+            self._num_blocks, *strides,
+            ROWS=ROWS, BLOCKS=self._blocks, IS_PARALLEL=members.is_parallel,
         )  # fmt: skip
 
 

@@ -37,9 +37,16 @@ _RECOVERED: tl.constexpr = tl.constexpr(int(Purpose.RECOVERED))
 
 
 @triton.jit
-def _draft_row(place, index, num_places):
-    """Where the draft's row of a draft token is: the first step has two rows of each place."""
-    return tl.where(index == 0, 2 * place + 1, (index + 1) * num_places + place)
+def _draft_row(place, index, num_places, group, IS_PARALLEL: tl.constexpr):
+    """Where the draft's row of a draft token is: the first step has two rows of each place.
+
+    A parallel draft has one step, with two rows of each place for each draft token.
+    """
+    if IS_PARALLEL:
+        row = (2 * place + 1) * (group - 1) + index
+    else:
+        row = tl.where(index == 0, 2 * place + 1, (index + 1) * num_places + place)
+    return row
 
 
 @triton.jit
@@ -102,9 +109,10 @@ def _probs_of_row(
 def _num_accepted(
     logits_ptr, peaks_ptr, limits_ptr, last_ids_ptr, kept_masses_ptr,
     draft_logits_ptr, draft_peaks_ptr, draft_limits_ptr, draft_last_ids_ptr, draft_masses_ptr,
-    is_unused_ptr, temperature, log_min_p, seed, drafted, first_position, place, num_places, group,
-    num_drafted, is_copied, num_blocks, logits_stride, draft_logits_stride,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    is_unused_ptr, draft_is_unused_ptr, temperature, log_min_p, seed, drafted, first_position,
+    place, num_places, group, num_drafted, is_copied, num_blocks, logits_stride,
+    draft_logits_stride,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, IS_PARALLEL: tl.constexpr,
 ):
     """How many of the first num_drafted draft tokens [ROWS] the accept test takes."""
     index = tl.arange(0, ROWS)
@@ -116,9 +124,10 @@ def _num_accepted(
     )
     is_of_draft = is_drafted & (is_copied == 0)
     draft_probs = _probs_of_drafted(
-        draft_logits_ptr, is_unused_ptr, temperature, log_min_p, draft_peaks_ptr, draft_limits_ptr,
-        draft_last_ids_ptr, draft_masses_ptr, _draft_row(place, index, num_places), drafted,
-        is_of_draft, num_blocks, draft_logits_stride, BLOCKS,
+        draft_logits_ptr, draft_is_unused_ptr, temperature, log_min_p, draft_peaks_ptr,
+        draft_limits_ptr, draft_last_ids_ptr, draft_masses_ptr,
+        _draft_row(place, index, num_places, group, IS_PARALLEL), drafted, is_of_draft, num_blocks,
+        draft_logits_stride, BLOCKS,
     )
     draft_probs = tl.where(is_of_draft, draft_probs, 1.0)
     accept = uniform(seed, first_position + 1 + index, _ACCEPT, index * 0)
@@ -128,11 +137,11 @@ def _num_accepted(
 
 @triton.jit
 def _num_judged(peaks_ptr, draft_peaks_ptr, place, num_places, group, num_draft, is_copied,
-                ROWS: tl.constexpr):
+                ROWS: tl.constexpr, IS_PARALLEL: tl.constexpr):
     """How many draft tokens have usable rows, and how many rows of the target are usable."""
     index = tl.arange(0, ROWS)
     num_usable = _num_usable(peaks_ptr, place * group + index, num_draft + 1, ROWS)
-    rows = _draft_row(place, index, num_places)
+    rows = _draft_row(place, index, num_places, group, IS_PARALLEL)
     num_of_draft = tl.where(is_copied == 0, num_draft, 0)
     num_drafted = tl.where(
         is_copied == 0, _num_usable(draft_peaks_ptr, rows, num_of_draft, ROWS), num_draft
@@ -144,10 +153,11 @@ def _num_judged(peaks_ptr, draft_peaks_ptr, place, num_places, group, num_draft,
 def recover(
     logits_ptr, peaks_ptr, limits_ptr, last_ids_ptr, kept_masses_ptr,
     draft_logits_ptr, draft_peaks_ptr, draft_limits_ptr, draft_last_ids_ptr, draft_masses_ptr,
-    is_unused_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr, history_ptr, settings_ptr,
-    recovered_ptr, recovered_ids_ptr,
+    is_unused_ptr, draft_is_unused_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr,
+    history_ptr, settings_ptr, recovered_ptr, recovered_ids_ptr,
     num_places, group, num_columns, num_blocks, history_stride, logits_stride, draft_logits_stride,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, IS_PARALLEL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The best of what the target would draw more often than the draft: program (block, place).
 
@@ -164,7 +174,8 @@ def recover(
     if (stream >= 0) & (num_draft > 0) & (kind == REJECTING):
         is_copied = tl.load(is_copied_ptr + place)
         num_drafted, _ = _num_judged(
-            peaks_ptr, draft_peaks_ptr, place, num_places, group, num_draft, is_copied, ROWS
+            peaks_ptr, draft_peaks_ptr, place, num_places, group, num_draft, is_copied, ROWS,
+            IS_PARALLEL,
         )
         index = tl.arange(0, ROWS)
         first_position = tl.load(last_ptr + stream)
@@ -173,8 +184,9 @@ def recover(
         rejected = _num_accepted(
             logits_ptr, peaks_ptr, limits_ptr, last_ids_ptr, kept_masses_ptr, draft_logits_ptr,
             draft_peaks_ptr, draft_limits_ptr, draft_last_ids_ptr, draft_masses_ptr, is_unused_ptr,
-            temperature, log_min_p, seed, drafted, first_position, place, num_places, group,
-            num_drafted, is_copied, num_blocks, logits_stride, draft_logits_stride, ROWS, BLOCKS,
+            draft_is_unused_ptr, temperature, log_min_p, seed, drafted, first_position, place,
+            num_places, group, num_drafted, is_copied, num_blocks, logits_stride,
+            draft_logits_stride, ROWS, BLOCKS, IS_PARALLEL,
         )
         if rejected < num_drafted:
             column = block * BLOCK + tl.arange(0, BLOCK)
@@ -188,10 +200,10 @@ def recover(
             draft_probs = (column == token_id).to(tl.float64)
             if is_copied == 0:
                 draft_probs = _probs_of_row(
-                    draft_logits_ptr, is_unused_ptr, temperature, log_min_p, draft_peaks_ptr,
+                    draft_logits_ptr, draft_is_unused_ptr, temperature, log_min_p, draft_peaks_ptr,
                     draft_limits_ptr, draft_last_ids_ptr, draft_masses_ptr,
-                    _draft_row(place, rejected, num_places), column, is_column, num_blocks,
-                    draft_logits_stride, BLOCKS,
+                    _draft_row(place, rejected, num_places, group, IS_PARALLEL), column, is_column,
+                    num_blocks, draft_logits_stride, BLOCKS,
                 )
             left = target_probs - draft_probs
             position = first_position + 1 + rejected
@@ -208,10 +220,10 @@ def recover(
 def accept_drawn(
     logits_ptr, peaks_ptr, limits_ptr, last_ids_ptr, kept_masses_ptr, drawn_ptr, drawn_ids_ptr,
     draft_logits_ptr, draft_peaks_ptr, draft_limits_ptr, draft_last_ids_ptr, draft_masses_ptr,
-    is_unused_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr, history_ptr, settings_ptr,
-    recovered_ptr, recovered_ids_ptr, result_ptr,
+    is_unused_ptr, draft_is_unused_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr,
+    history_ptr, settings_ptr, recovered_ptr, recovered_ids_ptr, result_ptr,
     num_places, group, num_blocks, history_stride, logits_stride, draft_logits_stride,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, IS_PARALLEL: tl.constexpr, PDL: tl.constexpr,
 ):
     """Accepts draft tokens, by the accept test or by matching, and moves on: program (place).
 
@@ -228,7 +240,8 @@ def accept_drawn(
         num_draft = tl.load(num_draft_ptr + place)
         is_copied = tl.load(is_copied_ptr + place)
         num_drafted, num_usable = _num_judged(
-            peaks_ptr, draft_peaks_ptr, place, num_places, group, num_draft, is_copied, ROWS
+            peaks_ptr, draft_peaks_ptr, place, num_places, group, num_draft, is_copied, ROWS,
+            IS_PARALLEL,
         )
         index = tl.arange(0, ROWS)
         first_position = tl.load(last_ptr)
@@ -246,9 +259,10 @@ def accept_drawn(
             num_accepted = _num_accepted(
                 logits_ptr, peaks_ptr, limits_ptr, last_ids_ptr, kept_masses_ptr, draft_logits_ptr,
                 draft_peaks_ptr, draft_limits_ptr, draft_last_ids_ptr, draft_masses_ptr,
-                is_unused_ptr, temperature, log_min_p, seed, tl.maximum(drafted, 0),
-                first_position, place, num_places, group, num_drafted, is_copied, num_blocks,
-                logits_stride, draft_logits_stride, ROWS, BLOCKS,
+                is_unused_ptr, draft_is_unused_ptr, temperature, log_min_p, seed,
+                tl.maximum(drafted, 0), first_position, place, num_places, group, num_drafted,
+                is_copied, num_blocks, logits_stride, draft_logits_stride, ROWS, BLOCKS,
+                IS_PARALLEL,
             )
             if num_accepted < num_drafted:
                 recovered, recovered_id = best_drawn(

@@ -55,9 +55,13 @@ class RoundGraphs:
         *,
         vocab_size: int,
         copies: bool,
+        mask_token_id: int | None = None,
     ) -> None:
-        """copies says whether there will be rounds whose draft tokens are copied from the text."""
+        """copies         there will be rounds whose draft tokens are copied from the text
+        mask_token_id  what a parallel draft reads in place of draft tokens; None: it is not one
+        """
         self._draft, self._target, self._has_copies = draft, target, copies
+        self._sizes, self._mask_token_id = sizes, mask_token_id
         self._device = device = target.spec.device
 
         def zeros(*shape: int) -> Tensor:
@@ -67,9 +71,10 @@ class RoundGraphs:
         num_streams = target.max_batch_size
         self.streams = Streams(zeros(num_streams, capacity), zeros(num_streams), zeros(num_streams))
         self.settings = Settings(num_streams, device)
-        is_unused = target.decoder.is_unused[:vocab_size]
         self._draft_drawing, self._target_drawing = (
-            Drawing(engine.decoder, self.settings, self.streams, is_unused)
+            Drawing(
+                engine.decoder, self.settings, self.streams, engine.decoder.is_unused[:vocab_size]
+            )
             for engine in (draft, target)
         )
         self.result = zeros(sizes.most_places, RESULT)
@@ -89,10 +94,12 @@ class RoundGraphs:
 
     def minds_length(self, places: int, most: int) -> bool:
         """Returns whether a round of long texts is other launches than one of short ones."""
-        drafting = [(2 * places, 2), (places, 1)] if most else []
         return not (
             self._target.decoder.lists_blocks(places * (most + 1), most + 1)
-            and all(self._draft.decoder.lists_blocks(*rows) for rows in drafting)
+            and all(
+                self._draft.decoder.lists_blocks(places * group, group)
+                for group in self._sizes.draft_groups(most)
+            )
         )
 
     def run(self, key: RoundKey, places: Sequence[Place]) -> None:
@@ -118,15 +125,17 @@ class RoundGraphs:
                     continue
                 yield _catching_up(count, is_long), partial(self._read_stretches, count, is_long)
 
-    def catch_up(self, num_unread: Sequence[tuple[int, int]], *, is_long: bool) -> None:
-        """Lets the draft read tokens of streams which come before the last two of their texts.
+    def catch_up(
+        self, num_unread: Sequence[tuple[int, int]], *, num_read: int, is_long: bool
+    ) -> None:
+        """Lets the draft read tokens of streams, at least all before the last num_read.
 
-        num_unread  of each stream; those may be more than there are
+        num_unread  of each stream, those among them; they may be more than there are
         """
         stretches = [
             (stream, age)
             for stream, num in num_unread
-            for age in range(num + 1, 1, -_STRETCH)  # by how much they come before the last token
+            for age in range(num - 1, num_read - 1, -_STRETCH)  # how far before the last token
         ]
         for first in range(0, len(stretches), self._most_stretches):
             self._read(stretches[first : first + self._most_stretches], is_long=is_long)
@@ -176,30 +185,39 @@ class RoundGraphs:
     def _members_of(self, key: RoundKey) -> Members:
         size = len(_NOBODY) * key.places
         streams, num_draft, is_copied = self._members[:size].view(-1, key.places)
-        return Members(streams, num_draft, is_copied, most=key.most, is_packed=key.is_packed)
+        return Members(
+            streams,
+            num_draft,
+            is_copied,
+            most=key.most,
+            is_packed=key.is_packed,
+            is_parallel=self._sizes.is_parallel,
+        )
 
     def _plan(self, members: Members) -> None:
         streams, rows, draft_rows = self.streams, self._target_rows, self._draft_rows
         self._target.decoder.launch(
             round_rows.plan_round, (members.num_places,),
             members.streams, members.num_draft, members.is_copied, streams.last,
-            streams.draft_slots, rows.positions, rows.texts, draft_rows.positions,
-            draft_rows.texts, draft_rows.slots, members.most,
-            ROWS=ROWS, num_warps=1,
+            streams.draft_slots, streams.history, rows.positions, rows.texts, draft_rows.positions,
+            draft_rows.texts, draft_rows.slots, members.most, streams.history.stride(0),
+            self._mask_token_id or 0,
+            ROWS=ROWS, IS_PARALLEL=members.is_parallel, num_warps=1,
         )  # fmt: skip
 
     def _draft_tokens(self, key: RoundKey, members: Members) -> None:
         draft, places, drawing = self._draft.decoder, key.places, self._draft_drawing
-        for step in range(key.most):
-            each = 1 if step else 2
-            first = (step + 1) * places if step else 0
+        num_drawn = key.most if members.is_parallel else 1
+        for step, each in enumerate(self._sizes.draft_groups(key.most)):
+            first = drawing.first_out(members, step)
             rows = self._rows(self._draft_rows, first, each * places, each, key.is_long)
             draft.layers(rows)
             if key.form is Form.GREEDY:
                 draft.score(0, rows.num_rows, writes_logits=False, width=rows.width)
                 draft.propose(
-                    rows, self.streams.history, num_places=places, first_row=each - 1, row_step=each
-                )
+                    rows, self.streams.history, num_places=places, first_row=each - num_drawn,
+                    row_step=each, num_rows=num_drawn,
+                )  # fmt: skip
             else:
                 # Logits lie as these rows do, so that all are there for the accept test.
                 draft.score(0, rows.num_rows, writes_logits=True, width=rows.width, first_out=first)

@@ -16,9 +16,10 @@ from specpipe.runtimes.torch.fused.programs import begin
 
 @triton.jit(do_not_specialize=("most",))
 def plan_round(
-    streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr, draft_slots_ptr,
+    streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr, draft_slots_ptr, history_ptr,
     positions_ptr, texts_ptr, draft_positions_ptr, draft_texts_ptr, draft_row_slots_ptr, most,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    history_stride, mask_token_id,
+    ROWS: tl.constexpr, IS_PARALLEL: tl.constexpr, PDL: tl.constexpr,
 ):
     """Positions and texts of all launches of a round; one program a place. A text is its stream.
 
@@ -27,6 +28,8 @@ def plan_round(
     draft   [most + 1, places], the first two of which lie as [places, 2]: the draft's first step
             reads the last token but one and the last, and each further step one more. Who copies
             draft tokens, or drafts fewer, has nobody's rows
+            [places, 2 most] if IS_PARALLEL: the last most + 1 tokens, and a mask token for each
+            further draft token, which is put where that will stand in the text
     """
     begin(PDL)
     place = tl.program_id(0)
@@ -46,11 +49,20 @@ def plan_round(
     position = tl.where((is_there | is_more) & (i <= num_draft), first + i, -1)
     tl.store(positions_ptr + row, position, mask=i <= most)
     tl.store(texts_ptr + row, text + i * 0, mask=i <= most)
-    row = tl.where(i < 2, 2 * place + i, num_places * i + place)
-    is_drafted = is_drafting & (i <= num_draft)
-    position = tl.where(is_drafted, last - 1 + i, -1)
-    is_row = (i <= most) & (most > 0)
-    tl.store(draft_positions_ptr + row, position, mask=is_row)
+    if IS_PARALLEL:
+        i = tl.arange(0, 2 * ROWS)
+        row = 2 * most * place + i
+        position = last - most + i
+        is_drafted = is_drafting & (i < most + num_draft) & (position >= 0)
+        is_row = i < 2 * most
+        masked_ptr = history_ptr + text.to(tl.int64) * history_stride + position
+        tl.store(masked_ptr, mask_token_id + i * 0, mask=is_drafted & is_row & (i > most))
+    else:
+        row = tl.where(i < 2, 2 * place + i, num_places * i + place)
+        position = last - 1 + i
+        is_drafted = is_drafting & (i <= num_draft)
+        is_row = (i <= most) & (most > 0)
+    tl.store(draft_positions_ptr + row, tl.where(is_drafted, position, -1), mask=is_row)
     tl.store(draft_texts_ptr + row, text + i * 0, mask=is_row)
     tl.store(draft_row_slots_ptr + row, tl.where(is_drafted, draft_slot, 0), mask=is_row)
 
@@ -62,8 +74,7 @@ def plan_catch_up(
 ):
     """Positions, texts and slots of stretches of ROWS tokens, one a program.
 
-    ages  by how many positions the first of a stretch comes before the last token of its text. The
-          last two are no part of it: the next round reads them
+    ages  by how many positions the first of a stretch comes before the last token of its text
     """
     begin(PDL)
     stretch = tl.program_id(0)
@@ -72,7 +83,7 @@ def plan_catch_up(
     i = tl.arange(0, ROWS)
     row = stretch * ROWS + i
     age = tl.load(ages_ptr + stretch) - i
-    is_read = (stream >= 0) & (age >= 2)
+    is_read = (stream >= 0) & (age >= 0)
     position = tl.load(last_ptr + text) - age
     tl.store(positions_ptr + row, tl.where(is_read, position, -1))
     tl.store(texts_ptr + row, text + i * 0)

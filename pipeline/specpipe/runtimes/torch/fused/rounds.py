@@ -7,6 +7,10 @@ round_graphs.py.
 The draft begins each round with two tokens, the last one and the one before: of a round whose
 draft tokens were all accepted, it never read the last. Reading one twice changes nothing. What it
 lacks beyond that, after rounds without it, it reads before it drafts again.
+
+A parallel draft (PARD, arXiv:2504.18583) has no steps. It has read mask tokens where a round's
+draft tokens came to stand, so it begins the next one with as many as that one may have emitted.
+What it has cached of masks is written over by those, before any of them sees it.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class _Stream:
     """A sequence that has joined.
 
     form        what rounds it takes part in must be able to do
-    num_unread  the most tokens that the draft may lack of what rounds taken emitted
+    num_unread  the most tokens that the draft may lack of the text as rounds taken have left it
     """
 
     number: int
@@ -90,23 +94,36 @@ class FusedRounds:
         vocab_size: int,
         unused: Sequence[tuple[int, int]],
         copies: bool = False,
+        mask_token_id: int | None = None,
     ) -> None:
-        """num_draft_tokens is the most that a round drafts, up to MAX_DRAFT_TOKENS.
-
-        copies says whether there will be rounds whose draft tokens are copied from the text.
+        """num_draft_tokens  the most that a round drafts, up to MAX_DRAFT_TOKENS
+        unused            ranges of ids that are neither proposed nor emitted
+        copies            there will be rounds whose draft tokens are copied from the text
+        mask_token_id     what a parallel draft reads in place of draft tokens, and never proposes;
+                          None: it is not one
         """
         self._draft, self._target, self._has_copies = draft, target, copies
-        for engine in (draft, target):
-            engine.decoder.use_tokens(vocab_size, list(unused))
+        mask = [] if mask_token_id is None else [(mask_token_id, mask_token_id + 1)]
+        target.decoder.use_tokens(vocab_size, list(unused))
+        draft.decoder.use_tokens(vocab_size, [*unused, *mask])
         rows = min(engine.decoder.most_rows for engine in (draft, target))
         self.prompts: PromptParts | None = target
         self.max_members = min(target.max_batch_size, rows)
-        self.sizes = RoundSizes(self.max_members, rows, num_draft_tokens)
+        self.sizes = RoundSizes(
+            self.max_members, rows, num_draft_tokens, is_parallel=mask_token_id is not None
+        )
         # Asked for each request in each step.
         self._most_draft_tokens = [
             self.sizes.most_draft_tokens(max(num, 1)) for num in range(self.max_members + 1)
         ]
-        self._graphs = RoundGraphs(draft, target, self.sizes, vocab_size=vocab_size, copies=copies)
+        self._graphs = RoundGraphs(
+            draft,
+            target,
+            self.sizes,
+            vocab_size=vocab_size,
+            copies=copies,
+            mask_token_id=mask_token_id,
+        )
         self._vocab_size = vocab_size
         self._is_cuda = target.spec.device.type == "cuda"
         self._told = [
@@ -168,7 +185,7 @@ class FusedRounds:
     @torch.inference_mode()
     def give_draft(self, target_sequence: SequenceId, draft_sequence: SequenceId) -> None:
         stream = self._streams[target_sequence]
-        stream.has_draft, stream.num_unread = True, 0
+        stream.has_draft, stream.num_unread = True, 2
         self._graphs.streams.draft_slots[stream.number] = self._draft.slot(draft_sequence)
 
     def lose_draft(self, target_sequence: SequenceId) -> None:
@@ -181,14 +198,16 @@ class FusedRounds:
         is_drafting = [m.num_draft_tokens > 0 and not m.is_copied for m in members]
         num_positions = [m.num_positions for m in members] + [r.stop for r in readings]
         is_long = self._target.is_long(max(num_positions))
-        self._catch_up(
-            [stream for stream, drafts in zip(streams, is_drafting, strict=True) if drafts],
-            is_long=is_long,
-        )
         num_draft = [member.num_draft_tokens for member in members]
         pieces: list[Place] = []
         if readings or any(is_drafting):
             most = self.sizes.length(len(members) + bool(readings), max(num_draft, default=0))
+            unread = self._take_unread(
+                [stream for stream, drafts in zip(streams, is_drafting, strict=True) if drafts]
+            )
+            if unread and not readings:  # whose pieces are made for a number of draft tokens
+                most = self.sizes.reaching(len(members), most, max(num for _, num in unread))
+            self._graphs.catch_up(unread, num_read=self.sizes.num_read(most), is_long=is_long)
             pieces = self._pieces(readings, most + 1)
             places = self.sizes.places(len(members) + len(pieces), most)
         else:
@@ -214,8 +233,8 @@ class FusedRounds:
         first_places = [place for place, (stream, *_) in enumerate(of_members) if stream >= 0]
         told, done = self._tell(len(of_members))
         parts = [
-            _Part(stream, 0 if drafts else member.num_draft_tokens + 1)
-            for stream, member, drafts in zip(streams, members, is_drafting, strict=True)
+            _Part(stream, 2 if drafts and not self.sizes.is_parallel else num + 1)
+            for stream, num, drafts in zip(streams, num_draft, is_drafting, strict=True)
         ]
         told = told[:, : 2 + max(num_draft) + 1]
         self._under_way.append(_UnderWay(told, done, parts, first_places))
@@ -260,19 +279,18 @@ class FusedRounds:
         while self._under_way:
             self.take()
 
-    def _catch_up(self, streams: Sequence[_Stream], *, is_long: bool) -> None:
-        """Lets the draft read what was emitted by rounds without it."""
+    def _take_unread(self, streams: Sequence[_Stream]) -> list[tuple[int, int]]:
+        """Returns the most tokens that the draft lacks of each text, which it is to read now."""
         unread = []
         for stream in streams:
             assert stream.has_draft, "who drafts has a draft"
             parts = [p for r in self._under_way for p in r.parts if p.stream is stream]
             num_unread = stream.num_unread + sum(part.num_unread for part in parts)
-            if num_unread:
-                unread.append((stream.number, num_unread))
+            unread.append((stream.number, num_unread))
             stream.num_unread = 0
             for part in parts:
                 part.num_unread = 0
-        self._graphs.catch_up(unread, is_long=is_long)
+        return unread
 
     def keys(self) -> list[RoundKey]:
         """Returns what rounds may be asked for, those of few places first."""

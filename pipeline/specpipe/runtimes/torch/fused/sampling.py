@@ -20,7 +20,7 @@ gap     of a token: the row's best score less its own
 key     the gap as an integer, in units of 2^-30; gaps of 32 and more have one key
 mass    exp(-gap); 0 of what is cut away
 
-Rows are numbered as those of the decoder's logits. A launch takes some of them: asked.at.
+Rows are numbered as those of the decoder's logits. A launch takes some of them: asked.at, row_of.
 """
 
 # fmt: off
@@ -42,6 +42,7 @@ from specpipe.runtimes.torch.fused.asked import (
     at,
     gaps_of,
     is_finite,
+    row_of,
 )
 from specpipe.runtimes.torch.fused.cuts import (
     ALL_LEVELS,
@@ -107,7 +108,7 @@ def peak(
 ):
     """The best logit of each row: program (number of a row).
 
-    best    of the rows scored last, each width of them: number's is scored + stride * number
+    best    of the rows scored last, each width of them: number's is row_of behind scored
     peaks   float64 [R]: the best logit; not finite: there is no usable one
     noises  float64 [R]: that of its token
     counts  and masses: of the bins of a row that is cut; empty
@@ -120,9 +121,10 @@ def peak(
     )
     if is_there:
         kind, temperature, top_k, top_p, log_min_p, seed = asked(settings_ptr, stream)
-        row = first + stride * number
+        of_launch = row_of(number, stride, group)
+        row = first + of_launch
         block = tl.arange(0, BESTS)
-        place = block * width + scored + stride * number
+        place = block * width + scored + of_launch
         best = tl.load(best_ptr + place, mask=block < num_bests, other=-float("inf"))
         has_nan = tl.max((best != best).to(tl.int32), axis=0) > 0
         best = tl.where(best == best, best, -float("inf"))
@@ -171,7 +173,7 @@ def draw(
         streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS
     )
     kind, temperature, top_k, top_p, log_min_p, seed = asked(settings_ptr, stream)
-    row = first + stride * number
+    row = first + row_of(number, stride, group)
     peak = tl.load(peaks_ptr + row)
     if is_there & (kind != GREEDY) & is_finite(peak):
         logits_ptr += row.to(tl.int64) * logits_stride
@@ -239,15 +241,17 @@ def draw(
 def propose_drawn(
     drawn_ptr, drawn_ids_ptr, peaks_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr,
     history_ptr,
-    first, stride, step, num_blocks, history_stride,
+    first, stride, group, step, num_blocks, history_stride,
     BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Writes what the draft has drawn in a step behind its texts: program (place)."""
+    """Writes what the draft has drawn in a step behind its texts: program (number of a row)."""
     begin(PDL)
     number = tl.program_id(0)
-    stream, index, is_there = at(streams_ptr, num_draft_ptr, is_copied_ptr, number, 1, step, True)
+    stream, index, is_there = at(
+        streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, True
+    )
     if is_there:
-        row = first + stride * number
+        row = first + row_of(number, stride, group)
         _, best_id = best_drawn(
             drawn_ptr + row * num_blocks, drawn_ids_ptr + row * num_blocks, num_blocks, BLOCKS
         )

@@ -107,12 +107,13 @@ def propose(
     first_row, row_step, num_blocks, history_stride,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Writes the best token of every row_step-th row behind the row's position, in its text.
+    """Writes the best tokens of rows behind their positions, in their texts: program (place, row).
 
-    There is a program for each of them. positions and texts are those of the launch scored.
+    A place has rows next to each other, its first row_step behind that of the place before.
+    positions and texts are those of the launch scored.
     """
     begin(PDL)
-    row = first_row + tl.program_id(0) * row_step
+    row = first_row + tl.program_id(0) * row_step + tl.program_id(1)
     position = tl.load(positions_ptr + row)
     if position < 0:
         return

@@ -39,6 +39,9 @@ class Members:
                target's launch, one after the other; those beyond its own draft tokens are nobody's
     is_packed  who copies more than most has the places behind its own, too: there streams is
                -2 - stream, num_draft + 1 the rows, and -is_copied the draft position of the first
+    is_parallel
+               the draft proposes all draft tokens in one launch, by the last most of 2 most rows
+               of each place
     """
 
     streams: Tensor
@@ -46,6 +49,7 @@ class Members:
     is_copied: Tensor
     most: int
     is_packed: bool = False
+    is_parallel: bool = False
 
     @property
     def num_places(self) -> int:

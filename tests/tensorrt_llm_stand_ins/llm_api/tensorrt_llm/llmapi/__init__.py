@@ -4,3 +4,6 @@ from .llm_args import HERE as HERE
 from .llm_args import VERSION as VERSION
 from .llm_args import DraftTargetDecodingConfig as DraftTargetDecodingConfig
 from .llm_args import KvCacheConfig as KvCacheConfig
+
+if HERE.has_parallel:
+    from .llm_args import PARDDecodingConfig as PARDDecodingConfig

@@ -59,6 +59,20 @@ DraftTargetDecodingConfig: Any = create_model(
 )
 
 
+PARDDecodingConfig: Any = create_model(
+    "PARDDecodingConfig",
+    __base__=_DraftTarget,
+    **{
+        name: (kind | None, None)
+        for name, kind in {
+            **HERE.fields,
+            "mask_token_id": int,
+            "decoding_type": Literal["PARD"],
+        }.items()
+    },
+)
+
+
 class TorchLlmArgs(_Strict):
     """The keyword arguments of `LLM` that specpipe may use, of the many that it takes.
 
@@ -73,4 +87,4 @@ class TorchLlmArgs(_Strict):
     enable_chunked_prefill: bool = False
     disable_overlap_scheduler: bool = False
     kv_cache_config: KvCacheConfig | None = None
-    speculative_config: DraftTargetDecodingConfig | None = None
+    speculative_config: DraftTargetDecodingConfig | PARDDecodingConfig | None = None
