@@ -18,6 +18,7 @@ from specpipe.errors import EngineMismatch, RuntimeUnavailable
 from specpipe.machine.memory import format_bytes
 from specpipe.runtimes.torch import model
 from specpipe.runtimes.torch.engine import TorchEngine, check_memory
+from specpipe.runtimes.torch.packed import packed
 from tests.runtimes.torch.engines import build_engine, load_engine
 from tests.toy import (
     LLAMA3_SCALING,
@@ -427,3 +428,17 @@ def test_engines_that_do_not_fit_are_refused_with_the_numbers(
     free = format_bytes(2 * need - 1)
     assert str(caught.value).startswith(f"{free} of memory are free: {toy} needs ")
     assert str(caught.value).endswith("lower engine.max_batch_size or engine.max_seq_len")
+
+
+def test_a_packed_matrix_multiplies_each_row_alike_beside_any_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(512, 384, generator=generator)
+    bias, x = torch.randn(384, generator=generator), torch.randn(17, 512, generator=generator)
+    product = packed(weight, bias)
+    assert product is not None
+    expected = x.double() @ weight.double() + bias
+    torch.testing.assert_close(product(x).double(), expected, rtol=0, atol=1e-4)
+    for count in (2, 5, 9):
+        assert product(x[:count]).equal(product(x)[:count])
+    assert packed(weight[:64]) is None  # too small to gain
+    assert packed(weight.bfloat16()) is None

@@ -120,3 +120,18 @@ def test_memory_is_unknown_where_the_kernel_does_not_tell(
 ) -> None:
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "missing")
     assert available_bytes() is None
+
+
+def test_a_cpu_has_room_for_packed_copies() -> None:
+    limits = {"max_batch_size": 1, "max_seq_len": 64, "max_draft_len": 1, "max_num_tokens": 1}
+    sizes = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "vocab_size": 1000}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 100, "num_hidden_layers": 3}
+    config = unified_config(toy_config(**sizes))
+    in_float32, in_bfloat16 = (
+        estimate_memory(config, dtype=dtype, **limits).workspace_bytes
+        for dtype in ("float32", "bfloat16")
+    )
+    # qkv, dense and the head; the MLP's matrices, of 102,400 and 51,200 numbers, are too small.
+    copies = 4 * (3 * (512 * 768 + 512 * 512) + 512 * 1000)
+    logits = 4 * 2 * 64 * 1000
+    assert in_float32 - logits - copies == 2 * (in_bfloat16 - logits)

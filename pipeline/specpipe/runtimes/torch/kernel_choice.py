@@ -33,6 +33,9 @@ _KERNELS: Mapping[str, Kernel] = {
 """Those of formats; a format that is not here is emulated."""
 _MIN_SM: Mapping[Kernel, int] = {"fp8": 89, "int8": 80, "int4": 80}
 
+_LEAST_PACKED, _MOST_PACKED = 1 << 17, 1 << 25
+"""Numbers of a matrix: smaller ones gain nothing; of greater ones a copy takes too much memory."""
+
 GROUP_SIZES = (256, 128, 64, 32)
 """How many numbers along `in` can share a scale in kernel int4."""
 
@@ -44,6 +47,11 @@ def kernel_for(quantization: Quantization, sm: int | None) -> Kernel | None:
     """
     kernel = _KERNELS.get(quantization.format or "")
     return kernel if kernel is not None and sm is not None and sm >= _MIN_SM[kernel] else None
+
+
+def is_packed(num_numbers: int) -> bool:
+    """Returns whether a plain matrix has a copy in oneDNN's order (packed.py), on a CPU."""
+    return _LEAST_PACKED <= num_numbers <= _MOST_PACKED
 
 
 def fits(

@@ -18,7 +18,7 @@ from specpipe.runtimes.torch.fused_sizes import (
     prompt_width_of,
 )
 from specpipe.runtimes.torch.graph_memory import graph_bytes
-from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size
+from specpipe.runtimes.torch.kernel_choice import Kernel, fits, int4_group_size, is_packed
 
 _SCORED_TOKENS = 64
 """Tokens of a prompt whose rows of logits a forward gives at least: a guess."""
@@ -66,6 +66,8 @@ def estimate_memory(
         fused_bytes = _fused_bytes(config, capacity, max_batch_size, max_draft_len)
         fused_bytes += _prompt_bytes(config, element, max_seq_len)
         forward_bytes = max(forward_bytes, fused_bytes)
+    elif dtype == "float32":
+        forward_bytes += _packed_bytes(config)
     if kv_cache_tokens is None:
         kv_cache_tokens = max_batch_size * capacity
     return MemoryEstimate(
@@ -106,6 +108,19 @@ def _linear_bytes(
         return rows * (columns + element)
     scales_bytes = 4 if config.quantization.activations == "fp8_per_token" else 0
     return rows * (columns + scales_bytes)
+
+
+def _packed_bytes(config: UnifiedConfig) -> int:
+    """Returns what copies of matrices in oneDNN's order take, if all linears are plain."""
+    hidden, intermediate, query = config.hidden_size, config.intermediate_size, config.query_size
+    linears = (
+        hidden * (query + 2 * config.key_size),
+        query * hidden,
+        2 * hidden * intermediate,
+        intermediate * hidden,
+    )
+    matrices = [*config.num_hidden_layers * linears, hidden * config.vocab_size]
+    return ELEMENT_BYTES["F32"] * sum(filter(is_packed, matrices))
 
 
 def _rounding_bytes(config: UnifiedConfig, max_num_tokens: int) -> int:

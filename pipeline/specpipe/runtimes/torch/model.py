@@ -6,7 +6,8 @@ G query heads per key-value head, C channels (hidden_size), I channels of the ML
 
 Weights are as layout.py arranges them for this file:
 
-- matrices are [in, out]: MKL multiplies 4 to 40 rows by one up to twice as fast as by [out, in];
+- matrices are [in, out]: MKL multiplies 4 to 40 rows by one up to twice as fast as by [out, in],
+  and where it is slow still, packed.py has a copy;
 - query heads stand in the order (G, H_kv), so that the heads of N tokens are one axis [N · G] for
   each key-value head: grouped-query attention is plain attention with more rows, without repeats;
 - the channels 2i and 2i + 1 of a query or key head are those that rope turns together, so that
@@ -34,6 +35,7 @@ from specpipe.runtimes.torch.kernel_choice import keeps_input_order
 from specpipe.runtimes.torch.kernels import kernel_of
 from specpipe.runtimes.torch.kv_cache import AttentionGroup, KVCacheStep
 from specpipe.runtimes.torch.model_shape import ModelConfig
+from specpipe.runtimes.torch.packed import packed
 from specpipe.runtimes.torch.quantized import Multiply, in_checkpoint_order, quantized_linear
 
 _MAX_KEPT_ROWS = 64
@@ -111,16 +113,22 @@ class _Linear:
     def __init__(self, weights: Mapping[str, Tensor], name: str) -> None:
         self._weight = weights[f"{name}.weight"]
         self._bias = weights.get(f"{name}.bias")
+        self._packed = packed(self._weight, self._bias)
 
     def write(self, x: Tensor, out: Tensor) -> None:
         """Writes x · W + b to `out`."""
-        if self._bias is None:
+        if self._packed is not None and len(x) > 1:
+            out.copy_(self._packed(x))
+        elif self._bias is None:
             torch.mm(x, self._weight, out=out)
         else:
             torch.addmm(self._bias, x, self._weight, out=out)
 
     def add(self, x: Tensor, buffers: _Buffers) -> None:
         """Adds x · W + b to the hidden states."""
+        if self._packed is not None and len(x) > 1:
+            buffers.hidden.add_(self._packed(x))
+            return
         buffers.hidden.addmm_(x, self._weight)
         if self._bias is not None:
             buffers.hidden.add_(self._bias)
@@ -288,6 +296,7 @@ class Model:
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
         self.config = config
         self._head = weights["head.weight"]
+        self._packed_head = packed(self._head)
         self._quantized_head: _AnyLinear | None = None
         if "head" in config.formats:
             self._quantized_head = _linear(config, weights, "head")
@@ -333,7 +342,9 @@ class Model:
         """Scores the vocabulary for hidden states [T, C]: float32 [T, V]."""
         normed = torch.empty_like(hidden)
         self._norm.write(hidden, normed, hidden.new_empty(len(hidden), 1))
-        if self._quantized_head is None:
+        if self._quantized_head is None and self._packed_head is not None and len(hidden) > 1:
+            logits = self._packed_head(normed)
+        elif self._quantized_head is None:
             logits = torch.mm(normed, self._head).float()
         else:
             scores = normed.new_empty(len(normed), self.config.vocab_size)
