@@ -1,0 +1,134 @@
+"""The rows of a training forward in which a draft learns to propose K tokens in one pass.
+
+A parallel draft (PARD: An et al. 2025, arXiv:2504.18583) reads the text up to an anchor n, then
+K - 1 mask tokens: the row of the text's last token proposes token n + 1, and the row of the d-th
+mask token n + 1 + d without having seen those between. Training reads one text with the masks of
+many anchors behind it, and an attention mask keeps each anchor's own from the rest:
+
+    row          0   1   2   3     4   5     6   7        K = 3, all anchors kept
+    input        a   b   c   d     M   M     M   M   ...
+    position     0   1   2   3     1   2     2   3
+    anchor       0   1   2   3     0   0     1   1
+    depth        0   0   0   0     1   2     1   2
+    it matches   0   1   2   3     1   2     2   3        the row of the target alone
+
+Letters: B texts, T tokens of the longest, R rows of the forward, K draft tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """What a draft reads in one training forward, and what each of its rows is to match.
+
+    All are [B, R]: `input_ids` and `position_ids` of the draft's forward; `teacher_rows`, the row
+    of the text whose distribution by the target this row is to match; `depths`, 0 for a token of
+    the text and d for the d-th mask of an anchor; `previous_rows`, the row that proposes the token
+    before this row's own from the same anchor (a row of depth 0 names itself); `is_real`, False
+    where a shorter text was padded. `attention_mask` [B, 1, R, R] is True where a row sees another,
+    as attention by `sdpa` takes it.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
+    teacher_rows: Tensor
+    depths: Tensor
+    previous_rows: Tensor
+    is_real: Tensor
+
+
+def ordinary_inputs(token_ids: Tensor, *, lengths: Tensor | None = None) -> RowInputs:
+    """The rows of a draft that proposes one token a pass: the text, R = T.
+
+    token_ids [B, T] are of any value behind the first `lengths` [B] tokens of each text; without
+    lengths all have T tokens.
+    """
+    return _rows(token_ids, _lengths(token_ids, lengths), torch.zeros_like(token_ids), mask_id=0)
+
+
+def parallel_inputs(
+    token_ids: Tensor,
+    *,
+    mask_id: int,
+    num_draft_tokens: int,
+    keep: float,
+    generator: torch.Generator,
+    lengths: Tensor | None = None,
+) -> RowInputs:
+    """The text's rows, then the masks of its anchors by anchor and depth.
+
+    token_ids and lengths are as for `ordinary_inputs`. Of the anchors a share keep^d, drawn by the
+    generator, has a d-th mask (PARD's conditional drop): an anchor kept at a depth was kept at all
+    smaller ones, so that each mask has those before it to see. keep = 1 drops none. No mask stands
+    behind the last token of its text, where nothing is known of the target. The generator is one
+    of the CPU.
+    """
+    if num_draft_tokens < 1 or not 0 < keep <= 1:
+        raise ValueError(f"K = {num_draft_tokens} of at least 1, keep = {keep} in (0, 1]")
+    lengths = _lengths(token_ids, lengths)
+    num_masks = torch.zeros_like(token_ids)
+    shares = keep ** torch.arange(1, num_draft_tokens, dtype=torch.float64)
+    for row, length in enumerate(lengths.tolist()):
+        rank = torch.randperm(length, generator=generator)
+        # Ranks instead of independent draws: every text has the same shares, so R hardly varies.
+        deepest = ((rank[:, None] + 0.5) / length < shares).sum(1)
+        room = torch.arange(length - 1, -1, -1)
+        num_masks[row, :length] = torch.minimum(deepest, room).to(num_masks)
+    return _rows(token_ids, lengths, num_masks, mask_id=mask_id)
+
+
+def _lengths(token_ids: Tensor, lengths: Tensor | None) -> Tensor:
+    if lengths is None:
+        return token_ids.new_full((len(token_ids),), token_ids.shape[1])
+    return lengths.to(token_ids)
+
+
+def _rows(token_ids: Tensor, lengths: Tensor, num_masks: Tensor, *, mask_id: int) -> RowInputs:
+    """num_masks [B, T]: how many masks the anchor at each token of the text has."""
+    num_texts, num_tokens = token_ids.shape
+    most_masks = int(num_masks.sum(1).max())
+    shape = (num_texts, num_tokens + most_masks)
+    text = torch.arange(num_tokens, device=token_ids.device)
+    anchors = token_ids.new_zeros(shape)
+    depths = token_ids.new_zeros(shape)
+    is_real = torch.zeros(shape, dtype=torch.bool, device=token_ids.device)
+    anchors[:, :num_tokens] = text
+    is_real[:, :num_tokens] = text < lengths[:, None]
+    for row, count in enumerate(num_masks):
+        masks = slice(num_tokens, num_tokens + int(count.sum()))
+        anchors[row, masks] = text.repeat_interleave(count)
+        first_of_anchor = (count.cumsum(0) - count).repeat_interleave(count)
+        depths[row, masks] = torch.arange(len(first_of_anchor)).to(count) - first_of_anchor + 1
+        is_real[row, masks] = True
+    input_ids = token_ids.new_full(shape, mask_id)
+    input_ids[:, :num_tokens] = token_ids
+    positions = anchors + depths
+    rows = torch.arange(shape[1], device=token_ids.device).expand(shape)
+    return RowInputs(
+        input_ids=input_ids,
+        position_ids=positions,
+        attention_mask=_sees(anchors, depths, is_real)[:, None],
+        teacher_rows=positions,
+        depths=depths,
+        previous_rows=torch.where(depths == 0, rows, torch.where(depths == 1, anchors, rows - 1)),
+        is_real=is_real,
+    )
+
+
+def _sees(anchors: Tensor, depths: Tensor, is_real: Tensor) -> Tensor:
+    """[B, R, R]: a row sees the text up to its anchor, and its anchor's masks up to itself.
+
+    A padded row sees itself, since a softmax over nothing is not a number.
+    """
+    to_text = (depths == 0)[:, None, :] & (anchors[:, None, :] <= anchors[:, :, None])
+    of_anchor = anchors[:, None, :] == anchors[:, :, None]
+    to_masks = of_anchor & (depths[:, None, :] <= depths[:, :, None])
+    itself = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device)
+    return ((to_text | to_masks) & is_real[:, None, :]) | itself
