@@ -110,6 +110,23 @@ def test_the_share_kept_falls_by_keep_a_depth() -> None:
     assert drawn[0] != drawn[1]
 
 
+def test_masks_begin_at_the_first_anchor() -> None:
+    inputs = parallel_inputs(
+        torch.zeros(2, 6, dtype=torch.long),
+        mask_id=MASK,
+        num_draft_tokens=2,
+        keep=1.0,
+        generator=generator(),
+        lengths=torch.tensor([6, 4]),
+        starts=torch.tensor([3, 0]),
+    )
+    masks = inputs.is_real & (inputs.depths == 1)
+    assert [inputs.teacher_rows[text, masks[text]].tolist() for text in range(2)] == [
+        [4, 5],
+        [1, 2, 3],
+    ]
+
+
 def test_a_generator_in_the_same_state_keeps_the_same_anchors() -> None:
     token_ids = torch.zeros(2, 20, dtype=torch.long)
 

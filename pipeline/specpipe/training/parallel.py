@@ -61,26 +61,29 @@ def parallel_inputs(
     keep: float,
     generator: torch.Generator,
     lengths: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> RowInputs:
     """The text's rows, then the masks of its anchors by anchor and depth.
 
-    token_ids and lengths are as for `ordinary_inputs`. Of the anchors a share keep^d, drawn by the
-    generator, has a d-th mask (PARD's conditional drop): an anchor kept at a depth was kept at all
-    smaller ones, so that each mask has those before it to see. keep = 1 drops none. No mask stands
-    behind the last token of its text, where nothing is known of the target. The generator is one
-    of the CPU.
+    token_ids and lengths are as for `ordinary_inputs`; starts [B] is the first anchor of each text,
+    as its prompt's last token, or left out the first token. Of the anchors a share keep^d, drawn by
+    the generator, has a d-th mask (PARD's conditional drop): an anchor kept at a depth was kept at
+    all smaller ones, so that each mask has those before it to see. keep = 1 drops none. No mask
+    stands behind the last token of its text, where nothing is known of the target. The generator is
+    one of the CPU.
     """
     if num_draft_tokens < 1 or not 0 < keep <= 1:
         raise ValueError(f"K = {num_draft_tokens} of at least 1, keep = {keep} in (0, 1]")
     lengths = _lengths(token_ids, lengths)
     num_masks = torch.zeros_like(token_ids)
     shares = keep ** torch.arange(1, num_draft_tokens, dtype=torch.float64)
-    for row, length in enumerate(lengths.tolist()):
-        rank = torch.randperm(length, generator=generator)
+    firsts = [0] * len(token_ids) if starts is None else starts.tolist()
+    for row, (start, length) in enumerate(zip(firsts, lengths.tolist(), strict=True)):
+        room = torch.arange(length - start - 1, -1, -1)
+        rank = torch.randperm(len(room), generator=generator)
         # Ranks instead of independent draws: every text has the same shares, so R hardly varies.
-        deepest = ((rank[:, None] + 0.5) / length < shares).sum(1)
-        room = torch.arange(length - 1, -1, -1)
-        num_masks[row, :length] = torch.minimum(deepest, room).to(num_masks)
+        deepest = ((rank[:, None] + 0.5) / len(room) < shares).sum(1)
+        num_masks[row, start:length] = torch.minimum(deepest, room).to(num_masks)
     return _rows(token_ids, lengths, num_masks, mask_id=mask_id)
 
 
