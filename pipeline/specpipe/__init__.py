@@ -18,6 +18,7 @@ from specpipe.errors import (
     SignatureError,
     SpecpipeError,
     StoreError,
+    TrainingError,
 )
 from specpipe.version import __version__
 
@@ -39,6 +40,7 @@ __all__ = [
     "SpecpipeError",
     "Statistics",
     "StoreError",
+    "TrainingError",
     "__version__",
 ]
 

@@ -5,6 +5,7 @@ SpecpipeError
 ├── CheckpointError       missing, truncated, or not the architecture that its config.json names
 ├── PairingError          draft and target cannot be paired: vocabulary, tokenizer, special tokens
 ├── RuntimeUnavailable    the library or GPU that a runtime needs is not here
+├── TrainingError         a loss that is no number, or a state that cannot be written
 ├── EngineBuildError      the builder refused; ends with its last log lines
 ├── EngineMismatch        built for another GPU, runtime version or rank count
 ├── RepositoryError       the Triton repository would not load
@@ -76,6 +77,10 @@ class PairingError(SpecpipeError):
 
 class RuntimeUnavailable(SpecpipeError):
     """The library or the GPU that a runtime needs is not here."""
+
+
+class TrainingError(SpecpipeError):
+    """A training went wrong while it ran: its numbers, or the disk."""
 
 
 class EngineBuildError(SpecpipeError):

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, TypeVar
 
 Unit = Literal[
     "bytes", "answers", "graphs", "kernels", "layers", "loads", "rounds", "sides", "steps", "tests",
-    "texts",
+    "texts", "updates",
 ]  # fmt: skip
 """What is counted, in the plural."""
 

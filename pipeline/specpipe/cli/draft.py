@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from specpipe.cli.draft_collect import collect
+from specpipe.cli.draft_train import train
 from specpipe.cli.output import Group
 
 
@@ -14,3 +15,4 @@ def draft() -> None:
 
 
 draft.add_command(collect)
+draft.add_command(train)

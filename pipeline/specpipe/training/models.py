@@ -1,0 +1,305 @@
+"""Draft and target as transformers computes them, and the ids that both may say.
+
+N rows that are scored, V ids that both may say: those with a string or a role in the target. The
+others, padding of the embedding and the mask of a parallel draft, are in no softmax: the target
+never says them, so what a draft gives them is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specpipe.checkpoints.files import read_json
+from specpipe.errors import CheckpointError, ConfigError, to_sentence
+from specpipe.training.losses import NO_CHANCE, RowLoss, bucketed, overlap, with_rest
+
+if TYPE_CHECKING:
+    from specpipe.build.pairing import PairContract
+    from specpipe.training.parallel import RowInputs
+
+MASK_KEY, LENGTH_KEY = "pard_token", "specpipe_num_draft_tokens"
+"""Keys of a parallel draft's config.json: its mask, and the tokens that it proposes in a pass."""
+
+_ROWS_AT_A_TIME = 1 << 26  # logits of both models that are held at once: 256 MB each in float32
+_GROWN_BY = 8  # embedding rows are a multiple of it, for the kernels
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps transformers from drawing bars and from logging; what goes wrong raises."""
+    import transformers
+
+    logger: Any = transformers.utils.logging
+    level = logger.get_verbosity()
+    had_bars = logger.is_progress_bar_enabled()
+    logger.set_verbosity(logging.ERROR)
+    logger.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.set_verbosity(level)
+        if had_bars:
+            logger.enable_progress_bar()
+
+
+def load_model(folder: Path, dtype: torch.dtype, *, role: str) -> Any:
+    """Returns a checkpoint as transformers loads it, for causal language modelling."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as exc:
+        raise CheckpointError(
+            f"{role} {folder} cannot be loaded by transformers: {to_sentence(exc)}"
+        ) from exc
+
+
+def random_model(shape: Path, seed: int) -> Any:
+    """Returns a model of a config.json with random weights, the same for the same seed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    models: Any = AutoModelForCausalLM
+    config = AutoConfig.for_model(**read_json(shape))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return models.from_config(config, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class SharedIds:
+    """The ids that both models may say, in order.
+
+    Where none is left out between them they are a slice, so that no weight is copied.
+    """
+
+    ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, contract: PairContract) -> SharedIds:
+        num_rows = max(contract.draft_vocab_size, contract.target_vocab_size)
+        unused = {i for start, stop in contract.unused_token_ids for i in range(start, stop)}
+        return cls(tuple(i for i in range(num_rows) if i not in unused))
+
+    @property
+    def is_slice(self) -> bool:
+        return self.ids[-1] == len(self.ids) - 1
+
+    def rows_of(self, weight: Tensor) -> Tensor:
+        """Returns the rows of these ids, [V, ...]."""
+        if self.is_slice:
+            return weight[: len(self.ids)]
+        return weight.index_select(0, torch.tensor(self.ids, device=weight.device))
+
+    def places(self, token_ids: Tensor) -> Tensor:
+        """Returns where ids stand among these; -1 for one that does not."""
+        ids = torch.tensor(self.ids, device=token_ids.device)
+        places = torch.searchsorted(ids, token_ids).clamp_max(len(self.ids) - 1)
+        return torch.where(ids[places] == token_ids, places, -1)
+
+
+def hidden_states(model: Any, **inputs: Any) -> Tensor:
+    """Returns what the head of a causal language model reads, [B, R, hidden]."""
+    hidden: Tensor = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
+    return hidden
+
+
+def log_probs_of(model: Any, hidden: Tensor, shared: SharedIds) -> Tensor:
+    """Returns log-probabilities of the shared ids [N, V] in float32, of what the head reads."""
+    head = model.get_output_embeddings()
+    bias = getattr(head, "bias", None)
+    logits = functional.linear(
+        hidden, shared.rows_of(head.weight), None if bias is None else shared.rows_of(bias)
+    )
+    cap = getattr(model.config, "final_logit_softcapping", None)  # Gemma 2's
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return functional.log_softmax(logits.float(), dim=-1)
+
+
+class Target:
+    """The target's distributions at rows of a text, computed when they are asked for."""
+
+    def __init__(self, model: Any, shared: SharedIds) -> None:
+        self._model, self._shared = model.eval().requires_grad_(False), shared
+
+    @torch.no_grad()
+    def read(self, token_ids: Tensor, rows: Tensor) -> Scores:
+        """Reads texts [B, T]; `rows` [N] are those asked for, of all B × T laid end to end."""
+        # A text is filled up behind its end, where causal attention does not look.
+        hidden = hidden_states(self._model, input_ids=token_ids)
+        return Scores(self._model, self._shared, hidden.flatten(0, 1), rows)
+
+
+class Scores:
+    """What the target's head reads at N rows; `log_probs` computes a part of them."""
+
+    def __init__(self, model: Any, shared: SharedIds, hidden: Tensor, rows: Tensor) -> None:
+        """`rows` [N] are of `hidden`; those that several masks are to match stand side by side."""
+        self._model, self._shared = model, shared
+        self._hidden, self._rows = hidden, rows
+
+    @torch.no_grad()
+    def log_probs(self, rows: slice) -> Tensor:
+        """Returns log p of the shared ids at some of the rows."""
+        wanted = self._rows[rows]
+        once, places = wanted.unique_consecutive(return_inverse=True)
+        found = log_probs_of(self._model, self._hidden[once], self._shared)
+        return found if len(once) == len(wanted) else found[places]
+
+    def most_likely(self, log_probs: Tensor, rows: slice) -> Tensor:
+        """Returns which of the shared ids is the target's most likely one."""
+        return log_probs.argmax(-1)
+
+    def of_draft(self, draft: Tensor, rows: slice) -> Tensor:
+        """Returns the draft's log-probabilities in the form in which these are."""
+        return draft
+
+
+class ListedScores:
+    """The target's likeliest ids at N rows as a collection lists them, and all others in one."""
+
+    def __init__(self, shared: SharedIds, token_ids: Tensor, log_probs: Tensor) -> None:
+        """token_ids [N, k] and log_probs [N, k]; ids below 0 fill up a row, or are not shared."""
+        self._ids = shared.places(token_ids)
+        self._log_probs = with_rest(log_probs.masked_fill(self._ids < 0, NO_CHANCE))
+
+    def log_probs(self, rows: slice) -> Tensor:
+        return self._log_probs[rows]
+
+    def most_likely(self, log_probs: Tensor, rows: slice) -> Tensor:
+        best = log_probs[:, :-1].argmax(-1, keepdim=True)
+        return self._ids[rows].gather(-1, best)[:, 0]
+
+    def of_draft(self, draft: Tensor, rows: slice) -> Tensor:
+        return bucketed(draft, self._ids[rows])
+
+
+class Student(nn.Module):
+    """The draft that is trained, and its loss, so that all that needs a gradient is one forward."""
+
+    def __init__(self, draft: Any, shared: SharedIds, loss: RowLoss) -> None:
+        super().__init__()
+        self.draft = draft
+        self._shared, self._loss = shared, loss
+
+    def forward(
+        self,
+        inputs: dict[str, Tensor],
+        rows: Tensor,
+        scores: Scores | ListedScores,
+        *,
+        with_overlap: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the loss of each of N rows, and Σ min(p, q) of each, detached, where asked for.
+
+        inputs  of the draft's forward, [B, R]; rows [N] are of all B × R laid end to end
+        """
+        hidden = hidden_states(self.draft, **inputs).flatten(0, 1)[rows]
+        parts = row_parts(len(rows), len(self._shared.ids))
+        results = []
+        for part in parts:
+            arguments = (hidden[part], scores, part, with_overlap)
+            if len(parts) > 1:  # logits are computed again rather than held
+                from torch.utils.checkpoint import checkpoint
+
+                results.append(checkpoint(self._score, *arguments, use_reentrant=False))
+            else:
+                results.append(self._score(*arguments))
+        losses, overlaps = zip(*results, strict=True)
+        return torch.cat(losses), torch.cat(overlaps) if with_overlap else None
+
+    def _score(
+        self, hidden: Tensor, scores: Scores | ListedScores, rows: slice, with_overlap: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        draft = scores.of_draft(log_probs_of(self.draft, hidden, self._shared), rows)
+        target = scores.log_probs(rows)
+        shares = overlap(draft.detach(), target) if with_overlap else None
+        return self._loss(draft, target), shares
+
+
+def row_parts(num_rows: int, num_ids: int) -> list[slice]:
+    """Returns rows in parts whose logits are held at once."""
+    size = max(_ROWS_AT_A_TIME // num_ids, 1)
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
+
+
+def draft_inputs(rows: RowInputs, *, is_parallel: bool) -> dict[str, Tensor]:
+    """Returns the arguments of the draft's forward.
+
+    Without masks the rows are the text, for which causal attention is quicker than a mask of it.
+    """
+    if not is_parallel:
+        return {"input_ids": rows.input_ids}
+    return {
+        "input_ids": rows.input_ids,
+        "position_ids": rows.position_ids,
+        "attention_mask": rows.attention_mask,
+    }
+
+
+def add_mask(draft: Any, contract: PairContract, *, num_draft_tokens: int, mask: int | None) -> int:
+    """Makes a draft a parallel one; returns the id of its mask.
+
+    Without `mask` that is the draft's own where it is parallel already, else the first row above
+    the ids in use. Where the embedding has none it grows; the new rows are the mean of those in
+    use, as are a spare one's.
+    """
+    used = SharedIds.of(contract).ids
+    num_rows = draft.get_input_embeddings().weight.shape[0]
+    before = getattr(draft.config, MASK_KEY, None)
+    if mask is None:
+        mask = before if before is not None else used[-1] + 1
+    if mask in set(used):
+        raise ConfigError(
+            f"--mask-token {mask} is an id that the pair uses: give one above {used[-1]}, or none"
+        )
+    if mask >= num_rows:
+        num_rows = -(-(mask + 1) // _GROWN_BY) * _GROWN_BY
+        draft.resize_token_embeddings(num_rows, mean_resizing=False)
+    if mask != before:
+        for weight in {draft.get_input_embeddings().weight, draft.get_output_embeddings().weight}:
+            with torch.no_grad():
+                weight[mask] = weight[: used[-1] + 1].mean(0)
+                if mask > used[-1]:
+                    weight[used[-1] + 1 :] = weight[mask]
+    setattr(draft.config, MASK_KEY, mask)
+    setattr(draft.config, LENGTH_KEY, num_draft_tokens)
+    return mask
+
+
+def remove_mask(draft: Any) -> None:
+    """Makes the config of a parallel draft that of one which proposes a token at a time."""
+    for key in (MASK_KEY, LENGTH_KEY):
+        if hasattr(draft.config, key):
+            delattr(draft.config, key)
+
+
+def save_draft(draft: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Writes config.json, generation_config.json and the weights of a draft, in a dtype."""
+    with quiet():
+        draft.to(dtype).save_pretrained(folder)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Returns the dtype in which a checkpoint says that its weights are stored."""
+    config = read_json(folder / "config.json")
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{folder / 'config.json'}: dtype is {json.dumps(name)}")
+    return dtype

@@ -1,0 +1,321 @@
+"""transformers' Trainer, for a draft that is to say what its target says.
+
+What is drawn for a step is drawn by the number of its batch, and what is measured decides nothing
+of the next, so that a training that goes on from a checkpoint is the unbroken one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from specpipe.errors import TrainingError, to_sentence
+from specpipe.progress import Count, count
+from specpipe.training.acceptance import Measured
+from specpipe.training.batches import Batch, Batches
+from specpipe.training.measure import ReadTarget, measure, scored_rows
+from specpipe.training.models import SharedIds, Student, draft_inputs
+from specpipe.training.on_policy import write_answers
+from specpipe.training.parallel import RowInputs, ordinary_inputs, parallel_inputs
+from specpipe.training.settings import TrainingSettings
+from specpipe.training.texts import Text
+
+_METRIC = "acceptance_length"
+_LOGGED_EVERY = 10  # steps
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a trainer works with.
+
+    mask      of a parallel draft; None: the draft proposes one token a pass
+    end_ids   those that end a text
+    folder    of the checkpoints
+    """
+
+    settings: TrainingSettings
+    student: Student
+    shared: SharedIds
+    read_target: ReadTarget
+    batches: Batches
+    held_out: Sequence[Text]
+    mask: int | None
+    end_ids: Sequence[int]
+    folder: Path
+    log: Callable[[str], None]
+
+    def measure(self, draft: Any, mask: int | None) -> Measured:
+        """Returns what was counted of a draft on the held-out answers."""
+        return measure(
+            draft,
+            self.shared,
+            self.held_out,
+            self.read_target,
+            num_draft_tokens=self.settings.num_draft_tokens,
+            mask=mask,
+            batch_tokens=self.settings.batch_tokens,
+            with_log_probs=self.settings.from_log_probs,
+        )
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Returns the latest whole checkpoint; what a kill left of another is removed.
+
+    The trainer's state is the last file that is written of one.
+    """
+    whole = []
+    for path in folder.glob("checkpoint-*"):
+        try:
+            whole.append(
+                (json.loads((path / "trainer_state.json").read_bytes())["global_step"], path)
+            )
+        except (OSError, ValueError, KeyError):
+            shutil.rmtree(path)
+    return max(whole)[1] if whole else None
+
+
+def make_trainer(training: Training) -> DraftTrainer:
+    """Returns the trainer of a training, whose `train` takes what `last_checkpoint` returns."""
+    settings = training.settings
+    is_cpu = settings.device == "cpu"
+    if not is_cpu:
+        # cuBLAS has several streams' workspaces otherwise, whose order decides bits (NVIDIA's
+        # cuBLAS documentation, "Results Reproducibility").
+        import os
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    arguments = TrainingArguments(
+        output_dir=str(training.folder),
+        max_steps=training.batches.num_steps,
+        per_device_train_batch_size=1,  # a `Batch`
+        gradient_accumulation_steps=settings.accumulate,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": settings.final_rate},
+        warmup_steps=round(settings.warmup * training.batches.num_steps),
+        bf16=settings.dtype == "bfloat16",
+        use_cpu=is_cpu,
+        seed=settings.seed,
+        eval_strategy="steps",
+        eval_steps=settings.evaluate_every,
+        save_strategy="steps",
+        save_steps=settings.evaluate_every,
+        save_total_limit=2,  # the last one, and the best
+        load_best_model_at_end=True,
+        metric_for_best_model=_METRIC,
+        greater_is_better=True,
+        logging_steps=_LOGGED_EVERY,
+        dataloader_pin_memory=not is_cpu,
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+        report_to=[],
+        disable_tqdm=True,
+        log_level="error",
+    )
+    # Without a launcher, all GPUs here would be given parts of a batch that cannot be parted.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    callbacks: list[TrainerCallback] = [_Steps()]
+    if settings.patience is not None:
+        callbacks.append(EarlyStoppingCallback(settings.patience))
+    trainer = DraftTrainer(training, arguments, callbacks)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class DraftTrainer(Trainer):
+    """Trains `Student`, and measures its acceptance on the held-out answers."""
+
+    def __init__(
+        self, training: Training, arguments: TrainingArguments, callbacks: list[TrainerCallback]
+    ) -> None:
+        self._training = training
+        super().__init__(
+            model=training.student,
+            args=arguments,
+            train_dataset=training.batches,
+            eval_dataset=training.held_out,
+            data_collator=_only,
+            callbacks=callbacks,
+        )
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Returns the mean loss of the rows of a batch, each weighted by the chance that it counts.
+
+        A proposal of a parallel draft counts where all before it stand.
+        """
+        batch: Batch = inputs["batch"]
+        settings, training = self._training.settings, self._training
+        if self._is_on_policy(batch):
+            batch = write_answers(
+                training.student.draft,
+                batch,
+                allowed=training.shared.ids,
+                end_ids=training.end_ids,
+                seed=_seed(settings.seed, batch.number),
+            )
+        rows = self._rows(batch)
+        selected, at_target = scored_rows(rows, batch)
+        is_parallel = training.mask is not None
+        losses, overlaps = model(
+            draft_inputs(rows, is_parallel=is_parallel),
+            selected,
+            training.read_target(batch, at_target),
+            with_overlap=is_parallel,
+        )
+        if overlaps is None:
+            loss = losses.mean()
+        else:
+            weights = chances(rows, selected, overlaps)
+            loss = (weights * losses).sum() / weights.sum()
+        if not math.isfinite(loss.item()):
+            raise TrainingError(
+                f"the loss of step {self.state.global_step + 1} is {loss.item()}, from which "
+                "nothing can be learned: lower --learning-rate, or start from undamaged checkpoints"
+            )
+        return (loss, None) if return_outputs else loss
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Measures the held-out acceptance, which decides which checkpoint is the best."""
+        training = self._training
+        measured = training.measure(training.student.draft, training.mask)
+        metrics: dict[str, Any] = {f"eval_{_METRIC}": measured.acceptance_length}
+        self.log({**metrics, "eval_kinds": measured.to_json()})  # type: ignore[dict-item]
+        training.log(
+            f"step {self.state.global_step} of {self.state.max_steps}: "
+            + ", ".join(
+                f"{kind} {figures['acceptance_length']:.3f} tokens a step"
+                for kind, figures in measured.to_json().items()
+            )
+        )
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _is_on_policy(self, batch: Batch) -> bool:
+        """Returns whether a step is one whose answers the draft writes, the same on every GPU."""
+        settings = self._training.settings
+        if not settings.on_policy:
+            return False
+        step = batch.number // (settings.accumulate * self.args.world_size)
+        draw = np.random.default_rng((settings.seed, step, 1)).random()
+        return bool(draw < settings.on_policy)
+
+    def _rows(self, batch: Batch) -> RowInputs:
+        lengths = batch.ends + 1
+        settings = self._training.settings
+        if self._training.mask is None or settings.parallel is None:
+            return ordinary_inputs(batch.token_ids, lengths=lengths)
+        return parallel_inputs(
+            batch.token_ids,
+            mask_id=self._training.mask,
+            num_draft_tokens=settings.parallel,
+            keep=settings.keep,
+            generator=torch.Generator().manual_seed(_seed(settings.seed, batch.number)),
+            lengths=lengths,
+            starts=batch.starts,
+        )
+
+    def _get_train_sampler(self, *arguments: Any) -> SequentialSampler:
+        return SequentialSampler(self._training.batches)
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super()._save_checkpoint(*arguments, **options)
+        except Exception as exc:  # safetensors has exceptions of its own, torch RuntimeError
+            last_checkpoint(self._training.folder)  # removes what was begun
+            raise TrainingError(
+                f"the state of step {self.state.global_step} cannot be written to "
+                f"{self._training.folder}: {to_sentence(exc)}; make room there and run the same "
+                "command, which goes on from the state before"
+            ) from exc
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        assert output_dir is not None
+        self._training.student.draft.save_pretrained(output_dir, max_shard_size="1TB")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._load(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._load(Path(self.state.best_model_checkpoint))
+
+    def _load(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        draft = self._training.student.draft
+        draft.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+
+
+def chances(rows: RowInputs, selected: Tensor, overlaps: Tensor) -> Tensor:
+    """Returns of each of N scored rows the chance that all draft tokens before its own stand.
+
+    overlaps [N]: Σ min(p, q) of each row, the chance that its own does; of anchors, 1 comes back.
+    """
+    num_rows = rows.depths.shape[1]
+    place = selected.new_zeros(rows.depths.numel())
+    place[selected] = torch.arange(len(selected), device=selected.device)
+    previous = selected // num_rows * num_rows + rows.previous_rows.flatten()[selected]
+    depths = rows.depths.flatten()[selected]
+    result = torch.ones_like(overlaps)
+    for depth in range(1, int(depths.max()) + 1):
+        here = depths == depth
+        before = place[previous[here]]
+        result[here] = result[before] * overlaps[before]
+    return result
+
+
+class _Steps(TrainerCallback):
+    """Counts steps for whoever shows them; the last one is measured and saved, too."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._shown = count(state.max_steps, "updates")
+        self._count: Count = self._shown.__enter__()
+        self._count.advance(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._count.advance()
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = control.should_save = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._shown.__exit__(None, None, None)
+
+
+def _only(batches: list[Batch]) -> dict[str, Batch]:
+    """Returns the one batch that is read at a time, in a mapping, as the Trainer needs it."""
+    (batch,) = batches
+    return {"batch": batch}
+
+
+def _seed(seed: int, number: int) -> int:
+    """Returns a seed of its own for each batch of a training."""
+    return int(
+        np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    )

@@ -1,0 +1,295 @@
+"""A draft trained from a collection: better, the same each time, and whole whatever happens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from specpipe.build.load import load_config
+from specpipe.build.pairing import check_pair
+from specpipe.errors import ConfigError, TrainingError
+from specpipe.training import trainer
+from specpipe.training.batches import Batch
+from specpipe.training.models import add_mask, quiet
+from specpipe.training.on_policy import write_answers as write_on_policy
+from specpipe.training.outcome import Outcome
+from specpipe.training.run import train_draft
+from specpipe.training.settings import TrainingSettings
+from tests.training.toy_pair import read_config, write_answers, write_pair
+
+SETTINGS = TrainingSettings(
+    num_steps=40,
+    batch_tokens=1024,
+    learning_rate=0.02,
+    evaluate_every=10,
+    held_out=0.2,
+    num_draft_tokens=3,
+)
+
+
+class Killed(Exception):
+    """Stands for a process that ends anywhere."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, pair: Path) -> Path:
+    return write_answers(tmp_path_factory.mktemp("answers"), pair, num_top=4)
+
+
+Train = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def train(pair: Path, answers: Path) -> Train:
+    def run(
+        output: Path,
+        settings: TrainingSettings = SETTINGS,
+        log: Callable[[str], None] = lambda line: None,
+        **options: Any,
+    ) -> Outcome:
+        return train_draft(
+            load_config(options.pop("config", pair)),
+            settings,
+            answers=options.pop("answers", [answers]),
+            output=output,
+            log=log,
+            **options,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, train: Train) -> tuple[Path, Outcome]:
+    output = tmp_path_factory.mktemp("trained") / "draft"
+    return output, train(output)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything of a trained draft, but for the report, which tells when it was made."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "report.html"}
+
+
+def test_a_trained_draft_is_accepted_more(trained: tuple[Path, Outcome], pair: Path) -> None:
+    output, outcome = trained
+    assert set(outcome.gains) == {"greedy", "sampled"}
+    for gain in outcome.gains.values():
+        assert gain.low > 0.2
+    assert outcome.gains["greedy"].new > 2
+    assert [step for step, _ in outcome.lengths] == [10, 20, 30, 40]
+    assert outcome.best_step == max(outcome.lengths, key=lambda entry: entry[1])[0]
+    draft = AutoModelForCausalLM.from_pretrained(output)
+    assert draft.dtype == torch.float32
+    contract = check_pair(output, pair.parent / "target")
+    assert contract.draft_vocab_size == 256
+    assert not list(output.parent.glob(".*"))
+    modes = {path.stat().st_mode for path in output.iterdir()}
+    assert len(modes) == 1  # a server may read all of it
+
+
+def test_its_card_says_what_it_comes_from_and_is_worth(trained: tuple[Path, Outcome]) -> None:
+    output, outcome = trained
+    card = (output / "README.md").read_text(encoding="utf-8")
+    gain = outcome.gains["greedy"]
+    row = next(line for line in card.splitlines() if line.startswith("| greedy |"))
+    assert f"{gain.old:.3f} | {gain.new:.3f}" in row
+    assert f"({gain.low:+.3f} to {gain.high:+.3f})" in row
+    assert "CC0-1.0" in card
+    assert "32 texts of 40; held out were 8 of 4 files" in card
+    digest = outcome.record["target"]["sha256"]["model.safetensors"]
+    assert digest[:16] in card
+    assert "Acceptance by position" in (output / "report.html").read_text(encoding="utf-8")
+
+
+def test_what_was_killed_goes_on_to_the_same_bytes(
+    tmp_path: Path, train: Train, trained: tuple[Path, Outcome]
+) -> None:
+    def stop_at_30(line: str) -> None:
+        if line.startswith("step 30 of 40"):
+            raise Killed
+
+    output = tmp_path / "draft"
+    with pytest.raises(Killed):
+        train(output, log=stop_at_30)
+    assert not output.exists()
+    work = tmp_path / ".draft.training"
+    torn = work / "checkpoint-30"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"torn")
+    lines: list[str] = []
+    train(output, log=lines.append)
+    assert f"going on from {work / 'checkpoint-20'}" in lines
+    assert files(output) == files(trained[0])
+    train(output, log=lines.append)
+    assert lines[-1] == f"{output} is trained already, with these settings on these answers"
+
+
+def test_a_training_goes_on_with_its_own_settings_alone(
+    tmp_path: Path, train: Train, trained: tuple[Path, Outcome]
+) -> None:
+    other = replace(SETTINGS, learning_rate=0.5)
+    with pytest.raises(ConfigError) as refused:
+        train(trained[0], other)
+    assert "settings.learning_rate was 0.02, is now 0.5" in str(refused.value)
+    (tmp_path / "draft").mkdir()
+    with pytest.raises(ConfigError, match="is there and is no draft that was trained"):
+        train(tmp_path / "draft")
+
+
+def test_a_full_disk_leaves_the_state_before(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = trainer.DraftTrainer._save
+
+    def fill(self: trainer.DraftTrainer, output_dir: str | None = None, state: Any = None) -> None:
+        save(self, output_dir, state)
+        if self.state.global_step == 2:
+            raise OSError(28, "No space left on device", f"{output_dir}/model.safetensors")
+
+    monkeypatch.setattr(trainer.DraftTrainer, "_save", fill)
+    settings = replace(SETTINGS, num_steps=2, evaluate_every=1)
+    with pytest.raises(TrainingError) as failed:
+        train(tmp_path / "draft", settings)
+    assert "the state of step 2 cannot be written" in str(failed.value)
+    assert "No space left on device" in str(failed.value)
+    work = tmp_path / ".draft.training"
+    assert [p.name for p in work.glob("checkpoint-*")] == ["checkpoint-1"]
+    monkeypatch.undo()
+    assert train(tmp_path / "draft", settings).lengths[-1][0] == 2
+
+
+def test_a_loss_that_is_no_number_ends_in_a_sentence(tmp_path: Path, train: Train) -> None:
+    settings = replace(SETTINGS, learning_rate=1e38, warmup=0.0)
+    with pytest.raises(TrainingError, match=r"^the loss of step \d+ is (nan|inf), .* lower"):
+        train(tmp_path / "draft", settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_answers_of_another_tokenizer_are_refused(tmp_path: Path, train: Train, pair: Path) -> None:
+    other = write_answers(tmp_path / "other", pair, tokenizer_digest="ab")
+    with pytest.raises(ConfigError, match="was collected with another tokenizer than that of"):
+        train(tmp_path / "draft", answers=[other])
+
+
+def test_a_draft_that_starts_with_random_weights_has_the_shape_that_is_given(
+    tmp_path: Path, train: Train, pair: Path
+) -> None:
+    shape = pair.parent / "draft" / "config.json"
+    narrow = tmp_path / "shape.json"
+    narrow.write_text(shape.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    settings = replace(SETTINGS, num_steps=2, from_log_probs=True, loss="total-variation")
+    outcome = train(tmp_path / "draft", settings, shape=narrow)
+    assert read_config(tmp_path / "draft")["num_hidden_layers"] == 1
+    # The figures before are those of the config's draft.
+    assert outcome.gains["greedy"].old == pytest.approx(
+        Outcome.read(tmp_path / "draft").gains["greedy"].old
+    )
+
+
+def test_a_parallel_draft_learns_by_its_mask(tmp_path: Path, train: Train) -> None:
+    mask = 250  # the first row above the ids, for which the draft has none yet
+    config = write_pair(tmp_path / "pair", draft_rows=mask)
+    output = tmp_path / "draft"
+    settings = replace(SETTINGS, parallel=3, on_policy=0.1, loss="mixed-kl")
+    outcome = train(output, settings, config=config)
+    assert outcome.gains["greedy"].low > 0
+    written = read_config(output)
+    assert (written["pard_token"], written["specpipe_num_draft_tokens"]) == (mask, 3)
+    assert written["vocab_size"] == 256
+    assert check_pair(output, config.parent / "target").unused_token_ids[-1] == (250, 256)
+    after = load_file(output / "model.safetensors")
+    # What the head would give the mask and the padding is in no softmax, so nothing moves it.
+    spare = after["lm_head.weight"][mask:]
+    assert torch.equal(spare, spare[:1].expand_as(spare))
+    assert not torch.equal(
+        after["model.embed_tokens.weight"][mask], after["model.embed_tokens.weight"][mask + 1]
+    )
+
+
+def test_the_mask_is_a_spare_row_where_there_is_one_and_no_id_in_use(pair: Path) -> None:
+    contract = check_pair(pair.parent / "draft", pair.parent / "target")
+    draft = AutoModelForCausalLM.from_pretrained(pair.parent / "draft")
+    used = draft.get_input_embeddings().weight[:250].clone()
+    for asked, mask in ((None, 250), (253, 253), (None, 253)):  # the last one: its own by now
+        assert add_mask(draft, contract, num_draft_tokens=3, mask=asked) == mask
+    weight = draft.get_input_embeddings().weight
+    assert weight.shape[0] == 256
+    assert torch.equal(weight[:250], used)
+    assert torch.allclose(weight[253], used.mean(0))
+    with pytest.raises(ConfigError, match="--mask-token 9 is an id that the pair uses"):
+        add_mask(draft, contract, num_draft_tokens=3, mask=9)
+
+
+def test_what_a_draft_writes_ends_where_it_ends_and_has_the_targets_ids_alone(
+    trained: tuple[Path, Outcome],
+) -> None:
+    draft = AutoModelForCausalLM.from_pretrained(trained[0])
+    token_ids = torch.tensor([[1, 9, 11, 0, 0, 0, 0], [1, 9, 12, 13, 14, 15, 16]])
+    batch = Batch(0, token_ids, torch.tensor([1, 3]), torch.tensor([4, 6]))
+    allowed = range(4, 30)
+
+    def write(seed: int, end_ids: list[int]) -> Batch:
+        with quiet():
+            return write_on_policy(draft, batch, allowed=allowed, end_ids=end_ids, seed=seed)
+
+    state = torch.get_rng_state()
+    written = write(0, [])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert written.token_ids[0, :2].tolist() == [1, 9]
+    assert written.token_ids[1, :4].tolist() == [1, 9, 12, 13]
+    assert written.ends.tolist() == [4, 6]
+    assert set(written.token_ids[0, 2:5].tolist()) <= set(allowed)
+    assert torch.equal(write(0, []).token_ids, written.token_ids)
+    assert not torch.equal(write(1, []).token_ids, written.token_ids)
+    ended = write(0, [int(written.token_ids[0, 2])])
+    assert ended.ends.tolist()[0] == 2
+
+
+def test_texts_held_out_are_not_trained_on(trained: tuple[Path, Outcome]) -> None:
+    data = trained[1].data
+    assert data["num_held_out_groups"] == 4
+    assert data["num_training"] + data["num_held_out"] == data["num_texts"] == 40
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on_to_the_same_bytes(
+    tmp_path: Path, pair: Path, answers: Path, trained: tuple[Path, Outcome]
+) -> None:
+    import signal
+    import subprocess
+    import sys
+
+    command = [
+        *(sys.executable, "-m", "specpipe", "draft", "train", "--config", str(pair)),
+        *("--answers", str(answers), "--output", str(tmp_path / "draft"), "--steps", "40"),
+        *("--batch-tokens", "1024", "--learning-rate", "0.02", "--evaluate-every", "10"),
+        *("--held-out-share", "0.2", "--device", "cpu"),
+    ]
+    generator = np.random.default_rng()
+    for _ in range(3):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        wanted = f"step {10 * generator.integers(1, 4)} of 40"
+        for line in process.stderr:
+            if line.startswith(wanted):
+                process.send_signal(signal.SIGKILL)
+                break
+        process.wait()
+        process.stderr.close()
+    subprocess.run(command, check=True, capture_output=True)
+    assert files(tmp_path / "draft") == files(trained[0])
+    shutil.rmtree(tmp_path / "draft")
