@@ -1,4 +1,4 @@
-"""The pair that comes with specpipe: its files for a folder of one's own, and what it gains."""
+"""The pair that comes with specpipe: its files for a folder of one's own, and what it needs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import filecmp
 import importlib.util
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
 from specpipe.machine.libraries import require_installed, shipped, with_extras
 from specpipe.machine.whole_file import written_whole
 from specpipe.runtimes.runtime import load_runtime
-from specpipe.triton.client import Client
 from specpipe.triton.server.installation import find_tritonserver
 
 CONFIG = "configs/quickstart.yaml"
@@ -26,28 +23,7 @@ NAME = "python-code"  # what that calls the pair
 PROMPTS = (
     "def fibonacci(n):\n",
     "class Stack:\n    def __init__(self):\n        self.items = []\n",
-    "import os\nimport sys\n\ndef main():\n",
-    "def read_json(path):\n    with open(path) as file:\n",
 )
-MAX_TOKENS = 128  # of an answer: enough for a function. A guess.
-NUM_BENCH_ROUNDS = 3  # in which every prompt is answered both ways
-
-
-@dataclass
-class Total:
-    """Time, tokens and steps of requests, added up."""
-
-    seconds: float = 0.0
-    output_tokens: int = 0
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    draft_statuses: set[str] = field(default_factory=set)
-
-    @property
-    def rate(self) -> float:
-        """Output tokens per second."""
-        return self.output_tokens / self.seconds
 
 
 def settings_here(runtime: str) -> dict[str, str]:
@@ -115,35 +91,3 @@ def _files() -> Iterator[tuple[Path, Path]]:
     models = shipped("models")
     for source in sorted(models.glob("python-code/*/*")):
         yield source, Path("models", source.relative_to(models))
-
-
-def compare(client: Client) -> tuple[Total, Total]:
-    """Returns the totals of the target alone and of speculation, over every prompt in turn.
-
-    Raises ServerError where the answers differ.
-    """
-    alone, speculative = Total(), Total()
-    client.generate(PROMPTS[0], max_tokens=8)
-    for _ in range(NUM_BENCH_ROUNDS):
-        for prompt in PROMPTS:
-            texts = [
-                _measure(client, prompt, total, num_draft_tokens)
-                for total, num_draft_tokens in ((alone, 0), (speculative, None))
-            ]
-            if texts[0] != texts[1]:
-                raise ServerError(f"speculation changed the answer to {prompt!r}")
-    return alone, speculative
-
-
-def _measure(client: Client, prompt: str, total: Total, num_draft_tokens: int | None) -> str:
-    """Adds one request to a total and returns its text."""
-    start = time.perf_counter()
-    answer = client.generate(prompt, max_tokens=MAX_TOKENS, num_draft_tokens=num_draft_tokens)
-    total.seconds += time.perf_counter() - start
-    assert answer.statistics is not None
-    total.output_tokens += answer.statistics.num_output_tokens
-    total.steps += answer.statistics.num_steps
-    total.drafted += answer.statistics.total_draft_tokens
-    total.accepted += answer.statistics.total_accepted_draft_tokens
-    total.draft_statuses.add(answer.statistics.draft_status or "unknown")
-    return answer.text

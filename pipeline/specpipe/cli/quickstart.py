@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from specpipe.triton.server.server import Server
 
 _NUM_PROMPTS = 8  # that are verified, with the defaults of `verify` otherwise. A guess.
+_SET = "code"
+_NUM_COMPARED, _MAX_TOKENS, _NUM_ROUNDS = 8, 96, 3  # some 15 s on two cores
 
 
 @click.command()
@@ -43,8 +47,9 @@ def quickstart(output: Path, runtime: str | None, backend: str | None) -> None:
     """Build, serve and ask a small pair that comes with specpipe.
 
     Writes the pair (13 MB) and its YAML into a folder, builds engines there, starts a Triton on
-    free ports of 127.0.0.1, asks it as any client would, compares speculation with the target
-    alone, and ends the server. A second run builds nothing; files of yours are left as they are.
+    free ports of 127.0.0.1, asks it as any client would, compares the target alone with its draft,
+    and with copying from the text besides, and ends the server. A second run builds nothing; files
+    of yours are left as they are.
 
     With --runtime the comparison is that of `specpipe verify`: exit code 0 says that this machine
     builds and serves with that runtime, and that the answers are those of the target alone.
@@ -86,7 +91,7 @@ def quickstart(output: Path, runtime: str | None, backend: str | None) -> None:
     ):
         _ask(server, client)
         if runtime is None:
-            _compare(client)
+            _compare(repository, client)
     if runtime is not None:
         click.echo(f"\n--- specpipe verify {options} --limit {_NUM_PROMPTS}")
         with naming("the pair is built and served, but not verified"):
@@ -111,23 +116,39 @@ def _ask(server: Server, client: Client) -> None:
     click.echo(pair.PROMPTS[1] + answer.text)
 
 
-def _compare(client: Client) -> None:
-    from specpipe.build import quickstart as pair
+def _compare(repository: Path, client: Client) -> None:
+    """Prints what draft and copying gain, and why. A second server has the other `prompt_lookup`.
 
+    That is a setting of a pair, not of a request, as in other servers.
+    """
+    from specpipe.evaluate import gains
+    from specpipe.evaluate.prompts import load_prompts
+    from specpipe.evaluate.serving import served
+    from specpipe.evaluate.verification.repositories import write_with
+    from specpipe.runtimes.pair_file import read_pair
+    from specpipe.triton.client import Client
+
+    prompts = [p.text for p in load_prompts(_SET, limit=_NUM_COMPARED).prompts if p.text]
     click.echo(
-        f"\n--- {len(pair.PROMPTS)} prompts, {pair.MAX_TOKENS} tokens each, greedy, one at a time"
+        f"\n--- {_NUM_COMPARED} prompts of the set {_SET}, up to {_MAX_TOKENS} tokens each, "
+        f"greedy, one at a time, {_NUM_ROUNDS} rounds in turns"
     )
-    alone, speculative = pair.compare(client)
-    for name, total in (("target alone", alone), ("speculative", speculative)):
-        click.echo(f"{name:14} {total.rate:7.0f} tokens/s")
-    click.echo(f"ratio          {speculative.rate / alone.rate:7.2f}")
-    if speculative.drafted:
-        click.echo(
-            f"acceptance rate {speculative.accepted / speculative.drafted:.2f}, "
-            f"acceptance length {1 + speculative.accepted / speculative.steps:.2f}"
+    options = read_pair(repository).options
+    other = replace(options, prompt_lookup=not options.prompt_lookup)
+    with (
+        TemporaryDirectory() as folder,
+        served(write_with(repository, Path(folder, "model_repo"), other)) as server,
+        Client(server.grpc_url) as other_client,
+    ):
+        by_copying = {options.prompt_lookup: client, other.prompt_lookup: other_client}
+        ways = (
+            gains.Way("target alone", by_copying[False], num_draft_tokens=0),
+            gains.Way("with the draft", by_copying[False]),
+            gains.Way("with draft and copying", by_copying[True]),
         )
-    else:
-        click.echo(f"nothing was drafted: {', '.join(sorted(speculative.draft_statuses))}")
+        compared = gains.compare(ways, prompts, max_tokens=_MAX_TOKENS, num_rounds=_NUM_ROUNDS)
+    for line in (*gains.table(compared), "", *gains.explained(compared)):
+        click.echo(line)
 
 
 def _verify(config: PipelineConfig, settings: Mapping[str, str]) -> None:

@@ -36,9 +36,13 @@ def as_asked(options: PairOptions) -> PairOptions:
 
 def write_as_asked(repository: Path, out: Path) -> Path:
     """Writes a repository like this one whose K is as asked, and drafted by the draft."""
+    return write_with(repository, out, as_asked(read_pair(repository).options))
+
+
+def write_with(repository: Path, out: Path, options: PairOptions) -> Path:
+    """Writes a repository like this one, whose pair serves by other options."""
     link_folder(repository, out)
-    pair = read_pair(repository)
-    _rewrite(out / _PAIR, PairFile(pair.runtime, as_asked(pair.options)).to_json())
+    _rewrite(out / _PAIR, PairFile(read_pair(repository).runtime, options).to_json())
     return out
 
 
