@@ -40,7 +40,7 @@ def test_kv_bytes_stop_at_a_window() -> None:
 
 def test_prediction_from_steps() -> None:
     # 2.4 tokens in 4 · 0.5 + 6 ms, against one in 5 ms
-    found = steps_speedup(2.4, drafting=4 * 0.5, verification=6.0, plain=5.0)
+    found = steps_speedup(2.4, draft=0.5, verification=6.0, plain=5.0, num_draft_tokens=4)
     assert found == pytest.approx(1.5)
 
 
@@ -162,7 +162,6 @@ RUN: dict[str, Any] = {
             "num_parameters": {"target": 32_066_114_560, "draft": 494_978_048},
             "settings": {**SETTINGS, "num_prompts": 3, "runs": 1},
             "rounds": [by_k(0, 40.0, 1.0, 1.0), by_k(4, 76.0, 1.9, 0.95)],
-            "parallel": [by_k(0, 40.0, 1.0, 1.0), by_k(8, 80.0, 2.0, 0.8)],
         },
     },
     "peers": [
@@ -214,9 +213,6 @@ def test_goals_are_judged_by_what_was_measured() -> None:
         ("32b+0.5b", "target alone, tokens/s"): (None, 40.0),
         ("32b+0.5b", best): (False, 1.9),
         ("32b+0.5b", different): (True, 0),
-        ("32b+0.5b", "parallel draft over target alone, best K"): (None, 2.0),
-        ("32b+0.5b", "parallel draft over the best K of the draft"): (False, 2.0 / 1.9),
-        ("32b+0.5b", "parallel draft: answers other than target alone's, all K"): (True, 0),
     }
 
 
@@ -302,7 +298,6 @@ def test_the_tables_tell_figures_and_what_has_none() -> None:
         + [">= 2 (32b)", "missed (32b)"],
         ["answers other than target alone's, all K", "1 (of 10; by logits up to 0.031 apart)"]
         + ["0 (of 5)", "<= 0", "missed (7b)"],
-        ["parallel draft over target alone, best K", "2.00 (K = 8, 80/s; bound 2.50)"],
         ["", "small pair", "goal"],
     ):
         assert row in cells
@@ -310,8 +305,7 @@ def test_the_tables_tell_figures_and_what_has_none() -> None:
         "| rows | 1,000 tokens | 8,000 tokens |",
         "| 1 | 4.40 (1.10) | 6.00 (1.50) |",
         "| 5 | 9.00 (2.25) |  |",
-        "| 4 | 5.00 | 2.00 | 300.0 | 1.50 | 0.97 | 1.76 | 0.85 |",
-        "32b+0.5b, parallel draft, by K:",
+        "| 4 | 5.00 | 2.00 | 300.0 | 1.50 | 0.97 | 0.85 |",
         "| vllm | 0.23 | 0 | 160.0 |  |",
         "| vllm |  | 2 | exit status 1 | |",
         "| vllm-ngram | 0.23 | 4 | 320.0 | 4.18 |",

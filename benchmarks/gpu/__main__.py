@@ -16,7 +16,6 @@ adaptive  K as it is chosen where nobody sets it, against the target alone
 lookup    adaptive where draft tokens may be copied from the text itself, against the target alone
 busy      how much of the time kernels cover in steady decode
 hopeless  adaptive with a draft whose weights are noise, against the target alone
-parallel  rounds with --parallel-draft, which proposes all K tokens in one pass; --draft may, too
 own       the target as its own draft: every draft token should be accepted
 fp8       a step of the target with its linears in FP8, against bfloat16
 
@@ -62,7 +61,6 @@ _PARTS = (
     "lookup",
     "busy",
     "hopeless",
-    "parallel",
     "own",
     "fp8",
 )
@@ -110,7 +108,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--draft", type=Path, default=_MODELS / "draft", help="the small one")
     parser.add_argument("--target", type=Path, default=_MODELS / "target", help="the small one")
-    parser.add_argument("--parallel-draft", type=Path, metavar="FOLDER", help="another small one")
     parser.add_argument(
         "--pairs",
         nargs="*",
@@ -177,9 +174,6 @@ def main(argv: list[str] | None = None) -> int:
     recorder = Recorder(arguments.out, arguments.parts, run)
     folders = {"draft": arguments.draft, "target": arguments.target}
     sources = {role: Source(folder, None, device, dtype) for role, folder in folders.items()}
-    parallel = None
-    if arguments.parallel_draft is not None:
-        parallel = Source(arguments.parallel_draft, None, device, dtype)
     recorder.part("small", run, lambda: small(sources, settings, tokenizer, prompts))
     free_memory()
     for name in arguments.pairs:
@@ -192,15 +186,13 @@ def main(argv: list[str] | None = None) -> int:
             tokenizer=tokenizer,
             prompts=prompts,
             bandwidth=run["bytes_per_second"],
-            parallel=parallel and replace(parallel, size=size_of(draft_size)),
         )
         found = run["pairs"][name] = {
             "num_parameters": benchmark.num_parameters,
             "settings": asdict(settings),
         }
         for part in _PARTS[1:]:
-            if part != "parallel" or parallel is not None:
-                recorder.part(part, found, getattr(benchmark, part))
+            recorder.part(part, found, getattr(benchmark, part))
         benchmark.close()
     recorder.save()
     recorder.tell("done")

@@ -16,7 +16,6 @@ _MAX_DRAFT_RATIO = 2.4
 _MIN_OF_PREDICTED = 0.9
 _MIN_SPEEDUP = {"32b": 2.0}
 _MIN_HOPELESS = 0.98
-_MIN_PARALLEL = 1.1
 _MIN_FP8 = 1.6
 _MIN_BUSY = 0.95
 _SEVEN_BILLION = "7b"
@@ -39,13 +38,10 @@ def kv_bytes(
     return 2 * positions * num_kv_heads * head_size * element_bytes
 
 
-def steps_speedup(
-    acceptance_length: float, *, drafting: float, verification: float, plain: float
-) -> float:
-    """The speedup that drafting, in steps or one pass, and one verification should give over plain
-    steps: no round can give more.
-    """
-    return acceptance_length * plain / (drafting + verification)
+def steps_speedup(acceptance_length: float, draft: float, verification: float, plain: float,
+                  num_draft_tokens: int) -> float:  # fmt: skip
+    """The speedup that K draft steps and one verification should give over plain steps."""
+    return acceptance_length * plain / (num_draft_tokens * draft + verification)
 
 
 def covered(intervals: Iterable[tuple[float, float]], start: float, stop: float) -> float:
@@ -121,7 +117,6 @@ def goals(run: Run) -> list[Goal]:
     for name, pair in run["pairs"].items():
         found += _step_goals(name, measured(pair.get("steps")))
         found += _round_goals(name, pair)
-        found += _parallel_goals(name, pair)
         found += _sampled_goals(name, measured(pair.get("sampled")))
         found += _other_goals(name, pair)
         found += _peer_goals(name, pair, run.get("peers", []))
@@ -189,28 +184,6 @@ def _round_goals(name: str, pair: Run) -> list[Goal]:
     different = sum(r["num_different"] for r in rounds)
     found.append(Goal(name, "answers other than target alone's, all K", different, 0, True, note))
     return found
-
-
-def _parallel_goals(name: str, pair: Run) -> list[Goal]:
-    """Of a parallel draft over another that gives its tokens one by one, each at its best K."""
-    parallel, one_by_one = (measured(pair.get(part)) for part in ("parallel", "rounds"))
-    if not parallel:
-        return []
-    best = max(parallel, key=lambda r: r["speedup"])
-    note = f"K = {best['num_draft_tokens']}, {best['tokens_per_second']:.0f}/s"
-    note += f"; bound {best['speedup'] / best['of_steps']:.2f}"
-    found = [
-        Goal(name, "parallel draft over target alone, best K", best["speedup"], None, note=note)
-    ]
-    if one_by_one:
-        other = max(one_by_one, key=lambda r: r["speedup"])
-        figure = best["speedup"] / other["speedup"]
-        note = f"K = {best['num_draft_tokens']}, {other['num_draft_tokens']}"
-        what = "parallel draft over the best K of the draft"
-        found.append(Goal(name, what, figure, _MIN_PARALLEL, note=note))
-    different = sum(r["num_different"] for r in parallel)
-    what = "parallel draft: answers other than target alone's, all K"
-    return [*found, Goal(name, what, different, 0, True)]
 
 
 def _sampled_goals(name: str, sampled: Sequence[Run]) -> list[Goal]:

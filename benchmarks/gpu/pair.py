@@ -76,7 +76,6 @@ class LoadedPair:
     def __init__(
         self, draft: FusedModel, target: FusedModel, settings: Settings, tokenizer: Tokenizer
     ) -> None:
-        parallel = draft.unified.parallel
         limits = {
             "max_seq_len": settings.longest_text,
             "max_draft_len": settings.most_draft_tokens,
@@ -90,7 +89,6 @@ class LoadedPair:
             vocab_size=min(self.draft.vocab_size, self.target.vocab_size),
             unused=(),
             copies=True,
-            mask_token_id=None if parallel is None else parallel.mask_token_id,
         )
         if draft.device.type == "cuda":
             engines = (self.draft, self.target)
@@ -102,7 +100,6 @@ class LoadedPair:
             adaptive=False,
             max_batch_size=1,
             max_seq_len=settings.longest_text,
-            parallel=parallel,
         )
         self._tokenizer = tokenizer
         self.fixed = self._pair(self._options, self.rounds)
@@ -139,10 +136,7 @@ class PairBenchmark:
         tokenizer: Tokenizer,
         prompts: list[list[int]],
         bandwidth: float,
-        parallel: Source | None = None,
     ) -> None:
-        """parallel  another draft, which proposes all of its tokens in one pass"""
-        self._parallel = parallel
         self._clock = Clock(target.device)
         self._settings = settings
         self._target_source = target
@@ -186,27 +180,7 @@ class PairBenchmark:
         return found
 
     def rounds(self) -> list[dict[str, Any]]:
-        found = self._rounds(self._pair(), is_parallel=self._is_parallel(self._models["draft"]))
-        speculative = [line for line in found if line["num_draft_tokens"]]
-        if speculative:
-            best = max(speculative, key=lambda line: line["speedup"])
-            self._best_k = best["num_draft_tokens"]
-        return found
-
-    def parallel(self) -> list[dict[str, Any]]:
-        """Rounds with the parallel draft."""
-        assert self._parallel is not None
-        self._unload()
-        draft, target = FusedModel.make(self._parallel), self._models["target"]
-        loaded = LoadedPair(draft, target, self._settings, self._tokenizer)
-        return self._rounds(loaded, is_parallel=self._is_parallel(draft))
-
-    @staticmethod
-    def _is_parallel(draft: FusedModel) -> bool:
-        return draft.unified.parallel is not None
-
-    def _rounds(self, loaded: LoadedPair, *, is_parallel: bool) -> list[dict[str, Any]]:
-        settings = self._settings
+        settings, loaded = self._settings, self._pair()
         context = settings.prompt_tokens + settings.max_tokens // 2
         draft_step = self._step(loaded.draft, context, 1)
         plain_step = self._step(loaded.target, context, 1)
@@ -228,18 +202,13 @@ class PairBenchmark:
             length = acceptance_length(answers)
             speedup = rate / alone[0]
             verification = self._step(loaded.target, context, k + 1)
-            drafting = k * draft_step
-            if is_parallel and k:
-                drafting = self._step(loaded.draft, context, 2 * k)
-            predicted = steps_speedup(
-                length, drafting=drafting, verification=verification, plain=plain_step
-            )
+            predicted = steps_speedup(length, draft_step, verification, plain_step, k)
             margins = self._margins(loaded.target, alone[2], answers)
             found.append(
                 {
                     "num_draft_tokens": k,
                     "round_seconds": seconds,
-                    "drafting_seconds": drafting,
+                    "draft_step_seconds": draft_step,
                     "verification_seconds": verification,
                     "tokens_per_second": rate,
                     "acceptance_length": length,
@@ -251,6 +220,10 @@ class PairBenchmark:
                     "margins": margins,
                 }
             )
+        speculative = [line for line in found if line["num_draft_tokens"]]
+        if speculative:
+            best = max(speculative, key=lambda line: line["speedup"])
+            self._best_k = best["num_draft_tokens"]
         return found
 
     def sampled(self) -> list[dict[str, Any]]:
