@@ -136,7 +136,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         file.write(b'{"id": "torn')
     result = run(*asked, "--output", broken, "--concurrency", "1")
     assert result.exit_code == 0
-    assert "5 answers are there" in result.stderr
+    assert ": 5 answers so far" in result.stderr
     assert shard(broken) == shard(tmp_path / "whole")
     assert Collection.open(broken).info.num_answers == 12
 
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_too_long_is_left_out_and_told(pair: Path, tmp_path: Pa
     out = tmp_path / "out"
     result = run("--config", pair, "--prompts", path, "--max-tokens", "1", "--output", out)
     assert result.exit_code == 0
-    assert "1 questions without an answer: left-out.jsonl says why" in result.stdout
+    assert "1 question without an answer: left-out.jsonl says why" in result.stdout
     assert json.loads((out / "left-out.jsonl").read_text()) == {
         "id": "prompts.txt:12",
         "reason": "failed",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specpipe.config.nightly import NightlyConfig
+from specpipe.errors import counted
 from specpipe.evaluate.nightly.acceptance import AcceptanceFigure, acceptance_figures
 from specpipe.evaluate.nightly.record import Accepted, Latency, Quality, Run, SpeedUp
 
@@ -73,7 +74,7 @@ def _judge_output(run: Run, last: Run | None, limits: NightlyConfig, judged: Jud
     if verified.reason is not None:
         judged.reasons.append(f"verification: {verified.reason}")
     elif verified.num_ties and not limits.allow_ties:
-        ties = f"{verified.num_ties} numerical tie{'' if verified.num_ties == 1 else 's'}"
+        ties = counted(verified.num_ties, "numerical tie")
         judged.reasons.append(f"verification: {ties}, and nightly.allow_ties is false")
     elif (
         last is not None
