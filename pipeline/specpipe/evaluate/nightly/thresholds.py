@@ -15,10 +15,11 @@ from specpipe.evaluate.nightly.record import Accepted, Latency, Quality, Run, Sp
 _OTHERS = {
     "prompts": "other prompts or answer lengths",
     "num_draft_tokens": "another speculation.num_draft_tokens",
+    "is_parallel_draft": "another kind of draft (one pass for all tokens, or one for each)",
     "served_by": "another way of serving",
     "machine": "another machine",
 }
-_ACCEPTANCE_CONDITIONS = ("prompts", "num_draft_tokens")
+_ACCEPTANCE_CONDITIONS = ("prompts", "num_draft_tokens", "is_parallel_draft")
 _SPEED_CONDITIONS = ("prompts", "served_by", "machine")
 
 
@@ -61,7 +62,7 @@ def compared_name(run: Run) -> str:
 
 
 def compared_acceptance(run: Run, last: Run | None) -> Accepted | None:
-    """Returns the acceptance of the run before where it is of the same prompts and draft length."""
+    """Returns the acceptance of the run before where it was asked for alike, of a draft alike."""
     if last is None or _differing(run, last, _ACCEPTANCE_CONDITIONS):
         return None
     return last.acceptance
