@@ -134,7 +134,6 @@ def collect(
     An interrupted run goes on where it ended when it is given again, and asks anew what failed. A
     folder that was collected from another target, with other prompts or other settings, is refused.
     """
-    from specpipe.evaluate.prompts import iterate_prompts
     from specpipe.training import answering
     from specpipe.training.collecting import collect as ask
     from specpipe.training.collection_writer import open_writer
@@ -143,7 +142,7 @@ def collect(
     check_api_key(api_key_variable)
     settings = _settings(options)
     config = None if config_path is None else load(config_path, overrides)
-    num_prompts = sum(1 for _ in iterate_prompts(settings.prompts, limit=settings.limit))
+    num_prompts = sum(1 for _ in settings.iterate_prompts())
     target = _target(config, url, model, tokenizer_dir)
     folder = output
     if folder is None:
