@@ -38,6 +38,11 @@ def show(value: object) -> str:
     return _printable(str(value), MOST_SHOWN)
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, which has an s in the plural: `1 tie`, `1,200 ties`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def to_sentence(error: BaseException | str) -> str:
     """Returns a message as a client may see it, whatever a library put into it: one line, cut.
 

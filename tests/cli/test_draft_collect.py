@@ -136,7 +136,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         file.write(b'{"id": "torn')
     result = run(*asked, "--output", broken, "--concurrency", "1")
     assert result.exit_code == 0
-    assert "5 answers are there" in result.stderr
+    assert ": 5 answers so far" in result.stderr
     assert shard(broken) == shard(tmp_path / "whole")
     assert Collection.open(broken).info.num_answers == 12
 
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_too_long_is_left_out_and_told(pair: Path, tmp_path: Pa
     out = tmp_path / "out"
     result = run("--config", pair, "--prompts", path, "--max-tokens", "1", "--output", out)
     assert result.exit_code == 0
-    assert "1 questions without an answer: left-out.jsonl says why" in result.stdout
+    assert "1 question without an answer: left-out.jsonl says why" in result.stdout
     assert json.loads((out / "left-out.jsonl").read_text()) == {
         "id": "prompts.txt:12",
         "reason": "failed",
@@ -178,6 +178,40 @@ def test_a_prompt_that_is_too_long_is_left_out_and_told(pair: Path, tmp_path: Pa
         "(engine.max_seq_len)",
     }
     assert len(answers(out)) == 11
+
+
+def test_lines_of_a_log_of_requests_are_prompts(pair: Path, tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    request = {
+        "model": "gpt",
+        "messages": [{"role": "user", "content": "gamma"}],
+        "temperature": 0.7,
+        "tools": [],
+        "tool_choice": None,
+        "response_format": {"type": "text"},
+    }
+    completion = {"model": "gpt", "prompt": "beta", "max_tokens": 2, "n": 4, "stop": ["x"]}
+    lines = [{**request, "max_tokens": None, "max_completion_tokens": 3}, completion]
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    asked = ("--config", pair, "--prompts", log, "--max-tokens", "6", "--output", tmp_path / "out")
+    assert run(*asked).exit_code == 0
+    found = [(one.prompt_token_ids, len(one.token_ids)) for one in answers(tmp_path / "out")]
+    assert found == [(ids("[gamma]>"), 3), (ids("beta"), 2)]
+    assert {one.sampling["temperature"] for one in answers(tmp_path / "out")} == {0.0}
+    for key, value in (
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+        ("add_generation_prompt", False),
+    ):
+        log.write_text(f"{json.dumps(completion)}\n{json.dumps({**request, key: value})}\n")
+        result = run(*asked[:-1], tmp_path / key)
+        assert (result.exit_code, result.stderr) == (
+            1,
+            f"Error: {log}:2: {key} changes what the target reads or may say, and cannot be asked "
+            f"with: leave this line out, or {key}, to ask without it\n",
+        )
+    log.write_text('{"prompt": "x", "temprature": 1}\n')
+    assert ":1: unknown key 'temprature': expected name" in run(*asked).stderr
 
 
 Respond = Callable[[dict[str, Any]], Any]

@@ -19,6 +19,8 @@ from specpipe.build.pairing import check_pair
 from specpipe.errors import ConfigError, TrainingError
 from specpipe.training import trainer
 from specpipe.training.batches import Batch
+from specpipe.training.collection import Collection
+from specpipe.training.collection_writer import open_writer
 from specpipe.training.models import add_mask, quiet
 from specpipe.training.on_policy import write_answers as write_on_policy
 from specpipe.training.outcome import Outcome
@@ -30,7 +32,7 @@ SETTINGS = TrainingSettings(
     num_steps=40,
     batch_tokens=1024,
     learning_rate=0.02,
-    evaluate_every=10,
+    evaluate_every=8,  # and not each tenth step, at which the loss is logged
     held_out=0.2,
     num_draft_tokens=3,
 )
@@ -90,7 +92,7 @@ def test_a_trained_draft_is_accepted_more(trained: tuple[Path, Outcome], pair: P
     for gain in outcome.gains.values():
         assert gain.low > 0.2
     assert outcome.gains["greedy"].new > 2
-    assert [step for step, _ in outcome.lengths] == [10, 20, 30, 40]
+    assert [step for step, _ in outcome.lengths] == [8, 16, 24, 32, 40]
     assert outcome.best_step == max(outcome.lengths, key=lambda entry: entry[1])[0]
     draft = AutoModelForCausalLM.from_pretrained(output)
     assert draft.dtype == torch.float32
@@ -118,21 +120,24 @@ def test_its_card_says_what_it_comes_from_and_is_worth(trained: tuple[Path, Outc
 def test_what_was_killed_goes_on_to_the_same_bytes(
     tmp_path: Path, train: Train, trained: tuple[Path, Outcome]
 ) -> None:
-    def stop_at_30(line: str) -> None:
-        if line.startswith("step 30 of 40"):
+    def stop_at_24(line: str) -> None:
+        if line.startswith("step 24 of 40: greedy"):
             raise Killed
 
     output = tmp_path / "draft"
     with pytest.raises(Killed):
-        train(output, log=stop_at_30)
+        train(output, log=stop_at_24)
     assert not output.exists()
     work = tmp_path / ".draft.training"
-    torn = work / "checkpoint-30"
+    torn = work / "checkpoint-24"
     torn.mkdir()
     (torn / "model.safetensors").write_bytes(b"torn")
     lines: list[str] = []
     train(output, log=lines.append)
-    assert f"going on from {work / 'checkpoint-20'}" in lines
+    assert [line.partition(": loss ")[0] for line in lines if ": loss " in line] == [
+        f"step {step} of 40" for step in (20, 30, 40)
+    ]
+    assert f"going on from {work / 'checkpoint-16'}" in lines
     assert files(output) == files(trained[0])
     train(output, log=lines.append)
     assert lines[-1] == f"{output} is trained already, with these settings on these answers"
@@ -144,10 +149,43 @@ def test_a_training_goes_on_with_its_own_settings_alone(
     other = replace(SETTINGS, learning_rate=0.5)
     with pytest.raises(ConfigError) as refused:
         train(trained[0], other)
-    assert "settings.learning_rate was 0.02, is now 0.5" in str(refused.value)
+    assert "otherwise (learning_rate was 0.02, is now 0.5): give" in str(refused.value)
     (tmp_path / "draft").mkdir()
     with pytest.raises(ConfigError, match="is there and is no draft that was trained"):
         train(tmp_path / "draft")
+
+
+def test_a_training_goes_on_with_its_own_answers_alone(
+    tmp_path: Path, train: Train, answers: Path, trained: tuple[Path, Outcome]
+) -> None:
+    """Whatever collection.json says of them, which a kill leaves as it was."""
+    cut = tmp_path / "cut"
+    shutil.copytree(answers, cut)
+    info, shard = cut / "collection.json", cut / "answers-00000.jsonl"
+    info.write_text(info.read_text().replace('"is_complete": true', '"is_complete": false'))
+    shard.write_bytes(b"".join(shard.read_bytes().splitlines(keepends=True)[:-1]) + b"torn")
+    lines: list[str] = []
+    with pytest.raises(ConfigError) as refused:
+        train(trained[0], log=lines.append, answers=[cut])
+    assert "answers.1.num_answers was 40, is now 39; answers.1.sha256 was " in str(refused.value)
+    assert lines == [
+        f"{cut} is not complete: trained is on the 39 answers so far; the `draft collect` that "
+        "began it goes on with it"
+    ]
+
+
+def test_a_collection_that_is_being_written_is_refused(
+    tmp_path: Path, train: Train, answers: Path
+) -> None:
+    shutil.copytree(answers, tmp_path / "answers")
+    info = Collection.open(answers).info
+    with (
+        open_writer(
+            tmp_path / "answers", replace(info, num_answers=0, num_tokens=0, is_complete=False)
+        ),
+        pytest.raises(ConfigError, match="answers is being collected by another process: wait"),
+    ):
+        train(tmp_path / "draft", answers=[tmp_path / "answers", tmp_path / "answers"])
 
 
 def test_a_full_disk_leaves_the_state_before(
@@ -276,14 +314,14 @@ def test_a_killed_process_goes_on_to_the_same_bytes(
     command = [
         *(sys.executable, "-m", "specpipe", "draft", "train", "--config", str(pair)),
         *("--answers", str(answers), "--output", str(tmp_path / "draft"), "--steps", "40"),
-        *("--batch-tokens", "1024", "--learning-rate", "0.02", "--evaluate-every", "10"),
+        *("--batch-tokens", "1024", "--learning-rate", "0.02", "--evaluate-every", "8"),
         *("--held-out-share", "0.2", "--device", "cpu"),
     ]
     generator = np.random.default_rng()
     for _ in range(3):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
-        wanted = f"step {10 * generator.integers(1, 4)} of 40"
+        wanted = f"step {8 * generator.integers(1, 5)} of 40: greedy"
         for line in process.stderr:
             if line.startswith(wanted):
                 process.send_signal(signal.SIGKILL)

@@ -23,6 +23,7 @@ from specpipe.cli.options import (
 )
 from specpipe.cli.output import print_result, shown
 from specpipe.cli.progress import log
+from specpipe.errors import counted
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -133,7 +134,6 @@ def collect(
     An interrupted run goes on where it ended when it is given again, and asks anew what failed. A
     folder that was collected from another target, with other prompts or other settings, is refused.
     """
-    from specpipe.evaluate.prompts import iterate_prompts
     from specpipe.training import answering
     from specpipe.training.collecting import collect as ask
     from specpipe.training.collection_writer import open_writer
@@ -142,7 +142,7 @@ def collect(
     check_api_key(api_key_variable)
     settings = _settings(options)
     config = None if config_path is None else load(config_path, overrides)
-    num_prompts = sum(1 for _ in iterate_prompts(settings.prompts, limit=settings.limit))
+    num_prompts = sum(1 for _ in settings.iterate_prompts())
     target = _target(config, url, model, tokenizer_dir)
     folder = output
     if folder is None:
@@ -151,7 +151,8 @@ def collect(
     info = _info(target, settings, licence)
     with open_writer(folder, info) as writer:
         if writer.info.num_answers:
-            log(f"going on with {shown(folder)}: {writer.info.num_answers} answers are there")
+            so_far = counted(writer.info.num_answers, "answer")
+            log(f"going on with {shown(folder)}: {so_far} so far")
         api_key = None if api_key_variable is None else os.environ[api_key_variable]
         with closing(answering.open_target(target, url, model, api_key)) as endpoint:
             if answering.needs_text(endpoint) and not settings.as_text:
@@ -236,17 +237,17 @@ def _info(target: Target, settings: CollectOptions, licence: str | None) -> Coll
 
 def _summary(info: CollectionInfo, folder: Path) -> Iterator[str]:
     yield (
-        f"{info.num_answers:,} answers of {info.num_tokens:,} tokens to {info.num_prompts:,} "
-        "prompts"
+        f"{counted(info.num_answers, 'answer')} of {counted(info.num_tokens, 'token')} to "
+        f"{counted(info.num_prompts, 'prompt')}"
     )
-    for number, what in (
-        (info.num_duplicates, "the same answer to the same prompt, kept once"),
-        (info.num_empty, "empty answers, left out"),
-        (info.num_from_text, "answers came as text alone: their ids are the tokenizer's"),
-        (info.num_failed, "questions without an answer: left-out.jsonl says why"),
+    for number, noun, what in (
+        (info.num_duplicates, "answer", " left out, as the same prompt has the same one already"),
+        (info.num_empty, "empty answer", " left out"),
+        (info.num_from_text, "answer", " came as text alone: the ids are the tokenizer's"),
+        (info.num_failed, "question", " without an answer: left-out.jsonl says why"),
     ):
         if number:
-            yield f"{number:,} {what}"
+            yield f"{counted(number, noun)}{what}"
     licences = info.licences
     declared = ", ".join((licences["target"] or {}).get("declared", ())) or "not known"
     yield f"licences: prompts {licences['prompts'] or 'not given'}; target {declared}"

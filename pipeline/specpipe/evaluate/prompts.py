@@ -13,8 +13,9 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,9 +117,17 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
     return PromptSet(str(source), prompts)
 
 
-def iterate_prompts(source: str | Path, *, limit: int | None = None) -> Iterator[Prompt]:
+ReadFields = Callable[[Mapping[str, Any], str], Mapping[str, Any]]
+"""Returns the keys of a prompt out of an object and where it stands."""
+
+
+def iterate_prompts(
+    source: str | Path, *, limit: int | None = None, read_fields: ReadFields | None = None
+) -> Iterator[Prompt]:
     """Yields the prompts of a set as `load_prompts` has them, one at a time in memory; names may
     come twice.
+
+    read_fields  for lines that have other keys, too; None: those are refused
     """
     path = Path(source)
     name, kind = (
@@ -126,7 +135,7 @@ def iterate_prompts(source: str | Path, *, limit: int | None = None) -> Iterator
     )
     where = name if _is_built_in(source) else str(path)
     lines = _lines(prompts_path(source))
-    parse = _texts if name.endswith(".txt") else _objects
+    parse = _texts if name.endswith(".txt") else partial(_objects, read_fields=read_fields)
     prompt = None
     for prompt in itertools.islice(parse(lines, name=name, kind=kind, where=where), limit):
         yield prompt
@@ -269,8 +278,11 @@ def _texts(lines: Iterable[str], *, name: str, kind: str, where: str) -> Iterato
             yield Prompt(name=f"{name}:{number}", kind=kind, text=line)
 
 
-def _objects(lines: Iterable[str], *, name: str, kind: str, where: str) -> Iterator[Prompt]:
-    for at, fields in _json_lines(lines, where):
+def _objects(
+    lines: Iterable[str], *, name: str, kind: str, where: str, read_fields: ReadFields | None
+) -> Iterator[Prompt]:
+    for at, of_line in _json_lines(lines, where):
+        fields = of_line if read_fields is None else read_fields(of_line, at)
         yield parse_prompt(fields, where=at, name=f"{name}{at.removeprefix(where)}", kind=kind)
 
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from specpipe.errors import StoreError
+from specpipe.errors import StoreError, counted
 from specpipe.stores.catalogue import (
     BLOBS,
     FLAGS,
@@ -81,9 +81,9 @@ def clean(catalogue: Catalogue, pair: str, stale_s: float) -> list[str]:
                     phrases.append(f"version {claim.number}, which was claimed and not published")
             if contents:
                 amount = f"{sum(contents.values()) / 1e6:,.1f} MB"
-                phrases.append(f"{_counted(len(contents), 'file')} of no version, {amount}")
+                phrases.append(f"{counted(len(contents), 'file')} of no version, {amount}")
             if leftovers:
-                phrases.append(_counted(len(leftovers), "unfinished write"))
+                phrases.append(counted(len(leftovers), "unfinished write"))
         return phrases
 
 
@@ -140,7 +140,3 @@ def _collecting(catalogue: Catalogue, stale_s: float) -> Iterator[_Collecting | 
         yield collecting if all(collecting.is_stale(claim.since) for claim in claims) else None
     finally:
         catalogue.remove(flag)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

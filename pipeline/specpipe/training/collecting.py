@@ -25,6 +25,7 @@ from specpipe.speculative.request import Sampling, check_prompt_length
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.training.collection import Answer
 from specpipe.training.collection_writer import CollectionWriter
+from specpipe.training.request_lines import prompt_fields
 
 _AHEAD = 8
 """For each stream, answers that may wait for an earlier one: a guess, and what a kill loses."""
@@ -61,6 +62,10 @@ class CollectOptions:
     top_p: float = 1.0
     seed: int = 0
     num_top_log_probs: int = 0
+
+    def iterate_prompts(self) -> Iterator[Prompt]:
+        """Yields the prompts, of which a line may be a request to an OpenAI server, too."""
+        return iterate_prompts(self.prompts, limit=self.limit, read_fields=prompt_fields)
 
     @property
     def num_questions(self) -> int:
@@ -177,7 +182,7 @@ class _Run:
     def cases(self) -> Iterator[_Case]:
         """Yields what is still to be asked, prompt by prompt."""
         options = self._options
-        for prompt in iterate_prompts(options.prompts, limit=options.limit):
+        for prompt in options.iterate_prompts():
             if options.is_chat:
                 (prompt,) = as_messages((prompt,))
             try:

@@ -122,6 +122,14 @@ _ANSWERS = TypeAdapter(Answer)
 
 
 @dataclass(frozen=True)
+class Contents:
+    """How many answers the shards have, and SHA-256 over their lines."""
+
+    num_answers: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Collection:
     """A folder with a collection that is whole so far; its answers are read when asked for."""
 
@@ -148,6 +156,17 @@ class Collection:
     @property
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob(SHARDS))
+
+    def contents(self) -> Contents:
+        """Reads through the shards; a torn line is no answer."""
+        num_answers, digest = 0, hashlib.sha256()
+        for path in self.shards:
+            with path.open("rb") as file:
+                for line in file:
+                    if line.endswith(b"\n"):
+                        num_answers += 1
+                        digest.update(line)
+        return Contents(num_answers, digest.hexdigest())
 
     def answers(self) -> Iterator[Answer]:
         """Yields the answers in their order; ConfigError names file and line of what is none.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from specpipe.checkpoints.files import quoted
 from specpipe.errors import ConfigError
 from specpipe.machine.own_json import parse_object, reason, write_object
 from specpipe.machine.whole_file import written_whole
@@ -22,6 +21,7 @@ from specpipe.training.collection import (
     Collection,
     CollectionInfo,
 )
+from specpipe.training.settings import setting_differences
 
 LEFT_OUT_NAME = "left-out.jsonl"
 
@@ -151,11 +151,7 @@ def open_writer(
     damaged.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConfigError(f"{folder} is being collected by another process") from None
+    lock = _acquired(folder)
     try:
         writer = CollectionWriter(folder, info, shard_bytes=shard_bytes)
         try:
@@ -170,12 +166,37 @@ def open_writer(
         lock.release()
 
 
+@contextmanager
+def kept_from_writers(collections: Iterable[Collection]) -> Iterator[None]:
+    """Keeps those that are not complete as they are while they are read in a `with` block.
+
+    Raises ConfigError where a process writes one of them now.
+    """
+    folders = {c.folder.resolve(): c.folder for c in collections if not c.info.is_complete}
+    with ExitStack() as locks:
+        for folder in folders.values():
+            try:
+                locks.callback(_acquired(folder).release)
+            except OSError:  # a folder that may only be read has no writer here
+                continue
+        yield
+
+
+def _acquired(folder: Path) -> FileLock:
+    """Returns the lock of a collection, held; ConfigError where another process holds it."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"{folder} is being collected by another process: wait for it, or stop it"
+        ) from None
+    return lock
+
+
 def _check_same(folder: Path, there: CollectionInfo, wanted: CollectionInfo) -> None:
     """Raises ConfigError where a collection was asked otherwise than it is to be gone on with."""
-    differences = [
-        f"{name} was {quoted(was)}, is now {quoted(now)}"
-        for name, was, now in _differing(_decisive(there), _decisive(wanted))
-    ]
+    differences = setting_differences(_decisive(there), _decisive(wanted))
     if there.tokenizer_digest != wanted.tokenizer_digest:
         differences.append("the tokenizer is another one")
     if differences:
@@ -189,14 +210,6 @@ def _decisive(info: CollectionInfo) -> dict[str, Any]:
     """Returns what must not change while a collection grows, by name."""
     digest = info.prompts.get("digest")
     return {**info.answered_by, **info.settings, "SHA-256 of the prompts": digest}
-
-
-def _differing(
-    there: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    for name in dict.fromkeys([*there, *wanted]):
-        if there.get(name) != wanted.get(name):
-            yield name, there.get(name), wanted.get(name)
 
 
 def _append(file: BinaryIO, line: bytes) -> None:

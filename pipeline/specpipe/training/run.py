@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from specpipe.training.collection import (
     read_answers,
     tokenizer_digest,
 )
+from specpipe.training.collection_writer import kept_from_writers
 from specpipe.training.curves import training_page
 from specpipe.training.losses import LOSSES
 from specpipe.training.measure import ReadTarget
@@ -98,12 +99,16 @@ def train_draft(
         )
     max_seq_len = start.fitting_length(settings.max_seq_len)
     settings = replace(settings, max_seq_len=max_seq_len)
-    record = _record(start, settings, collections, never)
-    if (done := _done(output, record)) is not None:
-        log(f"{output} is trained already, with these settings on these answers")
-        return done
     work = output.with_name(f".{output.name}.training")
-    with _locked(work, is_main):
+    with ExitStack() as held:
+        reading = held.enter_context(ExitStack())
+        reading.enter_context(kept_from_writers(collections if is_main else ()))
+        record = _record(start, settings, collections, never)
+        _warn_of_incomplete(collections, record, log)
+        if (done := _done(output, record)) is not None:
+            log(f"{output} is trained already, with these settings on these answers")
+            return done
+        held.enter_context(_locked(work, is_main))
         if is_main:
             _check_work(work, record)
         parts = divide(
@@ -114,13 +119,16 @@ def train_draft(
             never=list(_prompt_ids(never, tokenizer)),
             needs_log_probs=settings.from_log_probs,
         )
+        reading.close()
         log(_counted(parts))
         with quiet():
             training = _prepare(start, settings, parts, tokenizer, work, log)
             trainer = make_trainer(training)
             with logged_phase("measuring the draft of the config", log):
                 before = _measure_base(training, start)
-            trainer.train(resume_from_checkpoint=_resumed(trainer, work, is_main, log))
+            resumed = _resumed(trainer, work, is_main, log)
+            with logged_phase("training", log):
+                trainer.train(resume_from_checkpoint=resumed)
             after = _measure_rounded(training, start)
             outcome = Outcome.of(
                 before,
@@ -155,16 +163,23 @@ def _record(
         **start.to_json(),
         "settings": settings.to_json(),
         "answers": [
-            {
-                "prompts": c.info.prompts,
-                "settings": c.info.settings,
-                "num_tokens": c.info.num_tokens,
-            }
+            {"prompts": c.info.prompts, "settings": c.info.settings, **asdict(c.contents())}
             for c in collections
         ],
         "never": [load_prompts(name).digest for name in never],
         "num_processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
+
+
+def _warn_of_incomplete(
+    collections: Sequence[Collection], record: dict[str, Any], log: Log
+) -> None:
+    for collection, facts in zip(collections, record["answers"], strict=True):
+        if not collection.info.is_complete:
+            log(
+                f"{collection.folder} is not complete: trained is on the {facts['num_answers']:,} "
+                "answers so far; the `draft collect` that began it goes on with it"
+            )
 
 
 def _done(output: Path, record: dict[str, Any]) -> Outcome | None:
@@ -387,8 +402,6 @@ def _data(parts: Parts, collections: Sequence[Collection]) -> dict[str, Any]:
                 "prompts": dict(c.info.prompts),
                 "licences": dict(c.info.licences),
                 "settings": dict(c.info.settings),
-                "num_answers": c.info.num_answers,
-                "num_tokens": c.info.num_tokens,
             }
             for c in collections
         ],

@@ -1,10 +1,12 @@
-"""What decides a training, and the file that an interrupted one is gone on with by."""
+"""What decides a training, and how what differs from another one is said."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from specpipe.checkpoints.files import quoted
 
 LossName = Literal["forward-kl", "mixed-kl", "total-variation"]
 
@@ -64,12 +66,16 @@ class TrainingSettings:
 
 
 def setting_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Returns what two records of trainings do not have in common, as words of a message."""
+    """Returns each value that two records do not have in common, as words of a message.
+
+    A nested value is named by its path; those under `settings` as they are.
+    """
     before, after = dict(_leaves(old)), dict(_leaves(new))
     return [
-        f"{key} was {_shown(before.get(key))}, is now {_shown(after.get(key))}"
-        for key in sorted({*before, *after})
-        if before.get(key) != after.get(key)
+        f"{name.removeprefix('settings.')} was {quoted(before.get(name))}, "
+        f"is now {quoted(after.get(name))}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
     ]
 
 
@@ -77,10 +83,8 @@ def _leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+            numbered = {str(number): entry for number, entry in enumerate(value, start=1)}
+            yield from _leaves(numbered, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _shown(value: object) -> str:
-    text = "none" if value is None else str(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -39,6 +39,7 @@ from specpipe.training.texts import Text
 
 _METRIC = "acceptance_length"
 _LOGGED_EVERY = 10  # steps
+_MOST_LINES = 20  # of losses, in all
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ def make_trainer(training: Training) -> DraftTrainer:
         metric_for_best_model=_METRIC,
         greater_is_better=True,
         logging_steps=_LOGGED_EVERY,
+        logging_first_step=True,
         dataloader_pin_memory=not is_cpu,
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
@@ -133,7 +135,7 @@ def make_trainer(training: Training) -> DraftTrainer:
     )
     # Without a launcher, all GPUs here would be given parts of a batch that cannot be parted.
     arguments._n_gpu = min(arguments.n_gpu, 1)
-    callbacks: list[TrainerCallback] = [_Steps()]
+    callbacks: list[TrainerCallback] = [_Steps(training.log)]
     if settings.patience is not None:
         callbacks.append(EarlyStoppingCallback(settings.patience))
     trainer = DraftTrainer(training, arguments, callbacks)
@@ -292,7 +294,13 @@ def chances(rows: RowInputs, selected: Tensor, overlaps: Tensor) -> Tensor:
 
 
 class _Steps(TrainerCallback):
-    """Counts steps for whoever shows them; the last one is measured and saved, too."""
+    """Counts steps for whoever shows them; the last one is measured and saved, too.
+
+    The loss is told at fixed steps, of which the first is one.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._shown = count(state.max_steps, "updates")
@@ -303,6 +311,14 @@ class _Steps(TrainerCallback):
         self._count.advance()
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
+        # A logged loss is the mean since the one before, of which a saved state has nothing.
+        control.should_log |= control.should_save
+
+    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        every = _LOGGED_EVERY * math.ceil(state.max_steps / (_LOGGED_EVERY * _MOST_LINES))
+        loss = others["logs"].get("loss")
+        if loss is not None and (state.global_step == 1 or state.global_step % every == 0):
+            self._tell(f"step {state.global_step} of {state.max_steps}: loss {loss:.4g}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._shown.__exit__(None, None, None)

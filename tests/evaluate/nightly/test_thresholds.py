@@ -66,6 +66,10 @@ def test_a_last_good_run_that_accepted_nothing_is_no_measure() -> None:
     [
         ({"prompts": "other"}, "other prompts or answer lengths"),
         ({"num_draft_tokens": 8}, "another speculation.num_draft_tokens"),
+        (
+            {"is_parallel_draft": True},
+            "another kind of draft (one pass for all tokens, or one for each)",
+        ),
     ],
 )
 def test_acceptance_of_other_questions_is_not_compared(asked: dict[str, Any], what: str) -> None:
@@ -197,6 +201,19 @@ def test_speed_keeps_80_percent_of_the_last_good_run_on_the_same_machine() -> No
     judged = judge(moved, good_run(), NightlyConfig(min_speed_up=None))
     assert judged.reasons == []
     assert judged.notes == ["speed is not compared with the last good run: another machine"]
+
+
+def test_a_draft_of_another_kind_that_accepts_less_must_be_as_fast() -> None:
+    parallel = replace(
+        with_acceptance(10),
+        asked=replace(ASKED, is_parallel_draft=True),
+        speed_ups=[speed_up(1, 1.05, 0.95, 1.11)],
+    )
+    assert [reason[:45] for reason in reasons(parallel, good_run())] == [
+        "speed-up 1.05 (0.95 to 1.11) at concurrency 1"
+    ]
+    # The next one has the same kind before it, and both count.
+    assert len(reasons(parallel, replace(good_run(), asked=parallel.asked))) == 2
 
 
 def test_a_last_good_run_that_was_lucky_is_no_measure() -> None:

@@ -160,13 +160,16 @@ class Quality:
 class Conditions:
     """What the numbers depend on besides the artifact: runs with other values are not compared.
 
-    prompts  digest of the prompts, the lengths of their answers included
+    prompts            digest of the prompts, the lengths of their answers included
+    is_parallel_draft  whether the draft proposes its tokens in one pass, for which it may guess
+                       less and be faster
     """
 
     prompts: str
     num_draft_tokens: int
     served_by: str
     machine: str
+    is_parallel_draft: bool = False
 
 
 @dataclass(kw_only=True)

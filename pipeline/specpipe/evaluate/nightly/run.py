@@ -122,6 +122,7 @@ class _PairRun:
         run.compared_with = None if self._last is None else self._last.made_at
         run.asked = self._asked(self._prompts)
         pair = planning.plan_pair(self._config)
+        run.asked = replace(run.asked, is_parallel_draft=pair.draft.unified.parallel is not None)
         stages = planning.plan_stages(self._config, pair)
         run.made_from = upstream.made_from(pair, stages, self._prompts, _LIBRARIES)
         if self._last is not None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specpipe.config.nightly import NightlyConfig
+from specpipe.errors import counted
 from specpipe.evaluate.nightly.acceptance import AcceptanceFigure, acceptance_figures
 from specpipe.evaluate.nightly.record import Accepted, Latency, Quality, Run, SpeedUp
 
 _OTHERS = {
     "prompts": "other prompts or answer lengths",
     "num_draft_tokens": "another speculation.num_draft_tokens",
+    "is_parallel_draft": "another kind of draft (one pass for all tokens, or one for each)",
     "served_by": "another way of serving",
     "machine": "another machine",
 }
-_ACCEPTANCE_CONDITIONS = ("prompts", "num_draft_tokens")
+_ACCEPTANCE_CONDITIONS = ("prompts", "num_draft_tokens", "is_parallel_draft")
 _SPEED_CONDITIONS = ("prompts", "served_by", "machine")
 
 
@@ -60,7 +62,7 @@ def compared_name(run: Run) -> str:
 
 
 def compared_acceptance(run: Run, last: Run | None) -> Accepted | None:
-    """Returns the acceptance of the run before where it is of the same prompts and draft length."""
+    """Returns the acceptance of the run before where it was asked for alike, of a draft alike."""
     if last is None or _differing(run, last, _ACCEPTANCE_CONDITIONS):
         return None
     return last.acceptance
@@ -73,7 +75,7 @@ def _judge_output(run: Run, last: Run | None, limits: NightlyConfig, judged: Jud
     if verified.reason is not None:
         judged.reasons.append(f"verification: {verified.reason}")
     elif verified.num_ties and not limits.allow_ties:
-        ties = f"{verified.num_ties} numerical tie{'' if verified.num_ties == 1 else 's'}"
+        ties = counted(verified.num_ties, "numerical tie")
         judged.reasons.append(f"verification: {ties}, and nightly.allow_ties is false")
     elif (
         last is not None
