@@ -393,8 +393,8 @@ def test_check_states_the_contract() -> None:
         "draft and target fit: 4096 token ids in use; embedding rows: draft 4096, target 4096\n"
         "context: draft 1024, target 1024\n"
         "end ids: 0\n"
-        "memory of the draft: 19.2 MB (3.6 MB weights, 8.4 MB KV cache, 7.2 MB workspace)\n"
-        "memory of the target: 82.7 MB (21.9 MB weights, 50.6 MB KV cache, 10.2 MB workspace)\n"
+        "memory of the draft: 21.3 MB (3.6 MB weights, 8.4 MB KV cache, 9.3 MB workspace)\n"
+        "memory of the target: 103.0 MB (21.9 MB weights, 50.6 MB KV cache, 30.6 MB workspace)\n"
     )
 
 

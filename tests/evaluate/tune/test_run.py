@@ -169,7 +169,7 @@ def test_rounds_are_taken_until_it_is_certain_what_pays(
 
     def made_up(*_: Any, concurrency: int, num_draft_tokens: int, round_number: int) -> Cell:
         asked.append((concurrency, round_number))
-        faster = 9.0 if (concurrency, round_number) == (1, 0) else 1.4 + 0.001 * round_number
+        faster = 99.0 if (concurrency, round_number) == (1, 0) else 1.4 + 0.001 * round_number
         stream_s = 2.0 / (faster if num_draft_tokens else 1.0)
         return Cell(concurrency, num_draft_tokens, round_number, 100, stream_s)
 
