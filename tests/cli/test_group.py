@@ -90,6 +90,7 @@ def test_help_lists_the_commands() -> None:
         "check",
         "diff",
         "doctor",
+        "draft",
         "gateway",
         "generate",
         "init",

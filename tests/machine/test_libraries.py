@@ -172,6 +172,7 @@ def test_every_hint_names_an_extra_of_the_wheel(wheel: Path) -> None:
         "tensorrt",
         "tensorrt-rtx",
         "torch",
+        "train",
         "triton",
     }
     known = extras_of(wheel)
