@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from specpipe.build.load import load_config
 from specpipe.build.pairing import check_pair
+from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.errors import ConfigError, TrainingError
+from specpipe.text.tokenizer import Tokenizer
 from specpipe.training import trainer
 from specpipe.training.batches import Batch
 from specpipe.training.collection import Collection
@@ -268,8 +270,27 @@ def test_the_mask_is_a_spare_row_where_there_is_one_and_no_id_in_use(pair: Path)
     assert weight.shape[0] == 256
     assert torch.equal(weight[:250], used)
     assert torch.allclose(weight[253], used.mean(0))
-    with pytest.raises(ConfigError, match="--mask-token 9 is an id that the pair uses"):
+    with pytest.raises(ConfigError, match="--mask-token 9 is an id that texts have"):
         add_mask(draft, contract, num_draft_tokens=3, mask=9)
+
+
+def test_the_mask_may_be_the_padding_which_no_text_has(
+    tmp_path: Path, train: Train, pair: Path
+) -> None:
+    tokenizer = Tokenizer.load(pair.parent / "target")
+    mask = tokenizer.pad_token_id
+    assert mask in tokenizer.spare_token_ids
+    assert tokenizer.spare_token_ids.isdisjoint({tokenizer.bos_token_id, tokenizer.eos_token_id})
+    train(tmp_path / "draft", replace(SETTINGS, parallel=3, mask_token=mask, num_steps=2))
+    contract = check_pair(tmp_path / "draft", pair.parent / "target")
+    assert contract.parallel == ParallelDraft(mask, 3)
+    # In no softmax, so nothing moves what the head would give it; other rows are moved.
+    before, after = (
+        load_file(folder / "model.safetensors")["lm_head.weight"]
+        for folder in (pair.parent / "draft", tmp_path / "draft")
+    )
+    assert torch.allclose(after[mask], before[:250].mean(0))
+    assert not torch.equal(after[9], before[9])
 
 
 def test_what_a_draft_writes_ends_where_it_ends_and_has_the_targets_ids_alone(

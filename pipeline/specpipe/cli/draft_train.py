@@ -66,7 +66,8 @@ _SHARE = NumberRange(min=0, max=1)
     "--mask-token",
     type=click.IntRange(min=0),
     metavar="ID",
-    help="Its mask; left out: the first row above the ids in use.",
+    help="Its mask, as a special token that no text has; left out: the first row above the ids in "
+    "use.",
 )
 @click.option(
     "--keep",

@@ -38,6 +38,7 @@ class Tokenizer:
     bos_token_id       the tokenizer's, else config.json's, else None; so eos_, pad_token_id
     end_token_ids      all that end a text: of config.json, generation_config.json, the tokenizer
     special_token_ids  those that decoding leaves out
+    spare_token_ids    of these, those that neither begin nor end a text, as padding does not
     roles              where an id without a string may have its meaning from, by id
     chat_template      None when the checkpoint has none
     guides             what an answer may have to be
@@ -54,6 +55,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._special_tokens = {i: token.content for i, token in added.items() if token.special}
         self.special_token_ids = frozenset(self._special_tokens)
+        self.spare_token_ids = self.special_token_ids - {*self.end_token_ids, self.bos_token_id}
         self._adds_bos, _ = added_ends(self._backend, self.bos_token_id, self.eos_token_id)
         self._steps = streaming_steps(self._backend.decoder)
         self._pieces = {True: cache(self._find_piece), False: cache(self._backend.id_to_token)}

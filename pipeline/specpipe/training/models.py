@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specpipe.checkpoints.files import read_json
+from specpipe.checkpoints.parallel_draft import LENGTH_KEY, MASK_KEY
 from specpipe.errors import CheckpointError, ConfigError, to_sentence
 from specpipe.training.losses import NO_CHANCE, RowLoss, bucketed, overlap, with_rest
 
 if TYPE_CHECKING:
     from specpipe.build.pairing import PairContract
     from specpipe.training.parallel import RowInputs
-
-MASK_KEY, LENGTH_KEY = "pard_token", "specpipe_num_draft_tokens"
-"""Keys of a parallel draft's config.json: its mask, and the tokens that it proposes in a pass."""
 
 _ROWS_AT_A_TIME = 1 << 26  # logits of both models that are held at once: 256 MB each in float32
 _GROWN_BY = 8  # embedding rows are a multiple of it, for the kernels
@@ -90,10 +88,11 @@ class SharedIds:
     ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, contract: PairContract) -> SharedIds:
+    def of(cls, contract: PairContract, *, mask: int | None = None) -> SharedIds:
+        """Returns the ids that a pair uses, but the mask, which may be a special token."""
         num_rows = max(contract.draft_vocab_size, contract.target_vocab_size)
         unused = {i for start, stop in contract.unused_token_ids for i in range(start, stop)}
-        return cls(tuple(i for i in range(num_rows) if i not in unused))
+        return cls(tuple(i for i in range(num_rows) if i not in unused and i != mask))
 
     @property
     def is_slice(self) -> bool:
@@ -252,8 +251,17 @@ def draft_inputs(rows: RowInputs, *, is_parallel: bool) -> dict[str, Tensor]:
     }
 
 
-def add_mask(draft: Any, contract: PairContract, *, num_draft_tokens: int, mask: int | None) -> int:
+def add_mask(
+    draft: Any,
+    contract: PairContract,
+    *,
+    num_draft_tokens: int,
+    mask: int | None,
+    spare: Collection[int] = (),
+) -> int:
     """Makes a draft a parallel one; returns the id of its mask.
+
+    spare  ids in use that no text has, which the mask may be
 
     Without `mask` that is the draft's own where it is parallel already, else the first row above
     the ids in use. Where the embedding has none it grows; the new rows are the mean of those in
@@ -264,9 +272,10 @@ def add_mask(draft: Any, contract: PairContract, *, num_draft_tokens: int, mask:
     before = getattr(draft.config, MASK_KEY, None)
     if mask is None:
         mask = before if before is not None else used[-1] + 1
-    if mask in set(used):
+    if mask in set(used) and mask not in spare:
         raise ConfigError(
-            f"--mask-token {mask} is an id that the pair uses: give one above {used[-1]}, or none"
+            f"--mask-token {mask} is an id that texts have: give a special token that neither "
+            f"begins nor ends one, as padding, an id above {used[-1]}, or none"
         )
     if mask >= num_rows:
         num_rows = -(-(mask + 1) // _GROWN_BY) * _GROWN_BY

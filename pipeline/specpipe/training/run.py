@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specpipe.checkpoints.files import copy_file, is_there
 from specpipe.checkpoints.licences import find_licences
+from specpipe.checkpoints.parallel_draft import MASK_KEY
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, TrainingError, to_sentence
 from specpipe.evaluate.prompts import as_messages, load_prompts
@@ -44,7 +45,6 @@ from specpipe.training.curves import training_page
 from specpipe.training.losses import LOSSES
 from specpipe.training.measure import ReadTarget
 from specpipe.training.models import (
-    MASK_KEY,
     ListedScores,
     SharedIds,
     Student,
@@ -281,10 +281,11 @@ def _prepare(
             start.contract,
             num_draft_tokens=settings.parallel,
             mask=settings.mask_token,
+            spare=tokenizer.spare_token_ids,
         )
     if settings.gradient_checkpointing:
         draft.gradient_checkpointing_enable({"use_reentrant": False})
-    shared = SharedIds.of(start.contract)
+    shared = SharedIds.of(start.contract, mask=mask)
     batches = Batches(
         parts.training,
         num_steps=settings.num_steps,
