@@ -38,7 +38,7 @@ def show(value: object) -> str:
     return _printable(str(value), MOST_SHOWN)
 
 
-def counted(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """Returns a number with its noun, which has an s in the plural: `1 tie`, `1,200 ties`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 

@@ -14,6 +14,7 @@ from specpipe.cli.bench_servers import server_options
 from specpipe.cli.options import (
     NumberRange,
     chat_option,
+    cut_options,
     json_option,
     load,
     numbers,
@@ -86,18 +87,7 @@ if TYPE_CHECKING:
     help="Answers thrown away before each measurement; at least one for each stream.",
 )
 @click.option("--temperature", type=NumberRange(0), default=0.0, help="0: greedy.")
-@click.option(
-    "--top-k",
-    type=click.IntRange(0),
-    default=0,
-    help="0: all tokens. Needs --temperature.",
-)
-@click.option(
-    "--top-p",
-    type=NumberRange(0, 1, min_open=True),
-    default=1.0,
-    help="1: all tokens. Needs --temperature.",
-)
+@cut_options
 @click.option(
     "--seed",
     type=click.IntRange(0),

@@ -16,6 +16,7 @@ from specpipe.cli.bench_servers import api_key_option, check_api_key, url_option
 from specpipe.cli.options import (
     NumberRange,
     chat_option,
+    cut_options,
     json_option,
     limit_option,
     load,
@@ -23,7 +24,7 @@ from specpipe.cli.options import (
 )
 from specpipe.cli.output import print_result, shown
 from specpipe.cli.progress import log
-from specpipe.errors import counted
+from specpipe.errors import plural
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -77,15 +78,7 @@ if TYPE_CHECKING:
     default=1,
     help="Answers to each prompt at each temperature above 0.",
 )
-@click.option(
-    "--top-k", type=click.IntRange(min=0), default=0, help="0: all tokens. Needs --temperature."
-)
-@click.option(
-    "--top-p",
-    type=NumberRange(0, 1, min_open=True),
-    default=1.0,
-    help="1: all tokens. Needs --temperature.",
-)
+@cut_options
 @click.option(
     "--seed",
     type=click.IntRange(min=0),
@@ -151,7 +144,7 @@ def collect(
     info = _info(target, settings, licence)
     with open_writer(folder, info) as writer:
         if writer.info.num_answers:
-            so_far = counted(writer.info.num_answers, "answer")
+            so_far = plural(writer.info.num_answers, "answer")
             log(f"going on with {shown(folder)}: {so_far} so far")
         api_key = None if api_key_variable is None else os.environ[api_key_variable]
         with closing(answering.open_target(target, url, model, api_key)) as endpoint:
@@ -237,8 +230,8 @@ def _info(target: Target, settings: CollectOptions, licence: str | None) -> Coll
 
 def _summary(info: CollectionInfo, folder: Path) -> Iterator[str]:
     yield (
-        f"{counted(info.num_answers, 'answer')} of {counted(info.num_tokens, 'token')} to "
-        f"{counted(info.num_prompts, 'prompt')}"
+        f"{plural(info.num_answers, 'answer')} of {plural(info.num_tokens, 'token')} to "
+        f"{plural(info.num_prompts, 'prompt')}"
     )
     for number, noun, what in (
         (info.num_duplicates, "answer", " left out, as the same prompt has the same one already"),
@@ -247,7 +240,7 @@ def _summary(info: CollectionInfo, folder: Path) -> Iterator[str]:
         (info.num_failed, "question", " without an answer: left-out.jsonl says why"),
     ):
         if number:
-            yield f"{counted(number, noun)}{what}"
+            yield f"{plural(number, noun)}{what}"
     licences = info.licences
     declared = ", ".join((licences["target"] or {}).get("declared", ())) or "not known"
     yield f"licences: prompts {licences['prompts'] or 'not given'}; target {declared}"

@@ -94,6 +94,20 @@ prompts_options = together(
     ),
     limit_option,
 )
+cut_options = together(
+    click.option(
+        "--top-k",
+        type=click.IntRange(min=0),
+        default=0,
+        help="0: all tokens. Needs --temperature.",
+    ),
+    click.option(
+        "--top-p",
+        type=NumberRange(0, 1, min_open=True),
+        default=1.0,
+        help="1: all tokens. Needs --temperature.",
+    ),
+)
 max_tokens_option = click.option(
     "--max-tokens",
     type=click.IntRange(min=1),

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from specpipe.errors import StoreError, counted
+from specpipe.errors import StoreError, plural
 from specpipe.stores.catalogue import (
     BLOBS,
     FLAGS,
@@ -81,9 +81,9 @@ def clean(catalogue: Catalogue, pair: str, stale_s: float) -> list[str]:
                     phrases.append(f"version {claim.number}, which was claimed and not published")
             if contents:
                 amount = f"{sum(contents.values()) / 1e6:,.1f} MB"
-                phrases.append(f"{counted(len(contents), 'file')} of no version, {amount}")
+                phrases.append(f"{plural(len(contents), 'file')} of no version, {amount}")
             if leftovers:
-                phrases.append(counted(len(leftovers), "unfinished write"))
+                phrases.append(plural(len(leftovers), "unfinished write"))
         return phrases
 
 

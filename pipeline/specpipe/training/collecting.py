@@ -258,9 +258,12 @@ class _Run:
             )
         sampling = case.question.sampling
         drawn = {} if sampling.is_greedy else {"seed": sampling.seed}
-        changed = {n: getattr(sampling, n) for n in ("top_k", "top_p")}
         default = Sampling()
-        changed = {n: value for n, value in changed.items() if value != getattr(default, n)}
+        changed = {
+            name: value
+            for name in ("top_k", "top_p")
+            if (value := getattr(sampling, name)) != getattr(default, name)
+        }
         return Answer(
             id=case.id,
             prompt_token_ids=_served_prompt(case, timed),

@@ -28,6 +28,27 @@ ReadTarget = Callable[[Batch, Tensor], Scores | ListedScores]
 """Returns the target's scores at rows [N] of a batch, of all B × T laid end to end."""
 
 
+def rows_of(
+    batch: Batch, *, mask: int | None, num_draft_tokens: int, keep: float = 1.0, seed: int = 0
+) -> RowInputs:
+    """Returns the rows in which a draft reads a batch, a parallel one where `mask` is given.
+
+    keep, seed  which masks are left out, as `parallel_inputs` does: none
+    """
+    lengths = batch.ends + 1
+    if mask is None:
+        return ordinary_inputs(batch.token_ids, lengths=lengths)
+    return parallel_inputs(
+        batch.token_ids,
+        mask_id=mask,
+        num_draft_tokens=num_draft_tokens,
+        keep=keep,
+        generator=torch.Generator().manual_seed(seed),
+        lengths=lengths,
+        starts=batch.starts,
+    )
+
+
 def scored_rows(rows: RowInputs, batch: Batch) -> tuple[Tensor, Tensor]:
     """Returns which of all B × R rows are scored, and which of all B × T the target has for them.
 
@@ -94,7 +115,7 @@ def _measure_batch(
     """Returns of each text, at [n, j], for draft token j of a step that begins at place n of the
     answer: whether it is the text's, whether it is the target's most likely, and Σ min(p, q).
     """
-    rows = _rows(batch, num_draft_tokens, mask)
+    rows = rows_of(batch, mask=mask, num_draft_tokens=num_draft_tokens)
     selected, at_target = scored_rows(rows, batch)
     scores = read_target(batch, at_target)
     inputs = draft_inputs(rows, is_parallel=mask is not None)
@@ -127,18 +148,3 @@ def _measure_batch(
         grids[:, anchors[here] - start, depths[here]] = values[:, here]
         results.append(list(grids))
     return results
-
-
-def _rows(batch: Batch, num_draft_tokens: int, mask: int | None) -> RowInputs:
-    lengths = batch.ends + 1
-    if mask is None:
-        return ordinary_inputs(batch.token_ids, lengths=lengths)
-    return parallel_inputs(
-        batch.token_ids,
-        mask_id=mask,
-        num_draft_tokens=num_draft_tokens,
-        keep=1.0,
-        generator=torch.Generator().manual_seed(0),
-        lengths=lengths,
-        starts=batch.starts,
-    )

@@ -17,7 +17,7 @@ RECORD_NAME = "training.json"
 class Outcome:
     """A trained draft, and how much longer its steps are than those of the config's.
 
-    record    what it was made from (`Start.record`)
+    record    what it was made from (run.py: `_record`)
     data      what each collection says of itself, and how many texts were used for what
     gains     on the held-out answers of each kind
     before    figures of the config's draft of each kind, as `Counts.to_json` has them; so `after`

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from specpipe.errors import ConfigError, counted
+from specpipe.errors import ConfigError, plural
 from specpipe.training.collection import Answer
 
 TokenIds = npt.NDArray[np.int64]
@@ -158,7 +158,7 @@ def _held_out_groups(groups: set[str], share: float) -> set[str]:
     count = max(_FEWEST_HELD_OUT, math.ceil(share * len(groups)))
     if count >= len(groups):
         raise ConfigError(
-            f"the answers have {counted(len(groups), 'group')}, of which "
+            f"the answers have {plural(len(groups), 'group')}, of which "
             f"{count} would be held out, so nothing would be trained on: collect answers to "
             "prompts of more groups"
         )

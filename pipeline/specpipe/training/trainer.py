@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,10 +31,10 @@ from specpipe.errors import TrainingError, to_sentence
 from specpipe.progress import Count, count
 from specpipe.training.acceptance import Measured
 from specpipe.training.batches import Batch, Batches
-from specpipe.training.measure import ReadTarget, measure, scored_rows
+from specpipe.training.measure import ReadTarget, measure, rows_of, scored_rows
 from specpipe.training.models import SharedIds, Student, draft_inputs
 from specpipe.training.on_policy import write_answers
-from specpipe.training.parallel import RowInputs, ordinary_inputs, parallel_inputs
+from specpipe.training.parallel import RowInputs
 from specpipe.training.settings import TrainingSettings
 from specpipe.training.texts import Text
 
@@ -99,8 +100,6 @@ def make_trainer(training: Training) -> DraftTrainer:
     if not is_cpu:
         # cuBLAS has several streams' workspaces otherwise, whose order decides bits (NVIDIA's
         # cuBLAS documentation, "Results Reproducibility").
-        import os
-
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     arguments = TrainingArguments(
@@ -180,7 +179,13 @@ class DraftTrainer(Trainer):
                 end_ids=training.end_ids,
                 seed=_seed(settings.seed, batch.number),
             )
-        rows = self._rows(batch)
+        rows = rows_of(
+            batch,
+            mask=training.mask,
+            num_draft_tokens=settings.parallel or 1,
+            keep=settings.keep,
+            seed=_seed(settings.seed, batch.number),
+        )
         selected, at_target = scored_rows(rows, batch)
         is_parallel = training.mask is not None
         losses, overlaps = model(
@@ -227,21 +232,6 @@ class DraftTrainer(Trainer):
         step = batch.number // (settings.accumulate * self.args.world_size)
         draw = np.random.default_rng((settings.seed, step, 1)).random()
         return bool(draw < settings.on_policy)
-
-    def _rows(self, batch: Batch) -> RowInputs:
-        lengths = batch.ends + 1
-        settings = self._training.settings
-        if self._training.mask is None or settings.parallel is None:
-            return ordinary_inputs(batch.token_ids, lengths=lengths)
-        return parallel_inputs(
-            batch.token_ids,
-            mask_id=self._training.mask,
-            num_draft_tokens=settings.parallel,
-            keep=settings.keep,
-            generator=torch.Generator().manual_seed(_seed(settings.seed, batch.number)),
-            lengths=lengths,
-            starts=batch.starts,
-        )
 
     def _get_train_sampler(self, *arguments: Any) -> SequentialSampler:
         return SequentialSampler(self._training.batches)

@@ -4,6 +4,7 @@ import pytest
 
 from specpipe.errors import ServerError
 from specpipe.evaluate.tune import costs
+from specpipe.runtimes.pair.engine_pair import EnginePair
 from tests.runtimes.table_engine import TableEngine, ids, make_pair, run
 from tests.speculative.table import (
     TableModel,
@@ -50,6 +51,20 @@ def test_forwards_have_the_context_that_was_asked_for() -> None:
     assert lengths == {70, 32}  # 32: the beginning of the prompt, for whole steps
 
 
+def measured(pair: EnginePair) -> costs.LoadCosts:
+    """Of two requests, by a clock that shows 20 s more at every look."""
+    now = iter(range(0, 1_000_000, 20))
+    (found,) = costs.measure(
+        pair,
+        [4, 5, 6],
+        batch_sizes=(2,),
+        max_draft_len=3,
+        context=20,
+        clock=lambda: float(next(now)),
+    )
+    return found
+
+
 def test_the_rest_is_what_a_step_takes_beyond_its_forwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -63,16 +78,8 @@ def test_the_rest_is_what_a_step_takes_beyond_its_forwards(
             else 2.0
         ),
     )
-    now = iter(range(0, 1_000_000, 20))
     pair = make_pair(TableModel(target_rule), TableModel(half_rule), num_draft_tokens=3)
-    (found,) = costs.measure(
-        pair,
-        [4, 5, 6],
-        batch_sizes=(2,),
-        max_draft_len=3,
-        context=20,
-        clock=lambda: float(next(now)),
-    )
+    found = measured(pair)
     assert found == costs.LoadCosts(
         batch_size=2,
         draft_s=2.0,
@@ -93,18 +100,10 @@ def test_a_draft_that_proposes_in_one_pass_is_timed_by_how_many_tokens(
             10.0 if engine.model.rule is target_rule else 1.0 + 0.5 * num_tokens
         ),
     )
-    now = iter(range(0, 1_000_000, 20))
     pair = make_pair(
         TableModel(target_rule), TableModel(half_rule), num_draft_tokens=3, mask_token_id=2
     )
-    (found,) = costs.measure(
-        pair,
-        [4, 5, 6],
-        batch_sizes=(2,),
-        max_draft_len=3,
-        context=20,
-        clock=lambda: float(next(now)),
-    )
+    found = measured(pair)
     assert found.pass_s == {1: 2.0, 2: 2.5, 3: 3.0}  # of two to four tokens
     assert found.drafting_rest_s == 7.0  # 20 - 3 - 10
     assert costs.LoadCosts.from_json(found.to_json()) == found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specpipe.config.nightly import NightlyConfig
-from specpipe.errors import counted
+from specpipe.errors import plural
 from specpipe.evaluate.nightly.acceptance import AcceptanceFigure, acceptance_figures
 from specpipe.evaluate.nightly.record import Accepted, Latency, Quality, Run, SpeedUp
 
@@ -75,7 +75,7 @@ def _judge_output(run: Run, last: Run | None, limits: NightlyConfig, judged: Jud
     if verified.reason is not None:
         judged.reasons.append(f"verification: {verified.reason}")
     elif verified.num_ties and not limits.allow_ties:
-        ties = counted(verified.num_ties, "numerical tie")
+        ties = plural(verified.num_ties, "numerical tie")
         judged.reasons.append(f"verification: {ties}, and nightly.allow_ties is false")
     elif (
         last is not None

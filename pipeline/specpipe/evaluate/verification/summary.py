@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specpipe.errors import counted
+from specpipe.errors import plural
 from specpipe.evaluate.verification import distribution
 from specpipe.evaluate.verification.exact import SideResult
 from specpipe.evaluate.verification.outcome import Verification
@@ -20,7 +20,7 @@ def summary(verification: Verification) -> list[str]:
         for differing in side.ties:
             tie = f"tie: {side.check}, {differing.case}: {differing.comparison.divergence}"
             ties[tie] = ties.get(tie, 0) + 1
-    lines += [f"{tie}, {counted(number, 'time')}" for tie, number in ties.items()]
+    lines += [f"{tie}, {plural(number, 'time')}" for tie, number in ties.items()]
     for side in findings.sides:
         for differing in side.faults:
             lines.append(f"fault: {_label(side)}, {differing.case}: {differing.comparison.reason}")
@@ -60,9 +60,9 @@ def _counts(side: SideResult) -> str:
     num_prompts = side.num_identical + len(side.ties) + len(side.faults)
     text = f"{side.num_identical} of {num_prompts} identical"
     if side.ties:
-        text += f", {counted(len(side.ties), 'tie')}"
+        text += f", {plural(len(side.ties), 'tie')}"
     if side.faults:
-        text += f", {counted(len(side.faults), 'fault')}"
+        text += f", {plural(len(side.faults), 'fault')}"
     if side.num_draft_tokens:
         rate = side.num_accepted_tokens / side.num_draft_tokens
         text += f"; {rate:.2f} of {side.num_draft_tokens} draft tokens accepted"
