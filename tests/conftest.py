@@ -6,7 +6,7 @@ import importlib.util
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from specpipe.machine.gpus import gpus_here
 from specpipe.runtimes.pair import costs
+from tests import waiting
 from tests.installed import build, copy_checkout
 
 HAS_GPU = bool(gpus_here())
@@ -92,6 +93,11 @@ def _costs_are_timed_in_a_moment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "_MAX_ROUNDS", costs._MIN_ROUNDS)
         yield
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., bool]:
+    return waiting.wait_until
 
 
 @pytest.fixture(scope="session")

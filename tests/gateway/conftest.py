@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -123,16 +122,3 @@ def door(session_door: Door) -> Door:
     """The application, its upstream as new."""
     session_door.upstream.__init__()  # type: ignore[misc]
     return session_door
-
-
-@pytest.fixture(scope="session")
-def wait_until() -> Callable[..., bool]:
-    """Returns whether a condition became true within some seconds."""
-
-    def wait(condition: Callable[[], bool], *, seconds: float = 20.0) -> bool:
-        deadline = time.monotonic() + seconds
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return condition()
-
-    return wait

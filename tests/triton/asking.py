@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from specpipe.triton.client import Client
 from specpipe.triton.server.server import Server
+from tests.waiting import PATIENCE_S
 
 
 def texts(
@@ -49,7 +50,7 @@ def metrics(server: Measured, *prefixes: str) -> dict[str, float]:
 
     Less the label `model` of specpipe's own, which is the same in all where one version is served.
     """
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+    with urllib.request.urlopen(server.metrics_url, timeout=PATIENCE_S) as response:
         page = response.read().decode()
     lines = [
         _OF_MODEL.sub("", line) if line.startswith("specpipe_") else line

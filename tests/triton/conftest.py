@@ -5,7 +5,6 @@ quickstart pair.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,19 +98,6 @@ def echo_repository(tmp_path: Path) -> Callable[..., Path]:
         return write_echo_repository(tmp_path / "model_repo", **options)
 
     return write
-
-
-@pytest.fixture(scope="session")
-def wait_until() -> Callable[..., bool]:
-    """Returns whether a condition became true within some seconds."""
-
-    def wait(condition: Callable[[], bool], *, seconds: float = 20.0) -> bool:
-        deadline = time.monotonic() + seconds
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return condition()
-
-    return wait
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,18 @@
 
 A folder is the way in and out: `pause` holds the seconds that each forward waits first, `raise` and
 `nan` the number of forwards until one raises or returns NaN; `hang` the seconds that postprocessing
-waits with each chunk; `diary` gets a line for every sequence
-that is made or freed, every forward, and every cancellation that postprocessing notices.
+waits with each chunk. While `hold` is not 0 no request gets another token, and all else goes on: a
+state can be seen, however slow this machine is. Where `holds_at_notice` is not 0, postprocessing
+sets `hold` when it notices a cancellation. `diary` gets a line for every sequence that is made or
+freed, every forward, and every cancellation that postprocessing notices.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,15 @@ class Controls:
         except FileNotFoundError:
             return 0.0
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Requests come, start and go meanwhile, and none gets another token."""
+        self.set(hold=1)
+        try:
+            yield
+        finally:
+            self.set(hold=0)
+
     def is_due(self, name: str) -> bool:
         """Counts down; True once, at the end."""
         left = self.get(name)
@@ -55,7 +67,8 @@ class Controls:
 
     def num_sequences(self) -> int:
         """How many sequences hold KV cache of the target."""
-        return self.diary().count("made") - self.diary().count("freed")
+        diary = self.diary()
+        return diary.count("made") - diary.count("freed")
 
 
 class FaultyEngine:
@@ -101,6 +114,15 @@ class FaultyRuntime:
         pair: Any = self._runtime.load_pair(draft, target, options, detokenizer, guides)
         target = FaultyEngine(pair._target, self._controls)
         pair._target = pair._steps._target = pair._memory.room._engine = target
+        run_round = pair._round
+
+        def run_round_unless_held() -> None:
+            if self._controls.get("hold"):
+                time.sleep(0.01)
+            else:
+                run_round()
+
+        pair._round = run_round_unless_held
         return pair
 
 
@@ -123,7 +145,10 @@ def noting(model: Any, folder: str) -> Any:
             return super().execute(requests)
 
         def _cancel(self, stream_id: Any) -> None:
-            Controls(Path(folder)).note("noticed")
+            controls = Controls(Path(folder))
+            if controls.get("holds_at_notice"):
+                controls.set(hold=1)
+            controls.note("noticed")
             super()._cancel(stream_id)
 
     return Noting
