@@ -20,6 +20,7 @@ from specpipe.gateway.app import make_app
 from specpipe.gateway.models import ServedModel
 from specpipe.text import Tokenizer
 from tests.gateway.fake_upstream import FakeUpstream
+from tests.waiting import PATIENCE_S
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MODEL = Path(__file__).parents[2] / "models" / "python-code" / "target"
@@ -75,7 +76,7 @@ class Door:
     def _send(
         self, method: str, path: str, data: bytes | None, headers: Mapping[str, str] = NO_HEADERS
     ) -> Response:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             connection.request(method, path, data, dict(headers))
             response = connection.getresponse()

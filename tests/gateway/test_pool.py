@@ -14,6 +14,7 @@ from specpipe.gateway import pool as pools
 from specpipe.gateway.pool import Pool
 from specpipe.gateway.upstream import Busy
 from specpipe.triton.client import Completion
+from tests.waiting import PATIENCE_S
 
 CHUNKS = [Completion(text="a"), Completion(text="b", finish_reason="stop")]
 
@@ -62,7 +63,7 @@ def with_pool(
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not await condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

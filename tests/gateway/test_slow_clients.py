@@ -15,6 +15,7 @@ import uvicorn
 from specpipe.gateway import protocol
 from specpipe.gateway.listening import bind, parse_listen
 from specpipe.gateway.protocol import DoorProtocol
+from tests.waiting import PATIENCE_S
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -52,7 +53,7 @@ async def serving(**options: int) -> AsyncIterator[int]:
 def test_a_head_that_does_not_come_or_end_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(protocol, "HEAD_TIME_S", 0.5)
+    monkeypatch.setattr(protocol, "HEAD_TIME_S", 1.0)
 
     async def broken_off(port: int, *sent: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -62,7 +63,7 @@ def test_a_head_that_does_not_come_or_end_is_not_waited_for(
                 writer.write(block)
                 await writer.drain()
                 await asyncio.sleep(0.01)
-            came = await asyncio.wait_for(reader.read(), 20)
+            came = await asyncio.wait_for(reader.read(), PATIENCE_S)
         return came
 
     async def run() -> None:
@@ -73,7 +74,7 @@ def test_a_head_that_does_not_come_or_end_is_not_waited_for(
             answered = await broken_off(port, REQUEST, REQUEST[:20])
             assert answered.startswith(b"HTTP/1.1 200")
             assert answered.count(b"HTTP/1.1") == 1
-            assert time.monotonic() - began >= 1.5
+            assert time.monotonic() - began >= 3.0
             monkeypatch.setattr(protocol, "HEAD_TIME_S", 600.0)
             assert await broken_off(port, REQUEST[:-2] + b"A: " + b"x" * 70_000) == b""
 
@@ -86,6 +87,6 @@ def test_who_reads_nothing_is_cut_off() -> None:
             with socket.create_connection(("127.0.0.1", port)) as client:
                 client.sendall(b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n")
                 # Until the connection is cut nothing more is sent, and the rest goes nowhere.
-                await asyncio.wait_for(ended.wait(), 20)
+                await asyncio.wait_for(ended.wait(), PATIENCE_S)
 
     asyncio.run(run())

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from specpipe.triton.client import Client
 from specpipe.triton.server.server import Server
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def texts(
@@ -58,3 +58,13 @@ def metrics(server: Measured, *prefixes: str) -> dict[str, float]:
     ]
     named = (line.rpartition(" ") for line in lines if line.startswith(prefixes))
     return {name: float(value) for name, _, value in named}
+
+
+def settled_metrics(server: Measured) -> dict[str, float]:
+    """All of specpipe's, once no request is in flight, which is told last: all are counted then."""
+    in_flight = "specpipe_requests_in_flight"
+    assert wait_until(lambda: metrics(server, f"{in_flight} ")[in_flight] == 0)
+    return metrics(server, "specpipe_")
+
+
+CANCELLED = 'specpipe_requests_total{finish_reason="cancelled"}'

@@ -2,7 +2,8 @@
 
 Every token has the log-probability -0.5, and the ids after it are the next likeliest. Words in the
 prompt make it misbehave: "<refuse>" and "<late>" at submit, "<fail N>" that request alone after N
-steps, "<crash N>" the pair itself, "<slow>" 50 ms a step.
+steps, "<crash N>" the pair itself, "<slow>" 50 ms a step. "<until FILE>" lets nothing follow the
+first chunk until there is such a file.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ class EchoPair:
             del self._running[request_id]
         self._cancelled.clear()
         for state, prompt in list(self._running.values()):
+            if _is_held(state, prompt):
+                time.sleep(0.01)
+                continue
             chunks.append(self._step(state, prompt))
             if state.is_finished:
                 del self._running[state.request.request_id]
@@ -109,6 +113,11 @@ def _likeliest(request: Request, token_ids: Sequence[int]) -> list[TopLogProbs]:
 def _is_due(state: RequestState, prompt: str, what: str) -> bool:
     asked = re.search(rf"<{what} (\d+)>", prompt)
     return asked is not None and state.counts.num_steps == int(asked[1])
+
+
+def _is_held(state: RequestState, prompt: str) -> bool:
+    asked = re.search("<until ([^>]+)>", prompt)
+    return asked is not None and state.counts.num_steps > 0 and not Path(asked[1]).exists()
 
 
 class EchoRuntime:

@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,11 +18,13 @@ import numpy as np
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
+from tests.waiting import PATIENCE_S
+
 OUTPUTS = ("text_output", "finish_reason", "error")
 
 CLOSE = "close"  # the stream ends in order, without a final response
 CUT = "cut"  # the connection ends, orderly for TCP
-RESET = "reset"  # a TCP reset
+RESET = "reset"  # a TCP reset, once the client has read what came before
 SILENCE = "silence"  # nothing more comes, until the test is over
 
 Script = Sequence["dict[str, str] | bytes | str"]
@@ -36,15 +37,23 @@ def failure(message: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(protocol: str, script: Script, *, outputs: Sequence[str] = OUTPUTS) -> Iterator[str]:
-    """Yields the server's URL."""
+def serving(
+    protocol: str,
+    script: Script,
+    *,
+    outputs: Sequence[str] = OUTPUTS,
+    has_read: threading.Event | None = None,
+) -> Iterator[str]:
+    """Yields the server's URL; has_read is set once the client has all before a RESET."""
     start = _http if protocol == "http" else _grpc
-    with start(script, outputs) as port:
+    with start(script, outputs, has_read) as port:
         yield f"{protocol}://127.0.0.1:{port}"
 
 
 @contextlib.contextmanager
-def _http(script: Script, outputs: Sequence[str]) -> Iterator[int]:
+def _http(
+    script: Script, outputs: Sequence[str], has_read: threading.Event | None
+) -> Iterator[int]:
     is_over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -89,7 +98,8 @@ def _http(script: Script, outputs: Sequence[str]) -> Iterator[int]:
             if how == SILENCE:
                 is_over.wait()
             if how == RESET:
-                time.sleep(0.5)  # what the client has not read yet would be lost
+                assert has_read is not None  # what the client has not read yet would be lost
+                has_read.wait(PATIENCE_S)
                 linger = struct.pack("ii", 1, 0)
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 os.close(self.connection.detach())  # http.server would close it in order first
@@ -120,7 +130,7 @@ def event(response: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def _grpc(script: Script, outputs: Sequence[str]) -> Iterator[int]:
+def _grpc(script: Script, outputs: Sequence[str], _: threading.Event | None) -> Iterator[int]:
     is_over = threading.Event()
 
     class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]

@@ -17,6 +17,7 @@ from specpipe.triton.client import Client
 from specpipe.triton.server import launcher
 from specpipe.triton.server.command import ADMIN_HEADER
 from specpipe.triton.server.server import Server
+from tests.waiting import PATIENCE_S
 
 REGION = {"key": "/x", "offset": 0, "byte_size": 8}
 
@@ -83,7 +84,7 @@ def ask_http(server: Server, method: str, path: str, body: Any = None, **headers
         f"{server.http_url}{path}", data, method=method, headers=headers
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         with error:

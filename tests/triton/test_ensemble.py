@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from specpipe.triton.client import Client
 from specpipe.triton.secret import Signer
 from specpipe.triton.server.processes import arguments, session_pids
 from specpipe.triton.server.server import Server
-from tests.triton.asking import metrics
+from tests.triton.asking import CANCELLED, metrics, settled_metrics
+from tests.waiting import PATIENCE_S
 
 PROMPT = "def f(x):"  # five tokens: "def", " f", "(", "x", "):"; the echo pair repeats them
 
@@ -33,7 +35,7 @@ def post(
         f"{server.http_url}/v2/models/{model}/{path}", json.dumps(body).encode(), method="POST"
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as exc:
         with exc:
@@ -210,13 +212,12 @@ def test_failure_of_a_whole_answer_is_a_triton_error(url: str) -> None:
 def test_closing_a_stream_early_cancels_the_request(
     url: str, echo_server: Server, wait_until: Callable[..., bool]
 ) -> None:
-    name = 'specpipe_requests_total{finish_reason="cancelled"}'
-    before = metrics(echo_server, "specpipe_")[name]
+    before = settled_metrics(echo_server)[CANCELLED]
     with Client(url) as client:
-        stream = client.stream(f"<slow> {PROMPT}", max_tokens=400)
+        stream = client.stream(f"<slow> {PROMPT}", max_tokens=900, num_draft_tokens=0)
         next(stream)
         stream.close()
-        assert wait_until(lambda: metrics(echo_server, "specpipe_")[name] == before + 1, seconds=3)
+        assert wait_until(lambda: metrics(echo_server, CANCELLED)[CANCELLED] == before + 1)
 
 
 def test_32_streams_at_once_stay_in_order(url: str) -> None:
@@ -288,7 +289,7 @@ def test_hostile_sizes_are_one_short_sentence_at_once(echo_server: Server, kind:
     asked = {"text_input": "a", "max_tokens": 1, **SIZES[kind]}
     start = time.monotonic()
     status, text = post(echo_server, {n: v for n, v in asked.items() if v is not None})
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     error = json.loads(text)["error"]
     assert status == 400 and len(error) < 250 and error.isprintable(), error
     assert post(echo_server, {"text_input": "a", "max_tokens": 1})[0] == 200
@@ -341,7 +342,7 @@ def test_what_preprocessing_signs_for_a_stranger_cannot_be_changed(echo_server: 
     ],
 )
 def test_a_wrong_type_from_who_knows_the_secret_leaves_other_streams_alone(
-    echo_server: Server, change: tuple[str, str]
+    echo_server: Server, change: tuple[str, str], tmp_path: Path
 ) -> None:
     """It was a TypeError in the loop, which ended every stream."""
     request = Request(request_id="", prompt_token_ids=(700, 701), max_tokens=9)
@@ -351,13 +352,14 @@ def test_a_wrong_type_from_who_knows_the_secret_leaves_other_streams_alone(
     signature = Signer(echo_server.secret).sign("request", text.encode(), ids.tobytes())
     hostile = {"request": text, "prompt_token_ids": [700, 701], "signature": signature}
     with Client(echo_server.http_url) as client:
-        chunks = client.stream(f"<slow> {PROMPT}", max_tokens=12)
+        chunks = client.stream(f"<until {tmp_path / 'go'}> {PROMPT}", max_tokens=12)
         first = next(chunks)
         status, answer = post(echo_server, hostile, model="speculative")
         assert (status, json.loads(answer)["error"][:42]) == (
             400,
             "request is not what preprocessing writes: ",
         )
+        (tmp_path / "go").touch()
         rest = list(chunks)
     assert first.text
     assert rest[-1].finish_reason == "length"

@@ -28,6 +28,8 @@ from specpipe.gateway.settings import GatewaySettings
 from specpipe.machine.prometheus import parse_samples, total
 from specpipe.triton.server import processes
 from specpipe.triton.server.server import Server
+from tests.triton.asking import CANCELLED, metrics, settled_metrics
+from tests.waiting import PATIENCE_S
 
 KEY = "a-key-of-the-tests-0123"
 
@@ -50,7 +52,7 @@ def in_flight(server: Server) -> float | None:
 
 def begin(url: str, key: str = KEY, **body: Any) -> http.client.HTTPConnection:
     """Asks for one completion."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
     headers = {"Authorization": f"Bearer {key}"}
     body = {"model": "echo", "prompt": "a b c", "max_tokens": 8, **body}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -83,21 +85,21 @@ def test_a_child_answers_is_started_again_and_lets_streams_finish(
         assert (status, said["choices"][0]["text"]) == (200, "a b ca b ca b")
         assert ask(child.url, key="another")[0] == 401
 
-        # A whole answer that nobody waits for: 25 s, if it ran on.
-        gone = begin(child.url, prompt="<slow> a b", max_tokens=1000)
+        # A whole answer that nobody waits for, and that would not end by itself.
+        before = settled_metrics(echo_server)[CANCELLED]
+        gone = begin(child.url, prompt=f"<until {tmp_path / 'never'}> a b")
         assert wait_until(lambda: in_flight(echo_server) == 1)
-        began = time.monotonic()
         gone.close()
-        assert wait_until(lambda: in_flight(echo_server) == 0)
-        assert time.monotonic() - began < 15
+        assert wait_until(lambda: metrics(echo_server, CANCELLED)[CANCELLED] == before + 1)
 
         os.kill(first, signal.SIGKILL)
         assert ask(child.url)[0] == 200  # it waits in the socket meanwhile
         assert child.pid != first
         assert lines == ["the door is started again in 0 s: it ended with exit code -9"]
 
+        go = tmp_path / "go"
         with contextlib.closing(
-            begin(child.url, prompt="<slow> a b", max_tokens=60, stream=True)
+            begin(child.url, prompt=f"<until {go}> a b", max_tokens=60, stream=True)
         ) as connection:
             stream = connection.getresponse()
             stream.readline()
@@ -107,6 +109,7 @@ def test_a_child_answers_is_started_again_and_lets_streams_finish(
             _, headers, refusal = ask(child.url)
             assert (headers["connection"], headers["retry-after"]) == ("close", "5")
             assert refusal["error"]["message"] == "the server is about to end: ask again"
+            go.touch()
             assert stream.read().endswith(b"data: [DONE]\n\n")
         ending.join()
     with pytest.raises(ConnectionRefusedError):
@@ -149,7 +152,7 @@ async def leave_nothing_behind(server: Server, num_rounds: int) -> list[tuple[in
         (member,) = stands.pool.members
         for _ in range(num_rounds):
             await asyncio.gather(*(go_away(port, chance) for _ in range(64)))
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE_S
             while member.server.num_running or asyncio.all_tasks() != tasks:
                 assert time.monotonic() < deadline, asyncio.all_tasks() - tasks
                 await asyncio.sleep(0.05)

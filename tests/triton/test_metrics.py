@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +20,13 @@ from specpipe.speculative.request import Chunk, Statistics
 from specpipe.triton.client import Client
 from specpipe.triton.metrics import METRIC_FAMILIES, Counters
 from specpipe.triton.server.server import Server
-from tests.triton.asking import metrics
+from tests.triton.asking import settled_metrics
 from tests.triton.metric_family import Metric, MetricFamily
+from tests.waiting import PATIENCE_S
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 PROMPT = "def read(path):\n"  # 6 tokens
-
-WaitUntil = Callable[..., bool]
 
 
 @pytest.fixture
@@ -210,7 +209,8 @@ def test_what_the_pair_holds_is_set_and_falls_again(made: dict[str, dict[str, Me
 
 
 def gained(server: Server, before: dict[str, float]) -> dict[str, float]:
-    after = metrics(server, "specpipe_")
+    """By how much metrics grew, once every answer is counted."""
+    after = settled_metrics(server)
     return {
         name: value - before.get(name, 0.0)
         for name, value in after.items()
@@ -218,20 +218,12 @@ def gained(server: Server, before: dict[str, float]) -> dict[str, float]:
     }
 
 
-def settle(server: Server, wait_until: WaitUntil) -> dict[str, float]:
-    """All metrics, once every answer is counted."""
-    in_flight = "specpipe_requests_in_flight"
-    assert wait_until(lambda: metrics(server, f"{in_flight} ")[in_flight] == 0)
-    return metrics(server, "specpipe_")
-
-
-def test_triton_counts_what_was_asked(echo_server: Server, wait_until: WaitUntil) -> None:
+def test_triton_counts_what_was_asked(echo_server: Server) -> None:
     """The pair drafts and accepts one token a step as long as two may come: 5 are 2 + 2 + 1."""
-    before = settle(echo_server, wait_until)
+    before = settled_metrics(echo_server)
     with Client(echo_server.grpc_url) as client:
         client.generate(PROMPT, max_tokens=5)
         client.generate(PROMPT, max_tokens=2, num_draft_tokens=0)
-    settle(echo_server, wait_until)
     assert gained(echo_server, before) == {
         'specpipe_requests_total{finish_reason="length"}': 2,
         "specpipe_loop_steps_total": 5,
@@ -248,10 +240,8 @@ def test_triton_counts_what_was_asked(echo_server: Server, wait_until: WaitUntil
     }
 
 
-def test_triton_counts_what_the_quickstart_pair_answers(
-    quickstart_server: Server, wait_until: WaitUntil
-) -> None:
-    before = settle(quickstart_server, wait_until)
+def test_triton_counts_what_the_quickstart_pair_answers(quickstart_server: Server) -> None:
+    before = settled_metrics(quickstart_server)
     totals: Counter[str] = Counter()
     with Client(quickstart_server.grpc_url) as client:
         for num_draft_tokens in (0, 3, 8):
@@ -262,7 +252,6 @@ def test_triton_counts_what_the_quickstart_pair_answers(
             totals["drafted"] += answer.statistics.total_draft_tokens
             totals["accepted"] += answer.statistics.total_accepted_draft_tokens
             totals["steps"] += answer.statistics.num_steps
-    settle(quickstart_server, wait_until)
     found = gained(quickstart_server, before)
     assert totals["accepted"] > 0
     assert found["specpipe_output_tokens_total"] == 72
@@ -277,7 +266,7 @@ def test_triton_counts_what_the_quickstart_pair_answers(
     assert 24 <= found[f'{by_length}{{num_draft_tokens="0"}}'] <= 26
     assert found["specpipe_request_queue_seconds_count"] == 3
     assert found['specpipe_request_queue_seconds_bucket{le="600"}'] == 3
-    assert 0 < found["specpipe_request_queue_seconds_sum"] < 3
+    assert 0 < found["specpipe_request_queue_seconds_sum"] < 30
 
 
 def summed(found: dict[str, float], name: str) -> float:
@@ -294,7 +283,7 @@ def promtool(*arguments: str, text: str = "") -> str:
 
 
 def test_promtool_has_no_complaint_but_about_tritons_own(quickstart_server: Server) -> None:
-    with urllib.request.urlopen(quickstart_server.metrics_url, timeout=10) as response:
+    with urllib.request.urlopen(quickstart_server.metrics_url, timeout=PATIENCE_S) as response:
         text = response.read().decode()
     assert text.count("# TYPE specpipe_") == len(METRIC_FAMILIES)
     complaints = promtool("check", "metrics", text=text).splitlines()

@@ -306,7 +306,9 @@ def test_kill_reaches_ranks_in_groups_of_their_own(
     assert not (tmp_path / "got-sigterm").exists()
 
 
-def test_the_real_triton_under_mpirun(mpirun: Path, echo_repository: Callable[..., Path]) -> None:
+def test_the_real_triton_under_mpirun(
+    mpirun: Path, echo_repository: Callable[..., Path], tmp_path: Path
+) -> None:
     """An orchestrator's only server, less the engines: it answers, drains a stream, is gone."""
     launch = Launch(is_orchestrator=True, arguments=("--pinned-memory-pool-byte-size=0",))
     ports = ServeOptions(http_port=0, grpc_port=0, metrics_port=0)
@@ -325,11 +327,15 @@ def test_the_real_triton_under_mpirun(mpirun: Path, echo_repository: Callable[..
             "postprocessing",
             "plain",
         }
+        go = tmp_path / "go"
         with Client(server.grpc_url) as client:
-            stream = client.stream("<slow> a b c", max_tokens=60)
+            stream = client.stream(f"<until {go}> a b c", max_tokens=60)
             next(stream)
             stopping = threading.Thread(target=server.stop)
             stopping.start()
+            stopping.join(1.0)
+            assert stopping.is_alive()
+            go.touch()
             last = list(stream)[-1]
             stopping.join()
         assert last.finish_reason == "length"

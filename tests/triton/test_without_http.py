@@ -20,6 +20,7 @@ from specpipe.triton.server import launcher, processes
 from specpipe.triton.server.addresses import check_ports
 from specpipe.triton.server.options import ServeOptions
 from specpipe.triton.server.server import Server
+from tests.waiting import PATIENCE_S
 
 OPTIONS = ServeOptions(http_port=0, grpc_port=0, metrics_port=0, allow_http=False)
 
@@ -30,30 +31,33 @@ def server(echo_repository: Callable[..., Path]) -> Iterator[Server]:
         yield running
 
 
-def test_it_answers_and_lets_streams_finish_at_the_end(server: Server) -> None:
+def test_it_answers_and_lets_streams_finish_at_the_end(
+    server: Server, wait_until: Callable[..., bool], tmp_path: Path
+) -> None:
     assert server.urls == (server.grpc_url,)
     assert not any("HTTPService" in line for line in server.triton.last_log_lines)
     server.probe()
-    begun = threading.Semaphore(0)
+    begun, go = threading.Semaphore(0), tmp_path / "go"
 
-    def ask() -> list[str | None]:
-        reasons = []
+    def ask() -> tuple[str, str | None]:
         with Client(server.grpc_url) as client:
-            for chunk in client.stream("<slow> a b c", max_tokens=60, end_id=-1):
-                begun.release()
-                reasons.append(chunk.finish_reason)
-        return reasons
+            stream = client.stream(f"<until {go}> a b c", max_tokens=60, end_id=-1)
+            text = next(stream).text
+            begun.release()
+            *others, last = stream
+            return "".join([text, *(chunk.text for chunk in others), last.text]), last.finish_reason
 
     with ThreadPoolExecutor() as pool:
-        alone = ask()
-        while begun.acquire(blocking=False):
-            pass
         answers = [pool.submit(ask) for _ in range(4)]
-        for _ in range(8):
-            assert begun.acquire(timeout=20)
-        server.stop()
-        assert [answer.result() for answer in answers] == [alone] * 4
-    assert alone[-1] == "length"
+        for _ in answers:
+            assert begun.acquire(timeout=PATIENCE_S)
+        stopping = pool.submit(server.stop)
+        assert not wait_until(stopping.done, seconds=1.0)
+        go.touch()
+        stopping.result()
+        ends = [answer.result() for answer in answers]
+    assert ends == [(ends[0][0], "length")] * 4
+    assert ends[0][0].startswith(f"<until {go}> a b c<until")
     log = server.triton.last_log_lines
     assert any("Found 0 model versions that have in-flight inferences" in line for line in log)
 
@@ -61,7 +65,7 @@ def test_it_answers_and_lets_streams_finish_at_the_end(server: Server) -> None:
 def test_a_stopped_model_does_not_hold_up_the_end(server: Server) -> None:
     names = server.needed_processes()._names
     (stub,) = (pid for pid, name in names.items() if name == "speculative")
-    with Client(server.grpc_url, timeout_s=20) as client, ThreadPoolExecutor() as pool:
+    with Client(server.grpc_url, timeout_s=PATIENCE_S) as client, ThreadPoolExecutor() as pool:
         stream = client.stream("<slow> a b c", max_tokens=900, end_id=-1)
         next(stream)
         os.kill(stub, signal.SIGSTOP)
@@ -90,7 +94,7 @@ def test_the_metrics_endpoint_takes_no_bodies(server: Server) -> None:
         ("Transfer-Encoding: chunked", b"1\r\n[\r\n" * 1_000_000 + b"0\r\n\r\n"),
     ):
         with socket.create_connection(("127.0.0.1", server.options.metrics_port)) as sender:
-            sender.settimeout(60)
+            sender.settimeout(PATIENCE_S)
             sender.sendall(
                 f"POST /metrics HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n".encode() + body
             )

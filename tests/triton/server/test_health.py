@@ -18,6 +18,7 @@ from specpipe.triton.server import processes
 from specpipe.triton.server.health import Health, ModelProgress, NeededProcesses
 from specpipe.triton.server.options import ServeOptions
 from specpipe.triton.server.served_models import Version
+from tests.waiting import PATIENCE_S
 
 WaitUntil = Callable[..., bool]
 
@@ -72,7 +73,7 @@ class Server:
 
     def probe(self) -> None:
         self.num_probes += 1
-        assert self.may_end.wait(20)
+        assert self.may_end.wait(PATIENCE_S)
         if self.failure is not None:
             raise self.failure
 
@@ -101,6 +102,12 @@ class Watch:
                 return reason
         return None
 
+    def has_probed(self, num_probes: int) -> bool:
+        """A probe has a thread of its own, which may take a moment to begin."""
+        return self._wait_until(lambda: self.server.num_probes >= num_probes) and (
+            self.server.num_probes == num_probes
+        )
+
     def end_probe(self, failure: Exception | None = None) -> str | None:
         """Lets the probe that is under way end, and looks at what came of it."""
         self.server.failure = failure
@@ -123,7 +130,7 @@ def watch(wait_until: WaitUntil) -> Iterator[Watch]:
 def test_an_answered_probe_is_followed_by_the_next(watch: Watch) -> None:
     for count in (1, 2, 3):
         assert watch.look_for(5) is None
-        assert watch.server.num_probes == count
+        assert watch.has_probed(count)
         assert watch.end_probe() is None
 
 
@@ -304,7 +311,7 @@ def test_a_server_that_answers_by_no_version_is_not_asked_until_it_does_again(
     assert watch.look_for(1) == "version 7 could not be loaded again"
     watch.health.begin()
     assert watch.look_for(5) is None
-    assert watch.server.num_probes == 1
+    assert watch.has_probed(1)
 
 
 def test_what_befell_a_probe_of_another_version_is_forgotten(watch: Watch) -> None:
@@ -314,14 +321,14 @@ def test_what_befell_a_probe_of_another_version_is_forgotten(watch: Watch) -> No
     watch.server.failure = ServerError("gone")
     watch.server.may_end.set()
     assert watch.look_for(4) is None
-    assert watch.server.num_probes == 1
+    assert watch.has_probed(1)
 
 
 # Processes
 
 
 @pytest.fixture
-def family() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+def family(wait_until: WaitUntil) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     """A process that leads a session, its child, and a child of that."""
     code = (
         "import subprocess, sys, time; depth = int(sys.argv[1])\n"
@@ -332,17 +339,18 @@ def family() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     )
     leader = subprocess.Popen([sys.executable, "-c", code, "2", code], start_new_session=True)
 
-    def child(pid: int) -> int:
-        for _ in range(2000):
-            found = [p.pid for p in processes.of_session(leader.pid) if p.parent == pid]
-            if found:
-                return found[0]
-        raise AssertionError("no child")
+    def children(pid: int) -> list[int]:
+        return [p.pid for p in processes.of_session(leader.pid) if p.parent == pid]
 
-    first = child(leader.pid)
-    yield leader, first, child(first)
-    processes.kill_session(leader.pid)
-    leader.wait()
+    try:
+        assert wait_until(lambda: bool(children(leader.pid)))
+        (first,) = children(leader.pid)
+        assert wait_until(lambda: bool(children(first)))
+        (second,) = children(first)
+        yield leader, first, second
+    finally:
+        processes.kill_session(leader.pid)
+        leader.wait()
 
 
 def test_a_process_that_is_stopped_counts_when_it_still_is(

@@ -29,6 +29,7 @@ from tests.triton.asking import metrics
 from tests.triton.conftest import write_echo_repository
 from tests.triton.faulty_pair import Controls
 from tests.triton.test_faults import write_faulty_repository
+from tests.waiting import PATIENCE_S
 
 WaitUntil = Callable[..., bool]
 
@@ -74,24 +75,25 @@ class Launcher:
         self.log: list[str] = []
         for stream, lines in ((self.process.stdout, self.lines), (self.process.stderr, self.log)):
             threading.Thread(target=lines.extend, args=(_stripped(stream),), daemon=True).start()
-        if not wait_until(lambda: any("ready" in line for line in self.lines), seconds=120):
+        if not wait_until(lambda: any(line.startswith("ready") for line in self.lines)):
             self.end()
             pytest.fail("\n".join(self.log))
-        _, self.url, self.grpc_url, self.metrics_url = self.lines[-1].split()
+        (ready,) = [line for line in self.lines if line.startswith("ready")]
+        _, self.url, self.grpc_url, self.metrics_url = ready.split()
 
-    def reason(self, *, num_lines: int, seconds: float) -> str:
+    def reason(self, *, num_lines: int) -> str:
         """Why it restarted, of what it wrote since it had written so many lines."""
 
         def told() -> list[str]:
             return [line for line in self.lines[num_lines:] if "restarted" in line]
 
-        assert self._wait_until(lambda: bool(told()), seconds=seconds), self.lines
+        assert self._wait_until(lambda: bool(told())), self.lines
         return told()[0].removeprefix("Triton is restarted in 0 s: ")
 
     def answers_again(self, *, num_lines: int) -> bool:
         """Waits until it says so, and asks."""
         return self._wait_until(
-            lambda: any("answers again" in line for line in self.lines[num_lines:]), seconds=120
+            lambda: any("answers again" in line for line in self.lines[num_lines:])
         ) and answers(self.url)
 
     def end(self) -> None:
@@ -127,7 +129,7 @@ def _children(pid: int) -> list[int]:
 
 def answers(url: str) -> bool:
     try:
-        with Client(url, timeout_s=10) as client:
+        with Client(url, timeout_s=PATIENCE_S) as client:
             return client.generate("a", max_tokens=1).finish_reason == "length"
     except SpecpipeError:
         return False
@@ -137,7 +139,7 @@ def answers(url: str) -> bool:
 def echo_launcher(
     echo_repository: Callable[..., Path], wait_until: WaitUntil
 ) -> Iterator[Launcher]:
-    started = Launcher(echo_repository(), wait_until, probe_interval_s=0.3, probe_timeout_s=1.5)
+    started = Launcher(echo_repository(), wait_until, probe_interval_s=0.3)
     yield started
     started.end()
 
@@ -168,10 +170,10 @@ BEFALLS = {signal.SIGKILL: "died", signal.SIGSTOP: "is stopped"}
 
 
 def break_and_watch(lasting: Launcher, name: str, number: signal.Signals) -> None:
-    """What befalls a process is noticed within ten seconds, by name, and mended."""
+    """What befalls a process is noticed by its state, before a probe's time is over, and mended."""
     before, triton, pid = len(lasting.lines), lasting.triton(), lasting.pid(name)
     os.kill(pid, number)
-    reason = lasting.reason(num_lines=before, seconds=10)
+    reason = lasting.reason(num_lines=before)
     assert reason == f"{name} (pid {pid}) {BEFALLS[number]}"
     assert lasting.answers_again(num_lines=before)
     assert lasting.triton() != triton
@@ -201,9 +203,9 @@ def test_a_stopped_process_is_noticed_under_load_and_its_streams_end(
     with ThreadPoolExecutor() as pool:
         streams = [pool.submit(ask) for _ in range(3)]
         for _ in streams:
-            assert begun.acquire(timeout=20)
+            assert begun.acquire(timeout=PATIENCE_S)
         break_and_watch(lasting, name, signal.SIGSTOP)
-        assert all(stream.result(timeout=20) for stream in streams)
+        assert all(stream.result(timeout=PATIENCE_S) for stream in streams)
 
 
 @pytest.mark.slow
@@ -256,12 +258,15 @@ def test_a_long_prompt_restarts_nothing(busy: Busy) -> None:
     assert busy.restarts() == []
 
 
+LONG = {"max_tokens": 300, "end_id": -1, "num_draft_tokens": 0}  # a minute, as slowed below
+
+
 def test_a_full_queue_restarts_nothing(busy: Busy, wait_until: WaitUntil) -> None:
     def ask(prompt: str) -> str | None:
         with Client(busy.launcher.grpc_url) as client:
             while True:
                 try:
-                    return client.generate(prompt, max_tokens=300, end_id=-1).finish_reason
+                    return client.generate(prompt, **LONG).finish_reason
                 except RequestError:  # a probe has the only place in the queue
                     time.sleep(0.05)
 
@@ -272,9 +277,9 @@ def test_a_full_queue_restarts_nothing(busy: Busy, wait_until: WaitUntil) -> Non
     busy.controls.set(pause=0.25)
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, prompt) for prompt in ("a", "b")]
-        assert wait_until(lambda: count("specpipe_requests_waiting") == 1, seconds=60)
+        assert wait_until(lambda: count("specpipe_requests_waiting") == 1)
         before = count(refused)
-        assert wait_until(lambda: count(refused) > before + 1, seconds=60)
+        assert wait_until(lambda: count(refused) > before + 1)
         busy.controls.set(pause=0)
         assert [answer.result() for answer in answers] == ["length", "length"]
     assert busy.restarts() == []
@@ -286,7 +291,7 @@ def test_a_full_queue_restarts_nothing(busy: Busy, wait_until: WaitUntil) -> Non
 def test_a_model_that_hangs_is_named_and_replaced(busy: Busy, control: str, model: str) -> None:
     before = len(busy.launcher.lines)
     busy.controls.set(**{control: 1000})
-    reason = busy.launcher.reason(num_lines=before, seconds=60)
+    reason = busy.launcher.reason(num_lines=before)
     busy.controls.set(**{control: 0})
     assert re.fullmatch(
         rf"no answer for \d+ s: {model} has had work for \d+ s, and finished none", reason
@@ -295,20 +300,21 @@ def test_a_model_that_hangs_is_named_and_replaced(busy: Busy, control: str, mode
 
 
 def test_sigterm_lets_a_running_stream_finish_then_everything_is_gone(
-    echo_launcher: Launcher, wait_until: WaitUntil
+    echo_launcher: Launcher, wait_until: WaitUntil, tmp_path: Path
 ) -> None:
-    group = echo_launcher.triton()
+    group, go = echo_launcher.triton(), tmp_path / "go"
     with Client(echo_launcher.url) as client:
-        stream = client.stream("<slow> a b c", max_tokens=60)
-        text = next(stream).text
+        stream = client.stream(f"<until {go}> a b c", max_tokens=60)
+        next(stream)
         echo_launcher.process.send_signal(signal.SIGTERM)
-        last = None
-        for last in stream:
-            text += last.text
-    assert last is not None and last.finish_reason == "length"
+        stopping = "stopping: running requests have 30 s to finish"
+        assert wait_until(lambda: echo_launcher.lines[-1:] == [stopping])
+        go.touch()
+        *_, last = stream
+    assert last.finish_reason == "length"
     assert last.statistics is not None and last.statistics.num_output_tokens == 60
-    assert echo_launcher.process.wait(20) == 0
-    assert echo_launcher.lines[-1] == "stopping: running requests have 30 s to finish"
+    assert echo_launcher.process.wait(PATIENCE_S) == 0
+    assert echo_launcher.lines[-1] == stopping
     assert not Path(f"/proc/{group}").exists()
     assert not list(Path("/dev/shm").glob(f"specpipe_{echo_launcher.process.pid}_*"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -26,6 +27,9 @@ NOT_HEALTHY = (
     "E1128 20:35:17.596361 13718 model_lifecycle.cc:642] \"failed to load '{}' version 1: Internal:"
     " Stub process '{}_0_0' is not healthy.\""
 )
+
+
+SOON_S = 200.0  # on a busy machine; what is waited for would take 300 s, a start may take 600
 
 
 def not_started(repository: Path, binary: TritonBinary | None = None) -> tuple[str, float]:
@@ -62,7 +66,7 @@ def test_stubs_that_the_loader_refuses_are_not_waited_for(
     assert message.startswith("Triton did not start: ")
     # After another's, where the stubs of two models ended at once.
     assert message.endswith((f": {loader}", f"; {loader}"))
-    assert took_s < 60  # against 600
+    assert took_s < SOON_S
 
 
 def test_a_stopped_stub_is_not_waited_for(
@@ -70,7 +74,7 @@ def test_a_stopped_stub_is_not_waited_for(
 ) -> None:
     message, took_s = not_started(echo_repository(), stub_that(tmp_path, "kill -STOP $$"))
     assert " is stopped (pid " in message
-    assert took_s < 60
+    assert took_s < SOON_S
 
 
 def test_one_model_that_fails_ends_the_start_while_another_loads(
@@ -81,7 +85,7 @@ def test_one_model_that_fails_ends_the_start_while_another_loads(
     in_initialize(folder, "speculative", "import time; time.sleep(300)")
     message, took_s = not_started(folder)
     assert message == "Triton did not start: preprocessing: ValueError: a line and another"
-    assert took_s < 100
+    assert took_s < SOON_S
 
 
 def test_a_model_that_dies_without_a_word_is_named(echo_repository: Callable[..., Path]) -> None:
@@ -101,21 +105,26 @@ def test_a_tritonserver_that_is_killed_or_stopped_is_noticed(
     triton.chmod(0o755)
     message, took_s = not_started(tmp_path, TritonBinary(triton))
     assert message.endswith(": its last words")
-    assert took_s < 60
+    assert took_s < SOON_S
 
 
 def test_the_limit_of_a_start_says_what_was_written_last(tmp_path: Path) -> None:
     triton = tmp_path / "tritonserver"
     triton.write_text("#!/bin/sh\necho loading\nexec sleep 300\n")
     triton.chmod(0o755)
-    options = ServeOptions(http_port=0, grpc_port=0, metrics_port=0, startup_timeout_s=1.0)
-    before = set(Path("/dev/shm").iterdir())
+    options = ServeOptions(http_port=0, grpc_port=0, metrics_port=0, startup_timeout_s=2.0)
+    before = set(shared_memory())
     with (
-        pytest.raises(ServerError, match="^Triton was not ready after 1 s: loading$"),
+        pytest.raises(ServerError, match="^Triton was not ready after 2 s: loading$"),
         server.running(tmp_path, options, binary=TritonBinary(triton)),
     ):
         pass
-    assert not [path for path in Path("/dev/shm").iterdir() if path not in before]
+    assert not [path for path in shared_memory() if path not in before]
+
+
+def shared_memory() -> list[Path]:
+    """What servers of this process have; other processes have their own meanwhile."""
+    return list(Path("/dev/shm").glob(f"specpipe_{os.getpid()}_*"))
 
 
 @pytest.mark.parametrize(

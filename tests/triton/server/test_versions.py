@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +25,10 @@ from specpipe.triton.server import control
 from tests.triton.asking import metrics
 from tests.triton.conftest import write_echo_repository
 from tests.triton.server.test_launcher import Launcher, WaitUntil
+from tests.waiting import PATIENCE_S
 
 PROMPT = "a b c d e f g h"
+DRAIN_S = 2.0
 
 
 class Served:
@@ -75,7 +78,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, wait_until: WaitUntil) -> I
         write_echo_repository(folder / name, first=first)
         shutil.rmtree(folder / name / "plain")
     started = Launcher(
-        folder / "even", wait_until, artifacts_dir=folder, drain_timeout_s=2, probe_interval_s=1
+        folder / "even",
+        wait_until,
+        artifacts_dir=folder,
+        drain_timeout_s=DRAIN_S,
+        probe_interval_s=1,
     )
     yield Served(started, folder)
     started.end()
@@ -96,7 +103,9 @@ def models(*numbers: int | None) -> set[str]:
     }
 
 
-def test_five_promotes_and_two_rollbacks_under_32_streams_fail_no_request(served: Served) -> None:
+def test_five_promotes_and_two_rollbacks_under_32_streams_fail_no_request(
+    served: Served, wait_until: WaitUntil
+) -> None:
     """Every answer is wholly that of one version, and both kinds occur."""
     settings = {"max_tokens": 40, "end_id": -1}
     urls = served.launcher.url, served.launcher.grpc_url
@@ -116,7 +125,7 @@ def test_five_promotes_and_two_rollbacks_under_32_streams_fail_no_request(served
         while not is_over.wait(0.05):
             for path in ("health/ready", "models/ensemble/ready"):
                 try:
-                    fetch(f"{urls[0]}/v2/{path}", timeout_s=10)
+                    fetch(f"{urls[0]}/v2/{path}", timeout_s=PATIENCE_S)
                 except OSError as exc:
                     unready.append(f"{path}: {exc}")
 
@@ -139,11 +148,11 @@ def test_five_promotes_and_two_rollbacks_under_32_streams_fail_no_request(served
         *((2, True), (3, True), (2, False), (1, False), (4, False), (5, True)),
     ]
     assert served.served() == (5, 4)
-    assert served.model_processes() == models(5, 4)
+    assert wait_until(lambda: served.model_processes() == models(5, 4))
     assert served.restarts() == []
 
 
-def test_what_fails_changes_nothing(served: Served, tmp_path: Path) -> None:
+def test_what_fails_changes_nothing(served: Served, tmp_path: Path, wait_until: WaitUntil) -> None:
     before = served.served()
     broken = shutil.copytree(served.folder / "odd", tmp_path / "broken")
     (broken / "postprocessing" / "1" / "model.py").write_text("import nothing_of_that_name\n")
@@ -164,12 +173,12 @@ def test_what_fails_changes_nothing(served: Served, tmp_path: Path) -> None:
         served.last_number = (before[0] or 0) - 1
         served.promote()
     assert served.served() == before
-    assert served.model_processes() == models(*before)
+    assert wait_until(lambda: served.model_processes() == models(*before))
     assert served.restarts() == []
 
 
 def test_a_long_answer_outlives_the_drain_limit_and_is_cancelled_as_ever(
-    served: Served, wait_until: WaitUntil
+    served: Served, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     """Of two streams that a rollback leaves behind, one ends, the other one's client goes away.
 
@@ -185,19 +194,25 @@ def test_a_long_answer_outlives_the_drain_limit_and_is_cancelled_as_ever(
         name = f'specpipe_requests_in_flight{{model="speculative_{left}"}}'
         return metrics(served.launcher, name).get(name, 0.0)
 
+    go = tmp_path / "go"
+    settings: dict[str, Any] = {"end_id": -1, "num_draft_tokens": 0}
     with Client(served.launcher.grpc_url) as client:
         streams = [
-            client.stream("<slow> a b c", max_tokens=length, end_id=-1) for length in (300, 900)
+            client.stream(f"<until {go}> a b c", max_tokens=40, **settings),
+            client.stream("<slow> a b c", max_tokens=900, **settings),  # a minute
         ]
-        text = [next(stream) for stream in streams][0].text
+        for stream in streams:
+            next(stream)
+        assert wait_until(lambda: in_flight() == 2)
         assert served.rollback()["in_flight"] == 2
         streams[1].close()  # type: ignore[attr-defined]
         assert wait_until(lambda: in_flight() == 1)
-        chunks = list(streams[0])
-    text += "".join(chunk.text for chunk in chunks)
-    last = chunks[-1].statistics
-    assert chunks[-1].finish_reason == "length"
-    assert last is not None and last.num_output_tokens == 300
+        time.sleep(DRAIN_S + 1.0)
+        assert in_flight() == 1
+        go.touch()
+        *_, last = streams[0]
+    assert last.finish_reason == "length"
+    assert last.statistics is not None and last.statistics.num_output_tokens == 40
     assert served.served() == (kept, None)
     assert served.launcher.pid(f"speculative_{kept}") == loaded
     assert wait_until(lambda: served.model_processes() == models(kept))
@@ -258,7 +273,7 @@ def test_a_killed_server_comes_back_with_what_is_served_and_what_is_kept(
         seconds=60,
     )
     assert answer(served.launcher.url, max_tokens=8, end_id=-1) == text
-    assert wait_until(lambda: served.served() == before, seconds=60)
+    assert wait_until(lambda: served.served() == before)
     assert served.model_processes() == models(*before)
 
 
@@ -272,13 +287,13 @@ def test_a_process_killed_while_it_is_loaded_is_no_fault_of_the_server(
     model.write_text(f"import time; time.sleep(30)\n{model.read_text()}")
     with ThreadPoolExecutor() as pool:
         change = pool.submit(served.promote, slow)
-        assert wait_until(lambda: served.loading() in served.model_processes(), seconds=60)
+        assert wait_until(lambda: served.loading() in served.model_processes())
         name = served.loading()
         with pytest.raises(ServerError, match="another change of version is under way"):
             served.rollback()
         os.kill(served.launcher.pid(name), signal.SIGKILL)
         with pytest.raises(ServerError, match=f"{name}.*; version {before[0]} answers as before"):
-            change.result(timeout=120)
+            change.result(timeout=PATIENCE_S)
     assert served.served() == before
     assert served.model_processes() == models(*before)
     assert len(served.restarts()) == num_restarts
@@ -318,14 +333,17 @@ def test_a_launcher_that_is_told_to_end_while_it_loads_ends_in_order(
     triton = served.launcher.triton()
     with ThreadPoolExecutor() as pool, Client(served.launcher.grpc_url) as client:
         change = pool.submit(served.promote, slow)
-        assert wait_until(lambda: served.loading() in served.model_processes(), seconds=60)
-        stream = client.stream("<slow> a b c", max_tokens=60, end_id=-1)
+        assert wait_until(lambda: served.loading() in served.model_processes())
+        go = tmp_path / "go"
+        stream = client.stream(f"<until {go}> a b c", max_tokens=60, end_id=-1)
         next(stream)
         served.launcher.process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: any("stopping" in line for line in served.launcher.lines))
+        go.touch()
         assert list(stream)[-1].finish_reason == "length"
         with pytest.raises(ServerError, match="the server was told to end|ended before"):
-            change.result(timeout=60)
-    assert served.launcher.process.wait(60) == 0
+            change.result(timeout=PATIENCE_S)
+    assert served.launcher.process.wait(PATIENCE_S) == 0
     assert not Path(f"/proc/{triton}").exists()
     assert not (served.folder / control.NAME).exists()
     assert not list(Path("/dev/shm").glob(f"specpipe_{served.launcher.process.pid}_*"))
@@ -343,14 +361,12 @@ def test_a_launcher_that_is_killed_while_it_loads_leaves_nothing(
         triton = killed.launcher.triton()
         with ThreadPoolExecutor() as pool:
             change = pool.submit(killed.promote, slow)
-            assert wait_until(lambda: killed.loading() in killed.model_processes(), seconds=60)
+            assert wait_until(lambda: killed.loading() in killed.model_processes())
             pids = [triton, *(killed.launcher.pid(name) for name in killed.model_processes())]
             killed.launcher.process.kill()
             with pytest.raises(ServerError, match="ended before it had answered"):
-                change.result(timeout=20)
-        assert wait_until(
-            lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=90
-        )
+                change.result(timeout=PATIENCE_S)
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         assert not control.is_served(tmp_path)
     finally:
         killed.launcher.end()
