@@ -16,13 +16,16 @@ from specpipe.triton.server.addresses import check_ports, settle
 from specpipe.triton.server.installation import TritonBinary
 from specpipe.triton.server.options import ServeOptions
 from specpipe.triton.server.server import Server
+from tests.waiting import wait_until
 
 FREE = ServeOptions(http_port=0, grpc_port=0, metrics_port=0)
 
 
 def refusal(options: ServeOptions) -> str:
     with pytest.raises(ServerError) as caught:
-        check_ports(settle(options))
+        settled, kept = settle(options)
+        with kept:
+            check_ports(settled)
     return str(caught.value)
 
 
@@ -69,6 +72,18 @@ def test_what_is_no_host_of_this_machine_is_refused_at_once(host: str, expected:
         settle(replace(FREE, host=host))
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_a_free_port_stays_free_for_who_asked_for_it(host: str) -> None:
+    made = Server(
+        Path("repository"), replace(FREE, host=host), binary=TritonBinary(Path("tritonserver"))
+    )
+    for port in (made.options.http_port, made.options.grpc_port, made.options.metrics_port):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, port))
+    check_ports(made.options)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_port_in_use_is_named_with_its_option(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -106,7 +121,7 @@ def test_ipv6_is_served_at_every_door_and_no_proxy_is_asked_for_it(
         for url in (running.http_url, running.grpc_url):
             with Client(url) as client:
                 assert client.generate("Hello", max_tokens=3).text == "Hello"
-        # Whoever stops it reads the metrics.
-        assert running.makes_progress() is False
+        # Whoever stops it reads the metrics, which may have yet to hear of these answers' steps.
         assert running.makes_progress() is False
         assert running._num_steps is not None
+        assert wait_until(lambda: running.makes_progress() is False)

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,8 @@ class Server:
         log: Log = lambda line: None,
     ) -> None:
         """number  which version of the pair it is, of one that has a number"""
-        self.options = settle(options)
+        self.options, kept = settle(options)
+        weakref.finalize(self, kept.close)
         self.version = Version(repository.resolve(), number)
         """What clients are answered by, which versions.py changes while the server runs."""
         self.launch = Launch() if launch is None else launch
