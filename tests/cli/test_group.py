@@ -34,6 +34,7 @@ from specpipe.stage import PlannedStage, StageInputs
 from specpipe.triton.client import Completion
 from specpipe.triton.server import launcher
 from tests.toy import write_parallel_draft
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "models" / "python-code"
@@ -318,7 +319,7 @@ from tests.cli.test_group import plan_of
 
 def hang():
     print("running", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 planning.plan = plan_of(hang)
 main(["build", "--config", "x.yaml"])
@@ -346,7 +347,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing(
     folder = tmp_path / "engines" / "toy"
     assert (folder / ".model_repo.staging" / "half").is_file()
     slow_build.send_signal(signal.SIGINT)
-    _, errors = slow_build.communicate(timeout=20)
+    _, errors = slow_build.communicate(timeout=PATIENCE_S)
     assert slow_build.returncode == 130
     assert errors == ("to build: draft/write (1 of 1)\ndraft/write: starts\nInterrupted.\n")
     assert [path.name for path in folder.iterdir()] == [".model_repo.lock"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-SECONDS = 30.0  # a busy machine's; what waits here, waits for minutes
+from tests.waiting import PATIENCE_S
 
 FOREVER = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)"  # C, which looks at no signals
 
@@ -17,22 +16,31 @@ FOREVER = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)"  # C, which l
 def ended(
     body: str,
     *numbers: signal.Signals,
-    pause_s: float = 0.0,
+    then: signal.Signals | None = None,
     module: str = "import hashlib, threading, time\nfrom specpipe.machine import signals\n",
 ) -> tuple[int, str, str]:
-    """Runs a command with that body, sends signals once it prints, returns how it ended."""
+    """Runs a command with that body, sends signals once it prints, returns how it ended.
+
+    Then it gets a line of input; `then` is a signal for when it prints again.
+    """
     indented = "".join(f"    {line}\n" for line in body.strip().splitlines())
     code = f"{module}def command():\n{indented}signals.run(command)"
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "running\n"
-        for index, number in enumerate(numbers):
-            time.sleep(pause_s if index else 0.0)
-            process.send_signal(number)
         try:
-            printed, errors = process.communicate(timeout=SECONDS)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "running\n"
+            for number in numbers:
+                process.send_signal(number)
+            if then is not None:
+                assert process.stdout.readline() == "ending\n"
+                process.send_signal(then)
+            printed, errors = process.communicate("\n", timeout=PATIENCE_S)
         finally:
             process.kill()
     return process.returncode, printed, errors
@@ -56,8 +64,8 @@ def test_a_signal_that_comes_to_another_thread_wakes_the_one_that_waits() -> Non
     """Which thread gets it is the system's to choose; here it is always the other one."""
     body = (
         "def send(): signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
-        "threading.Timer(0.5, send).start()\n"
-        "try:\n    print('running', flush=True)\n    time.sleep(600)\nfinally:\n    print('done')"
+        "try:\n    print('running', flush=True)\n    threading.Timer(0.5, send).start()\n"
+        "    time.sleep(600)\nfinally:\n    print('done')"
     )
     module = "import signal, threading, time\nfrom specpipe.machine import signals\n"
     assert ended(body, module=module) == (130, "done\n", "Interrupted.\n")
@@ -110,21 +118,21 @@ def test_nothing_is_waited_for_for_long(body: str) -> None:
 
 
 def test_the_second_signal_ends_at_once() -> None:
-    started = time.monotonic()
-    body = f"{RUNNING}try: time.sleep(600)\nfinally: {FOREVER}"
-    assert ended(body, signal.SIGINT, signal.SIGINT, pause_s=0.5) == (130, "", "")
-    assert time.monotonic() - started < 5
+    later = "signals._UNWIND_TIME_S = 600.0\n"
+    ending = f"time.sleep(2 * signals._SAME_S)\n    print('ending', flush=True)\n    {FOREVER}"
+    body = f"{later}try:\n    {RUNNING}    time.sleep(600)\nfinally:\n    {ending}"
+    assert ended(body, signal.SIGINT, then=signal.SIGINT) == (130, "", "")
 
 
 def test_the_same_signal_sent_twice_is_one() -> None:
     """As `timeout` of coreutils sends it: to the process, and to its group."""
-    later = "signals._SAME_S = 10.0\n"  # this process, too, may have to wait between the two
-    body = f"{later}{RUNNING}try: time.sleep(600)\nfinally: print('done')"
+    later = "signals._SAME_S = 600.0\n"  # this process, too, may have to wait between the two
+    body = f"{later}try:\n    {RUNNING}    time.sleep(600)\nfinally: print('done')"
     assert ended(body, signal.SIGINT, signal.SIGINT) == (130, "done\n", "Interrupted.\n")
 
 
 def test_what_is_deferred_is_done_first() -> None:
-    held = f"    {RUNNING}    time.sleep(0.5)\n    print('done')"
+    held = f"    {RUNNING}    input()\n    print('done')"
     body = f"with signals.deferred():\n{held}\nprint('on')"
     assert ended(body, signal.SIGINT) == (130, "done\n", "Interrupted.\n")
 
@@ -132,8 +140,8 @@ def test_what_is_deferred_is_done_first() -> None:
 def test_what_comes_while_modules_are_imported_is_not_lost() -> None:
     """Handlers are there before the imports that take long; what comes before them is blocked."""
     module = (
-        "import sys, time\nimport specpipe.__main__\nfrom specpipe.machine import signals\n"
-        "print('running', flush=True)\ntime.sleep(0.5)\n"
+        "import specpipe.__main__\nfrom specpipe.machine import signals\n"
+        "print('running', flush=True)\ninput()\n"
     )
     assert ended("print('on')", signal.SIGINT, module=module) == (130, "", "Interrupted.\n")
 
@@ -142,9 +150,9 @@ def test_ignored_stays_ignored() -> None:
     """A shell starts background commands so, that Ctrl-C is not for."""
     module = (
         "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "import time\nfrom specpipe.machine import signals\n"
+        "from specpipe.machine import signals\n"
     )
-    assert ended(f"{RUNNING}time.sleep(0.5)", signal.SIGINT, module=module) == (0, "", "")
+    assert ended(f"{RUNNING}input()", signal.SIGINT, module=module) == (0, "", "")
 
 
 @pytest.mark.parametrize(

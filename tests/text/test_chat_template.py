@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from specpipe.checkpoints.limits import FileLimits
 from specpipe.errors import CheckpointError, RequestError, SpecpipeError
 from specpipe.text.chat_template import ChatTemplate
+from tests.waiting import wait_until
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -25,7 +25,9 @@ MEMORY = "needs more than 67108864 bytes of memory (serving.limits.chat_template
 TIME = "takes longer than 0.2 s (serving.limits.chat_template_seconds)"
 NESTED = "it is nested too deeply"
 
-LIMITS = FileLimits(chat_template_seconds=0.2, chat_template_memory_bytes=64 << 20)
+LIMITS = FileLimits(chat_template_seconds=20.0, chat_template_memory_bytes=64 << 20)
+HURRIED = LIMITS.model_copy(update={"chat_template_seconds": 0.2})
+A_SECOND = LIMITS.model_copy(update={"chat_template_seconds": 1.0})
 
 
 def template(source: str, limits: FileLimits = LIMITS) -> ChatTemplate:
@@ -55,10 +57,7 @@ def worker_of(made: ChatTemplate) -> int:
 
 
 def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def wait_until_gone(pid: int) -> None:
     ids=lambda value: repr(value)[:30],
 )  # fmt: skip
 def test_hostile_template_is_refused_by_check_and_for_each_chat(source: str, fault: str) -> None:
-    made = template(source)
+    made = template(source, HURRIED if fault == TIME else LIMITS)
     with pytest.raises(CheckpointError) as error:
         made.check()
     assert str(error.value).startswith("FILE: the chat template ")
@@ -145,19 +144,19 @@ def test_refusal_keeps_the_words_of_the_template() -> None:
 
 
 def test_chat_after_one_that_took_too_long_is_answered() -> None:
-    made = template("{% if messages|length > 1 %}" + LOOPS + "{% endif %}" + PLAIN)
+    made = template("{% if messages|length > 1 %}" + LOOPS + "{% endif %}" + PLAIN, A_SECOND)
     first = worker_of(made)
     assert made.render(HI) == "user: hi\n"
-    assert TIME in refusal(made, HI * 2)
+    assert "takes longer than 1 s" in refusal(made, HI * 2)
     assert made.render(HI) == "user: hi\n"
     wait_until_gone(first)
 
 
 def test_process_that_does_not_answer_is_killed() -> None:
-    made = template(PLAIN)
+    made = template(PLAIN, A_SECOND)
     pid = worker_of(made)
     os.kill(pid, signal.SIGSTOP)
-    assert TIME in refusal(made)
+    assert "takes longer than 1 s" in refusal(made)
     assert made.render(HI) == "user: hi\n"
     wait_until_gone(pid)
 
@@ -209,9 +208,9 @@ from specpipe.text.chat_template import ChatTemplate
 made = ChatTemplate("x", file="", special_tokens={})
 made.warm_up()
 if sys.argv[1:]:
-    os.fork() or time.sleep(60)
+    os.fork() or time.sleep(600)
 print(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0], flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

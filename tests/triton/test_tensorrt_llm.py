@@ -31,7 +31,8 @@ from tests.tensorrt_llm_stand_ins.triton_backend.engines import (
     triton_with_stand_in,
     write_repository,
 )
-from tests.triton.asking import metrics, texts
+from tests.triton.asking import metrics, settled_metrics, texts
+from tests.waiting import PATIENCE_S
 
 COUNTED = ("specpipe_", "stand_in_")
 PROMPTS = [
@@ -155,13 +156,20 @@ def test_32_streams_with_random_cancels_leave_nothing_behind(
         (rng.choice(PROMPTS), rng.choice([0, 1, 4, 8]), rng.choice([None, 1, 2, 5]))
         for _ in range(48)
     ]
+    settled_metrics(server)
     before = metrics(server, *COUNTED)
 
     def ask(plan: tuple[str, int, int | None]) -> int:
         prompt, num_draft_tokens, num_chunks = plan
         count = 0
-        with Client(server.grpc_url, timeout_s=120) as client:
-            settings = {"max_tokens": 80, "end_id": -1, "num_draft_tokens": num_draft_tokens}
+        with Client(server.grpc_url, timeout_s=PATIENCE_S) as client:
+            # One that is left does not end by itself before that is noticed.
+            max_tokens = 80 if num_chunks is None else 400
+            settings = {
+                "max_tokens": max_tokens,
+                "end_id": -1,
+                "num_draft_tokens": num_draft_tokens,
+            }
             chunks = client.stream(prompt, **settings)
             for _ in chunks:
                 count += 1
@@ -241,7 +249,7 @@ def test_a_target_that_drops_draft_tokens_under_load_answers_as_it_does_alone(
                 num_draft_tokens=num_draft_tokens,
             )
             assert found == target_alone
-        counted = metrics(server, "specpipe_")
+        counted = settled_metrics(server)
     drafted, unverified, accepted = (
         counted[f"specpipe_{kind}_draft_tokens_total".replace("__", "_")]
         for kind in ("", "unverified", "accepted")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pynvml
@@ -9,6 +8,7 @@ import pytest
 from specpipe.evaluate.bench import gpu
 from specpipe.evaluate.bench.gpu import GpuUse, watched
 from tests.fake_nvml import Device, be
+from tests.waiting import wait_until
 
 MIG = Device(
     used_mib=2000,
@@ -18,9 +18,7 @@ MIG = Device(
 
 def wait_for(use: GpuUse, *, num_samples: int) -> None:
     """Until so many samples of the last GPU were taken in."""
-    deadline = time.monotonic() + 30
-    while len(use.utilization.get(0, [])) < num_samples and time.monotonic() < deadline:
-        time.sleep(0.001)
+    assert wait_until(lambda: len(use.utilization.get(0, [])) >= num_samples)
 
 
 def test_memory_and_utilisation_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from specpipe.errors import ServerError
 from specpipe.evaluate.bench.load import in_turns, run_load
 from specpipe.evaluate.endpoints.base import CutStream, Piece, Question
 from tests.evaluate.endpoints.scripted import Scripted
+from tests.waiting import PATIENCE_S
 
 QUESTIONS = [Question(text=str(number), max_tokens=1) for number in range(6)]
 
@@ -25,7 +26,7 @@ class Counting:
 
     def __init__(self, seconds: float = 0.02, *, meeting: int = 1) -> None:
         self.seconds = seconds
-        self._meeting, self._all_here = meeting, threading.Barrier(meeting, timeout=30)
+        self._meeting, self._all_here = meeting, threading.Barrier(meeting, timeout=PATIENCE_S)
         self.asked: list[str] = []
         self.num_under_way: list[int] = []
         self._now = 0
@@ -78,7 +79,7 @@ def test_all_streams_are_busy_until_the_last_measured_answer() -> None:
             if len(self.asked) > 9 + 4:
                 is_asked_again.set()
             if is_last:
-                assert is_asked_again.wait(30)
+                assert is_asked_again.wait(PATIENCE_S)
             yield from pieces
 
     endpoint = LastWaits(0.004, meeting=3)

@@ -17,6 +17,7 @@ from specpipe.evaluate.endpoints.base import (
 )
 from specpipe.speculative.request import Sampling, Statistics
 from tests.evaluate.endpoints.scripted import Scripted
+from tests.waiting import PATIENCE_S
 
 QUESTION = Question(text="x", max_tokens=4)
 LAST = Piece(text="c", token_ids=(3,), num_tokens=1, finish_reason="length")
@@ -107,7 +108,7 @@ def test_usage_has_the_fields_of_the_statistics() -> None:
 
 def test_answers_come_in_the_order_of_the_questions() -> None:
     """Each of the three waits until all have been asked, so they were asked at once."""
-    barrier = threading.Barrier(3, timeout=30)
+    barrier = threading.Barrier(3, timeout=PATIENCE_S)
 
     class AllAtOnce(Scripted):
         def stream(self, question: Question) -> Iterator[Piece]:

@@ -22,8 +22,10 @@ from tests.evaluate.endpoints.fake_openai import (
     summary,
     usage,
 )
+from tests.waiting import PATIENCE_S
 
 QUESTION = Question(text="Hello", max_tokens=8)
+TIME_TO_READ_S = 2.0  # a reset takes away what has not been read
 MESSAGES = ({"role": "user", "content": "Hello"},)
 
 
@@ -217,13 +219,13 @@ def test_acceptance_is_read_as_vllm_reports_it_per_request() -> None:
     ("events", "reason", "came"),
     [
         (["one", CUT], "the connection was closed before the end", "1 response"),
-        (["one", 0.5, RESET], "connection reset by peer", "1 response"),
+        (["one", TIME_TO_READ_S, RESET], "connection reset by peer", "1 response"),
         (["one", " two"], "no finish_reason and no [DONE]", "2 responses"),
         ([], "no finish_reason and no [DONE]", "0 responses"),
     ],
 )
 def test_a_stream_without_its_end_is_cut(events: list[Any], reason: str, came: str) -> None:
-    texts = [event for event in events if event not in (CUT, RESET, 0.5)]
+    texts = [event for event in events if event not in (CUT, RESET, TIME_TO_READ_S)]
     answer = answered([completion(event) if event in texts else event for event in events])
     assert (answer.ending, answer.text) == ("cut", "".join(texts))
     assert answer.error is not None and answer.error.endswith(
@@ -327,13 +329,13 @@ def test_a_server_that_is_not_there_is_a_failure() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"openai+http://127.0.0.1:{listener.getsockname()[1]}"
-        answer = record(OpenAI(url, model="m", timeout_s=5), QUESTION)
+        answer = record(OpenAI(url, model="m", timeout_s=PATIENCE_S), QUESTION)
     assert answer.ending == "failed"
     assert answer.error == f"{url} does not answer: connection refused"
 
 
 def test_an_answer_that_nobody_wants_ends_its_connection() -> None:
-    events = [completion("x")] + [0.02, completion("y")] * 500
+    events = [completion("x")] + [0.02, completion("y")] * 500  # ten seconds
     with serving(lambda body: events) as server:
         stream = OpenAI(server.url, model="m").stream(QUESTION)
         assert next(stream).text == "x"

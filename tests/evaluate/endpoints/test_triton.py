@@ -13,6 +13,7 @@ from specpipe.evaluate.endpoints.openai import OpenAI
 from specpipe.evaluate.endpoints.triton import Speculative, Triton
 from specpipe.speculative.request import Sampling
 from specpipe.triton.server.server import Server
+from tests.waiting import PATIENCE_S
 
 SEEDED = Sampling(temperature=0.7, seed=11, is_seeded=True)
 
@@ -140,7 +141,7 @@ def test_a_server_that_is_not_there_is_a_failure(scheme: str) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
-        with contextlib.closing(Triton(url, timeout_s=5)) as endpoint:
+        with contextlib.closing(Triton(url, timeout_s=PATIENCE_S)) as endpoint:
             answer = record(endpoint, Question(text="x", max_tokens=4))
     assert answer.ending == "failed"
     assert answer.error is not None and answer.error.startswith(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from specpipe.evaluate.verification.verdict import Stream, TieThreshold
 from specpipe.speculative.request import GREEDY
 from tests.evaluate.verification.conftest import QUICKSTART
 from tests.evaluate.verification.table import RowScorer
+from tests.waiting import PATIENCE_S, wait_until
 
 SHARED = tuple(range(10, 19))
 CASES = [Case(name="p", token_ids=(5,), max_tokens=12)]
@@ -137,9 +137,7 @@ def test_one_that_is_ended_leaves_no_folder(
     command = [sys.executable, "-m", "specpipe", "verify"]
     command += ["--config", str(QUICKSTART), "--set", f"output_dir={config.artifacts_dir.parent}"]
     process = subprocess.Popen([*command, "--in-process", "--no-sampling"])
-    deadline = time.monotonic() + 120
-    while not list(config.artifacts_dir.glob(".verify-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wait_until(lambda: any(config.artifacts_dir.glob(".verify-*")))
     process.send_signal(number)
-    assert process.wait(timeout=60) == returncode
+    assert process.wait(timeout=PATIENCE_S) == returncode
     assert not list(config.artifacts_dir.glob(".verify-*"))

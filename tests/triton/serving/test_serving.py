@@ -385,10 +385,10 @@ def test_hostile_request_parameters_are_one_short_sentence(parameters: str, mess
 
 def test_looking_for_the_nearest_name_takes_no_time() -> None:
     """With a name of 1 MB it took seconds."""
-    start = time.perf_counter()
+    start_s = time.process_time()
     with pytest.raises(RequestError):
         serving.check_known(["max_tokens" * 100_000])
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start_s < 1
 
 
 def test_a_generation_survives_the_way_to_the_pair() -> None:

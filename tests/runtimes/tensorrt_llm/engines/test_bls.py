@@ -17,6 +17,7 @@ import pytest
 
 from specpipe.errors import FAULT, EngineMismatch, RequestError, RuntimeUnavailable
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.tensorrt_llm.engines import bls
 from specpipe.runtimes.tensorrt_llm.engines.bls import BlsPair, TritonModel, load_pair, read_limits
 from specpipe.runtimes.tensorrt_llm.engines.call_times import CallTimes
 from specpipe.runtimes.tensorrt_llm.engines.engine_calls import (
@@ -44,6 +45,7 @@ from tests.speculative.table import (
     target_rule,
 )
 from tests.tensorrt_llm_stand_ins.triton_backend.stand_in import StandInModel
+from tests.waiting import PATIENCE_S
 
 
 def statistics(chunks: Sequence[Chunk]) -> Statistics:
@@ -96,7 +98,7 @@ class Hanging(StandInModel):
 def until(pair: BlsPair, condition: Callable[[list[Chunk]], bool]) -> list[Chunk]:
     """Steps until the condition holds of all chunks so far."""
     chunks: list[Chunk] = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not condition(chunks):
         assert time.monotonic() < deadline, chunks
         chunks += pair.step()
@@ -783,7 +785,8 @@ def test_time_limits_hold_though_an_engine_hangs() -> None:
     assert finish(pair) == []
 
 
-def test_interrupt_ends_a_waiting_step_or_the_next_one() -> None:
+def test_interrupt_ends_a_waiting_step_or_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bls, "_MAX_WAIT_S", 2 * PATIENCE_S)
     draft, target = stand_ins(TableModel(target_rule), TableModel(target_rule))
     hanging = Hanging(target)
     pair = make_bls_pair(draft, hanging)
@@ -794,7 +797,7 @@ def test_interrupt_ends_a_waiting_step_or_the_next_one() -> None:
     timer.start()
     start = time.monotonic()
     assert pair.step() == []
-    assert time.monotonic() - start < 0.9  # without it, a step waits for a second
+    assert time.monotonic() - start < PATIENCE_S
     hanging.go.release(99)
     finish(pair)
 
@@ -842,8 +845,10 @@ def test_a_hopeless_draft_is_given_up() -> None:
 
 
 def test_a_draft_that_costs_more_than_it_saves_is_bypassed() -> None:
-    """It is always right, but slower than the target, as under load."""
-    counted = adaptive_answer("self", 0.006, 0.003)
+    """It is always right, but slower than the target, as under load. What a busy machine adds to
+    a call counts for little against these times.
+    """
+    counted = adaptive_answer("self", 0.024, 0.006)
     assert counted.total_draft_tokens < 25
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from tests.runtimes.tensorrt_llm.engines.tools import (
     stages,
     toy_pair,
 )
+from tests.waiting import wait_until
 
 ROLES: tuple[Role, Role] = ("draft", "target")
 IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
@@ -397,13 +397,13 @@ def test_every_line_of_the_builder_is_logged_as_it_comes(
 def test_a_signal_ends_the_builder_too(
     tmp_path: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setenv("FAKE_SLEEP", "60")
+    monkeypatch.setenv("FAKE_SLEEP", "600")
     stage = build_stage(toy_pair(tmp_path), "target")
     before = signal.getsignal(signal.SIGTERM)
     pid_file = tools.state / "builder.pid"
 
     def interrupt() -> None:
-        wait_until(lambda: pid_file.is_file() and bool(pid_file.read_text()))
+        assert wait_until(lambda: pid_file.is_file() and bool(pid_file.read_text()))
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
@@ -414,16 +414,9 @@ def test_a_signal_ends_the_builder_too(
     if number == signal.SIGTERM:
         assert caught.value.args == (143,)
     assert signal.getsignal(signal.SIGTERM) is before
-    wait_until(lambda: not is_running(int(pid_file.read_text())))
+    assert wait_until(lambda: not is_running(int(pid_file.read_text())))
     assert not (tmp_path / "engine").exists()
     assert not (tmp_path / ".engine.staging").exists()
-
-
-def wait_until(condition: Any, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:

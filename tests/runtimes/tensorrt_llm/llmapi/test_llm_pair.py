@@ -28,6 +28,7 @@ from tests.speculative.table import (
 )
 from tests.tensorrt_llm_stand_ins.llm_api import installed, runtime_settings, table_pair
 from tests.tensorrt_llm_stand_ins.llm_api_lines import VERSIONS
+from tests.waiting import PATIENCE_S, wait_until
 
 MakePair = Callable[..., AbstractContextManager[LlmPair]]
 
@@ -62,13 +63,6 @@ def make(fake: ModuleType, tmp_path: Path) -> MakePair:
 @pytest.fixture
 def make_one_engine(one_engine: ModuleType, tmp_path: Path) -> MakePair:
     return maker(one_engine, tmp_path)
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 def slow_rule(context: Sequence[int]) -> int:
@@ -383,13 +377,13 @@ def test_a_full_queue_refuses_with_the_numbers(make: MakePair) -> None:
 def test_deadlines_end_running_and_waiting_requests(make: MakePair) -> None:
     """The models are stuck: `step` waits no longer than the next deadline."""
     released = threading.Event()
-    target = TableModel(lambda context: 5 if released.wait(10) else 6)
+    target = TableModel(lambda context: 5 if released.wait(2 * PATIENCE_S) else 6)
     with make(target, max_batch_size=1) as pair, set_at_the_end(released):
-        pair.submit(request("runs", timeout_s=0.1))
-        pair.submit(request("waits", timeout_s=0.05))
+        pair.submit(request("runs", timeout_s=1.0))
+        pair.submit(request("waits", timeout_s=0.5))
         started = time.monotonic()
         chunks = steps_until(pair, lambda _: not pair.has_work())
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < PATIENCE_S
         released.set()
         assert wait_until(lambda: pair._llm.num_active == 0)
     errors = {c.request_id: (c.finish_reason, c.error) for c in chunks}
@@ -403,14 +397,14 @@ def test_deadlines_end_running_and_waiting_requests(make: MakePair) -> None:
 
 def test_interrupt_wakes_a_step_that_waits(make: MakePair) -> None:
     released = threading.Event()
-    target = TableModel(lambda context: 5 if released.wait(10) else 6)
+    target = TableModel(lambda context: 5 if released.wait(2 * PATIENCE_S) else 6)
     with make(target) as pair, set_at_the_end(released):
         pair.submit(request())
         timer = threading.Timer(0.05, pair.interrupt)
         timer.start()
         started = time.monotonic()
         assert pair.step() == []
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < PATIENCE_S
         timer.join()
 
 
@@ -491,7 +485,7 @@ def test_the_loop_drives_it_from_many_threads(make: MakePair) -> None:
             )
             if number % 4 == 0:
                 loop.cancel(name)
-            assert done.wait(20)
+            assert done.wait(PATIENCE_S)
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
         for thread in threads:
