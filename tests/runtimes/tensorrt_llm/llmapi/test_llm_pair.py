@@ -65,13 +65,21 @@ def make_one_engine(one_engine: ModuleType, tmp_path: Path) -> MakePair:
     return maker(one_engine, tmp_path)
 
 
-def slow_rule(context: Sequence[int]) -> int:
-    """400 tokens take over a second, so that a request is still running when a test meddles."""
-    time.sleep(0.002)
-    return target_rule(context)
+def waiting_at(num_tokens: int, released: threading.Event, rule: Any = target_rule) -> TableModel:
+    """A model that waits there, so that a request is still running when a test meddles."""
+
+    def wait(context: Sequence[int]) -> int:
+        if len(context) > num_tokens:
+            released.wait(2 * PATIENCE_S)
+        return int(rule(context))
+
+    return TableModel(wait)
 
 
-SLOW = TableModel(slow_rule)
+def let_go(released: threading.Event, pair: LlmPair) -> None:
+    """Lets what waits go on, once TensorRT-LLM was told to end a request."""
+    assert wait_until(lambda: pair._llm._inbox.qsize() > 0 or pair._llm.num_aborted > 0)
+    released.set()
 
 
 @contextmanager
@@ -187,12 +195,14 @@ def test_stop_strings_cut_the_text_and_free_the_request(make: MakePair) -> None:
     pieces = {**{i: f"<{i}>" for i in range(104)}, 20: "foo ", 21: "STOP"}
     script = [20, 21, *range(30, 100)]
 
-    def rule(context: Sequence[int]) -> int:
-        time.sleep(0.002)
-        return script[(len(context) - 3) % len(script)]
-
-    with make(TableModel(rule), detokenizer=lambda p, **_: PieceDetokenizer(pieces)) as pair:
+    released = threading.Event()
+    target = waiting_at(30, released, lambda context: script[(len(context) - 3) % len(script)])
+    with (
+        make(target, detokenizer=lambda p, **_: PieceDetokenizer(pieces)) as pair,
+        set_at_the_end(released),
+    ):
         chunks = run(pair, [request(max_tokens=400, stop_strings=("STOP",))])["r"]
+        let_go(released, pair)
         assert wait_until(lambda: pair._llm.num_aborted == 1)
     assert "".join(c.text for c in chunks) == "foo "
     assert (ids(chunks), chunks[-1].finish_reason) == ([20], "stop")
@@ -319,7 +329,8 @@ def test_as_many_draft_tokens_as_there_are_may_be_asked_for(make: MakePair) -> N
 
 
 def test_cancelling_frees_a_running_and_a_waiting_request(make: MakePair) -> None:
-    with make(SLOW, max_batch_size=1) as pair:
+    released = threading.Event()
+    with make(waiting_at(30, released), max_batch_size=1) as pair, set_at_the_end(released):
         pair.submit(request("runs", max_tokens=400))
         pair.submit(request("waits", max_tokens=400))
         chunks = steps_until(pair, lambda chunks: len(chunks) >= 2)
@@ -328,6 +339,7 @@ def test_cancelling_frees_a_running_and_a_waiting_request(make: MakePair) -> Non
         pair.cancel("runs")
         pair.cancel("nobody")
         chunks += steps_until(pair, lambda _: not pair.has_work())
+        let_go(released, pair)
         assert wait_until(lambda: pair._llm.num_aborted == 1)
         assert pair._llm.num_active == 0
         assert len(pair._llm.asked) == 1
@@ -338,7 +350,7 @@ def test_cancelling_frees_a_running_and_a_waiting_request(make: MakePair) -> Non
 def test_cancelling_before_tensorrt_llm_has_the_request(make: MakePair) -> None:
     with make() as pair:
         blocked = threading.Event()
-        pair._loop.call_soon_threadsafe(blocked.wait, 10)
+        pair._loop.call_soon_threadsafe(blocked.wait, PATIENCE_S)
         pair.submit(request(max_tokens=400))
         pair._admit()
         pair.cancel("r")
@@ -421,12 +433,15 @@ def test_a_request_that_tensorrt_llm_refuses_fails_alone(make: MakePair) -> None
 
 
 def test_a_request_that_fails_in_tensorrt_llm_fails_alone(make: MakePair) -> None:
-    with make(SLOW) as pair:
+    released = threading.Event()
+    with make(waiting_at(30, released)) as pair, set_at_the_end(released):
         pair.submit(request("a", max_tokens=400))
         pair.submit(request("b"))
         chunks = pair.step()
         output = pair._running[0].output
         output._send(RuntimeError("CUDA error"))
+        chunks += steps_until(pair, lambda new: any(c.finish_reason == "error" for c in new))
+        let_go(released, pair)  # the other one, too
         chunks += steps_until(pair, lambda _: not pair.has_work())
         assert wait_until(lambda: pair._llm.num_aborted == 1)
     (failed,) = [c for c in chunks if c.finish_reason == "error"]
@@ -438,10 +453,12 @@ def test_a_request_that_fails_in_tensorrt_llm_fails_alone(make: MakePair) -> Non
 
 
 def test_an_end_that_nobody_asked_for_is_an_error(make: MakePair, fake: ModuleType) -> None:
-    with make(SLOW) as pair:
+    released = threading.Event()
+    with make(waiting_at(30, released)) as pair, set_at_the_end(released):
         pair.submit(request(max_tokens=400))
         pair.step()
         pair._running[0].output.abort()
+        released.set()
         chunks = steps_until(pair, lambda _: not pair.has_work())
     assert chunks[-1].error == "TensorRT-LLM ended the request: cancelled"
 
@@ -466,7 +483,9 @@ def test_ids_without_a_tokenizer_entry_are_never_emitted(make: MakePair) -> None
 def test_the_loop_drives_it_from_many_threads(make: MakePair) -> None:
     """Requests and cancels arrive while steps wait; each request gets one last chunk."""
     ends: dict[str, list[Chunk]] = {}
-    with make() as pair:
+    released, cancelled = threading.Event(), threading.Semaphore(0)
+    target = waiting_at(30, released)  # so that what is cancelled does not come to its end before
+    with make(target) as pair, set_at_the_end(released):
         loop = PairLoop(pair, on_fault=lambda: None)
 
         def ask(number: int) -> None:
@@ -486,10 +505,15 @@ def test_the_loop_drives_it_from_many_threads(make: MakePair) -> None:
             if number % 4 == 0:
                 loop.cancel(name)
             assert done.wait(PATIENCE_S)
+            if number % 4 == 0:
+                cancelled.release()
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
         for thread in threads:
             thread.start()
+        for _ in threads[::4]:
+            assert cancelled.acquire(timeout=PATIENCE_S)
+        released.set()
         for thread in threads:
             thread.join()
         loop.close()
