@@ -20,7 +20,7 @@ from specpipe.build.load import load_config  # noqa: E402
 from tests.quiet import Quiet  # noqa: E402
 
 MODELS = Path(__file__).parents[1] / "models" / "python-code"
-SECONDS = 15.0  # to end in, on a busy machine
+SECONDS = 60.0  # to end in, on a busy machine; a command that hangs ends after 5 by itself
 LONGEST_S = 120.0
 
 YAML = """

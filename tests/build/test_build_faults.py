@@ -30,6 +30,7 @@ from specpipe.triton.repository import lint
 from tests.forked_build import Ended, Fault, Forks
 from tests.toy import write_toy_checkpoint
 from tests.toy_tokenizers import words, write_tokenizer
+from tests.waiting import PATIENCE_S
 
 pytest.importorskip("torch")
 
@@ -486,7 +487,7 @@ def test_process_that_is_stopped_in_each_stage(
             build = start_build(pair)
             wait_for(build, folder.with_name(f".{folder.name}.staging"))
             build.send_signal(signum)
-            _, log = build.communicate(timeout=60)
+            _, log = build.communicate(timeout=PATIENCE_S)
             if not folder.exists():
                 break
             shutil.rmtree(folder)  # the signal came after the stage: again
