@@ -101,6 +101,8 @@ def tried(
         (4, 2, 6, 7665, PARALLEL),
         pytest.param(24, 4, 20, 23, None, marks=pytest.mark.slow),
         pytest.param(24, 8, 20, 23, PARALLEL, marks=pytest.mark.slow),
+        # Some name more draft tokens than rounds have.
+        pytest.param(12, 17, 20, 23, None, marks=pytest.mark.slow),
     ],
 )
 def test_requests_that_come_and_go_are_told_what_each_is_alone(
