@@ -111,8 +111,8 @@ def step_seconds(
 
         def launch() -> None:
             decoder.layers(rows)
-            decoder.score(0, num_rows, writes_logits=False)
-            decoder.propose(rows, history, num_places=1, first_row=0, row_step=1)
+            decoder.score(num_rows, writes_logits=False)
+            decoder.propose(rows, history, last=num_rows)
 
         graphs = Graphs(device)
         return clock.repeated(lambda: graphs.run("step", launch), times)

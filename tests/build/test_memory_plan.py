@@ -270,6 +270,28 @@ def test_kv_caches_share_memory_so_that_they_hold_as_many_tokens(tmp_path: Path)
     ]
 
 
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "engine", "is_noted"),
+    [
+        (15, {"device": "cuda"}, False),
+        (16, {"device": "cuda"}, True),
+        (16, {"device": "cuda", "kernels": "plain"}, False),
+        (16, {"device": "cpu"}, False),
+    ],
+)
+def test_a_plan_says_which_draft_lengths_go_step_by_step(
+    num_draft_tokens: int, engine: dict[str, Any], is_noted: bool, tmp_path: Path
+) -> None:
+    _, plan = pair(tmp_path, runtime="torch", **engine)
+    notes = load_runtime("torch").plan_notes(replace(plan, num_draft_tokens=num_draft_tokens))
+    noted = (
+        "speculation.num_draft_tokens is 16, and a round of the fused kernels drafts up to 15: "
+        "requests that name more, or nothing where speculation.adaptive is false, go step by step, "
+        "which takes longer"
+    )
+    assert list(notes) == [noted] * is_noted
+
+
 def test_a_kv_cache_holds_one_request_at_least(tmp_path: Path) -> None:
     plan = planned_pages(tmp_path, "0.196MB")
     with pytest.raises(EngineBuildError) as refused:

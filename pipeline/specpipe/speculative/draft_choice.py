@@ -61,6 +61,11 @@ class DraftChoice:
         return self._max_num_draft_tokens > 0
 
     @property
+    def max_num_draft_tokens(self) -> int:
+        """The most that a step of this request drafts."""
+        return self._max_num_draft_tokens
+
+    @property
     def names_draft_length(self) -> bool:
         """True for a request that is drafted as it says, neither less by acceptance nor by load."""
         return self._request.num_draft_tokens is not None

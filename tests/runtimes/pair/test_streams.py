@@ -129,6 +129,23 @@ def test_who_asks_for_more_than_tokens_of_the_scores_is_run_as_ever(
     assert not rounds.launched
 
 
+def test_who_names_more_draft_tokens_than_rounds_have_gets_them_step_by_step() -> None:
+    costs = StepCosts(0.1, [0.05 * k for k in range(9)])
+    for asked, options, num_steps in (
+        (request("named", 3, max_tokens=26, num_draft_tokens=12), {"costs": costs}, 2),
+        (request("fixed", 3, max_tokens=26), {}, 2),
+        (request("fewer", 3, max_tokens=26, num_draft_tokens=4), {}, None),
+        (request("adaptive", 3, max_tokens=26), {"costs": costs}, None),
+    ):
+        draft = TableModel(DRAFT_RULES["self"])
+        pair, rounds = make_pair(draft, num_draft_tokens=12, **options)
+        chunks = run(pair, [asked])[asked.request_id]
+        assert ids(chunks) == greedy_reference(asked)
+        assert (not rounds.launched) == (num_steps is not None)
+        statistics = chunks[-1].statistics
+        assert statistics is not None and num_steps in (None, statistics.num_steps)
+
+
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
 @pytest.mark.parametrize(
     "sampling",

@@ -99,6 +99,11 @@ class StreamDrafts:
         """Returns whether the draft length of a request is not ours to choose."""
         return not self._is_adaptive or running.state.drafts.names_draft_length
 
+    def holds(self, running: RunningSequences) -> bool:
+        """Returns whether rounds have as many draft tokens as a request is to have."""
+        most = running.state.drafts.max_num_draft_tokens
+        return not self.is_fixed(running) or most <= self._rounds.most_draft_tokens(1)
+
     def fixed_length(self, stream: Stream, most: int | None) -> int | None:
         """Returns the draft length of a request where that is not ours to choose, else 0.
 
@@ -119,7 +124,7 @@ class StreamDrafts:
             return 0
         if drafts.next_num_draft_tokens(most=most, num_ahead=stream.most_ahead) != length:
             return None
-        return min(length, self._rounds.most_draft_tokens(1))
+        return length
 
     def adapt(
         self,

@@ -68,10 +68,9 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    @staticmethod
-    def can_run(running: RunningSequences) -> bool:
-        """Returns whether a request wants tokens alone, chosen by the model's scores alone, and has
-        now no better draft tokens than the device's.
+    def can_run(self, running: RunningSequences) -> bool:
+        """Returns whether a request wants tokens alone, chosen by the model's scores alone, with no
+        more draft tokens than rounds have, and has now no better ones than the device's.
         """
         state = running.state
         request = state.request
@@ -82,6 +81,7 @@ class Streams:
             or request.return_prompt_log_probs
             or request.guide
             or state.drafts.follows_prediction
+            or not self._drafts.holds(running)
         )
 
     def reads_along(self, running: RunningSequences) -> bool:

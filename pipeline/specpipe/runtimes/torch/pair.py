@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import sysconfig
@@ -22,7 +23,7 @@ from specpipe.runtimes.pair.pair import DetokenizerFactory, LateWork, PairOption
 from specpipe.runtimes.pair.rounds import Rounds
 from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.engine import TorchEngine, TorchEngineSpec, check_memory
-from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS
+from specpipe.runtimes.torch.round_sizes import MAX_DRAFT_TOKENS, beyond_rounds
 from specpipe.speculative.guide import Guides
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ _TOKEN_BYTES = 8  # of an id, at most, where the host hands a text to the GPU
 
 _LEAST_PINNED = 1 << 15  # what a launch of prompts takes, and more
 _BRIEF_S = 0.3  # of timing single steps beside rounds: a guess
+
+_LOGGER = logging.getLogger(__name__)
 
 _MIN_CAPABILITY, _MIN_FP8_CAPABILITY = (8, 0), (8, 9)  # Ampere; Ada
 
@@ -153,22 +156,20 @@ def fused_pair_of(
 
     with preparing():
         recordings = [r for e in (draft, target) for r in e.recordings(options.max_num_tokens)]
-        rounds = None
-        if options.num_draft_tokens <= MAX_DRAFT_TOKENS:
-            rounds = FusedRounds(
-                draft,
-                target,
-                num_draft_tokens=options.num_draft_tokens,
-                vocab_size=min(draft.vocab_size, target.vocab_size),
-                unused=options.unused_token_ids,
-                copies=options.prompt_lookup,
-                mask_token_id=None if options.parallel is None else options.parallel.mask_token_id,
-            )
-            recordings += rounds.recordings()
-        prepare(recordings)
+        if (beyond := beyond_rounds(options.num_draft_tokens)) is not None:
+            _LOGGER.warning("%s", beyond)
+        rounds = FusedRounds(
+            draft,
+            target,
+            num_draft_tokens=min(options.num_draft_tokens, MAX_DRAFT_TOKENS),
+            vocab_size=min(draft.vocab_size, target.vocab_size),
+            unused=options.unused_token_ids,
+            copies=options.prompt_lookup,
+            mask_token_id=None if options.parallel is None else options.parallel.mask_token_id,
+        )
+        prepare([*recordings, *rounds.recordings()])
         reserve_pinned(max(_TOKEN_BYTES * target.capacity, _LEAST_PINNED), target.spec.device)
-        if rounds is not None:
-            rounds.measure()
+        rounds.measure()
         late_work = Lateness()
         return pair_of(
             draft, target, options, detokenizer, rounds=rounds, guides=guides, late_work=late_work

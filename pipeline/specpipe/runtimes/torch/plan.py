@@ -15,6 +15,7 @@ from specpipe.runtimes.torch import memory
 from specpipe.runtimes.torch.build import BuildTorchEngine, compute_dtype
 from specpipe.runtimes.torch.fused_sizes import PAGE, paged_capacity
 from specpipe.runtimes.torch.kernel_choice import kernel_for
+from specpipe.runtimes.torch.round_sizes import beyond_rounds
 from specpipe.stage import PlannedStage
 
 PairPlan = PlanFor[TorchEngineConfig]
@@ -61,7 +62,10 @@ def kv_cache_tokens(pair: PairPlan) -> int | None:
 
 
 def notes(pair: PairPlan) -> Iterator[str]:
-    """Yields what `engine.kv_cache_memory` comes to."""
+    """Yields what `engine.kv_cache_memory` comes to, and which draft lengths rounds lack."""
+    beyond = beyond_rounds(pair.num_draft_tokens)
+    if beyond is not None and pair.engine.kernels != "plain" and _has_gpu(pair):
+        yield beyond
     if (num_tokens := kv_cache_tokens(pair)) is not None:
         num_requests = num_tokens // paged_capacity(pair.max_seq_len, pair.num_draft_tokens)
         yield (
@@ -73,9 +77,13 @@ def notes(pair: PairPlan) -> Iterator[str]:
 def estimate_memory(pair: PairPlan, side: Side) -> MemoryEstimate:
     """Returns what an engine takes on this machine."""
     gpus = () if pair.engine.device == "cpu" else gpus_here()
-    has_gpu = pair.engine.device == "cuda" or bool(gpus)
     sm = gpus[0].sm if gpus else None
-    return _estimate(pair, side, "cuda" if has_gpu else "cpu", sm)
+    return _estimate(pair, side, "cuda" if _has_gpu(pair) else "cpu", sm)
+
+
+def _has_gpu(pair: PairPlan) -> bool:
+    device = pair.engine.device
+    return device == "cuda" or (device == "auto" and bool(gpus_here()))
 
 
 def memory_by_gpu(pair: PairPlan, side: Side, sm: int | None) -> Mapping[int, MemoryEstimate]:

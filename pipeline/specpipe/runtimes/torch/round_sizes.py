@@ -19,6 +19,19 @@ from specpipe.runtimes.torch.fused_sizes import (
 from specpipe.speculative.request import Sampling
 
 MAX_DRAFT_TOKENS = ROWS - 1
+"""Of a member of a round, whose rows of the target are one tile."""
+
+
+def beyond_rounds(num_draft_tokens: int) -> str | None:
+    """Says who has more draft tokens than rounds have, where a step has so many; None: nobody."""
+    if num_draft_tokens <= MAX_DRAFT_TOKENS:
+        return None
+    return (
+        f"speculation.num_draft_tokens is {num_draft_tokens}, and a round of the fused kernels "
+        f"drafts up to {MAX_DRAFT_TOKENS}: requests that name more, or nothing where "
+        "speculation.adaptive is false, go step by step, which takes longer"
+    )
+
 
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12, MAX_DRAFT_TOKENS)
 """Draft tokens of rounds of several members; those of a single one are recorded one by one."""

@@ -93,8 +93,9 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
     members = Members(integers[:1], integers[:1], integers[:1], most=4)
     rows = Rows(integers[:5], integers, texts, 5, 5, is_long=False, texts=integers[:5])
     decoder.layers(rows)
-    decoder.score(0, 5, writes_logits=True)
-    decoder.propose(rows, texts, num_places=1, first_row=1, row_step=2)
+    decoder.score(5, writes_logits=True)
+    decoder.score(3, writes_logits=True, group=5, last=3)
+    decoder.propose(rows, texts)
     decoder.copy(streams, members)
     decoder.accept(rows, streams, members, integers)
     for is_parallel in (False, True):
@@ -103,7 +104,7 @@ def launches_of(model: str, dtype: torch.dtype) -> dict[str, Launch]:
             ROWS=ROWS, IS_PARALLEL=is_parallel, num_warps=1,
         )  # fmt: skip
     names = ["embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score"]
-    names += ["propose", "copy", "accept", "plan_round", "plan_parallel_round"]
+    names += ["score_last", "propose", "copy", "accept", "plan_round", "plan_parallel_round"]
     launches = dict(zip(names, decoder.launches, strict=True))
     decoder.layers(replace(rows, is_long=True))
     launches["attention_by_blocks"] = decoder.launches[len(names) + names.index("attention")]

@@ -52,7 +52,7 @@ def launches_of(model: str, kind: Kind, group: int) -> list[compile_kernels.Laun
     decoder = compile_kernels.recording_decoder(model, change=change)
     integers = torch.empty(128, dtype=torch.int32, device=_META)
     decoder.layers(Rows(integers[:5], integers, integers, num_rows=5, group=5, is_long=False))
-    decoder.score(0, 5, writes_logits=True)
+    decoder.score(5, writes_logits=True)
     return decoder.launches
 
 

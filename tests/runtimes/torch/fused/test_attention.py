@@ -233,7 +233,7 @@ def test_decoder_finds_its_parts_in_chunks_and_in_blocks(monkeypatch: pytest.Mon
                 engine.is_long(302),
             )  # fmt: skip
             engine.decoder.layers(rows)
-            engine.decoder.score(0, 2, writes_logits=True)
+            engine.decoder.score(2, writes_logits=True)
         return engine.decoder.logits[:2].clone(), launched & {*kernels}
 
     wanted, launched = scored(4, group=2, most_warps=0)  # one group is divided into chunks always

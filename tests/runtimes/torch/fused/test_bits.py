@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.bits.asked import Material, ask
+from benchmarks.bits.asked import Asked, Material, ask
 from benchmarks.bits.pairs import MODELS, fused_pair, source_material
 from benchmarks.bits.trial import Outcome, try_pair
 from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.runtimes.pair.pair import PairOptions
+from specpipe.runtimes.pair.room import Room
 from specpipe.runtimes.torch.fused.engine import FusedEngine
+from specpipe.runtimes.torch.fused.rounds import FusedRounds
 from specpipe.runtimes.torch.fused.weights import load_weights
-from specpipe.runtimes.torch.fused_sizes import SHORT_PROMPT
+from specpipe.runtimes.torch.fused_sizes import PAGE, SHORT_PROMPT
 from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.runtimes.torch.pair import fused_pair_of
+from specpipe.speculative.request import Request
 from specpipe.text.tokenizer import Tokenizer
 from tests.runtimes.torch.fused.toy import DEVICE, toy_config, toy_spec, toy_weights
 from tests.speculative.table import WordDetokenizer
@@ -46,6 +50,7 @@ def engine(
     *,
     short_prompt: int,
     noise: float = 0.0,
+    num_pages: int | None = None,
 ) -> FusedEngine:
     weights = toy_weights(config, seed=1)
     head = weights["head.weight"]
@@ -56,6 +61,8 @@ def engine(
         max_seq_len=options.max_seq_len,
         max_draft_len=options.num_draft_tokens,
     )
+    if num_pages is not None:
+        spec = replace(spec, kv_cache_tokens=PAGE * num_pages)
     rounded = {name: tensor.to(dtype) for name, tensor in weights.items()}
     with torch.inference_mode():
         return FusedEngine(
@@ -101,6 +108,8 @@ def tried(
         (4, 2, 6, 7665, PARALLEL),
         pytest.param(24, 4, 20, 23, None, marks=pytest.mark.slow),
         pytest.param(24, 8, 20, 23, PARALLEL, marks=pytest.mark.slow),
+        # Some name more draft tokens than rounds have.
+        pytest.param(12, 17, 20, 23, None, marks=pytest.mark.slow),
     ],
 )
 def test_requests_that_come_and_go_are_told_what_each_is_alone(
@@ -131,6 +140,91 @@ def test_requests_that_come_and_go_are_told_what_each_is_alone(
     counts = outcome.counts()
     assert counts["most at once"] >= 2
     assert counts["draft tokens"] > 0
+
+
+def asked_of_little_memory() -> list[Asked]:
+    """Three requests that need a third page, and have the first alike; one that leaves rounds to
+    them; and one that comes when they are done.
+    """
+    page_and_more = TEXT[:77]  # than what rounds may read again
+    prompts = [(*page_and_more, *TEXT[start:][:42]) for start in (200, 300)]
+    rows: list[tuple[int | None, int, dict[str, Any]]] = [
+        (0, 0, {"num_draft_tokens": 1}),
+        (1, 1, {"num_draft_tokens": 1}),
+        (0, 1, {"num_draft_tokens": 3}),
+        (4, 0, {"num_draft_tokens": 1, "return_log_probs": True, "max_tokens": 4}),
+        (None, 0, {"num_draft_tokens": 3}),
+    ]
+    return [
+        Asked(
+            Request(
+                **{
+                    "request_id": str(number),
+                    "prompt_token_ids": prompts[prompt],
+                    "max_tokens": 12,
+                    **settings,
+                }
+            ),
+            "of little memory",
+            steps_after,
+            cancelled_after=6 if number == 2 else None,
+        )
+        for number, (steps_after, prompt, settings) in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target_pages", "reuses"),
+    [
+        (5, True),
+        pytest.param(6, True, marks=pytest.mark.slow),  # then a draft loses its room in rounds
+        pytest.param(5, False, marks=pytest.mark.slow),
+    ],
+)
+def test_who_gives_way_is_told_what_it_is_alone(
+    target_pages: int, reuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is the target: the first of its draft tokens always stands, unless it takes what it
+    cached of masks for tokens.
+    """
+    lost: list[int] = []
+    lose_draft = FusedRounds.lose_draft
+
+    def counted(rounds: FusedRounds, target_sequence: int) -> None:
+        lost.append(target_sequence)
+        lose_draft(rounds, target_sequence)
+
+    monkeypatch.setattr(FusedRounds, "lose_draft", counted)
+    monkeypatch.setattr(Room, "AHEAD", 0)
+    mask = PARALLEL.mask_token_id
+    options = PairOptions(
+        num_draft_tokens=3,
+        adaptive=False,
+        max_batch_size=3,
+        max_seq_len=132,
+        max_num_tokens=256,
+        prefix_reuse=reuses,
+        unused_token_ids=((mask, mask + 1),),
+        parallel=PARALLEL,
+    )
+    config = toy_config(num_layers=1, num_heads=1, num_kv_heads=1)
+    draft, target = (
+        engine(config, options, torch.float32, short_prompt=20, num_pages=num_pages)
+        for num_pages in (6, target_pages)
+    )
+    pair = fused_pair_of(draft, target, options, lambda prompt, **_: WordDetokenizer())
+    outcome = try_pair(pair, asked_of_little_memory(), vocab_size=64)
+    assert outcome.is_right, outcome.report()
+    if target_pages == 6:
+        assert lost
+    else:
+        assert outcome.counts()["gave way"] > 0
+        assert pair.occupancy().preempted.num_tokens > 0
+    assert (outcome.counts()["found cached"] > 0) == reuses
+    for told in outcome.crowd.told.values():
+        assert told.last is not None and told.last.statistics is not None
+        assert told.last.statistics.acceptance_histogram is not None
+        assert told.last.statistics.acceptance_histogram[0] == 0
 
 
 @pytest.mark.gpu

@@ -15,9 +15,9 @@ from specpipe.runtimes.torch.fused_sizes import CHUNK, PAGE
 
 KERNELS = [
     "embed", "rotary_linear", "attention", "dense", "gated_linear", "mlp_out", "score",
-    "propose", "copy", "accept", "plan_round", "plan_parallel_round", "attention_by_blocks",
-    "attention_of_many", "prompt_norm_rows", "prompt_qkv", "prompt_turn_heads", "prompt_attention",
-    "prompt_dense", "prompt_gated", "prompt_mlp_out",
+    "score_last", "propose", "copy", "accept", "plan_round", "plan_parallel_round",
+    "attention_by_blocks", "attention_of_many", "prompt_norm_rows", "prompt_qkv",
+    "prompt_turn_heads", "prompt_attention", "prompt_dense", "prompt_gated", "prompt_mlp_out",
 ]  # fmt: skip
 """Both projections back to the hidden states are add_linear, with tiles of their own."""
 
@@ -37,6 +37,7 @@ STREAMED = {
     "gated_linear": {"weight_ptr", "scaled_ptr"},
     "mlp_out": {"weight_ptr", "x_ptr"},
     "score": {"weight_ptr", "scaled_ptr"},
+    "score_last": {"weight_ptr", "scaled_ptr"},
     "attention_by_blocks": {"keys_ptr", "values_ptr"},
     "prompt_qkv": {"weight_ptr", "x_ptr"},
     "prompt_attention": {"keys_ptr", "values_ptr"},
@@ -98,7 +99,10 @@ def check(found: dict[str, dict[str, Any]], capability: int) -> None:
 
 
 def test_memory_is_read_wide_and_nothing_too_early(tmp_path: Path) -> None:
-    kernels = ("rotary_linear", "attention", "dense", "attention_by_blocks", "attention_of_many")
+    kernels = (
+        "rotary_linear", "attention", "dense", "score_last", "attention_by_blocks",
+        "attention_of_many",
+    )  # fmt: skip
     found = facts(tmp_path, "7b", 90, *kernels)
     assert list(found) == list(kernels)
     check(found, 90)

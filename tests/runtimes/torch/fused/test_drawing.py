@@ -20,7 +20,7 @@ from specpipe.runtimes.pair.torch_sampler import TorchSampler
 from specpipe.runtimes.torch.fused.decoder import Decoder
 from specpipe.runtimes.torch.fused.drawing import Drawing, Settings
 from specpipe.runtimes.torch.fused.streams import Members, Streams
-from specpipe.runtimes.torch.fused_sizes import RESULT, width_of
+from specpipe.runtimes.torch.fused_sizes import RESULT
 from specpipe.runtimes.torch.round_sizes import Form, form_of
 from specpipe.speculative.request import GREEDY, Sampling
 from tests.runtimes.torch.fused.toy import DEVICE, toy_config, toy_engines
@@ -114,9 +114,7 @@ def make_round(
     for step in range(min(most, 1) if is_parallel else most):
         steps = range(most) if is_parallel else [step]
         drafted = [[_row(p.draft, i) if p and not p.copied else None for i in steps] for p in parts]
-        # The draft reads tokens before those that it draws of.
-        before: list[Tensor | None] = [None] * len(steps) if step == 0 else []
-        rows = [row for of_place in drafted for row in (*before, *of_place)]
+        rows = [row for of_place in drafted for row in of_place]
         score(by_draft, vocab_size, rows, drafts.first_out(members, step))
         drafts.draw_draft(members, form, step)
     rows = [_row(p.target, i) if p else None for p in parts for i in range(most + 1)]
@@ -153,7 +151,7 @@ def score(
     nobodys = torch.full((vocab_size,), torch.nan, device=DEVICE)
     logits = torch.stack([nobodys if row is None else row for row in rows])
     by_model.logits[first_out : first_out + len(logits)] = logits
-    best, best_ids = by_model.bests(width_of(len(logits)))
+    best, best_ids = by_model.bests(len(logits))
     best.fill_(-torch.inf)
     usable = logits.clone()
     for start, stop in UNUSED:

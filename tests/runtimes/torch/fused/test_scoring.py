@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specpipe.runtimes.torch.fused import scoring
+from specpipe.runtimes.torch.fused.decoder import Rows
 from specpipe.runtimes.torch.fused_sizes import RESULT, ROWS
 from tests.runtimes.torch.fused.kernel_inputs import (
     DEVICE,
@@ -23,6 +24,9 @@ from tests.runtimes.torch.fused.kernel_inputs import (
     random,
     squares_of,
 )
+from tests.runtimes.torch.fused.toy import toy_config, toy_engines
+
+ONE_HEAD = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
 
 pytestmark = [
     pytest.mark.parametrize("dtype", DTYPES, ids=str),
@@ -33,7 +37,7 @@ pytestmark = [
 
 def test_score(dtype: torch.dtype) -> None:
     channels, vocab_size, rows, block_n = 64, 100, 3, 64
-    hidden, gain = random(rows + 1, channels, dtype=dtype), random(channels, dtype=dtype, seed=1)
+    hidden, gain = random(rows, channels, dtype=dtype), random(channels, dtype=dtype, seed=1)
     weight = random(vocab_size, channels, dtype=dtype, seed=2)
     weight[60] = weight[30]  # equal logits, in different blocks: the lower id is the best
     is_unused = torch.zeros(vocab_size, dtype=torch.uint8, device=DEVICE)
@@ -46,13 +50,14 @@ def test_score(dtype: torch.dtype) -> None:
     launch(
         scoring.score, (2,),
         (hidden.float() * gain.float()).to(dtype), squares, UNUSED, weight, UNUSED,
-        is_unused, logits, best, best_ids, 1, 2, rows, 4, 90, EPSILON,
+        is_unused, logits, best, best_ids, 2, rows, 1, 1, 4, 90, EPSILON,
         V=vocab_size, C=channels, BLOCK_N=block_n, BLOCK_C=32, PARTS=4, ROWS=ROWS, WIDTH=ROWS,
-        PREFETCH=32, HAS_UNUSED=True, WRITES_LOGITS=True, GROUP=0, KIND=PLAIN,
+        OUT_WIDTH=ROWS, PICKS=False, PREFETCH=32, HAS_UNUSED=True, WRITES_LOGITS=True, GROUP=0,
+        KIND=PLAIN,
     )  # fmt: skip
     assert logits[:2].isnan().all()  # from the third row on
     logits = logits[2:]
-    wanted = normed(hidden[1:], gain) @ weight.double().t()
+    wanted = normed(hidden, gain) @ weight.double().t()
     assert error(logits, wanted) < TOLERANCE[dtype]
     assert not best.isnan().any()
     usable = logits.clone()
@@ -64,6 +69,32 @@ def test_score(dtype: torch.dtype) -> None:
         is_top = usable[:, columns] == top[:, None]
         first = is_top.int().argmax(-1) + columns.start
         assert best_ids[block, :rows].tolist() == first.tolist()
+
+
+@pytest.mark.parametrize(("num_groups", "group", "last"), [(2, 5, 3), (18, 2, 1), (3, 12, 6)])
+def test_the_last_rows_of_groups_are_scored_as_all_rows_are(
+    dtype: torch.dtype, num_groups: int, group: int, last: int
+) -> None:
+    """In one tile or two, of as many or fewer rows than those of the layers."""
+    num_rows = num_groups * group
+    decoder = toy_engines(toy_config(**ONE_HEAD), limits={"max_batch_size": 40})[0].decoder
+    every_row = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    rows = Rows(every_row % group, every_row // group, every_row, num_rows, group, is_long=False)
+    with torch.inference_mode():
+        decoder.layers(rows)
+        decoder.score(num_rows, writes_logits=True, width=rows.width)
+        is_last = every_row % group >= group - last
+        wanted = decoder.logits[:num_rows][is_last].clone()
+        decoder.logits.fill_(torch.nan)
+        num_scored = num_groups * last
+        decoder.score(
+            num_scored, writes_logits=True, width=rows.width, group=group, last=last, first_out=1
+        )
+    assert torch.equal(decoder.logits[1 : 1 + num_scored], wanted)
+    assert decoder.logits[[0, 1 + num_scored]].isnan().all()
+    best, best_ids = (x[:, :num_scored] for x in decoder.bests(num_scored))
+    assert torch.equal(best.max(0).values, wanted.max(-1).values)
+    assert torch.equal(best_ids.gather(0, best.argmax(0)[None])[0], wanted.argmax(-1).int())
 
 
 def scored(*rows: list[tuple[float, int]], width: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -79,13 +110,11 @@ def scored(*rows: list[tuple[float, int]], width: int = ROWS) -> tuple[Tensor, T
 def test_propose_takes_the_lowest_of_equal_ids(dtype: torch.dtype) -> None:
     """Of every second row that is somebody's, behind its position in its text."""
     nothing = [(NAN, 1), (0.0, 2)]
-    best, ids = scored(
-        nothing, [(1.5, 4), (1.5, 90)], nothing, nothing, nothing, [(1.0, 5), (1.5, 80)], width=32
-    )
+    best, ids = scored([(1.5, 4), (1.5, 90)], nothing, [(1.0, 5), (1.5, 80)], width=32)
     history = torch.arange(100, 130, dtype=torch.int32, device=DEVICE).view(3, 10)
     launch(
         scoring.propose, (3, 1),
-        best, ids, integers(5, 6, -1, -1, 0, 1), integers(1, 1, 0, 0, 2, 2), history, 1, 2, 2, 10,
+        best, ids, integers(5, 6, -1, -1, 0, 1), integers(1, 1, 0, 0, 2, 2), history, 2, 2, 10,
         WIDTH=32, BLOCKS=4,
     )  # fmt: skip
     wanted = torch.arange(100, 130).view(3, 10)

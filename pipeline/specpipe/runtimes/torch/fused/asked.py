@@ -36,8 +36,7 @@ _LAST_KEY: tl.constexpr = tl.constexpr((1 << 35) - 1)
 NO_KEY: tl.constexpr = tl.constexpr(1 << 60)
 
 UNSPECIALIZED = (
-    "first", "stride", "scored", "group", "step", "num_places", "level", "width", "num_bests",
-    "num_rows", "size",
+    "first", "group", "step", "num_places", "level", "width", "num_bests", "num_rows", "size",
 )  # fmt: skip
 """What the machine code must not depend on."""
 
@@ -81,12 +80,6 @@ def at(streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS: t
         index = tl.where(is_more, index - is_copied, index)
         stream = tl.where(is_more, -2 - stream, stream)
     return tl.maximum(stream, 0), index, is_there
-
-
-@triton.jit
-def row_of(number, stride, group):
-    """How far behind the first row of a launch one is: places are stride apart, with group each."""
-    return stride * (number // group) + number % group
 
 
 @triton.jit

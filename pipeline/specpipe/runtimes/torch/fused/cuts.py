@@ -26,7 +26,6 @@ from specpipe.runtimes.torch.fused.asked import (
     at,
     gaps_of,
     is_finite,
-    row_of,
 )
 from specpipe.runtimes.torch.fused.programs import begin
 
@@ -102,7 +101,7 @@ def _mass_of_top_k(states_ptr, counts_ptr, masses_ptr, top_k, place):
 def narrow(
     logits_ptr, is_unused_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, settings_ptr, peaks_ptr,
     states_ptr, counts_ptr, masses_ptr,
-    first, stride, group, step, level, num_rows, size, num_columns, logits_stride,
+    first, group, step, level, num_rows, size, num_columns, logits_stride,
     DRAFTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Counts and weighs the tokens of each bin of a level: program (part, number of a row).
@@ -120,7 +119,7 @@ def narrow(
         streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS
     )
     kind, temperature, top_k, top_p, log_min_p, seed = asked(settings_ptr, stream)
-    row = first + row_of(number, stride, group)
+    row = first + number
     has_top_k = top_k < NO_LIMIT
     has_top_p = top_p < 1.0
     if level < LEVELS:

@@ -273,61 +273,58 @@ class Decoder:
 
     def score(
         self,
-        first_row: int,
         num_rows: int,
         *,
         writes_logits: bool,
         width: int = ROWS,
+        group: int = 1,
+        last: int = 1,
         first_out: int = 0,
     ) -> None:
-        """Scores the vocabulary for some rows of the last launch: bests, and logits.
+        """Scores the vocabulary for so many rows of the last launch: bests, and logits.
 
-        width      of that launch
-        first_out  the row of logits that the first of them gets
+        width        of that launch
+        group, last  of each such group of its rows, the last ones are scored: at 1 all are
+        first_out    the row of logits that the first of them gets
         """
-        tiles, head = self._head_tiles[width], self.weights.head
+        out_width = width_of(num_rows)
+        tiles, head = self._head_tiles[out_width], self.weights.head
         num_parts = self._num_parts(self._tiles[width][-1].mlp_out)
-        x = self._normed(head, num_rows, num_parts, width, first_row=first_row)
+        x = self._normed(head, num_rows // last * group, num_parts, width)
         self.launch(
-            scoring.score, (self._num_blocks(width), 1, width // tiles.rows),
+            scoring.score, (self._num_blocks(out_width), 1, out_width // tiles.rows),
             x, self._squares, self._row_scales, head.weight, _scale_of(head),
-            self.is_unused, self.logits, self._best, self._best_ids, first_row, first_out, num_rows,
-            num_parts, self._num_usable, self.config.norm_epsilon,
+            self.is_unused, self.logits, self._best, self._best_ids, first_out, num_rows, group,
+            last, num_parts, self._num_usable, self.config.norm_epsilon,
             V=self.config.vocab_size, C=head.num_channels, BLOCK_N=tiles.block_n,
             BLOCK_C=tiles.block_c, PARTS=self._parts_block, ROWS=tiles.rows, WIDTH=width,
-            PREFETCH=tiles.prefetch, HAS_UNUSED=self._has_unused, WRITES_LOGITS=writes_logits,
-            GROUP=head.group, KIND=KINDS[head.kind], tiles=tiles,
+            OUT_WIDTH=out_width, PICKS=last < group, PREFETCH=tiles.prefetch,
+            HAS_UNUSED=self._has_unused, WRITES_LOGITS=writes_logits, GROUP=head.group,
+            KIND=KINDS[head.kind], tiles=tiles,
         )  # fmt: skip
 
-    def bests(self, width: int) -> tuple[Tensor, Tensor]:
-        """Returns what `score` finds of a launch of some width: best and best_ids, [blocks, width].
+    def bests(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Returns what `score` finds of so many rows: best and best_ids, [blocks, their width].
 
         They are the highest logit of each block of the vocabulary, and its id.
         """
+        width = width_of(num_rows)
         size = self._num_blocks(width) * width
         best, best_ids = (x[:size].view(-1, width) for x in (self._best, self._best_ids))
         return best, best_ids
 
-    def propose(
-        self,
-        rows: Rows,
-        history: Tensor,
-        *,
-        num_places: int,
-        first_row: int,
-        row_step: int,
-        num_rows: int = 1,
-    ) -> None:
+    def propose(self, rows: Rows, history: Tensor, *, last: int = 1) -> None:
         """Writes the best tokens of rows behind them, into their texts: scoring.propose.
 
-        They are num_rows of each place, of those scored; places are row_step apart.
+        last  of each group of them; those were scored
         """
-        best, best_ids = self.bests(rows.width)
+        num_places = rows.num_rows // rows.group
+        best, best_ids = self.bests(num_places * last)
         self.launch(
-            scoring.propose, (num_places, num_rows),
-            best, best_ids, rows.positions, rows.texts, history, first_row, row_step, len(best),
+            scoring.propose, (num_places, last),
+            best, best_ids, rows.positions, rows.texts, history, rows.group, len(best),
             history.stride(0),
-            WIDTH=rows.width, BLOCKS=_BESTS,
+            WIDTH=best.shape[1], BLOCKS=_BESTS,
         )  # fmt: skip
 
     def copy(self, streams: Streams, members: Members) -> None:
@@ -342,7 +339,7 @@ class Decoder:
 
     def accept(self, rows: Rows, streams: Streams, members: Members, result: Tensor) -> None:
         """Judges draft tokens by the rows scored: scoring.accept."""
-        best, best_ids = self.bests(rows.width)
+        best, best_ids = self.bests(rows.num_rows)
         history = streams.history
         of_place = ROWS if members.is_packed else power_of_2_above(members.most + 1)
         self.launch(
@@ -515,12 +512,10 @@ class Decoder:
             NEXT=KINDS[out.kind], WAYS=tiles.ways, HELD=tiles.held, tiles=tiles,
         )  # fmt: skip
 
-    def _normed(
-        self, linear: Linear, num_rows: int, num_parts: int, width: int, first_row: int = 0
-    ) -> Tensor:
+    def _normed(self, linear: Linear, num_rows: int, num_parts: int, width: int) -> Tensor:
         """Returns the hidden states as a linear behind a norm takes them."""
         if linear.rounds:
-            return self._round(self._scaled, linear, num_rows, width, num_parts, first_row)
+            return self._round(self._scaled, linear, num_rows, width, num_parts)
         if width > ROWS:
             self.launch(
                 kernels.measure_rows, (1, 1, width // ROWS),
@@ -531,9 +526,8 @@ class Decoder:
         return self._scaled
 
     def _round(
-        self, x: Tensor, linear: Linear, num_rows: int, width: int, num_parts: int = 0,
-        first_row: int = 0,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, linear: Linear, num_rows: int, width: int, num_parts: int = 0
+    ) -> Tensor:
         """Rounds rows for a linear in FP8.
 
         num_parts  sums of their squares, if their RMSNorm is still to be done; else 0
@@ -543,8 +537,8 @@ class Decoder:
         block = power_of_2_above(num_channels)
         self.launch(
             kernels.round_input, (num_rows,),
-            x, self._squares, rounded, self._row_scales, first_row, num_parts,
-            self.config.norm_epsilon, linear.input_scale,
+            x, self._squares, rounded, self._row_scales, num_parts, self.config.norm_epsilon,
+            linear.input_scale,
             C=num_channels, BLOCK_C=block, PARTS=self._parts_block, WIDTH=width,
             HAS_NORM=num_parts > 0, KIND=KINDS[linear.kind],
             num_warps=min(16, max(4, block // 512)),

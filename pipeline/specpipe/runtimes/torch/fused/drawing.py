@@ -14,7 +14,7 @@ from specpipe.runtimes.torch.fused import asked, cuts, rejection, sampling
 from specpipe.runtimes.torch.fused.decoder import Decoder
 from specpipe.runtimes.torch.fused.host import pinned
 from specpipe.runtimes.torch.fused.streams import Members, Streams
-from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above, width_of
+from specpipe.runtimes.torch.fused_sizes import ROWS, power_of_2_above
 from specpipe.runtimes.torch.round_sizes import Form
 from specpipe.speculative.request import Sampling
 
@@ -93,30 +93,23 @@ class Drawing:
     def first_out(self, members: Members, step: int) -> int:
         """Returns where the logits of a draft step begin, which the accept test looks at again."""
         assert not (members.is_parallel and step), "all draft tokens are of one step"
-        return (step + 1) * members.num_places if step else 0
+        return step * members.num_places
 
     def draw_draft(self, members: Members, form: Form, step: int) -> None:
         """Draws draft tokens of rows scored last, and writes them behind the texts.
 
-        They are the draft's, a row of each place, but in the first step two, of which the second
-        counts; of a parallel draft 2 most, of which the last most do. Their logits are kept:
-        first_out.
+        They are the draft's, a row of each place; of a parallel draft one for each draft token.
+        Their logits are kept: first_out.
         """
-        places, streams = members.num_places, self._streams
+        streams = self._streams
         group = members.most if members.is_parallel else 1
-        stride = 1 if step else 2 * group
-        scored = stride - group
-        first = self.first_out(members, step) + scored
-        num_rows = places * group
-        self._draw(
-            members, form, num_rows, first=first, stride=stride, scored=scored, step=step,
-            width=width_of(stride * places), group=group, drafts=True,
-        )  # fmt: skip
+        first = self.first_out(members, step)
+        num_rows = members.num_places * group
+        self._draw(members, form, num_rows, first=first, step=step, group=group, drafts=True)
         self._decoder.launch(
             sampling.propose_drawn, (num_rows,),
             self._drawn, self._drawn_ids, self._peaks, *_arrays(members), streams.last,
-            streams.history, first, stride, group, step, self._num_blocks,
-            streams.history.stride(0),
+            streams.history, first, group, step, self._num_blocks, streams.history.stride(0),
             BLOCKS=self._blocks, num_warps=1,
         )  # fmt: skip
 
@@ -124,30 +117,25 @@ class Drawing:
         """Draws tokens of rows scored last, which are the target's, all that a round has."""
         group = members.most + 1
         num_rows = members.num_places * group
-        self._draw(
-            members, form, num_rows, first=0, stride=group, scored=0, step=0,
-            width=width_of(num_rows), group=group, drafts=False,
-        )  # fmt: skip
+        self._draw(members, form, num_rows, first=0, step=0, group=group, drafts=False)
 
     def _draw(
-        self, members: Members, form: Form, num_rows: int, *, first: int, stride: int, scored: int,
-        step: int, width: int, group: int, drafts: bool,
+        self, members: Members, form: Form, num_rows: int, *, first: int, step: int, group: int,
+        drafts: bool,
     ) -> None:  # fmt: skip
-        """Finds the best under noise of each block of some rows.
+        """Finds the best under noise of each block of the rows scored last.
 
-        first, scored  where the first of them stands among logits, and in what was scored last
-        stride         from those of a place to those of the next
-        group          rows of a place, from draft position step on
-        width          of the launch that scored them
+        first  where the first of them stands among logits
+        group  rows of a place, from draft position step on
         """
         decoder, settings, arrays = self._decoder, self._settings.table, _arrays(members)
-        assert first + stride * (members.num_places - 1) + group <= self._num_rows
-        best, best_ids = decoder.bests(width)
+        assert first + num_rows <= self._num_rows
+        best, best_ids = decoder.bests(num_rows)
         decoder.launch(
             sampling.peak, (num_rows,),
             best, best_ids, *arrays, self._streams.last, settings, self._peaks, self._noises,
-            self._counts, self._masses, self._drawn, self._drawn_ids, first, stride, scored, group,
-            step, width, len(best), self._num_rows, self._num_blocks,
+            self._counts, self._masses, self._drawn, self._drawn_ids, first, group, step,
+            best.shape[1], len(best), self._num_rows, self._num_blocks,
             DRAFTS=drafts, BESTS=power_of_2_above(len(best)), BLOCKS=self._blocks,
         )  # fmt: skip
         logits_stride = decoder.logits.stride(0)
@@ -159,16 +147,16 @@ class Drawing:
             decoder.launch(
                 cuts.narrow, (num_parts, num_rows),
                 decoder.logits, self._is_unused, *arrays, settings, self._peaks, self._states,
-                self._counts, self._masses, first, stride, group, step, level, self._num_rows,
-                size, self._num_columns, logits_stride,
+                self._counts, self._masses, first, group, step, level, self._num_rows, size,
+                self._num_columns, logits_stride,
                 DRAFTS=drafts, CHUNK=self._chunk, TILE=self._tile, num_warps=4,
             )  # fmt: skip
         decoder.launch(
             sampling.draw, (self._num_blocks, num_rows),
             decoder.logits, self._is_unused, *arrays, self._streams.last, settings, self._peaks,
             self._noises, self._states, self._counts, self._masses, self._limits, self._last_ids,
-            self._drawn, self._drawn_ids, self._kept_masses, first, stride, group, step,
-            self._num_rows, self._num_columns, self._num_blocks, logits_stride,
+            self._drawn, self._drawn_ids, self._kept_masses, first, group, step, self._num_rows,
+            self._num_columns, self._num_blocks, logits_stride,
             DRAFTS=drafts, BLOCK=self._block, num_warps=self._num_warps,
         )  # fmt: skip
 

@@ -370,7 +370,7 @@ class FusedEngine:
     def _run_rows(self, num_rows: int, is_long: bool) -> None:
         positions, slots, tokens = self._inputs[: 3 * num_rows].view(3, num_rows)
         self.decoder.layers(Rows(positions, slots, tokens, num_rows, 1, is_long))
-        self.decoder.score(0, num_rows, writes_logits=True, width=width_of(num_rows))
+        self.decoder.score(num_rows, writes_logits=True, width=width_of(num_rows))
 
     def _is_long_of(self, num_rows: int, num_positions: int) -> bool:
         return self.is_long(num_positions) and not self.decoder.lists_blocks(num_rows, 1)

@@ -119,18 +119,18 @@ def embed(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def round_input(
-    x_ptr, squares_ptr, out_ptr, row_scales_ptr, first_row, num_parts, epsilon, input_scale,
+    x_ptr, squares_ptr, out_ptr, row_scales_ptr, num_parts, epsilon, input_scale,
     C: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     HAS_NORM: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):
     """out [R, C] = x [R, C], with its RMSNorm if HAS_NORM, rounded to e4m3 for a linear of KIND.
 
-    There is a program for each row from first_row on. BLOCK_C is C or more.
+    There is a program for each row. BLOCK_C is C or more.
 
     row_scales  float32 [R]: what a product of kind fp8_per_token is multiplied by, row by row
     """
     begin_between(PDL)
-    row = first_row + tl.program_id(0)
+    row = tl.program_id(0)
     c = tl.arange(0, BLOCK_C)
     x = tl.load(x_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
     length = 1.0

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-UNSPECIALIZED = ("num_rows", "group", "first_row", "first_out", "most")
+UNSPECIALIZED = ("num_rows", "group", "last", "first_row", "first_out", "most")
 """What the machine code must not depend on."""
 
 

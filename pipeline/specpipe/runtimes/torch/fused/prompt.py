@@ -330,7 +330,7 @@ class Prompts:
         block = power_of_2_above(num_channels)
         self._decoder.launch(
             kernels.round_input, (width,),
-            x, self._row_scales, rounded, self._row_scales, 0, 0, 0.0, 1.0,
+            x, self._row_scales, rounded, self._row_scales, 0, 0.0, 1.0,
             C=num_channels, BLOCK_C=block, PARTS=1, WIDTH=width, HAS_NORM=False,
             KIND=KINDS[linear.kind], num_warps=min(16, max(4, block // 512)),
         )  # fmt: skip

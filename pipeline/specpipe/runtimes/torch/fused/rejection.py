@@ -38,15 +38,8 @@ _RECOVERED: tl.constexpr = tl.constexpr(int(Purpose.RECOVERED))
 
 @triton.jit
 def _draft_row(place, index, num_places, group, IS_PARALLEL: tl.constexpr):
-    """Where the draft's row of a draft token is: the first step has two rows of each place.
-
-    A parallel draft has one step, with two rows of each place for each draft token.
-    """
-    if IS_PARALLEL:
-        row = (2 * place + 1) * (group - 1) + index
-    else:
-        row = tl.where(index == 0, 2 * place + 1, (index + 1) * num_places + place)
-    return row
+    """Where the draft's row of a draft token is: step by step, or of a parallel draft by place."""
+    return place * (group - 1) + index if IS_PARALLEL else index * num_places + place
 
 
 @triton.jit

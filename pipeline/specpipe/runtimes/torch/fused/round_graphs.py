@@ -175,7 +175,7 @@ class RoundGraphs:
         rows = self._rows(self._target_rows, 0, key.num_rows, key.most + 1, key.is_long)
         target.layers(rows)
         is_drawn = key.form is not Form.GREEDY
-        target.score(0, rows.num_rows, writes_logits=is_drawn, width=rows.width)
+        target.score(rows.num_rows, writes_logits=is_drawn, width=rows.width)
         if is_drawn:
             self._target_drawing.draw(members, key.form)
             self._target_drawing.accept(self._draft_drawing, members, self.result)
@@ -207,21 +207,21 @@ class RoundGraphs:
 
     def _draft_tokens(self, key: RoundKey, members: Members) -> None:
         draft, places, drawing = self._draft.decoder, key.places, self._draft_drawing
-        num_drawn = key.most if members.is_parallel else 1
+        is_drawn = key.form is not Form.GREEDY
+        last = key.most if members.is_parallel else 1
+        first = 0
         for step, each in enumerate(self._sizes.draft_groups(key.most)):
-            first = drawing.first_out(members, step)
             rows = self._rows(self._draft_rows, first, each * places, each, key.is_long)
+            first += rows.num_rows
             draft.layers(rows)
-            if key.form is Form.GREEDY:
-                draft.score(0, rows.num_rows, writes_logits=False, width=rows.width)
-                draft.propose(
-                    rows, self.streams.history, num_places=places, first_row=each - num_drawn,
-                    row_step=each, num_rows=num_drawn,
-                )  # fmt: skip
-            else:
-                # Logits lie as these rows do, so that all are there for the accept test.
-                draft.score(0, rows.num_rows, writes_logits=True, width=rows.width, first_out=first)
+            draft.score(
+                places * last, writes_logits=is_drawn, width=rows.width, group=each, last=last,
+                first_out=drawing.first_out(members, step),
+            )  # fmt: skip
+            if is_drawn:
                 drawing.draw_draft(members, key.form, step)
+            else:
+                draft.propose(rows, self.streams.history, last=last)
 
     def _rows(
         self, buffers: _RowBuffers, first: int, num_rows: int, group: int, is_long: bool

@@ -20,7 +20,7 @@ gap     of a token: the row's best score less its own
 key     the gap as an integer, in units of 2^-30; gaps of 32 and more have one key
 mass    exp(-gap); 0 of what is cut away
 
-Rows are numbered as those of the decoder's logits. A launch takes some of them: asked.at, row_of.
+Rows are numbered as those of the decoder's logits. A launch takes some of them: asked.at.
 """
 
 # fmt: off
@@ -42,7 +42,6 @@ from specpipe.runtimes.torch.fused.asked import (
     at,
     gaps_of,
     is_finite,
-    row_of,
 )
 from specpipe.runtimes.torch.fused.cuts import (
     ALL_LEVELS,
@@ -103,12 +102,12 @@ def _purpose(kind, DRAFTS: tl.constexpr):
 def peak(
     best_ptr, best_ids_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr, settings_ptr,
     peaks_ptr, noises_ptr, counts_ptr, masses_ptr, drawn_ptr, drawn_ids_ptr,
-    first, stride, scored, group, step, width, num_bests, num_rows, num_blocks,
+    first, group, step, width, num_bests, num_rows, num_blocks,
     DRAFTS: tl.constexpr, BESTS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):
     """The best logit of each row: program (number of a row).
 
-    best    of the rows scored last, each width of them: number's is row_of behind scored
+    best    of the rows scored last, each width of them
     peaks   float64 [R]: the best logit; not finite: there is no usable one
     noises  float64 [R]: that of its token
     counts  and masses: of the bins of a row that is cut; empty
@@ -121,10 +120,9 @@ def peak(
     )
     if is_there:
         kind, temperature, top_k, top_p, log_min_p, seed = asked(settings_ptr, stream)
-        of_launch = row_of(number, stride, group)
-        row = first + of_launch
+        row = first + number
         block = tl.arange(0, BESTS)
-        place = block * width + scored + of_launch
+        place = block * width + number
         best = tl.load(best_ptr + place, mask=block < num_bests, other=-float("inf"))
         has_nan = tl.max((best != best).to(tl.int32), axis=0) > 0
         best = tl.where(best == best, best, -float("inf"))
@@ -154,7 +152,7 @@ def draw(
     logits_ptr, is_unused_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr, settings_ptr,
     peaks_ptr, noises_ptr, states_ptr, counts_ptr, masses_ptr, limits_ptr, last_ids_ptr, drawn_ptr,
     drawn_ids_ptr, kept_masses_ptr,
-    first, stride, group, step, num_rows, num_columns, num_blocks, logits_stride,
+    first, group, step, num_rows, num_columns, num_blocks, logits_stride,
     DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """The best score under noise of each block of a row: program (block, number of a row).
@@ -173,7 +171,7 @@ def draw(
         streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, DRAFTS
     )
     kind, temperature, top_k, top_p, log_min_p, seed = asked(settings_ptr, stream)
-    row = first + row_of(number, stride, group)
+    row = first + number
     peak = tl.load(peaks_ptr + row)
     if is_there & (kind != GREEDY) & is_finite(peak):
         logits_ptr += row.to(tl.int64) * logits_stride
@@ -241,7 +239,7 @@ def draw(
 def propose_drawn(
     drawn_ptr, drawn_ids_ptr, peaks_ptr, streams_ptr, num_draft_ptr, is_copied_ptr, last_ptr,
     history_ptr,
-    first, stride, group, step, num_blocks, history_stride,
+    first, group, step, num_blocks, history_stride,
     BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Writes what the draft has drawn in a step behind its texts: program (number of a row)."""
@@ -251,7 +249,7 @@ def propose_drawn(
         streams_ptr, num_draft_ptr, is_copied_ptr, number, group, step, True
     )
     if is_there:
-        row = first + row_of(number, stride, group)
+        row = first + number
         _, best_id = best_drawn(
             drawn_ptr + row * num_blocks, drawn_ids_ptr + row * num_blocks, num_blocks, BLOCKS
         )

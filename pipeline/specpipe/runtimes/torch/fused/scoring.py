@@ -27,37 +27,42 @@ _RESULT = tl.constexpr(RESULT)
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def score(
     scaled_ptr, squares_ptr, row_scales_ptr, weight_ptr, scale_ptr, is_unused_ptr, logits_ptr,
-    best_ptr, best_ids_ptr, first_row, first_out, num_rows, num_parts, num_columns, epsilon,
+    best_ptr, best_ids_ptr, first_out, num_rows, group, last, num_parts, num_columns, epsilon,
     V: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PREFETCH: tl.constexpr,
-    HAS_UNUSED: tl.constexpr, WRITES_LOGITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    PICKS: tl.constexpr, PREFETCH: tl.constexpr, HAS_UNUSED: tl.constexpr,
+    WRITES_LOGITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):
     """Logits float32 [R, V] of the normalized x, and the best of each block of columns.
 
+    Of a launch of WIDTH rows num_rows are scored: all, or if PICKS the last ones of each group, one
+    behind the other.
+
     first_out       the row of logits that the first of them gets
-    best, best_ids  [blocks, WIDTH]: the highest logit of the first num_columns that are used, NaN
-                    where one of them is, and its lowest id
+    best, best_ids  [blocks, OUT_WIDTH]: the highest logit of the first num_columns that are used,
+                    NaN where one of them is, and its lowest id
     """
     block = tl.program_id(0)
     # The last block overlaps the one before it rather than end early: both find the same logits.
     first_column = tl.minimum(block * BLOCK_N, V - BLOCK_N)
     of_program, num_rows = rows_of_program(num_rows, ROWS)
-    first_row += of_program
+    row = tl.arange(0, ROWS)
+    ahead = of_program  # by how much a row of the launch comes before that of the program
+    if PICKS:
+        number = of_program + row
+        ahead = number // last * group + (group - last) + number % last - row
     prefetch_block(weight_ptr, first_column, 0, C, BLOCK_N, PREFETCH, KIND, PDL)
     scales = column_scales(scale_ptr, first_column, BLOCK_N, GROUP, KIND)
     begin(PDL)
     norms = unnormed(
-        squares_ptr + first_row, row_scales_ptr + first_row, num_rows, num_parts,
-        PARTS, ROWS, WIDTH, KIND,
+        squares_ptr + ahead, row_scales_ptr + ahead, num_rows, num_parts, PARTS, ROWS, WIDTH, KIND,
     )
     logits = product(
-        scaled_ptr + first_row * C, weight_ptr, scale_ptr, first_column, 0, C, num_rows,
+        scaled_ptr + ahead * C, weight_ptr, scale_ptr, first_column, 0, C, num_rows,
         V, C, BLOCK_N, BLOCK_C, ROWS, GROUP, KIND,
     )
     logits = normed(logits, norms, epsilon, C, WIDTH, KIND) * scales
     n = first_column + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, ROWS)
     if WRITES_LOGITS:
         out = logits_ptr + (first_out + of_program + row)[None, :] * V + n[:, None]
         tl.store(out, logits, mask=row[None, :] < num_rows)
@@ -69,7 +74,7 @@ def score(
     best = tl.max(usable, axis=0)
     ids = tl.where(usable == best[None, :], n[:, None], V)
     best_id = tl.min(ids, axis=0)
-    place = block * WIDTH + of_program + row
+    place = block * OUT_WIDTH + of_program + row
     tl.store(best_ptr + place, tl.where(is_nan, float("nan"), best))
     tl.store(best_ids_ptr + place, best_id)
 
@@ -101,25 +106,30 @@ def _best_of_rows(
     return tl.where(is_usable, best_id, 0), is_usable
 
 
-@triton.jit(do_not_specialize=("first_row", "row_step"))
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def propose(
     best_ptr, best_ids_ptr, positions_ptr, texts_ptr, history_ptr,
-    first_row, row_step, num_blocks, history_stride,
+    group, num_blocks, history_stride,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Writes the best tokens of rows behind their positions, in their texts: program (place, row).
+    """Writes the best tokens of the rows scored behind their positions: program (place, row).
 
-    A place has rows next to each other, its first row_step behind that of the place before.
-    positions and texts are those of the launch scored.
+    They are the last of the group of rows that each place has in the launch, of which positions and
+    texts are.
     """
     begin(PDL)
-    row = first_row + tl.program_id(0) * row_step + tl.program_id(1)
+    place = tl.program_id(0)
+    last = tl.num_programs(1)
+    row = place * group + (group - last) + tl.program_id(1)
     position = tl.load(positions_ptr + row)
     if position < 0:
         return
-    best_id, _ = _best_of_rows(best_ptr + row, best_ids_ptr + row, 1, num_blocks, 1, WIDTH, BLOCKS)
-    place = tl.load(texts_ptr + row) * history_stride + position + 1
-    tl.store(history_ptr + place + tl.arange(0, 1), best_id)
+    scored = place * last + tl.program_id(1)
+    best_id, _ = _best_of_rows(
+        best_ptr + scored, best_ids_ptr + scored, 1, num_blocks, 1, WIDTH, BLOCKS
+    )
+    behind = tl.load(texts_ptr + row) * history_stride + position + 1
+    tl.store(history_ptr + behind + tl.arange(0, 1), best_id)
 
 
 @triton.jit(do_not_specialize=("most",))
