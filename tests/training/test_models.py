@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,16 @@ from specpipe.training import models
 from specpipe.training.batches import Batch
 from specpipe.training.losses import forward_kl
 from specpipe.training.measure import scored_rows
-from specpipe.training.models import ListedScores, SharedIds, Student, Target, draft_inputs
+from specpipe.training.models import (
+    ListedScores,
+    SharedIds,
+    Student,
+    Target,
+    draft_inputs,
+    load_model,
+    round_weights,
+    save_draft,
+)
 from specpipe.training.parallel import ordinary_inputs, parallel_inputs
 from specpipe.training.trainer import chances
 from tests.toy import write_toy_checkpoint
@@ -133,3 +144,14 @@ def test_a_proposal_counts_where_all_before_it_stand() -> None:
         for before in range(depth):
             expected *= share[row // num_rows, anchor, before]
         assert chance == pytest.approx(expected)
+
+
+def test_a_draft_of_rounded_weights_is_the_one_that_is_written(
+    tmp_path: Path, pair: tuple[Any, Any]
+) -> None:
+    draft = deepcopy(pair[0])
+    round_weights(draft, torch.bfloat16)
+    save_draft(deepcopy(draft), tmp_path, torch.bfloat16)
+    token_ids = torch.arange(3, 51)[None]
+    written = load_model(tmp_path, torch.float32, role="draft")
+    assert torch.equal(draft(token_ids).logits, written(token_ids).logits)

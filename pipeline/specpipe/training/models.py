@@ -298,6 +298,16 @@ def remove_mask(draft: Any) -> None:
             delattr(draft.config, key)
 
 
+@torch.no_grad()
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Rounds the weights of a model to a dtype; it computes in its own as before.
+
+    Its buffers stay: the frequencies of rotary embeddings are stored nowhere, so in no dtype.
+    """
+    for weight in model.parameters():
+        weight.copy_(weight.to(dtype))
+
+
 def save_draft(draft: Any, folder: Path, dtype: torch.dtype) -> None:
     """Writes config.json, generation_config.json and the weights of a draft, in a dtype."""
     with quiet():

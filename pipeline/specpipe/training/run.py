@@ -54,6 +54,7 @@ from specpipe.training.models import (
     quiet,
     random_model,
     remove_mask,
+    round_weights,
     save_draft,
     stored_dtype,
 )
@@ -343,7 +344,7 @@ def _measure_base(training: Training, start: Start) -> Measured:
 def _measure_rounded(training: Training, start: Start) -> Measured:
     """Measures the trained draft as it is written: its weights rounded to the dtype of the base."""
     draft = training.student.draft
-    draft.to(stored_dtype(start.base.path)).float()
+    round_weights(draft, stored_dtype(start.base.path))
     return training.measure(draft, training.mask)
 
 
