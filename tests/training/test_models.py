@@ -33,6 +33,7 @@ SHARED = SharedIds(tuple(range(200)))
 BATCH = Batch(
     0,
     torch.tensor([[3, 7, 11, 5, 9, 4], [8, 6, 2, 9, 0, 0]]),
+    answers=torch.tensor([2, 1]),
     starts=torch.tensor([1, 0]),
     ends=torch.tensor([5, 3]),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from specpipe.build.pairing import check_pair
 from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.errors import ConfigError, TrainingError
 from specpipe.text.tokenizer import Tokenizer
-from specpipe.training import trainer
+from specpipe.training import run, trainer
 from specpipe.training.batches import Batch
 from specpipe.training.collection import Collection
 from specpipe.training.collection_writer import open_writer
@@ -212,6 +213,31 @@ def test_a_full_disk_leaves_the_state_before(
     assert train(tmp_path / "draft", settings).lengths[-1][0] == 2
 
 
+def test_patience_ends_a_training_where_it_ends_unbroken(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is learned, so no evaluation is better than the first.
+    settings = replace(
+        SETTINGS, num_steps=20, evaluate_every=2, patience=2, learning_rate=1e-12, held_out=0.1
+    )
+
+    def stop_at_6(line: str) -> None:
+        if line.startswith("step 6 of 20: greedy"):
+            raise Killed
+
+    def kill(*arguments: Any) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(tmp_path / "draft", settings, log=stop_at_6)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(run, "_write", kill)
+        train(tmp_path / "draft", settings)
+    outcome = train(tmp_path / "draft", settings)
+    assert [step for step, _ in outcome.lengths] == [2, 4, 6]
+    assert outcome.best_step == 2
+
+
 def test_a_loss_that_is_no_number_ends_in_a_sentence(tmp_path: Path, train: Train) -> None:
     settings = replace(SETTINGS, learning_rate=1e38, warmup=0.0)
     with pytest.raises(TrainingError, match=r"^the loss of step \d+ is (nan|inf), .* lower"):
@@ -228,9 +254,10 @@ def test_answers_of_another_tokenizer_are_refused(tmp_path: Path, train: Train, 
 def test_a_draft_that_starts_with_random_weights_has_the_shape_that_is_given(
     tmp_path: Path, train: Train, pair: Path
 ) -> None:
-    shape = pair.parent / "draft" / "config.json"
     narrow = tmp_path / "shape.json"
-    narrow.write_text(shape.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    values = {**read_config(pair.parent / "draft"), "num_hidden_layers": 1}
+    values["vocab_size"] = 264  # more rows than the target has
+    narrow.write_text(json.dumps(values))
     settings = replace(SETTINGS, num_steps=2, from_log_probs=True, loss="total-variation")
     outcome = train(tmp_path / "draft", settings, shape=narrow)
     assert read_config(tmp_path / "draft")["num_hidden_layers"] == 1
@@ -298,7 +325,8 @@ def test_what_a_draft_writes_ends_where_it_ends_and_has_the_targets_ids_alone(
 ) -> None:
     draft = AutoModelForCausalLM.from_pretrained(trained[0])
     token_ids = torch.tensor([[1, 9, 11, 0, 0, 0, 0], [1, 9, 12, 13, 14, 15, 16]])
-    batch = Batch(0, token_ids, torch.tensor([1, 3]), torch.tensor([4, 6]))
+    answers = torch.tensor([2, 4])
+    batch = Batch(0, token_ids, answers, starts=answers * 0, ends=torch.tensor([4, 6]))
     allowed = range(4, 30)
 
     def write(seed: int, end_ids: list[int]) -> Batch:
@@ -307,6 +335,7 @@ def test_what_a_draft_writes_ends_where_it_ends_and_has_the_targets_ids_alone(
 
     state = torch.get_rng_state()
     written = write(0, [])
+    draft.generation_config.repetition_penalty = 9.0  # as a chat model's says of its own answers
     assert torch.equal(torch.get_rng_state(), state)
     assert written.token_ids[0, :2].tolist() == [1, 9]
     assert written.token_ids[1, :4].tolist() == [1, 9, 12, 13]

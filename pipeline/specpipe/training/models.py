@@ -90,7 +90,7 @@ class SharedIds:
     @classmethod
     def of(cls, contract: PairContract, *, mask: int | None = None) -> SharedIds:
         """Returns the ids that a pair uses, but the mask, which may be a special token."""
-        num_rows = max(contract.draft_vocab_size, contract.target_vocab_size)
+        num_rows = min(contract.draft_vocab_size, contract.target_vocab_size)
         unused = {i for start, stop in contract.unused_token_ids for i in range(start, stop)}
         return cls(tuple(i for i in range(num_rows) if i not in unused and i != mask))
 
