@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from specpipe.training import models
@@ -21,6 +22,7 @@ from specpipe.training.models import (
     Student,
     Target,
     draft_inputs,
+    hidden_states,
     load_model,
     round_weights,
     save_draft,
@@ -113,6 +115,23 @@ def test_all_ids_listed_are_the_whole_distribution(pair: tuple[Any, Any]) -> Non
         assert torch.allclose(whole, bucketed, atol=1e-4)
     best = [s.most_likely(s.log_probs(everything), everything).tolist() for s in (live, listed)]
     assert best[0] == best[1]
+
+
+def test_a_mask_sees_its_own_prefix_alone_where_scores_are_added(pair: tuple[Any, Any]) -> None:
+    gemma = pair[1]
+    assert gemma.config._attn_implementation == "eager"
+    rows = parallel_inputs(
+        BATCH.token_ids[:1],
+        mask_id=255,
+        num_draft_tokens=2,
+        keep=1.0,
+        generator=torch.Generator().manual_seed(0),
+    )
+    found = hidden_states(gemma, **draft_inputs(rows, is_parallel=True))[0]
+    for row in range(6, rows.depths.shape[1]):
+        prefix = BATCH.token_ids[:1, : int(rows.teacher_rows[0, row])]
+        alone = hidden_states(gemma, input_ids=functional.pad(prefix, (0, 1), value=255))[0, -1]
+        torch.testing.assert_close(found[row], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_a_proposal_counts_where_all_before_it_stand() -> None:

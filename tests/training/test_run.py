@@ -287,6 +287,20 @@ def test_a_parallel_draft_learns_by_its_mask(tmp_path: Path, train: Train) -> No
     )
 
 
+def test_texts_longer_than_a_parallel_drafts_window_are_refused(
+    tmp_path: Path, train: Train
+) -> None:
+    config = write_pair(tmp_path / "pair")
+    path = config.parent / "draft" / "config.json"
+    values = {**read_config(path.parent), "sliding_window": 32}
+    values |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    path.write_text(json.dumps(values))
+    settings = replace(SETTINGS, num_steps=1, parallel=3)
+    with pytest.raises(ConfigError, match="--max-seq-len 64: .* at most 32 tokens of a text"):
+        train(tmp_path / "draft", settings, config=config)
+    train(tmp_path / "draft", replace(settings, max_seq_len=32), config=config)
+
+
 def test_the_mask_is_a_spare_row_where_there_is_one_and_no_id_in_use(pair: Path) -> None:
     contract = check_pair(pair.parent / "draft", pair.parent / "target")
     draft = AutoModelForCausalLM.from_pretrained(pair.parent / "draft")

@@ -144,8 +144,9 @@ class Batches(Dataset[Batch]):
         return counts[number - first] * self._per_step / sum(counts)
 
     def _num_rows(self, number: int) -> int:
-        batch = self[number]
-        return int((batch.ends - batch.starts).sum())
+        texts = (self._texts[index] for index in self._batches[number])
+        on_prompts = self._options.get("on_prompts", False)
+        return sum(len(t.token_ids) - (1 if on_prompts else t.num_prompt_tokens) for t in texts)
 
 
 def by_length(texts: Sequence[Text], batch_tokens: int) -> Iterator[list[int]]:

@@ -284,6 +284,7 @@ def _prepare(
             mask=settings.mask_token,
             spare=tokenizer.spare_token_ids,
         )
+        _check_window(draft, settings)
     if settings.gradient_checkpointing:
         draft.gradient_checkpointing_enable({"use_reentrant": False})
     shared = SharedIds.of(start.contract, mask=mask)
@@ -310,6 +311,16 @@ def _prepare(
         folder=work,
         log=log,
     )
+
+
+def _check_window(draft: Any, settings: TrainingSettings) -> None:
+    """Raises ConfigError for texts of which a row of a parallel draft would see too much."""
+    window = getattr(draft.config, "sliding_window", None)
+    if window is not None and (settings.max_seq_len or 0) > window:
+        raise ConfigError(
+            f"--max-seq-len {settings.max_seq_len}: a parallel draft is trained on at most "
+            f"{window} tokens of a text, the sliding window of its attention"
+        )
 
 
 def _device(settings: TrainingSettings) -> torch.device:
