@@ -24,7 +24,7 @@ from specpipe.training import run, trainer
 from specpipe.training.batches import Batch
 from specpipe.training.collection import Collection
 from specpipe.training.collection_writer import open_writer
-from specpipe.training.models import add_mask, quiet
+from specpipe.training.models import Student, add_mask, quiet
 from specpipe.training.on_policy import write_answers as write_on_policy
 from specpipe.training.outcome import Outcome
 from specpipe.training.run import train_draft
@@ -236,6 +236,17 @@ def test_patience_ends_a_training_where_it_ends_unbroken(
     outcome = train(tmp_path / "draft", settings)
     assert [step for step, _ in outcome.lengths] == [2, 4, 6]
     assert outcome.best_step == 2
+
+
+def test_a_full_gpu_ends_in_a_sentence(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*arguments: Any, **options: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Student, "forward", fill)
+    with pytest.raises(TrainingError, match=r"^step 1 does not fit .*2\.00 GiB.* --batch-tokens"):
+        train(tmp_path / "draft")
 
 
 def test_a_loss_that_is_no_number_ends_in_a_sentence(tmp_path: Path, train: Train) -> None:
