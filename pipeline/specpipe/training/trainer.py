@@ -103,7 +103,7 @@ def make_trainer(training: Training) -> DraftTrainer:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Else whatever is allocated is filled first, to show what reads memory before it writes.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     arguments = TrainingArguments(
         output_dir=str(training.folder),
         max_steps=training.batches.num_steps,
@@ -339,8 +339,10 @@ class _Patience(TrainerCallback):
             control.should_evaluate = control.should_save = control.should_log = False
 
     def _is_over(self, state: Any) -> bool:
+        best = state.best_global_step or 0
         steps = (entry["step"] for entry in state.log_history if f"eval_{_METRIC}" in entry)
-        return sum(step > state.best_global_step for step in steps) >= self._patience
+        num_later: int = sum(step > best for step in steps)
+        return num_later >= self._patience
 
 
 def _only(batches: list[Batch]) -> dict[str, Batch]:
