@@ -56,7 +56,9 @@ class _Nothing:
     def expect(self, total: int) -> None: ...
 
 
-_NOTHING = _Nothing()
+NOTHING: Display = _Nothing()
+"""The display that shows nothing."""
+
 _display: ContextVar[Display] = ContextVar("display")
 
 
@@ -72,7 +74,7 @@ def shown(display: Display) -> Iterator[None]:
 
 def phase(name: str) -> AbstractContextManager[None]:
     """Names what goes on during a `with` block: `target/convert`, `greedy: K = 4`."""
-    return _display.get(_NOTHING).phase(name)
+    return _display.get(NOTHING).phase(name)
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def logged_phase(name: str, log: Callable[[str], None]) -> Iterator[None]:
 
 def count(total: int | None, unit: Unit) -> AbstractContextManager[Count]:
     """Counts what is done during a `with` block; a total of None is not known yet."""
-    return _display.get(_NOTHING).count(total, unit)
+    return _display.get(NOTHING).count(total, unit)
 
 
 def counted(

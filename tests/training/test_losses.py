@@ -81,3 +81,13 @@ def test_ids_that_are_not_listed_are_one_bucket() -> None:
     merged = 0.2 * np.log(0.2 / 0.1) + 0.8 * np.log(0.8 / 0.9)
     assert forward_kl(q, p)[1].item() == pytest.approx(merged)
     assert merged < FORWARD[1]  # as merging never raises a divergence
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_autocast_rounds_no_loss(loss: RowLoss) -> None:
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(4, 512, generator=generator).log_softmax(-1)
+    draft = (target + 0.05 * torch.randn(4, 512, generator=generator)).log_softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss(draft, target)
+    assert torch.equal(found, loss(draft, target))

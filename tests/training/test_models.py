@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from specpipe.training import models
 from specpipe.training.batches import Batch
 from specpipe.training.losses import forward_kl
 from specpipe.training.measure import scored_rows
-from specpipe.training.models import ListedScores, SharedIds, Student, Target, draft_inputs
+from specpipe.training.models import (
+    ListedScores,
+    SharedIds,
+    Student,
+    Target,
+    draft_inputs,
+    hidden_states,
+    load_model,
+    round_weights,
+    save_draft,
+)
 from specpipe.training.parallel import ordinary_inputs, parallel_inputs
 from specpipe.training.trainer import chances
 from tests.toy import write_toy_checkpoint
@@ -22,6 +35,7 @@ SHARED = SharedIds(tuple(range(200)))
 BATCH = Batch(
     0,
     torch.tensor([[3, 7, 11, 5, 9, 4], [8, 6, 2, 9, 0, 0]]),
+    answers=torch.tensor([2, 1]),
     starts=torch.tensor([1, 0]),
     ends=torch.tensor([5, 3]),
 )
@@ -103,6 +117,23 @@ def test_all_ids_listed_are_the_whole_distribution(pair: tuple[Any, Any]) -> Non
     assert best[0] == best[1]
 
 
+def test_a_mask_sees_its_own_prefix_alone_where_scores_are_added(pair: tuple[Any, Any]) -> None:
+    gemma = pair[1]
+    assert gemma.config._attn_implementation == "eager"
+    rows = parallel_inputs(
+        BATCH.token_ids[:1],
+        mask_id=255,
+        num_draft_tokens=2,
+        keep=1.0,
+        generator=torch.Generator().manual_seed(0),
+    )
+    found = hidden_states(gemma, **draft_inputs(rows, is_parallel=True))[0]
+    for row in range(6, rows.depths.shape[1]):
+        prefix = BATCH.token_ids[:1, : int(rows.teacher_rows[0, row])]
+        alone = hidden_states(gemma, input_ids=functional.pad(prefix, (0, 1), value=255))[0, -1]
+        torch.testing.assert_close(found[row], alone, rtol=1e-4, atol=1e-4)
+
+
 def test_a_proposal_counts_where_all_before_it_stand() -> None:
     rows = parallel_inputs(
         BATCH.token_ids,
@@ -133,3 +164,14 @@ def test_a_proposal_counts_where_all_before_it_stand() -> None:
         for before in range(depth):
             expected *= share[row // num_rows, anchor, before]
         assert chance == pytest.approx(expected)
+
+
+def test_a_draft_of_rounded_weights_is_the_one_that_is_written(
+    tmp_path: Path, pair: tuple[Any, Any]
+) -> None:
+    draft = deepcopy(pair[0])
+    round_weights(draft, torch.bfloat16)
+    save_draft(deepcopy(draft), tmp_path, torch.bfloat16)
+    token_ids = torch.arange(3, 51)[None]
+    written = load_model(tmp_path, torch.float32, role="draft")
+    assert torch.equal(draft(token_ids).logits, written(token_ids).logits)

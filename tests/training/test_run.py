@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +20,11 @@ from specpipe.build.pairing import check_pair
 from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.errors import ConfigError, TrainingError
 from specpipe.text.tokenizer import Tokenizer
-from specpipe.training import trainer
+from specpipe.training import run, trainer
 from specpipe.training.batches import Batch
 from specpipe.training.collection import Collection
 from specpipe.training.collection_writer import open_writer
-from specpipe.training.models import add_mask, quiet
+from specpipe.training.models import Student, add_mask, quiet
 from specpipe.training.on_policy import write_answers as write_on_policy
 from specpipe.training.outcome import Outcome
 from specpipe.training.run import train_draft
@@ -212,6 +213,42 @@ def test_a_full_disk_leaves_the_state_before(
     assert train(tmp_path / "draft", settings).lengths[-1][0] == 2
 
 
+def test_patience_ends_a_training_where_it_ends_unbroken(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is learned, so no evaluation is better than the first.
+    settings = replace(
+        SETTINGS, num_steps=20, evaluate_every=2, patience=2, learning_rate=1e-12, held_out=0.1
+    )
+
+    def stop_at_6(line: str) -> None:
+        if line.startswith("step 6 of 20: greedy"):
+            raise Killed
+
+    def kill(*arguments: Any) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(tmp_path / "draft", settings, log=stop_at_6)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(run, "_write", kill)
+        train(tmp_path / "draft", settings)
+    outcome = train(tmp_path / "draft", settings)
+    assert [step for step, _ in outcome.lengths] == [2, 4, 6]
+    assert outcome.best_step == 2
+
+
+def test_a_full_gpu_ends_in_a_sentence(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*arguments: Any, **options: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Student, "forward", fill)
+    with pytest.raises(TrainingError, match=r"^step 1 does not fit .*2\.00 GiB.* --batch-tokens"):
+        train(tmp_path / "draft")
+
+
 def test_a_loss_that_is_no_number_ends_in_a_sentence(tmp_path: Path, train: Train) -> None:
     settings = replace(SETTINGS, learning_rate=1e38, warmup=0.0)
     with pytest.raises(TrainingError, match=r"^the loss of step \d+ is (nan|inf), .* lower"):
@@ -228,9 +265,10 @@ def test_answers_of_another_tokenizer_are_refused(tmp_path: Path, train: Train, 
 def test_a_draft_that_starts_with_random_weights_has_the_shape_that_is_given(
     tmp_path: Path, train: Train, pair: Path
 ) -> None:
-    shape = pair.parent / "draft" / "config.json"
     narrow = tmp_path / "shape.json"
-    narrow.write_text(shape.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    values = {**read_config(pair.parent / "draft"), "num_hidden_layers": 1}
+    values["vocab_size"] = 264  # more rows than the target has
+    narrow.write_text(json.dumps(values))
     settings = replace(SETTINGS, num_steps=2, from_log_probs=True, loss="total-variation")
     outcome = train(tmp_path / "draft", settings, shape=narrow)
     assert read_config(tmp_path / "draft")["num_hidden_layers"] == 1
@@ -258,6 +296,20 @@ def test_a_parallel_draft_learns_by_its_mask(tmp_path: Path, train: Train) -> No
     assert not torch.equal(
         after["model.embed_tokens.weight"][mask], after["model.embed_tokens.weight"][mask + 1]
     )
+
+
+def test_texts_longer_than_a_parallel_drafts_window_are_refused(
+    tmp_path: Path, train: Train
+) -> None:
+    config = write_pair(tmp_path / "pair")
+    path = config.parent / "draft" / "config.json"
+    values = {**read_config(path.parent), "sliding_window": 32}
+    values |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    path.write_text(json.dumps(values))
+    settings = replace(SETTINGS, num_steps=1, parallel=3)
+    with pytest.raises(ConfigError, match="--max-seq-len 64: .* at most 32 tokens of a text"):
+        train(tmp_path / "draft", settings, config=config)
+    train(tmp_path / "draft", replace(settings, max_seq_len=32), config=config)
 
 
 def test_the_mask_is_a_spare_row_where_there_is_one_and_no_id_in_use(pair: Path) -> None:
@@ -298,7 +350,8 @@ def test_what_a_draft_writes_ends_where_it_ends_and_has_the_targets_ids_alone(
 ) -> None:
     draft = AutoModelForCausalLM.from_pretrained(trained[0])
     token_ids = torch.tensor([[1, 9, 11, 0, 0, 0, 0], [1, 9, 12, 13, 14, 15, 16]])
-    batch = Batch(0, token_ids, torch.tensor([1, 3]), torch.tensor([4, 6]))
+    answers = torch.tensor([2, 4])
+    batch = Batch(0, token_ids, answers, starts=answers * 0, ends=torch.tensor([4, 6]))
     allowed = range(4, 30)
 
     def write(seed: int, end_ids: list[int]) -> Batch:
@@ -307,6 +360,7 @@ def test_what_a_draft_writes_ends_where_it_ends_and_has_the_targets_ids_alone(
 
     state = torch.get_rng_state()
     written = write(0, [])
+    draft.generation_config.repetition_penalty = 9.0  # as a chat model's says of its own answers
     assert torch.equal(torch.get_rng_state(), state)
     assert written.token_ids[0, :2].tolist() == [1, 9]
     assert written.token_ids[1, :4].tolist() == [1, 9, 12, 13]

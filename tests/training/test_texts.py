@@ -121,6 +121,23 @@ def test_an_epoch_reads_each_text_once_and_no_batch_is_too_large() -> None:
     assert max(lengths) <= 128
 
 
+def test_each_row_of_a_step_counts_alike_whichever_of_its_batches_it_is_in() -> None:
+    answers = [answer(n, drawn(n, 3 + n % 7), drawn(n, 2 + n)) for n in range(60)]
+    texts = divide(answers, **OPTIONS).training
+    batches = Batches(
+        texts, num_steps=3, num_epochs=1.0, per_step=4, batch_tokens=256, seed=3, padding=0
+    )
+    generator = np.random.default_rng(0)
+    for step in range(3):
+        losses, means = [], []
+        for number in range(4 * step, 4 * step + 4):
+            batch = batches[number]
+            rows = generator.uniform(size=int((batch.ends - batch.starts).sum()))
+            losses += rows.tolist()
+            means.append(batches.weight(number) * rows.mean())
+        assert np.mean(means) == pytest.approx(np.mean(losses))
+
+
 def test_answers_that_do_not_fill_a_step_are_refused() -> None:
     texts = divide([answer(n, drawn(n, 5)) for n in range(8)], **OPTIONS).training
     with pytest.raises(ConfigError, match="lower --batch-tokens or --accumulate"):

@@ -4,7 +4,8 @@ A tokens of an answer, K draft tokens of a step, G groups. The draft reads the t
 what it would have read as long as its tokens stand, so one pass tells every step that decoding
 could take. On a greedy answer that is exact: a draft token stands where it is the text's. On a
 sampled one a draft token stands with the chance Σ min(p, q) at temperature 1 (Leviathan et al.
-2023, arXiv:2211.17192, Corollary 3.6).
+2023, arXiv:2211.17192, Corollary 3.6), whichever token the text has there: an estimate, since what
+is accepted more often may also be followed by easier places.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class Batch:
 
     number      of the batch in the training; what is drawn for it is drawn by that
     token_ids   [B, T]
-    starts      [B]: the first row of each that is scored, whose next token is the first of it
+    answers     [B]: where the answer of each begins
+    starts      [B]: the first row of each that is scored: the one before its answer, or the first
     ends        [B]: the first row that is not; the last token of a text is no row
     listed_ids  [B, T, k], with log_probs likewise, at the row before each token; ids below 0 fill
                 up; None without
@@ -36,6 +37,7 @@ class Batch:
 
     number: int
     token_ids: Tensor
+    answers: Tensor
     starts: Tensor
     ends: Tensor
     listed_ids: Tensor | None = None
@@ -64,11 +66,13 @@ def make_batch(
     for row, text in enumerate(texts):
         token_ids[row, : len(text.token_ids)] = torch.from_numpy(text.token_ids)
     listed: dict[str, Any] = _listed(texts, longest) if with_log_probs else {}
+    answers = torch.tensor([text.num_prompt_tokens for text in texts])
     return Batch(
         number,
         token_ids,
-        torch.tensor([0 if on_prompts else text.num_prompt_tokens - 1 for text in texts]),
-        torch.tensor([len(text.token_ids) - 1 for text in texts]),
+        answers,
+        starts=torch.zeros_like(answers) if on_prompts else answers - 1,
+        ends=torch.tensor([len(text.token_ids) - 1 for text in texts]),
         **listed,
     )
 
@@ -106,7 +110,7 @@ class Batches(Dataset[Batch]):
         batch_tokens  of a batch at most, with what fills it up; a text that is longer is one alone
         options       for `make_batch`
         """
-        self._texts, self._options = texts, options
+        self._texts, self._per_step, self._options = texts, per_step, options
         self._batches: list[list[int]] = []
         epoch = 0
         while True:
@@ -132,6 +136,17 @@ class Batches(Dataset[Batch]):
     def __getitem__(self, number: int) -> Batch:
         texts = [self._texts[index] for index in self._batches[number]]
         return make_batch(texts, number, **self._options)
+
+    def weight(self, number: int) -> float:
+        """Returns what a batch's mean loss counts by, so that each row of a step counts alike."""
+        first = number - number % self._per_step
+        counts = [self._num_rows(other) for other in range(first, first + self._per_step)]
+        return counts[number - first] * self._per_step / sum(counts)
+
+    def _num_rows(self, number: int) -> int:
+        texts = (self._texts[index] for index in self._batches[number])
+        on_prompts = self._options.get("on_prompts", False)
+        return sum(len(t.token_ids) - (1 if on_prompts else t.num_prompt_tokens) for t in texts)
 
 
 def by_length(texts: Sequence[Text], batch_tokens: int) -> Iterator[list[int]]:

@@ -57,8 +57,10 @@ def total_variation(draft: Tensor, target: Tensor) -> Tensor:
 def _divergence(first: Tensor, second: Tensor) -> Tensor:
     """Returns KL(first ‖ second), of which no [N, V] is held but the probabilities of the first."""
     probs = first.exp()
-    divergence: Tensor = torch.linalg.vecdot(probs, first) - torch.linalg.vecdot(probs, second)
-    return divergence
+    # Autocast would round the products to bfloat16, whose error is larger than a small divergence.
+    with torch.autocast(first.device.type, enabled=False):
+        found: Tensor = torch.linalg.vecdot(probs, first) - torch.linalg.vecdot(probs, second)
+    return found
 
 
 LOSSES: Mapping[str, RowLoss] = {

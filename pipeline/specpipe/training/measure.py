@@ -13,12 +13,12 @@ from specpipe.training.acceptance import Counts, Measured, autoregressive, count
 from specpipe.training.batches import Batch, by_length, make_batch
 from specpipe.training.losses import overlap
 from specpipe.training.models import (
+    Head,
     ListedScores,
     Scores,
     SharedIds,
     draft_inputs,
     hidden_states,
-    log_probs_of,
     row_parts,
 )
 from specpipe.training.parallel import RowInputs, ordinary_inputs, parallel_inputs
@@ -120,10 +120,11 @@ def _measure_batch(
     scores = read_target(batch, at_target)
     inputs = draft_inputs(rows, is_parallel=mask is not None)
     hidden = hidden_states(draft, **inputs).flatten(0, 1)[selected]
+    head = Head(draft, shared)
     following = shared.places(batch.token_ids.flatten()[at_target + 1])
     found = []
     for part in row_parts(len(selected), len(shared.ids)):
-        log_probs = log_probs_of(draft, hidden[part], shared)
+        log_probs = head.log_probs(hidden[part])
         target = scores.log_probs(part)
         proposed = log_probs.argmax(-1)
         found.append(

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ class SharedIds:
     @classmethod
     def of(cls, contract: PairContract, *, mask: int | None = None) -> SharedIds:
         """Returns the ids that a pair uses, but the mask, which may be a special token."""
-        num_rows = max(contract.draft_vocab_size, contract.target_vocab_size)
+        num_rows = min(contract.draft_vocab_size, contract.target_vocab_size)
         unused = {i for start, stop in contract.unused_token_ids for i in range(start, stop)}
         return cls(tuple(i for i in range(num_rows) if i not in unused and i != mask))
 
@@ -98,66 +99,83 @@ class SharedIds:
     def is_slice(self) -> bool:
         return self.ids[-1] == len(self.ids) - 1
 
+    @cached_property
+    def _tensor(self) -> Tensor:
+        return torch.tensor(self.ids)
+
     def rows_of(self, weight: Tensor) -> Tensor:
         """Returns the rows of these ids, [V, ...]."""
         if self.is_slice:
             return weight[: len(self.ids)]
-        return weight.index_select(0, torch.tensor(self.ids, device=weight.device))
+        return weight.index_select(0, self._tensor.to(weight.device))
 
     def places(self, token_ids: Tensor) -> Tensor:
         """Returns where ids stand among these; -1 for one that does not."""
-        ids = torch.tensor(self.ids, device=token_ids.device)
+        ids = self._tensor.to(token_ids.device)
         places = torch.searchsorted(ids, token_ids).clamp_max(len(self.ids) - 1)
         return torch.where(ids[places] == token_ids, places, -1)
 
 
 def hidden_states(model: Any, **inputs: Any) -> Tensor:
-    """Returns what the head of a causal language model reads, [B, R, hidden]."""
+    """Returns what the head of a causal language model reads, [B, R, hidden].
+
+    attention_mask  where given, is True where a row sees another, [B, 1, R, R]
+    """
+    sees = inputs.get("attention_mask")
+    if sees is not None and model.config._attn_implementation == "eager":
+        # Which adds the mask to the scores (Gemma 2, whose caps sdpa does not know).
+        scores = torch.zeros_like(sees, dtype=model.dtype)
+        inputs["attention_mask"] = scores.masked_fill(~sees, torch.finfo(model.dtype).min)
     hidden: Tensor = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
     return hidden
 
 
-def log_probs_of(model: Any, hidden: Tensor, shared: SharedIds) -> Tensor:
-    """Returns log-probabilities of the shared ids [N, V] in float32, of what the head reads."""
-    head = model.get_output_embeddings()
-    bias = getattr(head, "bias", None)
-    logits = functional.linear(
-        hidden, shared.rows_of(head.weight), None if bias is None else shared.rows_of(bias)
-    )
-    cap = getattr(model.config, "final_logit_softcapping", None)  # Gemma 2's
-    if cap is not None:
-        logits = cap * torch.tanh(logits / cap)
-    return functional.log_softmax(logits.float(), dim=-1)
+class Head:
+    """The head of a causal language model, for the shared ids alone."""
+
+    def __init__(self, model: Any, shared: SharedIds) -> None:
+        head = model.get_output_embeddings()
+        self._weight = shared.rows_of(head.weight)
+        bias = getattr(head, "bias", None)
+        self._bias = None if bias is None else shared.rows_of(bias)
+        self._cap = getattr(model.config, "final_logit_softcapping", None)  # Gemma 2's
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Returns log-probabilities [N, V] in float32, of what the head reads."""
+        logits = functional.linear(hidden, self._weight, self._bias)
+        if self._cap is not None:
+            logits = self._cap * torch.tanh(logits / self._cap)
+        return functional.log_softmax(logits.float(), dim=-1)
 
 
 class Target:
     """The target's distributions at rows of a text, computed when they are asked for."""
 
     def __init__(self, model: Any, shared: SharedIds) -> None:
-        self._model, self._shared = model.eval().requires_grad_(False), shared
+        self._model = model.eval().requires_grad_(False)
+        self._head = Head(model, shared)
 
     @torch.no_grad()
     def read(self, token_ids: Tensor, rows: Tensor) -> Scores:
         """Reads texts [B, T]; `rows` [N] are those asked for, of all B × T laid end to end."""
         # A text is filled up behind its end, where causal attention does not look.
         hidden = hidden_states(self._model, input_ids=token_ids)
-        return Scores(self._model, self._shared, hidden.flatten(0, 1), rows)
+        return Scores(self._head, hidden.flatten(0, 1), rows)
 
 
 class Scores:
     """What the target's head reads at N rows; `log_probs` computes a part of them."""
 
-    def __init__(self, model: Any, shared: SharedIds, hidden: Tensor, rows: Tensor) -> None:
+    def __init__(self, head: Head, hidden: Tensor, rows: Tensor) -> None:
         """`rows` [N] are of `hidden`; those that several masks are to match stand side by side."""
-        self._model, self._shared = model, shared
-        self._hidden, self._rows = hidden, rows
+        self._head, self._hidden, self._rows = head, hidden, rows
 
     @torch.no_grad()
     def log_probs(self, rows: slice) -> Tensor:
         """Returns log p of the shared ids at some of the rows."""
         wanted = self._rows[rows]
         once, places = wanted.unique_consecutive(return_inverse=True)
-        found = log_probs_of(self._model, self._hidden[once], self._shared)
+        found = self._head.log_probs(self._hidden[once])
         return found if len(once) == len(wanted) else found[places]
 
     def most_likely(self, log_probs: Tensor, rows: slice) -> Tensor:
@@ -209,10 +227,11 @@ class Student(nn.Module):
         inputs  of the draft's forward, [B, R]; rows [N] are of all B × R laid end to end
         """
         hidden = hidden_states(self.draft, **inputs).flatten(0, 1)[rows]
+        head = Head(self.draft, self._shared)
         parts = row_parts(len(rows), len(self._shared.ids))
         results = []
         for part in parts:
-            arguments = (hidden[part], scores, part, with_overlap)
+            arguments = (head, hidden[part], scores, part, with_overlap)
             if len(parts) > 1:  # logits are computed again rather than held
                 from torch.utils.checkpoint import checkpoint
 
@@ -223,9 +242,14 @@ class Student(nn.Module):
         return torch.cat(losses), torch.cat(overlaps) if with_overlap else None
 
     def _score(
-        self, hidden: Tensor, scores: Scores | ListedScores, rows: slice, with_overlap: bool
+        self,
+        head: Head,
+        hidden: Tensor,
+        scores: Scores | ListedScores,
+        rows: slice,
+        with_overlap: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        draft = scores.of_draft(log_probs_of(self.draft, hidden, self._shared), rows)
+        draft = scores.of_draft(head.log_probs(hidden), rows)
         target = scores.log_probs(rows)
         shares = overlap(draft.detach(), target) if with_overlap else None
         return self._loss(draft, target), shares
@@ -296,6 +320,16 @@ def remove_mask(draft: Any) -> None:
     for key in (MASK_KEY, LENGTH_KEY):
         if hasattr(draft.config, key):
             delattr(draft.config, key)
+
+
+@torch.no_grad()
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Rounds the weights of a model to a dtype; it computes in its own as before.
+
+    Its buffers stay: the frequencies of rotary embeddings are stored nowhere, so in no dtype.
+    """
+    for weight in model.parameters():
+        weight.copy_(weight.to(dtype))
 
 
 def save_draft(draft: Any, folder: Path, dtype: torch.dtype) -> None:

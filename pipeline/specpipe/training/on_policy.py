@@ -27,8 +27,8 @@ def write_answers(
     make_settings: Any = transformers.GenerationConfig
     token_ids = batch.token_ids
     device = token_ids.device
-    starts = (batch.starts + 1).tolist()  # of the answers
-    longest, most = max(starts), int((batch.ends - batch.starts).max())
+    starts = batch.answers.tolist()
+    longest, most = max(starts), int((batch.ends + 1 - batch.answers).max())
     prompts = token_ids.new_zeros(len(token_ids), longest)
     is_prompt = torch.zeros_like(prompts)
     for row, start in enumerate(starts):
@@ -47,11 +47,14 @@ def write_answers(
         suppress_tokens=refused or None,
         use_cache=True,
     )
-    was_training = draft.training
+    was_training, own_settings = draft.training, draft.generation_config
     draft.eval()
+    # What settings leave out, as penalties, generate would take from the checkpoint's own.
+    draft.generation_config = settings
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
         written = draft.generate(prompts, attention_mask=is_prompt, generation_config=settings)
+    draft.generation_config = own_settings
     draft.train(was_training)
     answers = written[:, longest:]
     is_end = torch.isin(answers, torch.tensor(list(end_ids), device=device, dtype=answers.dtype))

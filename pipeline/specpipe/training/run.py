@@ -28,7 +28,7 @@ from specpipe.errors import ConfigError, TrainingError, to_sentence
 from specpipe.evaluate.prompts import as_messages, load_prompts
 from specpipe.evaluate.report.page import PAGE_NAME, render
 from specpipe.machine.own_json import read_object, write_object
-from specpipe.progress import logged_phase
+from specpipe.progress import NOTHING, logged_phase, shown
 from specpipe.text.files import TOKENIZER_FILES
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.training.acceptance import Measured
@@ -54,6 +54,7 @@ from specpipe.training.models import (
     quiet,
     random_model,
     remove_mask,
+    round_weights,
     save_draft,
     stored_dtype,
 )
@@ -85,7 +86,7 @@ def train_draft(
 
     The same command goes on where it was interrupted. Raises ConfigError for answers, settings or
     folders that do not fit, PairingError and CheckpointError for checkpoints, TrainingError where
-    a loss is no number or the disk is full.
+    a loss is no number, or the disk or a GPU's memory is full.
     """
     is_main = is_main_process()
     log = log if is_main else _ignore
@@ -101,6 +102,8 @@ def train_draft(
     settings = replace(settings, max_seq_len=max_seq_len)
     work = output.with_name(f".{output.name}.training")
     with ExitStack() as held:
+        if not is_main:
+            held.enter_context(shown(NOTHING))
         reading = held.enter_context(ExitStack())
         reading.enter_context(kept_from_writers(collections if is_main else ()))
         record = _record(start, settings, collections, never)
@@ -128,7 +131,7 @@ def train_draft(
                 before = _measure_base(training, start)
             resumed = _resumed(trainer, work, is_main, log)
             with logged_phase("training", log):
-                trainer.train(resume_from_checkpoint=resumed)
+                _train(trainer, resumed)
             after = _measure_rounded(training, start)
             outcome = Outcome.of(
                 before,
@@ -283,6 +286,7 @@ def _prepare(
             mask=settings.mask_token,
             spare=tokenizer.spare_token_ids,
         )
+        _check_window(draft, settings)
     if settings.gradient_checkpointing:
         draft.gradient_checkpointing_enable({"use_reentrant": False})
     shared = SharedIds.of(start.contract, mask=mask)
@@ -309,6 +313,16 @@ def _prepare(
         folder=work,
         log=log,
     )
+
+
+def _check_window(draft: Any, settings: TrainingSettings) -> None:
+    """Raises ConfigError for texts of which a row of a parallel draft would see too much."""
+    window = getattr(draft.config, "sliding_window", None)
+    if window is not None and (settings.max_seq_len or 0) > window:
+        raise ConfigError(
+            f"--max-seq-len {settings.max_seq_len}: a parallel draft is trained on at most "
+            f"{window} tokens of a text, the sliding window of its attention"
+        )
 
 
 def _device(settings: TrainingSettings) -> torch.device:
@@ -343,7 +357,7 @@ def _measure_base(training: Training, start: Start) -> Measured:
 def _measure_rounded(training: Training, start: Start) -> Measured:
     """Measures the trained draft as it is written: its weights rounded to the dtype of the base."""
     draft = training.student.draft
-    draft.to(stored_dtype(start.base.path)).float()
+    round_weights(draft, stored_dtype(start.base.path))
     return training.measure(draft, training.mask)
 
 
@@ -357,6 +371,17 @@ def _resumed(trainer: DraftTrainer, work: Path, is_main: bool, log: Log) -> str 
         return None
     log(f"going on from {found}")
     return str(found)
+
+
+def _train(trainer: DraftTrainer, resumed: str | None) -> None:
+    try:
+        trainer.train(resume_from_checkpoint=resumed)
+    except torch.cuda.OutOfMemoryError as exc:
+        raise TrainingError(
+            f"step {trainer.state.global_step + 1} does not fit in the GPU's memory "
+            f"({to_sentence(exc)}): give a smaller --batch-tokens and so much more --accumulate, "
+            "or --gradient-checkpointing"
+        ) from exc
 
 
 def _write(training: Training, outcome: Outcome, start: Start, output: Path) -> None:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 from transformers import (
-    EarlyStoppingCallback,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -39,6 +38,7 @@ from specpipe.training.settings import TrainingSettings
 from specpipe.training.texts import Text
 
 _METRIC = "acceptance_length"
+_WEIGHTS = "model.safetensors"
 _LOGGED_EVERY = 10  # steps
 _MOST_LINES = 20  # of losses, in all
 
@@ -102,6 +102,8 @@ def make_trainer(training: Training) -> DraftTrainer:
         # cuBLAS documentation, "Results Reproducibility").
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Else whatever is allocated is filled first, to show what reads memory before it writes.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     arguments = TrainingArguments(
         output_dir=str(training.folder),
         max_steps=training.batches.num_steps,
@@ -136,7 +138,7 @@ def make_trainer(training: Training) -> DraftTrainer:
     arguments._n_gpu = min(arguments.n_gpu, 1)
     callbacks: list[TrainerCallback] = [_Steps(training.log)]
     if settings.patience is not None:
-        callbacks.append(EarlyStoppingCallback(settings.patience))
+        callbacks.append(_Patience(settings.patience))
     trainer = DraftTrainer(training, arguments, callbacks)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -167,7 +169,8 @@ class DraftTrainer(Trainer):
     ) -> Any:
         """Returns the mean loss of the rows of a batch, each weighted by the chance that it counts.
 
-        A proposal of a parallel draft counts where all before it stand.
+        A proposal of a parallel draft counts where all before it stand. The Trainer averages over
+        the batches of a step, each of which is weighted by its rows.
         """
         batch: Batch = inputs["batch"]
         settings, training = self._training.settings, self._training
@@ -204,6 +207,7 @@ class DraftTrainer(Trainer):
                 f"the loss of step {self.state.global_step + 1} is {loss.item()}, from which "
                 "nothing can be learned: lower --learning-rate, or start from undamaged checkpoints"
             )
+        loss = loss * training.batches.weight(batch.number)
         return (loss, None) if return_outputs else loss
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
@@ -248,8 +252,12 @@ class DraftTrainer(Trainer):
             ) from exc
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        from safetensors.torch import save_model
+
         assert output_dir is not None
-        self._training.student.draft.save_pretrained(output_dir, max_shard_size="1TB")
+        folder = Path(output_dir)
+        folder.mkdir(exist_ok=True)
+        save_model(self._training.student.draft, str(folder / _WEIGHTS))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._load(Path(resume_from_checkpoint))
@@ -259,10 +267,9 @@ class DraftTrainer(Trainer):
         self._load(Path(self.state.best_model_checkpoint))
 
     def _load(self, folder: Path) -> None:
-        from safetensors.torch import load_file
+        from safetensors.torch import load_model
 
-        draft = self._training.student.draft
-        draft.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+        load_model(self._training.student.draft, folder / _WEIGHTS)
 
 
 def chances(rows: RowInputs, selected: Tensor, overlaps: Tensor) -> Tensor:
@@ -312,6 +319,30 @@ class _Steps(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._shown.__exit__(None, None, None)
+
+
+class _Patience(TrainerCallback):
+    """Ends training after so many evaluations without a better one.
+
+    It counts them in the saved state, so what goes on from there ends where the unbroken one does.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        control.should_training_stop |= self._is_over(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._is_over(state):  # gone on from where it ended: the Trainer takes one step more
+            control.should_training_stop = True
+            control.should_evaluate = control.should_save = control.should_log = False
+
+    def _is_over(self, state: Any) -> bool:
+        best = state.best_global_step or 0
+        steps = (entry["step"] for entry in state.log_history if f"eval_{_METRIC}" in entry)
+        num_later: int = sum(step > best for step in steps)
+        return num_later >= self._patience
 
 
 def _only(batches: list[Batch]) -> dict[str, Batch]:

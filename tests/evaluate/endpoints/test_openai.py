@@ -103,7 +103,13 @@ def test_ids_and_log_probabilities_come_where_they_are_asked_for() -> None:
         DONE,
     ]
     with serving(lambda body: events) as server:
-        question = Question(token_ids=(5, 6), max_tokens=8, returns_ids=True, num_top_log_probs=2)
+        question = Question(
+            token_ids=(5, 6),
+            max_tokens=8,
+            sampling=Sampling(temperature=0.5, top_k=5),
+            returns_ids=True,
+            num_top_log_probs=2,
+        )
         answer = record(OpenAI(server.url, model="m"), question)
     ((_, _, body),) = server.asked
     assert (body["return_token_ids"], body["return_tokens_as_token_ids"], body["logprobs"]) == (
@@ -111,6 +117,8 @@ def test_ids_and_log_probabilities_come_where_they_are_asked_for() -> None:
         True,
         2,
     )
+    # Else those of the checkpoint's generation_config.json, as vLLM reads it.
+    assert (body["top_k"], body["top_p"], body["repetition_penalty"]) == (5, 1.0, 1.0)
     assert (answer.token_ids, answer.prompt_token_ids) == ((8, 2), (5, 6))
     assert answer.top_log_probs == (((9, -0.25), (8, -0.5)), ((2, -0.125),))
 

@@ -32,7 +32,15 @@ _USAGE_AT_END = {"include_usage": True}
 _USAGE_ALWAYS = {"include_usage": True, "continuous_usage_stats": True}
 """vLLM and SGLang then count the tokens of each chunk; others may refuse the key."""
 
-_WITH_IDS = {"return_token_ids": True}
+_WITH_IDS: Mapping[str, Any] = {
+    "return_token_ids": True,
+    "top_k": -1,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Whose ids are kept is drawn as it says, too: what a request leaves out, vLLM and SGLang take from
+the checkpoint's generation_config.json."""
 
 _BY_ID = "token_id:"
 """What the name of a token begins with, with `return_tokens_as_token_ids`."""
@@ -68,7 +76,7 @@ class OpenAI:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._stream_options: tuple[Mapping[str, bool], ...] = (_USAGE_ALWAYS, _USAGE_AT_END)
-        self._id_options: tuple[Mapping[str, bool], ...] = (_WITH_IDS, {})
+        self._id_options: tuple[Mapping[str, Any], ...] = (_WITH_IDS, {})
 
     def stream(self, question: Question) -> Iterator[Piece]:
         """Yields one piece for each event with a choice or with usage."""
@@ -115,7 +123,7 @@ class OpenAI:
         url = f"{self._origin}{path}"
         id_options = self._id_options if with_ids else ({},)
         for ids, options in itertools.product(id_options, self._stream_options):
-            whole = {**body, **ids, "stream_options": options}
+            whole = {**ids, **body, "stream_options": options}
             with asked(
                 url, whole, self._headers, server=self.name, timeout_s=self._timeout_s
             ) as response:
