@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("tritonclient.grpc")
 
 from specpipe.errors import ServerError  # noqa: E402
-from specpipe.evaluate.gains import Gain, Way, compare  # noqa: E402
+from specpipe.evaluate.gains import Gain, Way, compare, that_go_on  # noqa: E402
 from specpipe.triton.client import Client, Completion  # noqa: E402
 from tests.gateway.fake_upstream import statistics  # noqa: E402
 
@@ -35,6 +35,7 @@ class FakeClient:
     pass_s: float
     accepted_per_pass: int = 0
     text: str = "same"
+    ended: tuple[str, ...] = ()
     asked: list[str] = field(default_factory=list)
 
     def generate(self, prompt: str, *, max_tokens: int, num_draft_tokens: int | None) -> Completion:
@@ -46,7 +47,8 @@ class FakeClient:
             num_steps=num_passes,
             total_accepted_draft_tokens=max_tokens - num_passes,
         )
-        return Completion(text=self.text, finish_reason="length", statistics=counted)
+        reason = "stop" if prompt in self.ended else "length"
+        return Completion(text=self.text, finish_reason=reason, statistics=counted)
 
 
 @pytest.fixture
@@ -110,3 +112,14 @@ def test_a_slow_moment_is_no_gain_and_no_loss(
     monkeypatch.setattr(FakeClient, "generate", slow_for_a_while)
     gains = compare(ways(alone, same), PROMPTS, max_tokens=10, num_rounds=3)
     assert gains[1] == Gain("same", *(pytest.approx(x) for x in (50.0, 1.0, 1.0, 1.0)))  # type: ignore[arg-type]
+
+
+def test_prompts_that_the_target_ends_at_once_are_left_out_and_counted(clock: Clock) -> None:
+    client = FakeClient("alone", clock, pass_s=0.01, ended=("two", "four"))
+    (alone,) = ways(client)
+    texts = ["one", "two", "three", "four", "five"]
+    assert that_go_on(alone, texts, 2) == (["one", "three"], 1)
+    assert [question.split()[0] for question in client.asked] == ["one", "two", "three"]
+    assert that_go_on(alone, texts, 9) == (["one", "three", "five"], 2)
+    with pytest.raises(ServerError, match=r"^the target ends all of 2 prompts at once$"):
+        that_go_on(alone, ["two", "four"], 2)

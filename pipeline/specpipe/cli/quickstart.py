@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NUM_PROMPTS = 8  # that are verified, with the defaults of `verify` otherwise. A guess.
 _SET = "code"
-_NUM_COMPARED, _MAX_TOKENS, _NUM_ROUNDS = 8, 96, 3  # some 15 s on two cores
+_NUM_COMPARED, _MAX_TOKENS, _NUM_ROUNDS = 6, 96, 3  # some 15 s on two cores
 
 
 @click.command()
@@ -128,11 +128,14 @@ def _compare(repository: Path, client: Client) -> None:
     from specpipe.runtimes.pair_file import read_pair
     from specpipe.triton.client import Client
 
-    prompts = [p.text for p in load_prompts(_SET, limit=_NUM_COMPARED).prompts if p.text]
+    texts = [prompt.text for prompt in load_prompts(_SET).prompts if prompt.text]
+    alone = gains.Way("target alone", client, num_draft_tokens=0)
+    prompts, num_left_out = gains.that_go_on(alone, texts, _NUM_COMPARED)
     click.echo(
-        f"\n--- {_NUM_COMPARED} prompts of the set {_SET}, up to {_MAX_TOKENS} tokens each, "
+        f"\n--- {len(prompts)} prompts of the set {_SET}, up to {_MAX_TOKENS} tokens each, "
         f"greedy, one at a time, {_NUM_ROUNDS} rounds in turns"
     )
+    click.echo(f"left out: {num_left_out} others, to which the target says nothing\n")
     options = read_pair(repository).options
     other = replace(options, prompt_lookup=not options.prompt_lookup)
     with (
@@ -142,7 +145,7 @@ def _compare(repository: Path, client: Client) -> None:
     ):
         by_copying = {options.prompt_lookup: client, other.prompt_lookup: other_client}
         ways = (
-            gains.Way("target alone", by_copying[False], num_draft_tokens=0),
+            replace(alone, client=by_copying[False]),
             gains.Way("with the draft", by_copying[False]),
             gains.Way("with draft and copying", by_copying[True]),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -83,6 +83,25 @@ class Gain:
             tokens_per_pass=1 + num_accepted / sum(total.num_steps for total in totals),
             pass_time=median(total.pass_seconds / first.pass_seconds for total, first in pairs),
         )
+
+
+def that_go_on(way: Way, prompts: Iterable[str], limit: int) -> tuple[list[str], int]:
+    """Returns the first prompts that the target does not end at once, and how many it does.
+
+    After those nothing is drafted. Raises ServerError where it ends all of them.
+    """
+    going_on: list[str] = []
+    num_ended = 0
+    for prompt in prompts:
+        if len(going_on) == limit:
+            break
+        if way.ask(prompt, 2)[0].finish_reason == "length":
+            going_on.append(prompt)
+        else:
+            num_ended += 1
+    if not going_on:
+        raise ServerError(f"the target ends all of {num_ended} prompts at once")
+    return going_on, num_ended
 
 
 def compare(

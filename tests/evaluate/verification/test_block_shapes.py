@@ -7,7 +7,6 @@ import pytest
 
 from specpipe.evaluate.verification.block_shapes import (
     Agreement,
-    less_chance,
     measure_agreement,
     measure_block_difference,
 )
@@ -32,11 +31,14 @@ def test_what_is_chosen_in_both_shapes_is_counted() -> None:
 
 
 def test_three_standard_errors_are_left_to_chance() -> None:
-    """80 of 100: the standard error is sqrt(0.8 * 0.2 / 100) = 0.04."""
+    """Were it 0.6577, 80 of 100 would be three standard errors above: sqrt(0.6577 * 0.3423 / 100)
+    is 0.04745. All of n are that above n / (n + 9).
+    """
     assert Agreement(80, 100).rate == 0.8
-    assert Agreement(80, 100).least_rate == pytest.approx(0.68)
-    assert Agreement(100, 100).least_rate == 1.0
-    assert less_chance(0.1, 1.0) == 0.0
+    assert Agreement(80, 100).least_rate == pytest.approx(0.8 - 3 * 0.04745, abs=1e-4)
+    assert Agreement(18, 18).least_rate == pytest.approx(18 / 27)
+    assert Agreement(100, 100).least_rate == pytest.approx(100 / 109)
+    assert Agreement(0, 100).least_rate == 0.0
 
 
 def test_the_percentile_is_over_texts_that_have_an_output() -> None:

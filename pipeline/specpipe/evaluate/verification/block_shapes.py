@@ -67,13 +67,22 @@ class Agreement:
 
     @property
     def least_rate(self) -> float:
-        """The rate less what chance makes of it: three of its standard errors."""
+        """The rate less what chance makes of it."""
         return less_chance(self.rate, self.num_compared)
 
 
 def less_chance(rate: float, num_trials: float) -> float:
-    """Returns a rate less three standard errors of one that was found in so many trials."""
-    return max(rate - 3.0 * math.sqrt(rate * (1.0 - rate) / max(num_trials, 1.0)), 0.0)
+    """Returns the least rate from which chance makes one that was found in so many trials.
+
+    It is three of its standard errors below the one that was found: the lower end of Wilson's
+    interval (1927, 10.1080/01621459.1927.10502953). The standard error of what was found would be
+    0 where all trials came out alike, however few they are.
+    """
+    if num_trials <= 0:
+        return 0.0
+    z2 = 3.0**2
+    spread = math.sqrt(z2 * rate * (1.0 - rate) / num_trials + (z2 / (2.0 * num_trials)) ** 2)
+    return max((rate + z2 / (2.0 * num_trials) - spread) / (1.0 + z2 / num_trials), 0.0)
 
 
 def measure_agreement(

@@ -58,9 +58,11 @@ def remarks(asked: SideAnswers, agreement: Agreement | None) -> list[str]:
     """Returns what a reader should know of the counts of a side that passed, a sentence each."""
     rate = asked.acceptance_rate
     if asked.side.is_own_draft and agreement is not None and rate is not None:
+        least = least_own_acceptance(asked, agreement)
         return [
-            f"the target accepts {rate:.2f} of its own draft tokens, since it chooses the same "
-            f"token in {agreement.rate:.2f} of all positions only, one token at a time or in blocks"
+            f"the target accepts {rate:.2f} of its own draft tokens; down to {least:.2f} that is "
+            "chance, since it chose the same token, one at a time or in blocks, in "
+            f"{agreement.num_same} of {agreement.num_compared} positions"
         ]
     if asked.side.num_draft_tokens is None and asked.acceptance_rate is None:
         return [f"as served, nothing was drafted here{_why(asked)}"]
