@@ -2,7 +2,7 @@
 
     python -m benchmarks.parallel_draft --parallel-draft models/python-code/parallel
     python -m benchmarks.parallel_draft --parallel-draft models/python-code/parallel \\
-        --device cuda --dtype bfloat16 --sizes 7b+0.4b --fp8 --requests 24
+        --device cuda --dtype bfloat16 --sizes 7b+0.4b --formats fp8,awq --requests 24
 
 All sides have the same target and run in this process; a round asks each of them for the same
 answers, one after the other, in turns (settings: benchmarks/load/sides.py). Greedy;
@@ -13,9 +13,16 @@ The bound is what the passes allow: a draft-verify round emits the acceptance le
 target pass of K + 1 rows, and K draft passes of one row or one of L + K - 1. Passes are timed in
 this run, after 256 tokens; of the prompts and of the host there is nothing in them.
 
---fp8 wants a GPU. It adds the target with its linears in FP8 beside each draft, and the table of
-what is left of the product of both gains: that of FP8 without a draft, and that of the draft in
-bfloat16 beside the target in bfloat16.
+--formats wants a GPU. It adds the target with its linears in each of them, alone and beside three
+drafts: plain, in the same format, and parallel (plain); and what is left of the product of both
+gains, that of the format without a draft, and that of the plain draft beside the plain target. Both
+formats are made of the plain weights by rounding to nearest, and nothing is calibrated:
+
+fp8  one scale for a linear and one for its input, as format fp8 stores them
+awq  INT4 in blocks of up to 128, as int4_awq stores them and with its multiplication of inputs, but
+     by ones: it takes the time of AWQ, and is a little less like the plain target than AWQ is
+
+What rounding takes from the acceptance length, L in the table, is missing in that share, too.
 """
 
 from __future__ import annotations
@@ -32,21 +39,40 @@ from typing import Any
 
 from benchmarks.load.closed_loop import Load
 from benchmarks.load.ratio import Ratio
-from benchmarks.load.sides import Point, Process, is_parallel, num_draft_tokens, pair_of, words_of
+from benchmarks.load.sides import (
+    FORMATS,
+    Point,
+    Process,
+    format_of,
+    is_parallel,
+    num_draft_tokens,
+    pair_of,
+)
 from specpipe.evaluate.prompts import load_prompts
 from specpipe.text.tokenizer import Tokenizer
 
 _MODELS = Path(__file__).parents[1] / "models" / "python-code"
 _ALONE, _COPIES = "alone", "adaptive"
 _STEPS, _PARALLEL = "drafts", "parallel-drafts"
-_FP8_DRAFTS = {
-    "a bf16 draft": ("fp8-drafts", _STEPS, 0.82),
-    "an FP8 draft": ("fp8-fp8draft-drafts", _STEPS, 0.9),
-    "a parallel draft": ("fp8-parallel-drafts", _PARALLEL, 0.9),
-}
-"""The pair, that in bfloat16 whose gain its draft is to have, and the goal: a share."""
-
 _CPU_GOAL, _CPU_COPY_GOAL, _GPU_GOAL = 1.25, 1.8, 1.1
+
+
+def _beside(word: str) -> dict[str, tuple[str, str, float]]:
+    """Returns the drafts beside a target in a format.
+
+    The pair, that of plain models whose gain its draft is to have, and the goal: a share.
+    """
+    return {
+        "a plain draft": (f"{word}-drafts", _STEPS, 0.82),
+        f"an {word.upper()} draft": (f"{word}-{word}draft-drafts", _STEPS, 0.9),
+        "a parallel draft": (f"{word}-parallel-drafts", _PARALLEL, 0.9),
+    }
+
+
+def _alone(setting: str) -> str:
+    """Returns the setting in which its target runs alone."""
+    word = format_of(setting)
+    return _ALONE if word is None else f"{word}-{_ALONE}"
 
 
 @dataclass
@@ -93,8 +119,9 @@ def settings_of(arguments: argparse.Namespace) -> list[str]:
     settings = [_ALONE, *by_length(_STEPS, _PARALLEL)]
     settings += [f"{pair}-adaptive" for pair in (_STEPS, _PARALLEL)]
     settings += [_COPIES, f"parallel-{_COPIES}"]
-    if arguments.fp8:
-        settings += ["fp8-alone", *by_length(*(pair for pair, _, _ in _FP8_DRAFTS.values()))]
+    for word in arguments.formats:
+        pairs = [pair for pair, _, _ in _beside(word).values()]
+        settings += [f"{word}-{_ALONE}", *by_length(*pairs)]
     return settings
 
 
@@ -135,14 +162,13 @@ def measure(
     longest = max(map(len, prompts)) + arguments.max_tokens
     settings = settings_of(arguments)
     side = ours.load(process_of(arguments, settings, longest))
-    # The target in FP8 has other answers.
-    of_weights = {is_fp8: Measurements(side) for is_fp8 in (False, True)}
+    # A target in another format has other answers.
+    of_weights = {_alone(setting): Measurements(side) for setting in settings}
     load = Load(1, len(prompts) + 1, arguments.max_tokens)
     results = Results({setting: Measured() for setting in settings})
     for number in range(arguments.rounds):
         for setting in settings[:: 1 if number % 2 == 0 else -1]:
-            is_fp8 = "fp8" in words_of(pair_of(setting))
-            found = of_weights[is_fp8].measure(Point(setting, load, prompts))
+            found = of_weights[_alone(setting)].measure(Point(setting, load, prompts))
             measured = results[setting]
             measured.rates.append(found["tokens_per_second"])
             measured.acceptance_lengths.append(found["acceptance_length"])
@@ -172,7 +198,7 @@ def report(results: Results, bounds: Mapping[str, float | None]) -> list[str]:
     """The table: a line for each setting."""
     lines = [f"{'setting':34}{'tokens/s':>9}   over alone               L    bound"]
     for setting, measured in results.items():
-        alone = results["fp8-alone" if "fp8" in words_of(pair_of(setting)) else _ALONE]
+        alone = results[_alone(setting)]
         bound = bounds[setting]
         lines.append(
             f"{setting:34}{measured.rate:9.1f}   {measured.over(alone)!s:22}"
@@ -196,15 +222,15 @@ def goals(results: Results, *, is_gpu: bool) -> list[tuple[str, float, float]]:
         ]
     best = results[results.best(_PARALLEL)]
     found = [("parallel over the best K of steps", best.over(steps).mean, _GPU_GOAL)]
-    if "fp8-alone" not in results:
-        return found
-    of_fp8 = results["fp8-alone"].over(alone).mean
-    for name, (pair, plain, goal) in _FP8_DRAFTS.items():
-        product = of_fp8 * results[results.best(plain)].over(alone).mean
-        both = results[results.best(pair)].over(alone).mean
-        found.append(
-            (f"FP8 beside {name}: share of the product {product:.2f}", both / product, goal)
-        )
+    for word in FORMATS:
+        if f"{word}-{_ALONE}" not in results:
+            continue
+        of_format = results[f"{word}-{_ALONE}"].over(alone).mean
+        for name, (pair, plain, goal) in _beside(word).items():
+            product = of_format * results[results.best(plain)].over(alone).mean
+            both = results[results.best(pair)].over(alone).mean
+            what = f"{word.upper()} beside {name}: share of the product {product:.2f}"
+            found.append((what, both / product, goal))
     return found
 
 
@@ -239,6 +265,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
 
+    def words(text: str) -> list[str]:
+        return [word for word in text.split(",") if word]
+
+    known = ",".join(FORMATS)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.parallel_draft",
         description=__doc__,
@@ -252,7 +282,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--k", type=numbers, default=[1, 2, 3, 4], help="of the draft")
     parser.add_argument("--parallel-k", type=numbers, default=[2, 3, 4, 5, 6, 7, 8])
-    parser.add_argument("--fp8", action="store_true", help="the table of FP8 beside each draft")
+    parser.add_argument(
+        "--formats", type=words, default=[], help=f"of the target, beside each draft: {known}"
+    )
     parser.add_argument("--prompts", default="code", help="a built-in set, or a file of prompts")
     parser.add_argument("--requests", type=int, default=12, help="prompts of the set")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -262,8 +294,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
     parser.add_argument("--out", type=Path, help="a JSON file for all figures")
     arguments = parser.parse_args(argv)
-    if arguments.fp8 and arguments.device == "cpu":
-        parser.error("--fp8 wants --device cuda")
+    if unknown := set(arguments.formats) - set(FORMATS):
+        parser.error(f"--formats: unknown {', '.join(sorted(unknown))}; there are {known}")
+    if arguments.formats and arguments.device == "cpu":
+        parser.error("--formats wants --device cuda")
     return arguments
 
 

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,12 +17,16 @@ from safetensors.torch import load_file
 
 from benchmarks.gpu.goals import covered, goals, kv_bytes, steps_speedup
 from benchmarks.gpu.report import main, merged, report, summary
-from benchmarks.gpu.tensors import FP8, engine_tensors, fp8_tensors
+from benchmarks.gpu.tensors import RoundedFormat, engine_tensors, rounded_config
 from benchmarks.inflate import Size, inflated_tensors, open_source
 from benchmarks.source_prompts import main as write_prompts
+from specpipe.build.stages.quantize import quantize
 from specpipe.checkpoints.family_config import unified_config
-from specpipe.runtimes.torch.model_shape import ModelConfig
+from specpipe.checkpoints.unified import load_unified
+from specpipe.runtimes.torch.kernel_choice import Kernel
+from specpipe.runtimes.torch.layout import write_weights
 from specpipe.text.tokenizer import Tokenizer
+from tests.quantization.checkpoints import scheme, write_scales
 from tests.runtimes.torch.engines import build_engine
 from tests.toy import write_toy_checkpoint
 from tests.toy_tokenizers import byte_level
@@ -377,21 +381,33 @@ def test_tensors_made_in_memory_are_those_of_a_built_engine(
     assert read("layers.9.qkv.weight") is None
 
 
-def test_fp8_weights_are_the_plain_ones_rounded() -> None:
-    config = ModelConfig.from_unified(
-        unified_config(
-            json.loads((ROOT / "models/python-code/draft/config.json").read_bytes())
-        ).quantized(FP8)
-    )
-    weight = torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.5, -7.0]])  # [in, out]
-    read = fp8_tensors(config, {"layers.0.dense.weight": weight, "head.weight": weight}.get)
-    rounded, scale = read("layers.0.dense.weight"), read("layers.0.dense.weight_scale")
-    assert rounded is not None
-    assert rounded.dtype == torch.float8_e4m3fn
-    assert scale is not None
-    assert scale.tolist() == [7.0 / 448.0]
-    assert (rounded.float() * scale).tolist() == weight.t().tolist()
-    assert read("head.weight") is weight
+@pytest.mark.parametrize("name", get_args(RoundedFormat))
+def test_rounded_linears_are_those_of_a_built_engine(name: RoundedFormat, tmp_path: Path) -> None:
+    """One that was quantized with the scales that are not searched for all 1."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
+    toy = write_toy_checkpoint(tmp_path / "toy", intermediate_size=96, **sizes)
+    hf_config, read_source = open_source(toy)
+    config = rounded_config(unified_config(hf_config), name)
+    settings = scheme(name, awq_block_size=32)
+    scales = write_scales(tmp_path / "scales", toy, settings, is_searched=False)
+    (tmp_path / "checkpoint").mkdir()
+    quantize(toy, scales, tmp_path / "checkpoint", settings)
+    kernel: Kernel = "fp8" if name == "fp8" else "int4"
+    checkpoint = load_unified(tmp_path / "checkpoint")
+    assert config.quantization == checkpoint.config.quantization
+    write_weights(tmp_path / "engine", checkpoint, "bfloat16", kernel)
+    built = load_file(tmp_path / "engine")
+    size = Size(64, 2, 2, 96)
+    made = inflated_tensors(hf_config, read_source, size, device="cpu", dtype=torch.bfloat16)
+    _, read = engine_tensors(config, made)
+    linears = {linear.rpartition(".")[0] for linear in built if linear.endswith("_scale")}
+    assert len(linears) == 2 * 4
+    names = [f"{linear}.weight" for linear in ("head", *linears)]
+    for each in [*names, *(n for n in built if n.endswith(("weight_scale", "prequant")))]:
+        tensor = read(each)
+        assert tensor is not None, each
+        assert tensor.dtype == built[each].dtype, each
+        assert torch.equal(tensor.float(), built[each].float()), each
 
 
 @pytest.mark.slow

@@ -214,6 +214,7 @@ def test_gaps_are_told_apart_by_whether_a_long_prompt_is_read() -> None:
         ("vllm", "ngram-parallel-8", False),
         ("ours", "parallel-drafts-k8", True),
         ("ours", "fp8-parallel-adaptive", True),
+        ("ours", "awq-awqdraft-drafts-k2", True),
         ("triton", "parallel-k2", False),
         ("vllm", "ngram-8-by-load", True),
         ("vllm", "k2", False),

@@ -22,7 +22,7 @@ from benchmarks.parallel_draft import (
 from tests.toy import write_toy_checkpoint
 from tests.toy_tokenizers import byte_level
 
-FP8 = ["--fp8", "--device", "cuda", "--sizes", "7b+0.4b"]
+FORMATS = ["--formats", "fp8,awq", "--device", "cuda", "--sizes", "7b+0.4b"]
 
 
 def arguments(*words: str) -> Any:
@@ -30,12 +30,12 @@ def arguments(*words: str) -> Any:
 
 
 def test_each_setting_is_one_of_ours() -> None:
-    settings = settings_of(arguments(*FP8))
+    settings = settings_of(arguments(*FORMATS))
     for setting in settings:
         check_setting("ours", setting)
-    assert len(set(settings)) == len(settings) == 9 + 1 + 3 * 2
+    assert len(set(settings)) == len(settings) == 9 + 2 * (1 + 3 * 2)
     assert not any("fp8" in setting for setting in settings_of(arguments()))
-    process = process_of(arguments(*FP8), settings, 200)
+    process = process_of(arguments(*FORMATS), settings, 200)
     assert (process.most_drafted, process.sizes) == (8, ("0.4b", "7b"))
 
 
@@ -56,6 +56,10 @@ RESULTS = Results(
         "fp8-drafts-k2": measured(192.0, 96.0),
         "fp8-fp8draft-drafts-k1": measured(216.0, 108.0),
         "fp8-parallel-drafts-k8": measured(230.4, 115.2),
+        "awq-alone": measured(200.0, 100.0),
+        "awq-drafts-k2": measured(240.0, 120.0),
+        "awq-awqdraft-drafts-k1": measured(270.0, 135.0),
+        "awq-parallel-drafts-k2": measured(288.0, 144.0),
     }
 )
 
@@ -70,27 +74,40 @@ def test_what_is_to_be_reached_on_a_cpu() -> None:
 
 
 def test_what_is_to_be_reached_on_a_gpu() -> None:
-    """180 / 150; FP8 alone gains 1.6, the drafts 1.5 and 1.8, and both 1.92, 2.16 and 2.304."""
+    """180 / 150; the drafts gain 1.5 and 1.8, FP8 alone 1.6, and both 1.92, 2.16 and 2.304.
+
+    AWQ alone gains 2.0, and both 2.4, 2.7 and 2.88.
+    """
     found = goals(RESULTS, is_gpu=True)
     assert [(pytest.approx(figure), least) for _, figure, least in found] == [
         (1.2, 1.1),
         (1.92 / 2.4, 0.82),
         (2.16 / 2.4, 0.9),
         (2.304 / 2.88, 0.9),
+        (2.4 / 3.0, 0.82),
+        (2.7 / 3.0, 0.9),
+        (2.88 / 3.6, 0.9),
     ]
 
 
-def test_the_target_in_fp8_is_what_its_drafts_are_compared_with() -> None:
+def test_a_target_in_a_format_is_what_its_drafts_are_compared_with() -> None:
     lines = report(RESULTS, dict.fromkeys(RESULTS) | {"parallel-drafts-k8": 1.9})
     by_setting = {line.split()[0]: line for line in lines}
     assert "1.200 (" in by_setting["fp8-drafts-k2"]
+    assert "1.350 (" in by_setting["awq-awqdraft-drafts-k1"]
     assert by_setting["parallel-drafts-k8"].split()[-2:] == ["2.00", "1.900"]
 
 
-def test_fp8_wants_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("formats", "fault"),
+    [("fp8", "--formats wants --device cuda"), ("fp8,int2", "unknown int2; there are fp8,awq")],
+)
+def test_formats_that_cannot_be_measured_are_refused(
+    formats: str, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["--parallel-draft", "P", "--fp8"])
-    assert "--fp8 wants --device cuda" in capsys.readouterr().err
+        main(["--parallel-draft", "P", "--formats", formats])
+    assert fault in capsys.readouterr().err
 
 
 def test_all_sides_give_the_same_answers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.tensors import FP8, engine_tensors, fp8_tensors
+from benchmarks.gpu.tensors import RoundedFormat, engine_tensors, rounded_config
 from benchmarks.inflate import Size, inflated_config, inflated_tensors, num_parameters, open_source
 from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.unified_config import UnifiedConfig
@@ -49,14 +49,14 @@ class Source:
     def num_parameters(self) -> int:
         return num_parameters(self.hf_config)
 
-    def config(self, *, fp8: bool = False) -> UnifiedConfig:
-        """The unified config."""
+    def config(self, rounded: RoundedFormat | None = None) -> UnifiedConfig:
+        """The unified config; plain, or with its layers' linears in a format."""
         config = unified_config(self.hf_config)
-        return config.quantized(FP8) if fp8 else config
+        return config if rounded is None else rounded_config(config, rounded)
 
-    def why_not(self, *, fp8: bool = False) -> str | None:
-        """Says what keeps the fused kernels from running it; None: they do."""
-        config = ModelConfig.from_unified(self.config(fp8=fp8))
+    def why_not_fp8(self) -> str | None:
+        """Says what keeps the fused kernels from running it in FP8; None: they do."""
+        config = ModelConfig.from_unified(self.config("fp8"))
         rounded = torch.empty(0, dtype=torch.float8_e4m3fn)  # all that they ask about it
         names, _ = engine_tensors(self.config(), iter(()))
         weights = {n: rounded for n in names if n.removesuffix(".weight") in config.formats}
@@ -84,11 +84,11 @@ class FusedModel:
 
     @classmethod
     @torch.inference_mode()
-    def make(cls, source: Source, *, fp8: bool = False) -> FusedModel:
-        plain, unified = source.config(), source.config(fp8=fp8)
+    def make(cls, source: Source, rounded: RoundedFormat | None = None) -> FusedModel:
+        unified = source.config(rounded)
         config = ModelConfig.from_unified(unified)
-        _, read = engine_tensors(plain, source.made())
-        weights = load_weights(config, fp8_tensors(config, read) if fp8 else read)
+        _, read = engine_tensors(unified, source.made())
+        weights = load_weights(config, read)
         return cls(unified, config, weights, source.device, source.dtype)
 
     def engine(

@@ -307,13 +307,13 @@ class PairBenchmark:
 
     def fp8(self) -> dict[str, Any]:
         """The last part: the models make room."""
-        reason = self._target_source.why_not(fp8=True)
+        reason = self._target_source.why_not_fp8()
         if reason is not None:
             return {"not_run": f"the fused kernels do not run {reason}"}
         context = min(self._settings.contexts)
         plain = self._target_step(self._models["target"], context)
         self.close()
-        seconds = self._target_step(FusedModel.make(self._target_source, fp8=True), context)
+        seconds = self._target_step(FusedModel.make(self._target_source, "fp8"), context)
         return {"context": context, "plain_seconds": plain, "seconds": seconds}
 
     def close(self) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.models import FusedModel, Source, plain_engine
+from benchmarks.gpu.tensors import RoundedFormat
 from benchmarks.gpu.timing import Clock, step_seconds
 from benchmarks.inflate import Size, size_of
 from benchmarks.load.loop import Answer, Loop
 from benchmarks.load.sides import (
+    FORMATS,
     Counts,
     Emitted,
     Process,
@@ -159,23 +161,29 @@ class _FusedPairs:
 
     def __init__(self, target: Source, process: Process) -> None:
         self._target, self._process = target, process
-        self._models: dict[tuple[Path, bool, bool], FusedModel] = {}
+        self._models: dict[tuple[Path, RoundedFormat | None, bool], FusedModel] = {}
         self._make = Tokenizer.load(Path(process.target)).detokenizer
 
     def __call__(self, kind: str, draft: Source, options: PairOptions) -> Pair:
         words = words_of(kind)
+        of_draft, of_target = (
+            next((name for word, name in FORMATS.items() if f"{word}{role}" in words), None)
+            for role in ("draft", "")
+        )
         models = (
-            self._model(draft, is_fp8="fp8draft" in words, is_noise="noise" in words),
-            self._model(self._target, is_fp8="fp8" in words),
+            self._model(draft, of_draft, is_noise="noise" in words),
+            self._model(self._target, of_target),
         )
         limits = {**_limits(options), "kv_cache_tokens": self._kv_cache_tokens(kind, options)}
         engines = [model.engine(**limits) for model in models]
         return torch_pair.fused_pair_of(engines[0], engines[1], options, self._make)
 
-    def _model(self, source: Source, *, is_fp8: bool, is_noise: bool = False) -> FusedModel:
-        key = source.folder, is_fp8, is_noise
+    def _model(
+        self, source: Source, rounded: RoundedFormat | None, *, is_noise: bool = False
+    ) -> FusedModel:
+        key = source.folder, rounded, is_noise
         if key not in self._models:
-            self._models[key] = FusedModel.make(source, fp8=is_fp8)
+            self._models[key] = FusedModel.make(source, rounded)
             if is_noise:
                 self._models[key].spoil()
         return self._models[key]

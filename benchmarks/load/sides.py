@@ -8,7 +8,8 @@ ours    alone, k1, k2, …: so many draft tokens; adaptive: as many as pay, by t
         drafts: copies nothing; noise: so too, and the weights of its draft are noise; half: has
         half the KV memory that the closed loop of most streams wants; reuse: keeps what it has
         read of prompts for others that begin alike; parallel: its draft is --parallel-draft, which
-        proposes in one pass; fp8: the target's linears are in FP8; fp8draft: so are the draft's
+        proposes in one pass; fp8, awq: the target's linears are in FP8, or in INT4 as int4_awq
+        stores them (rounded to nearest: gpu/tensors.py); fp8draft, awqdraft: so are the draft's
 vllm    alone; invariant: alone in its batch-invariant mode; reuse: alone with prefix caching;
         draft-2: so many draft tokens of the draft; draft-parallel-8: of
         --parallel-draft, in one pass; ngram-8: so many copied from the text; and by-load behind
@@ -25,7 +26,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from benchmarks.load.arrivals import Arrivals
 from benchmarks.load.chats import Chats
@@ -34,7 +35,11 @@ from benchmarks.load.loop import Answer, AnyLoad, Loop
 from benchmarks.load.reading import Readings
 
 SIDES = ("ours", "vllm", "triton")
-_WORDS = {"drafts", "noise", "half", "reuse", "parallel", "fp8", "fp8draft"}
+FORMATS: dict[str, Literal["fp8", "int4_awq"]] = {"fp8": "fp8", "awq": "int4_awq"}
+"""By the word that a setting has for it."""
+_WORDS = {"drafts", "noise", "half", "reuse", "parallel"}.union(
+    *({word, f"{word}draft"} for word in FORMATS)
+)
 _VLLM_DRAFTS = re.compile(r"(draft|draft-parallel|ngram)-([0-9]+)(-by-load)?")
 _LOADS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Load, Arrivals, Chats, Readings)}
 
@@ -182,6 +187,11 @@ def pair_of(setting: str) -> str:
 def words_of(pair: str) -> set[str]:
     """Returns how a pair differs from the usual one."""
     return {*pair.split("-")} - {""}
+
+
+def format_of(setting: str) -> str | None:
+    """Returns the word for the format of the target in a setting of ours; None: it is plain."""
+    return next((word for word in FORMATS if word in words_of(pair_of(setting))), None)
 
 
 def is_parallel(setting: str) -> bool:

@@ -43,9 +43,16 @@ def as_floats(raw: Raw, dtype: str) -> torch.Tensor:
 
 
 def write_scales(
-    folder: Path, checkpoint: Path, settings: QuantizationConfig, *, seed: int = 1
+    folder: Path,
+    checkpoint: Path,
+    settings: QuantizationConfig,
+    *,
+    seed: int = 1,
+    is_searched: bool = True,
 ) -> Path | None:
     """Writes what calibration would: weights measured, activations made up near 4.
+
+    is_searched  whether activations are multiplied by numbers that are made up, too, or by ones
 
     Returns None for a format that needs none.
     """
@@ -64,7 +71,9 @@ def write_scales(
     made: dict[str, torch.Tensor] = {}
     for module, kind, size in expected_scales(config):
         name = f"{module}.{kind}"
-        if kind == "prequant":
+        if kind == "prequant" and not is_searched:
+            made[name] = torch.ones(size)
+        elif kind == "prequant":
             made[name] = (0.5 + torch.rand(size, generator=generator)).bfloat16().float()
         elif kind == "weight_amax":
             made[name] = linears[module].abs().max().reshape(1)

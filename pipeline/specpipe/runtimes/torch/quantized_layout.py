@@ -106,7 +106,7 @@ def quantized_entries(
             f"{linear}.weight",
             stored,
             (rows, columns // in_a_byte),
-            lambda: _packed(kernel, arrangement.weight(source.codes(modules)).t()),
+            lambda: packed_codes(kernel, arrangement.weight(source.codes(modules)).t()),
         )
         yield Entry(
             f"{linear}.weight_scale",
@@ -137,7 +137,7 @@ def quantized_entries(
         )
 
 
-def _packed(kernel: Kernel, codes: Tensor) -> Tensor:
+def packed_codes(kernel: Kernel, codes: Tensor) -> Tensor:
     """Returns codes [out, in] as the kernel takes them: int4 two in a byte."""
     if kernel != "int4":
         return codes
