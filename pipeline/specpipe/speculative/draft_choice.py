@@ -42,6 +42,10 @@ class DraftChoice:
         self._draft_length, self._matcher = draft_length, matcher
         wanted = request.num_draft_tokens
         self._max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
+        self.is_speculative = self._max_num_draft_tokens > 0
+        """False for a request that will never draft."""
+        self.names_draft_length = wanted is not None
+        """True for a request that is drafted as it says, neither less by acceptance nor by load."""
         self._copy_odds = copy_odds if self.is_speculative else None
         self._lookup: PromptLookup | None = None
         self._prediction: Prediction | None = None
@@ -56,19 +60,9 @@ class DraftChoice:
             self.status = "off_by_request" if is_configured else "off_by_config"
 
     @property
-    def is_speculative(self) -> bool:
-        """False for a request that will never draft."""
-        return self._max_num_draft_tokens > 0
-
-    @property
     def max_num_draft_tokens(self) -> int:
         """The most that a step of this request drafts."""
         return self._max_num_draft_tokens
-
-    @property
-    def names_draft_length(self) -> bool:
-        """True for a request that is drafted as it says, neither less by acceptance nor by load."""
-        return self._request.num_draft_tokens is not None
 
     @property
     def is_on_trial(self) -> bool:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from specpipe.speculative.request import Request, TopLogProbs
+from specpipe.speculative.request import Chunk, Request, TopLogProbs
 from specpipe.speculative.stop_strings import StandIns, StopStrings
 
 
@@ -19,10 +19,13 @@ class Output:
     """
 
     def __init__(self, request: Request, hidden_tokens: Mapping[int, str]) -> None:
+        self._request_id = request.request_id
         self._with_log_probs = request.return_log_probs
         self._with_top_log_probs = request.num_top_log_probs > 0
         self._hidden_tokens = hidden_tokens
         self._stand_ins = StandIns(request.stop_strings, hidden_tokens)
+        self.searched_tokens = self._stand_ins.characters
+        """The special tokens that a stop string names, by id."""
         self._stop_strings = StopStrings(self._stand_ins.strings)
         self._text = ""  # decoded, not yet taken
         self._num_taken_chars = 0
@@ -30,10 +33,6 @@ class Output:
         self._num_held_chars = 0
         self._is_cut = self._is_finished = False
         self.num_taken_tokens = 0
-
-    def is_searched(self, token_id: int) -> bool:
-        """Returns whether a stop string names this special token."""
-        return token_id in self._stand_ins.characters
 
     def append(
         self,
@@ -55,7 +54,8 @@ class Output:
             self._tokens[-1] = self._tokens[-1]._replace(end=self._num_chars())
             if self._search(before, can_stop=can_stop):
                 return True
-        text += self._stand_ins.characters.get(token_id, "")
+        if self.searched_tokens:
+            text += self.searched_tokens.get(token_id, "")
         start = self._num_chars()
         self._text += text
         self._tokens.append(Token(token_id, log_prob, top, start, start + len(text)))
@@ -79,8 +79,8 @@ class Output:
         self._num_held_chars = 0
         return self._is_cut
 
-    def take(self) -> Taken:
-        """Returns what may leave now."""
+    def take(self) -> Chunk:
+        """Returns what may leave now: text, tokens and their log-probabilities."""
         text, self._text = self._text, ""
         if self._num_held_chars:
             num_chars = len(text) - self._num_held_chars
@@ -88,15 +88,16 @@ class Output:
         self._num_taken_chars += len(text)
         tokens = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
         self.num_taken_tokens += len(tokens)
-        log_probs: tuple[float, ...] = ()
-        if self._with_log_probs:
-            log_probs = tuple([t.log_prob for t in tokens if t.log_prob is not None])
-        return Taken(
-            self._stand_ins.remove(text),
-            tuple([t.token_id for t in tokens]),
-            log_probs,
-            tuple([t.top for t in tokens]) if self._with_top_log_probs else (),
+        chunk = Chunk(
+            request_id=self._request_id,
+            text=self._stand_ins.remove(text),
+            token_ids=tuple([t.token_id for t in tokens]),
         )
+        if self._with_log_probs:
+            chunk.log_probs = tuple([t.log_prob for t in tokens if t.log_prob is not None])
+        if self._with_top_log_probs:
+            chunk.top_log_probs = tuple([t.top for t in tokens])
+        return chunk
 
     def _num_chars(self) -> int:
         return self._num_taken_chars + len(self._text)
@@ -140,15 +141,6 @@ class Output:
         if token.has_text:
             return token.start < cut
         return token.token_id in self._hidden_tokens and token.start <= cut
-
-
-class Taken(NamedTuple):
-    """What leaves a request at once."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    top_log_probs: tuple[TopLogProbs, ...]
 
 
 class Token(NamedTuple):

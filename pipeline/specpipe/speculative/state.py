@@ -203,7 +203,7 @@ class RequestState:
             self.matcher.accept(token_id)
         text = self._detokenizer.append((token_id,))
         # A token that a stop string names stands after all of the text before it.
-        before = self._detokenizer.settle() if output.is_searched(token_id) else ""
+        before = self._detokenizer.settle() if token_id in output.searched_tokens else ""
         is_cut = output.append(token_id, log_prob, text, top=top, before=before, can_stop=can_stop)
         if is_cut or (self.matcher is not None and self.matcher.is_over):
             self._end("stop")
@@ -216,20 +216,12 @@ class RequestState:
         self.finish_reason = "stop" if stopped and reason == "length" else reason
 
     def _chunk(self, error: str | None = None) -> Chunk:
-        taken = self._output.take()
-        text, is_finished = taken.text, self.is_finished
-        if self._echoes and (text or is_finished):
+        chunk, is_finished = self._output.take(), self.is_finished
+        if self._echoes and (chunk.text or is_finished):
             self._echoes = False
-            text = self._detokenizer.prompt_text + text
-        chunk = Chunk(
-            request_id=self.request.request_id,
-            text=text,
-            token_ids=taken.token_ids,
-            log_probs=taken.log_probs,
-            top_log_probs=taken.top_log_probs,
-        )
+            chunk.text = self._detokenizer.prompt_text + chunk.text
         # A chunk with nothing to show is not sent; a prompt that was not read to its end has none.
-        if self._is_first and (text or taken.token_ids or is_finished):
+        if self._is_first and (chunk.text or chunk.token_ids or is_finished):
             self._is_first = False
             if not self.num_unscored_tokens:
                 chunk.prompt_log_probs = tuple(self._prompt_log_probs)

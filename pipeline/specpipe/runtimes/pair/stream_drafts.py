@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.rounds import Member, Rounds
@@ -32,9 +33,8 @@ class Stream:
     last_round: int = 0
     has_left: bool = False
 
-    @property
-    def state(self) -> RequestState:
-        return self.running.state
+    def __post_init__(self) -> None:
+        self.state: RequestState = self.running.state
 
     @property
     def may_get_draft(self) -> bool:
@@ -64,8 +64,7 @@ through many takes the host as long as a part of a round.
 """
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What a request has of a round: so many draft tokens, of its text if is_copied."""
 
     num_draft_tokens: int

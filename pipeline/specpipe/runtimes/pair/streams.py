@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
@@ -92,11 +93,11 @@ class Streams:
         """Takes in those whose texts the target has cached but for the last token, or for what
         rounds read, and that rounds can run, as long as there are places.
         """
-        for running in requests:
+        for running in [r for r in requests if r not in self._streams]:
             if len(self._streams) >= self._rounds.max_members:
                 return
             state, sequence = running.state, running.target_sequence
-            if running in self._streams or not self.can_run(running):
+            if not self.can_run(running):
                 continue
             is_read = num_uncached(running, self._target) == 1
             if not is_read and not self._rounds.can_read(sequence):
@@ -216,7 +217,7 @@ class Streams:
         streams: list[Stream] = []
         shares: list[Share] = []
         longest = 0
-        for stream in sorted(waiting, key=lambda stream: stream.last_round):
+        for stream in sorted(waiting, key=attrgetter("last_round")):
             length = self._drafts.fixed_length(stream, most)
             if length is None:
                 continue
