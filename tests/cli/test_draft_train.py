@@ -24,7 +24,20 @@ from tests.training.toy_pair import write_answers, write_pair
         ),
         (["--from", "x", "--shape", __file__], "--shape has random weights: leave out --from."),
         (["--parallel", "1"], "Invalid value for '--parallel': 1 is not in the range 2<=x<=64."),
-        (["--learning-rate", "nan"], "Invalid value for '--learning-rate': nan is no number."),
+        (
+            ["--learning-rate", "nan"],
+            "Invalid value for '--learning-rate': nan is no finite number.",
+        ),
+        (["--epochs", "inf"], "Invalid value for '--epochs': inf is no finite number."),
+        (
+            ["--seed", "4294967296"],
+            "Invalid value for '--seed': 4294967296 is not in the range 0<=x<=4294967295.",
+        ),
+        (["--output", ""], "Invalid value for '--output': it is empty: give the name of a folder."),
+        (
+            ["--output", "a\udcff"],
+            "Invalid value for '--output': a\\udcff is no UTF-8, which not every library can write.",
+        ),
     ],
 )
 def test_options_that_contradict_are_a_usage_error(options: list[str], sentence: str) -> None:

@@ -231,8 +231,8 @@ def test_a_folder_that_cannot_be_made_is_named(output_dir: str) -> None:
         (["bench", "--url", "http://h:1", "--concurrency", "9" * 5000], "'9999"),
         (["bench", "--url", "http://h:1", "--prompts", "deep.jsonl"], "deep.jsonl:1: not JSON"),
         (["bench", "--url", "http://h:1", "--prompts", "half.jsonl"], "half.jsonl:1: prompt hol"),
-        (["bench", "--url", "http://h:1", "--temperature", "nan"], "nan is no number."),
-        (["verify", "--config", "x.yaml", "--distance", "nan"], "nan is no number."),
+        (["bench", "--url", "http://h:1", "--temperature", "nan"], "nan is no finite number."),
+        (["verify", "--config", "x.yaml", "--distance", "nan"], "nan is no finite number."),
         (["inspect", "."], "is no engine and holds none"),
     ],
 )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -109,6 +111,13 @@ def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
         ('{"prompt": "x", "max_tokens": 0}', ":1: max_tokens is 0: expected a positive"),
         ('{"prompt": "x", "name": 1}', ":1: name is 1: expected a text"),
         ('{"prompt": "x", "name": "a"}\n{"prompt": "y", "name": "a"}', ": two prompts are named"),
+        ('{"prompt": "\\ud800"}', ":1: prompt holds half of a character (a surrogate)"),
+        ('{"prompt": "x", "name": "\\ud800"}', ":1: name holds half of a character"),
+        ('{"prompt": "x", "group": "\\udfff"}', ":1: group holds half of a character"),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            ":1: messages holds half of a character",
+        ),
     ],
 )
 def test_a_fault_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -118,10 +127,40 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, text: str, message: str)
     assert str(raised.value).startswith(f"{path}{message}")
 
 
+def test_a_value_of_any_size_is_named_in_a_short_sentence(tmp_path: Path) -> None:
+    for line in (
+        {"prompt": {"a": "k" * 10**5}},
+        {"k" * 10**5: 1},
+        {"prompt": "x", "name": [1] * 9**5},
+    ):
+        with pytest.raises(ConfigError) as raised:
+            load_prompts(file(tmp_path, json.dumps(line)))
+        assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["marked.txt", "marked.jsonl"])
+def test_files_of_windows_are_read_without_their_marks(tmp_path: Path, name: str) -> None:
+    lines = [json.dumps({"prompt": text}) if name.endswith("l") else text for text in ("x", "y")]
+    (tmp_path / name).write_bytes("\ufeff{}\r\n{}\r\n".format(*lines).encode())
+    assert [prompt.text for prompt in load_prompts(tmp_path / name).prompts] == ["x", "y"]
+
+
+def test_a_name_that_is_no_utf_8_can_be_written(tmp_path: Path) -> None:
+    path = file(tmp_path, "one", os.fsdecode(b"a\xff.txt"))
+    (prompt,) = load_prompts(path).prompts
+    assert (prompt.name, prompt.kind) == ("a\ufffd.txt:1", "a\ufffd")
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match="pipe.jsonl cannot be read: it is no regular file"):
+        load_prompts(tmp_path / "pipe.jsonl")
+
+
 def test_what_is_no_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="^chats is no set of prompts: expected one of chat, cod"):
         load_prompts("chats")
-    with pytest.raises(ConfigError, match=r"missing.jsonl cannot be read: .Errno 2. No such file"):
+    with pytest.raises(ConfigError, match=r"missing.jsonl cannot be read: No such file"):
         load_prompts(tmp_path / "missing.jsonl")
 
 

@@ -138,6 +138,18 @@ def test_a_collection_is_not_gone_on_with_otherwise(
     assert Collection.open(tmp_path).info.is_complete
 
 
+def test_what_nothing_was_answered_to_may_be_asked_otherwise(tmp_path: Path) -> None:
+    other = replace(INFO, answered_by={"endpoint": "x"})
+    with pytest.raises(KeyboardInterrupt), open_writer(tmp_path / "out", INFO):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "out").exists()
+    with open_writer(tmp_path / "out", INFO) as writer:
+        writer.fail("1-t0", "prompts.jsonl:3", "the server broke off")
+    with open_writer(tmp_path / "out", other) as writer:
+        assert writer.info.answered_by == {"endpoint": "x"}
+        assert writer.info.num_failed == 0
+
+
 def test_two_processes_do_not_write_one_collection(tmp_path: Path) -> None:
     with open_writer(tmp_path, INFO), pytest.raises(ConfigError, match="by another process"):
         open_writer(tmp_path, INFO).__enter__()
@@ -189,6 +201,25 @@ def _without_a_key(line: str) -> str:
         (
             lambda line: json.dumps({**json.loads(line), "top_log_probs": [[[7, -0.5]]]}),
             ": answer 2-t0 has 2 tokens and top_log_probs of 1: expected one entry for each token",
+        ),
+        *(
+            (
+                lambda line, token_id=token_id: line.replace("[7, 8]", f"[7, {token_id}]"),
+                "is no answer of a collection: token_ids.1: Input should be a valid integer",
+            )
+            for token_id in ("8.0", "true", '"8"')
+        ),
+        *(
+            (
+                lambda line, row=row: json.dumps({**json.loads(line), "top_log_probs": [row, row]}),
+                f": top_log_probs of answer 2-t0 {fault}",
+            )
+            for row, fault in (
+                ([], "list nothing for token 0"),
+                ([[7, -0.5], [7, -0.5]], "list an id twice for token 0"),
+                ([[7, 0.5]], "make 1.649 as probabilities of token 0, expected at most 1"),
+                ([[7, -0.1], [8, -0.1]], "make 1.81 as probabilities of token 0"),
+            )
         ),
     ],
 )

@@ -262,6 +262,32 @@ def test_answers_of_another_tokenizer_are_refused(tmp_path: Path, train: Train, 
         train(tmp_path / "draft", answers=[other])
 
 
+def test_answers_with_ids_that_the_pair_does_not_have_are_refused(
+    tmp_path: Path, train: Train, answers: Path
+) -> None:
+    shutil.copytree(answers, tmp_path / "answers")
+    path = tmp_path / "answers" / "answers-00000.jsonl"
+    lines = path.read_text().splitlines()
+    first = {**json.loads(lines[0]), "token_ids": [9, 70000], "top_log_probs": []}
+    path.write_text("\n".join([json.dumps(first), *lines[1:], ""]))
+    with pytest.raises(ConfigError, match="has token id 70000, which the target .* does not have"):
+        train(tmp_path / "draft", answers=[tmp_path / "answers"])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["answers"]
+
+
+def test_weights_that_overflow_are_no_draft(tmp_path: Path, train: Train) -> None:
+    settings = replace(SETTINGS, learning_rate=1e38, warmup=0.0, num_steps=1)
+    with pytest.raises(TrainingError, match="after step 1 .* holds what is no finite number: low"):
+        train(tmp_path / "draft", settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_nowhere_is_no_place_for_a_draft(tmp_path: Path, train: Train) -> None:
+    (tmp_path / "draft").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="give an --output that does not exist"):
+        train(tmp_path / "draft")
+
+
 def test_a_draft_that_starts_with_random_weights_has_the_shape_that_is_given(
     tmp_path: Path, train: Train, pair: Path
 ) -> None:
@@ -322,8 +348,12 @@ def test_the_mask_is_a_spare_row_where_there_is_one_and_no_id_in_use(pair: Path)
     assert weight.shape[0] == 256
     assert torch.equal(weight[:250], used)
     assert torch.allclose(weight[253], used.mean(0))
-    with pytest.raises(ConfigError, match="--mask-token 9 is an id that texts have"):
-        add_mask(draft, contract, num_draft_tokens=3, mask=9)
+    for asked, message in (
+        (9, "9 is an id that texts have"),
+        (256, "256 would leave rows without"),
+    ):
+        with pytest.raises(ConfigError, match=f"--mask-token {message}"):
+            add_mask(draft, contract, num_draft_tokens=3, mask=asked)
 
 
 def test_the_mask_may_be_the_padding_which_no_text_has(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +91,13 @@ def test_a_prompt_that_fills_the_length_is_counted_and_a_longer_answer_is_cut() 
     assert {len(t.token_ids) for t in parts.training} == {8}
 
 
+def test_a_length_that_every_prompt_fills_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="the prompts of all 4 answers fill 8 tokens: raise --max"
+    ):
+        divide([answer(n, drawn(n, 9)) for n in range(4)], **{**OPTIONS, "max_seq_len": 8})
+
+
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_too_few_groups_are_refused(num_groups: int) -> None:
     with pytest.raises(ConfigError, match="collect answers to prompts of more groups"):
@@ -138,14 +146,21 @@ def test_each_row_of_a_step_counts_alike_whichever_of_its_batches_it_is_in() -> 
         assert np.mean(means) == pytest.approx(np.mean(losses))
 
 
-def test_answers_that_do_not_fill_a_step_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({"per_step": 4}, "lower --batch-tokens or --accumulate"),
+        ({"num_epochs": 1e300}, "than 2,000,000 batches: lower --steps, --epochs or --accumulate"),
+        ({"num_steps": 10**18}, "than 2,000,000 batches"),
+        ({"num_steps": 1, "per_step": 10**12}, "than 2,000,000 batches"),
+    ],
+)
+def test_more_or_less_than_can_be_trained_on_is_refused(size: dict[str, Any], message: str) -> None:
     texts = divide([answer(n, drawn(n, 5)) for n in range(8)], **OPTIONS).training
-    with pytest.raises(ConfigError, match="lower --batch-tokens or --accumulate"):
+    with pytest.raises(ConfigError, match=message):
         Batches(
             texts,
-            num_steps=None,
-            num_epochs=1.0,
-            per_step=4,
+            **{"num_steps": None, "num_epochs": 1.0, "per_step": 1, **size},
             batch_tokens=4096,
             seed=0,
             padding=0,

@@ -15,6 +15,7 @@ import click
 from specpipe.cli.bench_servers import api_key_option, check_api_key, url_options
 from specpipe.cli.options import (
     NumberRange,
+    OutputFolder,
     chat_option,
     cut_options,
     json_option,
@@ -101,7 +102,7 @@ if TYPE_CHECKING:
 @click.option("--licence", metavar="TEXT", help="The licence of the prompts, to be noted.")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=OutputFolder(),
     help="Folder of the collection. Left out: collection/ beside the built repository.",
 )
 @json_option

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 import click
 
-from specpipe.cli.options import NumberRange, json_option, load, pair_options
+from specpipe.cli.options import NumberRange, OutputFolder, json_option, load, pair_options
 from specpipe.cli.output import print_json, shown
 from specpipe.cli.progress import log
 
-_FOLDER = click.Path(path_type=Path, file_okay=False)
 _SHARE = NumberRange(min=0, max=1)
 
 
@@ -23,10 +22,10 @@ _SHARE = NumberRange(min=0, max=1)
     "answers",
     required=True,
     multiple=True,
-    type=_FOLDER,
+    type=click.Path(path_type=Path, file_okay=False),
     help="A folder that `draft collect` wrote; may be given several times.",
 )
-@click.option("--output", required=True, type=_FOLDER, help="Folder for the trained draft.")
+@click.option("--output", required=True, type=OutputFolder(), help="Folder for the trained draft.")
 @click.option(
     "--from",
     "checkpoint",
@@ -152,7 +151,7 @@ _SHARE = NumberRange(min=0, max=1)
 @click.option(
     "--gradient-checkpointing", is_flag=True, help="Compute activations twice to save memory."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of all that is drawn.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of all that is drawn.")
 @json_option
 def train(
     config_path: Path,

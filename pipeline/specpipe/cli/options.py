@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from specpipe.errors import show
+
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
     from specpipe.stores.store import Store
@@ -18,13 +20,31 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class NumberRange(click.FloatRange):
-    """A number in a range, which NaN is not; click's takes it, since it is not outside either."""
+    """A finite number in a range; click's takes NaN, since it is not outside, and infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value} is no number.", param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
         return number
+
+
+class OutputFolder(click.Path):
+    """A folder to write into, whose name every library can write.
+
+    An empty name, as of a variable that is not set, would be the folder that the shell is in.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, file_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("it is empty: give the name of a folder.", param, ctx)
+        folder = super().convert(value, param, ctx)
+        if any("\ud800" <= character <= "\udfff" for character in str(folder)):
+            self.fail(f"{show(folder)} is no UTF-8, which not every library can write.", param, ctx)
+        return folder
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -97,7 +117,7 @@ prompts_options = together(
 cut_options = together(
     click.option(
         "--top-k",
-        type=click.IntRange(min=0),
+        type=click.IntRange(0, 2**31 - 1),
         default=0,
         help="0: all tokens. Needs --temperature.",
     ),

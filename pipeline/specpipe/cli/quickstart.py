@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from specpipe.cli.options import OutputFolder
 from specpipe.cli.output import shown
 from specpipe.cli.progress import BuildProgress, log, log_shown
 
@@ -27,7 +28,7 @@ _NUM_COMPARED, _MAX_TOKENS, _NUM_ROUNDS = 6, 96, 3  # some 15 s on two cores
 @click.command()
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=OutputFolder(),
     default=Path("specpipe-quickstart"),
     help="Folder for the pair, its YAML and its engines.",
 )

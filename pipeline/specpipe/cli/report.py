@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from specpipe.cli.options import OutputFolder
+
 
 @click.command()
 @click.argument("artifacts_dir", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=OutputFolder(),
     help="Folder for the report; left out: ARTIFACTS_DIR/report.",
 )
 def report(artifacts_dir: Path, output: Path | None) -> None:

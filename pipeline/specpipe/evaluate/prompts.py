@@ -11,6 +11,7 @@ import hashlib
 import importlib.resources
 import itertools
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 from specpipe.checkpoints.files import quoted
 from specpipe.errors import ConfigError, RequestError
+from specpipe.machine.own_json import reason
 from specpipe.text.chat_messages import check_messages
 
 BUILT_IN = ("chat", "code", "summarization")
@@ -131,7 +133,9 @@ def iterate_prompts(
     """
     path = Path(source)
     name, kind = (
-        (f"{source}.jsonl", str(source)) if _is_built_in(source) else (path.name, path.stem)
+        (f"{source}.jsonl", str(source))
+        if _is_built_in(source)
+        else (_as_text(path.name), _as_text(path.stem))
     )
     where = name if _is_built_in(source) else str(path)
     lines = _lines(prompts_path(source))
@@ -163,24 +167,27 @@ def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str)
     """Returns the prompt of one line; `where` begins messages, `name` and `kind` are defaults."""
     for key in fields:
         if key not in _KEYS:
-            raise ConfigError(f"{where}: unknown key {key!r}: expected {', '.join(_KEYS)}")
+            raise ConfigError(f"{where}: unknown key {quoted(key)}: expected {', '.join(_KEYS)}")
     text, messages, max_tokens = (fields.get(k) for k in ("prompt", "messages", "max_tokens"))
     if (text is None) == (messages is None):
         raise ConfigError(f"{where}: expected either prompt or messages")
     if text is not None and not (isinstance(text, str) and text):
-        raise ConfigError(f"{where}: prompt is {text!r}: expected a text that is not empty")
-    if any("\ud800" <= character <= "\udfff" for character in text or ""):
-        raise ConfigError(f"{where}: prompt holds half of a character (a surrogate)")
+        raise ConfigError(f"{where}: prompt is {quoted(text)}: expected a text that is not empty")
+    for key, value in fields.items():
+        if not _is_whole(value):
+            raise ConfigError(f"{where}: {key} holds half of a character (a surrogate)")
     if messages is not None:
         try:
             check_messages(messages)
         except RequestError as exc:
             raise ConfigError(f"{where}: {exc}") from exc
     if max_tokens is not None and not (type(max_tokens) is int and max_tokens > 0):
-        raise ConfigError(f"{where}: max_tokens is {max_tokens!r}: expected a positive number")
+        raise ConfigError(
+            f"{where}: max_tokens is {quoted(max_tokens)}: expected a positive whole number"
+        )
     for key in ("name", "kind", "group"):
         if not isinstance(fields.get(key, ""), str):
-            raise ConfigError(f"{where}: {key} is {fields[key]!r}: expected a text")
+            raise ConfigError(f"{where}: {key} is {quoted(fields[key])}: expected a text")
     return Prompt(
         name=fields.get("name", name),
         kind=fields.get("kind", kind),
@@ -264,12 +271,29 @@ def _lines(path: Path) -> Iterator[str]:
             ".txt file"
         )
     try:
-        # JSON may hold U+2028 and the like inside a string: a line ends at \n alone.
-        with path.open(encoding="utf-8", newline="\n") as file:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} cannot be read: it is no regular file")
+        # A mark of the byte order is no part of a text. JSON may hold U+2028 and the like inside a
+        # string: a line ends at \n alone, or at \r\n.
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
             for line in file:
-                yield line.removesuffix("\n")
+                yield line.removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+        raise ConfigError(f"{path} cannot be read: {reason(exc)}") from exc
+
+
+def _as_text(name: str) -> str:
+    """Returns a file's name, of which what is no UTF-8 is replaced."""
+    return os.fsencode(name).decode(errors="replace")
+
+
+def _is_whole(value: Any) -> bool:
+    """Returns whether a value of JSON holds whole characters alone."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _texts(lines: Iterable[str], *, name: str, kind: str, where: str) -> Iterator[Prompt]:

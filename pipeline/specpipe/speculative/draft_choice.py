@@ -41,8 +41,9 @@ class DraftChoice:
         self._request, self._limits, self._token_ids = request, limits, token_ids
         self._draft_length, self._matcher = draft_length, matcher
         wanted = request.num_draft_tokens
-        self._max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
-        self.is_speculative = self._max_num_draft_tokens > 0
+        self.max_num_draft_tokens = limits.max_num_draft_tokens if wanted is None else wanted
+        """The most that a step of this request drafts."""
+        self.is_speculative = self.max_num_draft_tokens > 0
         """False for a request that will never draft."""
         self.names_draft_length = wanted is not None
         """True for a request that is drafted as it says, neither less by acceptance nor by load."""
@@ -58,11 +59,6 @@ class DraftChoice:
         if not self.is_speculative:
             is_configured = limits.max_num_draft_tokens > 0
             self.status = "off_by_request" if is_configured else "off_by_config"
-
-    @property
-    def max_num_draft_tokens(self) -> int:
-        """The most that a step of this request drafts."""
-        return self._max_num_draft_tokens
 
     @property
     def is_on_trial(self) -> bool:
@@ -209,7 +205,7 @@ class DraftChoice:
         source = self._prediction if is_predicted else self._draft_length
         assert source is not None
         a = source.acceptance_probability
-        return [expected_tokens(a, k) for k in range(self._max_num_draft_tokens + 1)]
+        return [expected_tokens(a, k) for k in range(self.max_num_draft_tokens + 1)]
 
     def observe(
         self,
@@ -279,7 +275,7 @@ class DraftChoice:
     def _token_limit(self, num_ahead: int = 0) -> int:
         """The most draft tokens that the request has a use for; less than 1: none."""
         num_left = self._end_length - len(self._token_ids)
-        return min(self._max_num_draft_tokens, num_left - num_ahead - 1)
+        return min(self.max_num_draft_tokens, num_left - num_ahead - 1)
 
     def _draft_limit(self, most: int | None, num_ahead: int = 0, num_sure: int = 0) -> int:
         """The same, of those that the draft has room for and the load allows."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from specpipe.errors import ConfigError
+from specpipe.errors import ConfigError, show
 from specpipe.training.texts import Text
 
+_MOST_BATCHES = 2_000_000  # which are laid out before the first step: days of training
 _POOL = 64  # batches whose texts are sorted by length together: enough for little padding
 
 
@@ -124,6 +125,11 @@ class Batches(Dataset[Batch]):
                         f"step takes {per_step}: lower --batch-tokens or --accumulate, or collect "
                         "more"
                     )
+            if num_steps * per_step > _MOST_BATCHES:
+                raise ConfigError(
+                    f"{show(num_steps)} steps of {show(per_step)} batches are more than "
+                    f"{_MOST_BATCHES:,} batches: lower --steps, --epochs or --accumulate"
+                )
             self._batches += of_epoch
             if len(self._batches) >= num_steps * per_step:
                 del self._batches[num_steps * per_step :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from specpipe.machine.signals import thread_pool
 from specpipe.progress import count, phase
 from specpipe.speculative.request import Sampling, check_prompt_length
 from specpipe.text.tokenizer import Tokenizer
-from specpipe.training.collection import Answer
+from specpipe.training.collection import Answer, listing_fault
 from specpipe.training.collection_writer import CollectionWriter
 from specpipe.training.request_lines import prompt_fields
 
@@ -82,7 +83,7 @@ class CollectOptions:
         for temperature in self.temperatures:
             for number in range(self._num_samples(temperature)):
                 is_greedy = temperature == 0.0
-                name = f"{prompt_digest}-t{temperature:g}"
+                name = f"{prompt_digest}-t{repr(temperature).removesuffix('.0')}"
                 question_id = name if is_greedy else f"{name}-{number}"
                 seed = 0 if is_greedy else _seed(self.seed, question_id)
                 yield (
@@ -286,10 +287,17 @@ class _Run:
                 f"the answer has {num_tokens} tokens, and log-probabilities of {len(found)}: this "
                 "server cannot be asked for --top-log-probs"
             )
-        return tuple(
-            tuple((token_id, round(log_prob, _DECIMALS)) for token_id, log_prob in row[:most])
+        kept = tuple(
+            tuple(
+                (token_id, round(log_prob, _DECIMALS))
+                for token_id, log_prob in row[:most]
+                if log_prob != -math.inf  # of what cannot come, which is as good as not listed
+            )
             for row in found
         )
+        if (fault := listing_fault(kept)) is not None:
+            raise ServerError(f"the log-probabilities of the answer {fault}")
+        return kept
 
     def _fail(self, question_id: str, prompt: Prompt, error: str) -> None:
         self._writer.fail(question_id, prompt.name, error)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,7 +33,9 @@ SHARD_BYTES = 64 << 20
 TAIL = "left out: what the listed tokens leave of 1 is one bucket, that of all other tokens"
 """What becomes of the tokens that are not among the likeliest."""
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_MOST_IN_ALL = 1.01  # of probabilities, as they are rounded: a guess
+
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 _TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
 _Likeliest = tuple[tuple[TokenId, FiniteFloat], ...]
 
@@ -220,11 +223,26 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(sorted(meanings.items())).encode()).hexdigest()
 
 
+def listing_fault(rows: Sequence[Sequence[tuple[int, float]]]) -> str | None:
+    """Returns why the likeliest ids of an answer's tokens, with log p, are none; None: they are."""
+    for number, row in enumerate(rows):
+        probs = [math.exp(min(log_prob, 1.0)) for _, log_prob in row]  # of NaN: NaN
+        if not row:
+            return f"list nothing for token {number}"
+        if len({token_id for token_id, _ in row}) < len(row):
+            return f"list an id twice for token {number}"
+        if not sum(probs) <= _MOST_IN_ALL:
+            return f"make {sum(probs):.4g} as probabilities of token {number}, expected at most 1"
+    return None
+
+
 def _answer(line: bytes, where: str) -> Answer:
     try:
         answer = _ANSWERS.validate_json(line)
     except ValidationError as exc:
         raise ConfigError(f"{where} is no answer of a collection: {reason(exc)}") from exc
+    if (fault := listing_fault(answer.top_log_probs)) is not None:
+        raise ConfigError(f"{where}: top_log_probs of answer {show(answer.id)} {fault}")
     num_listed = len(answer.top_log_probs)
     if num_listed not in (0, len(answer.token_ids)):
         raise ConfigError(

@@ -90,6 +90,10 @@ class CollectionWriter:
             self.save()
             return
         there = Collection.open(self._folder)
+        if _is_empty(there):  # so it may be asked otherwise
+            (self._folder / LEFT_OUT_NAME).unlink(missing_ok=True)
+            self.save()
+            return
         _check_same(self._folder, there.info, self._info)
         info = replace(there.info, is_complete=False)
         self._info = replace(self._info, versions=info.versions, made_at=info.made_at)
@@ -148,7 +152,7 @@ def open_writer(
 
     Whatever ends the `with` block, `collection.json` then says what the shards hold. Raises
     ConfigError where another process writes it, where it was asked otherwise, or where it is
-    damaged.
+    damaged. A folder that nothing came into is removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = _acquired(folder)
@@ -157,8 +161,12 @@ def open_writer(
         try:
             yield writer
         except BaseException:
-            with suppress(OSError):  # a full disk: the shards say what there is
+            with suppress(OSError, ConfigError):  # a full disk: the shards say what there is
                 writer.save()
+                if not (Collection.open(folder).shards or (folder / LEFT_OUT_NAME).exists()):
+                    (folder / INFO_NAME).unlink()
+                    Path(lock.lock_file).unlink()
+                    folder.rmdir()  # where it holds nothing else
             raise
         finally:
             writer.close()
@@ -192,6 +200,12 @@ def _acquired(folder: Path) -> FileLock:
             f"{folder} is being collected by another process: wait for it, or stop it"
         ) from None
     return lock
+
+
+def _is_empty(collection: Collection) -> bool:
+    """Returns whether nothing was answered so far."""
+    left_out = _left_out(collection.folder)
+    return not collection.shards and all(fields.get("reason") == "failed" for fields in left_out)
 
 
 def _check_same(folder: Path, there: CollectionInfo, wanted: CollectionInfo) -> None:

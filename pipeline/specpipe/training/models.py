@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from specpipe.checkpoints.files import read_json
 from specpipe.checkpoints.parallel_draft import LENGTH_KEY, MASK_KEY
-from specpipe.errors import CheckpointError, ConfigError, to_sentence
+from specpipe.errors import CheckpointError, ConfigError, show, to_sentence
 from specpipe.training.losses import NO_CHANCE, RowLoss, bucketed, overlap, with_rest
 
 if TYPE_CHECKING:
@@ -300,6 +300,12 @@ def add_mask(
         raise ConfigError(
             f"--mask-token {mask} is an id that texts have: give a special token that neither "
             f"begins nor ends one, as padding, an id above {used[-1]}, or none"
+        )
+    most_rows = -(-max(num_rows, used[-1] + 2) // _GROWN_BY) * _GROWN_BY
+    if mask >= most_rows:
+        raise ConfigError(
+            f"--mask-token {show(mask)} would leave rows without use below it: give an id up to "
+            f"{most_rows - 1}, or none"
         )
     if mask >= num_rows:
         num_rows = -(-(mask + 1) // _GROWN_BY) * _GROWN_BY

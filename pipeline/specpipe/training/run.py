@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -24,7 +24,7 @@ from specpipe.checkpoints.files import copy_file, is_there
 from specpipe.checkpoints.licences import find_licences
 from specpipe.checkpoints.parallel_draft import MASK_KEY
 from specpipe.config.sections import PipelineConfig
-from specpipe.errors import ConfigError, TrainingError, to_sentence
+from specpipe.errors import ConfigError, TrainingError, show, to_sentence
 from specpipe.evaluate.prompts import as_messages, load_prompts
 from specpipe.evaluate.report.page import PAGE_NAME, render
 from specpipe.machine.own_json import read_object, write_object
@@ -35,6 +35,7 @@ from specpipe.training.acceptance import Measured
 from specpipe.training.batches import Batch, Batches
 from specpipe.training.card import model_card
 from specpipe.training.collection import (
+    Answer,
     Collection,
     open_collections,
     read_answers,
@@ -100,7 +101,6 @@ def train_draft(
         )
     max_seq_len = start.fitting_length(settings.max_seq_len)
     settings = replace(settings, max_seq_len=max_seq_len)
-    work = output.with_name(f".{output.name}.training")
     with ExitStack() as held:
         if not is_main:
             held.enter_context(shown(NOTHING))
@@ -111,11 +111,12 @@ def train_draft(
         if (done := _done(output, record)) is not None:
             log(f"{output} is trained already, with these settings on these answers")
             return done
+        work = output.with_name(f".{output.name}.training")
         held.enter_context(_locked(work, is_main))
         if is_main:
             _check_work(work, record)
         parts = divide(
-            read_answers(collections),
+            _of_pair(read_answers(collections), start, tokenizer),
             max_seq_len=max_seq_len,
             share=settings.held_out,
             most_held_out=settings.held_out_tokens,
@@ -187,7 +188,7 @@ def _warn_of_incomplete(
 
 def _done(output: Path, record: dict[str, Any]) -> Outcome | None:
     """Returns what came of a training that is done; ConfigError where something else is there."""
-    if not output.exists():
+    if not os.path.lexists(output):
         return None
     try:
         outcome = Outcome.read(output)
@@ -237,6 +238,21 @@ def _locked(work: Path, is_main: bool) -> Iterator[None]:
                     shutil.rmtree(work, ignore_errors=True)
     except Timeout:
         raise ConfigError(f"another training writes to {work}: wait for it, or stop it") from None
+
+
+def _of_pair(answers: Iterable[Answer], start: Start, tokenizer: Tokenizer) -> Iterator[Answer]:
+    """Yields answers; ConfigError for one with an id that the pair does not have."""
+    num_rows = start.contract.target_vocab_size
+    for answer in answers:
+        ids = {*answer.prompt_token_ids, *answer.token_ids}
+        unknown = [token_id for token_id in ids if not tokenizer.is_used(token_id)]
+        unknown += [i for row in answer.top_log_probs for i, _ in row if i >= num_rows]
+        if unknown:
+            raise ConfigError(
+                f"answer {show(answer.id)} has token id {min(unknown)}, which the target "
+                f"{start.target.name} does not have: collect answers of this target"
+            )
+        yield answer
 
 
 def _prompt_ids(never: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:

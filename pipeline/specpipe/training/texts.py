@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from specpipe.errors import ConfigError, plural
 from specpipe.training.collection import Answer
+from specpipe.training.losses import NO_CHANCE
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -107,6 +108,11 @@ def divide(
             parts.num_too_long += 1
         else:
             texts.append(text)
+    if parts.num_texts and not texts:
+        raise ConfigError(
+            f"the prompts of all {parts.num_texts} answers fill {max_seq_len} tokens: raise "
+            "--max-seq-len, or collect answers to shorter prompts"
+        )
     chosen = _held_out_groups({text.group for text in texts}, share)
     held_out = [text for text in texts if text.group in chosen]
     known = _Known([text.token_ids for text in held_out], never)
@@ -149,7 +155,7 @@ def _listed(answer: Answer, num_tokens: int) -> Listed:
     log_probs = np.zeros((len(rows), most), np.float32)
     for row, entries in enumerate(rows):
         for column, (token_id, log_prob) in enumerate(entries):
-            ids[row, column], log_probs[row, column] = token_id, log_prob
+            ids[row, column], log_probs[row, column] = token_id, max(log_prob, NO_CHANCE)
     return Listed(ids, log_probs)
 
 

@@ -213,6 +213,7 @@ class DraftTrainer(Trainer):
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Measures the held-out acceptance, which decides which checkpoint is the best."""
         training = self._training
+        self._check_weights()
         measured = training.measure(training.student.draft, training.mask)
         metrics: dict[str, Any] = {f"eval_{_METRIC}": measured.acceptance_length}
         self.log({**metrics, "eval_kinds": measured.to_json()})  # type: ignore[dict-item]
@@ -227,6 +228,14 @@ class DraftTrainer(Trainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    def _check_weights(self) -> None:
+        for name, weight in self._training.student.draft.named_parameters():
+            if not weight.isfinite().all():
+                raise TrainingError(
+                    f"after step {self.state.global_step} {name} holds what is no finite number: "
+                    "lower --learning-rate or --weight-decay"
+                )
 
     def _is_on_policy(self, batch: Batch) -> bool:
         """Returns whether a step is one whose answers the draft writes, the same on every GPU."""
