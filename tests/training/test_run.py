@@ -408,6 +408,20 @@ def test_texts_held_out_are_not_trained_on(trained: tuple[Path, Outcome]) -> Non
     assert data["num_training"] + data["num_held_out"] == data["num_texts"] == 40
 
 
+def test_what_a_log_of_requests_asks_is_held_out(
+    tmp_path: Path, train: Train, pair: Path, answers: Path
+) -> None:
+    tokenizer = Tokenizer.load(pair.parent / "target")
+    prompts = [answer.prompt_token_ids[1:] for answer in Collection.open(answers).answers()]
+    log = tmp_path / "requests.jsonl"
+    with log.open("w") as file:
+        for token_ids in prompts:
+            request = {"model": "m", "prompt": tokenizer.decode(token_ids), "temperature": 0.7}
+            file.write(f"{json.dumps(request)}\n")
+    with pytest.raises(ConfigError, match=r"none is left to train on: 8 are held out, 32 are near"):
+        train(tmp_path / "draft", never=[str(log)])
+
+
 @pytest.mark.slow
 def test_a_killed_process_goes_on_to_the_same_bytes(
     tmp_path: Path, pair: Path, answers: Path, trained: tuple[Path, Outcome]

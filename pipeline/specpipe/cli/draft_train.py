@@ -133,8 +133,8 @@ _SHARE = NumberRange(min=0, max=1)
     "never",
     multiple=True,
     metavar="PROMPTS",
-    help="A set of prompts that is never trained on: chat, code, summarization, or a file; may be "
-    "given several times.",
+    help="A set of prompts that is never trained on: chat, code, summarization, or a file, which "
+    "may be a log of requests; may be given several times.",
 )
 @click.option(
     "--device",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from specpipe.errors import RequestError, ServerError
 from specpipe.evaluate.endpoints.base import Endpoint, Question, TimedAnswer, record
-from specpipe.evaluate.prompts import Prompt, as_messages, iterate_prompts
+from specpipe.evaluate.prompts import Prompt, as_messages
 from specpipe.evaluate.verification.questions import encode
 from specpipe.machine.signals import thread_pool
 from specpipe.progress import count, phase
@@ -26,7 +26,7 @@ from specpipe.speculative.request import Sampling, check_prompt_length
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.training.collection import Answer, listing_fault
 from specpipe.training.collection_writer import CollectionWriter
-from specpipe.training.request_lines import prompt_fields
+from specpipe.training.request_lines import iterate_asked
 
 _AHEAD = 8
 """For each stream, answers that may wait for an earlier one: a guess, and what a kill loses."""
@@ -65,8 +65,8 @@ class CollectOptions:
     num_top_log_probs: int = 0
 
     def iterate_prompts(self) -> Iterator[Prompt]:
-        """Yields the prompts, of which a line may be a request to an OpenAI server, too."""
-        return iterate_prompts(self.prompts, limit=self.limit, read_fields=prompt_fields)
+        """Yields the prompts that are asked."""
+        return iterate_asked(self.prompts, limit=self.limit)
 
     @property
     def num_questions(self) -> int:

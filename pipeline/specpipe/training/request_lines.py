@@ -7,10 +7,11 @@ OpenAI's chats and completions, and vLLM's beside them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specpipe.errors import ConfigError
+from specpipe.evaluate.prompts import Prompt, iterate_prompts
 
 _WITHOUT_EFFECT = {
     "model", "temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed", "stop",
@@ -35,6 +36,11 @@ _NEUTRAL: Mapping[str, Any] = {
     "modalities": ["text"],
     "add_generation_prompt": True,
 }
+
+
+def iterate_asked(source: str, *, limit: int | None = None) -> Iterator[Prompt]:
+    """Yields the prompts of a set, of which a line may be a request to an OpenAI server, too."""
+    return iterate_prompts(source, limit=limit, read_fields=prompt_fields)
 
 
 def prompt_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from specpipe.checkpoints.licences import find_licences
 from specpipe.checkpoints.parallel_draft import MASK_KEY
 from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, TrainingError, show, to_sentence
-from specpipe.evaluate.prompts import as_messages, load_prompts
+from specpipe.evaluate.prompts import as_messages, digest
 from specpipe.evaluate.report.page import PAGE_NAME, render
 from specpipe.machine.own_json import read_object, write_object
 from specpipe.progress import NOTHING, logged_phase, shown
@@ -60,6 +60,7 @@ from specpipe.training.models import (
     stored_dtype,
 )
 from specpipe.training.outcome import RECORD_NAME, Outcome
+from specpipe.training.request_lines import iterate_asked
 from specpipe.training.settings import TrainingSettings, setting_differences
 from specpipe.training.start import Start, find_start
 from specpipe.training.texts import Parts, divide
@@ -170,7 +171,7 @@ def _record(
             {"prompts": c.info.prompts, "settings": c.info.settings, **asdict(c.contents())}
             for c in collections
         ],
-        "never": [load_prompts(name).digest for name in never],
+        "never": [digest(list(iterate_asked(name))) for name in never],
         "num_processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
 
@@ -258,10 +259,8 @@ def _of_pair(answers: Iterable[Answer], start: Start, tokenizer: Tokenizer) -> I
 def _prompt_ids(never: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Yields prompts as they may be asked: a text alone, and as a user's message."""
     for name in never:
-        prompts = load_prompts(name).prompts
-        for prompt in prompts:
-            if prompt.text is not None:
-                yield tokenizer.encode(prompt.text)
+        prompts = list(iterate_asked(name))
+        yield from (tokenizer.encode(prompt.text) for prompt in prompts if prompt.text is not None)
         if tokenizer.chat_template is not None:
             for prompt in as_messages(prompts):
                 messages = [dict(message) for message in prompt.messages or ()]
