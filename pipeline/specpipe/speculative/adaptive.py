@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 # Prior, share and pauses were simulated at measured costs: benchmarks/notes.md, 12.
 _DECAY = 0.97  # weight of an observation after each later one: a memory of some thirty steps
@@ -49,7 +50,7 @@ class StepCosts:
     one pass takes little more for all of them than for one.
     """
 
-    @property
+    @cached_property
     def copying(self) -> StepCosts:
         """The costs of steps whose draft tokens are copied."""
         return replace(self, draft_step=0.0, draft=None)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specpipe.runtimes.pair.sampler import Drafted
+from specpipe.runtimes.pair.torch_log_probs import greatest
 from specpipe.runtimes.pair.torch_sampler import Row, TorchSampler, philox, uniform_at, warp
 from specpipe.speculative import noise
 from specpipe.speculative import warp as specification
@@ -119,6 +120,20 @@ def test_what_cannot_be_emitted_is_never_among_the_likeliest() -> None:
     assert [i for i, _ in scored.top_log_probs[0]] == [4, 6, 0, 5, 1]
     # They have their part of the sum all the same.
     assert scored.log_probs == pytest.approx([3.0 - np.log(np.exp(logits.numpy()).sum())])
+
+
+def test_the_greatest_of_a_row_is_the_first_of_equal_ones_or_a_nan() -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = [
+        [1.0, 3.0, 3.0, 2.0],
+        [9.0, nan, inf, nan],
+        [-inf, -inf, -inf, -inf],
+        [0.0, 1.0, 2.0, inf],
+    ]
+    columns = torch.tensor([[*row, 99.0] for row in rows])[:, :4]  # as of a common vocabulary
+    best, token_ids = greatest(columns)
+    assert token_ids == [1, 1, 0, 3]
+    assert [str(value) for value in best] == ["3.0", "nan", "-inf", "inf"]
 
 
 def test_a_row_with_nan_scores_nothing() -> None:

@@ -128,8 +128,9 @@ def worthwhile(
     longest = max(
         (*(p.num_draft_tokens for p in proposals), *(len(d.token_ids) for d in copied)), default=0
     )
-    best = max(range(longest + 1), key=rate)
-    cap = best if rate(best) >= MIN_GAIN * rate(0) else 0
+    rates = [rate(cap) for cap in range(longest + 1)]
+    best = rates.index(max(rates))
+    cap = best if rates[best] >= MIN_GAIN * rates[0] else 0
     worthwhile = []
     for proposal in proposals:
         proposal.num_draft_tokens = _capped(proposal.drafted, proposal.num_draft_tokens, cap)

@@ -11,7 +11,7 @@ from specpipe.speculative.request import TopLogProbs
 from specpipe.speculative.state import RequestState
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen, it would take twice as long to make
 class Drafted:
     """The draft tokens of one request in one step, and what the accept test needs of their rows."""
 

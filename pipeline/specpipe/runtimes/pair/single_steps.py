@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specpipe.runtimes.pair.costs import CostTable, timed
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
@@ -12,8 +13,7 @@ from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Sampler
 from specpipe.runtimes.pair.scheduling import Piece, score, uncached
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """What a step said of one request; num_draft_cached tokens the draft had cached then."""
 
     running: RunningSequences

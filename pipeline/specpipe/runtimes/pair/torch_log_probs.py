@@ -1,4 +1,4 @@
-"""The likeliest tokens of many rows, as `speculative/log_probs.py` has them of one."""
+"""The likeliest token, or several, of many rows, as `speculative/log_probs.py` has them of one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ from specpipe.speculative.request import TopLogProbs
 _BLOCK = 64
 """Tokens of which the likeliest is found first, where the likeliest of all are looked for: a guess.
 """
+
+
+def greatest(logits: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Returns the greatest number of each row [R, V], float32 or float64, and its id.
+
+    Of equal ones that is the first, as in NumPy. A NaN counts as the greatest.
+    """
+    if logits.device.type == "cpu":  # NumPy finds it in a tenth of torch's time
+        scores = logits.numpy()
+        ids = scores.argmax(axis=-1)
+        return scores[np.arange(len(ids)), ids].tolist(), ids.tolist()
+    best, token_ids = logits.max(dim=-1)
+    return best.tolist(), token_ids.tolist()
 
 
 def likeliest(log_probs: torch.Tensor, count: int) -> list[TopLogProbs]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, takewhile
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import torch
 from specpipe.runtimes.pair.engine import Engine
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.sampler import Drafted, RoundResult, Scored
-from specpipe.runtimes.pair.torch_log_probs import likeliest
+from specpipe.runtimes.pair.torch_log_probs import greatest, likeliest
 from specpipe.speculative import noise
 from specpipe.speculative.guide import Matcher, allowed_ids
 from specpipe.speculative.noise import KEY_INCREMENTS, MASK_32, MULTIPLIERS, NUM_ROUNDS, Purpose
@@ -33,8 +33,7 @@ guess.
 """
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One position to decide: the token after `output` of a request, draft tokens included."""
 
     request: Request
@@ -100,7 +99,7 @@ class TorchSampler:
         self, logits: torch.Tensor, drafted: Sequence[Drafted], lengths: Sequence[int]
     ) -> None:
         logits = self._draftable_columns(logits)
-        best, token_ids = (values.tolist() for values in logits.max(dim=-1))
+        best, token_ids = greatest(logits)
         left: list[tuple[Drafted, int, int]] = []  # the next row of each, and that after its last
         for draft, stop, length in zip(drafted, accumulate(lengths), lengths, strict=True):
             if draft.state.matcher is not None or not _row(draft, []).is_plain:
@@ -121,14 +120,15 @@ class TorchSampler:
         rows = [_row(d, d.token_ids[:i]) for d in drafted for i in range(len(d.token_ids) + 1)]
         raw = logits.clone() if any(d.state.request.has_log_probs for d in drafted) else logits
         logits = self._usable_columns(logits)
-        mask_rows(
-            logits,
-            [
-                (d.state.matcher, d.token_ids[:i])
-                for d in drafted
-                for i in range(len(d.token_ids) + 1)
-            ],
-        )
+        if any(d.state.matcher is not None for d in drafted):
+            mask_rows(
+                logits,
+                [
+                    (d.state.matcher, d.token_ids[:i])
+                    for d in drafted
+                    for i in range(len(d.token_ids) + 1)
+                ],
+            )
         choices = _Choices(logits, rows, Purpose.RECOVERED)
         results = []
         first = 0
@@ -224,9 +224,8 @@ class _Choices:
     """The token that each row would choose by itself, and the scores behind it."""
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row], purpose: Purpose) -> None:
-        best, token_ids = logits.max(dim=-1)
-        self.is_usable = [math.isfinite(value) for value in best.tolist()]
-        self.token_ids: list[int] = token_ids.tolist()
+        best, self.token_ids = greatest(logits)
+        self.is_usable = [math.isfinite(value) for value in best]
         self.rows = rows
         warped = [i for i, row in enumerate(rows) if not row.is_plain and self.is_usable[i]]
         self._place = {index: place for place, index in enumerate(warped)}
