@@ -226,6 +226,9 @@ def test_a_folder_that_cannot_be_made_is_named(output_dir: str) -> None:
     ("command", "message"),
     [
         (["generate", "--file", "latin.txt"], "the prompt in latin.txt is not text in UTF-8"),
+        (["generate", "--file", "/dev/zero"], "the prompt in /dev/zero has more than 67108864"),
+        (["generate", "a\udcff"], "text_input is 'a\\udcff'; it must be a text in UTF-8"),
+        (["generate", "a", "--seed", "-1"], "seed is -1; it must be a whole number from 0"),
         (["serve", "--config", "y.yaml"], "y.yaml:4: '0xffff"),
         (["bench", "--url", "http://h:1", "--max-tokens", "9" * 5000], "'9999"),
         (["bench", "--url", "http://h:1", "--concurrency", "9" * 5000], "'9999"),

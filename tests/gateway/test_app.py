@@ -30,6 +30,8 @@ def test_models_by_each_of_their_names(door: Door) -> None:
 
 def test_health_is_that_of_the_servers(door: Door) -> None:
     assert door.get("/health").status == 200
+    asked = door.get("/health", "HEAD")
+    assert (asked.status, asked.body) == (200, b"")
     door.upstream.is_well = False
     found = door.get("/health")
     assert (found.status, found.error["message"]) == (503, "no server answers")

@@ -90,3 +90,17 @@ def test_who_reads_nothing_is_cut_off() -> None:
                 await asyncio.wait_for(ended.wait(), PATIENCE_S)
 
     asyncio.run(run())
+
+
+def test_a_body_that_comes_with_its_head_may_be_longer_than_a_head() -> None:
+    async def run() -> None:
+        async with serving() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+            with contextlib.closing(writer):
+                for size in (70_000, 100_000, 5):
+                    head = f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+                    writer.write(head.encode() + b"x" * size)
+                    answer = await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 20)
+                    assert answer.startswith(b"HTTP/1.1 200"), size
+
+    asyncio.run(run())

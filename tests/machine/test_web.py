@@ -87,6 +87,9 @@ def test_a_host_in_brackets_comes_out_without_and_goes_in_with() -> None:
         "http://host:65536",
         "http://:80",
         "http://[::1",
+        "http://host:80/v2",
+        "http://host:80?model=a",
+        "http://me:secret@host:80",
     ],
 )
 def test_what_is_no_url_of_a_server_is_one_sentence(url: str) -> None:

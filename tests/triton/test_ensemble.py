@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -443,6 +444,41 @@ def test_client_refuses_a_mistyped_setting_before_sending() -> None:
         pytest.raises(RequestError, match="'temprature': did you mean 'temperature'"),
     ):
         client.generate("a", max_tokens=1, temprature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": -1}, "seed is -1; it must be a whole number from 0 to 18446744073709551615"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; it must be"),
+        ({"max_tokens": 2**32 + 3}, "max_tokens is 4294967299; it must be a whole number from"),
+        ({"max_tokens": 2.0}, "max_tokens is 2.0; it must be a whole number"),
+        ({"max_tokens": "4"}, "max_tokens is '4'; it must be a whole number"),
+        ({"max_tokens": True}, "max_tokens is True; it must be a whole number"),
+        ({"max_tokens": [4, 5]}, "max_tokens has 2 values: it takes one"),
+        ({"temperature": 1e39}, "temperature is 1e+39; it must be a number of at most 3.4e38"),
+        ({"temperature": 10**400}, "temperature is a number of more than 30 digits; it must be"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; it must be true or false"),
+        ({"stop_words": ["a", None]}, "stop_words is None; it must be a text in UTF-8"),
+        ({"stop_words": "\ud83d"}, "stop_words is '\\ud83d'; it must be a text in UTF-8"),
+        ({"messages": [{"role": object}]}, "messages cannot be written as JSON: Object of type"),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_client_sends_nothing_of_another_type(
+    scheme: str, settings: dict[str, Any], message: str
+) -> None:
+    with Client(f"{scheme}://127.0.0.1:9") as client:
+        with pytest.raises(RequestError) as caught:
+            client.generate("a", **{"max_tokens": 1, **settings})
+        assert str(caught.value).startswith(message)
+
+
+def test_client_takes_numpys_values(url: str) -> None:
+    settings = {"max_tokens": np.int64(1), "temperature": np.float32(0), "seed": np.uint64(3)}
+    with Client(url) as client:
+        of_array = client.generate(input_ids=np.array([5, 6]), **settings)
+        assert of_array == client.generate(input_ids=[np.int32(5), 6], **settings)
 
 
 def test_client_refuses_an_address_without_scheme() -> None:

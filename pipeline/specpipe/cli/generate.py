@@ -17,13 +17,15 @@ from specpipe.errors import ConfigError
 if TYPE_CHECKING:
     from specpipe.triton.client import Completion
 
+_MAX_PROMPT_BYTES = 1 << 26  # far beyond `serving.limits.max_prompt_bytes` where nobody set it
+
 
 @click.command()
 @click.argument("prompt", required=False)
 @click.option(
     "--file",
     "prompt_file",
-    type=click.File(encoding="utf-8"),
+    type=click.File("rb"),
     help="Read the prompt from a file; `-` is standard input.",
 )
 @click.option(
@@ -116,9 +118,16 @@ def _prompt(prompt: str | None, file: Any) -> str:
         return prompt
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise click.UsageError("Missing prompt: give PROMPT or --file, or pipe it in.")
-    source = sys.stdin if file is None else file
+    # As bytes: the text would be read in the terminal's encoding, and with other line ends.
+    source = sys.stdin.buffer if file is None else file
+    data = source.read(_MAX_PROMPT_BYTES + 1)
+    if len(data) > _MAX_PROMPT_BYTES:
+        raise ConfigError(
+            f"the prompt in {source.name} has more than {_MAX_PROMPT_BYTES} bytes: no server takes "
+            "as many"
+        )
     try:
-        return str(source.read())
+        return str(data, "utf-8-sig")
     except UnicodeDecodeError as exc:
         raise ConfigError(
             f"the prompt in {source.name} is not text in UTF-8 (byte {exc.start})"

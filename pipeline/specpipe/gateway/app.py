@@ -60,6 +60,7 @@ def make_app(
         ("/health", endpoints.health),
     ):
         app.add_api_route(path, answer, response_model=None)
+        app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(ApiError, _failure)
     app.add_exception_handler(HTTPException, _http_failure)
     describe(app, (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest))

@@ -109,7 +109,7 @@ class Door:
         send: Send,
     ) -> None:
         path = scope["path"]
-        if path == "/metrics" and scope["method"] == "GET":
+        if path == "/metrics" and scope["method"] in ("GET", "HEAD"):
             await self._send_metrics(send)
             return
         if path in _FREE_PATHS and not (self._is_draining and path == "/health"):

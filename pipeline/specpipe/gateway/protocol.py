@@ -26,11 +26,10 @@ class DoorProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._num_head_bytes += len(data)  # before it is read: a block may end its request
         super().data_received(data)
-        if self._is_in_head:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
-                self.transport.abort()
+        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False

@@ -44,10 +44,11 @@ class Address:
 
 
 def parse_url(url: str, schemes: tuple[str, ...]) -> Address:
-    """Reads SCHEME://HOST:PORT; raises ServerError for what is none."""
+    """Reads SCHEME://HOST:PORT; raises ServerError for what is none, or would have no effect."""
     try:
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme in schemes and parts.hostname and parts.port:
+        has_more = parts.username is not None or parts.path.strip("/") or parts.query
+        if parts.scheme in schemes and parts.hostname and parts.port and not has_more:
             return Address(parts.scheme, parts.hostname, parts.port)
     except ValueError:  # a port beyond 65535, or brackets around what is no IPv6 address
         pass

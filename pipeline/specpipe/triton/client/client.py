@@ -11,7 +11,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specpipe.errors import CutStream, RequestError, ServerError
+import numpy as np
+
+from specpipe.errors import CutStream, RequestError, ServerError, show
 from specpipe.machine.web import parse_url, receive
 from specpipe.triton import serving
 from specpipe.triton.client.completion import Completion, check_reason, read_completion
@@ -55,10 +57,10 @@ class Client:
         return self._served
 
     def generate(self, prompt: str | None = None, **settings: Any) -> Completion:
-        """Returns the whole answer. Settings are the inputs by name (serving/tensors.py); what is
-        JSON there may be given as lists and dictionaries.
+        """Returns the whole answer. Settings are the inputs by name (serving/tensors.py), of their
+        types; what is JSON there may be given as lists and dictionaries.
 
-        Raises RequestError with what the server says against the request, ServerError when it does
+        Raises RequestError with what is wrong with the request, ServerError when the server does
         not answer, or when a request fails after its first chunk.
         """
         completions = list(self._completions(_inputs(prompt, settings, stream=False)))
@@ -123,10 +125,26 @@ class Client:
 
 def _inputs(prompt: str | None, settings: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
     serving.check_known(settings)
-    inputs = {name: value for name, value in settings.items() if value is not None}
+    inputs = {name: _plain(value) for name, value in settings.items() if value is not None}
     if prompt is not None:
         inputs["text_input"] = prompt
     for name in _JSON_INPUTS:
         if name in inputs and not isinstance(inputs[name], str):
-            inputs[name] = json.dumps(inputs[name])
+            inputs[name] = _as_json(name, inputs[name])
+    for name, value in inputs.items():
+        serving.check_values(serving.input_tensor(name), value)
     return {**inputs, "stream": stream}
+
+
+def _plain(value: Any) -> Any:
+    """Returns Python's value of one of NumPy's, and of a list of them."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return [_plain(element) for element in value] if isinstance(value, (list, tuple)) else value
+
+
+def _as_json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise RequestError(f"{name} cannot be written as JSON: {show(exc)}") from exc

@@ -22,7 +22,7 @@ from specpipe.triton.serving.answers import (
 )
 from specpipe.triton.serving.inputs import check_known, input_tensor
 from specpipe.triton.serving.requests import Generation, parse_request
-from specpipe.triton.serving.tensor_values import Tensors, as_array
+from specpipe.triton.serving.tensor_values import Tensors, as_array, check_values
 from specpipe.triton.serving.tensors import (
     CANCEL,
     ENSEMBLE_INPUTS,
@@ -65,6 +65,7 @@ __all__ = [
     "TEXT_OUTPUT",
     "Tensors",
     "as_array",
+    "check_values",
     "input_tensor",
     "parse_request",
     "parse_statistics",

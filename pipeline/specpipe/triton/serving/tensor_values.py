@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from specpipe.errors import RequestError
+from specpipe.errors import RequestError, show
 from specpipe.triton.serving.tensors import SIGNATURE, TensorSpec
 
 LONGEST_ID = 64  # characters of a stream id, and of a signature
@@ -25,6 +26,52 @@ def as_rows(tensor: TensorSpec, rows: Sequence[Sequence[Any]]) -> np.ndarray[Any
     """Returns rows of equal length in the tensor's dtype, the batch dimension of 1 included."""
     shape = (1, len(rows), len(rows[0]) if rows else 0)
     return np.array(rows, dtype=tensor.numpy_dtype).reshape(shape)
+
+
+_EXPECTED = {
+    "STRING": "a text in UTF-8",
+    "BOOL": "true or false",
+    "INT32": "a whole number from -2147483648 to 2147483647",
+    "UINT64": "a whole number from 0 to 18446744073709551615",
+    "FP16": "a number of at most 65504",
+    "FP32": "a number of at most 3.4e38",
+}
+
+
+def check_values(tensor: TensorSpec, value: Any) -> None:
+    """Raises RequestError for a Python value, or a list of them, that is not of a tensor's type.
+
+    NumPy and Triton would convert some, wrap others round, and refuse the rest without a name.
+    """
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    if tensor.dims == (1,) and len(listed) != 1:
+        raise RequestError(f"{tensor.name} has {len(listed)} values: it takes one")
+    for element in listed:
+        if not _is_of_type(element, tensor):
+            shown = f"'{show(element)}'" if isinstance(element, str) else show(element)
+            raise RequestError(f"{tensor.name} is {shown}; it must be {_EXPECTED[tensor.dtype]}")
+
+
+def _is_of_type(element: Any, tensor: TensorSpec) -> bool:
+    if tensor.dtype == "STRING":
+        return isinstance(element, str) and _is_utf8(element)
+    dtype, is_truth = tensor.numpy_dtype, isinstance(element, bool)
+    if is_truth or tensor.dtype == "BOOL":
+        return is_truth and tensor.dtype == "BOOL"
+    if np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        return isinstance(element, int) and limits.min <= element <= limits.max
+    if isinstance(element, float) and not math.isfinite(element):
+        return True  # refused where the value is read, with what it means there
+    return isinstance(element, (int, float)) and abs(element) <= float(np.finfo(dtype).max)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def values_of(tensor: TensorSpec, tensors: Tensors) -> list[Any]:
