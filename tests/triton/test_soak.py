@@ -35,6 +35,9 @@ PROMPTS = [
     .splitlines()
 ]
 
+# One of the last in priority may wait for two thirds of the run, minutes on a busy machine.
+TIMEOUT_S = 600
+
 # What is refused, and with which words.
 INVALID: tuple[tuple[dict[str, Any], str], ...] = (
     ({"max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
@@ -156,7 +159,7 @@ def ask(server: Server, case: Case) -> list[Completion] | str:
     """The responses, those until the cancellation for a case that has one; or the refusal."""
     url = server.http_url if case.protocol == "http" else server.grpc_url
     received = []
-    with Client(url, timeout_s=120) as client:
+    with Client(url, timeout_s=TIMEOUT_S) as client:
         try:
             if not case.stream:
                 return [client.generate(case.prompt, **case.settings)]
