@@ -36,7 +36,8 @@ from tests.training.toy_pair import write_answers, write_pair
         (["--output", ""], "Invalid value for '--output': it is empty: give the name of a folder."),
         (
             ["--output", "a\udcff"],
-            "Invalid value for '--output': a\\udcff is no UTF-8, which not every library can write.",
+            "Invalid value for '--output': a\\udcff is no UTF-8, which not every library can "
+            "write.",
         ),
     ],
 )
