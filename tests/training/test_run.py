@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from specpipe.build.load import load_config
 from specpipe.build.pairing import check_pair
 from specpipe.checkpoints.parallel_draft import ParallelDraft
-from specpipe.errors import ConfigError, TrainingError
+from specpipe.errors import CheckpointError, ConfigError, TrainingError
 from specpipe.text.tokenizer import Tokenizer
 from specpipe.training import run, trainer
 from specpipe.training.batches import Batch
@@ -29,6 +29,7 @@ from specpipe.training.on_policy import write_answers as write_on_policy
 from specpipe.training.outcome import Outcome
 from specpipe.training.run import train_draft
 from specpipe.training.settings import TrainingSettings
+from specpipe.training.start import find_start
 from tests.training.toy_pair import read_config, write_answers, write_pair
 
 SETTINGS = TrainingSettings(
@@ -302,6 +303,44 @@ def test_a_draft_that_starts_with_random_weights_has_the_shape_that_is_given(
     assert outcome.gains["greedy"].old == pytest.approx(
         Outcome.read(tmp_path / "draft").gains["greedy"].old
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": None}, "has model_type 'llama', not 'None'"),
+        ({"model_type": "bert"}, "has model_type 'llama', not 'bert'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number of at lea"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 512"),
+        ({"hidden_act": "nosuch"}, "hidden_act 'nosuch' is not supported"),
+        ({"max_position_embeddings": "x"}, "max_position_embeddings is 'x', expected a whole"),
+        ({"dtype": "nosuch"}, "dtype 'nosuch' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantiz"),
+    ],
+)
+def test_a_shape_is_read_as_a_checkpoint_is(
+    change: dict[str, Any], message: str, tmp_path: Path, pair: Path
+) -> None:
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps({**read_config(pair.parent / "draft"), **change}))
+    with pytest.raises(CheckpointError) as caught:
+        find_start(load_config(pair), None, shape)
+    assert str(caught.value).startswith(f"{shape}: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "message"), [(1, "holds 9 tensors for which"), (3, "lacks 9 tensors of its")]
+)
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_weights_that_a_config_does_not_fit_are_not_trained(
+    role: str, num_layers: int, message: str, tmp_path: Path
+) -> None:
+    config = write_pair(tmp_path)
+    path = tmp_path / role / "config.json"
+    path.write_text(json.dumps({**read_config(path.parent), "num_hidden_layers": num_layers}))
+    with pytest.raises(CheckpointError, match=message):
+        find_start(load_config(config), None, None)
 
 
 def test_a_parallel_draft_learns_by_its_mask(tmp_path: Path, train: Train) -> None:

@@ -189,6 +189,8 @@ class _Builder:
             raise self._error(node, f"{node.value[:80]!r} has no meaning in YAML: {exc}") from exc
         if isinstance(value, int) and abs(value) >= _LARGEST_NUMBER:
             raise self._error(node, f"{node.value[:80]!r} is too large a number")
+        if isinstance(value, (int, float)) and ":" in node.value:  # 1:30 is 90 to YAML 1.1
+            raise self._error(node, f"{node.value[:80]!r} is no number, nor text without quotes")
         return value
 
     def _error(self, node: yaml.Node, problem: str) -> ConfigError:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specpipe.training.parallel import RowInputs
 
 _ROWS_AT_A_TIME = 1 << 26  # logits of both models that are held at once: 256 MB each in float32
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GROWN_BY = 8  # embedding rows are a multiple of it, for the kernels
 
 
@@ -68,15 +69,25 @@ def load_model(folder: Path, dtype: torch.dtype, *, role: str) -> Any:
         ) from exc
 
 
-def random_model(shape: Path, seed: int) -> Any:
-    """Returns a model of a config.json with random weights, the same for the same seed."""
+def random_model(shape: Path, seed: int, *, ids_of: Path) -> Any:
+    """Returns a model of a config.json with random weights, the same for the same seed.
+
+    ids_of  a checkpoint whose special ids it has: those of a shape may be another tokenizer's
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     models: Any = AutoModelForCausalLM
-    config = AutoConfig.for_model(**read_json(shape))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return models.from_config(config, dtype=torch.float32)
+    values, other = read_json(shape), read_json(ids_of / "config.json")
+    values |= {key: other.get(key) for key in _SPECIAL_IDS}
+    try:
+        config = AutoConfig.for_model(**values)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return models.from_config(config, dtype=torch.float32)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as exc:
+        raise CheckpointError(
+            f"{shape}: transformers makes no model of it: {to_sentence(exc)}"
+        ) from exc
 
 
 @dataclass(frozen=True)

@@ -289,7 +289,7 @@ def _prepare(
     if start.shape is None:
         draft = load_model(start.folder, torch.float32, role="draft")
     else:
-        draft = random_model(start.shape, settings.seed)
+        draft = random_model(start.shape, settings.seed, ids_of=start.base.path)
     mask = None
     if settings.parallel is None:
         remove_mask(draft)

@@ -8,14 +8,15 @@ from typing import Any
 
 from specpipe.build.pairing import PairContract, check_pair
 from specpipe.checkpoints import source
-from specpipe.checkpoints.checkpoint import CONFIG_NAME, weights_among
+from specpipe.checkpoints.checkpoint import CONFIG_NAME, QUANTIZATION_KEYS, weights_among
+from specpipe.checkpoints.family_config import unified_config
 from specpipe.checkpoints.files import read_json
-from specpipe.checkpoints.hf_config import vocab_size
-from specpipe.checkpoints.limits import FILE_LIMITS
+from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.config.sections import CheckpointConfig, PipelineConfig
 from specpipe.errors import ConfigError
 from specpipe.machine.manifest import record_file
 from specpipe.roles import Role
+from specpipe.stage import naming
 
 _DEFAULT_LENGTH = 4096
 
@@ -69,10 +70,17 @@ def find_start(config: PipelineConfig, checkpoint: str | None, shape: Path | Non
     trained = base
     if checkpoint is not None:
         trained = source.resolve(checkpoint, revision=None, base=Path(), role="draft")
-    contract = check_pair(trained.path, target.path, config.serving.limits)
+    limits = config.serving.limits
+    contract = check_pair(trained.path, target.path, limits)
+    for side in {base.path, trained.path, target.path}:
+        # transformers draws at random what a checkpoint lacks, and reads no layer too many.
+        stored = read_json(side / CONFIG_NAME)
+        if not any(stored.get(key) for key in QUANTIZATION_KEYS):
+            open_weights(side, limits=limits)
     if shape is not None:
-        values = read_json(shape)
-        num_rows = vocab_size(values, FILE_LIMITS)
+        with naming(str(shape)):
+            unified = unified_config({"dtype": "float32", **read_json(shape)}, limits=limits)
+        num_rows = unified.vocab_size
         if num_rows < contract.num_used_token_ids:
             raise ConfigError(
                 f"{shape} has vocab_size {num_rows}, but the pair uses "
@@ -81,7 +89,7 @@ def find_start(config: PipelineConfig, checkpoint: str | None, shape: Path | Non
         contract = replace(
             contract,
             draft_vocab_size=num_rows,
-            draft_max_seq_len=values.get("max_position_embeddings", contract.draft_max_seq_len),
+            draft_max_seq_len=unified.max_position_embeddings,
         )
     return Start(
         base=base,
