@@ -71,6 +71,14 @@ def test_an_option_of_the_door_without_a_door_is_a_mistake() -> None:
     assert "Options of the door have no effect without --openai." in result.output
 
 
+def test_an_empty_name_is_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(repositories, "built_repository", lambda config: tmp_path)
+    words = ("--config", str(CONFIG), "--url", "grpc://a:1", "--served-model-name", " ")
+    result = run("gateway", *words)
+    assert result.exit_code == 2
+    assert "--served-model-name is empty: give a name, or leave it out." in result.output
+
+
 @pytest.mark.parametrize("command", ["gateway", "serve"])
 def test_a_missing_library_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec

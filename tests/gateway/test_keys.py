@@ -78,9 +78,12 @@ def test_a_file_that_is_none_is_refused_with_its_line(
     assert str(refused.value).startswith(f"{path}{fault}")
 
 
-def test_a_short_key_is_refused() -> None:
+def test_a_short_key_and_none_are_refused() -> None:
     with pytest.raises(ConfigError, match="less than 16 characters"):
         Keys(None, {"SPECPIPE_API_KEYS": "0123456789abcdef,short"})
+    with pytest.raises(ConfigError, match="has no key between its commas"):
+        Keys(None, {"SPECPIPE_API_KEYS": " ,, "})
+    assert not Keys(None, {"SPECPIPE_API_KEYS": ""}).are_needed
 
 
 def test_a_minute_holds_what_the_key_has() -> None:

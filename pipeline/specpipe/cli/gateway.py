@@ -128,6 +128,8 @@ def door_settings(
     from specpipe.gateway.settings import GatewaySettings
 
     keys_path = door["keys_path"]
+    if not all(name.strip() for name in door["names"]):
+        raise click.UsageError("--served-model-name is empty: give a name, or leave it out.")
     return GatewaySettings(
         listen=listen,
         urls=tuple(urls),

@@ -18,7 +18,7 @@ from specpipe.cli.progress import log
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
     from specpipe.runtimes.launch import LaunchMode
-    from specpipe.triton.server.launcher import Door, Server
+    from specpipe.triton.server.launcher import Door, ServeOptions, Server
 
 
 def _port_option(name: str, default: int, service: str) -> Callable[[Command], Command]:
@@ -169,16 +169,17 @@ def serve(
             allow_unverified=allow_unverified,
         )
     check_signature(config, repository, allow_unsigned=allow_unsigned, log=log)
+    serve_options = launcher.ServeOptions(**options)
     door: Door = launcher.no_door
     door_urls: tuple[str, ...] = ()
     if openai_listen is not None:
-        door, door_urls = _door(config, repository, openai_listen, door_values)
+        door, door_urls = _door(config, repository, serve_options, openai_listen, door_values)
     has_gpu = bool(gpus_here())
     log("starting Triton ...")
     started = time.monotonic()
     launcher.serve(
         repository,
-        launcher.ServeOptions(**options),
+        serve_options,
         report=log,
         number=number,
         artifacts_dir=config.artifacts_dir,
@@ -195,14 +196,20 @@ def serve(
 
 
 def _door(
-    config: PipelineConfig, repository: Path, listen: str, values: Mapping[str, Any]
+    config: PipelineConfig,
+    repository: Path,
+    options: ServeOptions,
+    listen: str,
+    values: Mapping[str, Any],
 ) -> tuple[Door, tuple[str, ...]]:
     """Returns what stands before the server, and its URL, on a port that is kept from now on."""
     from specpipe.gateway.child import GatewayChild, reserve
     from specpipe.gateway.listening import url_of
+    from specpipe.triton.server.addresses import check_apart, settle
 
     settings = door_settings(config, repository, listen, (), values)
     listener = reserve(settings)
+    check_apart(settle(options), *listener.getsockname()[:2])
 
     def open_door(server: Server, is_interrupted: Callable[[], bool]) -> GatewayChild:
         behind = settings.model_copy(update={"urls": (server.grpc_url,)})

@@ -107,7 +107,10 @@ def _hash(key: str) -> str:
 
 
 def _of_environment(environment: Mapping[str, str]) -> dict[str, ApiKey]:
-    keys = environment.get(VARIABLE, "").replace(",", " ").split()
+    value = environment.get(VARIABLE, "")
+    keys = value.replace(",", " ").split()
+    if value.strip() and not keys:
+        raise ConfigError(f"{VARIABLE} has no key between its commas: set one, or unset it")
     if any(len(key) < _LEAST_CHARACTERS for key in keys):
         raise ConfigError(
             f"{VARIABLE} has a key of less than {_LEAST_CHARACTERS} characters, which could be "

@@ -59,6 +59,18 @@ def check_ports(options: ServeOptions) -> None:
                 ) from exc
 
 
+def check_apart(options: ServeOptions, host: str, port: int) -> None:
+    """Raises ServerError where the door for OpenAI's clients stands at a port of Triton's: it is
+    bound there but does not listen yet, so that the system lets both.
+    """
+    for name in _ports(options):
+        meet = options.host == host or any(
+            ipaddress.ip_address(address).is_unspecified for address in (options.host, host)
+        )
+        if meet and getattr(options, name) == port:
+            raise ServerError(f"{_option(name)} and --openai are both {port}: choose two ports")
+
+
 def client_host(host: str) -> str:
     """Returns the host by which this machine asks its own server, as a URL writes it."""
     address = ipaddress.ip_address(host)
