@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from measure import ROOT, cpu_name
+from command import cpu_name
+from measure import ROOT
 
 from specpipe.build import cache
 from specpipe.build.stages.convert import Convert

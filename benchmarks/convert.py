@@ -17,7 +17,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -30,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from command import cpu_name
 
 from specpipe.build import cache
 from specpipe.build.stages.convert import Convert, convert
@@ -245,16 +245,6 @@ def print_report(source: Path, shapes: Shapes, results: dict[str, list[Measured]
         median, peak = statistics.median(rates), max(one.peak_bytes for one in all_measured)
         each = "  ".join(f"{rate / 1e9:.2f}" for rate in rates)
         print(f"{side:18}{median / 1e9:8.2f}{median / copied:8.2f}{peak / 1e6:9.0f}   {each}")
-
-
-def cpu_name() -> str:
-    """The processor's name where Linux tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

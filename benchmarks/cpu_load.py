@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from command import cpu_name, run_command
 from load.ratio import Ratio
-from measure import PROMPTS, QUICKSTART, cpu_name
+from measure import PROMPTS, QUICKSTART
 
 from specpipe.build.load import load_config
 from specpipe.build.repositories import built_repository
@@ -114,4 +115,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -32,7 +32,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import PROMPTS, QUICKSTART, cpu_name, read_prompts
+from command import cpu_name, run_command
+from measure import PROMPTS, QUICKSTART, read_prompts
 
 from specpipe.build.load import load_config
 from specpipe.build.repositories import built_repository
@@ -278,4 +279,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

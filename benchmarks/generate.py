@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from command import cpu_name, run_command
 from measure import (
     PROMPTS,
     QUICKSTART,
     Prompt,
     Run,
     ask,
-    cpu_name,
     load_pair,
     load_tokenizer,
     read_prompts,
@@ -298,4 +298,4 @@ def acceptance_length(runs: Sequence[Run]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -34,6 +34,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.command import require_device, run_command
 from benchmarks.load.processes import Child
 from benchmarks.load.prompts import SETS
 from benchmarks.load.report import report
@@ -252,6 +253,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    if arguments.ours:
+        require_device(arguments.device)
+    if arguments.vllm:
+        require_device("cuda")
     with contextlib.ExitStack() as files:
         out = arguments.out and files.enter_context(arguments.out.open("a", encoding="utf-8"))
         run = Run(out)
@@ -263,4 +268,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -23,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from command import run_command
 from measure import QUICKSTART
 
 from specpipe.build.load import load_config
@@ -240,4 +241,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,13 +91,3 @@ def ask(
         for chunk in pair.step():
             token_ids += chunk.token_ids
     return Run(time.perf_counter() - start, tuple(token_ids), chunk.statistics)
-
-
-def cpu_name() -> str:
-    """The processor's name where Linux tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import require_device, run_command
 from benchmarks.load.closed_loop import Load
 from benchmarks.load.ratio import Ratio
 from benchmarks.load.sides import (
@@ -236,6 +237,7 @@ def goals(results: Results, *, is_gpu: bool) -> list[tuple[str, float, float]]:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    require_device(arguments.device)
     results, bounds = measure(arguments, lambda line: print(line, file=sys.stderr, flush=True))
     where = f"{os.cpu_count()} cores, {arguments.threads} threads"
     if arguments.device != "cpu":
@@ -296,10 +298,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.formats) - set(FORMATS):
         parser.error(f"--formats: unknown {', '.join(sorted(unknown))}; there are {known}")
+    if arguments.rounds < 2:
+        parser.error("--rounds must be 2 at least: an interval is told")
     if arguments.formats and arguments.device == "cpu":
         parser.error("--formats wants --device cuda")
     return arguments
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -326,6 +326,16 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     return jobs
 
 
+def _check_device(device: str) -> None:
+    """Ends the process where it has no GPU that it wants; command.py would want specpipe."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit(
+            f"Error: --device cuda: there is no GPU here that torch {torch.__version__} can use"
+        )
+
+
 def _is_measured(engine: str, num_draft_tokens: int, *, has_draft: bool) -> bool:
     """Says whether an engine has a line for so many draft tokens."""
     if engine == "vllm-ngram":
@@ -369,6 +379,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
+    _check_device(arguments.device)
     for job in jobs_of(arguments):
         print(json.dumps(run_apart(job, arguments.timeout)), flush=True)
 

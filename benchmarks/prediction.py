@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from measure import PROMPTS, QUICKSTART, cpu_name, load_pair, load_tokenizer, read_prompts
+from command import cpu_name, run_command
+from measure import PROMPTS, QUICKSTART, load_pair, load_tokenizer, read_prompts
 
 from specpipe.build.load import load_config
 from specpipe.runtimes.pair.pair import Pair
@@ -120,4 +121,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

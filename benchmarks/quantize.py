@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from convert import Measured, Raw, cpu_name, measured, write_checkpoint
+from command import cpu_name
+from convert import Measured, Raw, measured, write_checkpoint
 
 from specpipe.build.stages.calibrate import Calibrate
 from specpipe.build.stages.export import Export

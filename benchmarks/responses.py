@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.command import run_command
 from benchmarks.load import tick_pair
 from benchmarks.load.closed_loop import ClosedLoop, Load
 from benchmarks.load.prompts import prompt_set
@@ -191,4 +192,4 @@ def _intervals(told: str) -> dict[str, float | None]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

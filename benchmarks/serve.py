@@ -17,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from command import cpu_name, run_command
 from measure import (
     PROMPTS,
     QUICKSTART,
     Prompt,
     ask,
-    cpu_name,
     load_pair,
     load_tokenizer,
     read_prompts,
@@ -110,4 +110,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from command import run_command
 from measure import QUICKSTART, load_pair, load_tokenizer
 
 from specpipe.build.load import load_config
@@ -73,4 +74,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import QUICKSTART, cpu_name
+from command import cpu_name, run_command
+from measure import QUICKSTART
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specpipe.build.load import load_config
@@ -134,4 +135,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

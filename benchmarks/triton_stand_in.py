@@ -8,9 +8,9 @@ one process, which Triton's three are not, and no other call is answered.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import queue
-import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,10 +115,15 @@ def _response(request_id: str, arrays: dict[str, Any], *, is_last: bool) -> Any:
 
 
 def main() -> None:
-    built, port = Path(sys.argv[1]), int(sys.argv[2])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("built", type=Path, help="a model repository")
+    parser.add_argument("port", type=int, help="of gRPC")
+    arguments = parser.parse_args()
     server = grpc.server(ThreadPoolExecutor(max_workers=64))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(StandIn(built), server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(StandIn(arguments.built), server)
+    server.add_insecure_port(f"127.0.0.1:{arguments.port}")
     server.start()
     print("ready", flush=True)
     server.wait_for_termination()

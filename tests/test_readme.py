@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import textwrap
@@ -21,6 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 WRITTEN = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    ROOT / "benchmarks" / "README.md",
     *PAGES,
 ]
 LINKED = [*WRITTEN, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
@@ -45,6 +47,19 @@ def test_command_lines_parse(line: str) -> None:
 
 def test_there_are_commands_to_test() -> None:
     assert len(commands()) >= 5
+
+
+BENCHMARKS = re.findall(
+    r"python -m benchmarks\.(gpu|gpu_load|parallel_draft|bits) ([^`\n]*)",
+    re.sub(r"\\\n\s*", "", (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")),
+)
+
+
+@pytest.mark.parametrize(("name", "words"), BENCHMARKS)
+def test_benchmark_command_lines_parse(name: str, words: str) -> None:
+    folder = ROOT / "benchmarks" / name
+    module = importlib.import_module(f"benchmarks.{name}{'.__main__' if folder.is_dir() else ''}")
+    assert module.parse_arguments(shlex.split(words))
 
 
 def test_make_targets_exist() -> None:

@@ -40,6 +40,7 @@ from benchmarks.attack.kinds import KINDS, Attack, Hostile, default_names
 from benchmarks.attack.load import Load, Question, by_answers, questions, right_answers
 from benchmarks.attack.report import report
 from benchmarks.attack.server import Served, build
+from benchmarks.command import run_command
 from benchmarks.measure import QUICKSTART
 from specpipe.errors import SpecpipeError
 
@@ -195,4 +196,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ import torch
 from benchmarks.bits.asked import Asked, ask, only
 from benchmarks.bits.pairs import MODELS, fused_pair, source_material
 from benchmarks.bits.trial import try_pair
+from benchmarks.command import require_device, run_command
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.torch.fused_sizes import PAGE, pages_of, spare_positions
 from specpipe.text.tokenizer import Tokenizer
@@ -41,6 +41,7 @@ from specpipe.text.tokenizer import Tokenizer
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    require_device(arguments.device, interprets=True)
     options = PairOptions(
         num_draft_tokens=arguments.num_draft_tokens,
         adaptive=not arguments.fixed,
@@ -155,4 +156,4 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -40,8 +40,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
+from benchmarks.command import require_device, run_command
 from benchmarks.gpu.models import Source
 from benchmarks.gpu.pair import PairBenchmark, Settings, free_memory
 from benchmarks.gpu.report import draw, report
@@ -146,6 +146,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    require_device(arguments.device, interprets=True)
+    import triton  # which installations for a CPU have not
+
     settings = settings_of(arguments)
     device = torch.device(arguments.device)
     dtype = getattr(torch, arguments.dtype)
@@ -203,4 +206,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

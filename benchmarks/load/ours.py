@@ -26,6 +26,7 @@ from benchmarks.load.sides import (
     words_of,
 )
 from specpipe.checkpoints.parallel_draft import MASK_KEY
+from specpipe.errors import CheckpointError
 from specpipe.runtimes.pair.pair import Pair, PairOptions
 from specpipe.runtimes.torch import pair as torch_pair
 from specpipe.runtimes.torch.engine import TorchEngine
@@ -129,7 +130,7 @@ def load(process: Process) -> Ours:
 def _options(process: Process, kind: str, draft: Source) -> PairOptions:
     words, parallel = words_of(kind), draft.config().parallel
     if parallel is None and "parallel" in words:
-        raise ValueError(f"{draft.folder} has no {MASK_KEY}: it proposes tokens one by one")
+        raise CheckpointError(f"{draft.folder} has no {MASK_KEY}: it proposes tokens one by one")
     return PairOptions(
         num_draft_tokens=process.most_drafted,
         parallel=parallel,

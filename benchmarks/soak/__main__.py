@@ -34,6 +34,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.command import run_command
 from benchmarks.soak.place import KindOfStore, made
 from benchmarks.soak.report import goals, report
 from benchmarks.soak.session import Run, Session
@@ -101,4 +102,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
