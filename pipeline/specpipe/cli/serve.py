@@ -205,11 +205,11 @@ def _door(
     """Returns what stands before the server, and its URL, on a port that is kept from now on."""
     from specpipe.gateway.child import GatewayChild, reserve
     from specpipe.gateway.listening import url_of
-    from specpipe.triton.server.addresses import check_apart, settle
+    from specpipe.triton.server.addresses import check_apart, resolve
 
     settings = door_settings(config, repository, listen, (), values)
     listener = reserve(settings)
-    check_apart(settle(options), *listener.getsockname()[:2])
+    check_apart(resolve(options), *listener.getsockname()[:2])
 
     def open_door(server: Server, is_interrupted: Callable[[], bool]) -> GatewayChild:
         behind = settings.model_copy(update={"urls": (server.grpc_url,)})

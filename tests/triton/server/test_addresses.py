@@ -12,7 +12,7 @@ import pytest
 from specpipe.errors import ServerError
 from specpipe.triton.client import Client
 from specpipe.triton.server import server
-from specpipe.triton.server.addresses import check_apart, check_ports, settle
+from specpipe.triton.server.addresses import check_apart, check_ports, resolve, settle
 from specpipe.triton.server.installation import TritonBinary
 from specpipe.triton.server.options import ServeOptions
 from specpipe.triton.server.server import Server
@@ -114,10 +114,10 @@ def test_ports_that_are_none_or_twice_the_same_are_refused() -> None:
 def test_the_door_has_a_port_of_its_own(host: str) -> None:
     options = replace(FREE, http_port=8000)
     with pytest.raises(ServerError) as caught:
-        check_apart(settle(options), host, 8000)
+        check_apart(resolve(options), host, 8000)
     assert str(caught.value) == "--http-port and --openai are both 8000: choose two ports"
-    check_apart(settle(replace(options, allow_http=False)), host, 8000)
-    check_apart(settle(options), "127.0.0.2", 8000)
+    check_apart(resolve(replace(options, allow_http=False)), host, 8000)
+    check_apart(resolve(options), "127.0.0.2", 8000)
 
 
 def test_ipv6_is_served_at_every_door_and_no_proxy_is_asked_for_it(

@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 _PORTS = ("http_port", "grpc_port", "metrics_port")
 
 
+def resolve(options: ServeOptions) -> ServeOptions:
+    """Returns options with the host's address; raises ServerError."""
+    return replace(options, host=_resolve(options.host))
+
+
 def settle(options: ServeOptions) -> tuple[ServeOptions, contextlib.ExitStack]:
     """Returns options with the host's address and a free port for each 0; raises ServerError.
 
     Until the second is closed, nobody else gets these ports by chance: they are bound, which keeps
     no one from them who asks for them by number, with SO_REUSEADDR as Triton does.
     """
-    host = _resolve(options.host)
+    options = resolve(options)
     with contextlib.ExitStack() as kept:
         ports: dict[str, Any] = {}
         for name in _ports(options):
@@ -31,9 +36,9 @@ def settle(options: ServeOptions) -> tuple[ServeOptions, contextlib.ExitStack]:
             if not 0 <= port <= 65535:
                 raise ServerError(f"{_option(name)} {port} is no port: choose one up to 65535")
             if port == 0:
-                listener = kept.enter_context(socket.socket(_family(host)))
+                listener = kept.enter_context(socket.socket(_family(options.host)))
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((host, 0))
+                listener.bind((options.host, 0))
                 port = listener.getsockname()[1]
             elif port in ports.values():
                 first = next(other for other in ports if ports[other] == port)
@@ -41,7 +46,7 @@ def settle(options: ServeOptions) -> tuple[ServeOptions, contextlib.ExitStack]:
                     f"{_option(first)} and {_option(name)} are both {port}: choose two ports"
                 )
             ports[name] = port
-        return replace(options, host=host, **ports), kept.pop_all()
+        return replace(options, **ports), kept.pop_all()
 
 
 def check_ports(options: ServeOptions) -> None:

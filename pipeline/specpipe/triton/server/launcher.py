@@ -22,7 +22,7 @@ from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.runtime import load_runtime
 from specpipe.triton.repository import lint
 from specpipe.triton.server import control, known_holes
-from specpipe.triton.server.addresses import settle
+from specpipe.triton.server.addresses import resolve
 from specpipe.triton.server.health import LOOK_INTERVAL_S
 from specpipe.triton.server.installation import find_tritonserver
 from specpipe.triton.server.options import ServeOptions
@@ -79,7 +79,7 @@ def serve(
             build_command=build_command,
         )
 
-    options = settle(options)
+    options = resolve(options)
     launch = plan(repository)
     for note in launch.notes:
         report(f"warning: {note}")
