@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -214,6 +215,12 @@ def test_lines_of_a_log_of_requests_are_prompts(pair: Path, tmp_path: Path) -> N
     assert ":1: unknown key 'temprature': expected name" in run(*asked).stderr
 
 
+def listed(log_probs: dict[int, float]) -> dict[str, Any]:
+    """Returns a token with what it is one of, as vLLM's completions have it."""
+    row = {f"token_id:{token_id}": log_prob for token_id, log_prob in log_probs.items()}
+    return {"token_ids": [9], "logprobs": {"top_logprobs": [row]}}
+
+
 Respond = Callable[[dict[str, Any]], Any]
 
 
@@ -261,6 +268,44 @@ def test_what_a_server_made_of_the_prompt_is_what_counts(
         "prompt of 5: its chat template, special tokens or tokenizer are not those of the target; "
         "the same command asks them again\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_token_ids": [-5]}, "the prompt that was read has token id -5, which is none of"),
+        ({"token_ids": [9, 10**9]}, "the answer has token id 1000000000, which is none of the to"),
+        (listed({9: math.nan}), "make nan as probabilities of token 0, expected at most 1"),
+        (listed({9: 5.0}), "make 2.718 as probabilities of token 0, expected at most 1"),
+        (listed({9: -math.inf}), "list nothing for token 0"),
+        (listed({9: -0.1, 10**11: -3.0}), "list what is no token id for token 0"),
+    ],
+)
+def test_what_could_not_be_read_again_is_no_answer(
+    fields: dict[str, Any], message: str, pair: Path, prompts: Path, tmp_path: Path
+) -> None:
+    def respond(body: dict[str, Any]) -> Any:
+        chunk = completion("x", finish_reason="stop")
+        chunk["choices"][0] |= {**listed({9: -0.1}), **fields}
+        return [chunk, DONE]
+
+    asked = ("--limit", "1", "--top-log-probs", "2")
+    result = ask_server(respond, pair, prompts, tmp_path / "out", *asked)
+    assert (result.exit_code, answers(tmp_path / "out")) == (1, [])
+    assert message in result.stderr
+
+
+def test_temperatures_that_are_nearly_one_are_asked_apart(
+    pair: Path, prompts: Path, tmp_path: Path
+) -> None:
+    drawn = ("--temperature", "0.7", "--temperature", "0.70000001", "--limit", "1")
+    result = run("--config", pair, "--prompts", prompts, "--output", tmp_path / "out", *drawn)
+    assert result.exit_code == 0, result.output
+    asked = (tmp_path / "out" / "answers-00000.jsonl").read_text()
+    if (left_out := tmp_path / "out" / "left-out.jsonl").exists():
+        asked += left_out.read_text()
+    assert '-t0.7-0"' in asked
+    assert '-t0.70000001-0"' in asked
 
 
 def test_the_same_answer_is_kept_once_and_what_failed_is_asked_again(

@@ -679,6 +679,7 @@ def test_all_faults_are_named_at_once() -> None:
         ),
         ("a: 1\nb: 2\na: 3\n", "x.yaml:3: duplicate key 'a', first set in line 1"),
         ("a:\n  b: 1\n  b: 1\n", "x.yaml:3: duplicate key 'b', first set in line 2"),
+        ("a: 1:30\n", "x.yaml:1: '1:30' is no number, nor text without quotes"),
         ("a: &x [*x]\n", "x.yaml:1: this value contains itself"),
         ("1: 2\n", "x.yaml:1: the key 1 is not text: put it in quotes"),
         ("? [a]\n: 2\n", "x.yaml:1: this key is not text: put it in quotes"),

@@ -251,12 +251,14 @@ class _Run:
             token_ids = tuple(self._tokenizer.encode_fragment(timed.text))
         if not token_ids:
             return None
-        unknown = next((i for i in token_ids if not self._tokenizer.is_used(i)), None)
-        if unknown is not None:
-            raise ServerError(
-                f"the answer has token id {unknown}, which is none of the tokenizer's: another "
-                "model answers"
-            )
+        prompt_ids = _served_prompt(case, timed)
+        for what, ids in (("answer", token_ids), ("prompt that was read", prompt_ids)):
+            unknown = next((i for i in ids if not self._tokenizer.is_used(i)), None)
+            if unknown is not None:
+                raise ServerError(
+                    f"the {what} has token id {unknown}, which is none of the tokenizer's: another "
+                    "model answers"
+                )
         sampling = case.question.sampling
         drawn = {} if sampling.is_greedy else {"seed": sampling.seed}
         default = Sampling()
@@ -267,7 +269,7 @@ class _Run:
         }
         return Answer(
             id=case.id,
-            prompt_token_ids=_served_prompt(case, timed),
+            prompt_token_ids=prompt_ids,
             token_ids=token_ids,
             finish_reason=timed.finish_reason,
             sampling={"temperature": sampling.temperature, **changed, **drawn},

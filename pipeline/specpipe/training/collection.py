@@ -33,9 +33,10 @@ SHARD_BYTES = 64 << 20
 TAIL = "left out: what the listed tokens leave of 1 is one bucket, that of all other tokens"
 """What becomes of the tokens that are not among the likeliest."""
 
+_NUM_IDS = 2**31
 _MOST_IN_ALL = 1.01  # of probabilities, as they are rounded: a guess
 
-TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=_NUM_IDS)]
 _TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
 _Likeliest = tuple[tuple[TokenId, FiniteFloat], ...]
 
@@ -231,6 +232,8 @@ def listing_fault(rows: Sequence[Sequence[tuple[int, float]]]) -> str | None:
             return f"list nothing for token {number}"
         if len({token_id for token_id, _ in row}) < len(row):
             return f"list an id twice for token {number}"
+        if not all(0 <= token_id < _NUM_IDS for token_id, _ in row):
+            return f"list what is no token id for token {number}"
         if not sum(probs) <= _MOST_IN_ALL:
             return f"make {sum(probs):.4g} as probabilities of token {number}, expected at most 1"
     return None
