@@ -43,7 +43,11 @@ RUNNING = "print('running', flush=True)\n"
 
 @pytest.mark.parametrize(
     ("number", "code", "errors"),
-    [(signal.SIGINT, 130, "Interrupted.\n"), (signal.SIGTERM, 143, "")],
+    [
+        (signal.SIGINT, 130, "Interrupted.\n"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
+    ],
 )
 def test_a_signal_unwinds_the_stack(number: signal.Signals, code: int, errors: str) -> None:
     body = (
@@ -138,13 +142,22 @@ def test_what_comes_while_modules_are_imported_is_not_lost() -> None:
     assert ended("print('on')", signal.SIGINT, module=module) == (130, "", "Interrupted.\n")
 
 
-def test_ignored_stays_ignored() -> None:
-    """A shell starts background commands so, that Ctrl-C is not for."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ignored_stays_ignored(number: signal.Signals) -> None:
+    """A shell starts background commands so, that Ctrl-C is not for, and nohup those that stay."""
     module = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"import signal\nsignal.signal({int(number)}, signal.SIG_IGN)\n"
         "import time\nfrom specpipe.machine import signals\n"
     )
-    assert ended(f"{RUNNING}time.sleep(0.5)", signal.SIGINT, module=module) == (0, "", "")
+    assert ended(f"{RUNNING}time.sleep(0.5)", number, module=module) == (0, "", "")
+
+
+def test_a_server_is_not_ended_by_what_is_ignored() -> None:
+    listed = "from specpipe.machine import signals\nprint(*map(int, signals.ending_signals()))"
+    ignoring = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    for code, expected in ((listed, "2 15 1\n"), (ignoring + listed, "2 15\n")):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (expected, "")
 
 
 @pytest.mark.parametrize(

@@ -294,14 +294,17 @@ def test_a_model_that_hangs_is_named_and_replaced(busy: Busy, control: str, mode
     assert busy.launcher.answers_again(num_lines=before)
 
 
-def test_sigterm_lets_a_running_stream_finish_then_everything_is_gone(
-    echo_launcher: Launcher, wait_until: WaitUntil
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
+def test_a_signal_lets_a_running_stream_finish_then_everything_is_gone(
+    echo_launcher: Launcher, number: signal.Signals
 ) -> None:
     group = echo_launcher.triton()
     with Client(echo_launcher.url) as client:
         stream = client.stream("<slow> a b c", max_tokens=60)
         text = next(stream).text
-        echo_launcher.process.send_signal(signal.SIGTERM)
+        echo_launcher.process.send_signal(number)
         last = None
         for last in stream:
             text += last.text
