@@ -37,7 +37,7 @@ _LOOK_INTERVAL_S = 0.05
 def run(
     settings: GatewaySettings, *, log: Log, on_ready: Callable[[str], None] = lambda url: None
 ) -> None:
-    """Serves until SIGTERM, SIGINT or SIGHUP, the first of which drains; the second ends the process.
+    """Serves until SIGTERM, SIGINT or SIGHUP: the first drains, the second ends the process.
 
     on_ready gets the URL as soon as a server behind the door answers. Raises KeyboardInterrupt
     after SIGINT, and ServerError where the door cannot stand there. For the main thread.

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a command within seconds, wherever it is, and leave nothing half-made.
+"""Ctrl-C, SIGTERM and SIGHUP end a command within seconds, and leave nothing half-made.
 
 The first signal is raised in the main thread and unwinds the stack, so that whatever a `with` or a
 `finally` holds is given back. An exception that comes at any moment can get lost, though: in a
@@ -68,7 +68,7 @@ def run(command: Callable[[], object]) -> NoReturn:
 
 @contextlib.contextmanager
 def raised() -> Iterator[Interruption]:
-    """Raises KeyboardInterrupt for Ctrl-C meanwhile, SystemExit with 143 for SIGTERM, 129 for SIGHUP.
+    """Raises KeyboardInterrupt for Ctrl-C meanwhile, SystemExit (143, 129) for SIGTERM and SIGHUP.
 
     No signal gets lost. For the main thread, which alone may handle signals. One that is ignored,
     as Ctrl-C is in a command that a shell runs in the background, SIGHUP under nohup, stays so.
