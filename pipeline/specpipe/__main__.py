@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 from typing import NoReturn  # noqa: E402
 

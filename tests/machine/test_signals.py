@@ -24,7 +24,8 @@ def ended(
     Then it gets a line of input; `then` is a signal for when it prints again.
     """
     indented = "".join(f"    {line}\n" for line in body.strip().splitlines())
-    code = f"{module}def command():\n{indented}signals.run(command)"
+    heeded = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # under nohup, too
+    code = f"{heeded}{module}def command():\n{indented}signals.run(command)"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -51,7 +52,11 @@ RUNNING = "print('running', flush=True)\n"
 
 @pytest.mark.parametrize(
     ("number", "code", "errors"),
-    [(signal.SIGINT, 130, "Interrupted.\n"), (signal.SIGTERM, 143, "")],
+    [
+        (signal.SIGINT, 130, "Interrupted.\n"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
+    ],
 )
 def test_a_signal_unwinds_the_stack(number: signal.Signals, code: int, errors: str) -> None:
     body = (
@@ -146,13 +151,26 @@ def test_what_comes_while_modules_are_imported_is_not_lost() -> None:
     assert ended("print('on')", signal.SIGINT, module=module) == (130, "", "Interrupted.\n")
 
 
-def test_ignored_stays_ignored() -> None:
-    """A shell starts background commands so, that Ctrl-C is not for."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ignored_stays_ignored(number: signal.Signals) -> None:
+    """A shell starts background commands so, that Ctrl-C is not for, and nohup those that stay."""
     module = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"import signal\nsignal.signal({int(number)}, signal.SIG_IGN)\n"
         "from specpipe.machine import signals\n"
     )
-    assert ended(f"{RUNNING}input()", signal.SIGINT, module=module) == (0, "", "")
+    assert ended(f"{RUNNING}input()", number, module=module) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("disposition", "expected"), [("SIG_DFL", "2 15 1\n"), ("SIG_IGN", "2 15\n")]
+)
+def test_a_server_is_not_ended_by_what_is_ignored(disposition: str, expected: str) -> None:
+    code = (
+        f"import signal\nsignal.signal(signal.SIGHUP, signal.{disposition})\n"
+        "from specpipe.machine import signals\nprint(*map(int, signals.ending_signals()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (expected, "")
 
 
 @pytest.mark.parametrize(

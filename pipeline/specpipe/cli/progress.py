@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
 
 def log(line: str) -> None:
-    """Writes a line to stderr, above bars that are drawn there."""
+    """Writes a line to stderr, above bars that are drawn there.
+
+    One that cannot be written, as on a full disk or a terminal that closed, is lost: a server goes
+    on, and a command ends as it would.
+    """
     if sys.stderr is not None:  # which bars replace, and click would go past
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
 
 
 def on_terminal() -> bool:

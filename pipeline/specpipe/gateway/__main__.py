@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -11,7 +12,8 @@ from specpipe.gateway.settings import VARIABLE, GatewaySettings
 
 
 def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk, or a terminal that closed
+        print(line, file=sys.stderr, flush=True)
 
 
 def main() -> int:

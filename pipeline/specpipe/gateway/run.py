@@ -27,6 +27,7 @@ from specpipe.gateway.protocol import DoorProtocol
 from specpipe.gateway.settings import PROBE_KEY_VARIABLE, GatewaySettings
 from specpipe.gateway.triton_upstream import TritonUpstream
 from specpipe.machine.callables import Log
+from specpipe.machine.signals import ending_signals
 
 _OVERTIME_S = 30.0  # beyond what the server gives an answer, since it says more than silence
 _EXIT_TIME_S = 2  # for connections that are left after the drain
@@ -36,7 +37,7 @@ _LOOK_INTERVAL_S = 0.05
 def run(
     settings: GatewaySettings, *, log: Log, on_ready: Callable[[str], None] = lambda url: None
 ) -> None:
-    """Serves until SIGTERM or SIGINT, the first of which drains; the second ends the process.
+    """Serves until SIGTERM, SIGINT or SIGHUP: the first drains, the second ends the process.
 
     on_ready gets the URL as soon as a server behind the door answers. Raises KeyboardInterrupt
     after SIGINT, and ServerError where the door cannot stand there. For the main thread.
@@ -150,7 +151,7 @@ async def _first_signal(serving: asyncio.Task[None]) -> int:
         numbers.append(number)
         loop.call_soon_threadsafe(first.set_result, number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         signal.signal(number, handle)
     await asyncio.wait((first, serving), return_when=asyncio.FIRST_COMPLETED)
     if not first.done():

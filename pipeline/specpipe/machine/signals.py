@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a command within seconds, wherever it is, and leave nothing half-made.
+"""Ctrl-C, SIGTERM and SIGHUP end a command within seconds, and leave nothing half-made.
 
 The first signal is raised in the main thread and unwinds the stack, so that whatever a `with` or a
 `finally` holds is given back. An exception that comes at any moment can get lost, though: in a
@@ -22,7 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a command; the last one comes when its terminal closes."""
+
 _UNWIND_TIME_S = 5.0  # then the process ends, whatever it waits for
 _REPEAT_S = 0.25  # between two attempts to raise what got lost: a guess
 _SAME_S = 0.2  # `timeout` of coreutils sends a signal to the process and to its group
@@ -30,8 +32,15 @@ _SAME_S = 0.2  # `timeout` of coreutils sends a signal to the process and to its
 _Result = TypeVar("_Result")
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Returns what ends a server: those above, but SIGHUP where it is ignored, as under nohup."""
+    is_kept = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return SIGNALS if is_kept else SIGNALS[:2]
+
+
 def run(command: Callable[[], object]) -> NoReturn:
-    """Runs a whole command and ends the process; 130 after Ctrl-C, 143 after SIGTERM.
+    """Runs a whole command and ends the process; 130 after Ctrl-C, 143 after SIGTERM, 129 after
+    SIGHUP.
 
     Signals that were blocked until then come now; a second one ends the process at once. What
     is no longer waited for is left behind: threads whose question is still open after a signal,
@@ -59,10 +68,10 @@ def run(command: Callable[[], object]) -> NoReturn:
 
 @contextlib.contextmanager
 def raised() -> Iterator[Interruption]:
-    """Raises KeyboardInterrupt for Ctrl-C meanwhile, SystemExit with 143 for SIGTERM.
+    """Raises KeyboardInterrupt for Ctrl-C meanwhile, SystemExit (143, 129) for SIGTERM and SIGHUP.
 
     No signal gets lost. For the main thread, which alone may handle signals. One that is ignored,
-    as Ctrl-C is in a command that a shell runs in the background, stays so.
+    as Ctrl-C is in a command that a shell runs in the background, SIGHUP under nohup, stays so.
     """
     global _ending
     handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

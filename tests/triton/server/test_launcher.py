@@ -299,14 +299,26 @@ def test_a_model_that_hangs_is_named_and_replaced(busy: Busy, control: str, mode
     assert busy.launcher.answers_again(num_lines=before)
 
 
-def test_sigterm_lets_a_running_stream_finish_then_everything_is_gone(
-    echo_launcher: Launcher, wait_until: WaitUntil, tmp_path: Path
+_IS_KEPT = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup a server stays
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(
+            signal.SIGHUP, marks=[pytest.mark.slow, pytest.mark.skipif(_IS_KEPT, reason="nohup")]
+        ),
+    ],
+)
+def test_a_signal_lets_a_running_stream_finish_then_everything_is_gone(
+    echo_launcher: Launcher, number: signal.Signals, wait_until: WaitUntil, tmp_path: Path
 ) -> None:
     group, go = echo_launcher.triton(), tmp_path / "go"
     with Client(echo_launcher.url) as client:
         stream = client.stream(f"<until {go}> a b c", max_tokens=60)
         next(stream)
-        echo_launcher.process.send_signal(signal.SIGTERM)
+        echo_launcher.process.send_signal(number)
         stopping = "stopping: running requests have 30 s to finish"
         assert wait_until(lambda: echo_launcher.lines[-1:] == [stopping])
         go.touch()

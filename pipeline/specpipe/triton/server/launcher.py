@@ -17,6 +17,7 @@ from types import FrameType
 
 from specpipe.errors import ServerError, SpecpipeError
 from specpipe.machine.callables import Log
+from specpipe.machine.signals import ending_signals
 from specpipe.runtimes.launch import Launch, LaunchMode
 from specpipe.runtimes.pair_file import read_pair
 from specpipe.runtimes.runtime import load_runtime
@@ -55,9 +56,9 @@ def serve(
     on_ready: Callable[[Server], None] = lambda server: None,
     door: Door = no_door,
 ) -> None:
-    """Serves a repository until SIGTERM or SIGINT; restarts a server that died or hangs.
+    """Serves a repository until SIGTERM, SIGINT or SIGHUP; restarts a server that died or hangs.
 
-    The first signal drains, a second one ends the server at once. Returns after SIGTERM, raises
+    The first signal drains, a second one ends the server at once. Returns after it, but raises
     KeyboardInterrupt after SIGINT, and ServerError when the server does not come (back) up. To
     be called from the main thread.
 
@@ -149,7 +150,7 @@ def _supervise(server: Server, versions: Versions, signals: _Signals, report: Lo
 
 
 class _Signals:
-    """SIGTERM and SIGINT, remembered; the second one kills the server."""
+    """SIGTERM, SIGINT and SIGHUP, remembered; the second one kills the server."""
 
     def __init__(self, server: Server) -> None:
         self.number: int | None = None
@@ -158,7 +159,7 @@ class _Signals:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             self._before[number] = signal.signal(number, self._handle)
         return self
 
