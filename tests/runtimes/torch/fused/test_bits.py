@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from benchmarks.bits.asked import Asked, Material, ask
+from benchmarks.bits.crowd import run_crowd
+from benchmarks.bits.faults import different
 from benchmarks.bits.pairs import MODELS, fused_pair, source_material
-from benchmarks.bits.trial import Outcome, try_pair
+from benchmarks.bits.trial import LoneRuns, Outcome, try_pair
 from specpipe.checkpoints.parallel_draft import ParallelDraft
 from specpipe.runtimes.pair.pair import PairOptions
 from specpipe.runtimes.pair.room import Room
@@ -23,6 +25,7 @@ from specpipe.runtimes.torch.model_shape import ModelConfig
 from specpipe.runtimes.torch.pair import fused_pair_of
 from specpipe.speculative.request import Request
 from specpipe.text.tokenizer import Tokenizer
+from tests.runtimes.torch.fused.test_prompt import cached
 from tests.runtimes.torch.fused.toy import DEVICE, toy_config, toy_spec, toy_weights
 from tests.speculative.table import WordDetokenizer
 
@@ -143,17 +146,16 @@ def test_requests_that_come_and_go_are_told_what_each_is_alone(
 
 
 def asked_of_little_memory() -> list[Asked]:
-    """Three requests that need a third page, and have the first alike; one that leaves rounds to
-    them; and one that comes when they are done.
+    """Three requests that need a third page, and have the first alike, and one that leaves rounds
+    to them.
     """
     page_and_more = TEXT[:77]  # than what rounds may read again
     prompts = [(*page_and_more, *TEXT[start:][:42]) for start in (200, 300)]
-    rows: list[tuple[int | None, int, dict[str, Any]]] = [
+    rows: list[tuple[int, int, dict[str, Any]]] = [
         (0, 0, {"num_draft_tokens": 1}),
         (1, 1, {"num_draft_tokens": 1}),
         (0, 1, {"num_draft_tokens": 3}),
-        (4, 0, {"num_draft_tokens": 1, "return_log_probs": True, "max_tokens": 4}),
-        (None, 0, {"num_draft_tokens": 3}),
+        (4, 0, {"num_draft_tokens": 3, "return_log_probs": True, "max_tokens": 4}),
     ]
     return [
         Asked(
@@ -184,8 +186,9 @@ def asked_of_little_memory() -> list[Asked]:
 def test_who_gives_way_is_told_what_it_is_alone(
     target_pages: int, reuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft is the target: the first of its draft tokens always stands, unless it takes what it
-    cached of masks for tokens.
+    """And nothing that was read of masks, or by rounds, is in a page that others begin with.
+
+    The draft is the target: the first of its draft tokens always stands.
     """
     lost: list[int] = []
     lose_draft = FusedRounds.lose_draft
@@ -213,18 +216,38 @@ def test_who_gives_way_is_told_what_it_is_alone(
         for num_pages in (6, target_pages)
     )
     pair = fused_pair_of(draft, target, options, lambda prompt, **_: WordDetokenizer())
-    outcome = try_pair(pair, asked_of_little_memory(), vocab_size=64)
-    assert outcome.is_right, outcome.report()
-    if target_pages == 6:
-        assert lost
-    else:
-        assert outcome.counts()["gave way"] > 0
-        assert pair.occupancy().preempted.num_tokens > 0
-    assert (outcome.counts()["found cached"] > 0) == reuses
-    for told in outcome.crowd.told.values():
+    asked, lone_runs = asked_of_little_memory(), LoneRuns(pair)
+    crowd = run_crowd(pair, asked, max_waiting=len(asked))
+    occupancy = pair.occupancy()
+    assert all(use.num_tokens == 0 for use in occupancy.kv_caches.values())
+    assert lost or occupancy.preempted.num_tokens > 0
+    assert bool(lost) == (target_pages == 6)
+    for one in (draft, target):
+        found, wanted = (read_again(one, salt) for salt in ("", "another"))
+        assert found[0] == PAGE * reuses and wanted[0] == 0
+        assert torch.equal(found[1], wanted[1])
+    num_reused = 0
+    for each in asked:
+        told = crowd.of(each.request.request_id)
+        expected = lone_runs.of(each.request, is_cancelled=told.reason == "cancelled")
+        assert different(each, told, expected) is None
         assert told.last is not None and told.last.statistics is not None
         assert told.last.statistics.acceptance_histogram is not None
         assert told.last.statistics.acceptance_histogram[0] == 0
+        num_reused += told.last.statistics.num_cached_input_tokens
+    assert (num_reused > 0) == reuses
+
+
+def read_again(engine: FusedEngine, salt: str) -> tuple[int, torch.Tensor]:
+    """How many tokens of the first prompt were cached, and its keys and values."""
+    prompt = asked_of_little_memory()[0].request.prompt_token_ids
+    sequence = engine.allocate(prompt_length=len(prompt), max_tokens=1)
+    num_cached = engine.reuse(sequence, prompt, salt)
+    assert engine.grow(sequence, len(prompt))
+    engine.forward([(sequence, prompt[num_cached:-1])], [0])
+    found = cached(engine, sequence)
+    engine.free(sequence)
+    return num_cached, found
 
 
 @pytest.mark.gpu
