@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from specpipe.errors import ServerError, SpecpipeError
+from specpipe.errors import ServerError, SpecpipeError, to_sentence
 from specpipe.machine.callables import Log
 from specpipe.machine.signals import ending_signals
 from specpipe.runtimes.launch import Launch, LaunchMode
@@ -139,7 +139,7 @@ def _supervise(server: Server, versions: Versions, signals: _Signals, report: Lo
                 server.start(signals.received)
                 break
             except (SpecpipeError, OSError) as exc:
-                reason = str(exc)
+                reason = to_sentence(exc)
                 num_failed += 1
                 if num_failed == server.options.max_restarts:
                     raise ServerError(f"Triton fails again and again, last: {reason}") from exc
