@@ -38,6 +38,15 @@ def show(value: object) -> str:
     return _printable(str(value), MOST_SHOWN)
 
 
+def is_utf8(text: str) -> bool:
+    """Returns whether a text can be written in UTF-8, which half of a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def plural(number: int, noun: str) -> str:
     """Returns a number with its noun, which has an s in the plural: `1 tie`, `1,200 ties`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ import numpy as np
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
+from tests.quiet import QuietServer
 from tests.waiting import PATIENCE_S
 
 OUTPUTS = ("text_output", "finish_reason", "error")
@@ -106,11 +107,7 @@ def _http(
 
         def log_message(self, *_: object) -> None: ...
 
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, *_: object) -> None:
-            """Says nothing: a client that leaves early would be told of on the test's stderr."""
-
-    server = Server(("127.0.0.1", 0), Handler)
+    server = QuietServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specpipe.errors import show
+from specpipe.errors import is_utf8, show
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -42,7 +42,7 @@ class OutputFolder(click.Path):
         if not str(value):
             self.fail("it is empty: give the name of a folder.", param, ctx)
         folder = super().convert(value, param, ctx)
-        if any("\ud800" <= character <= "\udfff" for character in str(folder)):
+        if not is_utf8(str(folder)):
             self.fail(f"{show(folder)} is no UTF-8, which not every library can write.", param, ctx)
         return folder
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specpipe.checkpoints.files import quoted
-from specpipe.errors import ConfigError, RequestError
+from specpipe.errors import ConfigError, RequestError, is_utf8
 from specpipe.machine.own_json import reason
 from specpipe.text.chat_messages import check_messages
 
@@ -174,7 +174,7 @@ def parse_prompt(fields: Mapping[str, Any], *, where: str, name: str, kind: str)
     if text is not None and not (isinstance(text, str) and text):
         raise ConfigError(f"{where}: prompt is {quoted(text)}: expected a text that is not empty")
     for key, value in fields.items():
-        if not _is_whole(value):
+        if not is_utf8(json.dumps(value, ensure_ascii=False)):
             raise ConfigError(f"{where}: {key} holds half of a character (a surrogate)")
     if messages is not None:
         try:
@@ -285,15 +285,6 @@ def _lines(path: Path) -> Iterator[str]:
 def _as_text(name: str) -> str:
     """Returns a file's name, of which what is no UTF-8 is replaced."""
     return os.fsencode(name).decode(errors="replace")
-
-
-def _is_whole(value: Any) -> bool:
-    """Returns whether a value of JSON holds whole characters alone."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _texts(lines: Iterable[str], *, name: str, kind: str, where: str) -> Iterator[Prompt]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from specpipe.errors import SignatureError, show
+from specpipe.errors import SignatureError, is_utf8, show
 from specpipe.machine.own_json import reason
 from specpipe.release import release_file
 from specpipe.release.release_file import RELEASE_NAME, Release
@@ -56,12 +56,10 @@ def sign(folder: Path, key: Path, passphrase: str | None) -> Path:
     present = files.digests(folder)
     _read_release(folder, present)
     for name in present:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
+        if not is_utf8(name):
             raise SignatureError(
                 f"{folder}: {show(name)} is no name in UTF-8, which a signature needs: rename it"
-            ) from None
+            )
     return write_signature(folder, present, key, passphrase)
 
 

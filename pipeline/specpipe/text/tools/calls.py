@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from specpipe.errors import is_utf8
 from specpipe.text.tools.json_scanner import JsonScanner, State
 
 _ESCAPED = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
@@ -151,8 +152,5 @@ def _object_in(text: str) -> str:
     arguments = CallArguments()
     if not text.startswith("{") or arguments.feed(text) < len(text) or not arguments.is_whole:
         return ""
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which the string had as an escape
-        return ""
-    return arguments.take_arguments()
+    # The string may have half a surrogate pair, as an escape.
+    return arguments.take_arguments() if is_utf8(text) else ""

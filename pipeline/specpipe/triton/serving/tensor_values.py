@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specpipe.errors import RequestError, show
+from specpipe.errors import RequestError, is_utf8, show
 from specpipe.triton.serving.tensors import SIGNATURE, TensorSpec
 
 LONGEST_ID = 64  # characters of a stream id, and of a signature
@@ -54,7 +54,7 @@ def check_values(tensor: TensorSpec, value: Any) -> None:
 
 def _is_of_type(element: Any, tensor: TensorSpec) -> bool:
     if tensor.dtype == "STRING":
-        return isinstance(element, str) and _is_utf8(element)
+        return isinstance(element, str) and is_utf8(element)
     dtype, is_truth = tensor.numpy_dtype, isinstance(element, bool)
     if is_truth or tensor.dtype == "BOOL":
         return is_truth and tensor.dtype == "BOOL"
@@ -64,14 +64,6 @@ def _is_of_type(element: Any, tensor: TensorSpec) -> bool:
     if isinstance(element, float) and not math.isfinite(element):
         return True  # refused where the value is read, with what it means there
     return isinstance(element, (int, float)) and abs(element) <= float(np.finfo(dtype).max)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def values_of(tensor: TensorSpec, tensors: Tensors) -> list[Any]:
