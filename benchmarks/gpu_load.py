@@ -4,11 +4,12 @@
         --inflated /tmp/inflated --out load.jsonl
     python -m benchmarks.load.report load.jsonl --plot load.png
 
-All sides are loaded first, each in a process of its own; a GPU must hold them all. Then they are
-measured in turns: a load and a set of prompts on every side, before the next. A small trained pair
-is inflated (inflate.py): ours in GPU memory, vLLM's on disk, to the same weights. Greedy, and no
-token ends an answer. benchmarks/load/sides.py says what settings there are; those whose speed does
-not depend on what the texts are get the first set only.
+All sides are loaded first, each in a process of its own, vLLM's beside each other and ours while
+nothing else runs; a GPU must hold them all. Then they are measured in turns: a load and a set of
+prompts on every side, before the next. A small trained pair is inflated (inflate.py): ours in GPU
+memory, vLLM's on disk, to the same weights. Greedy, and no token ends an answer.
+benchmarks/load/sides.py says what settings there are; those whose speed does not depend on what the
+texts are get the first set only.
 
 closed_loop.py says what a closed loop is and what is measured of it. A point has --requests answers
 for each stream, --least at least, but no more than can begin in --seconds of its steady part.
@@ -32,6 +33,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks.command import require_device, run_command
@@ -115,13 +117,17 @@ def _loads(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
 def measure(arguments: argparse.Namespace, run: Run) -> None:
     """Starts all processes, and measures them in turns until all is done or the time is over."""
     with contextlib.ExitStack() as running:
-        children = [Child(process) for process in processes(arguments)]
-        for child in children:
-            running.callback(child.close)
-        for child in children:
-            found = child.wait(arguments.start_timeout)
-            run.keep({"process": child.process.name, **found})
-            run.tell(f"{child.process.name}: {found.get('error', 'loaded')}")
+        children = []
+        # Ours time what rounds cost while they load, so nothing else may run then.
+        for _, some in groupby(processes(arguments), lambda process: process.side == "ours"):
+            loading = [Child(process) for process in some]
+            children += loading
+            for child in loading:
+                running.callback(child.close)
+            for child in loading:
+                found = child.wait(arguments.start_timeout)
+                run.keep({"process": child.process.name, **found})
+                run.tell(f"{child.process.name}: {found.get('error', 'loaded')}")
         by_setting = {
             (child.process.side, setting): child
             for child in children

@@ -11,7 +11,8 @@ with its 95 % interval. Best means the fastest K of this run.
 
 The bound is what the passes allow: a draft-verify round emits the acceptance length L and costs a
 target pass of K + 1 rows, and K draft passes of one row or one of L + K - 1. Passes are timed in
-this run, after 256 tokens; of the prompts and of the host there is nothing in them.
+this run, after 256 tokens or as many as texts have room for; of the prompts and of the host there
+is nothing in them.
 
 --formats wants a GPU. It adds the target with its linears in each of them, alone and beside three
 drafts: plain, in the same format, and parallel (plain); and what is left of the product of both

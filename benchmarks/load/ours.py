@@ -42,7 +42,7 @@ _WAITING = 1024
 """Requests that may wait, which an open loop wants."""
 
 _CONTEXT, _TIMES = 256, 20
-"""Tokens before a pass that is timed, and how often it is."""
+"""Tokens before a pass that is timed, or fewer where texts are shorter, and how often it is."""
 
 
 class Ours:
@@ -214,14 +214,15 @@ def pass_seconds(engine: TorchEngine | FusedEngine, num_rows: int, *, num_scored
 
     On the fused kernels it is the device's time, of all rows scored.
     """
+    context = min(_CONTEXT, engine.max_seq_len - num_rows)
     if isinstance(engine, FusedEngine):
         clock = Clock(engine.spec.device)
-        return step_seconds(clock, engine, context=_CONTEXT, num_rows=num_rows, times=_TIMES)
-    return min(_forward_seconds(engine, num_rows, num_scored or num_rows) for _ in range(_TIMES))
+        return step_seconds(clock, engine, context=context, num_rows=num_rows, times=_TIMES)
+    num_scored = num_scored or num_rows
+    return min(_forward_seconds(engine, context, num_rows, num_scored) for _ in range(_TIMES))
 
 
-def _forward_seconds(engine: TorchEngine, num_rows: int, num_scored: int) -> float:
-    context = min(_CONTEXT, engine.max_seq_len - num_rows)
+def _forward_seconds(engine: TorchEngine, context: int, num_rows: int, num_scored: int) -> float:
     sequence = engine.allocate(prompt_length=context, max_tokens=context + num_rows)
     engine.skip(sequence, context)
     start = time.perf_counter()

@@ -73,7 +73,8 @@ def graph_bytes(
     num_launches = max(drafting, verifying)
     rows = [num_rows for num_rows in ROW_COUNTS if num_rows <= sizes.rows]
     num_launches += launches([*rows, *[row for row in rows if row <= _FEW] * (of_few - 1)])
-    num_launches += len(PROMPT_WIDTHS) * num_layers * _LAUNCHES_OF_PROMPTS_LAYER
+    # The last layer once more, for prompts that are scored.
+    num_launches += len(PROMPT_WIDTHS) * (num_layers + 1) * _LAUNCHES_OF_PROMPTS_LAYER
     return _FIRST_BYTES // 2 + _LAUNCH_BYTES * num_launches
 
 

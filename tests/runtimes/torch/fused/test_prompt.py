@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specpipe.runtimes.torch.fused import prompt_kernels
+from specpipe.runtimes.torch.fused import compilation, prompt_kernels
 from specpipe.runtimes.torch.fused.engine import FusedEngine
 from specpipe.runtimes.torch.fused.linear import ROUNDED, Kind
 from specpipe.runtimes.torch.fused.prompt import Piece, PromptRows
@@ -182,6 +183,30 @@ def test_a_prompt_is_the_same_however_it_is_cut_and_whatever_is_beside_it() -> N
     for found in (read([30, 44], is_alone=False), read([1, 73], is_alone=True)):
         assert torch.equal(found[0], wanted[0])
         assert torch.equal(found[1], wanted[1])
+
+
+@torch.inference_mode()
+def test_a_scored_prompt_needs_no_kernel_that_is_not_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rows go through all of the last layer: of a single one nothing else does."""
+    launched: set[object] = set()
+    launch = compilation.launch
+
+    def noted(kernel: Any, grid: Any, arguments: Any, options: dict[str, Any]) -> None:
+        launched.add((kernel, *sorted(options.items())))
+        launch(kernel, grid, arguments, options)
+
+    monkeypatch.setattr(compilation, "launch", noted)
+    one_layer = toy_config(num_layers=1, num_heads=1, num_kv_heads=1)
+    engine, _ = toy_engines(one_layer, limits={"max_seq_len": 200})
+    for recording in engine.recordings(engine.max_seq_len):
+        recording.launch()
+    prepared = launched.copy()
+    prompt = [3, 17, 8, 41] * 40
+    sequence = engine.allocate(prompt_length=len(prompt), max_tokens=len(prompt))
+    engine.forward([(sequence, prompt)], [len(prompt)])
+    assert launched == prepared
 
 
 @pytest.mark.gpu

@@ -334,7 +334,8 @@ class FusedEngine:
             for layers in self.prompts.parts(width)
         ]
         # What scores is run as it is; this has it compiled.
-        prompts.append(Recording(self.graphs, "scored", self.prompts.score_first))
+        scoring = partial(self.prompts.score_first, self.prompt_widths)
+        prompts.append(Recording(self.graphs, "scored", scoring))
         rows = [
             Recording(self.graphs, (num_rows, is_long), partial(self._run_rows, num_rows, is_long))
             for num_rows in ROW_COUNTS

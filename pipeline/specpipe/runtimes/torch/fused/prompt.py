@@ -240,8 +240,15 @@ class Prompts:
             logits.append(torch.cat(parts, dim=1))
         return torch.cat(logits)
 
-    def score_first(self) -> None:
-        """Scores the first row for nobody, so that all kernels for it are compiled."""
+    def score_first(self, widths: Sequence[int]) -> None:
+        """Scores the first row for nobody, so that all kernels for it are compiled.
+
+        widths  of launches whose rows may be scored: they go through all of the last layer, whose
+                kernels no other may need, as where it is the only one
+        """
+        num_layers = self._config.num_layers
+        for width in widths:
+            self.launch(width, range(num_layers - 1, num_layers), is_whole=True)
         self.score(torch.zeros(1, dtype=torch.int64, device=self._device))
 
     def _norm(self, norm: Tensor, linear: Linear, width: int) -> None:
