@@ -56,6 +56,35 @@ def test_a_long_prompt_goes_between_rounds_in_parts(part_seconds: float, parts: 
     assert set(between[:-1]) == {parts}
 
 
+def test_a_step_has_the_end_of_a_launch_or_the_drafts_part_of_the_next() -> None:
+    """Each alone is all that requests should wait for."""
+    pair, target = watched_pair(0.4, num_draft_tokens=2, draft_prompt_costs=PromptCosts({16: 0.9}))
+    draft = pair.engines["draft"]
+    read_by_draft: list[int] = []
+    forward = draft.forward
+
+    def noted(batch: list[tuple[int, list[int]]], num_logits: list[int]) -> object:
+        read_by_draft.extend(len(tokens) for _, tokens in batch if len(tokens) > 4)
+        return forward(batch, num_logits)
+
+    draft.forward = noted  # type: ignore[method-assign]
+    pair.submit(request("short", 1, max_tokens=90))
+    for _ in range(4):
+        pair.step()
+    long = request("long", 60, max_tokens=3, num_draft_tokens=2)  # so the draft reads along
+    pair.submit(long)
+    seconds = []
+    chunks = []
+    while pair.has_work():
+        before = len(target.read_after), len(read_by_draft)
+        chunks += [chunk for chunk in pair.step() if chunk.request_id == "long"]
+        num_parts = len(target.read_after) - before[0]
+        seconds.append(0.4 * num_parts + 0.9 * (len(read_by_draft) - before[1]))
+    assert ids(chunks) == greedy_reference(long)
+    assert read_by_draft == [16, 16, 16, 11]
+    assert max(seconds) <= 1.2
+
+
 def test_all_is_read_at_once_while_nobody_decodes() -> None:
     pair, target = watched_pair(5.0)
     pair.submit(request("r", 30, max_tokens=3))
@@ -107,22 +136,33 @@ def test_a_part_that_is_longer_than_the_bound_is_read_in_every_second_step() -> 
 
 def test_what_the_draft_reads_is_taken_from_the_next_step() -> None:
     pace = Pace(DRAFT_COSTS)
-    assert pace.most_drafts_tokens(100) == 100  # nobody waits
+    assert pace.most_drafts_tokens(100, 0) == 100  # nobody waits
+    pace.begin(1.0, num_reading=1, num_decoding=8)
+    assert pace.most_drafts_tokens(100, 0) == 8
+    assert pace.most_drafts_tokens(5, 0) == 5
+    pace.spend_on_draft(8, 0)
     pace.begin(1.0, num_reading=1, num_decoding=8)
     assert spent(pace, 0.39) == 3
-    assert pace.most_drafts_tokens(100) == 8
-    assert pace.most_drafts_tokens(5) == 5
-    pace.spend_on_draft(8)
+    pace.spend_on_draft(8, 0)
     pace.begin(1.0, num_reading=1, num_decoding=8)
     assert spent(pace, 0.39) == 1  # what the draft took is not left
-    pace.begin(0.1, num_reading=1, num_decoding=8)
-    assert pace.most_drafts_tokens(100) == 4  # it goes on, if slowly
+
+
+def test_the_draft_reads_little_behind_a_prompt_of_the_same_step() -> None:
+    pace = Pace(PromptCosts({4: 0.2, 8: 0.3, 16: 0.7}, per_look=0.001))
+    pace.begin(1.0, num_reading=1, num_decoding=8)
+    assert pace.most_drafts_tokens(100, 0) == 16
+    assert pace.most_drafts_tokens(100, 100) == 8  # 1.1 s, of which 0.8 look back
+    pace.spend(1.1)
+    assert pace.most_drafts_tokens(100, 0) == 8
+    assert pace.most_drafts_tokens(100, 1000) == 4  # it goes on, if slowly
 
 
 def test_prompt_costs_are_of_whole_launches() -> None:
     costs = PromptCosts({128: 7.0, 1024: 24.0}, per_look=0.001)
     assert [costs.seconds(n) for n in (1, 128, 129, 1024, 1100)] == [7.0, 7.0, 24.0, 24.0, 31.0]
     assert costs.seconds(128, num_looks=1000) == 8.0
+    assert [costs.most_within(31.0, start) for start in (0, 6, 8, 900)] == [1024, 1024, 128, 128]
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,13 @@ class PromptCosts:
         seconds = num_whole * self.by_width[widest] + num_looks * self.per_look
         return seconds + (self.by_width[min(w for w in self.by_width if w >= rest)] if rest else 0)
 
-    def most_within(self, seconds: float) -> int:
-        """Returns the width of the greatest launch that takes no longer, or else of the least."""
-        fitting = [width for width, each in self.by_width.items() if each <= seconds]
+    def most_within(self, seconds: float, start: int = 0) -> int:
+        """Returns the width of the greatest launch behind `start` tokens that takes no longer, or
+        else of the least.
+        """
+        fitting = [
+            width for width in self.by_width if self.seconds(width, width * start) <= seconds
+        ]
         return max(fitting, default=min(self.by_width))
 
 

@@ -127,9 +127,13 @@ class Drafting:
             running.draft_sequence = None
             self._num_sequences -= 1
 
-    def read_along(self, prefill: Iterable[tuple[RunningSequences, int]]) -> None:
+    def read_along(
+        self, prefill: Iterable[tuple[RunningSequences, int]], *, may_wait: bool = False
+    ) -> bool:
         """Reads prompts of which the target has cached that many tokens, and a piece of no more
         than max_num_tokens further.
+
+        may_wait  for a step that has time for it, by the pace of prompts: then False is returned
         """
         batch = []
         for running, num_target_cached in prefill:
@@ -143,7 +147,10 @@ class Drafting:
             piece = token_ids[self.num_cached(running) : end]
             if piece:
                 batch.append((sequence, piece[: self._options.max_num_tokens]))
+        if may_wait and batch and not self._pace.allows_draft(*self._size(batch)):
+            return False
         self._read(batch)
+        return True
 
     def read(self, requests: Sequence[RunningSequences]) -> list[RunningSequences]:
         """Reads texts but for their last tokens, no more in all than the pace of prompts allows.
@@ -151,7 +158,8 @@ class Drafting:
         Returns those of which nothing else is left.
         """
         batch, read = [], []
-        num_tokens = self._pace.most_drafts_tokens(self._options.max_num_tokens)
+        start = max(map(self.num_cached, requests), default=0)
+        num_tokens = self._pace.most_drafts_tokens(self._options.max_num_tokens, start)
         for running in requests:
             sequence = self.sequence(running)
             if sequence is None:
@@ -169,8 +177,14 @@ class Drafting:
 
     def _read(self, batch: Sequence[tuple[SequenceId, Sequence[int]]]) -> None:
         if batch:
-            self._pace.spend_on_draft(sum(len(token_ids) for _, token_ids in batch))
+            self._pace.spend_on_draft(*self._size(batch))
             self._engine.forward(batch, [0] * len(batch))
+
+    def _size(self, batch: Sequence[tuple[SequenceId, Sequence[int]]]) -> tuple[int, int]:
+        """Returns how many tokens are to be read, and how many positions they look back at."""
+        lengths = [(self._engine.length(sequence), len(tokens)) for sequence, tokens in batch]
+        num_looks = sum(num * start + num * (num - 1) // 2 for start, num in lengths)
+        return sum(num for _, num in lengths), num_looks
 
     def catch_up(self, running: RunningSequences) -> bool:
         """Reads all of a text but its last token; False where there is no room for it."""

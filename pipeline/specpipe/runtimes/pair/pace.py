@@ -11,6 +11,9 @@ from specpipe.runtimes.pair.costs import PromptCosts
 _SHARE = 1.2
 """Of the time of a round that is read between two."""
 
+_LEAST_SHARE = 1 / 4
+"""Of that time, which the draft may take behind a prompt that took all of it: a guess."""
+
 _CROWDING = 8.0
 """By how much that grows for each further prompt that waits, for one request that decodes."""
 
@@ -48,13 +51,23 @@ class Pace:
         """Counts what is read."""
         self._left -= seconds
 
-    def most_drafts_tokens(self, most: int) -> int:
-        """Returns how many tokens of prompts, up to most, the draft may read in this step."""
+    def most_drafts_tokens(self, most: int, start: int) -> int:
+        """Returns how many tokens of prompts, up to most, the draft may read in this step.
+
+        start  tokens that it has read of the text of which it has read most
+        """
         if self._draft_costs is None or math.isinf(self._bound):
             return most
-        return min(most, self._draft_costs.most_within(self._bound))
+        seconds = max(self._left, _LEAST_SHARE * self._bound)
+        return min(most, self._draft_costs.most_within(seconds, start))
 
-    def spend_on_draft(self, num_tokens: int) -> None:
-        """Counts what the draft reads."""
+    def allows_draft(self, num_tokens: int, num_looks: int) -> bool:
+        """Returns whether there is time for so much more of the draft, or nothing was read yet."""
+        return self._draft_costs is None or self.allows(
+            self._draft_costs.seconds(num_tokens, num_looks)
+        )
+
+    def spend_on_draft(self, num_tokens: int, num_looks: int) -> None:
+        """Counts what the draft reads, and the positions that it looks back at."""
         if self._draft_costs is not None:
-            self._left -= self._draft_costs.seconds(num_tokens)
+            self._left -= self._draft_costs.seconds(num_tokens, num_looks)

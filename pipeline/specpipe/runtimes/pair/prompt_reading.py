@@ -48,13 +48,14 @@ class PromptReader:
         """Begins to read pieces of prompts, unless others are under way, without waiting for the
         device.
 
-        read_along  those of them that the draft reads too
+        read_along  those of them that the draft reads too, now or in a later step: a step has time
+                    for the end of one launch, or for the draft's part of the next
         """
         if not pieces or self.is_busy:
             return
-        self._drafting.read_along(
-            [(running, self._target.length(running.target_sequence)) for running in read_along]
-        )
+        along = [(running, self._target.length(running.target_sequence)) for running in read_along]
+        if not self._drafting.read_along(along, may_wait=True):
+            return
         batch, whole = [], []
         for piece in pieces:
             sequence = piece.running.target_sequence
