@@ -200,7 +200,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gigabytes", type=float, default=8.0)
     parser.add_argument("--folder", type=Path, help="where to work; default: the temporary folder")
     parser.add_argument("--rounds", type=int, default=3)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.folder is not None and not arguments.folder.is_dir():
+        parser.error(f"--folder {arguments.folder} is no folder")
+    return arguments
 
 
 def run(work: Path, arguments: argparse.Namespace) -> None:
