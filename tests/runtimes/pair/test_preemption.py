@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specpipe.runtimes.pair.engine_pair import EnginePair
+from specpipe.runtimes.pair.preemption import TargetMemory
 from specpipe.runtimes.pair.room import Room
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.request import Chunk, Request, Sampling
@@ -170,9 +171,12 @@ def short_pair(num_pages: int, draft_pages: int, **options: Any) -> EnginePair:
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_ahead() -> Iterator[None]:
-    """Requests start when there is hardly room for them, and soon have to give way."""
+    """Requests start when there is hardly room for them, and soon have to give way; and they wait
+    for what others read, however little it is.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Room, "AHEAD", 0)
+        patched.setattr(TargetMemory, "LEAST_SHARED", 2 * PAGE)
         yield
 
 
@@ -205,6 +209,56 @@ def test_whatever_memory_there_is_all_get_the_text_that_they_get_alone(data: st.
     }
     pair = short_pair(**options)
     check(ask_many(pair, random.Random(data.draw(st.integers(0, 99))), 25))
+    check_room(pair)
+
+
+TEXT = tuple(i * i % 12 for i in range(40))
+
+
+def asked_with(name: str, prompt: tuple[int, ...] = TEXT, **settings: Any) -> Request:
+    settings = {"max_tokens": 2, "num_draft_tokens": 0, **settings}
+    return Request(request_id=name, prompt_token_ids=prompt, **settings)
+
+
+def test_who_begins_as_another_does_waits_for_what_that_one_reads() -> None:
+    pair = short_pair(60, 60)
+    again = [asked_with(str(n), (*TEXT, n)) for n in range(3)]
+    for request in [asked_with("first"), *again, asked_with("other", (7, 3))]:
+        pair.submit(request)
+    chunks = pair.step()
+    occupancy = pair.occupancy()
+    assert (occupancy.num_running, occupancy.num_waiting) == (2, 3)  # the other one need not
+    while pair.has_work():
+        chunks += pair.step()
+    found = {c.request_id: c.statistics.num_cached_input_tokens for c in chunks if c.statistics}
+    assert found["first"] == found["other"] == 0
+    assert all(found[str(n)] >= 40 - 2 * PAGE for n in range(3))
+    check_room(pair)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"cache_salt": "b"}, {"return_prompt_log_probs": True}, {"priority": -1}],
+    ids=str,
+)
+def test_who_cannot_use_it_or_goes_first_waits_for_nobody(settings: dict[str, Any]) -> None:
+    pair = short_pair(60, 60)
+    pair.submit(asked_with("first"))
+    pair.step()
+    pair.submit(asked_with("second", **settings))
+    pair.step()
+    assert pair.occupancy().num_waiting == 0
+
+
+def test_who_waits_for_one_that_is_cancelled_reads_for_itself() -> None:
+    pair = short_pair(60, 60)
+    pair.submit(asked_with("first"))
+    pair.submit(asked_with("second"))
+    pair.step()
+    assert pair.occupancy().num_waiting == 1
+    pair.cancel("first")
+    chunks = [c for _ in range(30) for c in pair.step() if c.request_id == "second"]
+    assert ids(chunks) == ids(run(short_pair(60, 60), [asked_with("alone")])["alone"])
     check_room(pair)
 
 

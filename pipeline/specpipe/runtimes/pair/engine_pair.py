@@ -154,6 +154,9 @@ class EnginePair(QueuedPair[RunningSequences]):
     def _adapts(self, request: Request) -> bool:
         return self.costs is not None
 
+    def _waits_for_others(self, waiting: Waiting) -> bool:
+        return self._memory.is_being_read(waiting, self._running)
+
     def _start(self, waiting: Waiting) -> bool:
         sequence = self._memory.make(waiting, self._running)
         if sequence is None:

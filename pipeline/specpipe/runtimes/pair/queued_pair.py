@@ -107,12 +107,22 @@ class QueuedPair(ABC, Generic[R]):
         """Returns whether the draft length of a request follows its acceptance."""
         return False
 
+    def _waits_for_others(self, waiting: Waiting) -> bool:
+        """Returns whether a request gains by waiting for those that run, which others need not."""
+        return False
+
     def _admit(self) -> None:
         """Starts those that are next, as long as there is room."""
-        while self._waiting and len(self._running) < self._max_batch_size:
-            if not self._start(self._waiting.first):
-                return
+        passed: list[Waiting] = []
+        while self._waiting and len(self._running) + len(passed) < self._max_batch_size:
+            waiting = self._waiting.first
+            if self._waits_for_others(waiting):
+                passed.append(waiting)
+            elif not self._start(waiting):
+                break
             self._waiting.pop()
+        for waiting in passed:
+            self._waiting.put_back(waiting)
 
     def _end_overdue(self) -> None:
         now = self._clock()
