@@ -29,7 +29,11 @@ from specpipe.runtimes.torch.fused.weights import Weights, load_weights
 from specpipe.runtimes.torch.fused_sizes import PROMPT_WIDTHS, ROWS
 from tests.runtimes.torch.fused.toy import MISTRAL_7B, QWEN_05B, toy_config, toy_shapes
 
-MODELS = {"7b": MISTRAL_7B, "0.5b": QWEN_05B}
+SMALL_HEADS: dict[str, Any] = {
+    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_heads": 8,
+    "num_kv_heads": 2, "head_size": 32,
+}  # fmt: skip
+MODELS = {"7b": MISTRAL_7B, "0.5b": QWEN_05B, "small_heads": SMALL_HEADS}
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8"}
 
 MANY_ROWS = 64
@@ -245,6 +249,8 @@ def facts(name: str, launch: Launch, capability: int) -> dict[str, Any]:
         "is_held": launch.tiles is not None and launch.tiles.held > 0,
         "accesses": sorted(set(every)),
         "early": sorted(set(early)),
+        # How many share the rows of a product, and its columns.
+        "warps": sorted(set(re.findall(r"_mma<.*?warpsPerCTA = (\[.*?\])", kernel.asm["ttgir"]))),
         "num_products": kernel.asm["ptx"].count("wgmma.mma_async"),
         "num_waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
         "num_bulk_prefetches": kernel.asm["ptx"].count("cp.async.bulk.prefetch.L2"),

@@ -30,6 +30,7 @@ from tests.runtimes.torch.fused.kernel_inputs import (
 from tests.runtimes.torch.fused.toy import toy_config, toy_engines
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+EVERY_HEAD_SIZE = pytest.mark.parametrize("head_size", [16, 32, 64] if DEVICE == "cuda" else [32])
 # Of the interpreter: NumPy says what is masked afterwards, and what it will not do one day.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 
@@ -79,11 +80,15 @@ def attend(
     window: int = 0,
     takes_blocks: bool = False,
     is_listed: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Launches a kernel for rows of one sequence, or for groups of them that see one text."""
+    """Launches a kernel for rows of one sequence, or for groups of them that see one text.
+
+    out_dtype  float32: what comes of it before it is rounded
+    """
     rows, head_size = len(query), query.shape[1] // NUM_HEADS
     group = group or rows
-    out = poisoned(*query.shape, dtype=query.dtype)
+    out = poisoned(*query.shape, dtype=out_dtype or query.dtype)
     has_blocks = takes_blocks or is_listed
     num_parts = max(positions) // (CHUNK * BLOCK if has_blocks else CHUNK) + 2
     sums = poisoned(rows, NUM_HEADS, num_parts, head_size, dtype=torch.float32)
@@ -176,6 +181,7 @@ def test_attention(
 
 
 @EVERY_DTYPE
+@EVERY_HEAD_SIZE
 @pytest.mark.parametrize(
     ("positions", "window"),
     [
@@ -186,20 +192,22 @@ def test_attention(
     ],
 )
 def test_chunks_in_one_program_or_apart_are_the_same_bits(
-    dtype: torch.dtype, positions: tuple[int, ...], window: int
+    dtype: torch.dtype, head_size: int, positions: tuple[int, ...], window: int
 ) -> None:
-    query = random(len(positions), NUM_HEADS * 32, dtype=dtype, seed=2)
-    cached = Cached.random(positions[-1] + 1, 32, dtype)
-    # As the decoder has them: one size for float32, two for bfloat16.
-    queries = 32 if dtype == torch.bfloat16 and len(positions) > 8 else 16
+    query = random(len(positions), NUM_HEADS * head_size, dtype=dtype, seed=2)
+    cached = Cached.random(positions[-1] + 1, head_size, dtype)
+    group_size = NUM_HEADS // NUM_KV_HEADS
+    queries = attention.queries_of(len(positions) * group_size, head_size, dtype.itemsize)
+    # Rounded to bfloat16, sums that differ would be the same but for one in thousands.
+    settings: dict[str, Any] = {"window": window, "out_dtype": torch.float32}
     apart, *others = (
-        attend(query, cached, positions, queries=queries, window=window, **how)
+        attend(query, cached, positions, queries=queries, **settings, **how)
         for how in ({}, {"takes_blocks": True}, {"is_listed": True})
     )
     for together in others:
         assert torch.equal(apart, together)
     for row, position in (0, positions[0]), (-1, positions[-1]):
-        alone = attend(query[row][None], cached, (position,), window=window)
+        alone = attend(query[row][None], cached, (position,), **settings)
         assert torch.equal(alone[0], apart[row])
         assert error(apart[row], cached.attended(query[row], position, window)) < TOLERANCE[dtype]
 

@@ -108,6 +108,16 @@ def test_memory_is_read_wide_and_nothing_too_early(tmp_path: Path) -> None:
     check(found, 90)
 
 
+@pytest.mark.parametrize(
+    "model", ["small_heads", *(pytest.param(m, marks=pytest.mark.slow) for m in ("7b", "0.5b"))]
+)
+def test_weights_of_few_queries_and_of_many_are_added_alike(model: str, tmp_path: Path) -> None:
+    """All rows of the first are of one sequence, each row of the other is of another."""
+    found = facts(tmp_path, model, 90, "attention", "attention_of_many")
+    (warps,) = found["attention"]["warps"]
+    assert found["attention_of_many"]["warps"] == [warps]
+
+
 def test_a_small_matrix_is_read_before_the_wait(tmp_path: Path) -> None:
     found = facts(tmp_path, "0.5b", 90, "dense")
     assert found["dense"]["is_held"]

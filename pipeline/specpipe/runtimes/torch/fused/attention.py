@@ -23,8 +23,19 @@ import triton.language as tl
 from specpipe.runtimes.torch.fused.products import as_input
 from specpipe.runtimes.torch.fused.programs import UNSPECIALIZED, begin
 
-MAX_QUERIES = 32
+_FEW_QUERIES, _MANY_QUERIES = 16, 32
 """Of one program of attention: more would be another matrix instruction, with other rounding."""
+
+
+def queries_of(num_queries: int, head_size: int, element_bytes: int) -> int:
+    """Returns how many queries a program of attention takes, of num_queries that see one text.
+
+    What is added to what must not depend on how many there are. More of float32 would be added up
+    in another order; and the compiler divides the positions of a chunk among warps if channels of a
+    head are more than queries, but else has each warp add up them all.
+    """
+    is_alike = element_bytes < 4 and head_size > _MANY_QUERIES
+    return _MANY_QUERIES if is_alike and num_queries > _FEW_QUERIES else _FEW_QUERIES
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.runtime import driver
 
 from specpipe.runtimes.torch.fused import attention, compilation, kernels, lookup, scoring
-from specpipe.runtimes.torch.fused.attention import MAX_QUERIES
 from specpipe.runtimes.torch.fused.kernels import ACTIVATIONS
 from specpipe.runtimes.torch.fused.linear import Linear
 from specpipe.runtimes.torch.fused.pages import PagedKVCache
@@ -442,9 +441,9 @@ class Decoder:
 
     def _queries(self, group: int) -> int:
         """Of one program of attention."""
-        # More of float32 would be added up in another order.
-        most = 16 if self._dtype == torch.float32 else MAX_QUERIES
-        return min(max(16, power_of_2_above(group * self.config.group_size)), most)
+        config = self.config
+        num_queries = group * config.group_size
+        return attention.queries_of(num_queries, config.head_size, self._dtype.itemsize)
 
     @property
     def _attention_stages(self) -> int:
