@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from specpipe.training import models
 from specpipe.training.batches import Batch
-from specpipe.training.losses import forward_kl
+from specpipe.training.losses import forward_kl, total_variation
 from specpipe.training.measure import scored_rows
 from specpipe.training.models import (
+    Head,
     ListedScores,
+    Scores,
     SharedIds,
     Student,
     Target,
@@ -31,6 +33,7 @@ from specpipe.training.parallel import ordinary_inputs, parallel_inputs
 from specpipe.training.trainer import chances
 from tests.toy import write_toy_checkpoint
 
+CPU = torch.device("cpu")
 SHARED = SharedIds(tuple(range(200)))
 BATCH = Batch(
     0,
@@ -59,7 +62,7 @@ def loss_and_gradient(pair: tuple[Any, Any], shared: SharedIds = SHARED) -> tupl
     scores = Target(target, shared).read(BATCH.token_ids, at_target)
     draft.zero_grad()
     losses, _ = Student(draft, shared, forward_kl)(
-        draft_inputs(rows, is_parallel=False), selected, scores, with_overlap=False
+        draft_inputs(rows, CPU, is_parallel=False), selected, scores, with_overlap=False
     )
     losses.mean().backward()
     return losses.detach(), draft.lm_head.weight.grad.clone()
@@ -108,7 +111,7 @@ def test_all_ids_listed_are_the_whole_distribution(pair: tuple[Any, Any]) -> Non
     listed = ListedScores(SHARED, order, log_probs.gather(-1, order))
     student = Student(draft, SHARED, forward_kl)
     results = [
-        student(draft_inputs(rows, is_parallel=False), selected, scores, with_overlap=True)
+        student(draft_inputs(rows, CPU, is_parallel=False), selected, scores, with_overlap=True)
         for scores in (live, listed)
     ]
     for whole, bucketed in zip(*results, strict=True):
@@ -127,7 +130,7 @@ def test_a_mask_sees_its_own_prefix_alone_where_scores_are_added(pair: tuple[Any
         keep=1.0,
         generator=torch.Generator().manual_seed(0),
     )
-    found = hidden_states(gemma, **draft_inputs(rows, is_parallel=True))[0]
+    found = hidden_states(gemma, **draft_inputs(rows, CPU, is_parallel=True))[0]
     for row in range(6, rows.depths.shape[1]):
         prefix = BATCH.token_ids[:1, : int(rows.teacher_rows[0, row])]
         alone = hidden_states(gemma, input_ids=functional.pad(prefix, (0, 1), value=255))[0, -1]
@@ -164,6 +167,34 @@ def test_a_proposal_counts_where_all_before_it_stand() -> None:
         for before in range(depth):
             expected *= share[row // num_rows, anchor, before]
         assert chance == pytest.approx(expected)
+
+
+def test_a_step_needs_no_value_that_a_gpu_would_have_to_be_waited_for(
+    pair: tuple[Any, Any],
+) -> None:
+    shared = SharedIds((*range(100), *range(101, 200)))
+    draft, target = (deepcopy(model).to("meta") for model in pair)  # which has no values
+    rows = parallel_inputs(
+        BATCH.token_ids,
+        mask_id=255,
+        num_draft_tokens=3,
+        keep=0.7,
+        generator=torch.Generator().manual_seed(0),
+        lengths=BATCH.ends + 1,
+        starts=BATCH.starts,
+    )
+    selected, at_target = scored_rows(rows, BATCH)
+    hidden = torch.empty(BATCH.token_ids.numel(), target.config.hidden_size, device="meta")
+    listed = torch.empty(len(selected), 4, device="meta")
+    for scores in (
+        Scores(Head(target, shared), hidden, at_target),
+        ListedScores(shared, listed.long(), listed),
+    ):
+        inputs = draft_inputs(rows, draft.device, is_parallel=True)
+        student = Student(draft, shared, total_variation)
+        losses, overlaps = student(inputs, selected, scores, with_overlap=True)
+        (chances(rows, selected, overlaps) * losses).sum().backward()
+        assert losses.device.type == "meta"
 
 
 def test_a_draft_of_rounded_weights_is_the_one_that_is_written(

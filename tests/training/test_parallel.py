@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specpipe.training.models import draft_inputs
 from specpipe.training.parallel import RowInputs, ordinary_inputs, parallel_inputs
 
 MASK = 31
@@ -31,11 +32,7 @@ def generator() -> torch.Generator:
 
 def logits(draft: LlamaForCausalLM, inputs: RowInputs) -> torch.Tensor:
     with torch.no_grad():
-        return draft(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=inputs.attention_mask,
-        ).logits
+        return draft(**draft_inputs(inputs, draft.device, is_parallel=True)).logits
 
 
 def last_row(draft: LlamaForCausalLM, token_ids: list[int]) -> torch.Tensor:

@@ -25,7 +25,7 @@ _POOL = 64  # batches whose texts are sorted by length together: enough for litt
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, filled up to the right.
+    """Texts side by side, filled up to the right; on the CPU, where their rows are laid out.
 
     number      of the batch in the training; what is drawn for it is drawn by that
     token_ids   [B, T]
@@ -43,14 +43,6 @@ class Batch:
     ends: Tensor
     listed_ids: Tensor | None = None
     log_probs: Tensor | None = None
-
-    def to(self, device: torch.device) -> Batch:
-        tensors = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return Batch(**{**vars(self), **tensors})
 
 
 def make_batch(

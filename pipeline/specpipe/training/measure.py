@@ -19,6 +19,7 @@ from specpipe.training.models import (
     SharedIds,
     draft_inputs,
     hidden_states,
+    moved,
     row_parts,
 )
 from specpipe.training.parallel import RowInputs, ordinary_inputs, parallel_inputs
@@ -88,7 +89,6 @@ def measure(
     for number, indices in enumerate(by_length(texts, tokens_at_once)):
         of_batch = [texts[index] for index in indices]
         batch = make_batch(of_batch, number, padding=0, with_log_probs=with_log_probs)
-        batch = batch.to(draft.device)
         measured = _measure_batch(draft, shared, batch, read_target, num_draft_tokens, mask)
         for text, (by_text, by_target, shares) in zip(of_batch, measured, strict=True):
             chances = by_text if text.is_greedy else shares
@@ -118,10 +118,10 @@ def _measure_batch(
     rows = rows_of(batch, mask=mask, num_draft_tokens=num_draft_tokens)
     selected, at_target = scored_rows(rows, batch)
     scores = read_target(batch, at_target)
-    inputs = draft_inputs(rows, is_parallel=mask is not None)
-    hidden = hidden_states(draft, **inputs).flatten(0, 1)[selected]
+    inputs = draft_inputs(rows, draft.device, is_parallel=mask is not None)
+    hidden = hidden_states(draft, **inputs).flatten(0, 1)[moved(selected, draft.device)]
     head = Head(draft, shared)
-    following = shared.places(batch.token_ids.flatten()[at_target + 1])
+    following = moved(shared.places(batch.token_ids.flatten()[at_target + 1]), draft.device)
     found = []
     for part in row_parts(len(selected), len(shared.ids)):
         log_probs = head.log_probs(hidden[part])
@@ -137,9 +137,9 @@ def _measure_batch(
             )
         )
     values = torch.cat(found, dim=1).double().cpu().numpy()
-    text = (selected // rows.depths.shape[1]).cpu().numpy()
-    depths = rows.depths.flatten()[selected].cpu().numpy()
-    anchors = (rows.teacher_rows - rows.depths).flatten()[selected].cpu().numpy()
+    text = (selected // rows.depths.shape[1]).numpy()
+    depths = rows.depths.flatten()[selected].numpy()
+    anchors = (rows.teacher_rows - rows.depths).flatten()[selected].numpy()
     results = []
     for index, (start, end) in enumerate(
         zip(batch.starts.tolist(), batch.ends.tolist(), strict=True)

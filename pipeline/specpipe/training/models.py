@@ -25,10 +25,10 @@ from specpipe.checkpoints.files import read_json
 from specpipe.checkpoints.parallel_draft import LENGTH_KEY, MASK_KEY
 from specpipe.errors import CheckpointError, ConfigError, show, to_sentence
 from specpipe.training.losses import NO_CHANCE, RowLoss, bucketed, overlap, with_rest
+from specpipe.training.parallel import RowInputs, attention_mask
 
 if TYPE_CHECKING:
     from specpipe.build.pairing import PairContract
-    from specpipe.training.parallel import RowInputs
 
 _ROWS_AT_A_TIME = 1 << 26  # logits of both models that are held at once: 256 MB each in float32
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -118,13 +118,20 @@ class SharedIds:
         """Returns the rows of these ids, [V, ...]."""
         if self.is_slice:
             return weight[: len(self.ids)]
-        return weight.index_select(0, self._tensor.to(weight.device))
+        return weight.index_select(0, moved(self._tensor, weight.device))
 
     def places(self, token_ids: Tensor) -> Tensor:
         """Returns where ids stand among these; -1 for one that does not."""
         ids = self._tensor.to(token_ids.device)
         places = torch.searchsorted(ids, token_ids).clamp_max(len(self.ids) - 1)
         return torch.where(ids[places] == token_ids, places, -1)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device; one of the CPU without waiting for what a GPU has yet to do."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def hidden_states(model: Any, **inputs: Any) -> Tensor:
@@ -170,7 +177,7 @@ class Target:
     def read(self, token_ids: Tensor, rows: Tensor) -> Scores:
         """Reads texts [B, T]; `rows` [N] are those asked for, of all B × T laid end to end."""
         # A text is filled up behind its end, where causal attention does not look.
-        hidden = hidden_states(self._model, input_ids=token_ids)
+        hidden = hidden_states(self._model, input_ids=moved(token_ids, self._model.device))
         return Scores(self._head, hidden.flatten(0, 1), rows)
 
 
@@ -184,10 +191,10 @@ class Scores:
     @torch.no_grad()
     def log_probs(self, rows: slice) -> Tensor:
         """Returns log p of the shared ids at some of the rows."""
-        wanted = self._rows[rows]
+        wanted, device = self._rows[rows], self._hidden.device
         once, places = wanted.unique_consecutive(return_inverse=True)
-        found = self._head.log_probs(self._hidden[once])
-        return found if len(once) == len(wanted) else found[places]
+        found = self._head.log_probs(self._hidden[moved(once, device)])
+        return found if len(once) == len(wanted) else found[moved(places, device)]
 
     def most_likely(self, log_probs: Tensor, rows: slice) -> Tensor:
         """Returns which of the shared ids is the target's most likely one."""
@@ -237,7 +244,8 @@ class Student(nn.Module):
 
         inputs  of the draft's forward, [B, R]; rows [N] are of all B × R laid end to end
         """
-        hidden = hidden_states(self.draft, **inputs).flatten(0, 1)[rows]
+        hidden = hidden_states(self.draft, **inputs).flatten(0, 1)
+        hidden = hidden[moved(rows, hidden.device)]
         head = Head(self.draft, self._shared)
         parts = row_parts(len(rows), len(self._shared.ids))
         results = []
@@ -272,17 +280,21 @@ def row_parts(num_rows: int, num_ids: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
-def draft_inputs(rows: RowInputs, *, is_parallel: bool) -> dict[str, Tensor]:
-    """Returns the arguments of the draft's forward.
+def draft_inputs(rows: RowInputs, device: torch.device, *, is_parallel: bool) -> dict[str, Tensor]:
+    """Returns the arguments of the draft's forward, on its device.
 
     Without masks the rows are the text, for which causal attention is quicker than a mask of it.
     """
+    input_ids = moved(rows.input_ids, device)
     if not is_parallel:
-        return {"input_ids": rows.input_ids}
+        return {"input_ids": input_ids}
+    position_ids, depths, is_real = (
+        moved(values, device) for values in (rows.position_ids, rows.depths, rows.is_real)
+    )
     return {
-        "input_ids": rows.input_ids,
-        "position_ids": rows.position_ids,
-        "attention_mask": rows.attention_mask,
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "attention_mask": attention_mask(position_ids - depths, depths, is_real),
     }
 
 

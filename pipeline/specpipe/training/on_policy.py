@@ -26,7 +26,7 @@ def write_answers(
 
     make_settings: Any = transformers.GenerationConfig
     token_ids = batch.token_ids
-    device = token_ids.device
+    device = draft.device
     starts = batch.answers.tolist()
     longest, most = max(starts), int((batch.ends + 1 - batch.answers).max())
     prompts = token_ids.new_zeros(len(token_ids), longest)
@@ -53,11 +53,13 @@ def write_answers(
     draft.generation_config = settings
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
-        written = draft.generate(prompts, attention_mask=is_prompt, generation_config=settings)
+        written = draft.generate(
+            prompts.to(device), attention_mask=is_prompt.to(device), generation_config=settings
+        ).cpu()
     draft.generation_config = own_settings
     draft.train(was_training)
     answers = written[:, longest:]
-    is_end = torch.isin(answers, torch.tensor(list(end_ids), device=device, dtype=answers.dtype))
+    is_end = torch.isin(answers, torch.tensor(list(end_ids), dtype=answers.dtype))
     texts = []
     ends = []
     for row, start in enumerate(starts):

@@ -31,13 +31,12 @@ class RowInputs:
     of the text whose distribution by the target this row is to match; `depths`, 0 for a token of
     the text and d for the d-th mask of an anchor; `previous_rows`, the row that proposes the token
     before this row's own from the same anchor (a row of depth 0 names itself); `is_real`, False
-    where a shorter text was padded. `attention_mask` [B, 1, R, R] is True where a row sees another,
-    as attention by `sdpa` takes it.
+    where a shorter text was padded. They are on the CPU: laying them out takes many steps on few
+    numbers, some of which would wait for all that a GPU has yet to do.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    attention_mask: Tensor
     teacher_rows: Tensor
     depths: Tensor
     previous_rows: Tensor
@@ -98,26 +97,25 @@ def _rows(token_ids: Tensor, lengths: Tensor, num_masks: Tensor, *, mask_id: int
     num_texts, num_tokens = token_ids.shape
     most_masks = int(num_masks.sum(1).max())
     shape = (num_texts, num_tokens + most_masks)
-    text = torch.arange(num_tokens, device=token_ids.device)
+    text = torch.arange(num_tokens)
     anchors = token_ids.new_zeros(shape)
     depths = token_ids.new_zeros(shape)
-    is_real = torch.zeros(shape, dtype=torch.bool, device=token_ids.device)
+    is_real = torch.zeros(shape, dtype=torch.bool)
     anchors[:, :num_tokens] = text
     is_real[:, :num_tokens] = text < lengths[:, None]
-    for row, count in enumerate(num_masks):
-        masks = slice(num_tokens, num_tokens + int(count.sum()))
-        anchors[row, masks] = text.repeat_interleave(count)
-        first_of_anchor = (count.cumsum(0) - count).repeat_interleave(count)
-        depths[row, masks] = torch.arange(len(first_of_anchor)).to(count) - first_of_anchor + 1
-        is_real[row, masks] = True
+    is_mask = torch.arange(most_masks) < num_masks.sum(1, keepdim=True)
+    is_real[:, num_tokens:] = is_mask
+    counts = num_masks.flatten()
+    anchors[:, num_tokens:][is_mask] = text.repeat(num_texts).repeat_interleave(counts)
+    first_of_anchor = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    depths[:, num_tokens:][is_mask] = torch.arange(len(first_of_anchor)) - first_of_anchor + 1
     input_ids = token_ids.new_full(shape, mask_id)
     input_ids[:, :num_tokens] = token_ids
     positions = anchors + depths
-    rows = torch.arange(shape[1], device=token_ids.device).expand(shape)
+    rows = torch.arange(shape[1]).expand(shape)
     return RowInputs(
         input_ids=input_ids,
         position_ids=positions,
-        attention_mask=_sees(anchors, depths, is_real)[:, None],
         teacher_rows=positions,
         depths=depths,
         previous_rows=torch.where(depths == 0, rows, torch.where(depths == 1, anchors, rows - 1)),
@@ -125,13 +123,14 @@ def _rows(token_ids: Tensor, lengths: Tensor, num_masks: Tensor, *, mask_id: int
     )
 
 
-def _sees(anchors: Tensor, depths: Tensor, is_real: Tensor) -> Tensor:
-    """[B, R, R]: a row sees the text up to its anchor, and its anchor's masks up to itself.
+def attention_mask(anchors: Tensor, depths: Tensor, is_real: Tensor) -> Tensor:
+    """Returns [B, 1, R, R], True where a row sees another, as attention by `sdpa` takes it.
 
-    A padded row sees itself, since a softmax over nothing is not a number.
+    A row sees the text up to its anchor, and its anchor's masks up to itself. A padded row sees
+    itself, since a softmax over nothing is not a number.
     """
     to_text = (depths == 0)[:, None, :] & (anchors[:, None, :] <= anchors[:, :, None])
     of_anchor = anchors[:, None, :] == anchors[:, :, None]
     to_masks = of_anchor & (depths[:, None, :] <= depths[:, :, None])
     itself = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device)
-    return ((to_text | to_masks) & is_real[:, None, :]) | itself
+    return (((to_text | to_masks) & is_real[:, None, :]) | itself)[:, None]

@@ -52,6 +52,7 @@ from specpipe.training.models import (
     Target,
     add_mask,
     load_model,
+    moved,
     quiet,
     random_model,
     remove_mask,
@@ -320,7 +321,9 @@ def _prepare(
         settings=settings,
         student=Student(draft.to(device), shared, LOSSES[settings.loss]),
         shared=shared,
-        read_target=_listed(shared) if settings.from_log_probs else _live(start, settings, shared),
+        read_target=_listed(shared, device)
+        if settings.from_log_probs
+        else _live(start, settings, shared),
         batches=batches,
         held_out=parts.held_out,
         mask=mask,
@@ -351,14 +354,11 @@ def _live(start: Start, settings: TrainingSettings, shared: SharedIds) -> ReadTa
     return lambda batch, rows: target.read(batch.token_ids, rows)
 
 
-def _listed(shared: SharedIds) -> ReadTarget:
+def _listed(shared: SharedIds, device: torch.device) -> ReadTarget:
     def read(batch: Batch, rows: Tensor) -> ListedScores:
         assert batch.listed_ids is not None and batch.log_probs is not None
-        return ListedScores(
-            shared,
-            batch.listed_ids.flatten(0, 1)[rows],
-            batch.log_probs.flatten(0, 1)[rows],
-        )
+        lists = (batch.listed_ids, batch.log_probs)
+        return ListedScores(shared, *(moved(of.flatten(0, 1)[rows], device) for of in lists))
 
     return read
 

@@ -31,7 +31,7 @@ from specpipe.progress import Count, count
 from specpipe.training.acceptance import Measured
 from specpipe.training.batches import Batch, Batches
 from specpipe.training.measure import ReadTarget, measure, rows_of, scored_rows
-from specpipe.training.models import SharedIds, Student, draft_inputs
+from specpipe.training.models import SharedIds, Student, draft_inputs, moved
 from specpipe.training.on_policy import write_answers
 from specpipe.training.parallel import RowInputs
 from specpipe.training.settings import TrainingSettings
@@ -127,7 +127,8 @@ def make_trainer(training: Training) -> DraftTrainer:
         greater_is_better=True,
         logging_steps=_LOGGED_EVERY,
         logging_first_step=True,
-        dataloader_pin_memory=not is_cpu,
+        logging_nan_inf_filter=False,  # waits for the GPU; `compute_loss` raises for those
+        dataloader_pin_memory=False,  # `moved` does that
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
         report_to=[],
@@ -192,7 +193,7 @@ class DraftTrainer(Trainer):
         selected, at_target = scored_rows(rows, batch)
         is_parallel = training.mask is not None
         losses, overlaps = model(
-            draft_inputs(rows, is_parallel=is_parallel),
+            draft_inputs(rows, training.student.draft.device, is_parallel=is_parallel),
             selected,
             training.read_target(batch, at_target),
             with_overlap=is_parallel,
@@ -288,14 +289,13 @@ def chances(rows: RowInputs, selected: Tensor, overlaps: Tensor) -> Tensor:
     """
     num_rows = rows.depths.shape[1]
     place = selected.new_zeros(rows.depths.numel())
-    place[selected] = torch.arange(len(selected), device=selected.device)
+    place[selected] = torch.arange(len(selected))
     previous = selected // num_rows * num_rows + rows.previous_rows.flatten()[selected]
     depths = rows.depths.flatten()[selected]
+    before, depths = (moved(values, overlaps.device) for values in (place[previous], depths))
     result = torch.ones_like(overlaps)
-    for depth in range(1, int(depths.max()) + 1):
-        here = depths == depth
-        before = place[previous[here]]
-        result[here] = result[before] * overlaps[before]
+    for depth in range(1, int(rows.depths.max()) + 1):
+        result = torch.where(depths == depth, result[before] * overlaps[before], result)
     return result
 
 
