@@ -74,15 +74,17 @@ def parallel_inputs(
     if num_draft_tokens < 1 or not 0 < keep <= 1:
         raise ValueError(f"K = {num_draft_tokens} of at least 1, keep = {keep} in (0, 1]")
     lengths = _lengths(token_ids, lengths)
-    num_masks = torch.zeros_like(token_ids)
+    starts = torch.zeros_like(lengths) if starts is None else starts
+    text = torch.arange(token_ids.shape[1])
+    is_anchor = (text >= starts[:, None]) & (text < lengths[:, None])
+    counts = is_anchor.sum(1)
+    ranks = [torch.randperm(count, generator=generator) for count in counts.tolist()]
     shares = keep ** torch.arange(1, num_draft_tokens, dtype=torch.float64)
-    firsts = [0] * len(token_ids) if starts is None else starts.tolist()
-    for row, (start, length) in enumerate(zip(firsts, lengths.tolist(), strict=True)):
-        room = torch.arange(length - start - 1, -1, -1)
-        rank = torch.randperm(len(room), generator=generator)
-        # Ranks instead of independent draws: every text has the same shares, so R hardly varies.
-        deepest = ((rank[:, None] + 0.5) / len(room) < shares).sum(1)
-        num_masks[row, start:length] = torch.minimum(deepest, room).to(num_masks)
+    # Ranks instead of independent draws: every text has the same shares, so R hardly varies.
+    places = (torch.cat(ranks) + 0.5) / counts.repeat_interleave(counts)
+    deepest = (places[:, None] < shares).sum(1)
+    num_masks = torch.zeros_like(token_ids)
+    num_masks[is_anchor] = torch.minimum(deepest, (lengths[:, None] - 1 - text)[is_anchor])
     return _rows(token_ids, lengths, num_masks, mask_id=mask_id)
 
 
