@@ -416,9 +416,9 @@ def test_check_plans_memory_for_a_named_gpu() -> None:
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[5:] == [
         "8 × 1024 tokens (batch × length):",
-        "  GPU 0, L4 (compute capability 8.9): draft 63.9 MB (1.8 MB weights, 4.5 MB KV cache, "
-        "57.7 MB workspace); target 109.4 MB (11.0 MB weights, 26.7 MB KV cache, 71.7 MB "
-        "workspace); together 173.3 MB of 22.8 GB usable, fits",
+        "  GPU 0, L4 (compute capability 8.9): draft 64.0 MB (1.8 MB weights, 4.5 MB KV cache, "
+        "57.8 MB workspace); target 109.5 MB (11.0 MB weights, 26.7 MB KV cache, 71.8 MB "
+        "workspace); together 173.5 MB of 22.8 GB usable, fits",
         "largest batch × length that fits: at least 4096 × 1024",
     ]
 
