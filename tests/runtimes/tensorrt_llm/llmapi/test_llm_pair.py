@@ -677,20 +677,25 @@ def test_counts_that_are_inferred_follow_the_schedule(
     make_one_engine: MakePair, one_engine: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the metrics are zeros all the same; a draft that is always wrong."""
-    begun = threading.Event()
+    begun, released = threading.Event(), threading.Event()
     monkeypatch.setattr(one_engine.LLM, "fills_metrics", False)
-    with make_one_engine(
-        draft=TableModel(wrong_rule),
-        schedule=((1, 4), (2, 1)),
-        speculative_config={"draft_len_schedule": {1: 4, 4: 1}},
-    ) as pair:
+    with (
+        make_one_engine(
+            # What one gave may come after all of the other, so that one waits in its middle.
+            target=waiting_at(len(request().prompt_token_ids) + 8, released),
+            draft=TableModel(wrong_rule),
+            schedule=((1, 4), (2, 1)),
+            speculative_config={"draft_len_schedule": {1: 4, 4: 1}},
+        ) as pair,
+        set_at_the_end(released),
+    ):
         with set_at_the_end(begun):
             pair._llm._inbox.put(begun.wait)
-            for name, max_tokens in (("a", 6), ("b", 24)):  # which runs as long as the other one
+            for name, max_tokens in (("a", 6), ("b", 24)):
                 pair.submit(request(name, max_tokens=max_tokens))
             pair._admit()
             assert wait_until(lambda: pair._llm._inbox.qsize() == 2)
-        chunks = steps_until(pair, lambda _: not pair.has_work())
-    last = next(chunk for chunk in reversed(chunks) if chunk.request_id == "a").statistics
-    assert last is not None
+        chunks = steps_until(pair, lambda chunks: any(c.statistics for c in chunks))
+        released.set()
+    (last,) = (chunk.statistics for chunk in chunks if chunk.statistics is not None)
     assert (last.total_draft_tokens, last.draft_status) == (4, "decided_by_engine")
