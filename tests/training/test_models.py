@@ -29,7 +29,7 @@ from specpipe.training.models import (
     round_weights,
     save_draft,
 )
-from specpipe.training.parallel import ordinary_inputs, parallel_inputs
+from specpipe.training.parallel import RowInputs, ordinary_inputs, parallel_inputs
 from specpipe.training.trainer import chances
 from tests.toy import write_toy_checkpoint
 
@@ -137,16 +137,21 @@ def test_a_mask_sees_its_own_prefix_alone_where_scores_are_added(pair: tuple[Any
         torch.testing.assert_close(found[row], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_a_proposal_counts_where_all_before_it_stand() -> None:
-    rows = parallel_inputs(
+def parallel_rows(*, keep: float) -> RowInputs:
+    """Those of the answers, of a draft that proposes three tokens in one pass."""
+    return parallel_inputs(
         BATCH.token_ids,
         mask_id=255,
         num_draft_tokens=3,
-        keep=1.0,
+        keep=keep,
         generator=torch.Generator().manual_seed(0),
         lengths=BATCH.ends + 1,
         starts=BATCH.starts,
     )
+
+
+def test_a_proposal_counts_where_all_before_it_stand() -> None:
+    rows = parallel_rows(keep=1.0)
     selected, at_target = scored_rows(rows, BATCH)
     # Rows that are to match one row of the target stand side by side, for its head is dear.
     assert at_target.tolist() == sorted(at_target.tolist())
@@ -174,15 +179,7 @@ def test_a_step_needs_no_value_that_a_gpu_would_have_to_be_waited_for(
 ) -> None:
     shared = SharedIds((*range(100), *range(101, 200)))
     draft, target = (deepcopy(model).to("meta") for model in pair)  # which has no values
-    rows = parallel_inputs(
-        BATCH.token_ids,
-        mask_id=255,
-        num_draft_tokens=3,
-        keep=0.7,
-        generator=torch.Generator().manual_seed(0),
-        lengths=BATCH.ends + 1,
-        starts=BATCH.starts,
-    )
+    rows = parallel_rows(keep=0.7)
     selected, at_target = scored_rows(rows, BATCH)
     hidden = torch.empty(BATCH.token_ids.numel(), target.config.hidden_size, device="meta")
     listed = torch.empty(len(selected), 4, device="meta")
