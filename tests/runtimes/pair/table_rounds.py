@@ -148,12 +148,18 @@ class TableRounds:
             return None
         return Packing(2, {places: self.costs_of_copies.time(1)})
 
-    def reading_rooms(self, num_members: int, num_draft_tokens: int) -> list[ReadingRoom]:
+    def reading_rooms(self, members: Sequence[Member]) -> list[ReadingRoom]:
         """Launches are of 8 rows, or 16, and so on."""
-        size = num_draft_tokens + 1
+        num_draft = [member.num_draft_tokens for member in members]
+        size, num_places = max(num_draft, default=0) + 1, len(members)
+        if any(num_draft) and not any(m.num_draft_tokens and not m.is_copied for m in members):
+            size, num_places = 2, self._num_places(members)
         widths = [width for width in (8, 16, 32) if width < self.max_rows]
-        filling = [width // size - num_members for width in (*widths, self.max_rows)]
+        filling = [width // size - num_places for width in (*widths, self.max_rows)]
         return [ReadingRoom(num, size) for num in filling if num >= 0] or [ReadingRoom(0, size)]
+
+    def _num_places(self, members: Sequence[Member]) -> int:
+        return sum(member.num_draft_tokens // 2 + 1 for member in members)
 
     def can_read(self, target_sequence: int) -> bool:
         return self.target.prompt_lengths[target_sequence] <= self.short_prompt
@@ -189,7 +195,7 @@ class TableRounds:
         assert len(members) <= self.max_members
         assert len({member.target_sequence for member in members}) == len(members)
         most = max((member.num_draft_tokens for member in members), default=0)
-        room = self.reading_rooms(len(members), most)[-1]
+        room = self.reading_rooms(members)[-1]
         for reading in readings:
             text = self.texts[reading.target_sequence]
             assert reading.first_position == text.num_read
@@ -203,10 +209,9 @@ class TableRounds:
         assert len(self.under_way) < MOST_UNDER_WAY
         packing = self.packing(len(members))
         if most > self.most_draft_tokens(len(members)):
-            assert packing is not None and not readings
+            assert packing is not None
             assert all(m.is_copied or not m.num_draft_tokens for m in members)
-            num_places = sum(m.num_draft_tokens // packing.rows + 1 for m in members)
-            assert num_places <= max(packing.times)
+            assert self._num_places(members) <= max(packing.times)
             self.num_packed += 1
         self.launched.append(list(members))
         self.under_way.append([self._run(member) for member in members])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from specpipe.runtimes.pair.engine import Engine
-from specpipe.runtimes.pair.rounds import Reading, ReadingRoom, Rounds
+from specpipe.runtimes.pair.rounds import Member, Reading, ReadingRoom, Rounds
 from specpipe.runtimes.pair.scheduling import GATHERS_FROM
 from specpipe.runtimes.pair.stream_drafts import Stream
 
@@ -64,7 +64,7 @@ class Readings:
         """Whether the next round is theirs alone."""
         if not self._streams or not self._has_little_room:
             return False
-        return self._is_late or self._num_unread >= self._rounds.reading_rooms(0, 0)[-1].num_tokens
+        return self._is_late or self._num_unread >= self._rounds.reading_rooms(())[-1].num_tokens
 
     @property
     def _is_late(self) -> bool:
@@ -78,18 +78,15 @@ class Readings:
         num_cached = self._target.length(stream.running.target_sequence)
         return len(stream.state.token_ids) - 1 - num_cached
 
-    def choose(self, num_members: int, num_draft_tokens: int) -> tuple[list[Reading], list[Stream]]:
-        """Returns what a round reads, and who is to be in it as well, without draft tokens.
-
-        num_draft_tokens  the most of its members
-        """
+    def choose(self, members: Sequence[Member]) -> tuple[list[Reading], list[Stream]]:
+        """Returns what a round reads, and who is to be in it as well, without draft tokens."""
         if not self._streams:
             self._num_waited, self._has_little_room = 0, False
             return [], []
-        rooms = self._rounds.reading_rooms(num_members, num_draft_tokens)
-        alone = self._rounds.reading_rooms(0, 0)[-1]
+        rooms = self._rounds.reading_rooms(members)
+        alone = self._rounds.reading_rooms(())[-1]
         self._has_little_room = 2 * rooms[-1].num_tokens < alone.num_tokens
-        self._may_wait = max(num_members // GATHERS_FROM, _LEAST_WAIT) if num_members else 0
+        self._may_wait = max(len(members) // GATHERS_FROM, _LEAST_WAIT) if members else 0
         room = self._room(rooms)
         num_tokens = self._max_num_tokens
         readings: list[Reading] = []
@@ -107,7 +104,7 @@ class Readings:
                 if room.num_pieces and self._begins(stream):
                     beginning.append(stream)
                     room = room.less(1)
-        self._num_waited = self._num_waited + 1 if self._streams and num_members else 0
+        self._num_waited = self._num_waited + 1 if self._streams and members else 0
         return readings, beginning
 
     def _room(self, rooms: Sequence[ReadingRoom]) -> ReadingRoom:

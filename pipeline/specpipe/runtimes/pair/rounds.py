@@ -112,8 +112,8 @@ class Rounds(Protocol):
         None: there are no such, or that was not measured.
         """
 
-    def reading_rooms(self, num_members: int, num_draft_tokens: int) -> Sequence[ReadingRoom]:
-        """Returns what a round can read beside so many that have so many draft tokens at most.
+    def reading_rooms(self, members: Sequence[Member]) -> Sequence[ReadingRoom]:
+        """Returns what a round can read beside its members.
 
         The first costs nothing, as its launch is no wider than without; each further one is that of
         the next wider launch. Any of the pieces may be a member without draft tokens instead.

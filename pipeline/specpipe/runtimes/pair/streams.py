@@ -145,8 +145,7 @@ class Streams:
         while len(self._under_way) < MOST_UNDER_WAY:
             under_way = _UnderWay([]) if self._readings.are_next else self._next(num_beside)
             parts = self._with_room(under_way.parts, make_room)
-            most = max((member.num_draft_tokens for _, member in parts), default=0)
-            readings, beginning = self._readings.choose(len(parts), most)
+            readings, beginning = self._readings.choose([member for _, member in parts])
             parts += [self._part(stream, Share(0)) for stream in beginning]
             if not parts and not readings:
                 break

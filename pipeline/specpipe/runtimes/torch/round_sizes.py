@@ -221,9 +221,15 @@ class RoundSizes:
         if most <= self.most_draft_tokens(len(num_copied)):
             most = self.length(len(num_copied), most)
             rounds.append((self.places(len(num_copied), most), most))
-        num_places = sum(map(places_of, num_copied))
-        rounds += [(places, PACKED) for places in self.packed if places >= num_places][:1]
+        rounds += [(places, PACKED) for places in self.packed_for(num_copied)][:1]
         return min(rounds, key=lambda key: width_of(key[0] * (key[1] + 1)))
+
+    def packed_for(self, num_copied: Sequence[int], num_pieces: int = 0) -> list[int]:
+        """Returns the places of packed rounds that hold members which copy so many tokens, and so
+        many pieces of texts that are read beside them.
+        """
+        num_places = sum(map(places_of, num_copied)) + num_pieces
+        return [places for places in self.packed if places >= num_places]
 
     @property
     def _all_lengths(self) -> list[int]:

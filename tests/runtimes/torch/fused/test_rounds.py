@@ -219,6 +219,24 @@ def test_a_draft_may_be_given_while_rounds_are_under_way() -> None:
     check(bench, joined, text)
 
 
+@pytest.mark.gpu
+def test_nothing_that_rounds_are_given_makes_the_host_wait() -> None:
+    bench = Bench()
+    for mode in ("default", "error"):  # at first kernels are compiled, and launches recorded
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            joined = [bench.join(text) for text in TEXTS[:2]]
+            for _ in range(MOST_UNDER_WAY):
+                bench.launch((joined[0], 2), (joined[1], 0))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for _ in range(MOST_UNDER_WAY):
+            bench.take(*joined)
+        for each, text in zip(joined, TEXTS, strict=False):
+            check(bench, each, text)
+            bench.leave(each)
+
+
 def test_the_draft_may_lack_one_token_more_than_the_target() -> None:
     bench = Bench()
     with torch.inference_mode():
@@ -251,7 +269,7 @@ def test_texts_are_read_beside_members() -> None:
     read = sequence()
     bench.rounds.join(read, prompt, GREEDY)
     members = [Member(other.target, 2, 100)]
-    assert bench.rounds.reading_rooms(1, 2) == [ReadingRoom(n, 3) for n in (4, 9, 20, 41)]
+    assert bench.rounds.reading_rooms(members) == [ReadingRoom(n, 3) for n in (4, 9, 20, 41)]
     bench.rounds.launch(members, [Reading(read, 0, 4)])  # two pieces
     members = [Member(other.target, 0, 100), Member(read, 0, 100)]
     bench.rounds.launch(members, [Reading(read, 4, 15)])
@@ -262,6 +280,31 @@ def test_texts_are_read_beside_members() -> None:
     second = Joined(read, -1, list(prompt))
     bench.take(other, second)
     check(bench, other, TEXTS[0])
+    check(bench, second, prompt)
+
+
+def test_texts_are_read_beside_those_that_copy() -> None:
+    """In places of two rows, as those have that copy much."""
+    bench = Bench(max_batch_size=2, max_draft_len=6, short_prompt=20)
+    prompt = TEXTS[2]
+    limits = {"prompt_length": len(prompt), "max_tokens": 100}
+    alone = bench.target.allocate(**limits)
+    bench.target.forward([(alone, prompt[:-1])], [0])
+    wanted = cached(bench.target, alone)
+    bench.target.free(alone)
+    copies = bench.join(bench.greedy(TEXTS[0], 21))
+    read = bench.target.allocate(**limits)
+    bench.rounds.join(read, prompt, GREEDY)
+    copying = Member(copies.target, 6, 100, is_copied=True)
+    assert bench.rounds.reading_rooms([copying]) == [ReadingRoom(n, 2) for n in (4, 12, 28, 60)]
+    bench.rounds.launch([copying], [Reading(read, 0, 5)])  # three pieces
+    bench.rounds.launch([copying, Member(read, 0, 100)], [Reading(read, 5, 14)])
+    bench.target.skip(read, 19)
+    assert torch.equal(cached(bench.target, read), wanted)
+    bench.take(copies)
+    second = Joined(read, -1, list(prompt))
+    bench.take(copies, second)
+    check(bench, copies, TEXTS[0])
     check(bench, second, prompt)
 
 

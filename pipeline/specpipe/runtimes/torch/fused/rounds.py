@@ -32,7 +32,14 @@ from specpipe.runtimes.torch.fused.prompt_costs import measured_prompt_costs
 from specpipe.runtimes.torch.fused.round_costs import measured_costs
 from specpipe.runtimes.torch.fused.round_graphs import Place, RoundGraphs
 from specpipe.runtimes.torch.fused_sizes import RESULT
-from specpipe.runtimes.torch.round_sizes import PACKED, Form, RoundKey, RoundSizes, form_of
+from specpipe.runtimes.torch.round_sizes import (
+    PACKED,
+    Form,
+    RoundKey,
+    RoundSizes,
+    form_of,
+    places_of,
+)
 from specpipe.speculative.adaptive import StepCosts
 from specpipe.speculative.batch_draft_length import Packing
 from specpipe.speculative.request import Sampling
@@ -155,9 +162,19 @@ class FusedRounds:
     def copy_costs(self, num_members: int) -> StepCosts | None:
         return self._copy_costs.get(num_members)
 
-    def reading_rooms(self, num_members: int, num_draft_tokens: int) -> list[ReadingRoom]:
-        most, nums_pieces = self.sizes.reading(num_members, num_draft_tokens)
+    def reading_rooms(self, members: Sequence[Member]) -> list[ReadingRoom]:
+        num_draft = [member.num_draft_tokens for member in members]
+        if self._only_copy(members):
+            most, num_used = PACKED, sum(map(places_of, num_draft))
+            nums_pieces = [places - num_used for places in self.sizes.packed_for(num_draft)]
+        else:
+            most, nums_pieces = self.sizes.reading(len(members), max(num_draft, default=0))
         return [ReadingRoom(num_pieces, most + 1) for num_pieces in nums_pieces]
+
+    def _only_copy(self, members: Sequence[Member]) -> bool:
+        """Says whether there are draft tokens, all of them copied, and rounds that pack them."""
+        are_copied = {member.is_copied for member in members if member.num_draft_tokens}
+        return are_copied == {True} and bool(self.sizes.packed)
 
     def can_read(self, target_sequence: SequenceId) -> bool:
         return not self._target.num_left(target_sequence)
@@ -180,13 +197,13 @@ class FusedRounds:
         streams, num_tokens = self._graphs.streams, len(token_ids)
         text = self._graphs.on_host(token_ids)
         streams.history[number, :num_tokens].copy_(text, non_blocking=True)
-        streams.last[number] = num_tokens - 1
+        streams.last[number].fill_(num_tokens - 1)  # to assign it would wait for the device
 
     @torch.inference_mode()
     def give_draft(self, target_sequence: SequenceId, draft_sequence: SequenceId) -> None:
         stream = self._streams[target_sequence]
         stream.has_draft, stream.num_unread = True, 2
-        self._graphs.streams.draft_slots[stream.number] = self._draft.slot(draft_sequence)
+        self._graphs.streams.draft_slots[stream.number].fill_(self._draft.slot(draft_sequence))
 
     def lose_draft(self, target_sequence: SequenceId) -> None:
         self._streams[target_sequence].has_draft = False
@@ -200,7 +217,10 @@ class FusedRounds:
         is_long = self._target.is_long(max(num_positions))
         num_draft = [member.num_draft_tokens for member in members]
         pieces: list[Place] = []
-        if readings or any(is_drafting):
+        if readings and self._only_copy(members):
+            most, pieces = PACKED, self._pieces(readings, PACKED + 1)
+            places = self.sizes.packed_for(num_draft, len(pieces))[0]
+        elif readings or any(is_drafting):
             most = self.sizes.length(len(members) + bool(readings), max(num_draft, default=0))
             unread = self._take_unread(
                 [stream for stream, drafts in zip(streams, is_drafting, strict=True) if drafts]
