@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,25 +38,26 @@ A guess.
 """
 
 
-def reading_time(num_tokens: int, draft_step: float, *, num_texts: float = 1.0) -> float:
+def reading_time(
+    num_tokens: int | npt.NDArray[np.int_], draft_step: float, *, num_texts: float = 1.0
+) -> npt.NDArray[np.float64]:
     """Returns what the draft takes to read so many tokens of a text, if a step takes draft_step.
 
     num_texts  as many others are read with it, on average
     """
     by_prompts = _STEPS_OF_READING / num_texts + num_tokens / _READ_PER_STEP
-    return draft_step * min(num_tokens / _READ_BY_STEPS, by_prompts)
+    return draft_step * np.minimum(num_tokens / _READ_BY_STEPS, by_prompts)
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A request that may draft.
 
     limit       draft tokens that it has use and room for, if it may draft
-    copied      tokens that a step should emit, by how many it copies; of none alone: it may not
     is_ready    the draft has its text, but for what rounds make it read
     num_unread  tokens of its text that the draft has yet to read, in either case
     num_read    tokens that the draft reads before it drafts at all: the prompt's
     num_wanted  tokens of its answer, at most
+    copied      tokens that a step should emit, by how many it copies; of none alone: it may not
     """
 
     draft_length: DraftLength
@@ -64,7 +66,7 @@ class Candidate:
     num_unread: int = 0
     num_read: int = 0
     num_wanted: int = 1
-    copied: Sequence[float] = (1.0,)
+    copied: Sequence[float] | npt.NDArray[np.float64] = (1.0,)
 
 
 @dataclass(frozen=True)
@@ -196,27 +198,26 @@ class _Best:
         self.choice = Choice()
         self._rate = float(len(candidates) + num_others)
         self._candidates, self._num_others = candidates, num_others
-        most = max((len(c.copied) for c in candidates), default=1)
-        self._copied = np.ones((len(candidates), most))
-        for expected, c in zip(self._copied, candidates, strict=True):
-            expected[: len(c.copied)] = c.copied
-            expected[len(c.copied) :] = c.copied[-1]
-        num_texts = 1.0 + len(candidates) / _READ_ALONE
-        self._reading = np.array(
+        lengths = [len(c.copied) for c in candidates]
+        most = max(lengths, default=1)
+        self._copied = np.array(
             [
-                reading_time(c.num_read, draft_step, num_texts=num_texts) / c.num_wanted
-                if c.limit
-                else 0.0
-                for c in candidates
+                c.copied if length == most else [*c.copied, *[c.copied[-1]] * (most - length)]
+                for c, length in zip(candidates, lengths, strict=True)
             ]
-        )
+        ).reshape(len(candidates), most)
+        num_texts = 1.0 + len(candidates) / _READ_ALONE
+        self._limits = np.array([c.limit for c in candidates], dtype=np.int_)
+        num_read = np.array([c.num_read for c in candidates])
+        num_wanted = np.array([c.num_wanted for c in candidates])
+        reading = reading_time(num_read, draft_step, num_texts=num_texts) / num_wanted
+        self._reading = np.where(self._limits > 0, reading, 0.0)
 
     def draft(self, limit: int, costs: StepCosts) -> None:
         """Looks at rounds with up to so many draft tokens in which the draft runs."""
         a = np.array([c.draft_length.acceptance_probability for c in self._candidates])
-        limits = np.array([c.limit for c in self._candidates])
         lengths = np.arange(1, limit + 1)
-        drafted = np.where(lengths <= limits[:, None], a[:, None] ** lengths, 0.0)
+        drafted = np.where(lengths <= self._limits[:, None], a[:, None] ** lengths, 0.0)
         expected = 1.0 + np.cumsum(drafted, axis=1)  # by candidate and draft length
         copied = self._copied[:, np.minimum(lengths, self._copied.shape[1] - 1)]
         reading = self._reading[:, None] * expected
@@ -226,7 +227,7 @@ class _Best:
             + np.where(copies, 0.0, reading).sum(axis=0)
         )
         best = int(rates.argmax())
-        who = [i for i, c in enumerate(self._candidates) if c.limit and not copies[i, best]]
+        who = np.flatnonzero((self._limits > 0) & ~copies[:, best]).tolist()
         if who and rates[best] > self._rate:
             self._rate = float(rates[best])
             self.choice = Choice(
@@ -265,4 +266,4 @@ class _Best:
         """Returns how many tokens those copy that do; most is of each."""
         gains = np.diff(self._copied, axis=1) >= _LEAST_GAIN
         lengths = np.minimum(gains.cumprod(axis=1).sum(axis=1), most)
-        return {i: int(lengths[i]) for i in np.flatnonzero(lengths).tolist()}
+        return {i: length for i, length in enumerate(lengths.tolist()) if length}

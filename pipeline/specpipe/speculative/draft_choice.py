@@ -119,10 +119,12 @@ class DraftChoice:
 
         The text is followed from the first time on that this is asked.
         """
-        if self._lookup is None:
-            self._lookup = PromptLookup(self._request.prompt_token_ids, self._copy_odds)
-        self._lookup.extend(self._token_ids[self._lookup.length :])
-        return self._lookup.num_matched
+        lookup = self._lookup
+        if lookup is None:
+            lookup = PromptLookup(self._request.prompt_token_ids, self._copy_odds)
+            self._lookup = lookup
+        lookup.extend(self._token_ids[lookup.length :])
+        return lookup.num_matched
 
     def next_num_copied_tokens(
         self, copying: StepCosts, drafting: StepCosts | None, *, most: int | None = None
@@ -279,7 +281,12 @@ class DraftChoice:
 
     def _draft_limit(self, most: int | None, num_ahead: int = 0, num_sure: int = 0) -> int:
         """The same, of those that the draft has room for and the load allows."""
-        limit = min(self._token_limit(num_sure), self._draft_room(num_ahead))
+        num_tokens = len(self._token_ids)  # and not by _token_limit and so on: many ask each step
+        limit = min(
+            self.max_num_draft_tokens,
+            self._end_length - num_tokens - num_sure - 1,
+            self._limits.draft_max_seq_len - num_tokens - num_ahead + 1,
+        )
         return limit if most is None or self.names_draft_length else min(limit, most)
 
     def _draft_room(self, num_ahead: int = 0) -> int:

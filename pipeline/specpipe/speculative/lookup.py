@@ -46,7 +46,7 @@ class CopyOdds:
 
     def observe(self, num_matched: int, is_right: bool) -> None:
         """Takes in whether the token that followed was the one that a copy would have had."""
-        level = self._level[min(num_matched, self._most)]
+        level = self._level[num_matched if num_matched < self._most else self._most]
         self._right[level] = self._right[level] * _DECAY + is_right
         self._all[level] = self._all[level] * _DECAY + 1.0
         self._chances = None
@@ -84,21 +84,20 @@ class PromptLookup:
         """token_ids is the prompt, of one token at least; odds learn from what is emitted."""
         self._tokens = list(token_ids)
         self._odds = odds
-        # By its last tokens, where each beginning of the text ends, the latest: all but the whole.
-        self._ends = {
-            num: dict(
-                zip(
-                    zip(*(self._tokens[i:] for i in range(num)), strict=False),
-                    range(num, self.length),
-                    strict=False,
-                )
-            )
-            for num in range(LONGEST, SHORTEST - 1, -1)
-        }
+        # By its last tokens, where each beginning of the text ends, the latest.
+        self._ends: list[tuple[int, dict[tuple[int, ...], int]]] = [
+            (num, self._ends_of(num)) for num in range(LONGEST, SHORTEST - 1, -1)
+        ]
         self._next = 0
         self.num_matched = 0
         """Tokens at the end of the text that match those before what would be copied next."""
         self._look_up(followed=False)
+
+    def _ends_of(self, num: int) -> dict[tuple[int, ...], int]:
+        """Returns where each beginning of the text but the whole ends, by its last num tokens."""
+        shifted = (self._tokens[i:] for i in range(num))
+        ends = range(num, self.length)
+        return dict(zip(zip(*shifted, strict=False), ends, strict=False))
 
     @property
     def length(self) -> int:
@@ -116,24 +115,27 @@ class PromptLookup:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds what was emitted; the odds learn whether copies would have been right."""
+        tokens, odds = self._tokens, self._odds
         for token_id in token_ids:
-            is_right = self._tokens[self._next] == token_id
-            if self._odds is not None:
-                self._odds.observe(self.num_matched, is_right)
-            length = self.length
-            for num, ends in self._ends.items():
-                if num <= length:
-                    ends[tuple(self._tokens[-num:])] = length
-            self._tokens.append(token_id)
+            is_right = tokens[self._next] == token_id
+            if odds is not None:
+                odds.observe(self.num_matched, is_right)
+            tokens.append(token_id)
             self._look_up(followed=is_right)
 
     def _look_up(self, *, followed: bool) -> None:
-        """Finds the latest place that ends in the most of the last tokens."""
-        for num, ends in self._ends.items():
-            end = ends.get(tuple(self._tokens[-num:]))
-            if end is not None:
+        """Finds the latest place before that ends in the most of the last tokens, and enters this
+        one.
+        """
+        last = tuple(self._tokens[-LONGEST:])
+        length, num_last = len(self._tokens), len(last)
+        num_matched, found = 0, length - 1
+        for num, ends in self._ends:
+            if num > num_last:
+                continue
+            key = last[num_last - num :]
+            if not num_matched and (end := ends.get(key)) is not None:
                 is_longer = followed and num == LONGEST
-                self.num_matched = max(num, self.num_matched + 1) if is_longer else num
-                self._next = end
-                return
-        self.num_matched, self._next = 0, self.length - 1
+                num_matched, found = max(num, self.num_matched + 1) if is_longer else num, end
+            ends[key] = length
+        self.num_matched, self._next = num_matched, found

@@ -88,6 +88,11 @@ class Drafting:
         return self.room.holds(state.request, len(state.token_ids), num_beside=self._num_beside)
 
     @property
+    def has_room_for_any(self) -> bool:
+        """Whether a request has room for a sequence, however long it is."""
+        return self.room.holds_any(num_beside=self._num_beside)
+
+    @property
     def _num_beside(self) -> int:
         """Positions that those that have a sequence are about to take."""
         return Room.AHEAD * self._num_sequences

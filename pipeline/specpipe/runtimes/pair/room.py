@@ -35,6 +35,11 @@ class Room:
         num_first = self._first(request, num_tokens)
         return self._engine.can_admit(num_first) and self._leaves(num_beside, num_first)
 
+    def holds_any(self, *, num_beside: int) -> bool:
+        """Returns whether `holds` is true of any request."""
+        num_first = self._max_seq_len
+        return self._engine.can_admit(num_first) and self._leaves(num_beside, num_first)
+
     def make(
         self, request: Request, num_tokens: int, *, num_beside: int, reuses: bool = True
     ) -> SequenceId | None:

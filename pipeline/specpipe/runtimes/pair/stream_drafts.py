@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from specpipe.runtimes.pair.drafting import Drafting, RunningSequences
 from specpipe.runtimes.pair.rounds import Member, Rounds
 from specpipe.speculative.adaptive import StepCosts, can_pay, promise
@@ -39,7 +42,10 @@ class Stream:
     @property
     def may_get_draft(self) -> bool:
         """Whether no round under way drafts with a sequence that it has lost."""
-        return not any(m.num_draft_tokens and not m.is_copied for m in self.under_way)
+        for member in self.under_way:  # rather than any(): it is asked of many in each round
+            if member.num_draft_tokens and not member.is_copied:
+                return False
+        return True
 
     @property
     def is_sure_to_end(self) -> bool:
@@ -143,26 +149,27 @@ class StreamDrafts:
             most_of_round = 0
         copied = self._copied(streams) if copying is not None else {}
         costs = self._rounds.costs(num_members) if self._is_adaptive and streams else None
-        places: list[int] = []
-        candidates: list[Candidate] = []
+        has_room = bool(most_of_round) and self._drafting.has_room_for_any
+        candidates: dict[int, Candidate] = {}  # by place
         for place, stream in enumerate(streams):
             if self.is_fixed(stream.running):
                 if place in copied and copying is not None and costs is not None:
                     shares[place] = self._copied_instead(
-                        stream, shares[place], copied[place][: most_of_round + 1], copying, costs
+                        stream, shares[place], copied[place], most_of_round, copying, costs
                     )
             elif not most_of_round:  # soon said: there are many of them
                 stream.state.drafts.skip("does_not_pay", most=most)
-            elif candidate := self._candidate(stream, most, most_of_round, copied.get(place)):
-                places.append(place)
-                candidates.append(candidate)
+            elif candidate := self._candidate(
+                stream, most, most_of_round, copied.get(place), has_room=has_room
+            ):
+                candidates[place] = candidate
         if costs is None or not candidates:
             return False
         packing = None
         if copying is not None and not any(share.num_draft_tokens for share in shares):
             packing = self._rounds.packing(num_members)
         choice = self._length.choose(
-            candidates,
+            list(candidates.values()),
             num_members - len(candidates),
             costs,
             copying=copying,
@@ -173,7 +180,7 @@ class StreamDrafts:
         if not (choice.who or choice.copied):
             self._num_resting = num_members // _RESTS_FROM
         who = set(choice.who)
-        for number, (place, candidate) in enumerate(zip(places, candidates, strict=True)):
+        for number, (place, candidate) in enumerate(candidates.items()):
             stream = streams[place]
             if number in choice.copied:
                 shares[place] = Share(choice.copied[number], is_copied=True)
@@ -195,41 +202,44 @@ class StreamDrafts:
         costs = self._rounds.copy_costs(num_members)
         return costs if costs is not None and can_pay(most_of_round, costs) else None
 
-    def _copied(self, streams: Sequence[Stream]) -> dict[int, Sequence[float]]:
-        """Returns what those should emit that may copy, by place and the number of copied tokens.
+    def _copied(self, streams: Sequence[Stream]) -> dict[int, npt.NDArray[np.float64]]:
+        """Returns what those should emit that may copy, by place and the number of copied tokens,
+        as much of more than they may as of the most.
 
         The device copies what follows the text as it is then. Of that the host does not know yet
         what rounds under way emit.
         """
         assert self._copy_odds is not None
-        limits: dict[int, int] = {}
-        most = self._rounds.most_draft_tokens(1)
+        places: list[int] = []
+        limits: list[int] = []
+        num_matched: list[int] = []
+        num_ahead: list[int] = []
         for place, stream in enumerate(streams):
-            limit = stream.state.drafts.copy_limit(len(stream.under_way))
-            if limit:
-                limits[place] = min(limit, most)
-        if not limits:
+            drafts = stream.state.drafts
+            if limit := drafts.copy_limit(len(stream.under_way)):
+                places.append(place)
+                limits.append(limit)
+                num_matched.append(drafts.num_matched())
+                num_ahead.append(stream.most_ahead)
+        if not places:
             return {}
-        expected = self._copy_odds.expected_tokens(
-            [streams[place].state.drafts.num_matched() for place in limits],
-            [streams[place].most_ahead for place in limits],
-        ).tolist()
-        return {
-            place: by_length[: limit + 1]
-            for (place, limit), by_length in zip(limits.items(), expected, strict=True)
-        }
+        most = min(max(limits), self._rounds.most_draft_tokens(1))
+        expected = self._copy_odds.expected_tokens(num_matched, num_ahead)
+        lengths = np.minimum(np.arange(most + 1), np.array(limits)[:, None])
+        return dict(zip(places, np.take_along_axis(expected, lengths, axis=1), strict=True))
 
     def _copied_instead(
         self,
         stream: Stream,
         share: Share,
-        copied: Sequence[float],
+        copied: npt.NDArray[np.float64],
+        most_of_round: int,
         copying: StepCosts,
         costs: StepCosts,
     ) -> Share:
         """Returns a request's share that names its draft length: it copies where that is better."""
-        limit = len(copied) - 1
         drafts, drafted = stream.state.drafts, share.num_draft_tokens
+        limit = min(drafts.copy_limit(len(stream.under_way)), most_of_round)
         promised = 0.0
         if drafted and drafts.draft_length is not None:
             promised = promise(drafts.draft_length.acceptance_probability, drafted, costs)
@@ -250,31 +260,36 @@ class StreamDrafts:
         stream: Stream,
         most: int | None,
         most_of_round: int,
-        copied: Sequence[float] | None,
+        copied: npt.NDArray[np.float64] | None,
+        *,
+        has_room: bool,
     ) -> Candidate | None:
         """Returns what a request may draft and copy; None where it may neither.
 
         Where it may not draft it is told so.
+        has_room  whether the draft has room for any request
         """
-        drafts = stream.state.drafts
+        running, drafts = stream.running, stream.state.drafts
         limit = drafts.next_num_draft_tokens(
             most=most, num_ahead=stream.most_ahead, num_sure=len(stream.under_way)
         )
-        may_have_draft = stream.has_draft or stream.may_get_draft
-        if limit and not (may_have_draft and self._drafting.has_room(stream.running)):
+        if limit and not (
+            (stream.has_draft or stream.may_get_draft)
+            and (has_room or self._drafting.has_room(running))
+        ):
             drafts.skip("no_room")
             limit = 0
-        if drafts.draft_length is None or not (limit or copied):
+        if drafts.draft_length is None or not (limit or copied is not None):
             return None
         request = stream.state.request
         return Candidate(
             drafts.draft_length,
             min(limit, most_of_round),
             stream.has_draft,
-            num_unread=len(stream.state.token_ids) - self._drafting.num_cached(stream.running),
-            num_read=len(request.prompt_token_ids),
-            num_wanted=request.max_tokens,
-            copied=copied or (1.0,),
+            len(stream.state.token_ids) - self._drafting.num_cached(running),
+            len(request.prompt_token_ids),
+            request.max_tokens,
+            (1.0,) if copied is None else copied,
         )
 
     def read(self) -> None:
