@@ -108,16 +108,14 @@ class Prior:
 
     def __init__(self) -> None:
         self._accepted, self._rejected = _PRIOR
-
-    @property
-    def acceptance_probability(self) -> float:
+        self.acceptance_probability = _EXPECTED
         """The estimate of a."""
-        return self._accepted / (self._accepted + self._rejected)
 
     def observe(self, *, num_accepted_tokens: int, is_rejected: bool) -> None:
         """Takes in one step that drafted."""
         self._accepted = self._accepted * _PRIOR_DECAY + num_accepted_tokens
         self._rejected = self._rejected * _PRIOR_DECAY + is_rejected
+        self.acceptance_probability = self._accepted / (self._accepted + self._rejected)
 
 
 class DraftLength:

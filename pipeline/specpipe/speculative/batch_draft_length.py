@@ -143,11 +143,12 @@ class BatchDraftLength:
             best.copy(copying)
         if packing is not None:
             best.pack(packing)
-        if best.choice.who:
+        choice = best.choice()
+        if choice.who:
             self._pause, self._tried = 0.0, ()
             self._since_trial = float(MAX_PAUSE)
-        if best.choice != Choice() or not drafting:
-            return best.choice
+        if choice != Choice() or not drafting:
+            return choice
         if self._tried:
             a = sum(tried.acceptance_probability for tried in self._tried) / len(self._tried)
             self._tried = ()
@@ -195,7 +196,9 @@ class _Best:
     """
 
     def __init__(self, candidates: Sequence[Candidate], num_others: int, draft_step: float) -> None:
-        self.choice = Choice()
+        self._num_draft_tokens = 0
+        self._who: Sequence[int] = ()
+        self._most_copied: int | npt.NDArray[np.int_] = 0  # by each
         self._rate = float(len(candidates) + num_others)
         self._candidates, self._num_others = candidates, num_others
         lengths = [len(c.copied) for c in candidates]
@@ -206,33 +209,37 @@ class _Best:
                 for c, length in zip(candidates, lengths, strict=True)
             ]
         ).reshape(len(candidates), most)
-        num_texts = 1.0 + len(candidates) / _READ_ALONE
-        self._limits = np.array([c.limit for c in candidates], dtype=np.int_)
-        num_read = np.array([c.num_read for c in candidates])
-        num_wanted = np.array([c.num_wanted for c in candidates])
-        reading = reading_time(num_read, draft_step, num_texts=num_texts) / num_wanted
-        self._reading = np.where(self._limits > 0, reading, 0.0)
+        self._draft_step = draft_step
+
+    def choice(self) -> Choice:
+        """Returns the best of what was looked at."""
+        return Choice(self._num_draft_tokens, self._who, self._worth_copying())
 
     def draft(self, limit: int, costs: StepCosts) -> None:
         """Looks at rounds with up to so many draft tokens in which the draft runs."""
-        a = np.array([c.draft_length.acceptance_probability for c in self._candidates])
+        candidates = self._candidates
+        a = np.array([c.draft_length.acceptance_probability for c in candidates])
+        limits = np.array([c.limit for c in candidates])
+        num_texts = 1.0 + len(candidates) / _READ_ALONE
+        num_read = np.array([c.num_read for c in candidates])
+        of_each = reading_time(num_read, self._draft_step, num_texts=num_texts)
+        of_each = of_each / [c.num_wanted for c in candidates]
         lengths = np.arange(1, limit + 1)
-        drafted = np.where(lengths <= self._limits[:, None], a[:, None] ** lengths, 0.0)
+        drafted = np.where(lengths <= limits[:, None], a[:, None] ** lengths, 0.0)
         expected = 1.0 + np.cumsum(drafted, axis=1)  # by candidate and draft length
         copied = self._copied[:, np.minimum(lengths, self._copied.shape[1] - 1)]
-        reading = self._reading[:, None] * expected
+        reading = np.where(limits > 0, of_each, 0.0)[:, None] * expected
         copies = (copied >= 1.0 + _LEAST_GAIN) & (copied > expected - reading)
         rates = (np.where(copies, copied, expected).sum(axis=0) + self._num_others) / (
             [costs.time(k) for k in range(1, limit + 1)]
             + np.where(copies, 0.0, reading).sum(axis=0)
         )
         best = int(rates.argmax())
-        who = np.flatnonzero((self._limits > 0) & ~copies[:, best]).tolist()
+        who = np.flatnonzero((limits > 0) & ~copies[:, best]).tolist()
         if who and rates[best] > self._rate:
             self._rate = float(rates[best])
-            self.choice = Choice(
-                best + 1, who, self._worth_copying(np.where(copies[:, best], best + 1, 0))
-            )
+            self._num_draft_tokens, self._who = best + 1, who
+            self._most_copied = np.where(copies[:, best], best + 1, 0)
 
     def copy(self, costs: StepCosts) -> None:
         """Looks at rounds without the draft."""
@@ -243,7 +250,7 @@ class _Best:
         best = int(rates.argmax())
         if best and rates[best] > self._rate:
             self._rate = float(rates[best])
-            self.choice = Choice(copied=self._worth_copying(best))
+            self._num_draft_tokens, self._who, self._most_copied = 0, (), best
 
     def pack(self, packing: Packing) -> None:
         """Looks at packed rounds. Places go to those for whom they are worth most."""
@@ -260,10 +267,11 @@ class _Best:
             if rate > self._rate:
                 self._rate = float(rate)
                 of_each = np.bincount(order[:num_more] // max(len(lengths) - 1, 1), minlength=num)
-                self.choice = Choice(copied=self._worth_copying(lengths[of_each]))
+                self._num_draft_tokens, self._who = 0, ()
+                self._most_copied = lengths[of_each]
 
-    def _worth_copying(self, most: int | npt.NDArray[np.int_]) -> Mapping[int, int]:
-        """Returns how many tokens those copy that do; most is of each."""
+    def _worth_copying(self) -> Mapping[int, int]:
+        """Returns how many tokens those copy that do."""
         gains = np.diff(self._copied, axis=1) >= _LEAST_GAIN
-        lengths = np.minimum(gains.cumprod(axis=1).sum(axis=1), most)
+        lengths = np.minimum(gains.cumprod(axis=1).sum(axis=1), self._most_copied)
         return {i: length for i, length in enumerate(lengths.tolist()) if length}

@@ -225,7 +225,7 @@ class DraftChoice:
             is_copied = is_copied or num_accepted + is_rejected == 0  # no own one was judged
             num_draft_tokens = num_accepted + is_rejected
         if num_draft_tokens or forced:
-            is_trial = self.is_on_trial and not is_copied
+            is_trial = not is_copied and self.is_on_trial
             self._note("does_not_pay" if is_trial else "drafted")
         if self._draft_length is None:
             return

@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 LONGEST, SHORTEST = 4, 2
-"""Tokens at the end of the text that are looked for; more of them before fewer. Guesses."""
+"""Tokens at the end of the text that are looked for; more of them before fewer. Guesses; for each
+number `PromptLookup` has a table of its own.
+"""
 
 _LEVELS = {0: 0.03, 2: 0.5, 3: 0.65, 4: 0.75, 6: 0.8, 8: 0.82, 12: 0.85, 16: 0.9, 24: 0.95}
 """By how many tokens match at least: the chance of the next, as long as nothing was seen. Guesses
@@ -40,41 +42,44 @@ class CopyOdds:
         self._all = [_DOUBT] * len(levels)
         matched = np.arange(self._most + MOST_COPIED + 2)
         self._levels = np.array(self._level)[np.minimum(matched, self._most)]
-        after = np.arange(MOST_COPIED + 2)
-        self._ends = np.arange(self._most + 1)[:, None] + after
-        self._chances: npt.NDArray[np.float64] | None = None
+        self._sums: npt.NDArray[np.float64] | None = None
 
     def observe(self, num_matched: int, is_right: bool) -> None:
         """Takes in whether the token that followed was the one that a copy would have had."""
         level = self._level[num_matched if num_matched < self._most else self._most]
         self._right[level] = self._right[level] * _DECAY + is_right
         self._all[level] = self._all[level] * _DECAY + 1.0
-        self._chances = None
+        self._sums = None
 
     def expected_tokens(
-        self, num_matched: Sequence[int], num_ahead: Sequence[int]
+        self, num_matched: Sequence[int], num_ahead: Sequence[int], most: int = MOST_COPIED
     ) -> npt.NDArray[np.float64]:
         """Returns the tokens that a step should emit: [texts, copied tokens], none of them first.
 
         num_ahead  tokens that come before the step and are not known yet; where one of them is not
                    what a copy would have, nothing is expected of copying
+        most       copied tokens, up to MOST_COPIED
         """
-        chances = self._all_right()
+        sums = self._log_sums()
         matched = np.minimum(num_matched, self._most)
-        ahead = np.minimum(num_ahead, MOST_COPIED)
-        copied = chances[np.minimum(matched + ahead, self._most), : MOST_COPIED + 1]
-        copied[:, 1:] *= chances[matched, ahead][:, None]
+        ahead = matched + np.minimum(num_ahead, MOST_COPIED)
+        first = np.minimum(ahead, self._most)[:, None]
+        copied: npt.NDArray[np.float64] = np.exp(sums[first + np.arange(most + 1)] - sums[first])
+        copied[:, 1:] *= np.exp(sums[ahead] - sums[matched])[:, None]
         return copied.cumsum(axis=1)
 
-    def _all_right(self) -> npt.NDArray[np.float64]:
-        """Chances that some next tokens are all right: [matched, tokens]."""
-        if self._chances is None:
+    def _log_sums(self) -> npt.NDArray[np.float64]:
+        """Sums of the logarithms of chances, up to each number of tokens that match."""
+        if self._sums is None:
             chance = np.array(self._right) / np.array(self._all)
-            ends = np.concatenate(
-                [[0.0], np.cumsum(np.log(np.maximum(chance, 1e-9)[self._levels]))]
-            )
-            self._chances = np.exp(ends[self._ends] - ends[: self._most + 1, None])
-        return self._chances
+            logs = np.log(np.maximum(chance, 1e-9)[self._levels])
+            self._sums = np.concatenate([[0.0], np.cumsum(logs)])
+        return self._sums
+
+
+_TOKEN_BITS = 32
+_FOUR, _THREE, _TWO = ((1 << _TOKEN_BITS * num) - 1 for num in range(LONGEST, SHORTEST - 1, -1))
+"""Masks of so many tokens."""
 
 
 class PromptLookup:
@@ -82,22 +87,18 @@ class PromptLookup:
 
     def __init__(self, token_ids: Sequence[int], odds: CopyOdds | None = None) -> None:
         """token_ids is the prompt, of one token at least; odds learn from what is emitted."""
-        self._tokens = list(token_ids)
+        self._tokens: list[int] = []
         self._odds = odds
-        # By its last tokens, where each beginning of the text ends, the latest.
-        self._ends: list[tuple[int, dict[tuple[int, ...], int]]] = [
-            (num, self._ends_of(num)) for num in range(LONGEST, SHORTEST - 1, -1)
-        ]
+        self._last = _FOUR  # its last tokens, in one number; before it stand four that are no ids
+        # By the last four, three and two tokens: where each beginning of the text ends, the latest.
+        self._fours: dict[int, int] = {}
+        self._threes: dict[int, int] = {}
+        self._twos: dict[int, int] = {}
         self._next = 0
         self.num_matched = 0
         """Tokens at the end of the text that match those before what would be copied next."""
-        self._look_up(followed=False)
-
-    def _ends_of(self, num: int) -> dict[tuple[int, ...], int]:
-        """Returns where each beginning of the text but the whole ends, by its last num tokens."""
-        shifted = (self._tokens[i:] for i in range(num))
-        ends = range(num, self.length)
-        return dict(zip(zip(*shifted, strict=False), ends, strict=False))
+        for token_id in token_ids:
+            self._append(token_id, follows=False)
 
     @property
     def length(self) -> int:
@@ -115,27 +116,28 @@ class PromptLookup:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds what was emitted; the odds learn whether copies would have been right."""
-        tokens, odds = self._tokens, self._odds
         for token_id in token_ids:
-            is_right = tokens[self._next] == token_id
-            if odds is not None:
-                odds.observe(self.num_matched, is_right)
-            tokens.append(token_id)
-            self._look_up(followed=is_right)
+            is_right = self._tokens[self._next] == token_id
+            if self._odds is not None:
+                self._odds.observe(self.num_matched, is_right)
+            self._append(token_id, follows=is_right)
 
-    def _look_up(self, *, followed: bool) -> None:
-        """Finds the latest place before that ends in the most of the last tokens, and enters this
-        one.
+    def _append(self, token_id: int, *, follows: bool) -> None:
+        """Adds a token, and finds the latest place that ends in the most of the last ones.
+
+        follows  whether it is what would have been copied
         """
-        last = tuple(self._tokens[-LONGEST:])
-        length, num_last = len(self._tokens), len(last)
-        num_matched, found = 0, length - 1
-        for num, ends in self._ends:
-            if num > num_last:
-                continue
-            key = last[num_last - num :]
-            if not num_matched and (end := ends.get(key)) is not None:
-                is_longer = followed and num == LONGEST
-                num_matched, found = max(num, self.num_matched + 1) if is_longer else num, end
-            ends[key] = length
-        self.num_matched, self._next = num_matched, found
+        self._tokens.append(token_id)
+        length = len(self._tokens)
+        four = self._last = (self._last << _TOKEN_BITS | token_id) & _FOUR
+        three, two = four & _THREE, four & _TWO
+        if (end := self._fours.get(four)) is not None:
+            self.num_matched = max(LONGEST, self.num_matched + 1) if follows else LONGEST
+        elif (end := self._threes.get(three)) is not None:
+            self.num_matched = 3
+        elif (end := self._twos.get(two)) is not None:
+            self.num_matched = 2
+        else:
+            self.num_matched, end = 0, length - 1
+        self._next = end
+        self._fours[four] = self._threes[three] = self._twos[two] = length

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ class Output:
         self._stop_strings = StopStrings(self._stand_ins.strings)
         self._text = ""  # decoded, not yet taken
         self._num_taken_chars = 0
-        self._tokens: deque[Token] = deque()
+        self._tokens: list[Token] = []
         self._num_held_chars = 0
         self._is_cut = self._is_finished = False
         self.num_taken_tokens = 0
@@ -56,7 +55,7 @@ class Output:
                 return True
         if self.searched_tokens:
             text += self.searched_tokens.get(token_id, "")
-        start = self._num_chars()
+        start = self._num_taken_chars + len(self._text)
         self._text += text
         self._tokens.append(Token(token_id, log_prob, top, start, start + len(text)))
         return self._stop_strings.are_any and self._search(text, can_stop=can_stop)
@@ -86,12 +85,13 @@ class Output:
             num_chars = len(text) - self._num_held_chars
             text, self._text = text[:num_chars], text[num_chars:]
         self._num_taken_chars += len(text)
-        tokens = [self._tokens.popleft() for _ in range(self._num_whole_tokens())]
-        self.num_taken_tokens += len(tokens)
+        num_whole = self._num_whole_tokens()
+        tokens, self._tokens = self._tokens[:num_whole], self._tokens[num_whole:]
+        self.num_taken_tokens += num_whole
         chunk = Chunk(
             request_id=self._request_id,
             text=self._stand_ins.remove(text),
-            token_ids=tuple([t.token_id for t in tokens]),
+            token_ids=tuple([token.token_id for token in tokens]),
         )
         if self._with_log_probs:
             chunk.log_probs = tuple([t.log_prob for t in tokens if t.log_prob is not None])

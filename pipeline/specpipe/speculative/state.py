@@ -74,6 +74,8 @@ class RequestState:
         self._prompt_top_log_probs: list[TopLogProbs] = []
         self._is_first = True
         num_prompt_tokens = len(self.token_ids)
+        self._end_token_ids = request.end_token_ids
+        self._least_length = num_prompt_tokens + request.sampling.min_tokens
         self._end_length = num_prompt_tokens + limits.num_tokens_left(request, num_prompt_tokens)
 
     @property
@@ -190,12 +192,11 @@ class RequestState:
         return self._chunk(FAULT)
 
     def _append(self, token_id: int, log_prob: float | None, top: TopLogProbs) -> None:
-        request, output = self.request, self._output
-        min_tokens = request.sampling.min_tokens
-        can_stop = not min_tokens or self.num_output_tokens >= min_tokens
-        if can_stop and token_id in request.end_token_ids:
+        output = self._output
+        can_stop = len(self.token_ids) >= self._least_length
+        if can_stop and token_id in self._end_token_ids:
             self._end("stop")
-            if request.keeps_end:
+            if self.request.keeps_end:
                 output.append_end(token_id, log_prob, top)
             return
         self.token_ids.append(token_id)

@@ -291,7 +291,9 @@ class _ByteLevel:
         self._rest = b""  # a character's beginning
 
     def push(self, pieces: Iterable[str]) -> Iterable[str]:
-        data = self._rest + b"".join(map(byte_level_bytes, pieces))
+        data = b"".join([byte_level_bytes(piece) for piece in pieces])
+        if self._rest:
+            data = self._rest + data
         text, num_read = codecs.utf_8_decode(data, "replace", False)
         self._rest = data[num_read:]
         return (text,)

@@ -182,8 +182,8 @@ class StreamDrafts:
         who = set(choice.who)
         for number, (place, candidate) in enumerate(candidates.items()):
             stream = streams[place]
-            if number in choice.copied:
-                shares[place] = Share(choice.copied[number], is_copied=True)
+            if num_copied := choice.copied.get(number):
+                shares[place] = Share(num_copied, is_copied=True)
             elif number not in who:
                 stream.state.drafts.skip("does_not_pay")
             elif not stream.has_draft:
@@ -224,7 +224,7 @@ class StreamDrafts:
         if not places:
             return {}
         most = min(max(limits), self._rounds.most_draft_tokens(1))
-        expected = self._copy_odds.expected_tokens(num_matched, num_ahead)
+        expected = self._copy_odds.expected_tokens(num_matched, num_ahead, most)
         lengths = np.minimum(np.arange(most + 1), np.array(limits)[:, None])
         return dict(zip(places, np.take_along_axis(expected, lengths, axis=1), strict=True))
 
