@@ -217,7 +217,7 @@ class RequestState:
         self.finish_reason = "stop" if stopped and reason == "length" else reason
 
     def _chunk(self, error: str | None = None) -> Chunk:
-        chunk, is_finished = self._output.take(), self.is_finished
+        chunk, is_finished = self._output.take(), self.finish_reason is not None
         if self._echoes and (chunk.text or is_finished):
             self._echoes = False
             chunk.text = self._detokenizer.prompt_text + chunk.text

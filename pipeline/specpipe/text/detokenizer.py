@@ -143,7 +143,7 @@ class StreamingDetokenizer(_Detokenizer):
 
     def _decode_pending(self) -> str:
         pieces: list[str] = []
-        for step in copy.deepcopy(self._steps):
+        for step in map(copy.copy, self._steps):
             pieces = [*step.push(pieces), *step.finish()]
         return "".join(pieces)
 
@@ -239,6 +239,8 @@ def _library_decoder(description: dict[str, Any]) -> decoders.Decoder:
 
 
 class _Step(Protocol):
+    """What it holds back is no object that changes, so that a copy of it goes its own way."""
+
     def push(self, pieces: Iterable[str]) -> Iterable[str]:
         """Returns what no later piece can change; a long prompt comes as one call."""
 
@@ -328,7 +330,7 @@ class _ByteFallback:
     each of its bytes becomes a replacement character."""
 
     def __init__(self) -> None:
-        self._run = bytearray()
+        self._run = b""
 
     def push(self, pieces: Iterable[str]) -> Iterable[str]:
         for piece in pieces:
@@ -337,12 +339,12 @@ class _ByteFallback:
                 yield from self.finish()
                 yield piece
             else:
-                self._run.append(byte)
+                self._run += bytes((byte,))
 
     def finish(self) -> Iterable[str]:
         if not self._run:
             return ()
-        run, self._run = self._run, bytearray()
+        run, self._run = self._run, b""
         try:
             return (run.decode(),)
         except UnicodeDecodeError:

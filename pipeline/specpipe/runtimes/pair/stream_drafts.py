@@ -77,6 +77,10 @@ class Share(NamedTuple):
     is_copied: bool = False
 
 
+PLAIN = Share(0)
+"""That of a request without draft tokens."""
+
+
 class StreamDrafts:
     """Chooses the draft lengths of rounds, and whose draft tokens are copied from their texts.
 
@@ -203,9 +207,9 @@ class StreamDrafts:
         return costs if costs is not None and can_pay(most_of_round, costs) else None
 
     def _copied(self, streams: Sequence[Stream]) -> dict[int, npt.NDArray[np.float64]]:
-        """Returns what those should emit that may copy, by place and the number of copied tokens,
-        as much of more than they may as of the most.
+        """Returns what those should emit that may copy, by place and the number of copied tokens.
 
+        Of more than a request may copy it should emit what it does of the most that it may.
         The device copies what follows the text as it is then. Of that the host does not know yet
         what rounds under way emit.
         """

@@ -19,7 +19,7 @@ from specpipe.runtimes.pair.readings import Readings
 from specpipe.runtimes.pair.rounds import MOST_UNDER_WAY, Member, Rounds
 from specpipe.runtimes.pair.sampler import RoundResult
 from specpipe.runtimes.pair.scheduling import num_uncached
-from specpipe.runtimes.pair.stream_drafts import Share, Stream, StreamDrafts
+from specpipe.runtimes.pair.stream_drafts import PLAIN, Share, Stream, StreamDrafts
 from specpipe.speculative.adaptive import most_draft_tokens
 from specpipe.speculative.lookup import CopyOdds
 
@@ -166,7 +166,7 @@ class Streams:
         for stream, member in parts:
             drafts = member.num_draft_tokens and not member.is_copied
             if drafts and not self._drafts.keeps_draft(stream, member.num_positions):
-                found.append(self._part(stream, Share(0)))
+                found.append(self._part(stream, PLAIN))
             else:
                 found.append((stream, member))
         for stream, member in found:
@@ -220,10 +220,11 @@ class Streams:
             length = self._drafts.fixed_length(stream, most)
             if length is None:
                 continue
-            if max(longest, length) <= self._rounds.most_draft_tokens(len(streams) + 1):
+            longer = max(longest, length)
+            if not longer or longer <= self._rounds.most_draft_tokens(len(streams) + 1):
                 streams.append(stream)
-                shares.append(Share(length))
-                longest = max(longest, length)
+                shares.append(Share(length) if length else PLAIN)
+                longest = longer
         is_trial = self._drafts.adapt(
             streams,
             shares,
@@ -243,7 +244,7 @@ class Streams:
         return pages is None or pages.grow(stream.running.target_sequence, num_tokens)
 
     def _part(self, stream: Stream, share: Share) -> tuple[Stream, Member]:
-        num_ahead = stream.most_ahead + share.num_draft_tokens + 1
-        num_positions = len(stream.state.token_ids) + num_ahead
+        num_draft_tokens, is_copied = share
+        num_positions = len(stream.state.token_ids) + stream.most_ahead + num_draft_tokens + 1
         sequence = stream.running.target_sequence
-        return stream, Member(sequence, share.num_draft_tokens, num_positions, share.is_copied)
+        return stream, Member(sequence, num_draft_tokens, num_positions, is_copied)
