@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -124,6 +125,7 @@ def load(process: Process) -> Ours:
         options = _options(process, kind, draft)
         pairs[kind] = load_pair(kind, draft, options)
         about[kind or "usual"] = asdict(options)
+    gc.freeze()  # as serving does
     return Ours(pairs, {"options": about})
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from specpipe.speculative.adaptive import (
     MAX_PAUSE,
+    MIN_GAIN,
     TRIAL_SHARE,
     DraftLength,
     StepCosts,
@@ -18,7 +19,7 @@ from specpipe.speculative.adaptive import (
     can_pay,
 )
 
-_LEAST_GAIN = 0.05
+_LEAST_GAIN = 0.1
 """Tokens that one more copied token must be expected to emit: its row is there in any case, but
 what is never accepted tells others that the draft is bad.
 """
@@ -103,10 +104,10 @@ class BatchDraftLength:
     copied ones; and in one without it as many copied ones as are worth their rows for all together.
     Each kind of round is judged by what it was measured to cost, at any load.
 
-    Where nothing pays, one token is drafted as a trial, by as many as can read their texts
-    and draft in a hundredth of the time since the last one that failed. Twice as much time passes
-    after each that fails, none after one at which it would pay if all were like those; for one of
-    which nothing is known yet no more than four times as much as after the first.
+    Where nothing pays, or copies by little, one token is drafted as a trial, by as many as can read
+    their texts and draft in a hundredth of the time since the last one that failed. Twice as much
+    time passes after each that fails, none after one at which it would pay if all were like those;
+    for one of which nothing is known yet no more than four times as much as after the first.
     """
 
     def __init__(self) -> None:
@@ -147,7 +148,7 @@ class BatchDraftLength:
         if choice.who:
             self._pause, self._tried = 0.0, ()
             self._since_trial = float(MAX_PAUSE)
-        if choice != Choice() or not drafting:
+        if choice.who or not drafting or best.gain >= MIN_GAIN:
             return choice
         if self._tried:
             a = sum(tried.acceptance_probability for tried in self._tried) / len(self._tried)
@@ -155,7 +156,8 @@ class BatchDraftLength:
             if not best_draft_length(a, limit, costs):
                 self._pause = min(max(2.0 * self._pause, self._next_pause), float(MAX_PAUSE))
                 self._since_trial = 0.0
-        return self._trial(candidates, costs.time(1) - 1.0, draft_step)
+        trial = self._trial(candidates, costs.time(1) - 1.0, draft_step)
+        return trial if trial.who else choice
 
     def rest(self) -> None:
         """Counts a round for which nothing is chosen, as nothing was for the last."""
@@ -210,6 +212,11 @@ class _Best:
             ]
         ).reshape(len(candidates), most)
         self._draft_step = draft_step
+
+    @property
+    def gain(self) -> float:
+        """The tokens that it emits in the time of as many without draft tokens."""
+        return self._rate / max(len(self._candidates) + self._num_others, 1)
 
     def choice(self) -> Choice:
         """Returns the best of what was looked at."""

@@ -11,16 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-LONGEST, SHORTEST = 4, 2
+LONGEST, SHORTEST = 4, 1
 """Tokens at the end of the text that are looked for; more of them before fewer. Guesses; for each
 number `PromptLookup` has a table of its own.
 """
 
-_LEVELS = {0: 0.03, 2: 0.5, 3: 0.65, 4: 0.75, 6: 0.8, 8: 0.82, 12: 0.85, 16: 0.9, 24: 0.95}
+_LEVELS = {0: 0.03, 1: 0.3, 2: 0.5, 3: 0.65, 4: 0.75, 6: 0.8, 8: 0.82, 12: 0.85, 16: 0.9, 24: 0.95}
 """By how many tokens match at least: the chance of the next, as long as nothing was seen. Guesses
 between source files, and what a small model writes without end.
 """
-_DOUBT = 4.0  # observations that the guess counts for
+_AFTER_MISS = 0.2
+"""The chance of a token after one that was not what a copy would have had. A guess."""
+_DOUBT = 4.0  # observations that a guess counts for
 _DECAY = 0.998  # weight of an observation of a level after each later one
 MOST_COPIED = 32
 """Tokens of a copy at most: no draft is longer."""
@@ -40,15 +42,22 @@ class CopyOdds:
         self._level = [sum(m >= level for level in levels) - 1 for m in range(self._most + 1)]
         self._right = [_DOUBT * chance for chance in _LEVELS.values()]
         self._all = [_DOUBT] * len(levels)
+        self._right_after_miss, self._all_after_miss = _DOUBT * _AFTER_MISS, _DOUBT
         matched = np.arange(self._most + MOST_COPIED + 2)
         self._levels = np.array(self._level)[np.minimum(matched, self._most)]
         self._sums: npt.NDArray[np.float64] | None = None
 
-    def observe(self, num_matched: int, is_right: bool) -> None:
-        """Takes in whether the token that followed was the one that a copy would have had."""
+    def observe(self, num_matched: int, is_right: bool, *, follows: bool = True) -> None:
+        """Takes in whether the token that followed was the one that a copy would have had.
+
+        follows  whether the token before it was, too
+        """
         level = self._level[num_matched if num_matched < self._most else self._most]
         self._right[level] = self._right[level] * _DECAY + is_right
         self._all[level] = self._all[level] * _DECAY + 1.0
+        if not follows:
+            self._right_after_miss = self._right_after_miss * _DECAY + is_right
+            self._all_after_miss = self._all_after_miss * _DECAY + 1.0
         self._sums = None
 
     def expected_tokens(
@@ -57,7 +66,7 @@ class CopyOdds:
         """Returns the tokens that a step should emit: [texts, copied tokens], none of them first.
 
         num_ahead  tokens that come before the step and are not known yet; where one of them is not
-                   what a copy would have, nothing is expected of copying
+                   what a copy would have, the step comes behind one that is not
         most       copied tokens, up to MOST_COPIED
         """
         sums = self._log_sums()
@@ -65,7 +74,10 @@ class CopyOdds:
         ahead = matched + np.minimum(num_ahead, MOST_COPIED)
         first = np.minimum(ahead, self._most)[:, None]
         copied: npt.NDArray[np.float64] = np.exp(sums[first + np.arange(most + 1)] - sums[first])
-        copied[:, 1:] *= np.exp(sums[ahead] - sums[matched])[:, None]
+        are_right = np.exp(sums[ahead] - sums[matched])[:, None]
+        two = sums[SHORTEST + 1 : SHORTEST + 1 + most]  # what matches after the first of a copy
+        after_miss = self._right_after_miss / self._all_after_miss * np.exp(two - two[:1])
+        copied[:, 1:] = are_right * copied[:, 1:] + (1.0 - are_right) * after_miss
         return copied.cumsum(axis=1)
 
     def _log_sums(self) -> npt.NDArray[np.float64]:
@@ -78,7 +90,7 @@ class CopyOdds:
 
 
 _TOKEN_BITS = 32
-_FOUR, _THREE, _TWO = ((1 << _TOKEN_BITS * num) - 1 for num in range(LONGEST, SHORTEST - 1, -1))
+_FOUR, _THREE, _TWO = ((1 << _TOKEN_BITS * num) - 1 for num in (LONGEST, 3, 2))
 """Masks of so many tokens."""
 
 
@@ -90,15 +102,18 @@ class PromptLookup:
         self._tokens: list[int] = []
         self._odds = odds
         self._last = _FOUR  # its last tokens, in one number; before it stand four that are no ids
-        # By the last four, three and two tokens: where each beginning of the text ends, the latest.
+        # By the last four, three, two tokens and one: where each beginning of the text ends, the
+        # latest.
         self._fours: dict[int, int] = {}
         self._threes: dict[int, int] = {}
         self._twos: dict[int, int] = {}
+        self._ones: dict[int, int] = {}
         self._next = 0
         self.num_matched = 0
         """Tokens at the end of the text that match those before what would be copied next."""
         for token_id in token_ids:
             self._append(token_id, follows=False)
+        self._follows = True  # of a prompt nobody knows
 
     @property
     def length(self) -> int:
@@ -119,8 +134,9 @@ class PromptLookup:
         for token_id in token_ids:
             is_right = self._tokens[self._next] == token_id
             if self._odds is not None:
-                self._odds.observe(self.num_matched, is_right)
+                self._odds.observe(self.num_matched, is_right, follows=self._follows)
             self._append(token_id, follows=is_right)
+            self._follows = is_right
 
     def _append(self, token_id: int, *, follows: bool) -> None:
         """Adds a token, and finds the latest place that ends in the most of the last ones.
@@ -137,7 +153,9 @@ class PromptLookup:
             self.num_matched = 3
         elif (end := self._twos.get(two)) is not None:
             self.num_matched = 2
+        elif (end := self._ones.get(token_id)) is not None:
+            self.num_matched = 1
         else:
             self.num_matched, end = 0, length - 1
         self._next = end
-        self._fours[four] = self._threes[three] = self._twos[two] = length
+        self._fours[four] = self._threes[three] = self._twos[two] = self._ones[token_id] = length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -139,7 +139,8 @@ class TableRounds:
     def copy_costs(self, num_members: int) -> StepCosts | None:
         if self.costs_of(num_members) is None:
             return None
-        return self.costs_of_copies
+        verify = self.costs_of_copies.verify[: self.most_draft_tokens(num_members) + 1]
+        return replace(self.costs_of_copies, verify=verify)
 
     def packing(self, num_members: int) -> Packing | None:
         """Of two rows a place, as many as there may be."""

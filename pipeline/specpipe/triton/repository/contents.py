@@ -10,6 +10,7 @@ postprocessing/ config.pbtxt  1/model.py
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import shutil
 from collections.abc import Mapping
@@ -123,13 +124,15 @@ def load_pair(
     }
     settings = {**pair.options.runtime_settings, **called}
     with shown(LoadProgress()):
-        return load_runtime(pair.runtime).load_pair(
+        loaded = load_runtime(pair.runtime).load_pair(
             parameter_path(arguments, DRAFT_ENGINE_DIR),
             parameter_path(arguments, TARGET_ENGINE_DIR),
             dataclasses.replace(pair.options, runtime_settings=settings),
             detokenizer,
             guides,
         )
+    gc.freeze()  # it stays: to look for garbage among it would hold up all requests
+    return loaded
 
 
 def load_tokenizer(repository: Path) -> Tokenizer:
