@@ -314,6 +314,21 @@ def test_who_copies_and_who_drafts(
     assert chooser.choose(candidates, num_others, DRAFT_COSTS, copying=COPY_COSTS) == expected
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_what_copies_gain_is_a_part_of_what_a_trial_costs(is_ready: bool) -> None:
+    """Twice as many tokens, of which a trial costs 1.3 rounds: it may once in 130. Who has to be
+    read for it goes on copying.
+    """
+    chooser, copying = BatchDraftLength(), StepCosts(0.0, [0.0, 0.05])
+    candidate = drafting(0.1, copied=[1.0, 2.1])._replace(is_ready=is_ready)
+    for _ in range(96, 129):
+        choice = chooser.choose([candidate], 0, DRAFT_COSTS, copying=copying)
+        assert choice == Choice(copied={0: 1})
+    choices = [chooser.choose([candidate], 0, DRAFT_COSTS, copying=copying) for _ in range(3)]
+    tried = Choice(1, [0], is_trial=True) if is_ready else Choice(0, [0], {0: 1})
+    assert tried in choices
+
+
 def test_copies_that_are_worth_less_than_their_rows_are_left() -> None:
     """Of one among many that cannot copy; and where the rounds cost more."""
     one = [drafting(0.0, limit=0, copied=GOOD)]

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from specpipe.speculative.adaptive import (
     MAX_PAUSE,
-    MIN_GAIN,
     TRIAL_SHARE,
     DraftLength,
     StepCosts,
@@ -104,10 +103,11 @@ class BatchDraftLength:
     copied ones; and in one without it as many copied ones as are worth their rows for all together.
     Each kind of round is judged by what it was measured to cost, at any load.
 
-    Where nothing pays, or copies by little, one token is drafted as a trial, by as many as can read
-    their texts and draft in a hundredth of the time since the last one that failed. Twice as much
-    time passes after each that fails, none after one at which it would pay if all were like those;
-    for one of which nothing is known yet no more than four times as much as after the first.
+    Where the draft does not pay, or copies pay more, one token is drafted as a trial, by as many as
+    can read their texts and draft in a hundredth of the time since the last one that failed, what
+    is not copied meanwhile included. Twice as much time passes after each that fails, none after
+    one at which it would pay if all were like those; for one of which nothing is known yet no more
+    than four times as much as after the first.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class BatchDraftLength:
         if choice.who:
             self._pause, self._tried = 0.0, ()
             self._since_trial = float(MAX_PAUSE)
-        if choice.who or not drafting or best.gain >= MIN_GAIN:
+        if choice.who or not drafting:
             return choice
         if self._tried:
             a = sum(tried.acceptance_probability for tried in self._tried) / len(self._tried)
@@ -156,8 +156,12 @@ class BatchDraftLength:
             if not best_draft_length(a, limit, costs):
                 self._pause = min(max(2.0 * self._pause, self._next_pause), float(MAX_PAUSE))
                 self._since_trial = 0.0
-        trial = self._trial(candidates, costs.time(1) - 1.0, draft_step)
-        return trial if trial.who else choice
+            elif choice.copied:  # which is better still
+                self._since_trial = 0.0
+        trial = self._trial(candidates, best.gain * costs.time(1) - 1.0, draft_step)
+        if trial.is_trial:
+            return trial
+        return Choice(0, trial.who, choice.copied) if trial.who else choice
 
     def rest(self) -> None:
         """Counts a round for which nothing is chosen, as nothing was for the last."""

@@ -186,13 +186,15 @@ class StreamDrafts:
         who = set(choice.who)
         for number, (place, candidate) in enumerate(candidates.items()):
             stream = streams[place]
+            is_ready = stream.has_draft or number not in who
+            if not is_ready:
+                self._unread[stream] = None
             if num_copied := choice.copied.get(number):
                 shares[place] = Share(num_copied, is_copied=True)
             elif number not in who:
                 stream.state.drafts.skip("does_not_pay")
-            elif not stream.has_draft:
+            elif not is_ready:
                 stream.state.drafts.skip("not_ready")
-                self._unread[stream] = None
             else:
                 shares[place] = Share(min(choice.num_draft_tokens, candidate.limit))
                 if choice.is_trial:

@@ -220,6 +220,7 @@ def test_a_draft_may_be_given_while_rounds_are_under_way() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_that_rounds_are_given_makes_the_host_wait() -> None:
     bench = Bench()
     for mode in ("default", "error"):  # at first kernels are compiled, and launches recorded
@@ -306,6 +307,14 @@ def test_texts_are_read_beside_those_that_copy() -> None:
     bench.take(copies, second)
     check(bench, copies, TEXTS[0])
     check(bench, second, prompt)
+
+
+def test_what_places_of_two_rows_do_not_hold_leaves_room_for_nothing() -> None:
+    """Five rows each are 255 of 256, three places each would be 153 of 128."""
+    rounds = Bench(max_batch_size=51, max_draft_len=4).rounds
+    members = [Member(sequence, 4, 100, is_copied=True) for sequence in range(51)]
+    assert [room.num_tokens for room in rounds.reading_rooms(members)] == [0]
+    assert [room.num_tokens for room in rounds.reading_rooms(members[:40])] == [16]
 
 
 MASK = 60

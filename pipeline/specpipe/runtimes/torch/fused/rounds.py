@@ -164,17 +164,21 @@ class FusedRounds:
 
     def reading_rooms(self, members: Sequence[Member]) -> list[ReadingRoom]:
         num_draft = [member.num_draft_tokens for member in members]
-        if self._only_copy(members):
+        if packed := self._packed(members):
             most, num_used = PACKED, sum(map(places_of, num_draft))
-            nums_pieces = [places - num_used for places in self.sizes.packed_for(num_draft)]
+            nums_pieces = [places - num_used for places in packed]
         else:
             most, nums_pieces = self.sizes.reading(len(members), max(num_draft, default=0))
         return [ReadingRoom(num_pieces, most + 1) for num_pieces in nums_pieces]
 
-    def _only_copy(self, members: Sequence[Member]) -> bool:
-        """Says whether there are draft tokens, all of them copied, and rounds that pack them."""
+    def _packed(self, members: Sequence[Member], num_pieces: int = 0) -> list[int]:
+        """Returns the places of rounds that pack what these copy, and pieces that are read beside
+        them; none where a draft token is not copied, or there is none at all.
+        """
         are_copied = {member.is_copied for member in members if member.num_draft_tokens}
-        return are_copied == {True} and bool(self.sizes.packed)
+        if are_copied != {True}:
+            return []
+        return self.sizes.packed_for([m.num_draft_tokens for m in members], num_pieces)
 
     def can_read(self, target_sequence: SequenceId) -> bool:
         return not self._target.num_left(target_sequence)
@@ -217,9 +221,9 @@ class FusedRounds:
         is_long = self._target.is_long(max(num_positions))
         num_draft = [member.num_draft_tokens for member in members]
         pieces: list[Place] = []
-        if readings and self._only_copy(members):
-            most, pieces = PACKED, self._pieces(readings, PACKED + 1)
-            places = self.sizes.packed_for(num_draft, len(pieces))[0]
+        packed = self._pieces(readings, PACKED + 1)
+        if readings and (fitting := self._packed(members, len(packed))):
+            places, most, pieces = fitting[0], PACKED, packed
         elif readings or any(is_drafting):
             most = self.sizes.length(len(members) + bool(readings), max(num_draft, default=0))
             unread = self._take_unread(
