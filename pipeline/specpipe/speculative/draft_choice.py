@@ -281,12 +281,7 @@ class DraftChoice:
 
     def _draft_limit(self, most: int | None, num_ahead: int = 0, num_sure: int = 0) -> int:
         """The same, of those that the draft has room for and the load allows."""
-        num_tokens = len(self._token_ids)  # and not by _token_limit and so on: many ask each step
-        limit = min(
-            self.max_num_draft_tokens,
-            self._end_length - num_tokens - num_sure - 1,
-            self._limits.draft_max_seq_len - num_tokens - num_ahead + 1,
-        )
+        limit = min(self._token_limit(num_sure), self._draft_room(num_ahead))
         return limit if most is None or self.names_draft_length else min(limit, most)
 
     def _draft_room(self, num_ahead: int = 0) -> int:

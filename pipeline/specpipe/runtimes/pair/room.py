@@ -32,12 +32,13 @@ class Room:
 
         num_beside  positions that others are about to take
         """
-        num_first = self._first(request, num_tokens)
-        return self._engine.can_admit(num_first) and self._leaves(num_beside, num_first)
+        return self._holds(self._first(request, num_tokens), num_beside)
 
     def holds_any(self, *, num_beside: int) -> bool:
         """Returns whether `holds` is true of any request."""
-        num_first = self._max_seq_len
+        return self._holds(self._max_seq_len, num_beside)
+
+    def _holds(self, num_first: int, num_beside: int) -> bool:
         return self._engine.can_admit(num_first) and self._leaves(num_beside, num_first)
 
     def make(

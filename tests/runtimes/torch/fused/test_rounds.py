@@ -248,34 +248,20 @@ def test_the_draft_may_lack_one_token_more_than_the_target() -> None:
     check(bench, joined, TEXTS[0])
 
 
-def test_texts_are_read_beside_members() -> None:
-    """To the same bits as alone, in whatever pieces. Who is read to the end begins at once."""
-    heads = {"num_heads": 8, "num_kv_heads": 4}  # so many that attention takes blocks from a list
-    bench = Bench(max_batch_size=2, max_draft_len=2, short_prompt=20, **heads)
-    disturb(bench.draft)
-    prompt = TEXTS[2]
-
-    def sequence() -> int:
-        return bench.target.allocate(prompt_length=len(prompt), max_tokens=100)
-
-    alone = sequence()
-    assert bench.rounds.can_read(alone)
+def cached_alone(bench: Bench, prompt: list[int]) -> torch.Tensor:
+    """What the target caches of a prompt, but for its last token, that it reads by itself."""
+    alone = bench.target.allocate(prompt_length=len(prompt), max_tokens=100)
     bench.target.forward([(alone, prompt[:-1])], [0])
     wanted = cached(bench.target, alone)
     bench.target.free(alone)
-    longer = bench.target.allocate(prompt_length=len(prompt) + 1, max_tokens=100)
-    assert not bench.rounds.can_read(longer)
-    bench.target.free(longer)
-    other = bench.join(TEXTS[0])
-    read = sequence()
-    bench.rounds.join(read, prompt, GREEDY)
-    members = [Member(other.target, 2, 100)]
-    assert bench.rounds.reading_rooms(members) == [ReadingRoom(n, 3) for n in (4, 9, 20, 41)]
-    bench.rounds.launch(members, [Reading(read, 0, 4)])  # two pieces
-    members = [Member(other.target, 0, 100), Member(read, 0, 100)]
-    bench.rounds.launch(members, [Reading(read, 4, 15)])
-    assert bench.target.decoder.lists_blocks(32, 1)
-    bench.target.skip(read, 19)
+    return wanted
+
+
+def check_read(
+    bench: Bench, other: Joined, read: int, prompt: list[int], wanted: torch.Tensor
+) -> None:
+    """Takes two rounds of a member, in which a prompt was read beside it; it is in the second."""
+    bench.target.skip(read, len(prompt) - 1)
     assert torch.equal(cached(bench.target, read), wanted)
     bench.take(other)
     second = Joined(read, -1, list(prompt))
@@ -284,29 +270,42 @@ def test_texts_are_read_beside_members() -> None:
     check(bench, second, prompt)
 
 
+def test_texts_are_read_beside_members() -> None:
+    """To the same bits as alone, in whatever pieces. Who is read to the end begins at once."""
+    heads = {"num_heads": 8, "num_kv_heads": 4}  # so many that attention takes blocks from a list
+    bench = Bench(max_batch_size=2, max_draft_len=2, short_prompt=20, **heads)
+    disturb(bench.draft)
+    prompt = TEXTS[2]
+    wanted = cached_alone(bench, prompt)
+    longer = bench.target.allocate(prompt_length=len(prompt) + 1, max_tokens=100)
+    assert not bench.rounds.can_read(longer)
+    bench.target.free(longer)
+    other = bench.join(TEXTS[0])
+    read = bench.target.allocate(prompt_length=len(prompt), max_tokens=100)
+    assert bench.rounds.can_read(read)
+    bench.rounds.join(read, prompt, GREEDY)
+    members = [Member(other.target, 2, 100)]
+    assert bench.rounds.reading_rooms(members) == [ReadingRoom(n, 3) for n in (4, 9, 20, 41)]
+    bench.rounds.launch(members, [Reading(read, 0, 4)])  # two pieces
+    members = [Member(other.target, 0, 100), Member(read, 0, 100)]
+    bench.rounds.launch(members, [Reading(read, 4, 15)])
+    assert bench.target.decoder.lists_blocks(32, 1)
+    check_read(bench, other, read, prompt, wanted)
+
+
 def test_texts_are_read_beside_those_that_copy() -> None:
     """In places of two rows, as those have that copy much."""
     bench = Bench(max_batch_size=2, max_draft_len=6, short_prompt=20)
     prompt = TEXTS[2]
-    limits = {"prompt_length": len(prompt), "max_tokens": 100}
-    alone = bench.target.allocate(**limits)
-    bench.target.forward([(alone, prompt[:-1])], [0])
-    wanted = cached(bench.target, alone)
-    bench.target.free(alone)
+    wanted = cached_alone(bench, prompt)
     copies = bench.join(bench.greedy(TEXTS[0], 21))
-    read = bench.target.allocate(**limits)
+    read = bench.target.allocate(prompt_length=len(prompt), max_tokens=100)
     bench.rounds.join(read, prompt, GREEDY)
     copying = Member(copies.target, 6, 100, is_copied=True)
     assert bench.rounds.reading_rooms([copying]) == [ReadingRoom(n, 2) for n in (4, 12, 28, 60)]
     bench.rounds.launch([copying], [Reading(read, 0, 5)])  # three pieces
     bench.rounds.launch([copying, Member(read, 0, 100)], [Reading(read, 5, 14)])
-    bench.target.skip(read, 19)
-    assert torch.equal(cached(bench.target, read), wanted)
-    bench.take(copies)
-    second = Joined(read, -1, list(prompt))
-    bench.take(copies, second)
-    check(bench, copies, TEXTS[0])
-    check(bench, second, prompt)
+    check_read(bench, copies, read, prompt, wanted)
 
 
 def test_what_places_of_two_rows_do_not_hold_leaves_room_for_nothing() -> None:
