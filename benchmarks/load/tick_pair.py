@@ -18,7 +18,9 @@ _ROUND_S, _HOST_S = "SPECPIPE_TICK_ROUND_S", "SPECPIPE_TICK_HOST_S"
 
 
 class TickPair:
-    """round_s  of a round; it ends with host_s in which the interpreter is kept busy"""
+    """round_s  of a round, longer where others hold the interpreter as it ends
+    host_s   of work for the interpreter with which it ends, in CPU time
+    """
 
     def __init__(self, round_s: float, host_s: float) -> None:
         self._round_s, self._host_s = round_s, host_s
@@ -50,9 +52,9 @@ class TickPair:
 
     def step(self) -> list[Chunk]:
         self.num_steps += 1
-        end = time.perf_counter() + self._round_s
         time.sleep(self._round_s - self._host_s)
-        while time.perf_counter() < end:
+        end = time.thread_time() + self._host_s
+        while time.thread_time() < end:
             pass
         return [self._next(request) for request in tuple(self._requests.values())]
 

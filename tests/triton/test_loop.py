@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +16,7 @@ from specpipe.speculative.guide import Guide
 from specpipe.speculative.request import Chunk, Request
 from specpipe.triton import loop as loop_module
 from specpipe.triton.loop import PairLoop
+from tests.waiting import wait_until
 
 GUIDE, BAD_GUIDE = Guide(type="json"), Guide(type="regex", text="(")
 
@@ -249,6 +252,29 @@ def test_a_closed_loop_answers_what_is_asked_then(pair: CountingPair) -> None:
     loop = PairLoop(pair)
     loop.close()
     assert Caller(loop, "late", 3).next() == Chunk(request_id="late", finish_reason="cancelled")
+
+
+def test_rounds_hand_the_interpreter_over_sooner_while_answers_are_late(pair: CountingPair) -> None:
+    usual_s, seen_s = sys.getswitchinterval(), []
+    loop = PairLoop(pair, stream_interval_s=0.01)
+
+    def take(chunk: Chunk) -> None:
+        time.sleep(0.03)  # for each of four streams, so that none of them can be in time
+        seen_s.append(sys.getswitchinterval())
+        pair.go.release()
+
+    for name in "abcd":
+        request = Request(request_id=name, prompt_token_ids=(1,), max_tokens=100)
+        loop.submit(request, on_chunk=take, on_refusal=lambda exc: None)
+    pair.go.release()
+    assert wait_until(lambda: len(seen_s) > 12)
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    pair.go.release(100)
+    closing.join()
+    assert seen_s[0] == usual_s
+    assert min(seen_s) < usual_s / 2
+    assert sys.getswitchinterval() == usual_s
 
 
 def reports_of_five_steps(pair: CountingPair) -> list[tuple[int, int]]:

@@ -48,6 +48,10 @@ class Line:
             assert self._outbox.send_next()
         self.now = max(self.now, end_s)
 
+    @property
+    def late_s(self) -> float:
+        return self._outbox.late_s
+
     def texts(self, name: str) -> str:
         return "".join(text for _, to, text in self.sent if to == name)
 
@@ -146,6 +150,25 @@ def test_where_it_cannot_keep_up_gaps_are_what_a_response_to_all_takes() -> None
     run_rounds(line, names, num_rounds=300, round_s=0.005)
     assert max(max(line.gaps_s(name)) for name in names) <= 0.128 + 0.005
     assert line.sent[-1][0] <= 300 * 0.005 + 0.128
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "response_s", "round_s", "late_s"),
+    [
+        (128, 0.001, 0.005, 0.128 - 0.075),
+        (8, 0.0002, 0.005, 0.0),
+        (1, 0.001, 0.100, 0.0),
+    ],
+    ids=["behind", "in time", "rounds longer than the interval"],
+)
+def test_by_how_much_it_is_late(
+    num_streams: int, response_s: float, round_s: float, late_s: float
+) -> None:
+    line = Line(None, response_s=response_s)
+    run_rounds(
+        line, [str(number) for number in range(num_streams)], num_rounds=300, round_s=round_s
+    )
+    assert line.late_s == pytest.approx(late_s, abs=num_streams * response_s / 8)
 
 
 @settings(max_examples=40, deadline=None)

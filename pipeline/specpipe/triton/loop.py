@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,12 @@ _LOGGER = logging.getLogger(__name__)
 
 OnRefusal = Callable[[RequestError], None]
 OnReport = Callable[[int, Occupancy], None]
+
+_LATE_S = 0.01
+"""By how much answers are late where rounds hand the interpreter over after half of the usual time.
+"""
+_SHORTEST_SWITCH_S = 0.001
+"""Each time costs rounds as long as the other thread takes, so not as often as it may ask."""
 
 _REPORT_INTERVAL_S = 0.5  # each report is a round trip to the server's process (metrics.py)
 
@@ -50,7 +57,8 @@ class PairLoop:
     their answers.
 
     A guide is compiled on a thread of its own before its request is submitted, so that no round
-    waits for that. Answers are sent by another, in order, so that no round waits for Triton.
+    waits for that. Answers are sent by another, in order, so that no round waits for Triton; where
+    they are late, rounds hand the interpreter over to it sooner.
     `on_report` gets the number of rounds since its last call and what the pair holds: before the
     first answer to a request that comes while no other is open, twice a second while rounds go on,
     and when they end. It is called on the thread of the answers, after those of these rounds, and
@@ -141,7 +149,7 @@ class PairLoop:
         self._handed_over.put(None)
 
     def _send(self) -> None:
-        is_open = True
+        usual_s, is_open = sys.getswitchinterval(), True
         while is_open or self._outbox.wait_s() is not None:
             try:
                 with contextlib.suppress(queue.Empty):
@@ -151,8 +159,11 @@ class PairLoop:
                         if add is not None:
                             add()
                 self._outbox.send_next()
+                switch_s = usual_s / (1 + self._outbox.late_s / _LATE_S)
+                sys.setswitchinterval(max(switch_s, _SHORTEST_SWITCH_S))
             except Exception:
                 _LOGGER.exception("an answer could not be sent")
+        sys.setswitchinterval(usual_s)
 
     def _step(self) -> None:
         self._deliver(self._pair.step())

@@ -55,6 +55,8 @@ class Outbox:
     interval_s   between two responses of a stream; 0: each chunk has its own; None: as long as
                  keeps sending to a share of the time, by what a response is measured to take
     on_gathered  is told how many chunks leave in the response of another one
+
+    `late_s` is by how much the last response that had to wait left later than it could have.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Outbox:
         self._streams: dict[str, _Stream] = {}
         self._num_begun = 0
         self._response_s = 0.0
+        self.late_s = 0.0
         self._sendings: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._numbers = itertools.count()
 
@@ -101,7 +104,7 @@ class Outbox:
             self._send_at(_AT_ONCE, partial(self._answer, stream, [chunk]))
         else:
             waiting.append(chunk)
-            due_s = stream.sent_s + self._interval_s()
+            due_s = max(stream.sent_s + self._interval_s(), self._clock())
             self._send_at(due_s, partial(self._answer, stream, waiting))
 
     def wait_s(self) -> float | None:
@@ -112,7 +115,9 @@ class Outbox:
         """Sends one response, or makes one call, where that is due; returns whether it was."""
         if self.wait_s() != 0:
             return False
-        _, _, send = heapq.heappop(self._sendings)
+        due_s, _, send = heapq.heappop(self._sendings)
+        if due_s != _AT_ONCE:
+            self.late_s = self._clock() - due_s
         send()
         return True
 

@@ -27,7 +27,7 @@ from specpipe.triton.serving.tensor_values import (
 )
 from specpipe.triton.serving.tensors import CANCEL, SIGNATURE, STREAM_ID, TENSORS_BY_NAME, TEXT
 
-_POLL_INTERVAL_S = 0.1
+_POLL_INTERVAL_S = 0.5
 """Between looks whether a client is gone: each is a round trip of a model's process to Triton's,
 and takes as much as a fifth of a response.
 """
