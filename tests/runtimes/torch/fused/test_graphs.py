@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -31,3 +33,27 @@ def test_what_was_prepared_is_not_late_and_what_was_not_is_done_as_well() -> Non
     # Dry launches do what torch does by itself; then it ran once.
     assert counts.tolist() == [3, 2]
     assert late() == LateWork(num_recordings=1)
+
+
+@pytest.mark.gpu
+def test_garbage_is_not_collected_while_a_launch_is_recorded() -> None:
+    """Graphs of an engine that is gone may be garbage then, and CUDA refuses to free them."""
+    counts = torch.zeros(2, device="cuda")
+    gone, graphs = Graphs(counts.device), Graphs(counts.device)
+    gone.run("a", lambda: counts[0].add_(1))
+    gone.itself = gone  # type: ignore[attr-defined]
+    del gone
+
+    def launch() -> None:
+        counts[1].add_(1)
+        for _ in range(100):  # each may begin a collection
+            [[]].append([])
+
+    usual = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        graphs.record("b", launch)
+    finally:
+        gc.set_threshold(*usual)
+    graphs.run("b", launch)
+    assert counts.tolist() == [2, 1]

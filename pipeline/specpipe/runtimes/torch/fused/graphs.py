@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import gc
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -40,9 +42,24 @@ class Graphs:
         """Records a launch, and does not make it; its kernels must be compiled."""
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             launch()
         self._graphs[key] = graph
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """To free another graph ends a recording with an error."""
+    is_usual = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_usual:
+            gc.enable()
 
 
 class Recording(NamedTuple):
