@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 
 import pytest
@@ -54,6 +55,16 @@ def test_what_is_not_here(door: Door, method: str, path: str, status: int, messa
     assert response.status == status
     assert response.error["message"].startswith(message)
     assert response.error["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_packed(door: Door) -> None:
+    data = b'{"prompt": "hello"}'
+    packed = door.post("/tokenize", gzip.compress(data), {"Content-Encoding": "gzip"})
+    assert (packed.status, packed.error["code"]) == (415, "unsupported_encoding")
+    assert packed.error["message"].startswith(
+        "content-encoding is gzip, which is not unpacked here"
+    )
+    assert door.post("/tokenize", data, {"Content-Encoding": "identity"}).status == 200
 
 
 def test_tokens_and_back(door: Door) -> None:

@@ -24,7 +24,17 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body; raises ApiError, with both numbers, as soon as there is too much of it."""
+    """Returns the body; raises ApiError where it is packed, or, with both numbers, as soon as it is
+    too much.
+    """
+    encoding = request.headers.get("content-encoding", "")
+    if encoding.lower() not in ("", "identity"):
+        raise ApiError(
+            f"content-encoding is {show(encoding)}, which is not unpacked here: send the body as "
+            "it is",
+            status=415,
+            code="unsupported_encoding",
+        )
     told = request.headers.get("content-length", "0")
     if told.isdecimal() and int(told[:20]) > max_bytes:
         raise too_large(max_bytes)
