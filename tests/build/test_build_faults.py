@@ -319,7 +319,7 @@ def test_full_disk_in_every_stage(
             break
         assert full.code == 1
         assert re.search(
-            r"^Error: (.*No space left on device|.* the disk of .* has .* MB free)\n\Z",
+            r"^Error: .*(No space left on device| free, and .* are needed for .*: make room)\n\Z",
             full.log,
             re.MULTILINE,
         ), full.log
