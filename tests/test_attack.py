@@ -26,7 +26,7 @@ from benchmarks.attack.send import number, strings
 from benchmarks.attack.server import STUBS, TRITON, descendants
 
 ROOT = Path(__file__).parents[1]
-HOLES = {"body-of-6-mib", "million-chunks", "brackets-body"}
+HOLES = {"body-of-6-mib", "million-chunks", "brackets-body", "classes-of-text"}
 
 
 def answered(**changes: Any) -> Answered:

@@ -1,7 +1,7 @@
 """Hostile kinds of benchmarks.attack: connections and bytes that are no whole request.
 
-The last three kinds kill tritonserver 2.51 by itself, in its own HTTP server (fixed upstream in
-25.07), and are sent only with --holes.
+The last four kinds kill tritonserver 2.51 by itself, in its own servers for HTTP and gRPC (fixed
+upstream in 25.07), and are sent only with --holes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.attack.send import (
     number,
     post,
     received,
+    stream,
     strings,
     stub,
 )
@@ -235,6 +236,13 @@ def brackets_body(target: Target, rng: random.Random) -> Reply:
     return post(target, _GENERATE, "[" * 1_000_000)
 
 
+def classes_of_text(target: Target, rng: random.Random) -> Reply:
+    """The likeliest classes of an output whose elements have no size."""
+    asked = infer_request([strings("text_input", [_PROMPT.encode()]), number("max_tokens", 8)])
+    asked.outputs.add(name="text_output").parameters["classification"].int64_param = 1
+    return stream(target, asked)
+
+
 KINDS = (
     Kind("slow-reader-http", slow_reader_http),
     Kind("slow-reader-grpc", slow_reader_grpc),
@@ -251,4 +259,5 @@ KINDS = (
     Kind("body-of-6-mib", body_of_6_mib, is_hole=True),
     Kind("million-chunks", million_chunks, is_hole=True),
     Kind("brackets-body", brackets_body, is_hole=True),
+    Kind("classes-of-text", classes_of_text, is_hole=True),
 )

@@ -55,7 +55,7 @@ def _port_option(name: str, default: int, service: str) -> Callable[[Command], C
     flag_value=False,
     default=True,
     show_default=False,
-    help="Listen for gRPC alone: known holes of older tritonservers are in HTTP.",
+    help="Listen for gRPC alone: most known holes of older tritonservers are in HTTP.",
 )
 @click.option(
     "--openai",

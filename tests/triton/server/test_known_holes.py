@@ -14,9 +14,10 @@ from specpipe.triton.server import known_holes, launcher
 from specpipe.triton.server.options import ServeOptions
 from specpipe.triton.server.server import TritonBinary, find_tritonserver
 
-THREE = (
+CLASSES = "to ask for the classes of a text output ends the server"
+FOUR = (
     "a body of a million chunks ends the server; a body of 4 MiB ends the server; "
-    "a body of a million '[' ends the server"
+    f"a body of a million '[' ends the server; {CLASSES}"
 )
 NAMES = "an error tells the name of private memory, which is of use with the admin key alone"
 
@@ -47,11 +48,11 @@ def test_the_version_of_the_wheel_is_known() -> None:
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
-        ("2.51.0", f"tritonserver 2.51.0: {THREE}; {NAMES}"),
+        ("2.51.0", f"tritonserver 2.51.0: {FOUR}; {NAMES}"),
         (
             "2.59.0",
             "tritonserver 2.59.0: a body of a million chunks ends the server; "
-            f"a body of 4 MiB ends the server; {NAMES}",
+            f"a body of 4 MiB ends the server; {CLASSES}; {NAMES}",
         ),
         ("2.59.1", "none in tritonserver 2.59.1"),
         ("2.73.0dev", "none in tritonserver 2.73.0dev"),
@@ -63,9 +64,9 @@ def test_the_holes_of_a_version(version: str | None, expected: str) -> None:
     assert known_holes.describe(version) == expected
 
 
-def test_without_http_the_three_that_end_a_server_are_closed() -> None:
+def test_without_http_what_comes_by_http_alone_is_closed() -> None:
     described = known_holes.describe("2.51.0", allow_http=False)
-    assert described == f"tritonserver 2.51.0: {NAMES}"
+    assert described == f"tritonserver 2.51.0: {CLASSES}; {NAMES}"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", ""])
@@ -73,12 +74,13 @@ def test_beyond_loopback_a_server_with_holes_is_refused(host: str) -> None:
     with pytest.raises(ServerError) as caught:
         known_holes.check("2.51.0", ServeOptions(host=host))
     assert str(caught.value) == (
-        f"{host} can be reached from elsewhere, and tritonserver 2.51.0 has known holes ({THREE}): "
-        "serve without HTTP (--no-http) or with a newer one "
-        "(nvcr.io/nvidia/tritonserver:26.07-py3), or add --allow-known-holes"
+        f"{host} can be reached from elsewhere, and tritonserver 2.51.0 has known holes ({FOUR}): "
+        "serve with a newer one (nvcr.io/nvidia/tritonserver:26.07-py3), let others reach the "
+        "front door alone (--openai HOST:PORT), or add --allow-known-holes"
     )
+    with pytest.raises(ServerError, match=f"has known holes \\({CLASSES}\\)"):
+        known_holes.check("2.51.0", ServeOptions(host=host, allow_http=False))
     known_holes.check("2.51.0", ServeOptions(host=host, allow_known_holes=True))
-    known_holes.check("2.51.0", ServeOptions(host=host, allow_http=False))
     known_holes.check("2.59.1", ServeOptions(host=host))
 
 

@@ -28,13 +28,15 @@ _OF_THE_WHEEL = {"0.7.0": "2.51.0"}
 class Hole:
     """What a request does, in which release of triton-inference-server that ended, and where.
 
-    is_http  whether it comes in by HTTP alone
+    is_http      whether it comes in by HTTP alone
+    ends_server  whether what the server is answering is lost
     """
 
     what: str
     fixed_in: Version
     source: str
     is_http: bool = True
+    ends_server: bool = True
 
 
 # The releases are the first tags of triton-inference-server/server with the change. All but the
@@ -44,10 +46,17 @@ HOLES = (
     Hole("a body of 4 MiB ends the server", (2, 59, 1), "server#8305, CVE-2025-23311"),
     Hole("a body of a million '[' ends the server", (2, 58, 0), "server#8172"),
     Hole(
+        "to ask for the classes of a text output ends the server",
+        (2, 59, 1),
+        "server#8267",
+        is_http=False,
+    ),
+    Hole(
         "an error tells the name of private memory, which is of use with the admin key alone",
         (2, 59, 1),
         "python_backend#403, CVE-2025-23320",
         is_http=False,
+        ends_server=False,
     ),
 )
 
@@ -90,12 +99,16 @@ def check(version: str | None, options: ServeOptions) -> None:
     if options.allow_known_holes or _is_loopback(options.host):
         return
     is_known = _parse(version) is not None
-    holes = [hole.what for hole in find(version, allow_http=options.allow_http) if hole.is_http]
+    open_holes = find(version, allow_http=options.allow_http)
+    holes = [hole.what for hole in open_holes if hole.ends_server]
     if is_known and not holes:
         return
     if is_known:
         reason = f"tritonserver {version} has known holes ({'; '.join(holes)})"
-        cure = f"serve without HTTP (--no-http) or with a newer one ({NEWER_IMAGE})"
+        cure = (
+            f"serve with a newer one ({NEWER_IMAGE}), let others reach the front door alone "
+            "(--openai HOST:PORT)"
+        )
     else:
         reason = "the version of this tritonserver is unknown, and so are its holes"
         cure = "set TRITON_SERVER_VERSION to it"
