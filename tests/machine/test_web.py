@@ -5,13 +5,15 @@ from __future__ import annotations
 import http.server
 import socket
 import threading
+import urllib.error
 from collections.abc import Iterator
+from email.message import Message
 
 import pytest
 
 from specpipe.errors import ServerError
 from specpipe.evaluate.endpoints import open_endpoint
-from specpipe.machine.web import Address, fetch, is_here, parse_url
+from specpipe.machine.web import Address, fetch, is_here, parse_url, to_words
 
 
 @pytest.fixture
@@ -70,6 +72,12 @@ def test_what_is_no_http_is_an_os_error() -> None:
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(OSError, match="is no HTTP"):
             fetch(f"http://127.0.0.1:{listener.getsockname()[1]}/", timeout_s=10)
+
+
+def test_words_of_an_error_begin_small_but_for_abbreviations() -> None:
+    assert to_words(OSError(111, "Connection refused")) == "connection refused"
+    refused = urllib.error.HTTPError("http://h:1/", 404, "Not Found", Message(), None)
+    assert to_words(refused) == "HTTP Error 404: Not Found"
 
 
 def test_a_host_in_brackets_comes_out_without_and_goes_in_with() -> None:

@@ -23,6 +23,7 @@ from specpipe.cli.options import (
 )
 from specpipe.cli.output import print_result
 from specpipe.cli.progress import log
+from specpipe.errors import ServerError
 
 if TYPE_CHECKING:
     from specpipe.config.sections import PipelineConfig
@@ -176,6 +177,17 @@ def bench(
     print_result(result, lines, as_json=as_json)
     if output is not None:
         log(f"written: {output}")
+    _check_measured(result)
+
+
+def _check_measured(result: dict[str, Any]) -> None:
+    for measured in result["loads"]:
+        for name, side in measured["sides"].items():
+            if not side["num_complete"]:
+                raise ServerError(
+                    f"{name}: no answer at concurrency {measured['concurrency']} was complete, so "
+                    "that nothing was measured"
+                )
 
 
 def _settings(concurrencies: tuple[int, ...], options: dict[str, Any]) -> BenchSettings:

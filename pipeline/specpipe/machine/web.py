@@ -172,7 +172,7 @@ def to_words(exc: Exception) -> str:
     if isinstance(exc, UnicodeError):
         return "there is no such host"
     words = getattr(exc, "strerror", None) or str(exc)
-    return words[:1].lower() + words[1:]
+    return words if words[:2].isupper() else words[:1].lower() + words[1:]
 
 
 def is_here(host: str) -> bool:

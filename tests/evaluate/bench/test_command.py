@@ -14,7 +14,14 @@ from specpipe.config.sections import PipelineConfig
 from specpipe.errors import ConfigError, RuntimeUnavailable, ServerError
 from specpipe.evaluate.results import read_result
 from tests.evaluate.bench.conftest import ROOT
-from tests.evaluate.endpoints.fake_openai import CUT, DONE, completion, serving, summary
+from tests.evaluate.endpoints.fake_openai import (
+    CUT,
+    DONE,
+    Refusal,
+    completion,
+    serving,
+    summary,
+)
 
 TOKENIZER = str(ROOT / "models" / "python-code" / "target")
 
@@ -85,6 +92,25 @@ def test_a_server_by_itself_is_measured_and_cut_streams_are_counted(prompts: str
     assert (side["num_answers"], side["num_complete"], side["num_cut"]) == (10, 8, 2)
     assert side["num_output_tokens"] == 32
     assert (load["comparison"], found["verdict"]) == (None, None)
+
+
+def test_where_no_answer_is_complete_the_reason_is_told_and_the_command_fails(prompts: str) -> None:
+    def answer(body: dict[str, Any]) -> Refusal | Sequence[Any]:
+        return (
+            Refusal(400, '{"error": "too long"}')
+            if body["max_tokens"] > 1
+            else answering(0.0)(body)
+        )
+
+    with serving(answer) as server:
+        result = CliRunner().invoke(
+            bench,
+            ["--url", server.url, "--model", "m", "--prompts", prompts, "--concurrency", "1"],
+        )
+    assert "1  " + server.url + ": 15 of 15: " in result.stdout and "too long" in result.stdout
+    assert str(result.exception) == (
+        f"{server.url}: no answer at concurrency 1 was complete, so that nothing was measured"
+    )
 
 
 def test_a_built_pair_is_served_and_compared_with_its_target(quickstart: PipelineConfig) -> None:

@@ -50,6 +50,8 @@ def _table(summaries: Mapping[int, Mapping[str, Summary]]) -> Iterator[str]:
 
 def _conclusions(result: dict[str, Any], *, is_one_server: bool) -> Iterator[str]:
     """Yields what the figures of a benchmark say, a paragraph each."""
+    if failures := list(_failures(result)):
+        yield "\n".join(["why answers failed or were cut:", *failures])
     if by_position := list(_by_position(result)):
         yield "\n".join(["accepted by position of the draft token:", *by_position])
     if result["verdict"]:
@@ -64,6 +66,14 @@ def _conclusions(result: dict[str, Any], *, is_one_server: bool) -> Iterator[str
             f"Prompts whose text was not always the same, by concurrency: {counts}. "
             "`specpipe verify` says which are numerical ties and which are faults."
         )
+
+
+def _failures(result: dict[str, Any]) -> Iterator[str]:
+    """Yields a line for each load, side and error that answers ended with."""
+    for load in result["loads"]:
+        for name, side in load["sides"].items():
+            for error, count in side["errors"].items():
+                yield f"{load['concurrency']:7}  {name}: {count} of {side['num_answers']}: {error}"
 
 
 def _by_position(result: dict[str, Any]) -> Iterator[str]:
