@@ -247,6 +247,17 @@ def test_close_cancels_what_is_open(pair: CountingPair) -> None:
     assert last.finish_reason == "cancelled"
 
 
+def test_close_waits_for_no_interval_of_streams_that_have_ended(pair: CountingPair) -> None:
+    loop = PairLoop(pair, stream_interval_s=60.0)
+    caller = Caller(loop, "a", 4)
+    pair.go.release(4)
+    assert caller.texts() == ["1", "234"]
+    closing = threading.Thread(target=loop.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive()
+
+
 def test_a_closed_loop_answers_what_is_asked_then(pair: CountingPair) -> None:
     """Else the thread that asks would wait for ever: Ctrl-C closes a pair that many threads ask."""
     loop = PairLoop(pair)

@@ -150,7 +150,8 @@ class PairLoop:
 
     def _send(self) -> None:
         usual_s, is_open = sys.getswitchinterval(), True
-        while is_open or self._outbox.wait_s() is not None:
+        # What is due later then waited for streams that have ended since, and left with their end.
+        while is_open or self._outbox.wait_s() == 0:
             try:
                 with contextlib.suppress(queue.Empty):
                     while is_open:
