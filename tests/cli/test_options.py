@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
 import pytest
 from click.testing import CliRunner
 
 from specpipe.cli.bench import bench
+from specpipe.cli.group import main
 from specpipe.cli.options import numbers
 from specpipe.cli.tune import tune
 from specpipe.cli.verify import verify
@@ -35,3 +38,22 @@ def test_what_is_no_list_of_numbers_is_a_usage_error(
         f"Error: Invalid value for '{option}': {text!r}: expected numbers with commas between, "
         "as in 1,4,8."
     )
+
+
+def options_of(command: click.Command) -> Iterator[click.Parameter]:
+    yield from command.params
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from options_of(inner)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf"])
+def test_no_range_of_numbers_takes_what_is_no_finite_number(text: str) -> None:
+    ranges = [option for option in options_of(main) if isinstance(option.type, click.FloatRange)]
+    assert {"--check-age", "--time-limit"} <= {option.opts[0] for option in ranges}
+    for option in ranges:
+        with pytest.raises(click.BadParameter):
+            option.type.convert(text, option, None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from specpipe.cli.options import NumberRange
 from specpipe.cli.output import print_json
 from specpipe.cli.progress import log
 
@@ -60,7 +61,7 @@ from specpipe.cli.progress import log
 @click.option(
     "--check-age",
     metavar="HOURS",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     help="Run nothing: fail where the last good run of a pair is older than that, or missing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the runs as JSON.")

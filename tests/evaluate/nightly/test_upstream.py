@@ -123,6 +123,7 @@ def test_an_old_run_and_none_and_one_to_come_are_told(
     else:
         assert found is not None
         assert found.startswith(f"code: {why.format(made_at=made_at, path=path)}")
+    assert hours_ago != 37 or age_fault(config, 1e300, now) is None
 
 
 def test_the_history_is_short_and_has_what_came_of_a_comparison(tmp_path: Path) -> None:

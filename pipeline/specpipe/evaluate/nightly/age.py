@@ -28,9 +28,10 @@ def age_fault(config: PipelineConfig, hours: float, now: datetime | None = None)
             f"{config.name}: the last good run is of {run.made_at}, which is still to come: set "
             "the clock of this machine, or of the one that made it"
         )
-    if age > timedelta(hours=hours):
+    age_hours = age / timedelta(hours=1)
+    if age_hours > hours:
         return (
-            f"{config.name}: the last good run is {age / timedelta(hours=1):.0f} hours old, of "
+            f"{config.name}: the last good run is {age_hours:.0f} hours old, of "
             f"{run.made_at}; {hours:g} are allowed: {_ADVICE}"
         )
     return None
