@@ -292,7 +292,10 @@ def test_whatever_a_template_raises_refuses_the_messages(tmp_path: Path, body: s
 
 def test_messages_need_a_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_chat(tmp_path, chat_template=None))
-    with pytest.raises(RequestError, match="has no chat template; send text_input instead"):
+    with pytest.raises(
+        RequestError,
+        match="has no chat template; send text_input instead, or to .*/v1/completions a prompt",
+    ):
         tokenizer.encode_messages(USER_HI)
 
 

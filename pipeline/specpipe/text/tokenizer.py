@@ -98,7 +98,10 @@ class Tokenizer:
         has more than max_bytes.
         """
         if self.chat_template is None:
-            raise RequestError("messages: this model has no chat template; send text_input instead")
+            raise RequestError(
+                "messages: this model has no chat template; send text_input instead, or to the "
+                "front door's /v1/completions a prompt"
+            )
         rendered = self.chat_template.render(messages, arguments, max_bytes=max_bytes)
         token_ids = _encode(self._backend, rendered, add_special_tokens=False)
         if self._adds_bos and token_ids[:1] != [self.bos_token_id]:

@@ -55,7 +55,8 @@ def test_a_conversation_is_the_servers_to_render(triton: Callable[..., Triton]) 
     messages = ({"role": "user", "content": "hi"},)
     answer = record(triton(), Question(messages=messages, max_tokens=5))
     assert answer.ending == "failed"
-    assert answer.error == "messages: this model has no chat template; send text_input instead"
+    assert answer.error is not None
+    assert answer.error.startswith("messages: this model has no chat template; send text_input ")
 
 
 def test_many_ask_at_once(triton: Callable[..., Triton]) -> None:
