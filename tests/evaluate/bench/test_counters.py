@@ -170,3 +170,9 @@ def test_a_metrics_endpoint_that_is_not_there_is_told() -> None:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
         with pytest.raises(ServerError, match=f"^{url} does not answer with metrics: "):
             read_counters(url)
+
+
+@pytest.mark.parametrize("page", ["", '{"name": "ensemble"}', "# HELP a\n"])
+def test_a_page_without_metrics_is_told(serve: Serve, page: str) -> None:
+    with pytest.raises(ServerError, match="does not answer with metrics: what it sends has none$"):
+        read_counters(serve(page))

@@ -63,7 +63,10 @@ def read_counters(url: str, *, timeout_s: float = 30.0) -> Samples:
         text = fetch(url, timeout_s=timeout_s).decode("utf-8", errors="replace")
     except (OSError, ValueError) as exc:
         raise ServerError(f"{url} does not answer with metrics: {to_words(exc)}") from exc
-    return parse_samples(text)
+    samples = parse_samples(text)
+    if not samples:
+        raise ServerError(f"{url} does not answer with metrics: what it sends has none")
+    return samples
 
 
 def read_settled(url: str, *, report: Log, timeout_s: float = _SETTLE_TIMEOUT_S) -> Samples:
