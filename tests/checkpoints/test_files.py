@@ -40,6 +40,8 @@ def write_whole(folder: Path) -> Path:
     (folder / "special_tokens_map.json").write_text("{}")
     (folder / "generation_config.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -80,12 +82,21 @@ def test_link_out_of_the_checkpoint_is_refused(tmp_path: Path, whole: Path, name
         path.rename(outside)
     else:
         outside.write_text("{}")
-    path.symlink_to("../secret")
+    path.symlink_to(outside)
     message = (
         f"{path} is a link to {outside}, which is outside the checkpoint; copy that file into the "
         "folder, or name the folder in which it is"
     )
     assert refusal(lambda: use(whole)).removeprefix("draft: ") == message
+
+
+def test_folder_of_templates_outside_of_the_checkpoint_is_refused(
+    tmp_path: Path, whole: Path
+) -> None:
+    folder = whole / "additional_chat_templates"
+    folder.rename(tmp_path / "secret")
+    folder.symlink_to(tmp_path / "secret")
+    assert f"{folder}/tool_use.jinja is a link to {tmp_path}/secret/" in refusal(lambda: use(whole))
 
 
 def test_link_out_of_the_checkpoint_is_packaged_nowhere(tmp_path: Path, whole: Path) -> None:
@@ -132,9 +143,11 @@ def snapshot(tmp_path: Path, whole: Path) -> Path:
     folder = repository / "snapshots" / ("0" * 40)
     folder.mkdir(parents=True)
     (repository / "blobs").mkdir()
-    for number, path in enumerate(sorted(whole.iterdir())):
-        path.rename(repository / "blobs" / f"{number:040}")
-        (folder / path.name).symlink_to(f"../../blobs/{number:040}")
+    for number, path in enumerate(sorted(p for p in whole.rglob("*") if p.is_file())):
+        blob, link = repository / "blobs" / f"{number:040}", folder / path.relative_to(whole)
+        path.rename(blob)
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
     return folder
 
 
@@ -213,6 +226,7 @@ def test_file_of_a_terabyte_is_not_read(whole: Path, name: str) -> None:
     setting = {
         "tokenizer.json": "max_tokenizer_bytes",
         "chat_template.jinja": "max_chat_template_bytes",
+        "additional_chat_templates/tool_use.jinja": "max_chat_template_bytes",
     }.get(name, "max_json_bytes")
     limit = FileLimits().model_dump()[setting]
     assert message == (

@@ -22,6 +22,7 @@ REPOSITORY = [
     "README.md",
     "USE_POLICY.md",
     "added_tokens.json",
+    "additional_chat_templates/tool_use.jinja",
     "chat_template.jinja",
     "config.json",
     "configuration_toy.py",
@@ -68,7 +69,7 @@ class Hub:
         self, repo_id: str, *, revision: str | None, tqdm_class: type, **patterns: Any
     ) -> str:
         self.calls.append((repo_id, revision))
-        self.files = list(filter_repo_objects(REPOSITORY, **patterns))
+        self.files += filter_repo_objects(REPOSITORY, **patterns)
         if self.failure is not None:
             raise self.failure
         return str(self.path)
@@ -133,6 +134,13 @@ def test_pickles_code_and_copies_are_not_fetched(tmp_path: Path, hub: Hub) -> No
 def test_pair_check_needs_no_weights(tmp_path: Path, hub: Hub) -> None:
     resolve("org/toy", revision=None, base=tmp_path, role="draft", weights=False)
     assert sorted(hub.files) == SMALL
+
+
+def test_other_chat_templates_come_with_the_default_one(tmp_path: Path, hub: Hub) -> None:
+    (hub.path / "chat_template.jinja").touch()
+    resolve("org/toy", revision="main", base=tmp_path, role="draft", weights=False)
+    assert hub.calls == [("org/toy", "main"), ("org/toy", COMMIT)]
+    assert sorted(hub.files) == sorted([*SMALL, "additional_chat_templates/tool_use.jinja"])
 
 
 @pytest.mark.parametrize("given", ["models/python/draft", "../draft", "/none/draft", "a b", "x//y"])

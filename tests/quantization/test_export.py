@@ -132,19 +132,21 @@ def test_transformers_reads_the_config(tmp_path: Path) -> None:
 
 def test_tokenizer_and_generation_config_go_along(tmp_path: Path) -> None:
     checkpoint = write_toy_checkpoint(tmp_path / "hf")
-    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja", "README.md"):
+    copied = ["generation_config.json", "tokenizer.json", "chat_template.jinja"]
+    copied.append("additional_chat_templates/tool_use.jinja")
+    (checkpoint / "additional_chat_templates").mkdir()
+    for name in (*copied, "README.md"):
         (checkpoint / name).write_text(name)
     stage = Export("draft", checkpoint, None, scheme("fp8_pc_pt"))
     assert stage.name == "draft/export"
-    copied = ["generation_config.json", "tokenizer.json", "chat_template.jinja"]
     weights = ["config.json", "model.safetensors"]
-    assert [path.name for path in stage.inputs().files] == [*weights, *copied]
+    assert stage.inputs().files == tuple(checkpoint / name for name in (*weights, *copied))
     (tmp_path / "out").mkdir()
     stage.run(tmp_path / "out")
     for name in copied:
         assert (tmp_path / "out" / name).read_text() == name
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {*weights, *copied, "hf_quant_config.json"}
+    paths = {path for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert paths == {tmp_path / "out" / n for n in (*weights, *copied, "hf_quant_config.json")}
 
 
 def test_large_weights_come_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

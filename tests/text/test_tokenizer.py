@@ -197,6 +197,36 @@ def test_transformers_5_files(tmp_path: Path) -> None:
     assert tokenizer.encode_messages(USER_HI) == [0, 4, 2]
 
 
+@pytest.mark.parametrize("has_added_tokens", [False, True])
+def test_the_special_tokens_map_counts_where_transformers_reads_it(
+    tmp_path: Path, has_added_tokens: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"added_tokens_decoder": {}} if has_added_tokens else {}
+    folder = write_chat(tmp_path, eos_token="user", **settings)
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<e>"}')
+    tokenizer = Tokenizer.load(folder)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert tokenizer.eos_token_id == reference.eos_token_id
+    assert tokenizer.end_token_ids == {1, 4}
+
+
+def test_a_model_may_name_tokens_of_its_own(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = write_chat(
+        tmp_path,
+        user_token="user",
+        extra_special_tokens={"sign": "<e>"},
+        chat_template="{{ bos_token }}{{ user_token }}{{ sign }}{{ messages[0].content }}",
+    )
+    tokenizer = Tokenizer.load(folder)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    token_ids = tokenizer.encode_messages(USER_HI)
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "<b> user <e> hi"
+    assert token_ids == reference.apply_chat_template(USER_HI)["input_ids"]
+    assert tokenizer.decode(token_ids) == reference.decode(token_ids, skip_special_tokens=True)
+
+
 def test_a_token_in_a_role_is_special_and_one_without_an_id_is_left_out(tmp_path: Path) -> None:
     folder = write_chat(tmp_path, eos_token="user", pad_token="[PAD]")
     tokenizer = Tokenizer.load(folder)
@@ -447,7 +477,10 @@ def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
     )
 
 
-def test_a_template_of_its_own_is_rendered_where_there_are_tools(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_template_of_its_own_is_rendered_where_there_are_tools(
+    tmp_path: Path, is_saved: bool
+) -> None:
     transformers = pytest.importorskip("transformers")
     templates = {"default": TEMPLATE, "tool_use": "{{ tools[0].function.name }}: " + TEMPLATE}
     folder = write_chat(
@@ -455,6 +488,10 @@ def test_a_template_of_its_own_is_rendered_where_there_are_tools(tmp_path: Path)
         chat_template=[{"name": name, "template": text} for name, text in templates.items()],
     )
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    if is_saved:  # as files beside each other, and no longer in tokenizer_config.json
+        folder = tmp_path / "saved"
+        reference.save_pretrained(folder)
+        assert (folder / "additional_chat_templates").is_dir()
     template = Tokenizer.load(folder).chat_template
     assert template is not None
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -21,6 +21,11 @@ from specpipe.errors import CheckpointError, show
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
+TEMPLATES_NAME = "additional_chat_templates"
+"""The folder of a checkpoint that holds its chat templates but the default one; transformers (5,
+utils/hub.py) writes and reads it.
+"""
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -43,7 +48,8 @@ def is_there(path: Path) -> bool:
 def check_file(path: Path) -> None:
     """Raises CheckpointError for what is no regular file, and for links out of its folder."""
     try:
-        folder, real = path.parent.resolve(strict=True), path.resolve(strict=True)
+        folder = path.parent.parent if path.parent.name == TEMPLATES_NAME else path.parent
+        folder, real = folder.resolve(strict=True), path.resolve(strict=True)
         mode = real.stat().st_mode
     except FileNotFoundError as exc:
         raise CheckpointError(f"{path} does not exist; download the checkpoint again") from exc
@@ -79,6 +85,7 @@ def open_file(path: Path) -> BinaryIO:
 
 def copy_file(path: Path, destination: Path) -> None:
     """Copies a file of a checkpoint, without its permissions."""
+    destination.parent.mkdir(exist_ok=True)
     with open_file(path) as source, destination.open("wb") as copy:
         shutil.copyfileobj(source, copy)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specpipe.checkpoints.checkpoint import weights_among
+from specpipe.checkpoints.files import TEMPLATES_NAME
 from specpipe.checkpoints.licences import LICENCE_NAMES, MODEL_CARD
 from specpipe.errors import CheckpointError, ConfigError, RuntimeUnavailable, show, to_sentence
 from specpipe.machine.libraries import with_library
@@ -110,15 +111,21 @@ def _fetch(repo_id: str, revision: str | None, folder: Path, role: Role, weights
     at = f"{repo_id} at revision {show(revision)}" if revision else repo_id
     try:
         with phase(f"{role}: fetching {repo_id}"), count(None, "bytes") as fetched:
-            return Path(
-                snapshot_download(
+            folder = snapshot_download(
+                repo_id,
+                revision=revision,
+                allow_patterns=_SMALL_FILES + _LICENCES + (_WEIGHTS if weights else []),
+                ignore_patterns=_COPIES,
+                tqdm_class=_counting(fetched),
+            )
+            if (Path(folder) / "chat_template.jinja").exists():  # others come beside it alone
+                folder = snapshot_download(
                     repo_id,
-                    revision=revision,
-                    allow_patterns=_SMALL_FILES + _LICENCES + (_WEIGHTS if weights else []),
-                    ignore_patterns=_COPIES,
+                    revision=Path(folder).name,
+                    allow_patterns=[f"{TEMPLATES_NAME}/*.jinja"],
                     tqdm_class=_counting(fetched),
                 )
-            )
+            return Path(folder)
     except errors.GatedRepoError as exc:
         raise CheckpointError(
             f"{role}: {repo_id} is gated; accept its terms on the hub, then `hf auth login`"

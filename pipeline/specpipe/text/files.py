@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from specpipe.checkpoints.files import is_there, quoted, read_json, read_text
+from specpipe.checkpoints.files import TEMPLATES_NAME, is_there, quoted, read_json, read_text
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.errors import CheckpointError, show
 from specpipe.text.chat_template import ChatTemplate
@@ -28,20 +28,11 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    f"{TEMPLATES_NAME}/tool_use.jinja",
     "config.json",
     "generation_config.json",
 )
 """What is read of a folder; only the first must be there."""
-
-_NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 _MAX_TOKEN_ID = 2**31 - 1  # ids travel as INT32
 
@@ -86,11 +77,7 @@ def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts
         *_role_ids(settings, folder / "tokenizer_config.json", limits),
     ]
     try:
-        named = {
-            name: text
-            for name in _NAMED_TOKENS
-            if (text := _token_text(settings.get(name)) or _token_text(older.get(name)))
-        }
+        named = _named_tokens(settings, older)
         extra = [*_extra_special_tokens(settings), *_extra_special_tokens(older)]
         special = [*named.values(), *extra]
         declaring, declared = _declared_tokens(folder, settings, special, limits)
@@ -124,13 +111,19 @@ def load_parts(folder: Path, limits: FileLimits = FILE_LIMITS) -> TokenizerParts
         _set_ends(backend, settings, named, bos, eos)
     if settings.get("split_special_tokens"):
         backend.encode_special_tokens = True
-    ends = {token_id for token_id, _, key in role_ids if key == "eos_token_id"}
+    ends = {eos, *(token_id for token_id, _, key in role_ids if key == "eos_token_id")}
+    # Where the two files do not name the same end, a model may be taught either.
+    ends.update(
+        backend.token_to_id(text)
+        for file in (settings, older)
+        if (text := _token_text(file.get("eos_token"))) is not None
+    )
     return TokenizerParts(
         backend=backend,
         bos_token_id=bos,
         eos_token_id=eos,
         pad_token_id=id_of("pad"),
-        end_token_ids=frozenset(ends if eos is None else ends | {eos}),
+        end_token_ids=frozenset(token_id for token_id in ends if token_id is not None),
         chat_template=chat_template,
         roles={token_id: f"{file}: {show(key)}" for token_id, file, key in reversed(role_ids)},
     )
@@ -201,6 +194,22 @@ def _token_text(value: Any) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
+
+
+def _named_tokens(settings: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the tokens that have a name, which templates may call them by.
+
+    As transformers has it, special_tokens_map.json comes first unless tokenizer_config.json has the
+    added tokens, and a model may name tokens of its own: under a key that ends so, or as an object.
+    """
+    named: dict[str, str] = {}
+    for file in (older, settings) if "added_tokens_decoder" in settings else (settings, older):
+        own = file.get("extra_special_tokens")
+        values = {name: value for name, value in file.items() if name.endswith("_token")}
+        for name, value in {**values, **(own if isinstance(own, Mapping) else {})}.items():
+            if (text := _token_text(value)) is not None:
+                named[name] = text
+    return named
 
 
 def _extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
@@ -323,6 +332,8 @@ def _chat_template(
     path = folder / "chat_template.jinja"
     if is_there(path):
         source: Any = read_text(path, limits, "max_chat_template_bytes")
+        if is_there(for_tools := folder / TEMPLATES_NAME / "tool_use.jinja"):
+            tool_use = read_text(for_tools, limits, "max_chat_template_bytes")
     else:
         path = folder / "tokenizer_config.json"
         source = settings.get("chat_template")

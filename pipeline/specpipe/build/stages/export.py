@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specpipe.checkpoints.checkpoint import checkpoint_files, read_config
-from specpipe.checkpoints.files import copy_file, is_there
+from specpipe.checkpoints.files import TEMPLATES_NAME, copy_file, is_there
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
 from specpipe.checkpoints.plain_weights import open_weights
 from specpipe.config.sections import QuantizationConfig
@@ -22,6 +22,7 @@ _COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    f"{TEMPLATES_NAME}/tool_use.jinja",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
@@ -74,7 +75,7 @@ def export(
     weights = QuantizedWeights(plain, config, read_scales(scales, config))
     write_huggingface(out, weights, read_config(checkpoint, limits=limits))
     for path in _copied(checkpoint):
-        copy_file(path, out / path.name)
+        copy_file(path, out / path.relative_to(checkpoint))
 
 
 def _copied(checkpoint: Path) -> list[Path]:

@@ -58,7 +58,9 @@ class CollectCheckpoint:
         for path in _collected_files(self.checkpoint):
             check_file(path)
             # The hub's cache holds symbolic links, and a link to one would be as good as its cache.
-            link_file(path.resolve(), out / path.name)
+            link = out / path.relative_to(self.checkpoint)
+            link.parent.mkdir(exist_ok=True)
+            link_file(path.resolve(), link)
 
 
 def _check_values(tensor: tuple[str, TensorInfo]) -> None:
