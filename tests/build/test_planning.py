@@ -13,7 +13,7 @@ from specpipe.build.load import load_config
 from specpipe.build.planning import Plan
 from specpipe.checkpoints.source import Source
 from specpipe.config.sections import PipelineConfig
-from specpipe.errors import ConfigError, RepositoryError, SpecpipeError
+from specpipe.errors import CheckpointError, ConfigError, RepositoryError, SpecpipeError
 from specpipe.roles import Role
 from specpipe.stage import PlannedStage, StageInputs
 
@@ -204,6 +204,18 @@ def test_max_seq_len_over_the_context_is_refused_with_the_numbers() -> None:
     assert str(caught.value) == (
         f"{QUICKSTART}: engine.max_seq_len is 2048: expected at most 1024,"
         " the context length of the target ../models/python-code/target"
+    )
+
+
+def test_a_dtype_that_no_build_takes_is_refused_before_one(tmp_path: Path) -> None:
+    folder = shutil.copytree(QUICKSTART.parents[1] / "models/python-code/draft", tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "auto"}))
+    with pytest.raises(CheckpointError) as caught:
+        planning.check(quickstart(f"draft.checkpoint={folder}"))
+    assert str(caught.value) == (
+        f"draft {folder}: config.json: dtype 'auto' is not supported; "
+        "supported: float32, bfloat16, float16"
     )
 
 

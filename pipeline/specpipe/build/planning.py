@@ -35,7 +35,7 @@ from specpipe.checkpoints.checkpoint import (
     check_no_pickles,
     read_config,
 )
-from specpipe.checkpoints.family_config import unified_config
+from specpipe.checkpoints.family_config import supported_dtype, unified_config
 from specpipe.checkpoints.files import is_there
 from specpipe.checkpoints.hf_config import context_length
 from specpipe.checkpoints.limits import FILE_LIMITS, FileLimits
@@ -296,7 +296,9 @@ def _architecture(
 ) -> UnifiedConfig:
     """Returns the unified config of plain weights, but for its dtype."""
     plain = {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
-    # It may be left to the weights, and has no part in this.
+    # It may be left to the weights, or be that of quantized ones, and has no part in this.
+    if plain == hf_config and (plain.get("dtype") or plain.get("torch_dtype")):
+        supported_dtype(plain)
     whole = {**plain, "dtype": "float32"}
     return unified_config(whole, tp_size=tp_size, pp_size=pp_size, limits=limits)
 

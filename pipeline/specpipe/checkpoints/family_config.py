@@ -102,7 +102,7 @@ def unified_config(
     window = sliding_window(family.windows, config, context, num_layers)
     unified: dict[str, Any] = {
         "architecture": family.architecture,
-        "dtype": _dtype(config),
+        "dtype": supported_dtype(config),
         "logits_dtype": "float32",
         "vocab_size": vocab_size(config, limits),
         "hidden_size": hidden_size,
@@ -233,15 +233,20 @@ def _check_mapping(config: Mapping[str, Any]) -> None:
 
 def named_dtype(hf_config: Mapping[str, Any]) -> str:
     """Returns the dtype that a Hugging Face config names; bfloat16 where the weights decide."""
-    name = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    return name if isinstance(name, str) and name in DTYPES else "bfloat16"
+    name = _dtype(hf_config)
+    return name if name in DTYPES else "bfloat16"
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
-    name = config.get("dtype") or config.get("torch_dtype")
-    name = str(name).removeprefix("torch.")
+def supported_dtype(hf_config: Mapping[str, Any]) -> str:
+    """Returns the dtype that a Hugging Face config names; refuses what no plain checkpoint has."""
+    name = _dtype(hf_config)
     if name not in DTYPES:
         raise CheckpointError(
             f"config.json: dtype '{show(name)}' is not supported; supported: {', '.join(DTYPES)}"
         )
     return name
+
+
+def _dtype(hf_config: Mapping[str, Any]) -> str:
+    name = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return str(name).removeprefix("torch.")
