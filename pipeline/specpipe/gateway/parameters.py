@@ -183,7 +183,7 @@ class Parameters(Named):
     min_tokens: Count | None = None
     """Tokens before which nothing ends the answer."""
     bad_words: Annotated[list[Word], Field(max_length=_MOST_WORDS)] | None = None
-    """Texts that the answer does not have."""
+    """Texts whose tokens, also those after a space, are never chosen in a row."""
     skip_special_tokens: bool | None = None
     """False: special tokens are part of the text; in a chat, calls and thoughts are, too."""
     response_format: ResponseFormat | None = None

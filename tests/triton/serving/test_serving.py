@@ -877,6 +877,24 @@ def test_case_s4_prompt_and_text_are_the_decode_of_all(
     assert told(space_mark, ["▁learning", "▁is"], stream=stream, **inputs) == expected
 
 
+@pytest.mark.parametrize(
+    ("word", "pieces"),
+    [("end", [("end",), ("▁end",)]), (" end", [("▁end",)]), ("foo", [("foo",)])],
+)
+def test_a_bad_word_is_banned_after_a_space_too(
+    space_mark: Tokenizer, word: str, pieces: list[tuple[str, ...]]
+) -> None:
+    """foo is ▁ and foo, of which the last is banned already."""
+    inputs = {"text_input": "Deep", "max_tokens": 1, "bad_words": word}
+    tensors = {
+        name: serving.as_array(serving.input_tensor(name), [value])
+        for name, value in inputs.items()
+    }
+    sampling = parse_request(tensors, space_mark, limits=LIMITS, calls=UNKNOWN).request.sampling
+    names = space_mark.tokens()
+    assert [tuple(names[i] for i in ids) for ids in sampling.bad_words] == pieces
+
+
 def test_an_echo_without_text_of_an_output(space_mark: Tokenizer) -> None:
     echoed = {"text_input": "Deep", "exclude_input_in_output": False}
     assert told(space_mark, ["</s>"], **echoed) == ("Deep", 0)

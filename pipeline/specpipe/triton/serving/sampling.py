@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from specpipe.errors import RequestError
 from specpipe.speculative.request import Sampling
@@ -34,7 +34,7 @@ def read_sampling(inputs: Inputs, tokenizer: RequestTokenizer) -> Sampling:
         presence_penalty=inputs.one("presence_penalty", 0.0),
         frequency_penalty=inputs.one("frequency_penalty", 0.0),
         min_tokens=inputs.one("min_tokens", 0),
-        bad_words=tuple(tuple(tokenizer.encode_fragment(word)) for word in bad_words),
+        bad_words=tuple(ids for word in bad_words for ids in _banned(word, tokenizer)),
         logit_bias=_logit_bias(inputs, tokenizer),
         seed=secrets.randbits(64) if seed is None else seed,
         is_seeded=seed is not None,
@@ -66,6 +66,18 @@ def words_of(name: str, inputs: Inputs) -> list[str]:
     if not all(words):
         _LOGGER.warning("%s: an empty word is ignored", name)
     return [word for word in words if word]
+
+
+def _banned(word: str, tokenizer: RequestTokenizer) -> Iterator[tuple[int, ...]]:
+    """Yields the tokens of a bad word, and those that it has after a space, where these differ.
+
+    vLLM bans both, too: most words of a text are spelled by tokens that begin with the space.
+    """
+    plain = tuple(tokenizer.encode_fragment(word))
+    yield plain
+    spaced = tuple(tokenizer.encode_fragment(f" {word}"))
+    if spaced[-len(plain) :] != plain:
+        yield spaced
 
 
 def _logit_bias(inputs: Inputs, tokenizer: RequestTokenizer) -> tuple[tuple[int, float], ...]:

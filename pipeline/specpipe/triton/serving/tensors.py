@@ -151,7 +151,12 @@ ENSEMBLE_INPUTS: tuple[Input, ...] = (
         meaning="The same for every token of a text; of several for one token the sum counts.",
     ),
     Input("min_tokens", "INT32", meaning="Tokens before which no end id is chosen."),
-    Input("bad_words", "STRING", (-1,), meaning="Texts whose tokens are never chosen in a row."),
+    Input(
+        "bad_words",
+        "STRING",
+        (-1,),
+        meaning="Texts whose tokens, also those after a space, are never chosen in a row.",
+    ),
     Input(
         "stop_words", "STRING", (-1,), meaning="Texts that end the answer, and are not part of it."
     ),
