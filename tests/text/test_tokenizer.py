@@ -92,6 +92,12 @@ def test_truncation_and_padding_in_the_file_do_not_cut_a_prompt(tmp_path: Path) 
     assert Tokenizer.load(tmp_path).encode("hi hi hi") == [0, 2, 2, 2]
 
 
+def test_a_text_has_the_same_tokens_every_time(tmp_path: Path) -> None:
+    model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.9)
+    encode = Tokenizer.load(toy_tokenizers.write_tokenizer(tmp_path, Backend(model))).encode
+    assert [encode("abab") for _ in range(8)] == [[2, 2]] * 8
+
+
 def test_case_a12_no_bos_in_an_encoded_word(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(
         toy_tokenizers.write_tokenizer(tmp_path, toy_tokenizers.space_mark(), bos_token="<s>")

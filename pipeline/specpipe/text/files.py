@@ -160,6 +160,8 @@ def _load_backend(folder: Path, limits: FileLimits) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
         backend.no_truncation()  # the file keeps what its last user had set
         backend.no_padding()
+        if isinstance(backend.model, tokenizers.models.BPE):
+            backend.model.dropout = None  # by which training spells a text anew each time
         backend.encode("")  # what adds special tokens to a text is first tried by doing so
     num_ids = backend.get_vocab_size()
     limits.check("max_vocab_size", num_ids, f"{path} has {num_ids} ids")
